@@ -1,0 +1,171 @@
+"""Token files, and the batches that are cut from them.
+
+A token file is llm.c's: int32[256] header (20240520, 1, number of tokens), then uint16 tokens; or, as the first
+releases of llm.c wrote them, raw int32 tokens without a header. A dataset is one file or several (shards).
+
+A shard is seen as consecutive windows of T tokens, and a row of a batch is one window: T inputs, and as targets the
+same tokens one place on. A batch is B windows in order, so that without shuffling it is B*T + 1 consecutive tokens,
+each batch starts B*T after the one before, and batches never straddle shards: llm.c's walk through the data. With a
+shuffle seed the order of shards, and of the windows in each, is drawn anew every epoch.
+"""
+
+from collections.abc import Iterable
+from glob import glob
+from pathlib import Path
+
+import numpy as np
+
+from llmc.errors import UserError
+from llmc.files import CONTENTS, HEADER_BYTES, TOKENS, file_size, make_header, read_header, replacing
+
+REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
+CHECKED_AT_OPENING = 1 << 28  # bytes; a file up to this size is checked for bad tokens at once, within about 0.1 s
+
+
+def find_token_files(pattern: str | Path, split: str) -> list[Path]:
+    """The token files that `pattern` stands for, in order.
+
+    A file or a glob stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or where there is no such
+    file the shards `<prefix>_<split>_*.bin`. Raises UserError where there is nothing.
+    """
+    if Path(pattern).is_file():
+        return [Path(pattern)]
+    if any(character in str(pattern) for character in "*?["):
+        files = sorted(glob(str(pattern)))
+        if not files:
+            raise UserError(f"{pattern}: no file matches; {REMEDY}")
+        return [Path(file) for file in files]
+    if str(pattern).endswith(".bin"):
+        raise UserError(f"{pattern}: no such file; {REMEDY}")
+    file = Path(f"{pattern}_{split}.bin")
+    shards = sorted(file.parent.glob(f"{file.stem}_*.bin"))
+    if not file.is_file() and not shards:
+        raise UserError(f"{file}: no such file; {REMEDY}")
+    return [file] if file.is_file() else shards
+
+
+def open_tokens(path: str | Path) -> np.ndarray:
+    """The tokens of one file, a read-only memory map: uint16 (N,), or int32 (N,) for a raw file.
+
+    Raises UserError where the file is missing, empty, of another kind or version, or not as long as its header says.
+    """
+    size = file_size(path, REMEDY)
+    magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
+    if magic not in CONTENTS:
+        if size == 0 or size % 4:
+            raise UserError(f"{path}: {size} bytes are neither tokens with a header nor raw int32 tokens; {REMEDY}")
+        return np.memmap(path, dtype="<i4", mode="r")
+    header = read_header(path, TOKENS, REMEDY)
+    if header[1] != 1:
+        raise UserError(f"{path}: token file version {header[1]}; version 1 is needed: {REMEDY}")
+    expected = HEADER_BYTES + 2 * int(header[2])
+    if size != expected or header[2] < 1:
+        raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {REMEDY}")
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+
+
+def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray) -> None:
+    """Writes tokens, each 0..65535, as a token file with a header; `path` appears whole or not at all."""
+    tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < 1 << 16):
+        raise UserError(f"{path}: a token file holds tokens 0..65535, got {tokens.min()}..{tokens.max()}")
+    with replacing(path) as file:
+        file.write(make_header(TOKENS, 1, tokens.size).tobytes())
+        file.write(tokens.astype("<u2").tobytes())
+
+
+class DataLoader:
+    """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), for ever.
+
+    shuffle_seed: None walks through the data in order; a number (0 .. 2**64 - 1) shuffles it, in an order that depends
+    on the seed and the epoch alone.
+
+    num_tokens: tokens in all files. num_batches: num_tokens // (B*T), what llm.c calls an epoch. (The walk itself
+    starts anew after the last whole batch of the last shard, which may come a little sooner.)
+
+    Raises UserError, naming the file, where it cannot be read, is shorter than a batch (B*T + 1 tokens), or has a token
+    that is not below vocab_size. Large files are checked for such tokens batch by batch, in `next_batch`.
+    """
+
+    def __init__(
+        self, pattern: str | Path, split: str, B: int, T: int, vocab_size: int, shuffle_seed: int | None = None
+    ) -> None:
+        self.B, self.T, self.vocab_size, self.shuffle_seed = B, T, vocab_size, shuffle_seed
+        self.files = find_token_files(pattern, split)
+        self.shards = [open_tokens(file) for file in self.files]
+        for file, tokens in zip(self.files, self.shards, strict=True):
+            if tokens.size < B * T + 1:
+                raise UserError(
+                    f"{file}: {tokens.size} tokens are too few for one batch of B {B}, T {T}, "
+                    f"which takes {B * T + 1}; lower -b or -t, or use more data"
+                )
+            if tokens.nbytes <= CHECKED_AT_OPENING:
+                self._check_tokens(file, tokens)
+        self.num_tokens = sum(tokens.size for tokens in self.shards)
+        self.num_batches = self.num_tokens // (B * T)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the first batch of the first epoch."""
+        self._seek(epoch=0, place=0, batch=0)
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        """Fills inputs and targets, int32 (B, T) each, with the next batch."""
+        T = self.T
+        file, tokens = self.files[self._shard], self.shards[self._shard]
+        windows = self._windows[self._batch * self.B : (self._batch + 1) * self.B]
+        for row, window in enumerate(windows):
+            row_tokens = tokens[window * T : window * T + T + 1]
+            self._check_tokens(file, row_tokens)
+            inputs[row] = row_tokens[:-1]
+            targets[row] = row_tokens[1:]
+        if self._batch + 1 < self._batches_in(self._shard):
+            self._batch += 1
+        elif self._place + 1 < len(self.shards):
+            self._seek(self._epoch, self._place + 1, batch=0)
+        else:
+            self._seek(self._epoch + 1, place=0, batch=0)
+
+    def state(self) -> dict:
+        """Where the next batch comes from, and what makes that place meaningful, for JSON."""
+        return {"epoch": self._epoch, "place": self._place, "batch": self._batch} | self._identity()
+
+    def load_state(self, state: dict) -> None:
+        """Goes to the place that `state()` named. Raises UserError where the data, B, T or the seed are not the same
+        as then."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise UserError(
+                    f"cannot resume: {name} of the training data was {state.get(name)} and is now {value}; "
+                    "use the same data (-i), -b, -t and --seed as before"
+                )
+        self._seek(state["epoch"], state["place"], state["batch"])
+
+    def _identity(self) -> dict:
+        return {"num_tokens": self.num_tokens, "B": self.B, "T": self.T, "shuffle_seed": self.shuffle_seed}
+
+    def _batches_in(self, shard: int) -> int:
+        return (self.shards[shard].size - 1) // (self.B * self.T)
+
+    def _seek(self, epoch: int, place: int, batch: int) -> None:
+        """To a batch of the shard that comes at `place` in an epoch; draws the epoch's order of its windows."""
+        self._epoch, self._place, self._batch = epoch, place, batch
+        self._shard = int(self._order(len(self.shards), epoch, 0)[place])
+        num_windows = (self.shards[self._shard].size - 1) // self.T
+        self._windows = self._order(num_windows, epoch, 1 + self._shard)
+
+    def _order(self, n: int, epoch: int, stream: int) -> np.ndarray | range:
+        """0..n-1, shuffled where there is a seed. RandomState, because NumPy has frozen its sequences for good."""
+        if self.shuffle_seed is None:
+            return range(n)
+        seed = [self.shuffle_seed & 0xFFFFFFFF, self.shuffle_seed >> 32, epoch, stream]
+        return np.random.RandomState(seed).permutation(n)
+
+    def _check_tokens(self, file: Path, tokens: np.ndarray) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            token = low if low < 0 else high
+            raise UserError(
+                f"{file}: token {token} is outside the model's vocabulary of {self.vocab_size}; "
+                "use data and model (-e) that were made with the same tokenizer"
+            )

@@ -1,0 +1,81 @@
+"""Files that begin with 256 integers, and files that are written whole or not at all.
+
+Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers, the first of which says what follows.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from llmc.errors import UserError
+
+HEADER_BYTES = 256 * 4
+
+MODEL, DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240326, 20240327, 20240328, 20240520, 20240522
+
+CONTENTS = {
+    MODEL: "a model",
+    DEBUG_STATE: "a debug state",
+    TOKENIZER: "a tokenizer",
+    TOKENS: "GPT-2 tokens",
+    EVALUATION: "a multiple-choice evaluation set",
+    20240801: "Llama 3 tokens",
+}
+
+
+def make_header(*values: int) -> np.ndarray:
+    """A header, int32 (256,): the given values, then zeros."""
+    header = np.zeros(256, dtype="<i4")
+    header[: len(values)] = values
+    return header
+
+
+def file_size(path: str | Path, remedy: str) -> int:
+    """The size of a file in bytes. Raises UserError where there is no readable file."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
+
+
+def read_header(path: str | Path, magic: int, remedy: str) -> np.ndarray:
+    """The header of a file of one kind, int32 (256,).
+
+    Raises UserError, ending in `remedy`, where the file is missing, unreadable, shorter than a header, or of another
+    kind.
+    """
+    size = file_size(path, remedy)
+    if size < HEADER_BYTES:
+        raise UserError(f"{path}: {size} bytes is too short for {CONTENTS[magic]}; {remedy}")
+    header = np.fromfile(path, dtype="<i4", count=256)
+    if header[0] != magic:
+        found = CONTENTS.get(int(header[0]), f"magic number {header[0]}")
+        raise UserError(f"{path}: not {CONTENTS[magic]} (found {found}, expected magic number {magic}); {remedy}")
+    return header
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Opens a binary file beside `path` for writing and renames it to `path` once it is complete and on disk.
+
+    If the block fails, nothing is left behind and what was at `path` is untouched. Raises UserError where the system
+    refuses to write.
+    """
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            with open(part, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from error
