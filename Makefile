@@ -1,0 +1,101 @@
+# Set-up and entry points of llm.cupy: `make` lists them. All of them may be interrupted and run again.
+#
+#   make train ARGS="-x 100"          more flags for the program behind a target
+#   make test PYTHON=python3.12       another Python for the virtual environment
+#   make test PYTHON=python3 VENV=    no virtual environment: use what that Python has installed, install nothing
+
+PYTHON = python3
+VENV = .venv
+ARGS =
+MODEL =
+
+# 12 or 13: the CUDA version that the NVIDIA driver supports, as CuPy's wheels are named. Empty where there is no GPU.
+CUDA = $(shell nvidia-smi 2>/dev/null | \
+	sed -n -e 's/.*CUDA[A-Za-z ]*Version *: *12.*/12/p' -e 's/.*CUDA[A-Za-z ]*Version *: *1[3-9].*/13/p')
+
+# What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
+TRAIN_GPU = -i data/tiny_shakespeare -b 4 -t 1024
+TRAIN_GPU_OFFLINE = -e d12 -i data/python_docs -b 4 -t 1024
+TRAIN_CPU = -e layers=4,heads=4,channels=128 -i data/python_docs -b 12 -t 64 -l 1e-3 -x 1500
+TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
+
+ifeq ($(VENV),)
+PY = $(PYTHON)
+else
+PY = $(VENV)/bin/python
+TRAIN_ENV = $(VENV)/.ready-to-train
+TEST_ENV = $(VENV)/.ready-to-test
+endif
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
+
+# Without a GPU, CuPy and NVRTC alone are enough to compile every kernel for real GPUs. There are none for macOS.
+CUPY_TO_TRAIN = $(if $(CUDA),"cupy-cuda$(CUDA)x[ctk]~=14.0")
+CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrtc~=13.0; $(ON_LINUX)")
+ON_LINUX = sys_platform == 'linux'
+
+.DELETE_ON_ERROR:
+.PHONY: help train test bench profile sanitize compute-sanitizer lint clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
+		printf '  make %-18s %s\n' "$$target" "$$does"; done
+
+train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GPU, a small model without one
+	@if [ -z "$(CUDA)$(MODEL)" ]; then \
+		echo "No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU."; \
+		echo "GPT-2 124M takes seconds a step here; to fetch and train it all the same: make train MODEL=gpt2_124M.bin"; \
+		flags="$(TRAIN_CPU)"; \
+	elif bash dev/download_starter_pack.sh; then \
+		flags="$(if $(CUDA),$(TRAIN_GPU),$(TRAIN_CPU_MODEL))"; \
+	elif [ -n "$(CUDA)" ]; then \
+		echo "The starter pack could not be fetched: training from random weights on Python's own documentation instead."; \
+		flags="$(TRAIN_GPU_OFFLINE)"; \
+	else \
+		echo "error: MODEL=$(MODEL) needs the starter pack, which could not be fetched; plain 'make train' does without" >&2; \
+		exit 1; \
+	fi; \
+	case "$$flags" in *data/python_docs*) \
+		test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py || exit 1;; esac; \
+	echo "$(PY) train_gpt2_fp32.py $$flags $(ARGS)"; \
+	exec $(PY) train_gpt2_fp32.py $$flags $(ARGS)
+
+test: $(TEST_ENV) ## set up and run the tests, on the CPU and, where there is one, the GPU
+	$(PY) -m pytest $(ARGS)
+
+bench: $(TEST_ENV) ## time a training step beside PyTorch's
+	$(PY) dev/bench.py $(ARGS)
+
+profile: $(TEST_ENV) ## time each kernel of a training step beside what the machine can do
+	$(PY) dev/profile.py $(ARGS)
+
+# ASan must be loaded before Python; Python's own leaks at exit are none of ours.
+sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU under ASan and UBSan
+	LLMC_CPU_SANITIZE=1 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(PY) -m pytest tests/test_kernels.py $(ARGS)
+
+compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each attention
+	@command -v compute-sanitizer >/dev/null || { \
+		echo "error: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit" >&2; exit 1; }
+	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py
+	@for attention in softmax relu; do for tool in memcheck racecheck initcheck synccheck; do \
+		echo "compute-sanitizer $$tool, $$attention attention"; \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) train_gpt2_fp32.py --device cuda -a $$attention \
+			-e layers=2,heads=2,channels=128 -i data/python_docs -b 2 -t 64 -x 1 -g 8 || exit 1; \
+	done; done
+
+lint: $(TEST_ENV) ## check the Python code with ruff
+	$(PY) -m ruff check .
+
+clean: ## remove the virtual environment and caches, never data or models
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.ready-to-train: requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: llm.cupy needs Python 3.10 or later')"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) -r requirements.txt $(CUPY_TO_TRAIN)
+	@touch $@
+
+$(VENV)/.ready-to-test: $(VENV)/.ready-to-train requirements-dev.txt
+	$(PIP_INSTALL) -r requirements.txt -r requirements-dev.txt $(CUPY_TO_TRAIN) $(CUPY_TO_TEST)
+	@touch $@

@@ -1,0 +1,76 @@
+"""The Makefile: what it would install and run on other machines, read from `make -n`."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(*arguments, directory=ROOT, smi=None, tmp_path=None) -> str:
+    """What make prints, on a machine whose nvidia-smi prints `smi`, or fails where that is None."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    tool = tools / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexit 9\n" if smi is None else f"#!/bin/sh\necho '{smi}'\n")
+    tool.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
+    command = ["make", *arguments]
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_plain_make_lists_every_target(tmp_path):
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    listed = re.findall(r"^  make (\S+) +\S", make(tmp_path=tmp_path), re.MULTILINE)
+    assert listed == targets
+
+
+@pytest.mark.parametrize(
+    ("smi", "wheel"),
+    [
+        ("| NVIDIA-SMI 535.104.05   Driver Version: 535.104.05   CUDA Version: 12.2     |", "cupy-cuda12x[ctk]"),
+        ("| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0     |", "cupy-cuda13x[ctk]"),
+        ("| NVIDIA-SMI 590.44.01    KMD Version: 590.44.01     CUDA UMD Version: 13.1   |", "cupy-cuda13x[ctk]"),
+        ("CUDA Version                              : 12.8", "cupy-cuda12x[ctk]"),
+    ],
+)
+def test_the_cupy_wheel_follows_the_driver(smi, wheel, tmp_path):
+    plan = make("-n", "train", f"VENV={tmp_path}/new", smi=smi, tmp_path=tmp_path)
+    assert re.findall(r"cupy-cuda\S*\]", plan) == [wheel]
+
+
+@pytest.mark.parametrize("smi", [None, "| NVIDIA-SMI 450.80.02   Driver Version: 450.80.02   CUDA Version: 11.0     |"])
+def test_without_a_usable_gpu_training_installs_no_cupy_and_fetches_nothing_big(smi, tmp_path):
+    plan = make("-n", "train", f"VENV={tmp_path}/new", smi=smi, tmp_path=tmp_path)
+    assert "pip install" in plan and "cupy" not in plan
+    assert 'if [ -z "" ]' in plan
+
+
+def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
+    plan = make("-n", "test", f"VENV={tmp_path}/new", tmp_path=tmp_path)
+    assert '"cupy-cuda13x~=14.0;' in plan and '"nvidia-cuda-nvrtc~=13.0;' in plan
+
+
+def test_an_empty_venv_uses_the_python_given_and_installs_nothing(tmp_path):
+    assert make("-n", "test", "PYTHON=mypython", "VENV=", tmp_path=tmp_path).split() == ["mypython", "-m", "pytest"]
+
+
+def test_clean_leaves_data_models_and_source(tmp_path):
+    tree = tmp_path / "tree"
+    kept = ["Makefile", "gpt2_124M.bin", "data/tiny_shakespeare_train.bin", "log.txt", "train_gpt2_fp32.py"]
+    made = [".venv/bin/python", ".pytest_cache/x", "llmc/__pycache__/device.pyc"]
+    for name in kept + made:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).touch()
+    shutil.copy(ROOT / "Makefile", tree)
+    make("clean", directory=tree, tmp_path=tmp_path)
+    assert sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()) == sorted(kept)

@@ -1,0 +1,80 @@
+"""Every kernel compiles for real GPUs, by the compiler that CuPy uses, on a machine that need not have one."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from llmc import device
+
+nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed").nvrtc
+
+KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
+CAPABILITIES = (75, 80, 90, 100)  # T4, A100, H100 and H200, B200
+
+# Kernels that may spill registers or keep a local array in memory, each with its reason.
+MAY_SPILL: dict[str, str] = {}
+
+
+def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
+    """Bytes of (stack frame, spill stores, spill loads) a thread, by kernel, as the assembler reports them."""
+    program = nvrtc.createProgram(source, name, [], [])
+    try:
+        nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
+        assert len(nvrtc.getCUBIN(program)) > 0
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program).strip("\0"), pytrace=False)
+    else:
+        log = nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    rows = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}", log, re.DOTALL)
+    return {kernel: (int(frame), int(stores), int(loads)) for kernel, frame, stores, loads in rows}
+
+
+@functools.cache
+def compiled(path: Path, capability: int) -> dict[str, tuple[int, int, int]]:
+    return compile_kernels(
+        device.cuda_source(path), path.name, (*device.NVRTC_OPTIONS, f"--gpu-architecture=sm_{capability}")
+    )
+
+
+def test_there_are_kernels_to_compile():
+    assert {path.stem for path in KERNELS} >= {
+        "encoder", "layernorm", "attention", "matmul", "gelu", "residual", "classifier", "adamw"
+    }
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_every_kernel_of_a_file_compiles(path, capability):
+    declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
+    assert sorted(compiled(path, capability)) == sorted(declared)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_kernels_keep_what_they_work_on_in_registers(path, capability):
+    spilling = {
+        kernel: f"stack frame {frame}, spill stores {stores}, spill loads {loads} bytes"
+        for kernel, (frame, stores, loads) in compiled(path, capability).items()
+        if frame + stores + loads > 0 and kernel not in MAY_SPILL
+    }
+    assert not spilling
+
+
+def test_a_kernel_with_too_few_registers_is_seen_to_spill():
+    source = """
+        extern "C" __global__ void crowded(float* x) {
+            float v[64];
+            #pragma unroll
+            for (int i = 0; i < 64; i++) v[i] = x[i];
+            __syncthreads();
+            #pragma unroll
+            for (int i = 0; i < 64; i++) x[i] = v[63 - i] * v[i];
+        }"""
+    options = ("--gpu-architecture=sm_90", "--maxrregcount=24")
+    frame, stores, loads = compile_kernels(source, "crowded.cu", options)["crowded"]
+    assert frame > 0 and stores > 0 and loads > 0
