@@ -1,0 +1,38 @@
+"""The offline dataset: the English text of Python's own documentation, byte by byte.
+
+Every CPython carries the language reference for its help() in pydoc_data.topics, about half a megabyte, so this needs
+no network. A token is a byte of UTF-8; before each topic stands the end-of-text token, number 256. The last tenth is
+for validation. Writes data/python_docs_{train,val}.bin and their tokenizer, data/python_docs_tokenizer.bin:
+
+    python dev/data/python_docs.py
+    python train_gpt2_fp32.py -e layers=4,heads=4,channels=128 -i data/python_docs -b 12 -t 64 -l 1e-3 -x 1500
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
+
+from common import DATA, run, write_dataset
+
+from llmc.tokenizer import byte_encoding
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a byte-level dataset of Python's documentation, offline.")
+    parser.add_argument("--out", metavar="PREFIX", type=Path, default=DATA / "python_docs", help="(%(default)s)")
+    args = parser.parse_args()
+
+    encoding = byte_encoding()
+    tokens = []
+    for name in sorted(topics):
+        tokens.append(encoding.eot_token)
+        tokens.extend(encoding.encode_ordinary(topics[name]))
+    num_train = len(tokens) * 9 // 10
+    write_dataset(args.out, encoding, tokens[:num_train], tokens[num_train:])
+
+
+if __name__ == "__main__":
+    run(main)
