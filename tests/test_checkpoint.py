@@ -1,0 +1,307 @@
+"""Models, debug states and training checkpoints: written and read back exactly, refused when damaged."""
+
+import json
+import os
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from llmc.checkpoint import (
+    GPT2Config,
+    load_checkpoint,
+    newest_checkpoint,
+    num_parameters,
+    prune_checkpoints,
+    read_debug_state,
+    read_model,
+    read_model_header,
+    save_checkpoint,
+    write_debug_state,
+    write_model,
+)
+from llmc.errors import UserError
+
+TINY = GPT2Config(max_seq_len=7, vocab_size=11, padded_vocab_size=128, num_layers=2, num_heads=3, channels=9)
+N = num_parameters(TINY)
+
+
+@pytest.fixture
+def params(rng):
+    return rng.standard_normal(N).astype(np.float32)
+
+
+@pytest.fixture
+def model(tmp_path, params):
+    write_model(tmp_path / "model.bin", TINY, params)
+    return tmp_path / "model.bin"
+
+
+@pytest.fixture
+def checkpoint(tmp_path, params):
+    return save_checkpoint(tmp_path / "run", 20, TINY, params, params + 1, params + 2, {"seed": 3})
+
+
+def overwrite(path, offset, data):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def refusal(function, *args):
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_parameters_of_gpt2_are_counted_as_pytorch_counts_them():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    for config in (TINY, GPT2Config(1024, 50257, 50304, 12, 12, 768)):
+        with torch.device("meta"):
+            theirs = transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    vocab_size=config.padded_vocab_size, n_positions=config.max_seq_len,
+                    n_embd=config.channels, n_layer=config.num_layers, n_head=config.num_heads,
+                )
+            )
+        assert num_parameters(config) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_a_model_file_has_the_layout_of_llm_c(model, params):
+    data = model.read_bytes()
+    header = struct.unpack("<256i", data[:1024])
+    assert header == (20240326, 3, 7, 11, 2, 3, 9, 128) + (0,) * 248
+    np.testing.assert_array_equal(np.frombuffer(data, "<f4", offset=1024), params)
+
+
+def test_a_model_is_read_back_exactly(model, params):
+    assert read_model_header(model) == TINY
+    config, read = read_model(model)
+    assert config == TINY
+    np.testing.assert_array_equal(read, params)
+
+
+def test_a_model_that_cannot_be_written_leaves_what_was_there(tmp_path, model, params):
+    before = model.read_bytes()
+    with pytest.raises(ValueError, match="expected"):
+        write_model(model, TINY, params[:-1])
+    assert model.read_bytes() == before
+    assert "cannot be written" in refusal(write_model, tmp_path / "missing" / "model.bin", TINY, params)
+    assert os.listdir(tmp_path) == ["model.bin"]
+
+
+def test_a_missing_model_is_refused_with_the_remedy(tmp_path):
+    message = refusal(read_model, tmp_path / "gpt2_124M.bin")
+    assert "gpt2_124M.bin: no such file" in message and "dev/download_starter_pack.sh" in message
+
+
+@pytest.mark.parametrize("version, kind", [(1, "fp32 without padding"), (2, "bf16"), (5, "bf16"), (77, "unknown")])
+def test_other_model_versions_are_refused_by_name(model, version, kind):
+    overwrite(model, 4, struct.pack("<i", version))
+    message = refusal(read_model, model)
+    assert f"version {version} ({kind}" in message and "version 3" in message
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        (2, 0, "max_seq_len is 0"),
+        (3, -1, "vocab_size is -1"),
+        (3, 129, "padded_vocab_size is 128"),
+        (4, 3, "bytes"),
+        (5, 2, "9 channels cannot be split among 2 heads"),
+        (6, 2**31 - 1, "bytes|heads"),
+        (7, 100, "multiple of 128"),
+    ],
+)
+def test_a_header_with_senseless_sizes_is_refused(model, field, value, words):
+    overwrite(model, 4 * field, struct.pack("<i", value))
+    message = refusal(read_model, model)
+    assert str(model) in message and any(word in message for word in words.split("|"))
+
+
+@pytest.mark.parametrize("change", [-1, 1, 4, -4])
+def test_a_model_of_the_wrong_length_is_refused(model, change):
+    os.truncate(model, model.stat().st_size + change)
+    assert "truncated or damaged" in refusal(read_model, model)
+
+
+def test_something_else_than_a_model_is_refused_by_what_it_is(tmp_path, model):
+    overwrite(model, 0, struct.pack("<i", 20240520))
+    assert "found GPT-2 tokens" in refusal(read_model, model)
+    model.write_bytes(b"<!DOCTYPE html>" * 100)
+    assert "not a model" in refusal(read_model, model)
+    model.write_bytes(b"<!DOCTYPE html>")
+    assert "too short for a model" in refusal(read_model, model)
+    assert "is a directory" in refusal(read_model, tmp_path)
+
+
+def test_a_debug_state_has_the_layout_of_llm_c_and_is_read_back_exactly(tmp_path, rng):
+    B, T, V = 2, 5, TINY.vocab_size
+    x, y = rng.integers(0, V, (2, B, T)).astype(np.int32)
+    logits, grads = rng.standard_normal((B, T, V)).astype(np.float32), rng.standard_normal(N).astype(np.float32)
+    path = tmp_path / "debug_state.bin"
+    write_debug_state(path, TINY, x, y, logits, 5.25, grads)
+
+    data = path.read_bytes()
+    assert struct.unpack("<5i", data[:20]) == (20240327, 2, B, T, 0)
+    assert data[1024:] == x.tobytes() + y.tobytes() + logits.tobytes() + struct.pack("<f", 5.25) + grads.tobytes()
+
+    state = read_debug_state(path, TINY)
+    assert state.loss == 5.25
+    for name, value in {"x": x, "y": y, "logits": logits, "grads": grads}.items():
+        read = getattr(state, name)
+        assert read.dtype == value.dtype
+        np.testing.assert_array_equal(read, value)
+
+    larger = GPT2Config(7, 11, 128, 3, 3, 9)
+    assert "damaged" in refusal(read_debug_state, path, larger)
+    overwrite(path, 4, struct.pack("<i", 1))
+    assert "version 1" in refusal(read_debug_state, path, TINY)
+    overwrite(path, 4, struct.pack("<3i", 2, 0, T))
+    assert "B 0" in refusal(read_debug_state, path, TINY)
+
+
+def test_a_checkpoint_gives_back_all_it_was_given(tmp_path, params):
+    state = {"sampler": 2**64 - 1, "data": {"epoch": 1, "batch": 7}, "rate": 0.1, "files": ("a", "b")}
+    path = save_checkpoint(tmp_path / "run", 1234, TINY, params, params + 1, params + 2, state)
+    assert path == tmp_path / "run" / "step_00001234"
+    assert newest_checkpoint(tmp_path / "run") == path
+    config, read, m, v, read_state = load_checkpoint(path)
+    assert config == TINY
+    for array, value in ((read, params), (m, params + 1), (v, params + 2)):
+        np.testing.assert_array_equal(array, value)
+    assert read_state == state | {"step": 1234, "files": ["a", "b"]}
+    np.testing.assert_array_equal(read_model(path / "model.bin")[1], params)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(checkpoint, params):
+    save_checkpoint(checkpoint.parent, 20, TINY, params * 2, params, params, {"seed": 4})
+    _, read, _, _, state = load_checkpoint(checkpoint)
+    np.testing.assert_array_equal(read, params * 2)
+    assert state["seed"] == 4
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+@pytest.mark.parametrize("name", ["model.bin", "optimizer.bin", "state.json"])
+def test_one_changed_bit_anywhere_in_a_checkpoint_is_noticed(checkpoint, name, rng):
+    file = checkpoint / name
+    intact = file.read_bytes()
+    for place in [0, len(intact) - 1, *rng.integers(0, len(intact), 40)]:
+        if name == "state.json" and intact[place] in b" \n":
+            continue  # layout between values, which means nothing
+        damaged = bytearray(intact)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        message = refusal(load_checkpoint, checkpoint)
+        assert str(file) in message and "older checkpoint" in message
+
+
+def test_a_truncated_or_missing_file_in_a_checkpoint_is_refused(checkpoint):
+    os.truncate(checkpoint / "optimizer.bin", 2000)
+    assert "optimizer.bin: 2000 bytes" in refusal(load_checkpoint, checkpoint)
+    os.unlink(checkpoint / "optimizer.bin")
+    assert "optimizer.bin: no such file" in refusal(load_checkpoint, checkpoint)
+    os.unlink(checkpoint / "state.json")
+    assert "not a complete checkpoint" in refusal(load_checkpoint, checkpoint)
+
+
+class Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, replaces):
+    """Whatever call to the system is the last before a crash, the newest checkpoint is one that loads."""
+
+    def save_and_crash(run, last_call):
+        """Crashes after so many calls, cleaning nothing up. Whether the save got through before."""
+        calls = 0
+
+        def counted(function):
+            def call(*args, **kwargs):
+                nonlocal calls
+                calls += 1
+                if calls > last_call:
+                    raise Crash
+                return function(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "replace", "rename", "mkdir"):
+                patch.setattr(os, name, counted(getattr(os, name)))
+            patch.setattr("llmc.checkpoint._remove", lambda *directories: None)
+            patch.setattr("pathlib.Path.unlink", lambda *args, **kwargs: None)
+            try:
+                save_checkpoint(run, 2, TINY, params + 2, params, params, {})
+            except Crash:
+                return False
+        return True
+
+    last_call, saved = 0, False
+    while not saved:
+        run = tmp_path / f"run{last_call}"
+        for step in (1, 2) if replaces else (1,):
+            save_checkpoint(run, step, TINY, params + step, params, params, {})
+        saved = save_and_crash(run, last_call)
+        _, read, _, _, state = load_checkpoint(newest_checkpoint(run))
+        np.testing.assert_array_equal(read, params + state["step"])
+        again = save_checkpoint(run, 2, TINY, params - 1, params, params, {})  # what a crash left is not in the way
+        np.testing.assert_array_equal(load_checkpoint(again)[1], params - 1)
+        last_call += 1
+    assert last_call > 10  # three files, two directories and their renames
+
+
+def test_a_failed_save_leaves_nothing_behind(checkpoint, params):
+    with pytest.raises(TypeError):
+        save_checkpoint(checkpoint.parent, 30, TINY, params, params, params, {"not JSON": object()})
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+def test_a_checkpoint_directory_that_cannot_be_made_is_refused(tmp_path, params):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refusal(save_checkpoint, tmp_path / "file", 1, TINY, params, params, params, {})
+
+
+def test_the_newest_complete_checkpoint_is_found(tmp_path, params):
+    run = tmp_path / "run"
+    assert newest_checkpoint(run) is None
+    for step in (5, 100, 20):
+        save_checkpoint(run, step, TINY, params, params, params, {})
+    assert newest_checkpoint(run).name == "step_00000100"
+    os.truncate(run / "step_00000100" / "model.bin", 1024)
+    assert newest_checkpoint(run).name == "step_00000020"
+    (run / "step_00000020" / "state.json").write_text("{")
+    assert newest_checkpoint(run).name == "step_00000005"
+    (run / "step_00000900.part").mkdir()
+    (run / "notes").mkdir()
+    assert newest_checkpoint(run).name == "step_00000005"
+
+
+def test_pruning_keeps_the_newest(tmp_path, params):
+    run = tmp_path / "run"
+    for step in (1, 2, 3, 10):
+        save_checkpoint(run, step, TINY, params, params, params, {})
+    assert prune_checkpoints(run, 0) == []
+    assert [path.name for path in prune_checkpoints(run, 2)] == ["step_00000002", "step_00000001"]
+    assert sorted(os.listdir(run)) == ["step_00000003", "step_00000010"]
+    assert prune_checkpoints(run, 2) == []
+
+
+def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, params):
+    """Both files intact by themselves, but not a pair."""
+    other_config = GPT2Config(7, 11, 128, 1, 3, 9)
+    other_params = params[: num_parameters(other_config)]
+    other = save_checkpoint(tmp_path / "other", 20, other_config, other_params, other_params, other_params, {})
+    record, other_record = (json.loads((path / "state.json").read_text()) for path in (checkpoint, other))
+    record["files"]["optimizer.bin"] = other_record["files"]["optimizer.bin"]
+    del record["crc32"]
+    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    (checkpoint / "state.json").write_text(json.dumps(record))
+    os.replace(other / "optimizer.bin", checkpoint / "optimizer.bin")
+    assert "made for another model" in refusal(load_checkpoint, checkpoint)
