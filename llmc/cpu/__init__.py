@@ -1,0 +1,20 @@
+"""The CPU device: CUDA kernel files compiled by the system's C++ compiler and run on NumPy arrays.
+
+`cuda_on_cpu.h` makes a `.cu` file C++, `runtime.cpp` runs grids, blocks and threads, `compiler.py` builds and caches both,
+and `launch.py` calls a kernel with checked arguments. The environment variables that they read:
+
+    CXX                   the compiler; else g++ or clang++, whichever is found first
+    LLMC_CPU_CXXFLAGS     further compiler flags
+    LLMC_CPU_DEBUG=1      -O0 -g, for gdb: break layernorm.cu:30 if threadIdx.x == 37
+    LLMC_CPU_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (Python needs their libraries preloaded)
+    LLMC_CPU_WARP         lanes in a warp, 1 (default) or 32. A file that says `#define WARP_SIZE 32` has 32 in any case
+    LLMC_CPU_THREADS      worker threads; by default one for each core that the process may use
+    LLMC_CPU_ORDER        forward (default), backward or shuffled: the order of a block's threads between two waits and of
+                          a grid's blocks. A kernel whose result depends on it lacks a barrier
+    LLMC_CACHE_DIR        where compiled files are kept; by default llm.cupy in $XDG_CACHE_HOME or ~/.cache
+"""
+
+from llmc.cpu.compiler import compile_all, compile_source, warp_size
+from llmc.cpu.launch import Kernel, KernelError, Module
+
+__all__ = ["Kernel", "KernelError", "Module", "compile_all", "compile_source", "warp_size"]

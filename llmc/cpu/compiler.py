@@ -1,0 +1,195 @@
+"""Builds a .cu file into a shared library with the system's C++ compiler, once for each content."""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llmc.cpu.launch import Module, Parameter, load_runtime
+from llmc.errors import UserError
+
+HERE = Path(__file__).parent
+
+LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)")
+KERNEL = re.compile(r'extern\s*"C"\s*__global__\s+(?:@(.*?)@\s*)?void\s+(?:@(.*?)@\s*)?(\w+)\s*\(([^()]*)\)\s*\{', re.S)
+
+
+def warp_size() -> int:
+    """Lanes in a warp of a kernel file that does not fix it itself: LLMC_CPU_WARP, 1 or 32 (default 1)."""
+    value = os.environ.get("LLMC_CPU_WARP") or "1"
+    if value not in ("1", "32"):
+        raise UserError(f"LLMC_CPU_WARP is {value}; it can be 1 or 32")
+    return int(value)
+
+
+def compile_source(path: str | Path) -> Module:
+    """Compile a .cu file, or fetch it from the cache, and load it.
+
+    Raises UserError where there is no compiler, and where the file does not compile (with the compiler's message).
+    """
+    path = Path(path).resolve()
+    source = path.read_text()
+    fixed = re.search(r"^[ \t]*#[ \t]*define[ \t]+WARP_SIZE[ \t]+32\b", source, re.M)
+    warp = 32 if fixed else warp_size()
+    load_runtime(_build_runtime())
+    library = _cached(
+        path.stem,
+        [*_included(path), HERE / "cuda_on_cpu.h", HERE / "runtime.h"],
+        [f"-DWARP_SIZE={warp}"],
+        lambda compile_flags: _with_launch_stubs(path, compile_flags),
+    )
+    return Module(library, path, warp)
+
+
+def compile_all(paths) -> list[Module]:
+    """compile_source for several files, as many at a time as there are cores. Returns the modules in the files' order."""
+    _build_runtime()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(compile_source, paths))
+
+
+def _build_runtime() -> Path:
+    # Never sanitised or built with -ffast-math itself: it moves stacks about, and its sums have a fixed order.
+    files = [HERE / "runtime.cpp", HERE / "runtime.h"]
+    return _cached("runtime", files, None, lambda flags: f'#include "{HERE / "runtime.cpp"}"\n')
+
+
+def _included(path: Path) -> list[Path]:
+    """The file and all that it includes with #include "...", for the cache's key."""
+    files = [path]
+    for file in files:
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', file.read_text(), re.M):
+            found = (file.parent / name).resolve()
+            if found.exists() and found not in files:
+                files.append(found)
+    return files
+
+
+def _cached(name: str, files: list[Path], flags: list[str] | None, text) -> Path:
+    """The shared library built from `text(flags)`, C++ that includes the files; flags None is the runtime."""
+    cxx, version = _compiler()
+    debug, sanitize = (os.environ.get(f"LLMC_CPU_{mode}", "0") not in ("", "0") for mode in ("DEBUG", "SANITIZE"))
+    flags = _flags(flags, debug, sanitize)
+    key = hashlib.sha256(json.dumps([version, _cpu(), flags]).encode())
+    for file in files:
+        key.update(b"\0" + file.read_bytes())
+        if debug or sanitize:  # debug information holds the path
+            key.update(str(file).encode())
+    library = _cache_dir() / f"{name}-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
+        built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
+        command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
+        _run(command, text([*cxx, *flags]), files[0])
+        # Linked without the flags of the compilation: with -ffast-math among them GCC adds start-up code that
+        # makes the whole process flush denormal numbers to zero.
+        link = [flag for flag in flags if flag.startswith("-fsanitize")]
+        _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
+        os.replace(built, library)  # another process may have done the same meanwhile: either file will do
+    return library
+
+
+def _flags(flags: list[str] | None, debug: bool, sanitize: bool) -> list[str]:
+    common = ["-std=c++17", "-fPIC", "-pthread", "-DLLMC_CPU"]
+    if sanitize:
+        common.append("-DLLMC_SANITIZE")
+    if flags is None:
+        return [*common, "-O2", "-g", "-Wall"]
+    common.append("-fvisibility=hidden")  # several libraries may have kernels and functions of the same names
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    if sanitize:
+        common += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    elif debug:
+        common += ["-O0", "-g3"]
+    else:
+        # Infinity and NaN stay what they are, and a division by infinity is no product with an estimated reciprocal.
+        common += ["-O3", "-march=native" if x86 else "-mcpu=native", "-ffast-math", "-fno-finite-math-only"]
+        common += ["-mrecip=none"] if x86 else []
+        if x86 and "clang" in _compiler()[1]:
+            common.append("-fveclib=libmvec")
+    return [*common, "-Wno-unknown-pragmas", *flags, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
+
+
+def _run(command: list[str], text: str, path: Path) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{command[0]} cannot compile {path}:\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def _compiler() -> tuple[list[str], str]:
+    return _find_compiler(os.environ.get("CXX", ""))
+
+
+@functools.cache
+def _find_compiler(wish: str) -> tuple[list[str], str]:
+    """The compiler's command and what it says of its version."""
+    for command in [shlex.split(wish)] if wish else [["g++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+            return command, version
+    looked_for = f"the compiler that CXX names, {wish}," if wish else "a C++ compiler (g++ or clang++)"
+    raise UserError(f"the CPU device needs {looked_for} and finds none: install one, on Debian or Ubuntu with "
+                    "`apt-get install g++`")
+
+
+@functools.cache
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            first = file.read().split("\n\n")[0]
+        return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", first, re.M))
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+def _cache_dir() -> Path:
+    wish = os.environ.get("LLMC_CACHE_DIR")
+    folder = Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}): set LLMC_CACHE_DIR to a folder that can be "
+                        "written") from None
+    return folder
+
+
+def _with_launch_stubs(path: Path, compile_flags: list[str]) -> str:
+    """C++ that includes the .cu file and, for each of its kernels, has the loop over a block's threads.
+
+    The kernels are found in the preprocessed text, so that a macro may write one; there `__global__` and
+    `__launch_bounds__` still stand as they are, because cuda_on_cpu.h is left out.
+    """
+    text = _run([*compile_flags, "-x", "c++", "-E", "-P", str(path)], "", path)
+    text = LAUNCH_BOUNDS.sub(r"@\1@", text)
+    stubs, manifest = [], {}
+    for bounds_before, bounds_after, name, declared in KERNEL.findall(text):
+        parameters = [Parameter.parse(one, name, path) for one in declared.split(",") if one.split() not in ([], ["void"])]
+        manifest[name] = [[p.name, p.type] for p in parameters]
+        max_threads = (bounds_before or bounds_after or "0").split(",")[0]
+        stubs.append(f"""
+struct {name}_args {{ {" ".join(p.declaration + ";" for p in parameters)} }};
+__attribute__((flatten)) static void {name}_threads(const void* packed, uint3 from, uint3 to) {{
+    const {name}_args args = *(const {name}_args*)packed;
+    (void)args;
+    llmc::for_each_thread(from, to, [&] {{ {name}({", ".join("args." + p.name for p in parameters)}); }});
+}}
+extern "C" __attribute__((visibility("default"))) const llmc::Kernel llmc_kernel_{name} =
+    {{"{name}", {name}_threads, WARP_SIZE, {max_threads}}};""")
+    if not manifest:
+        raise UserError(f'{path}: no kernel declared as extern "C" __global__ void name(...)')
+    return f"""#include "cuda_on_cpu.h"
+#include "{path}"
+{"".join(stubs)}
+extern "C" __attribute__((visibility("default"))) const char llmc_manifest[] = R"({json.dumps(manifest)})";
+"""

@@ -1,0 +1,287 @@
+// CUDA C for a C++17 compiler: included before a .cu file, it lets g++ or clang++ build the file unmodified.
+//
+// A kernel becomes a plain function, called once for each thread by the loop at the end of this file. The loop is what
+// makes a CPU fast: the kernel is inlined into it, and where threads do not wait for each other the compiler
+// vectorises over threadIdx.x as it does over any loop variable. What happens when they do wait is told in runtime.cpp.
+//
+// WARP_SIZE comes with the build. At 1 (the default) every thread is a warp of its own: shuffles are the identity, and a
+// loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous. At 32 warps are those of a GPU.
+#pragma once
+#include "runtime.h"
+
+#if defined __GNUC__ && !defined __clang__ && !defined __FAST_MATH__ && defined __OPTIMIZE__
+#define __FAST_MATH__ 1         // glibc then declares the vector variants of expf, tanhf ... (-fno-finite-math-only unsets it)
+#endif
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <type_traits>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+// A worker runs one block at a time, so shared memory is the worker's own. AddressSanitizer puts red zones around
+// ordinary variables only; its builds therefore run with one worker.
+#ifdef LLMC_SANITIZE
+#define __shared__ static
+#else
+#define __shared__ static thread_local
+#endif
+
+#undef assert
+#define assert(condition) ((condition) ? (void)0 : llmc::fail("assertion `" #condition "` failed", __FILE__, __LINE__))
+
+// ---- vector types
+
+#define LLMC_VECTOR_TYPES(T, name, align2, align4)                                                     \
+    struct alignas(align2) name##2 { T x, y; };                                                        \
+    struct alignas(align4) name##4 { T x, y, z, w; };                                                  \
+    inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                         \
+    inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+LLMC_VECTOR_TYPES(float, float, 8, 16)
+LLMC_VECTOR_TYPES(int, int, 8, 16)
+LLMC_VECTOR_TYPES(unsigned, uint, 8, 16)
+LLMC_VECTOR_TYPES(unsigned char, uchar, 2, 4)
+#undef LLMC_VECTOR_TYPES
+struct float3 { float x, y, z; };
+struct int3 { int x, y, z; };
+inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
+inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
+inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
+
+// ---- arithmetic
+
+template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
+    typedef std::common_type_t<A, B> T;
+    return (T)b < (T)a ? (T)b : (T)a;
+}
+template <class A, class B> constexpr std::common_type_t<A, B> max(A a, B b) {
+    typedef std::common_type_t<A, B> T;
+    return (T)a < (T)b ? (T)b : (T)a;
+}
+
+namespace llmc {
+template <class To, class From> inline To bits(From value) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &value, sizeof to);
+    return to;
+}
+}
+inline unsigned __float_as_uint(float x) { return llmc::bits<unsigned>(x); }
+inline int __float_as_int(float x) { return llmc::bits<int>(x); }
+inline float __uint_as_float(unsigned x) { return llmc::bits<float>(x); }
+inline float __int_as_float(int x) { return llmc::bits<float>(x); }
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __log2f(float x) { return log2f(x); }
+inline float __powf(float x, float y) { return powf(x, y); }
+inline float __sinf(float x) { return sinf(x); }
+inline float __cosf(float x) { return cosf(x); }
+inline float __tanf(float x) { return tanf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fsqrt_rn(float x) { return sqrtf(x); }
+inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+inline int __float2int_rn(float x) { return (int)rintf(x); }
+inline int __float2int_rd(float x) { return (int)floorf(x); }
+inline int __float2int_ru(float x) { return (int)ceilf(x); }
+inline int __float2int_rz(float x) { return (int)x; }
+inline float __int2float_rn(int x) { return (float)x; }
+inline float __uint2float_rn(unsigned x) { return (float)x; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
+inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
+
+// ---- memory: a CPU has no choice of caches to bypass
+
+template <class T> inline T __ldg(const T* p) { return *p; }
+template <class T> inline T __ldca(const T* p) { return *p; }
+template <class T> inline T __ldcg(const T* p) { return *p; }
+template <class T> inline T __ldcs(const T* p) { return *p; }
+template <class T> inline T __ldlu(const T* p) { return *p; }
+template <class T> inline T __ldcv(const T* p) { return *(const volatile T*)p; }
+template <class T> inline void __stwb(T* p, T value) { *p = value; }
+template <class T> inline void __stcg(T* p, T value) { *p = value; }
+template <class T> inline void __stcs(T* p, T value) { *p = value; }
+template <class T> inline void __stwt(T* p, T value) { *p = value; }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence_system() { __threadfence(); }
+
+// ---- atomics: blocks run on several OS threads, so these are real. All return the old value, as CUDA's do.
+
+namespace llmc {
+template <class T> struct Same { typedef T type; };  // keeps a parameter out of template deduction: atomicMax(unsigned*, int)
+
+template <class T, class F> inline T atomic_update(T* p, F update) {
+    T old, updated;
+    __atomic_load(p, &old, __ATOMIC_RELAXED);
+    do updated = update(old);
+    while (!__atomic_compare_exchange(p, &old, &updated, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
+    return old;
+}
+}
+#define LLMC_ATOMIC(name, expression)                                                                  \
+    template <class T> inline T name(T* p, typename llmc::Same<T>::type value) {                       \
+        return llmc::atomic_update(p, [value](T old) -> T { return expression; });                     \
+    }
+LLMC_ATOMIC(atomicAdd, old + value)
+LLMC_ATOMIC(atomicSub, old - value)
+LLMC_ATOMIC(atomicMin, value < old ? value : old)
+LLMC_ATOMIC(atomicMax, old < value ? value : old)
+LLMC_ATOMIC(atomicAnd, old & value)
+LLMC_ATOMIC(atomicOr, old | value)
+LLMC_ATOMIC(atomicXor, old ^ value)
+LLMC_ATOMIC(atomicExch, ((void)old, value))
+LLMC_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
+LLMC_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
+#undef LLMC_ATOMIC
+template <class T> inline T atomicCAS(T* p, typename llmc::Same<T>::type expected, typename llmc::Same<T>::type value) {
+    return llmc::atomic_update(p, [=](T old) { return old == expected ? value : old; });
+}
+
+// ---- waiting. The place of the call comes along as a default argument, for the message about a deadlock.
+
+#define LLMC_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+inline void __syncthreads(LLMC_HERE) { llmc::block_wait("__syncthreads", file, line); }
+
+inline int __syncthreads_count(int predicate, LLMC_HERE) {
+    __shared__ int count;
+    if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0) count = 0;
+    llmc::block_wait("__syncthreads_count", file, line);
+    if (predicate) atomicAdd(&count, 1);
+    llmc::block_wait("__syncthreads_count", file, line);
+    int result = count;
+    llmc::block_wait("__syncthreads_count", file, line);
+    return result;
+}
+inline int __syncthreads_or(int predicate, LLMC_HERE) { return __syncthreads_count(predicate, file, line) != 0; }
+inline int __syncthreads_and(int predicate, LLMC_HERE) { return __syncthreads_count(!predicate, file, line) == 0; }
+
+inline void* cpu_dynamic_shared() { return llmc::dynamic_shared(); }
+
+// The general meeting of a warp: every lane of `mask` brings `mine`; one call of `together(T* const lanes[WARP_SIZE])` may
+// read and write what all have brought, and then all go on. An instruction of a whole warp, such as a GPU's matrix
+// product, takes one meeting. `together` must not capture (it is one lane's that is called, for all).
+template <class T, class F>
+inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* what = "cpu_warp_together", LLMC_HERE) {
+#if WARP_SIZE == 1
+    (void)mask, (void)what, (void)file, (void)line;
+    T* const lanes[1] = {&mine};
+    together(lanes);
+#else
+    static_assert(std::is_empty<F>::value, "a function for the whole warp cannot capture one lane's variables");
+    (void)together;             // without a state, any object of its type will do
+    llmc::warp_wait(mask, &mine, [](void* const* lanes) { char any; (*(F*)&any)((T* const*)lanes); }, what, file, line);
+#endif
+}
+
+// Every lane brings `bytes` at `mine` and receives those of all WARP_SIZE lanes, in lane order, at `all` (zeros for lanes
+// that have returned).
+inline void cpu_warp_exchange(const void* mine, void* all, size_t bytes, LLMC_HERE) {
+    struct Exchange { const void* mine; char* all; size_t bytes; } exchange = {mine, (char*)all, bytes};
+    cpu_warp_together(0xffffffffu, exchange, [](Exchange* const lanes[WARP_SIZE]) {
+        for (int to = 0; to < WARP_SIZE; to++)
+            for (int from = 0; lanes[to] && from < WARP_SIZE; from++) {
+                char* place = lanes[to]->all + from * lanes[to]->bytes;
+                if (lanes[from]) memcpy(place, lanes[from]->mine, lanes[to]->bytes);
+                else memset(place, 0, lanes[to]->bytes);
+            }
+    }, "cpu_warp_exchange", file, line);
+}
+
+// The sum or the maximum over the warp, as five __shfl_xor_sync with 16, 8, 4, 2, 1 give it to every lane, to the last bit.
+inline float cpu_warp_sum(float value, LLMC_HERE) {
+    if (WARP_SIZE > 1) llmc::warp_sum(&value, file, line);
+    return value;
+}
+inline float cpu_warp_max(float value, LLMC_HERE) {
+    if (WARP_SIZE > 1) llmc::warp_max(&value, file, line);
+    return value;
+}
+
+inline void __syncwarp(unsigned mask = 0xffffffffu, LLMC_HERE) {
+    char nothing;
+    cpu_warp_together(mask, nothing, [](char* const*) {}, "__syncwarp", file, line);
+}
+
+namespace llmc {
+// From which lane does `lane` read? As in CUDA a lane that would leave its segment of `width` lanes reads its own value.
+struct FromIndex { static int source(int lane, int i, int w) { return (lane & -w) | (i & (w - 1)); } };
+struct FromXor { static int source(int lane, int i, int w) { return ((lane ^ i) & -w) <= (lane & -w) ? lane ^ i : lane; } };
+struct FromUp { static int source(int lane, int i, int w) { return (lane & (w - 1)) < i ? lane : lane - i; } };
+struct FromDown { static int source(int lane, int i, int w) { return (lane & (w - 1)) + i >= w ? lane : lane + i; } };
+
+template <class From, class T>
+inline T shuffle(unsigned mask, T value, int argument, int width, const char* what, const char* file, int line) {
+    struct Shuffle { T value, result; int argument, width; } mine = {value, value, argument, width};
+    if (WARP_SIZE > 1)
+        cpu_warp_together(mask, mine, [](Shuffle* const lanes[WARP_SIZE]) {
+            for (int lane = 0; lane < WARP_SIZE; lane++) {
+                if (!lanes[lane]) continue;
+                Shuffle* from = lanes[From::source(lane, lanes[lane]->argument, lanes[lane]->width) % WARP_SIZE];
+                if (from) lanes[lane]->result = from->value;
+                else memset(&lanes[lane]->result, 0xff, sizeof(T));  // undefined in CUDA: here a NaN that will be noticed
+            }
+        }, what, file, line);
+    return mine.result;
+}
+}
+template <class T> inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, LLMC_HERE) {
+    return llmc::shuffle<llmc::FromIndex>(mask, value, lane, width, "__shfl_sync", file, line);
+}
+template <class T> inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, LLMC_HERE) {
+    return llmc::shuffle<llmc::FromXor>(mask, value, lane_mask, width, "__shfl_xor_sync", file, line);
+}
+template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, LLMC_HERE) {
+    return llmc::shuffle<llmc::FromUp>(mask, value, (int)delta, width, "__shfl_up_sync", file, line);
+}
+template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, LLMC_HERE) {
+    return llmc::shuffle<llmc::FromDown>(mask, value, (int)delta, width, "__shfl_down_sync", file, line);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
+    struct Vote { bool yes; unsigned result; } vote = {predicate != 0, 0};
+    cpu_warp_together(mask, vote, [](Vote* const lanes[WARP_SIZE]) {
+        unsigned result = 0;
+        for (int lane = 0; lane < WARP_SIZE; lane++) result |= (unsigned)(lanes[lane] && lanes[lane]->yes) << lane;
+        for (int lane = 0; lane < WARP_SIZE; lane++) if (lanes[lane]) lanes[lane]->result = result;
+    }, "__ballot_sync", file, line);
+    return vote.result;
+}
+inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
+inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
+inline unsigned __activemask() { return WARP_SIZE > 1 ? llmc::active_lanes() : 1; }
+
+// ---- the loop over a block's threads, which the loader wraps around each kernel
+
+namespace llmc {
+template <class F> inline __attribute__((always_inline)) void for_each_thread(uint3 from, uint3 to, F kernel) {
+    for (unsigned z = from.z; z < to.z; z++)
+        for (unsigned y = from.y; y < to.y; y++)
+            for (unsigned x = from.x; x < to.x; x++) {
+                threadIdx = {x, y, z};
+                kernel();
+                if (fibers) return;  // this thread has waited: others went on with the loop meanwhile
+            }
+}
+}

@@ -1,0 +1,206 @@
+"""Kernels of a compiled library as Python callables that check what they are given."""
+
+import ctypes
+import json
+import re
+import struct
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmc.errors import UserError
+
+# C's scalar types: the struct module's letter, which also knows the range.
+SCALARS = {
+    "int": "i", "int32_t": "i", "unsigned": "I", "unsigned int": "I", "uint32_t": "I",
+    "long": "l", "unsigned long": "L", "long long": "q", "int64_t": "q", "unsigned long long": "Q", "uint64_t": "Q",
+    "size_t": "N", "float": "f", "double": "d",
+}  # fmt: skip
+ELEMENTS = {
+    "float": "f4", "float2": "f4", "float3": "f4", "float4": "f4", "double": "f8",
+    "int": "i4", "int2": "i4", "int3": "i4", "int4": "i4", "int32_t": "i4", "long long": "i8", "int64_t": "i8",
+    "unsigned": "u4", "unsigned int": "u4", "uint32_t": "u4", "uint2": "u4", "uint4": "u4",
+    "unsigned long long": "u8", "size_t": "u8", "uint64_t": "u8",
+    "unsigned short": "u2", "uint16_t": "u2", "unsigned char": "u1", "uint8_t": "u1",
+}  # fmt: skip
+SIZE_LIMIT = 2**32 - 1
+
+
+class KernelError(RuntimeError):
+    """A kernel failed or cannot be launched so: an assertion, a deadlock, a block that is too large.
+
+    Names the kernel and, where it ran, block, thread and line.
+    """
+
+
+@dataclass
+class Parameter:
+    """One parameter of a kernel: its name, its type without `const` and `__restrict__` (but with `const` before a `*`),
+    and the text that declares it."""
+
+    name: str
+    type: str
+    declaration: str = ""
+
+    @classmethod
+    def parse(cls, declaration: str, kernel: str, path: Path) -> "Parameter":
+        declaration = " ".join(re.sub(r"__restrict__|__restrict|__grid_constant__", " ", declaration).split())
+        words = re.findall(r"\w+|\*", declaration)
+        name, words = words[-1], words[:-1]
+        pointer = words.count("*") == 1
+        kind = " ".join(word for word in words if word not in ("const", "*"))
+        if words.count("*") > 1 or kind not in (ELEMENTS if pointer else SCALARS):
+            raise UserError(f"{path}: {kernel}: the CPU device does not know the type of parameter `{declaration}`")
+        if pointer:
+            kind = ("const " if "const" in words[: words.index("*")] else "") + kind + "*"
+        return cls(name, kind, declaration)
+
+    def converter(self, kernel: str) -> Callable:
+        """A function that checks one argument and returns what goes into the packed arguments."""
+        where = f"{kernel}: {self.name} ({self.type})"
+        if self.type.endswith("*"):
+            return _pointer_converter(where, self.type)
+        if self.type in ("float", "double"):
+            wanted = np.float32 if self.type == "float" else np.float64
+
+            def floating(value):
+                if type(value) is not wanted:
+                    raise TypeError(f"{where} takes numpy.{wanted.__name__}, not {type(value).__name__}")
+                return value
+
+            return floating
+
+        def integer(value):
+            if type(value) is not int and not isinstance(value, np.integer):
+                raise TypeError(f"{where} takes an int, not {type(value).__name__}")
+            return value
+
+        return integer
+
+
+# Finding an array's address takes NumPy most of a microsecond, and a training step passes the same few hundred arrays
+# again and again.
+_addresses: dict[int, tuple] = {}
+
+
+def _address(array: np.ndarray) -> int:
+    key = id(array)
+    known = _addresses.get(key)
+    if known is not None and known[0]() is array:
+        return known[1]
+    address = array.__array_interface__["data"][0]
+    _addresses[key] = weakref.ref(array, lambda _: _addresses.pop(key, None)), address
+    return address
+
+
+def _pointer_converter(where: str, kind: str) -> Callable:
+    dtype = np.dtype(ELEMENTS[kind.removeprefix("const ").removesuffix("*")])
+    read_only = kind.startswith("const ")
+
+    def pointer(array):
+        if array is None:
+            return 0
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{where} takes a NumPy array or None, not {type(array).__name__}")
+        flags = array.flags
+        if array.dtype is not dtype and array.dtype != dtype:
+            raise TypeError(f"{where} takes an array of {dtype}, not of {array.dtype}")
+        if not flags.c_contiguous:
+            raise TypeError(f"{where} takes a contiguous array, not one with strides {array.strides}")
+        if not read_only and not flags.writeable:
+            raise TypeError(f"{where} is written to, but the array is read-only")
+        return _address(array)
+
+    return pointer
+
+
+class Kernel:
+    """kernel(grid, block, args, shared_mem=0) runs it and returns when it is done.
+
+    grid, block: an int or 1 to 3 of them. args: one for each parameter; NumPy arrays (C-contiguous, of the pointer's type;
+    None for a null pointer), Python or NumPy ints, numpy.float32. shared_mem: bytes of dynamic shared memory.
+    Raises TypeError for arguments that do not fit the parameters, KernelError where the launch fails.
+    """
+
+    def __init__(self, name: str, parameters: list[Parameter], address: int, runtime: ctypes.CDLL):
+        self.name, self.parameters = name, parameters
+        self._address = ctypes.c_void_p(address)
+        self._launch = runtime.llmc_launch
+        self._convert = [parameter.converter(name) for parameter in parameters]
+        letters = "".join("P" if p.type.endswith("*") else SCALARS[p.type] for p in parameters)
+        self._pack = struct.Struct("@6IN" + letters).pack  # grid, block, shared_mem; aligned as C does
+
+    def __call__(self, grid, block, args, shared_mem: int = 0) -> None:
+        if len(args) != len(self._convert):
+            names = ", ".join(parameter.name for parameter in self.parameters)
+            raise TypeError(f"{self.name} takes {len(self._convert)} arguments ({names}), not {len(args)}")
+        values = [convert(value) for convert, value in zip(self._convert, args, strict=True)]
+        try:
+            packed = self._pack(*_three(grid), *_three(block), shared_mem, *values)
+        except struct.error:
+            self._explain(grid, block, shared_mem, values)
+            raise
+        error = self._launch(self._address, packed)
+        if error is not None:
+            raise KernelError(error.decode())
+
+    def _explain(self, grid, block, shared_mem, values) -> None:
+        for size in (*_three(grid), *_three(block), shared_mem):
+            if not isinstance(size, (int, np.integer)) or not 0 <= size <= SIZE_LIMIT:
+                raise TypeError(f"{self.name}: cannot be launched with grid {grid}, block {block}, {shared_mem} bytes of "
+                                "shared memory")
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if not parameter.type.endswith("*"):
+                try:
+                    struct.pack("@" + SCALARS[parameter.type], value)
+                except struct.error:
+                    raise TypeError(f"{self.name}: {parameter.name} ({parameter.type}) cannot hold {value}") from None
+
+
+def _three(dims) -> tuple:
+    if isinstance(dims, (int, np.integer)):
+        return dims, 1, 1
+    return (*dims, 1, 1)[:3] if 1 <= len(dims) <= 3 else dims
+
+
+class Module:
+    """A compiled .cu file. `warp_size` is its number of lanes in a warp, `kernels` the names that it has."""
+
+    def __init__(self, library: Path, path: Path, warp_size: int):
+        self.path, self.warp_size = path, warp_size
+        self._library = ctypes.CDLL(str(library))
+        manifest = json.loads(_text(self._library))
+        self._parameters = {name: [Parameter(*p) for p in parameters] for name, parameters in manifest.items()}
+        self._kernels: dict[str, Kernel] = {}
+
+    @property
+    def kernels(self) -> list[str]:
+        return list(self._parameters)
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel of that name; AttributeError where the file has none."""
+        if name not in self._parameters:
+            raise AttributeError(f"{self.path} has no kernel {name}; it has {', '.join(self._parameters)}")
+        if name not in self._kernels:
+            address = ctypes.addressof(ctypes.c_char.in_dll(self._library, f"llmc_kernel_{name}"))
+            self._kernels[name] = Kernel(name, self._parameters[name], address, _runtime)
+        return self._kernels[name]
+
+
+def _text(library: ctypes.CDLL) -> str:
+    return ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "llmc_manifest"))).decode()
+
+
+_runtime: ctypes.CDLL | None = None
+
+
+def load_runtime(library: Path) -> None:
+    """Load the runtime, once; the kernels' libraries find its functions by name."""
+    global _runtime
+    if _runtime is None:
+        _runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        _runtime.llmc_launch.argtypes = ctypes.c_void_p, ctypes.c_char_p
+        _runtime.llmc_launch.restype = ctypes.c_char_p
