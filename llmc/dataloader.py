@@ -80,27 +80,29 @@ class DataLoader:
     shuffle_seed: None walks through the data in order; a number (0 .. 2**64 - 1) shuffles it, in an order that depends
     on the seed and the epoch alone.
 
-    num_tokens: tokens in all files. num_batches: num_tokens // (B*T), what llm.c calls an epoch. (The walk itself
-    starts anew after the last whole batch of the last shard, which may come a little sooner.)
+    files: where the data is; of several, those with at least one batch. num_tokens: tokens in all of them.
+    num_batches: num_tokens // (B*T), what llm.c calls an epoch. (The walk itself starts anew after the last whole batch
+    of the last shard, which may come a little sooner.)
 
-    Raises UserError, naming the file, where it cannot be read, is shorter than a batch (B*T + 1 tokens), or has a token
-    that is not below vocab_size. Large files are checked for such tokens batch by batch, in `next_batch`.
+    Raises UserError, naming the file, where one cannot be read, all are shorter than a batch (B*T + 1 tokens), or one
+    has a token that is not below vocab_size. Large files are checked for such tokens batch by batch, in `next_batch`.
     """
 
     def __init__(
         self, pattern: str | Path, split: str, B: int, T: int, vocab_size: int, shuffle_seed: int | None = None
     ) -> None:
         self.B, self.T, self.vocab_size, self.shuffle_seed = B, T, vocab_size, shuffle_seed
-        self.files = find_token_files(pattern, split)
-        self.shards = [open_tokens(file) for file in self.files]
-        for file, tokens in zip(self.files, self.shards, strict=True):
-            if tokens.size < B * T + 1:
-                raise UserError(
-                    f"{file}: {tokens.size} tokens are too few for one batch of B {B}, T {T}, "
-                    f"which takes {B * T + 1}; lower -b or -t, or use more data"
-                )
+        files = {file: open_tokens(file) for file in find_token_files(pattern, split)}
+        for file, tokens in files.items():
             if tokens.nbytes <= CHECKED_AT_OPENING:
                 self._check_tokens(file, tokens)
+        longest = max(files, key=lambda file: files[file].size)
+        if files[longest].size < B * T + 1:
+            raise UserError(
+                f"{longest}: {files[longest].size} tokens are too few for one batch of B {B}, T {T}, "
+                f"which takes {B * T + 1}; lower -b or -t, or use more data"
+            )
+        self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)
         self.num_tokens = sum(tokens.size for tokens in self.shards)
         self.num_batches = self.num_tokens // (B * T)
         self.reset()

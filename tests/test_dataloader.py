@@ -1,0 +1,240 @@
+"""Token files and the walk through them: llm.c's order without a seed, a reproducible shuffle with one."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from llmc import dataloader
+from llmc.dataloader import DataLoader, find_token_files, open_tokens, write_tokens
+from llmc.errors import UserError
+
+V = 60000
+
+
+def batch(loader):
+    """The next batch, from arrays that held something else."""
+    inputs, targets = np.full((2, loader.B, loader.T), -1, np.int32)
+    loader.next_batch(inputs, targets)
+    return inputs, targets
+
+
+def llm_c_batches(tokens, B, T, n):
+    """What llm.c's fp32 trainer reads: B*T+1 tokens at a position that moves by B*T, or goes back to 0."""
+    position = 0
+    for _ in range(n):
+        if position + B * T + 1 > len(tokens):
+            position = 0
+        chunk = tokens[position : position + B * T + 1].astype(np.int32)
+        yield chunk[:-1].reshape(B, T), chunk[1:].reshape(B, T)
+        position += B * T
+
+
+def refusal(function, *args, **kwargs):
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three shards whose tokens are all different, so that a token tells where it came from."""
+    for shard, size in enumerate((1000, 777, 901)):
+        write_tokens(tmp_path / f"x_train_{shard:06d}.bin", np.arange(size) + 10_000 * (shard + 1))
+    return str(tmp_path / "x_train_*.bin")
+
+
+def test_a_token_file_has_the_layout_of_llm_c(tmp_path):
+    write_tokens(tmp_path / "x.bin", [0, 1, 65535, 50256])
+    header = struct.unpack("<256i", (tmp_path / "x.bin").read_bytes()[:1024])
+    assert header == (20240520, 1, 4) + (0,) * 253
+    assert (tmp_path / "x.bin").read_bytes()[1024:] == struct.pack("<4H", 0, 1, 65535, 50256)
+    np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), [0, 1, 65535, 50256])
+
+
+@pytest.mark.parametrize("B, T, size", [(4, 8, 33), (4, 8, 97), (3, 7, 84), (3, 7, 85), (1, 1, 2), (2, 5, 57)])
+@pytest.mark.parametrize("raw", [False, True])
+def test_batches_are_those_of_llm_c(tmp_path, rng, B, T, size, raw):
+    tokens = rng.integers(0, V, size)
+    if raw:
+        tokens.astype("<i4").tofile(tmp_path / "x_val.bin")
+    else:
+        write_tokens(tmp_path / "x_val.bin", tokens)
+    loader = DataLoader(tmp_path / "x", "val", B, T, V)
+    assert loader.num_tokens == size
+    assert loader.num_batches == size // (B * T)
+    for _ in range(2):
+        for expected in llm_c_batches(tokens, B, T, 2 * loader.num_batches + 1):
+            np.testing.assert_array_equal(batch(loader), expected)
+        loader.reset()
+
+
+def test_shards_are_walked_in_order_and_no_batch_straddles_two(shards):
+    B, T = 2, 50
+    loader = DataLoader(shards, "train", B, T, V)
+    assert (loader.num_tokens, loader.num_batches) == (2678, 26)
+    for _ in range(2):
+        for shard, batches in ((1, 9), (2, 7), (3, 9)):
+            for i in range(batches):
+                start = shard * 10_000 + i * B * T
+                inputs, targets = batch(loader)
+                np.testing.assert_array_equal(inputs.ravel(), np.arange(start, start + B * T))
+                np.testing.assert_array_equal(targets.ravel(), np.arange(start, start + B * T) + 1)
+
+
+def test_a_prefix_stands_for_one_file_or_its_shards(tmp_path, shards):
+    names = [f"x_train_{shard:06d}.bin" for shard in range(3)]
+    assert [file.name for file in find_token_files(tmp_path / "x", "train")] == names
+    assert [file.name for file in find_token_files(shards, "val")] == names
+    assert [file.name for file in find_token_files(tmp_path / names[1], "val")] == [names[1]]
+    write_tokens(tmp_path / "x_train.bin", [1, 2])
+    assert [file.name for file in find_token_files(str(tmp_path / "x"), "train")] == ["x_train.bin"]
+
+
+def test_a_shuffled_epoch_serves_every_window_once_and_differs_from_the_next(shards):
+    B, T = 3, 10
+    loader = DataLoader(shards, "train", B, T, V, shuffle_seed=1)
+    epochs = []
+    for _ in range(3):
+        starts = []
+        for _ in range(33 + 25 + 30):  # (size - 1) // (B*T) batches of each shard
+            inputs, targets = batch(loader)
+            np.testing.assert_array_equal(inputs, inputs[:, :1] + np.arange(T))
+            np.testing.assert_array_equal(targets, inputs + 1)
+            starts.extend(inputs[:, 0])
+        assert len(set(starts)) == len(starts)  # none twice
+        assert all(start % 10_000 % T == 0 for start in starts)
+        assert starts != sorted(starts)
+        epochs.append(starts)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert len({tuple(start // 10_000 for start in starts) for starts in epochs}) > 1  # shards change places too
+
+
+def test_the_shuffle_depends_on_seed_and_epoch_alone(shards):
+    def starts(seed, B):
+        loader = DataLoader(shards, "train", B, 10, V, shuffle_seed=seed)
+        return [int(start) for _ in range(60 // B) for start in batch(loader)[0][:, 0]]
+
+    np.random.seed(0)
+    first = starts(5, 2)
+    np.random.seed(1)
+    assert first == starts(5, 2) == starts(5, 4)  # neither on other random numbers nor on the batch size
+    assert first != starts(6, 2)
+    assert starts(2**32 + 5, 2) != first
+
+
+def test_the_shuffle_is_the_same_in_every_release(tmp_path):
+    """Pinned: a change would break the resumption of runs under way."""
+    write_tokens(tmp_path / "x_train.bin", np.arange(81))
+    loader = DataLoader(tmp_path / "x", "train", 8, 10, V, shuffle_seed=42)
+    assert [start // 10 for start in batch(loader)[0][:, 0]] == [7, 1, 6, 3, 0, 4, 5, 2]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_resumed_loader_goes_on_where_the_other_stopped(shards, seed):
+    loader = DataLoader(shards, "train", 2, 50, V, shuffle_seed=seed)
+    for stop in range(0, 55, 6):  # across shards and epochs
+        resumed = DataLoader(shards, "train", 2, 50, V, shuffle_seed=seed)
+        resumed.load_state(loader.state())
+        for _ in range(6):
+            np.testing.assert_array_equal(batch(resumed), batch(loader), err_msg=f"after {stop}")
+
+
+def test_the_position_survives_json(shards):
+    loader = DataLoader(shards, "train", 2, 50, V, shuffle_seed=2**64 - 1)
+    batch(loader)
+    assert json.loads(json.dumps(loader.state())) == loader.state()
+
+
+@pytest.mark.parametrize("change", [{"B": 1}, {"T": 49}, {"shuffle_seed": 8}, {"shuffle_seed": None}])
+def test_a_position_in_another_walk_is_refused(shards, change):
+    settings = {"B": 2, "T": 50, "shuffle_seed": 7}
+    state = DataLoader(shards, "train", vocab_size=V, **settings).state()
+    message = refusal(DataLoader(shards, "train", vocab_size=V, **settings | change).load_state, state)
+    assert next(iter(change)) in message and "cannot resume" in message
+
+
+@pytest.mark.parametrize("raw, tokens, bad", [(False, [1, 300, 3], 300), (True, [1, -7, 2], -7), (True, [1, 257], 257)])
+def test_a_token_outside_the_vocabulary_is_refused_at_once(tmp_path, raw, tokens, bad):
+    if raw:
+        np.array(tokens, "<i4").tofile(tmp_path / "x_train.bin")
+    else:
+        write_tokens(tmp_path / "x_train.bin", tokens)
+    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, 257)
+    assert f"x_train.bin: token {bad} is outside" in message and "257" in message
+
+
+def test_a_bad_token_in_a_large_file_is_refused_when_its_batch_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataloader, "CHECKED_AT_OPENING", 10)
+    write_tokens(tmp_path / "x_train.bin", [1] * 9 + [300])
+    loader = DataLoader(tmp_path / "x", "train", 1, 3, 257)
+    batch(loader)
+    batch(loader)
+    assert "token 300" in refusal(batch, loader)  # the last token, which is only ever a target
+
+
+def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
+    def message(data=None, pattern="x"):
+        if data is not None:
+            (tmp_path / "x_train.bin").write_bytes(data)
+        return refusal(DataLoader, str(tmp_path / pattern), "train", 1, 1, V)
+
+    header = struct.pack("<256i", 20240520, 1, 3, *[0] * 253)
+    assert "x_train.bin: no such file" in message()
+    assert "no file matches" in message(pattern="x*.bin")
+    assert "y.bin: no such file" in message(pattern="y.bin")
+    assert "dev/download_starter_pack.sh" in message()
+    assert "0 bytes" in message(b"")
+    assert "7 bytes" in message(b"1234567")
+    assert "truncated or damaged" in message(header + b"\0" * 5)
+    assert "truncated or damaged" in message(header + b"\0" * 7)
+    assert "too short" in message(header[:1000])
+    assert "version 2" in message(struct.pack("<256i", 20240520, 2, 3, *[0] * 253) + b"\0" * 6)
+    assert "found a model" in message(struct.pack("<256i", 20240326, 3, *[0] * 254))
+    assert "Llama 3" in message(struct.pack("<256i", 20240801, 7, *[0] * 254))
+    assert "outside" in message(b"<!DOCTYPE html> " * 80)
+
+
+def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_passed_over(tmp_path, shards):
+    write_tokens(tmp_path / "y_train.bin", np.arange(20))
+    message = refusal(DataLoader, tmp_path / "y", "train", 4, 5, V)
+    assert "y_train.bin: 20 tokens" in message and "takes 21" in message and "-b or -t" in message
+    DataLoader(tmp_path / "y", "train", 19, 1, V)
+
+    write_tokens(tmp_path / "x_train_000003.bin", np.arange(30))
+    loader = DataLoader(shards, "train", 1, 30, V)
+    assert [file.name for file in loader.files] == [f"x_train_{shard:06d}.bin" for shard in range(3)]
+    assert loader.num_tokens == 2678
+
+
+def test_tokens_that_do_not_fit_a_file_are_not_written(tmp_path):
+    assert "65536" in refusal(write_tokens, tmp_path / "x.bin", [1, 65536])
+    assert "-1" in refusal(write_tokens, tmp_path / "x.bin", [-1])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_large_file_is_mapped_and_never_read_whole(tmp_path):
+    """A sparse file of 4 GB, opened and read at both ends within 500 MB of memory."""
+    size = 2_000_000_000
+    with open(tmp_path / "x_train.bin", "wb") as file:
+        file.write(struct.pack("<256i", 20240520, 1, size, *[0] * 253))
+        file.truncate(1024 + 2 * size)
+    program = (
+        "import resource, sys, numpy as np\n"
+        "from llmc.dataloader import DataLoader\n"
+        "loader = DataLoader(sys.argv[1], 'train', 4, 1024, 50257, shuffle_seed=1)\n"
+        "inputs = np.empty((4, 1024), np.int32)\n"
+        "for _ in range(100): loader.next_batch(inputs, inputs)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "x"], capture_output=True, text=True, check=True,
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )
+    assert int(run.stdout) < 500_000  # KiB
