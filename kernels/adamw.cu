@@ -1,0 +1,27 @@
+// AdamW (Loshchilov & Hutter 2017), one thread for four parameters:
+//   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+//   param -= lr * ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param)
+// Memory-bound: reads four floats and writes three for each parameter.
+#include "common.cuh"
+
+// grad_scale: one float on the device by which every gradient is multiplied (gradient clipping), or null for 1.
+// correction1 = 1 - beta1^t and correction2 = 1 - beta2^t come from the host in full precision.
+extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, const float* grad_scale,
+                                        size_t n, float lr, float beta1, float beta2, float correction1,
+                                        float correction2, float eps, float weight_decay) {
+    const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= n) return;
+    const int left = n - i < 4 ? (int)(n - i) : 4;
+    Four p = load4(params + i, left), g = load4(grads + i, left), m4 = load4(m + i, left), v4 = load4(v + i, left);
+    const float scale = grad_scale == nullptr ? 1.0f : *grad_scale;
+    for (int k = 0; k < 4; k++) {
+        const float grad = scale * g.x[k];
+        m4.x[k] = beta1 * m4.x[k] + (1.0f - beta1) * grad;
+        v4.x[k] = beta2 * v4.x[k] + (1.0f - beta2) * grad * grad;
+        const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
+        p.x[k] -= lr * (step + weight_decay * p.x[k]);
+    }
+    store4(params + i, p, left);
+    store4(m + i, m4, left);
+    store4(v + i, v4, left);
+}

@@ -1,0 +1,124 @@
+// Causal attention, the textbook path: heads are gathered into (B, NH, T, HS), two batched products by cuBLAS make
+//   preatt = q k^T,   y = att v,   with att = softmax(preatt / sqrt(HS)) or the ReLU below, for s <= t, else 0,
+// and the kernels here permute and turn preatt into att, in place: one (T, T) matrix for each head of each sequence.
+//   Softmax backward: dpreatt = att * (datt - sum_s(att * datt)) / sqrt(HS)
+//   ReLU attention:   att = max(0, preatt / sqrt(HS)) / (t + 1);  dpreatt = datt / ((t + 1) sqrt(HS)) where att > 0
+// All memory-bound. What lies above the diagonal is written as 0, since the products read whole matrices.
+#include "common.cuh"
+
+// Four channels i.. of row n = (b, t) of a (B, T, C) tensor stand at this place of the (B, NH, T, HS) tensor.
+__device__ inline size_t head_offset(int n, int i, int T, int NH, int HS) {
+    const int b = n / T, t = n % T, h = i / HS;
+    return (((size_t)b * NH + h) * T + t) * HS + i % HS;
+}
+
+// The permutations move one float a thread when HS is odd to four, four otherwise. Block x: a row n of B*T; thread:
+// `width` (1 or 4) channels of grid column y.
+
+// qkv (B,T,3,NH,HS) -> q, k, v (B,NH,T,HS) each, which follow one another in qkvr.
+extern "C" __global__ void permute_kernel(float* qkvr, const float* qkv, int B, int T, int NH, int HS, int width) {
+    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
+    if (i >= C) return;
+    const size_t from = (size_t)blockIdx.x * 3 * C + i, to = head_offset(blockIdx.x, i, T, NH, HS);
+    for (int part = 0; part < 3; part++) {
+        store4(qkvr + (size_t)part * B * T * C + to, load4(qkv + from + (size_t)part * C, width), width);
+    }
+}
+
+// dqkvr (3,B,NH,T,HS) -> dqkv (B,T,3,NH,HS).
+extern "C" __global__ void permute_backward_kernel(float* dqkv, const float* dqkvr, int B, int T, int NH, int HS,
+                                                   int width) {
+    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
+    if (i >= C) return;
+    const size_t to = (size_t)blockIdx.x * 3 * C + i, from = head_offset(blockIdx.x, i, T, NH, HS);
+    for (int part = 0; part < 3; part++) {
+        store4(dqkv + to + (size_t)part * C, load4(dqkvr + (size_t)part * B * T * C + from, width), width);
+    }
+}
+
+// inp (B,NH,T,HS) -> out (B,T,C).
+extern "C" __global__ void unpermute_kernel(float* out, const float* inp, int T, int NH, int HS, int width) {
+    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
+    if (i >= C) return;
+    store4(out + (size_t)blockIdx.x * C + i, load4(inp + head_offset(blockIdx.x, i, T, NH, HS), width), width);
+}
+
+// dout (B,T,C) -> dinp (B,NH,T,HS).
+extern "C" __global__ void unpermute_backward_kernel(float* dinp, const float* dout, int T, int NH, int HS, int width) {
+    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
+    if (i >= C) return;
+    store4(dinp + head_offset(blockIdx.x, i, T, NH, HS), load4(dout + (size_t)blockIdx.x * C + i, width), width);
+}
+
+// One warp a row of att (rows, T), rows = B*NH*T; row t of its matrix has t + 1 entries. Block: (WARP_SIZE, rows).
+extern "C" __global__ void softmax_forward_kernel(float* att, float scale, size_t rows, int T) {
+    const size_t n = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= rows) return;
+    const int lane = threadIdx.x, length = (int)(n % T) + 1;
+    float* row = att + n * T;
+    float largest = -INFINITY, sum = 0.0f;  // of this lane's share, updated together (online softmax)
+    for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
+        const Four x = load4(row + s, T - s);
+        float four_largest = largest;
+        for (int k = 0; k < 4; k++) four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;
+        sum *= expf(scale * (largest - four_largest));
+        for (int k = 0; k < 4; k++) sum += s + k < length ? expf(scale * (x.x[k] - four_largest)) : 0.0f;
+        largest = four_largest;
+    }
+    const float row_largest = warp_max(largest);
+    const float norm = 1.0f / warp_sum(sum * expf(scale * (largest - row_largest)));
+    for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
+        Four x = {};
+        if (s < length) x = load4(row + s, T - s);
+        for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? expf(scale * (x.x[k] - row_largest)) * norm : 0.0f;
+        store4(row + s, x, T - s);
+    }
+}
+
+// datt (rows, T) becomes dpreatt in place.
+extern "C" __global__ void softmax_backward_kernel(float* datt, const float* att, float scale, size_t rows, int T) {
+    const size_t n = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= rows) return;
+    const int lane = threadIdx.x, length = (int)(n % T) + 1;
+    float* drow = datt + n * T;
+    const float* row = att + n * T;
+    float sum = 0.0f;
+    for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
+        const Four d = load4(drow + s, T - s), a = load4(row + s, T - s);
+        for (int k = 0; k < 4; k++) sum += s + k < length ? d.x[k] * a.x[k] : 0.0f;
+    }
+    sum = warp_sum(sum);
+    for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
+        Four d = {}, a = {};
+        if (s < length) d = load4(drow + s, T - s), a = load4(row + s, T - s);
+        for (int k = 0; k < 4; k++) d.x[k] = s + k < length ? scale * a.x[k] * (d.x[k] - sum) : 0.0f;
+        store4(drow + s, d, T - s);
+    }
+}
+
+extern "C" __global__ void relu_forward_kernel(float* att, float scale, size_t rows, int T) {
+    const size_t n = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= rows) return;
+    const int length = (int)(n % T) + 1;
+    float* row = att + n * T;
+    const float norm = scale / length;
+    for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
+        Four x = {};
+        if (s < length) x = load4(row + s, T - s);
+        for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? fmaxf(0.0f, x.x[k] * norm) : 0.0f;
+        store4(row + s, x, T - s);
+    }
+}
+
+extern "C" __global__ void relu_backward_kernel(float* datt, const float* att, float scale, size_t rows, int T) {
+    const size_t n = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= rows) return;
+    const int length = (int)(n % T) + 1;
+    const float norm = scale / length;
+    for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
+        Four d = {}, a = {};
+        if (s < length) d = load4(datt + n * T + s, T - s), a = load4(att + n * T + s, T - s);
+        for (int k = 0; k < 4; k++) d.x[k] = s + k < length && a.x[k] > 0.0f ? d.x[k] * norm : 0.0f;
+        store4(datt + n * T + s, d, T - s);
+    }
+}

@@ -1,0 +1,24 @@
+"""GELU with the bias in front of it: the launchers of gelu.cu."""
+
+from kernels.reduce import add_partials, rows_per_chunk
+from llmc import device
+from llmc.device import ceil_div
+
+cu = device.source(__file__)
+
+
+def gelu_forward(out, inp, bias, N: int, C: int) -> None:
+    """out (N,C) = gelu(inp + bias); inp is a product without its bias (C) yet."""
+    block = 256
+    cu.gelu_forward_kernel((N, ceil_div(C, 4 * block)), (block,), (out, inp, bias, C))
+
+
+def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int) -> None:
+    """dinp (N,C), which comes in as the gradient of the output, is set to that of the input; dbias (C) += its columns.
+
+    out_T (C,N) is set to gelu(inp + bias), transposed; scratch holds (MOST_PARTIALS, C) floats.
+    """
+    block, rows = 256, rows_per_chunk(N, at_least=16)
+    chunks = ceil_div(N, rows)
+    cu.gelu_backward_kernel((ceil_div(C, block), chunks), (block,), (dinp, out_T, scratch, inp, bias, N, C, rows))
+    add_partials([dbias], scratch, chunks, C)

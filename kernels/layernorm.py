@@ -1,0 +1,52 @@
+"""Layernorm with the residual connection in front of it: the launchers of layernorm.cu."""
+
+from kernels.reduce import add_partials, rows_per_chunk
+from llmc import device
+from llmc.device import ceil_div
+
+cu = device.source(__file__)
+
+
+def layernorm_forward(out, mean, rstd, inp, weight, bias, B: int, T: int, C: int) -> None:
+    """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself; mean, rstd (B,T) are set too."""
+    launch_forward(out, mean, rstd, None, inp, None, None, weight, bias, B * T, C)
+
+
+def fused_residual_forward(
+    residual, out, mean, rstd, inp1, inp2, bias2, weight, bias, B: int, T: int, C: int
+) -> None:
+    """residual (B,T,C) = inp1 + inp2 + bias2, then out, mean and rstd = layernorm of it.
+
+    inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet.
+    """
+    launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, B * T, C)
+
+
+def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
+    row_bytes = 16 * ceil_div(C, 4)
+    rows = max(1, min(8, (48 << 10) // row_bytes))
+    cu.layernorm_forward_kernel(
+        (ceil_div(N, rows),),
+        (device.warp_size(), rows),
+        (out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N, C),
+        shared_mem=rows * row_bytes,
+    )
+
+
+def layernorm_backward(
+    dinp, dweight, dbias, dbias2, out_T, scratch, dout, inp, weight, bias, mean, rstd, B: int, T: int, C: int
+) -> None:
+    """dinp (B,T,C) += the gradient of the layernorm's input; dweight, dbias (C) += those of its parameters.
+
+    dbias2 (C) += the column sums of the new dinp: the gradient of `bias2` of the projection that was added in front
+    (None where there is none). out_T (C,B*T) is set to the layernorm's output, transposed.
+    dout (B,T,C) is the gradient of the output, inp the input; scratch holds (MOST_PARTIALS, 3C) floats.
+    """
+    rows = rows_per_chunk(B * T, at_least=8)
+    chunks = ceil_div(B * T, rows)
+    cu.layernorm_backward_kernel(
+        (chunks,),
+        (device.block(256),),
+        (dinp, scratch, out_T, dout, inp, weight, bias, mean, rstd, B * T, C, rows),
+    )
+    add_partials([dweight, dbias, dbias2], scratch, chunks, C)

@@ -1,0 +1,57 @@
+// Sums in two stages, always in the same order, so that a run can be repeated to the last bit: blocks write partial
+// sums, a second kernel adds those up. The bias gradient, the layernorm gradients and the gradient norm use this.
+#include "common.cuh"
+
+// Columns of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of inp.
+// A thread owns one column of grid column x; grid row y is the chunk of `rows` rows.
+extern "C" __global__ void column_partials_kernel(float* partials, const float* inp, int N, int C, int rows) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= C) return;
+    const int begin = blockIdx.y * rows, end = min(N, begin + rows);
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int n = begin; n < end; n++) sum += inp[(size_t)n * C + i];
+    partials[(size_t)blockIdx.y * C + i] = sum;
+}
+
+// out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to S = 3 outputs (C), one for each grid
+// row y; an output may be null. Block: (WARP_SIZE columns, lanes over p).
+extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, const float* partials,
+                                               int P, int C) {
+    __shared__ float of_lane[32][WARP_SIZE];
+    float* out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : out2;
+    if (out == nullptr) return;
+    const int i = blockIdx.x * WARP_SIZE + threadIdx.x;
+    float sum = 0.0f;
+    if (i < C) {
+        for (int p = threadIdx.y; p < P; p += blockDim.y) sum += partials[((size_t)p * gridDim.y + blockIdx.y) * C + i];
+    }
+    of_lane[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || i >= C) return;
+    float total = 0.0f;
+    for (int y = 0; y < blockDim.y; y++) total += of_lane[y][threadIdx.x];
+    out[i] += total;
+}
+
+// partials[block] = sum of x[i]^2 over this block's share of x (n); blocks stride over x together.
+extern "C" __global__ void squares_partials_kernel(float* partials, const float* x, size_t n) {
+    float sum = 0.0f;
+    for (size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += 4 * (size_t)gridDim.x * blockDim.x) {
+        const Four v = load4(x + i, n - i < 4 ? (int)(n - i) : 4);
+        for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
+    }
+    const float total = block_sum(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = total;
+}
+
+// One block: norm[0] = sqrt(sum of partials (P)); norm[1] = the factor that brings a gradient of that norm down to at
+// most `largest` (1 where it already is, or where largest is 0).
+extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P, float largest) {
+    float sum = 0.0f;
+    for (int p = threadIdx.x; p < P; p += blockDim.x) sum += partials[p];
+    const float total = sqrtf(block_sum(sum));
+    if (threadIdx.x > 0) return;
+    norm[0] = total;
+    norm[1] = largest > 0.0f && total > largest ? largest / total : 1.0f;
+}

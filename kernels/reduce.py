@@ -1,0 +1,43 @@
+"""Sums in two stages that are the same on every run: the launchers of reduce.cu."""
+
+import numpy as np
+
+from llmc import device
+from llmc.device import ceil_div
+
+cu = device.source(__file__)
+
+MOST_PARTIALS = 512  # partial sums a column at most: what scratch buffers must hold
+
+
+def rows_per_chunk(N: int, at_least: int) -> int:
+    """Rows that one block adds up when N rows are shared out: a multiple of 8, so that at most MOST_PARTIALS remain."""
+    return max(at_least, 8 * ceil_div(N, 8 * MOST_PARTIALS))
+
+
+def add_partials(outs: list, partials, P: int, C: int) -> None:
+    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, len(outs), C); an out may be None. At most 3."""
+    warp = device.warp_size()
+    padded = (*outs, None, None)[:3]
+    cu.add_partials_kernel(
+        (ceil_div(C, warp), len(outs)), (warp, device.block(256) // device.block(warp)), (*padded, partials, P, C)
+    )
+
+
+def column_sum(out, scratch, inp, N: int, C: int) -> None:
+    """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
+    block, rows = 256, rows_per_chunk(N, at_least=32)
+    chunks = ceil_div(N, rows)
+    cu.column_partials_kernel((ceil_div(C, block), chunks), (block,), (scratch, inp, N, C, rows))
+    add_partials([out], scratch, chunks, C)
+
+
+def global_norm(norm, scratch, x, n: int, largest: float) -> None:
+    """norm[0] = the Euclidean norm of the n floats of x; norm[1] = min(1, largest / norm[0]), or 1 if largest is 0.
+
+    norm (2) is a device array; scratch holds at least 1024 floats.
+    """
+    block = device.block(512)
+    blocks = max(1, min(1024, ceil_div(n, 4 * block)))
+    cu.squares_partials_kernel((blocks,), (block,), (scratch, x, n))
+    cu.norm_kernel((1,), (block,), (norm, scratch, blocks, np.float32(largest)))

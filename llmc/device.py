@@ -1,0 +1,453 @@
+"""The one place that knows about devices: an NVIDIA GPU through CuPy, or the CPU.
+
+A device is chosen once, by `use`; everything else here then works on it. Arrays are `cupy.ndarray` on CUDA and
+`numpy.ndarray` on the CPU, kernels are the same .cu files on both (NVRTC, or the C++ compiler: llmc/cpu), and matrix
+products are cuBLAS's or NumPy's. CuPy is imported only when CUDA is used.
+"""
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# Idle OpenMP and OpenBLAS threads spin, and steal the cores from the kernels that run next; this must be said before
+# NumPy is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+
+import numpy as np  # noqa: E402
+
+from llmc import cpu  # noqa: E402
+from llmc.errors import UserError  # noqa: E402
+
+NVRTC_OPTIONS = ("--std=c++17",)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def cuda_source(path: Path) -> str:
+    """The text of a .cu file with its `#include "..."` lines replaced by those files.
+
+    NVRTC then needs no include path, CuPy's cache sees a change in an included file, and #line keeps the compiler's
+    messages true.
+    """
+
+    def inline(match: re.Match) -> str:
+        included = path.parent / match[1]
+        line = text.count("\n", 0, match.start()) + 2
+        return f'#line 1 "{included.name}"\n{cuda_source(included)}\n#line {line} "{path.name}"'
+
+    text = path.read_text().replace("#pragma once", "")
+    return re.sub(r'^#include "([^"]+)".*$', inline, text, flags=re.MULTILINE)
+
+
+class Source:
+    """A .cu file whose kernels are its attributes: `source.some_kernel(grid, block, args, shared_mem=0)` launches one.
+
+    grid and block are tuples; args are device arrays for pointers, Python ints for integers and np.float32 for floats.
+    The file is compiled for the device in use when a kernel of it is first called.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Callable:
+        kernel = _device.kernel(self._path, name)
+        setattr(self, name, kernel)  # found without a lookup from now on
+        return kernel
+
+    def _forget(self) -> None:
+        path = self._path
+        self.__dict__.clear()
+        self._path = path
+
+
+class CudaKernel:
+    """A CuPy RawKernel that asks for more than the default 48 KiB of shared memory where a launch needs it."""
+
+    def __init__(self, raw):
+        self.raw = raw
+        self.shared_limit = 48 << 10
+
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+        if shared_mem > self.shared_limit:
+            self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
+        self.raw(grid, block, args, shared_mem=shared_mem)
+
+
+class CudaDevice:
+    kind = "cuda"
+    warp_size = 32
+
+    def __init__(self):
+        import cupy
+        from cupy.cuda import cublas, runtime
+        from cupy.cuda.device import get_cublas_handle
+
+        self.cupy = cupy
+        self.properties = runtime.getDeviceProperties(runtime.getDevice())
+        self.name = self.properties["name"].decode()
+        self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
+        self.modules = {}
+        # A stream of our own: the default one can not be captured into a graph.
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream.use()
+        # CuPy refuses to call cuBLAS while a stream is being captured, so its functions are called by ctypes, on CuPy's
+        # handle. CuPy has loaded the library already; the name alone finds it. cuBLAS is given its workspace, because it
+        # would otherwise allocate one during a capture.
+        self.blas_handle = get_cublas_handle()
+        cublas.setStream(self.blas_handle, self.stream.ptr)
+        self.blas = ctypes.CDLL(f"libcublas.so.{runtime.runtimeGetVersion() // 1000}")
+        self.workspace = cupy.empty(32 << 20, np.uint8)
+        size = ctypes.c_size_t(self.workspace.nbytes)
+        check_cublas(
+            self.blas.cublasSetWorkspace_v2(ctypes.c_void_p(self.blas_handle), pointer(self.workspace), size)
+        )
+        self.use_tf32(True)
+
+    def use_tf32(self, on: bool) -> bool:
+        from cupy.cuda import cublas
+
+        self.tf32 = on and self.compute_capability >= 80
+        cublas.setMathMode(self.blas_handle, 3 if self.tf32 else 0)  # 3: CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
+        return self.tf32
+
+    def block(self, threads: int) -> int:
+        return threads
+
+    def empty(self, shape, dtype):
+        return self.cupy.empty(shape, dtype)
+
+    def pinned(self, shape, dtype) -> np.ndarray:
+        count = int(np.prod(shape))
+        memory = self.cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def copy_in(self, dst, src: np.ndarray) -> None:
+        dst.data.copy_from_host_async(src.ctypes.data, src.nbytes, self.stream)
+
+    def copy_out(self, dst: np.ndarray, src) -> None:
+        src.data.copy_to_host_async(dst.ctypes.data, dst.nbytes, self.stream)
+
+    def asarray(self, array: np.ndarray):
+        return self.cupy.asarray(array)
+
+    def to_host(self, array) -> np.ndarray:
+        return self.cupy.asnumpy(array)
+
+    def fill_zero(self, array) -> None:
+        array.data.memset_async(0, array.nbytes, self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def event(self):
+        event = self.cupy.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def memory(self) -> tuple[int, int]:
+        return self.cupy.cuda.runtime.memGetInfo()
+
+    def kernel(self, path: Path, name: str) -> CudaKernel:
+        return CudaKernel(self.module(path).get_function(name))
+
+    def module(self, path: Path):
+        if path not in self.modules:
+            self.modules[path] = self.cupy.RawModule(code=cuda_source(path), options=NVRTC_OPTIONS)
+        return self.modules[path]
+
+    def compile_all(self, paths: list[Path]) -> None:
+        with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock
+            list(pool.map(lambda path: self.module(path).compile(), paths))
+
+    def sgemm(self, c, a, b, m, n, k, trans_a, trans_b, beta) -> None:
+        # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
+        check_cublas(
+            self.blas.cublasSgemm_v2(
+                ctypes.c_void_p(self.blas_handle), int(trans_b), int(trans_a), n, m, k, ctypes.byref(ONE),
+                pointer(b), k if trans_b else n, pointer(a), m if trans_a else k,
+                ctypes.byref(ctypes.c_float(beta)), pointer(c), n,
+            )
+        )  # fmt: skip
+
+    def sgemm_strided_batched(self, c, a, b, m, n, k, trans_a, trans_b, count) -> None:
+        check_cublas(
+            self.blas.cublasSgemmStridedBatched(
+                ctypes.c_void_p(self.blas_handle), int(trans_b), int(trans_a), n, m, k, ctypes.byref(ONE),
+                pointer(b), k if trans_b else n, ctypes.c_longlong(n * k),
+                pointer(a), m if trans_a else k, ctypes.c_longlong(m * k),
+                ctypes.byref(ZERO), pointer(c), n, ctypes.c_longlong(m * n), count,
+            )
+        )  # fmt: skip
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return Recording(self.stream, work)
+
+
+class Recording:
+    """Work on the device that is done over and over: the first call does it, later calls replay it as a CUDA graph.
+
+    The graph holds the launches with their arguments, so replaying costs the host one call however many kernels there
+    are. The first call also loads every kernel, which a capture could not do.
+    """
+
+    def __init__(self, stream, work: Callable[[], None]):
+        self.stream, self.work = stream, work
+        self.calls, self.graph = 0, None
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            self.work()
+            return
+        if self.graph is None:
+            self.stream.begin_capture()
+            try:
+                self.work()
+            finally:
+                self.graph = self.stream.end_capture()
+        self.graph.launch(self.stream)
+
+
+ONE, ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+
+def pointer(array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.data.ptr)
+
+
+def check_cublas(status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"cuBLAS failed with status {status}")
+
+
+class CpuDevice:
+    kind = "cpu"
+    tf32 = False
+
+    def __init__(self):
+        self.modules = {}
+        self.warp_size = cpu.warp_size()
+        self.name = f"CPU, {len(os.sched_getaffinity(0))} cores"
+
+    def use_tf32(self, on: bool) -> bool:
+        return False
+
+    def block(self, threads: int) -> int:
+        return threads if self.warp_size > 1 else 1
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    pinned = empty
+
+    def copy_in(self, dst, src: np.ndarray) -> None:
+        dst.reshape(-1)[: src.size] = src.reshape(-1)
+
+    def copy_out(self, dst: np.ndarray, src) -> None:
+        dst.reshape(-1)[:] = src.reshape(-1)[: dst.size]
+
+    def asarray(self, array: np.ndarray):
+        return np.array(array)
+
+    def to_host(self, array) -> np.ndarray:
+        return np.array(array)
+
+    def fill_zero(self, array) -> None:
+        array.fill(0)
+
+    def synchronize(self) -> None:
+        pass
+
+    def event(self):
+        return self  # all work is done when a call returns
+
+    def memory(self) -> tuple[int, int]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def kernel(self, path: Path, name: str) -> Callable:
+        if path not in self.modules:
+            self.modules[path] = cpu.compile_source(path)
+        return self.modules[path].kernel(name)
+
+    def compile_all(self, paths: list[Path]) -> None:
+        self.modules.update(zip(paths, cpu.compile_all(paths), strict=True))
+
+    def sgemm(self, c, a, b, m, n, k, trans_a, trans_b, beta) -> None:
+        a, b, c = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
+        if beta == 0.0:
+            np.matmul(a, b, out=c)
+        else:
+            c *= np.float32(beta)
+            c += a @ b
+
+    def sgemm_strided_batched(self, c, a, b, m, n, k, trans_a, trans_b, count) -> None:
+        for array, rows, columns in ((a, m, k), (b, k, n), (c, m, n)):
+            assert array.size >= count * rows * columns
+        a, b = a.reshape(-1)[: count * m * k], b.reshape(-1)[: count * k * n]
+        a = a.reshape(count, k, m).transpose(0, 2, 1) if trans_a else a.reshape(count, m, k)
+        b = b.reshape(count, n, k).transpose(0, 2, 1) if trans_b else b.reshape(count, k, n)
+        np.matmul(a, b, out=c.reshape(-1)[: count * m * n].reshape(count, m, n))
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+
+def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool) -> np.ndarray:
+    """The first rows * columns floats of a contiguous array as a (rows, columns) matrix, which may lie transposed."""
+    flat = array.reshape(-1)[: rows * columns]
+    return flat.reshape(columns, rows).T if transposed else flat.reshape(rows, columns)
+
+
+_device: CudaDevice | CpuDevice | None = None
+_sources: list[Source] = []
+
+
+def use(kind: str = "auto") -> str:
+    """Choose the device: "cuda", "cpu", or "auto" (CUDA where it works, else the CPU). Returns "cuda" or "cpu".
+
+    Raises UserError where CUDA is asked for and does not work.
+    """
+    global _device
+    if kind not in ("auto", "cuda", "cpu"):
+        raise UserError(f"device {kind!r} is not one of auto, cuda, cpu")
+    device = None
+    if kind != "cpu":
+        try:
+            device = CudaDevice()
+        except Exception as error:  # CuPy missing, no driver, no GPU, a driver too old: each its own type
+            if kind == "cuda":
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise UserError(
+                    f"CUDA does not work here ({reason}): install CuPy for your driver (cupy-cuda12x[ctk] or "
+                    "cupy-cuda13x[ctk]), or run with --device cpu"
+                ) from None
+    _device = device or CpuDevice()
+    for source in _sources:
+        source._forget()
+    return _device.kind
+
+
+def source(python_file: str) -> Source:
+    """The .cu file beside a module of launchers: `cu = device.source(__file__)`."""
+    found = Source(Path(python_file).with_suffix(".cu"))
+    _sources.append(found)
+    return found
+
+
+def compile_all() -> None:
+    """Compile every kernel file that has been imported, several at a time, rather than each at its first launch."""
+    _device.compile_all([source._path for source in _sources])
+
+
+def kind() -> str:
+    """"cuda" or "cpu"."""
+    return _device.kind
+
+
+def name() -> str:
+    return _device.name
+
+
+def warp_size() -> int:
+    """Lanes in a warp: 32 on CUDA, 1 on the CPU unless LLMC_CPU_WARP=32."""
+    return _device.warp_size
+
+
+def block(threads: int) -> int:
+    """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but one
+    where a warp is a single thread, so that on the CPU nobody waits for anybody."""
+    return _device.block(threads)
+
+
+def use_tf32(on: bool) -> bool:
+    """Let matrix products round their operands to TF32 (10 mantissa bits); returns whether they now do."""
+    return _device.use_tf32(on)
+
+
+def tf32() -> bool:
+    return _device.tf32
+
+
+def empty(shape, dtype=np.float32):
+    """An uninitialised device array."""
+    return _device.empty(shape, dtype)
+
+
+def zeros(shape, dtype=np.float32):
+    array = _device.empty(shape, dtype)
+    _device.fill_zero(array)
+    return array
+
+
+def pinned(shape, dtype) -> np.ndarray:
+    """A host array for copies to and from the device, in page-locked memory on CUDA, so that they run asynchronously."""
+    return _device.pinned(shape, dtype)
+
+
+def copy_in(dst, src: np.ndarray) -> None:
+    """Start copying a host array over the beginning of a device array. src must not change until `synchronize`."""
+    _device.copy_in(dst, src)
+
+
+def copy_out(dst: np.ndarray, src) -> None:
+    """Start filling a host array from the beginning of a device array; dst is valid after `synchronize`."""
+    _device.copy_out(dst, src)
+
+
+def asarray(array: np.ndarray):
+    """A device array with the contents of a host array."""
+    return _device.asarray(array)
+
+
+def to_host(array) -> np.ndarray:
+    """A new host array with the contents of a device array."""
+    return _device.to_host(array)
+
+
+def fill_zero(array) -> None:
+    _device.fill_zero(array)
+
+
+def synchronize() -> None:
+    """Wait until all work given to the device is done."""
+    _device.synchronize()
+
+
+def event():
+    """A mark in the device's work: `event().synchronize()` waits until everything given before it is done."""
+    return _device.event()
+
+
+def memory() -> tuple[int, int]:
+    """(free, total) bytes of the device's memory."""
+    return _device.memory()
+
+
+def sgemm(c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0) -> None:
+    """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous, fp32 (TF32 products if `tf32()`).
+
+    With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k).
+    """
+    _device.sgemm(c, a, b, m, n, k, trans_a, trans_b, beta)
+
+
+def sgemm_strided_batched(
+    c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
+) -> None:
+    """`sgemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
+    _device.sgemm_strided_batched(c, a, b, m, n, k, trans_a, trans_b, count)
+
+
+def record(work: Callable[[], None]) -> Callable[[], None]:
+    """A function that does `work` each time it is called; on CUDA as a replayed graph from the second call on.
+
+    `work` must give the device the same launches on the same arrays every time, and may not copy to or from the host.
+    """
+    return _device.record(work)
