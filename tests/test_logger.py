@@ -1,0 +1,107 @@
+"""The log file: llm.c's lines, readable while they are written, cut where a resumed run takes over."""
+
+import numpy as np
+import pytest
+
+from llmc.errors import UserError
+from llmc.logger import Logger, read_log
+
+
+def refusal(function, *args):
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write_run(logger, steps):
+    for step in steps:
+        if step % 2 == 0:
+            logger.log_val(step, 5 - step / 8)
+        logger.log_train(step, 4 - step / 16)
+
+
+def test_lines_are_llm_cs_and_on_disk_at_once(tmp_path):
+    path = tmp_path / "main.log"
+    logger = Logger(path)
+    assert path.read_text() == ""
+    logger.log_val(0, 5.325461)
+    assert path.read_text() == "s:0 tel:5.3255\n"
+    logger.log_train(0, np.float32(4.25))
+    logger.log_eval(20, 0.29551)
+    assert path.read_text() == "s:0 tel:5.3255\ns:0 trl:4.2500\ns:20 eval:0.2955\n"
+    logger.close()
+
+
+def test_a_new_run_starts_the_file_afresh(tmp_path):
+    path = tmp_path / "main.log"
+    path.write_text("not even a log\n")
+    Logger(path).log_train(0, 1.0)
+    assert path.read_text() == "s:0 trl:1.0000\n"
+
+
+def test_a_resumed_run_leaves_the_log_of_one_that_never_stopped(tmp_path):
+    whole, stopped = tmp_path / "whole.log", tmp_path / "stopped.log"
+    write_run(Logger(whole), range(10))
+    write_run(Logger(stopped), range(7))
+    with open(stopped, "a") as file:
+        file.write("s:7 tr")  # killed while it wrote
+    write_run(Logger(stopped, first_step=4), range(4, 10))
+    assert stopped.read_text() == whole.read_text()
+
+
+def test_a_resumed_run_without_a_log_begins_one(tmp_path):
+    Logger(tmp_path / "main.log", first_step=4).log_train(4, 1.0)
+    assert (tmp_path / "main.log").read_text() == "s:4 trl:1.0000\n"
+
+
+def test_without_a_path_nothing_is_logged():
+    logger = Logger(None)
+    logger.log_train(0, 1.0)
+    logger.close()
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+    assert "-o" in refusal(Logger, tmp_path / "missing" / "main.log")
+    assert "main.log: cannot be written" in refusal(Logger, tmp_path / "missing" / "main.log", 5)
+    assert "is a directory" in refusal(Logger, tmp_path)
+
+
+def test_a_full_disk_is_said_in_one_line():
+    assert "cannot be written" in refusal(Logger("/dev/full").log_train, 0, 1.0)
+
+
+def test_resuming_into_something_that_is_no_log_leaves_it_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("buy milk\n")
+    assert "not a log line: 'buy milk'" in refusal(Logger, tmp_path / "notes.txt", 5)
+    assert (tmp_path / "notes.txt").read_text() == "buy milk\n"
+
+
+def test_a_log_is_read_back_by_name(tmp_path):
+    path = tmp_path / "main.log"
+    write_run(Logger(path), range(5))
+    log = read_log(path)
+    assert sorted(log) == ["tel", "trl"]
+    np.testing.assert_array_equal(log["trl"][0], [0, 1, 2, 3, 4])
+    np.testing.assert_array_equal(log["trl"][1], [4, 3.9375, 3.875, 3.8125, 3.75])
+    np.testing.assert_array_equal(log["tel"][0], [0, 2, 4])
+    np.testing.assert_array_equal(log["tel"][1], [5, 4.75, 4.5])
+
+
+def test_logs_of_llm_cs_later_trainer_are_read(tmp_path):
+    path = tmp_path / "main.log"
+    path.write_text("s:0 tel:11.0\ns:0 eval:0.25\n\ns:1 trl:10.5 lr:0.1 norm:inf\ns:2 trl:nan lr:0.1 norm:2.5\ns:3 t")
+    log = read_log(path)
+    np.testing.assert_array_equal(log["trl"][1], [10.5, np.nan])
+    np.testing.assert_array_equal(log["norm"][1], [np.inf, 2.5])
+    np.testing.assert_array_equal(log["eval"][0], [0])
+
+
+def test_what_is_no_log_is_refused(tmp_path):
+    assert "main.log: no such file" in refusal(read_log, tmp_path / "main.log")
+    for line in ("hello", "s:1 trl:x", "s:x trl:1", "trl:1 s:1", "s:1 trl:1:2", "s:1 trl"):
+        (tmp_path / "main.log").write_text(f"s:0 trl:1.0\n{line}\n")
+        assert repr(line) in refusal(read_log, tmp_path / "main.log")
+    (tmp_path / "main.log").write_bytes(b"\xff\xfe\n")
+    assert "not a log file" in refusal(read_log, tmp_path / "main.log")
