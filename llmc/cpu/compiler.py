@@ -104,7 +104,8 @@ def _flags(flags: list[str] | None, debug: bool, sanitize: bool) -> list[str]:
         common.append("-DLLMC_SANITIZE")
     if flags is None:
         return [*common, "-O2", "-g", "-Wall"]
-    common.append("-fvisibility=hidden")  # several libraries may have kernels and functions of the same names
+    # Hidden: several libraries may have functions of the same names.
+    common += ["-fvisibility=hidden", "-fno-exceptions"]
     x86 = platform.machine() in ("x86_64", "AMD64")
     if sanitize:
         common += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -179,10 +180,10 @@ def _with_launch_stubs(path: Path, compile_flags: list[str]) -> str:
         max_threads = (bounds_before or bounds_after or "0").split(",")[0]
         stubs.append(f"""
 struct {name}_args {{ {" ".join(p.declaration + ";" for p in parameters)} }};
-__attribute__((flatten)) static void {name}_threads(const void* packed, uint3 from, uint3 to) {{
+__attribute__((flatten)) static void {name}_threads(const void* packed, const llmc::Place& place, llmc::Index from) {{
     const {name}_args args = *(const {name}_args*)packed;
     (void)args;
-    llmc::for_each_thread(from, to, [&] {{ {name}({", ".join("args." + p.name for p in parameters)}); }});
+    llmc::for_each_thread(place, from, [&] {{ {name}({", ".join("args." + p.name for p in parameters)}); }});
 }}
 extern "C" __attribute__((visibility("default"))) const llmc::Kernel llmc_kernel_{name} =
     {{"{name}", {name}_threads, WARP_SIZE, {max_threads}}};""")

@@ -36,7 +36,14 @@
 #endif
 
 #undef assert
-#define assert(condition) ((condition) ? (void)0 : llmc::fail("assertion `" #condition "` failed", __FILE__, __LINE__))
+#define assert(condition) ((condition) ? (void)0 : llmc::fail(threadIdx, "assertion `" #condition "` failed", __FILE__, __LINE__))
+
+// ---- built-in variables. Signed, unlike CUDA's: the compiler then knows that an index made from them does not wrap around
+// from one thread to the next. Static and never seen by others, so that no pointer can be suspected to point to them.
+
+typedef llmc::Index dim3;
+static __thread dim3 threadIdx, blockIdx, blockDim, gridDim;
+#define warpSize WARP_SIZE
 
 // ---- vector types
 
@@ -51,6 +58,7 @@ LLMC_VECTOR_TYPES(unsigned, uint, 8, 16)
 LLMC_VECTOR_TYPES(unsigned char, uchar, 2, 4)
 #undef LLMC_VECTOR_TYPES
 struct float3 { float x, y, z; };
+struct uint3 { unsigned x, y, z; };
 struct int3 { int x, y, z; };
 inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
@@ -162,16 +170,26 @@ template <class T> inline T atomicCAS(T* p, typename llmc::Same<T>::type expecte
 
 #define LLMC_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncthreads(LLMC_HERE) { llmc::block_wait("__syncthreads", file, line); }
+namespace llmc {
+struct KeepThread {             // other threads run while one waits
+    Index mine = threadIdx;
+    ~KeepThread() { threadIdx = mine; }
+};
+}
+
+inline void __syncthreads(LLMC_HERE) {
+    llmc::KeepThread keep;
+    llmc::block_wait(threadIdx, "__syncthreads", file, line);
+}
 
 inline int __syncthreads_count(int predicate, LLMC_HERE) {
     __shared__ int count;
     if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0) count = 0;
-    llmc::block_wait("__syncthreads_count", file, line);
+    __syncthreads(file, line);
     if (predicate) atomicAdd(&count, 1);
-    llmc::block_wait("__syncthreads_count", file, line);
+    __syncthreads(file, line);
     int result = count;
-    llmc::block_wait("__syncthreads_count", file, line);
+    __syncthreads(file, line);
     return result;
 }
 inline int __syncthreads_or(int predicate, LLMC_HERE) { return __syncthreads_count(predicate, file, line) != 0; }
@@ -191,7 +209,8 @@ inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* wh
 #else
     static_assert(std::is_empty<F>::value, "a function for the whole warp cannot capture one lane's variables");
     (void)together;             // without a state, any object of its type will do
-    llmc::warp_wait(mask, &mine, [](void* const* lanes) { char any; (*(F*)&any)((T* const*)lanes); }, what, file, line);
+    llmc::KeepThread keep;
+    llmc::warp_wait(threadIdx, mask, &mine, [](void* const* lanes) { char any; (*(F*)&any)((T* const*)lanes); }, what, file, line);
 #endif
 }
 
@@ -211,11 +230,15 @@ inline void cpu_warp_exchange(const void* mine, void* all, size_t bytes, LLMC_HE
 
 // The sum or the maximum over the warp, as five __shfl_xor_sync with 16, 8, 4, 2, 1 give it to every lane, to the last bit.
 inline float cpu_warp_sum(float value, LLMC_HERE) {
-    if (WARP_SIZE > 1) llmc::warp_sum(&value, file, line);
+    if (WARP_SIZE == 1) return value;
+    llmc::KeepThread keep;
+    llmc::warp_sum(threadIdx, &value, file, line);
     return value;
 }
 inline float cpu_warp_max(float value, LLMC_HERE) {
-    if (WARP_SIZE > 1) llmc::warp_max(&value, file, line);
+    if (WARP_SIZE == 1) return value;
+    llmc::KeepThread keep;
+    llmc::warp_max(threadIdx, &value, file, line);
     return value;
 }
 
@@ -270,18 +293,25 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
 }
 inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
-inline unsigned __activemask() { return WARP_SIZE > 1 ? llmc::active_lanes() : 1; }
+inline unsigned __activemask() { return WARP_SIZE > 1 ? llmc::active_lanes(threadIdx) : 1; }
 
 // ---- the loop over a block's threads, which the loader wraps around each kernel
 
 namespace llmc {
-template <class F> inline __attribute__((always_inline)) void for_each_thread(uint3 from, uint3 to, F kernel) {
-    for (unsigned z = from.z; z < to.z; z++)
-        for (unsigned y = from.y; y < to.y; y++)
-            for (unsigned x = from.x; x < to.x; x++) {
-                threadIdx = {x, y, z};
+template <class F> inline __attribute__((always_inline)) void for_each_thread(const Place& place, Index from, F kernel) {
+    int x = from.x, y = from.y, z = from.z;
+    blockIdx = place.block, blockDim = place.block_dim, gridDim = place.grid_dim;
+    do {
+        threadIdx.z = z;
+        do {
+            threadIdx.y = y;
+            do {
+                threadIdx.x = x;
                 kernel();
-                if (fibers) return;  // this thread has waited: others went on with the loop meanwhile
-            }
+            } while (++x < end.x);
+            x = 0;
+        } while (++y < end.y);
+        y = 0;
+    } while (++z < end.z);
 }
 }

@@ -26,7 +26,7 @@ ELEMENTS = {
     "unsigned long long": "u8", "size_t": "u8", "uint64_t": "u8",
     "unsigned short": "u2", "uint16_t": "u2", "unsigned char": "u1", "uint8_t": "u1",
 }  # fmt: skip
-SIZE_LIMIT = 2**32 - 1
+SIZE_LIMIT = 2**31 - 1
 
 
 class KernelError(RuntimeError):
@@ -131,7 +131,7 @@ class Kernel:
         self._launch = runtime.llmc_launch
         self._convert = [parameter.converter(name) for parameter in parameters]
         letters = "".join("P" if p.type.endswith("*") else SCALARS[p.type] for p in parameters)
-        self._pack = struct.Struct("@6IN" + letters).pack  # grid, block, shared_mem; aligned as C does
+        self._pack = struct.Struct("@6iN" + letters).pack  # grid, block, shared_mem; aligned as C does
 
     def __call__(self, grid, block, args, shared_mem: int = 0) -> None:
         if len(args) != len(self._convert):

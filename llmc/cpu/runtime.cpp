@@ -25,16 +25,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-__thread uint3 threadIdx, blockIdx;
-__thread dim3 blockDim, gridDim;
-
 extern "C" void __asan_unpoison_memory_region(void const volatile*, size_t) __attribute__((weak));
 
 namespace llmc {
 
-__thread Fiber* fibers;
+__thread End end;
 
-const unsigned MAX_THREADS = 1024;          // of a block, as on every GPU
+const int MAX_THREADS = 1024;          // of a block, as on every GPU
 const size_t MAX_SHARED = 227 * 1024;       // of a block, as on compute capability 9.0
 #ifdef LLMC_SANITIZE
 const size_t STACK = 1 << 20;
@@ -138,7 +135,7 @@ inline void make_context(Context& context, char* top, void (*entry)()) {
 
 // ---- a launch and its workers
 
-struct Launch { uint3 grid, block; size_t shared_mem; };  // as the loader packs it; the kernel's arguments follow
+struct Launch { Index grid, block; size_t shared_mem; };  // as the loader packs it; the kernel's arguments follow
 
 enum Order { FORWARD, BACKWARD, SHUFFLED };
 
@@ -157,7 +154,7 @@ struct Job {
 
 struct Fiber {                              // a thread of the running block
     Context context;
-    uint3 index;                            // its threadIdx
+    Index index;                            // its threadIdx
     bool started;
     unsigned mask;                          // what it waits for: lanes (for a warp's meeting),
     void* mine;                             //   its contribution
@@ -168,6 +165,7 @@ struct Fiber {                              // a thread of the running block
 
 struct Worker {                             // one OS thread's state; lane masks are indexed by warp
     Job* job;
+    Place place;                            // of the running block
     Fiber fiber[MAX_THREADS];
     unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS];
     unsigned threads, warp, warps, live, waiting, current;
@@ -180,7 +178,7 @@ struct Worker {                             // one OS thread's state; lane masks
 };
 __thread Worker* self;
 
-static std::string at(const char* what, uint3 i) {
+static std::string at(const char* what, Index i) {
     return std::string(what) + " (" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
 }
 
@@ -193,14 +191,14 @@ static void abandon(Worker& w, const std::string& message) {
     Job& job = *w.job;
     {
         std::lock_guard<std::mutex> lock(job.mutex);
-        if (job.error.empty()) job.error = std::string(job.kernel->name) + ", " + at("block", blockIdx) + message;
+        if (job.error.empty()) job.error = std::string(job.kernel->name) + ", " + at("block", w.place.block) + message;
     }
     job.failed = true;
     switch_context(w.nowhere, w.outside);   // kernels own nothing that would have to be cleaned up
 }
 
-void fail(const char* message, const char* file, int line) {
-    abandon(*self, ", " + at("thread", threadIdx) + ": " + message + " at " + place(file, line));
+void fail(Index thread, const char* message, const char* file, int line) {
+    abandon(*self, ", " + at("thread", thread) + ": " + message + " at " + place(file, line));
 }
 
 void* dynamic_shared() { return self->shared; }
@@ -225,9 +223,12 @@ static char* take_stack(Worker& w) {        // returns its upper end
 
 static void begin_fibers(Worker& w, unsigned current) {
     w.warps = (w.threads + w.warp - 1) / w.warp;
+    Index i = {0, 0, 0}, size = w.place.block_dim;
     for (unsigned t = 0; t < w.threads; t++) {
         w.fiber[t].started = false;
-        w.fiber[t].index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / (blockDim.x * blockDim.y)};
+        w.fiber[t].index = i;
+        if (++i.x == size.x) i.x = 0, i.y++;
+        if (i.y == size.y) i.y = 0, i.z++;
     }
     for (unsigned i = 0; i < w.warps; i++) {
         unsigned lanes = w.threads - i * w.warp < w.warp ? w.threads - i * w.warp : w.warp;
@@ -239,11 +240,11 @@ static void begin_fibers(Worker& w, unsigned current) {
     w.live = w.threads - current;
     w.waiting = 0;
     w.current = current;
-    fibers = w.fiber;
+    end = {0, 0, 0};
 }
 
 static void report_deadlock(Worker& w) {
-    struct Group { unsigned count; uint3 first; };
+    struct Group { unsigned count; Index first; };
     std::map<std::tuple<std::string, std::string>, Group> groups;
     for (unsigned t = 0; t < w.threads; t++) {
         Fiber& f = w.fiber[t];
@@ -327,9 +328,8 @@ static void thread_returned(Worker& w) {
 }
 
 static void run_thread(Worker& w) {
-    uint3 i = w.fiber[w.current].index;
     w.fiber[w.current].started = true;
-    w.job->kernel->threads(w.job->args, i, {i.x + 1, i.y + 1, i.z + 1});
+    w.job->kernel->threads(w.job->args, w.place, w.fiber[w.current].index);
     thread_returned(w);
 }
 
@@ -339,7 +339,6 @@ static void serve(Worker& w, char* stack) {
         w.current = choose_thread(w);
         Fiber& f = w.fiber[w.current];
         if (!f.started) { run_thread(w); continue; }
-        threadIdx = f.index;
         if (stack) w.free_stacks.push_back(stack);
         switch_context(stack ? w.nowhere : w.home, f.context);
     }
@@ -361,14 +360,17 @@ static void run_others(Worker& w) {
     w.current = choose_thread(w);
     Fiber& f = w.fiber[w.current];
     if (&f == &me) return;
-    threadIdx = f.index;
     if (!f.started) make_context(f.context, w.new_stack = take_stack(w), fiber_entry);
     switch_context(me.context, f.context);
 }
 
-static Fiber& wait_at(Worker& w, const char* what, const char* file, int line) {
-    if (!fibers) {
-        begin_fibers(w, threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z));
+static unsigned number(Worker& w, Index thread) {
+    return thread.x + w.place.block_dim.x * (thread.y + w.place.block_dim.y * thread.z);
+}
+
+static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* file, int line) {
+    if (end.x) {
+        begin_fibers(w, number(w, thread));
         w.fiber[w.current].started = true;
     }
     Fiber& me = w.fiber[w.current];
@@ -377,18 +379,18 @@ static Fiber& wait_at(Worker& w, const char* what, const char* file, int line) {
     return me;
 }
 
-void block_wait(const char* what, const char* file, int line) {
+void block_wait(Index thread, const char* what, const char* file, int line) {
     Worker& w = *self;
     if (w.threads == 1) return;
-    wait_at(w, what, file, line);
+    wait_at(w, thread, what, file, line);
     w.at_barrier[w.current / w.warp] |= 1u << w.current % w.warp;
     if (++w.waiting == w.live) release_barrier(w);
     run_others(w);
 }
 
-void warp_wait(unsigned mask, void* mine, Together together, const char* what, const char* file, int line) {
+void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line) {
     Worker& w = *self;
-    Fiber& me = wait_at(w, what, file, line);
+    Fiber& me = wait_at(w, thread, what, file, line);
     unsigned warp = w.current / w.warp, lane = w.current % w.warp;
     me.mask = mask, me.mine = mine, me.together = together;
     w.at_meeting[warp] |= 1u << lane;
@@ -396,10 +398,10 @@ void warp_wait(unsigned mask, void* mine, Together together, const char* what, c
     run_others(w);
 }
 
-unsigned active_lanes() {
+unsigned active_lanes(Index thread) {
     Worker& w = *self;
-    unsigned t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z), warp = t / w.warp;
-    if (fibers) return w.alive[warp];
+    unsigned t = number(w, thread), warp = t / w.warp;
+    if (!end.x) return w.alive[warp];
     unsigned lanes = w.threads - warp * w.warp < w.warp ? w.threads - warp * w.warp : w.warp;
     return 0xffffffffu >> (32 - lanes) & (~0u << t % w.warp);
 }
@@ -415,30 +417,31 @@ template <class F> static void butterfly(void* const* lanes, F combine) {
     for (int i = 0; i < 32; i++) if (lanes[i]) *(float*)lanes[i] = now[i];
 }
 
-void warp_sum(float* mine, const char* file, int line) {
-    warp_wait(~0u, mine, [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a + b; }); },
+void warp_sum(Index thread, float* mine, const char* file, int line) {
+    warp_wait(thread, ~0u, mine, [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a + b; }); },
               "cpu_warp_sum", file, line);
 }
 
-void warp_max(float* mine, const char* file, int line) {
-    warp_wait(~0u, mine, [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a > b || b != b ? a : b; }); },
+void warp_max(Index thread, float* mine, const char* file, int line) {
+    warp_wait(thread, ~0u, mine, [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a > b || b != b ? a : b; }); },
               "cpu_warp_max", file, line);
 }
 
 // ---- the blocks of a grid
 
-static void run_block(Worker& w, uint64_t number) {
+static void run_block(Worker& w, uint64_t n) {
     const Job& job = *w.job;
-    if (job.order == BACKWARD) number = job.blocks - 1 - number;
-    else if (job.order == SHUFFLED) number = (number * job.stride + job.blocks / 2) % job.blocks;
-    blockIdx = {unsigned(number % gridDim.x), unsigned(number / gridDim.x % gridDim.y), unsigned(number / gridDim.x / gridDim.y)};
+    if (job.order == BACKWARD) n = job.blocks - 1 - n;
+    else if (job.order == SHUFFLED) n = (n * job.stride + job.blocks / 2) % job.blocks;
+    Index grid = w.place.grid_dim, block = w.place.block_dim;
+    w.place.block = {int(n % grid.x), int(n / grid.x % grid.y), int(n / grid.x / grid.y)};
 #ifdef LLMC_SANITIZE
     if (w.shared_size) memset(w.shared, 0xff, w.shared_size);   // NaNs: nothing is left over from the block before
 #endif
-    fibers = nullptr;
+    end = {block.x, block.y, block.z};
     if (job.order == FORWARD) {
-        job.kernel->threads(job.args, {0, 0, 0}, blockDim);
-        if (!fibers) return;
+        job.kernel->threads(job.args, w.place, {0, 0, 0});
+        if (end.x) return;
         thread_returned(w);
     } else {
         begin_fibers(w, 0);
@@ -474,8 +477,8 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     w.threads = launch.block.x * launch.block.y * launch.block.z;
     w.warp = job.kernel->warp;
     w.random = 20240326;
-    blockDim = launch.block;
-    gridDim = launch.grid;
+    w.place.block_dim = launch.block;
+    w.place.grid_dim = launch.grid;
     if (w.shared_size != launch.shared_mem) {                   // exactly as large as asked for: ASan sees the end
         free(w.shared);
         w.shared = nullptr;
@@ -555,11 +558,11 @@ static unsigned worker_count() {
 }
 
 static std::string run(const Kernel* kernel, const Launch* launch) {
-    uint3 g = launch->grid, b = launch->block;
+    Index g = launch->grid, b = launch->block;
     std::string name = kernel->name;
-    if (!g.x || !g.y || !g.z || g.x > 0x7fffffff || g.y > 65535 || g.z > 65535)
+    if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
         return name + ": CUDA takes no such " + at("grid", g);
-    if (!b.x || !b.y || !b.z || b.x > MAX_THREADS || b.y > MAX_THREADS || b.z > 64 || b.x * b.y * b.z > MAX_THREADS)
+    if (b.x < 1 || b.y < 1 || b.z < 1 || b.x > MAX_THREADS || b.y > MAX_THREADS || b.z > 64 || b.x * b.y * b.z > MAX_THREADS)
         return name + ": CUDA takes no such " + at("block", b);
     if (kernel->max_threads && b.x * b.y * b.z > kernel->max_threads)
         return name + ": " + at("block", b) + " has more threads than the kernel's __launch_bounds__, "
