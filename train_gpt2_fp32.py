@@ -601,8 +601,8 @@ def main() -> None:
         if running is None:
             return
         step, started, end, learning_rate = running
-        end.synchronize()
-        running, ms, loss = None, timer.finish(started), train_batches.mean_loss(step)
+        ms = timer.add(started, end.wait())
+        running, loss = None, train_batches.mean_loss(step)
         norm = float(norms[step % 2, 0]) if args.grad_clip else None
         print_step(step + 1, steps, loss, norm, learning_rate, ms, timer.average(20), batch_tokens, config, T)
         logger.log_train(step, loss)
@@ -644,6 +644,8 @@ def main() -> None:
         launched = step, started, device.event(), learning_rate
         finish_running_step()  # the one before, while the device works on this one
         running = launched
+        if device.kind() == "cpu":
+            finish_running_step()
 
     if stop.requested:
         print(f"stopped by {stop.name} after {step} of {steps} steps")

@@ -1,11 +1,16 @@
-// GELU, tanh form (Hendrycks & Gimpel 2016): gelu(x) = x/2 * (1 + tanh(k (x + 0.044715 x^3))), k = sqrt(2/pi),
-// of x = inp + bias, where inp (N, C) is a product without its bias yet and C is 4 times the model's channels.
-// Backward: dinp = dout * gelu'(x); dbias += sum_rows(dinp).
+// GELU, tanh form (Hendrycks & Gimpel 2016): gelu(x) = x/2 * (1 + tanh(u)) = x * sigmoid(2u), which is cheaper,
+// with u = sqrt(2/pi) * (x + 0.044715 x^3) and x = inp + bias, where inp (N, C) is a product without its bias yet and C
+// is 4 times the model's channels.
+// Backward: dinp = dout * gelu'(x), gelu' = s + x * s * (1 - s) * 2 du/dx with s the sigmoid; dbias += sum_rows(dinp).
 // Memory-bound: forward reads and writes N*C floats; backward reads two and writes two, one of them gelu(x) transposed:
 // the weight gradient of the next product needs it that way, so forward's output need not be kept.
 #include "common.cuh"
 
-__device__ inline float gelu_tanh(float x) { return tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)); }
+constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
+
+__device__ inline float gelu_sigmoid(float x) {
+    return 1.0f / (1.0f + expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
+}
 
 // Block x: a row; thread: four columns of grid column y.
 extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, const float* bias, int C) {
@@ -16,7 +21,7 @@ extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, con
     const Four b = load4(bias + i, C - i);
     for (int k = 0; k < 4; k++) {
         const float u = x.x[k] + b.x[k];
-        x.x[k] = 0.5f * u * (1.0f + gelu_tanh(u));
+        x.x[k] = u * gelu_sigmoid(u);
     }
     store4(out + at, x, C - i);
 }
@@ -37,11 +42,11 @@ extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float
             out[k] = 0.0f;
             if (n0 + k >= end) continue;
             const size_t at = (size_t)(n0 + k) * C + i;
-            const float x = inp[at] + b, t = gelu_tanh(x);
-            const float slope = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * x * x);
-            const float d = dout[at] * 0.5f * (1.0f + t + x * (1.0f - t * t) * slope);
+            const float x = inp[at] + b, s = gelu_sigmoid(x);
+            const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
+            const float d = dout[at] * (s + x * s * (1.0f - s) * slope);
             dout[at] = d;
-            out[k] = 0.5f * x * (1.0f + t);
+            out[k] = x * s;
             sum += d;
         }
         store_transposed(out_T + (size_t)i * N + n0, out, end - n0);

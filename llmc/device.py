@@ -8,6 +8,7 @@ products are cuBLAS's or NumPy's. CuPy is imported only when CUDA is used.
 import ctypes
 import os
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,10 +146,8 @@ class CudaDevice:
     def synchronize(self) -> None:
         self.stream.synchronize()
 
-    def event(self):
-        event = self.cupy.cuda.Event()
-        event.record(self.stream)
-        return event
+    def event(self) -> "CudaEvent":
+        return CudaEvent(self.cupy, self.stream)
 
     def memory(self) -> tuple[int, int]:
         return self.cupy.cuda.runtime.memGetInfo()
@@ -187,6 +186,20 @@ class CudaDevice:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return Recording(self.stream, work)
+
+
+class CudaEvent:
+    def __init__(self, cupy, stream):
+        self.event = cupy.cuda.Event(block=False, disable_timing=True)
+        self.event.record(stream)
+
+    @property
+    def done(self) -> bool:
+        return self.event.done
+
+    def wait(self) -> float:
+        self.event.synchronize()
+        return time.perf_counter()
 
 
 class Recording:
@@ -264,8 +277,8 @@ class CpuDevice:
     def synchronize(self) -> None:
         pass
 
-    def event(self):
-        return self  # all work is done when a call returns
+    def event(self) -> "CpuEvent":
+        return CpuEvent()
 
     def memory(self) -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -297,6 +310,16 @@ class CpuDevice:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
+
+
+class CpuEvent:
+    done = True  # all work is, when a call returns
+
+    def __init__(self):
+        self.time = time.perf_counter()
+
+    def wait(self) -> float:
+        return self.time
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool) -> np.ndarray:
@@ -421,7 +444,8 @@ def synchronize() -> None:
 
 
 def event():
-    """A mark in the device's work: `event().synchronize()` waits until everything given before it is done."""
+    """A mark behind the work that the device has been given: `.done` tells whether that is finished, `.wait()` waits for
+    it and returns the time (time.perf_counter) at which it was."""
     return _device.event()
 
 

@@ -1,7 +1,6 @@
 """What a run tells the person who watches it, and how that person stops it."""
 
 import signal
-import time
 
 from llmc import device
 from llmc.checkpoint import GPT2Config, num_parameters
@@ -46,9 +45,8 @@ class StepTimer:
         self.milliseconds = []
         self.last_end = 0.0
 
-    def finish(self, started: float) -> float:
-        """Notes the end of the step that was launched at `started` (time.perf_counter) and returns its milliseconds."""
-        end = time.perf_counter()
+    def add(self, started: float, end: float) -> float:
+        """Notes a step that was launched and ended at these times (time.perf_counter) and returns its milliseconds."""
         self.milliseconds.append(1000 * (end - max(started, self.last_end)))
         self.last_end = end
         return self.milliseconds[-1]
