@@ -1,0 +1,258 @@
+"""The starter pack's download, from a local server that also misbehaves as real ones do."""
+
+import os
+import shutil
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.checkpoint import GPT2Config, num_parameters, read_debug_state, read_model, write_debug_state, write_model
+from llmc.dataloader import open_tokens, write_tokens
+from llmc.tokenizer import Tokenizer, write_tokenizer
+
+SCRIPT = Path(__file__).parent.parent / "dev" / "download_starter_pack.sh"
+TINY = GPT2Config(max_seq_len=8, vocab_size=50, padded_vocab_size=128, num_layers=2, num_heads=2, channels=6)
+PACK = {
+    "tiny_shakespeare_val.bin": "data",
+    "tiny_shakespeare_train.bin": "data",
+    "gpt2_tokenizer.bin": ".",
+    "gpt2_124M.bin": ".",
+    "gpt2_124M_debug_state.bin": ".",
+}
+
+pytestmark = pytest.mark.skipif(not (shutil.which("curl") and shutil.which("bash")), reason="needs bash and curl")
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `files`, ranges included. A request for a path in `answers` gets that answer instead, once each."""
+
+    def __init__(self, files):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.answers, self.requests = files, {}, []
+        self.url = f"http://127.0.0.1:{self.server_port}/main"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        name = self.path.rpartition("/")[2]
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.server.requests.append((name, start))
+        answers = self.server.answers.get(name)
+        status, body, length = answers.pop(0)(self.server.files[name], start) if answers else (None, None, None)
+        if status is None:
+            whole = self.server.files[name]
+            if start >= len(whole):
+                status, body = 416, b""
+            else:
+                status, body = (206 if start else 200), whole[start:]
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{start + len(body)}")
+        self.send_header("Content-Length", str(length or len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def error_page(status):
+    return lambda whole, start: (status, b"<!DOCTYPE html><title>Sorry</title>" * 40, None)
+
+
+def broken_off(whole, start):
+    """Says how much there is, and hangs up halfway."""
+    rest = whole[start:]
+    return (206 if start else 200), rest[: len(rest) // 2], len(rest)
+
+
+def without_ranges(whole, start):
+    return 200, whole, None
+
+
+def short(whole, start):
+    """A wrong file that ends too early, and says so."""
+    return 200, whole[:-10], None
+
+
+@pytest.fixture
+def pack(tmp_path, rng):
+    """The five files, small but of the right formats."""
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    write_tokens(folder / "tiny_shakespeare_val.bin", rng.integers(0, 50, 300))
+    write_tokens(folder / "tiny_shakespeare_train.bin", rng.integers(0, 50, 3001))
+    tokens = [rng.bytes(size) for size in rng.integers(1, 255, 50)]
+    write_tokenizer(folder / "gpt2_tokenizer.bin", tokens, 49)
+    n = num_parameters(TINY)
+    write_model(folder / "gpt2_124M.bin", TINY, rng.standard_normal(n).astype(np.float32))
+    x = np.zeros((2, 3), np.int32)
+    write_debug_state(folder / "gpt2_124M_debug_state.bin", TINY, x, x, np.zeros((2, 3, 50)), 1.0, np.zeros(n))
+    return folder
+
+
+@pytest.fixture
+def server(pack):
+    server = Server({name: (pack / name).read_bytes() for name in PACK})
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A repository with nothing but the script in it."""
+    (tmp_path / "repository" / "dev").mkdir(parents=True)
+    shutil.copy(SCRIPT, tmp_path / "repository" / "dev")
+    return tmp_path / "repository"
+
+
+def run(root, url, *args):
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return subprocess.run(
+        ["bash", "dev/download_starter_pack.sh", *args], cwd=root, env=environment | {"LLMC_STARTER_PACK_URL": url},
+        capture_output=True, text=True, timeout=60,
+    )
+
+
+def files(root):
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*") if path.is_file() and path.parent.name != "dev"
+    }
+
+
+def whole_pack(server):
+    return {os.path.normpath(f"{folder}/{name}"): server.files[name] for name, folder in PACK.items()}
+
+
+def last_line(result):
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_the_files_arrive_where_the_defaults_look_and_load(root, server):
+    result = run(root, server.url)
+    assert result.returncode == 0, result.stderr
+    assert files(root) == whole_pack(server)
+    config, _ = read_model(root / "gpt2_124M.bin")
+    assert config == TINY
+    read_debug_state(root / "gpt2_124M_debug_state.bin", config)
+    assert Tokenizer.load(root / "gpt2_tokenizer.bin").vocab_size == 50
+    assert open_tokens(root / "data" / "tiny_shakespeare_train.bin").size == 3001
+
+
+def test_a_second_run_fetches_nothing(root, server):
+    run(root, server.url)
+    server.requests.clear()
+    result = run(root, server.url)
+    assert result.returncode == 0 and server.requests == []
+    assert result.stdout.count("is there already") == 5
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_error_status_is_an_error_and_leaves_nothing_behind(root, server, status):
+    server.answers["gpt2_tokenizer.bin"] = [error_page(status)] * 9
+    result = run(root, server.url)
+    assert result.returncode == 1
+    assert "error: " in last_line(result) and "gpt2_tokenizer.bin" in last_line(result)
+    assert sorted(files(root)) == ["data/tiny_shakespeare_train.bin", "data/tiny_shakespeare_val.bin"]
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_an_error_page_with_status_200_is_not_taken_for_the_file(root, server, name):
+    server.answers[name] = [error_page(200)]
+    result = run(root, server.url)
+    assert result.returncode == 1
+    assert f"{name}: what the server sent is bad (not a" in last_line(result)
+    assert not any(name in file for file in files(root))
+    assert run(root, server.url).returncode == 0
+    assert files(root) == whole_pack(server)
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_a_file_shorter_than_its_header_says_is_refused(root, server, name):
+    server.answers[name] = [short]
+    result = run(root, server.url)
+    assert result.returncode == 1 and "its header asks for" in last_line(result)
+    assert not any(name in file for file in files(root))
+
+
+def test_a_longer_tokenizer_is_refused(root, server):
+    server.files["gpt2_tokenizer.bin"] += b"\x01x"
+    assert "its header asks for" in last_line(run(root, server.url))
+
+
+def test_a_transfer_that_breaks_off_is_resumed_by_the_next_run(root, server):
+    server.answers["gpt2_124M.bin"] = [broken_off]
+    result = run(root, server.url)
+    assert result.returncode == 1 and "run this again to go on" in last_line(result)
+    half = len(server.files["gpt2_124M.bin"]) // 2
+    assert not (root / "gpt2_124M.bin").exists()
+    assert (root / "gpt2_124M.bin.part").stat().st_size == half
+    server.requests.clear()
+    assert run(root, server.url).returncode == 0
+    assert server.requests[0] == ("gpt2_124M.bin", half)
+    assert files(root) == whole_pack(server)
+
+
+def test_a_complete_part_only_needs_its_name(root, server):
+    (root / "gpt2_124M.bin.part").write_bytes(server.files["gpt2_124M.bin"])
+    assert run(root, server.url).returncode == 0
+    assert "gpt2_124M.bin" not in [name for name, _ in server.requests]
+    assert files(root) == whole_pack(server)
+
+
+@pytest.mark.parametrize("part", [b"<!DOCTYPE html>" * 99, b"x" * 10**6, b""], ids=["page", "too long", "empty"])
+def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew(root, server, part):
+    (root / "gpt2_124M.bin.part").write_bytes(part)
+    result = run(root, server.url)
+    assert result.returncode == 0, result.stderr
+    assert files(root) == whole_pack(server)
+
+
+def test_a_server_that_is_down_for_a_while_costs_no_progress(root, server):
+    part = server.files["gpt2_124M.bin"][:2000]
+    (root / "gpt2_124M.bin.part").write_bytes(part)
+    server.answers["gpt2_124M.bin"] = [error_page(404)]
+    result = run(root, server.url)
+    assert result.returncode == 1 and "the server answered 404" in last_line(result)
+    assert files(root)["gpt2_124M.bin.part"] == part
+    assert run(root, server.url).returncode == 0
+    assert server.requests[-2] == ("gpt2_124M.bin", 2000)
+    assert files(root) == whole_pack(server)
+
+
+def test_a_server_without_ranges_sends_all_again(root, server):
+    (root / "gpt2_124M.bin.part").write_bytes(server.files["gpt2_124M.bin"][:2000])
+    server.answers["gpt2_124M.bin"] = [without_ranges] * 2
+    result = run(root, server.url)
+    assert result.returncode == 0, result.stderr
+    assert files(root) == whole_pack(server)
+
+
+def test_a_damaged_file_is_replaced(root, server):
+    run(root, server.url)
+    with open(root / "gpt2_124M.bin", "ab") as file:
+        file.write(b"x")
+    assert run(root, server.url).returncode == 0
+    assert files(root) == whole_pack(server)
+
+
+def test_without_a_connection_the_exit_status_is_1(root, server):
+    server.shutdown()
+    server.server_close()
+    result = run(root, server.url)
+    assert result.returncode == 1 and "cannot be fetched" in last_line(result)
+    assert files(root) == {}
+
+
+def test_arguments_are_refused_and_help_is_given(root, server):
+    assert run(root, server.url, "--all").returncode == 2
+    result = run(root, server.url, "--help")
+    assert result.returncode == 0 and "usage" in result.stdout
+    assert server.requests == []
