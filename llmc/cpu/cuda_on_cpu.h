@@ -299,19 +299,19 @@ inline unsigned __activemask() { return WARP_SIZE > 1 ? llmc::active_lanes(threa
 
 namespace llmc {
 template <class F> inline __attribute__((always_inline)) void for_each_thread(const Place& place, Index from, F kernel) {
-    int x = from.x, y = from.y, z = from.z;
     blockIdx = place.block, blockDim = place.block_dim, gridDim = place.grid_dim;
-    do {
+    // Counting from the block's first thread in the grid makes the kernel's `i = blockIdx.x * blockDim.x + threadIdx.x` the
+    // loop's own variable; GCC then takes `if (i < N)` as a second end of the loop, instead of masking every access.
+    const int first = blockIdx.x * blockDim.x;
+    for (int z = from.z; z < (int)end.z; z++, from.y = 0) {
         threadIdx.z = z;
-        do {
+        for (int y = from.y; y < (int)end.y; y++, from.x = 0) {
             threadIdx.y = y;
-            do {
-                threadIdx.x = x;
+            for (int i = first + from.x; i < first + (int)end.x; i++) {
+                threadIdx.x = i - first;
                 kernel();
-            } while (++x < end.x);
-            x = 0;
-        } while (++y < end.y);
-        y = 0;
-    } while (++z < end.z);
+            }
+        }
+    }
 }
 }

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -169,6 +170,8 @@ struct Worker {                             // one OS thread's state; lane masks
     Fiber fiber[MAX_THREADS];
     unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS];
     unsigned threads, warp, warps, live, waiting, current;
+    bool fibers;                            // some thread of the block has waited
+    bool running = false;                   // a kernel, at this moment
     uint32_t random;
     Context outside, home, nowhere;         // the OS thread's stack; the stack of the loop over blocks; never resumed
     char* new_stack;
@@ -199,6 +202,43 @@ static void abandon(Worker& w, const std::string& message) {
 
 void fail(Index thread, const char* message, const char* file, int line) {
     abandon(*self, ", " + at("thread", thread) + ": " + message + " at " + place(file, line));
+}
+
+// A kernel that divides by zero or leaves its arrays far enough ends like one whose assertion fails. Which thread it was
+// cannot be said: the compiler may have merged several into one vector instruction.
+#ifndef LLMC_SANITIZE
+static struct sigaction handler_before[NSIG];
+
+static void fault(int signal, siginfo_t* info, void*) {
+    if (self && self->running) {
+        char message[100] = ": integer division by zero";
+        if (signal != SIGFPE) snprintf(message, sizeof message, ": invalid memory access at address %p", info->si_addr);
+        abandon(*self, std::string(message) + " (LLMC_CPU_SANITIZE=1 or LLMC_CPU_DEBUG=1 help to find the line)");
+    }
+    sigaction(signal, &handler_before[signal], nullptr);        // not a kernel's: happens again, as if we were not here
+}
+#endif
+
+static void catch_faults() {
+#ifndef LLMC_SANITIZE
+    struct sigaction action = {};
+    action.sa_sigaction = fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;     // the handler is left without returning
+    for (int signal : {SIGSEGV, SIGBUS, SIGFPE}) sigaction(signal, &action, &handler_before[signal]);
+#endif
+}
+
+// A stack that has overflown cannot serve the handler as well.
+static void provide_signal_stack() {
+    static __thread bool provided;
+    stack_t stack = {};
+    if (provided || sigaltstack(nullptr, &stack)) return;
+    provided = true;
+    if (!(stack.ss_flags & SS_DISABLE)) return;
+    stack = {};
+    stack.ss_size = 64 << 10;
+    stack.ss_sp = malloc(stack.ss_size);
+    sigaltstack(&stack, nullptr);
 }
 
 void* dynamic_shared() { return self->shared; }
@@ -240,7 +280,7 @@ static void begin_fibers(Worker& w, unsigned current) {
     w.live = w.threads - current;
     w.waiting = 0;
     w.current = current;
-    end = {0, 0, 0};
+    w.fibers = true;
 }
 
 static void report_deadlock(Worker& w) {
@@ -328,8 +368,10 @@ static void thread_returned(Worker& w) {
 }
 
 static void run_thread(Worker& w) {
+    Index i = w.fiber[w.current].index;
     w.fiber[w.current].started = true;
-    w.job->kernel->threads(w.job->args, w.place, w.fiber[w.current].index);
+    end = {i.x + 1, i.y + 1, i.z + 1};
+    w.job->kernel->threads(w.job->args, w.place, i);
     thread_returned(w);
 }
 
@@ -362,6 +404,7 @@ static void run_others(Worker& w) {
     if (&f == &me) return;
     if (!f.started) make_context(f.context, w.new_stack = take_stack(w), fiber_entry);
     switch_context(me.context, f.context);
+    end = {0, 0, 0};                        // those who ran meanwhile have set it to theirs
 }
 
 static unsigned number(Worker& w, Index thread) {
@@ -369,13 +412,14 @@ static unsigned number(Worker& w, Index thread) {
 }
 
 static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* file, int line) {
-    if (end.x) {
+    if (!w.fibers) {
         begin_fibers(w, number(w, thread));
         w.fiber[w.current].started = true;
     }
     Fiber& me = w.fiber[w.current];
     me.what = what, me.file = file, me.line = line;
     w.ready[w.current / w.warp] &= ~(1u << w.current % w.warp);
+    end = {0, 0, 0};
     return me;
 }
 
@@ -401,7 +445,7 @@ void warp_wait(Index thread, unsigned mask, void* mine, Together together, const
 unsigned active_lanes(Index thread) {
     Worker& w = *self;
     unsigned t = number(w, thread), warp = t / w.warp;
-    if (!end.x) return w.alive[warp];
+    if (w.fibers) return w.alive[warp];
     unsigned lanes = w.threads - warp * w.warp < w.warp ? w.threads - warp * w.warp : w.warp;
     return 0xffffffffu >> (32 - lanes) & (~0u << t % w.warp);
 }
@@ -438,14 +482,16 @@ static void run_block(Worker& w, uint64_t n) {
 #ifdef LLMC_SANITIZE
     if (w.shared_size) memset(w.shared, 0xff, w.shared_size);   // NaNs: nothing is left over from the block before
 #endif
+    w.fibers = false;
     end = {block.x, block.y, block.z};
     if (job.order == FORWARD) {
         job.kernel->threads(job.args, w.place, {0, 0, 0});
-        if (end.x) return;
+        if (!w.fibers) return;
         thread_returned(w);
     } else {
         begin_fibers(w, 0);
-        if (job.order == BACKWARD) w.current = w.threads;       // so that the round begins with the last thread
+        w.current = job.order == BACKWARD ? w.threads - 1 : next_random(w) % w.threads;
+        run_thread(w);
     }
     serve(w, nullptr);
 }
@@ -488,7 +534,10 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     block_limit = limit;
     w.free_stacks = w.stacks;                                   // also those that a failed launch has left behind
     make_context(w.home, take_stack(w), block_loop);
+    provide_signal_stack();
+    w.running = true;
     switch_context(w.outside, w.home);
+    w.running = false;
 }
 
 // ---- the workers: the caller of a launch is one, the others sleep until there is enough to do
@@ -584,6 +633,7 @@ static std::string run(const Kernel* kernel, const Launch* launch) {
     std::lock_guard<std::mutex> lock(*one_launch);
     if (!pool) {
         pool = new Pool(worker_count());
+        catch_faults();
         // A forked child has none of the threads; it makes its own at its first launch.
         static int once = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; one_launch = new std::mutex; });
         (void)once;
