@@ -1,0 +1,62 @@
+// Kernels with a fault each, for what the CPU device has to say about it.
+
+extern "C" __global__ void assert_kernel(const int* x, int N) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < N) assert(x[i] >= 0);
+}
+
+extern "C" __global__ void barrier_in_a_branch_kernel() {
+    if (threadIdx.x == 3) {
+        __shfl_xor_sync(0xffffffff, 1.0f, 1);
+    } else {
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void different_meetings_kernel(float* out) {
+    if (threadIdx.x < 16) out[threadIdx.x] = __shfl_xor_sync(0xffffffff, 1.0f, 1);
+    else __syncwarp();
+}
+
+// Reverses 64 numbers through shared memory, without the barrier that belongs between writing and reading.
+extern "C" __global__ void missing_barrier_kernel(float* out, const float* x) {
+    __shared__ float shared[64];
+    shared[threadIdx.x] = x[threadIdx.x];
+    out[threadIdx.x] = shared[63 - threadIdx.x];
+}
+
+extern "C" __global__ void with_barrier_kernel(float* out, const float* x) {
+    __shared__ float shared[64];
+    shared[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = shared[63 - threadIdx.x];
+}
+
+// Block b + 1 reads what block b has written: blocks of one launch must not.
+extern "C" __global__ void blocks_in_order_kernel(int* x) {
+    if (threadIdx.x == 0) x[blockIdx.x + 1] = x[blockIdx.x] + 1;
+}
+
+extern "C" __global__ void off_by_one_kernel(float* out, int N) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i <= N) out[i] = 1.0f;
+}
+
+extern "C" __global__ void shared_off_by_one_kernel(float* out, int N) {
+    __shared__ float shared[64];
+    for (int i = threadIdx.x; i <= N; i += blockDim.x) shared[i] = 1.0f;
+    __syncthreads();
+    out[threadIdx.x] = shared[threadIdx.x];
+}
+
+extern "C" __global__ void wild_pointer_kernel(float* out, size_t offset) { out[offset] = 1.0f; }
+
+extern "C" __global__ void division_kernel(int* out, int divisor) { out[threadIdx.x] = 100 / divisor; }
+
+extern "C" __global__ void recursion_kernel(int* out, int depth) {
+    volatile int big[1024];
+    big[depth % 1024] = depth;
+    __syncthreads();
+    if (depth > 0) recursion_kernel(out, depth - 1);
+    out[0] = big[depth % 1024];
+}
