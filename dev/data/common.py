@@ -44,7 +44,8 @@ def download(url: str, path: Path) -> None:
                 done += len(chunk)
                 if time.monotonic() - shown > 1:
                     shown = time.monotonic()
-                    print(f"{path.name}: {done:,} of {total or 0:,} bytes", flush=True)
+                    of_total = "" if total is None else f" of {total:,}"
+                    print(f"{path.name}: {done:,}{of_total} bytes", flush=True)
             if total is not None and done != total:
                 raise UserError(f"{url}: stopped after {done:,} of {total:,} bytes; run this again")
     except (urllib.error.URLError, TimeoutError, http.client.HTTPException) as error:

@@ -1,0 +1,83 @@
+"""HellaSwag's validation set as token file: 10,042 contexts with four endings each, of which one is right.
+
+Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?" (2019). Writes data/hellaswag_val.bin, which the
+trainer's --hellaswag reads. The format is llm.c's, little-endian:
+
+    int32[256]      20240522, 1, number of examples, bytes of the longest example
+    uint16 stream   for each example:
+                      65535, where it starts
+                      its length in bytes, all of these fields included
+                      its number, from 0
+                      label: which ending is right, from 0
+                      number of endings, 4
+                      length of the context, then so many tokens
+                      for each ending: its length, then so many tokens
+
+The tokens of an ending are those of a space and the ending.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
+
+import numpy as np
+import tiktoken
+from common import DATA, download, encoding_of, read_text, run
+
+from llmc.errors import UserError
+from llmc.files import EVALUATION, make_header, replacing
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+START_EXAMPLE = 65535
+
+
+def encode_example(number: int, example: dict, encoding: tiktoken.Encoding) -> list[int]:
+    """One example's part of the uint16 stream. Raises ValueError for what the format cannot hold."""
+    context = encoding.encode_ordinary(example["ctx"])
+    endings = [encoding.encode_ordinary(f" {ending}") for ending in example["endings"]]
+    label = int(example["label"])
+    if len(endings) != 4 or not 0 <= label < 4:
+        raise ValueError(f"{len(endings)} endings with label {label}; 4 endings are needed, one of them right")
+    stream = [START_EXAMPLE, 0, number, label, len(endings)]
+    for tokens in (context, *endings):
+        stream += [len(tokens), *tokens]
+    stream[1] = 2 * len(stream)
+    if max(stream[1:]) >= START_EXAMPLE:
+        raise ValueError("a token, a length or the number of the example does not fit 16 bits")
+    return stream
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make hellaswag_val.bin.")
+    parser.add_argument("--jsonl", metavar="FILE", type=Path, help="use this file instead of downloading it")
+    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer .bin (default: GPT-2's)")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
+    args = parser.parse_args()
+
+    encoding = encoding_of(args.tokenizer)
+    if args.jsonl is None:
+        args.jsonl = args.out.with_suffix(".jsonl")
+        download(URL, args.jsonl)
+    lines = read_text(args.jsonl).splitlines()
+    examples = []
+    for number, line in enumerate(lines):
+        try:
+            examples.append(np.array(encode_example(number, json.loads(line), encoding), "<u2"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{args.jsonl}, line {number + 1}: no HellaSwag example ({error!r})") from None
+        if (number + 1) % 1000 == 0:
+            print(f"{number + 1:,} of {len(lines):,} examples", flush=True)
+    if not examples:
+        raise UserError(f"{args.jsonl}: empty; it should hold one HellaSwag example a line")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(args.out) as file:
+        file.write(make_header(EVALUATION, 1, len(examples), max(e.nbytes for e in examples)).tobytes())
+        file.write(np.concatenate(examples).tobytes())
+    print(f"{args.out}: {len(examples):,} examples")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,62 @@
+"""Draws training and validation loss over steps, from the log files of one run or several.
+
+    python dev/plot_log.py run.log other.log -o loss.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+
+import matplotlib.pyplot as plt
+
+from llmc.errors import UserError
+from llmc.files import replacing
+from llmc.logger import read_log
+
+
+def plot(logs: list[Path], out: Path) -> None:
+    """Draws the logs into the picture `out`, in the format of its suffix. Raises UserError for what cannot be read,
+    drawn or written."""
+    runs = [read_log(log) for log in logs]
+    for log, run in zip(logs, runs, strict=True):
+        if not run.keys() & {"trl", "tel"}:
+            raise UserError(f"{log}: no losses in it yet; give the log file of a run (-o)")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for i, (log, run) in enumerate(zip(logs, runs, strict=True)):
+        prefix = f"{log}: " if len(logs) > 1 else ""
+        if "trl" in run:
+            axes.plot(*run["trl"], color=f"C{i}", linewidth=0.8, alpha=0.4, label=f"{prefix}training")
+        if "tel" in run:
+            axes.plot(*run["tel"], color=f"C{i}", linewidth=1.8, label=f"{prefix}validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    suffix = out.suffix.lstrip(".").lower()
+    if suffix not in figure.canvas.get_supported_filetypes():
+        raise UserError(f"{out}: no picture can be written with that suffix; use .png, .svg or .pdf")
+    with replacing(out) as file:
+        figure.savefig(file, format=suffix, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the losses in log files (train_gpt2_fp32.py -o LOG).")
+    parser.add_argument("logs", metavar="LOG", type=Path, nargs="+")
+    parser.add_argument("-o", metavar="PICTURE", dest="out", type=Path, default=Path("loss.png"), help="(%(default)s)")
+    args = parser.parse_args()
+    try:
+        plot(args.logs, args.out)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

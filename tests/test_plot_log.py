@@ -1,0 +1,76 @@
+"""The picture of a run: drawn from what the logs hold, or refused in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from llmc.logger import Logger
+
+SCRIPT = Path(__file__).parent.parent / "dev" / "plot_log.py"
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """Two runs, of which the second has a single training loss of its own and diverges."""
+    paths = [tmp_path / "a.log", tmp_path / "b.log"]
+    for path, level in zip(paths, (4.0, 5.0), strict=True):
+        logger = Logger(path)
+        for step in range(10):
+            logger.log_train(step, level - step / 10)
+        logger.log_val(0, level + 1)
+        logger.log_val(9, level)
+    with open(paths[1], "a") as file:
+        file.write("s:10 trl:nan\ns:11 tr")
+    return paths
+
+
+def run(*args, cwd):
+    return subprocess.run([sys.executable, SCRIPT, *args], cwd=cwd, capture_output=True, text=True)
+
+
+def test_a_picture_is_written_and_has_something_on_it(logs, tmp_path):
+    result = run(*logs, "-o", "loss.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "loss.png\n"
+    pixels = matplotlib.image.imread(tmp_path / "loss.png")
+    colours = {tuple(np.round(255 * pixel[:3]).astype(int)) for pixel in pixels.reshape(-1, pixels.shape[-1])}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours  # matplotlib's first two, one a run
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "loss.png"]
+
+
+def test_both_losses_of_every_run_are_drawn_as_logged(logs, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import plot_log
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    plot_log.plot(logs, tmp_path / "loss.svg")
+    monkeypatch.undo()
+    lines = {line.get_label(): line.get_xydata() for line in figures[0].axes[0].lines}
+    plt.close(figures[0])
+    assert list(lines) == [f"{log}: {what}" for log in logs for what in ("training", "validation")]
+    np.testing.assert_allclose(lines[f"{logs[0]}: training"], [(step, 4 - step / 10) for step in range(10)])
+    np.testing.assert_allclose(lines[f"{logs[1]}: validation"], [(0, 6), (9, 5)])
+    assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
+
+
+def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path):
+    (tmp_path / "empty.log").write_text("")
+    (tmp_path / "notes.txt").write_text("buy milk\n")
+    for args, words in [
+        (["missing.log"], "missing.log: no such file"),
+        (["a.log", "notes.txt"], "notes.txt: not a log line"),
+        (["empty.log"], "empty.log: no losses"),
+        (["a.log", "-o", "loss.xyz"], "loss.xyz: no picture"),
+        (["a.log", "-o", "missing/loss.png"], "missing/loss.png: cannot be written"),
+    ]:
+        result = run(*args, cwd=tmp_path)
+        assert result.returncode == 1
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert words in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "empty.log", "notes.txt"]
