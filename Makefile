@@ -68,10 +68,11 @@ bench: $(TEST_ENV) ## time a training step beside PyTorch's
 profile: $(TEST_ENV) ## time each kernel of a training step beside what the machine can do
 	$(PY) dev/profile.py $(ARGS)
 
-# ASan must be loaded before Python; Python's own leaks at exit are none of ours.
-sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU under ASan and UBSan
-	LLMC_CPU_SANITIZE=1 LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(PY) -m pytest tests/test_kernels.py $(ARGS)
+# A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.
+KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu)))
+sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU by g++ under ASan and UBSan
+	CXX=g++ LLMC_CPU_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(KERNEL_TESTS) $(ARGS)
 
 compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each attention
 	@command -v compute-sanitizer >/dev/null || { \

@@ -13,8 +13,8 @@ nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not
 KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
 CAPABILITIES = (75, 80, 90, 100)  # T4, A100, H100 and H200, B200
 
-# Kernels that may spill registers or keep a local array in memory, each with its reason.
-MAY_SPILL: dict[str, str] = {}
+# Bytes a thread that a kernel may spill, or keep of a local array in memory; each with its reason.
+MAY_SPILL: dict[str, int] = {}
 
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
@@ -60,7 +60,7 @@ def test_kernels_keep_what_they_work_on_in_registers(path, capability):
     spilling = {
         kernel: f"stack frame {frame}, spill stores {stores}, spill loads {loads} bytes"
         for kernel, (frame, stores, loads) in compiled(path, capability).items()
-        if frame + stores + loads > 0 and kernel not in MAY_SPILL
+        if max(frame, stores, loads) > MAY_SPILL.get(kernel, 0)
     }
     assert not spilling
 
