@@ -5,10 +5,12 @@
 #include "common.cuh"
 
 // grad_scale: one float on the device by which every gradient is multiplied (gradient clipping), or null for 1.
-// correction1 = 1 - beta1^t and correction2 = 1 - beta2^t come from the host in full precision.
+// What is small beside 1 comes from the host in full precision: complement = 1 - beta (in fp32, 1 - 0.999 would be off by
+// 1e-5 of itself), and correction = 1 - beta^t.
 extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, const float* grad_scale,
-                                        size_t n, float lr, float beta1, float beta2, float correction1,
-                                        float correction2, float eps, float weight_decay) {
+                                        size_t n, float lr, float beta1, float beta2, float complement1,
+                                        float complement2, float correction1, float correction2, float eps,
+                                        float weight_decay) {
     const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
     const int left = n - i < 4 ? (int)(n - i) : 4;
@@ -16,8 +18,8 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
     const float scale = grad_scale == nullptr ? 1.0f : *grad_scale;
     for (int k = 0; k < 4; k++) {
         const float grad = scale * g.x[k];
-        m4.x[k] = beta1 * m4.x[k] + (1.0f - beta1) * grad;
-        v4.x[k] = beta2 * v4.x[k] + (1.0f - beta2) * grad * grad;
+        m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
+        v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
         const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
         p.x[k] -= lr * (step + weight_decay * p.x[k]);
     }
