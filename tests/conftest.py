@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; nothing is fetched
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -22,21 +23,58 @@ except UserError as error:
     NO_CUDA = f" (no cuda: {error})"
 
 
+# The same few shapes on every run. All of a test's shapes run on one device, so they may share its fixture.
+hypothesis.settings.register_profile(
+    "llm.cupy", max_examples=15, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)  # fmt: skip
+hypothesis.settings.load_profile("llm.cupy")
+
+
 def pytest_report_header() -> str:
     return f"devices: {', '.join(DEVICES)}{NO_CUDA}"
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--errors", action="store_true", help="list the largest relative error of every tensor compared")
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if not config.getoption("--errors"):
+        return
+    import oracle
+
+    terminalreporter.section("largest relative errors")
+    for (file, on, name), (error, tolerance) in sorted(oracle.largest_errors.items()):
+        terminalreporter.write_line(f"{file:24} {on:12} {name:24} {error:9.2e}  allowed {tolerance:.0e}")
+
+
+def switch_device(name: str, monkeypatch) -> None:
+    kind, _, variant = name.partition("-")
+    if kind == "cpu":
+        monkeypatch.setenv("LLMC_CPU_WARP", variant.removeprefix("warp") or "1")
+    device.use(kind)
+    device.use_tf32(variant == "tf32")
+
+
 @pytest.fixture(params=DEVICES)
 def dev(request, monkeypatch):
-    """llmc.device, switched to each device in turn.
+    """llmc.device, switched to each device in turn, with matrix products in plain fp32.
 
     "cpu" runs the kernels with warps of one thread, as training on the CPU does; "cpu-warp32" runs them with the warps
     of 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none.
     """
-    kind, _, warp = request.param.partition("-warp")
-    if kind == "cpu":
-        monkeypatch.setenv("LLMC_CPU_WARP", warp or "1")
-    device.use(kind)
+    switch_device(request.param, monkeypatch)
+    yield device
+    device.synchronize()
+
+
+@pytest.fixture(params=DEVICES + ["cuda-tf32"] * ("cuda" in DEVICES))
+def product_dev(request, monkeypatch):
+    """`dev` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
+    switch_device(request.param, monkeypatch)
+    if request.param == "cuda-tf32" and not device.tf32():
+        pytest.skip("this GPU has no TF32")
     yield device
     device.synchronize()
 

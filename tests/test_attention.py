@@ -1,0 +1,157 @@
+"""attention.cu: softmax and ReLU attention against autograd through their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import oracle
+from kernels import attention as kernels_attention
+from kernels.attention import attention_backward, attention_forward
+from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, relative_error
+
+KINDS = ["softmax", "relu"]
+any_shape = given(B=st.integers(1, 3), T=st.integers(1, 45), NH=st.integers(1, 4), HS=st.integers(1, 20))
+
+
+def examples(test):
+    for B, T, NH, HS in [(2, 16, 3, 8), (1, 37, 2, 5), (3, 9, 1, 12), (2, 1, 2, 4), (1, 130, 1, 3)]:
+        test = example(B=B, T=T, NH=NH, HS=HS)(test)
+    return test
+
+
+def run_forward(dev, qkv: np.ndarray, NH: int, kind: str) -> tuple:
+    """out (B,T,C), qkvr (3,B,NH,T,HS) and att (B,NH,T,T) for qkv (B,T,3C), on the host."""
+    B, T, C = *qkv.shape[:2], qkv.shape[2] // 3
+    with guarded(dev, shift=C % 4) as memory:
+        out, qkvr = memory.write((B, T, C)), memory.write((3, B, NH, T, C // NH))
+        att, scratch = memory.write((B, NH, T, T)), memory.scratch((B, T, C))
+        attention_forward(out, qkvr, att, scratch, memory.read(qkv), B, T, C, NH, kind == "relu")
+    return tuple(dev.to_host(array) for array in (out, qkvr, att))
+
+
+def run_backward(dev, dout: np.ndarray, qkvr: np.ndarray, att: np.ndarray, kind: str) -> np.ndarray:
+    """dqkv (B,T,3C), on the host."""
+    B, T, C = dout.shape
+    NH = att.shape[1]
+    with guarded(dev, shift=C % 4) as memory:
+        dqkv, dqkvr = memory.write((B, T, 3 * C)), memory.scratch(qkvr.shape)
+        datt, scratch = memory.scratch(att.shape), memory.scratch((B, T, C))
+        inputs = memory.read(dout), memory.read(qkvr), memory.read(att)
+        attention_backward(dqkv, dqkvr, datt, scratch, *inputs, B, T, C, NH, kind == "relu")
+    return dev.to_host(dqkv)
+
+
+def make_inputs(B: int, T: int, NH: int, HS: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([B, T, NH, HS])
+    return normal(rng, B, T, 3 * NH * HS), normal(rng, B, T, NH * HS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@any_shape
+@examples
+def test_attention_equals_autograd_through_its_definition(product_dev, kind, B, T, NH, HS):
+    tolerance = kernel_tolerance(product_dev)
+    qkv, dout = make_inputs(B, T, NH, HS)
+    qkv64 = leaf(qkv)
+    want = oracle.attention(qkv64, NH, kind)
+    (want * leaf(dout).detach()).sum().backward()
+    out, qkvr, att = run_forward(product_dev, qkv, NH, kind)
+    assert_close(f"{kind} out", out, want, tolerance)
+    assert_close(f"{kind} dqkv", run_backward(product_dev, dout, qkvr, att, kind), qkv64.grad, tolerance)
+    assert np.array_equal(qkvr, qkv.reshape(B, T, 3, NH, HS).transpose(2, 0, 3, 1, 4))
+    assert not np.triu(att, 1).any(), "what lies in the future must be exactly 0"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_does_not_see_later_ones(dev, kind):
+    qkv, _ = make_inputs(1, 24, 2, 7)
+    changed = qkv.copy()
+    changed[:, 17:] = 1e3
+    out, after = (run_forward(dev, x, 2, kind)[0] for x in (qkv, changed))
+    assert_close("earlier outputs", after[:, :17], out[:, :17], KERNEL_FP32)
+    assert not np.allclose(after[:, 17:], out[:, 17:])
+
+
+def test_softmax_of_extreme_scores_neither_overflows_nor_vanishes(dev):
+    T, rows = 50, 100
+    scores = np.random.default_rng(0).uniform(-1000, 1000, (rows, T)).astype(np.float32)
+    scores[T:] = -1000 - np.abs(scores[T:])
+    with guarded(dev) as memory:
+        att = memory.update(scores)
+        kernel = kernels_attention.cu.softmax_forward_kernel
+        kernels_attention.launch_by_att_row(kernel, rows, (att, np.float32(0.125), rows, T))
+    future = torch.ones(T, T, dtype=torch.bool).triu(1).repeat(2, 1)
+    want = (0.125 * leaf(scores)).masked_fill(future, -math.inf).softmax(-1)
+    assert_close("att of extreme scores", att, want, KERNEL_FP32)
+
+
+# The four faults of the ReLU attention that was published first, each made here on purpose: the tests above would not
+# let any of them pass. q, k, v, att and their gradients are (B, NH, T, HS) and (B, NH, T, T).
+
+
+def relu_attention_with(fault: str, qkv: torch.Tensor, NH: int) -> torch.Tensor:
+    B, T, C3 = qkv.shape
+    q, k, v = qkv.view(B, T, 3, NH, C3 // 3 // NH).permute(2, 0, 3, 1, 4)
+    scale = 1.0 if fault == "no scale" else 1 / math.sqrt(q.shape[-1])
+    att = (scale * q @ k.transpose(-2, -1)).relu() / torch.arange(1, T + 1, dtype=qkv.dtype).view(T, 1)
+    if fault != "no causal mask":
+        att = att.tril()
+    if fault == "one element a row":
+        att = att * torch.eye(T, dtype=qkv.dtype)
+    if fault == "row sum in backward":
+        att = SubtractRowSum.apply(att)
+    return (att @ v).transpose(1, 2).reshape(B, T, C3 // 3)
+
+
+class SubtractRowSum(torch.autograd.Function):
+    """Leaves att as it is; backward takes off the sum over the row of att * datt, as only softmax must."""
+
+    @staticmethod
+    def forward(ctx, att):
+        ctx.save_for_backward(att)
+        return att.clone()
+
+    @staticmethod
+    def backward(ctx, datt):
+        (att,) = ctx.saved_tensors
+        return datt - (att * datt).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("fault", ["one element a row", "no causal mask", "no scale", "row sum in backward"])
+@pytest.mark.parametrize("B, T, NH, HS", [(2, 16, 3, 8), (1, 37, 2, 5)])
+def test_each_fault_of_the_published_relu_attention_would_be_caught(product_dev, fault, B, T, NH, HS):
+    tolerance = kernel_tolerance(product_dev)
+    qkv, dout = make_inputs(B, T, NH, HS)
+    out, qkvr, att = run_forward(product_dev, qkv, NH, "relu")
+    dqkv = run_backward(product_dev, dout, qkvr, att, "relu")
+
+    def errors_against(fault):
+        qkv64 = leaf(qkv)
+        theirs = relu_attention_with(fault, qkv64, NH)
+        (theirs * leaf(dout).detach()).sum().backward()
+        return relative_error(theirs, out), relative_error(qkv64.grad, dqkv)
+
+    assert max(errors_against("none")) <= tolerance
+    forward, backward = errors_against(fault)
+    assert backward > 10 * tolerance
+    assert forward <= tolerance if fault == "row sum in backward" else forward > 10 * tolerance
+
+
+def test_softmax_rows_are_found_beyond_two_to_the_31_elements(dev):
+    T = 1024
+    rows = (2**31 // T + 3) // T * T + T  # whole matrices, the last of them wholly beyond
+    if dev.kind() != "cuda" or dev.memory()[0] < 4.2 * rows * T:
+        pytest.skip("needs 9 GB of GPU memory")
+    att = dev.zeros((rows, T))
+    scores = normal(np.random.default_rng(0), T, T)
+    dev.copy_in(att[-T:], scores)
+    kernel = kernels_attention.cu.softmax_forward_kernel
+    kernels_attention.launch_by_att_row(kernel, rows, (att, np.float32(0.125), rows, T))
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    assert_close("first att", att[:T], leaf(np.zeros((T, T))).masked_fill(future, -math.inf).softmax(-1), KERNEL_FP32)
+    want = (0.125 * leaf(scores)).masked_fill(future, -math.inf).softmax(-1)
+    assert_close("last att", att[-T:], want, KERNEL_FP32)

@@ -1,0 +1,79 @@
+"""classifier.cu against PyTorch's cross-entropy."""
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kernels.classifier import fused_classifier
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+DLOSS = 0.37
+
+
+def check(dev, logits: np.ndarray, targets: np.ndarray, Vp: int) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel on logits (B,T,V) in rows of Vp, whose padding holds NaN: compared, and its losses and gradients."""
+    B, T, V = logits.shape
+    padded = np.full((B, T, Vp), np.nan, dtype=np.float32)
+    padded[..., :V] = logits
+    with guarded(dev) as memory:
+        dlogits, losses = memory.update(padded), memory.write((B, T))
+        fused_classifier(dlogits, losses, DLOSS, memory.read(targets.astype(np.int32)), B, T, V, Vp)
+    dlogits, losses = dev.to_host(dlogits), dev.to_host(losses)
+    logits64 = leaf(logits)
+    want = F.cross_entropy(logits64.flatten(0, 1), leaf(targets).long().flatten(), reduction="none").view(B, T)
+    (DLOSS * want.sum()).backward()
+    assert_close("losses", losses, want, KERNEL_FP32)
+    assert_close("dlogits", dlogits[..., :V], logits64.grad, KERNEL_FP32)
+    assert not dlogits[..., V:].any(), "the padding's gradient must be exactly 0"
+    return losses, dlogits
+
+
+@given(B=st.integers(1, 3), T=st.integers(1, 10), V=st.integers(2, 400), padding=st.integers(0, 2))
+@example(B=2, T=8, V=256, padding=0)
+@example(B=1, T=5, V=257, padding=0)
+@example(B=3, T=3, V=101, padding=1)
+@example(B=1, T=2, V=5003, padding=0)  # each thread of the block comes back for more
+def test_classifier_gives_losses_and_gradients_and_never_sees_the_padding(dev, B, T, V, padding):
+    rng = np.random.default_rng([B, T, V])
+    check(dev, 3 * normal(rng, B, T, V), rng.integers(0, V, (B, T)), Vp=(-(-V // 128) + padding) * 128)
+
+
+@pytest.mark.parametrize("V", [4, 61, 1000])
+def test_classifier_withstands_extreme_logits(dev, V):
+    rng = np.random.default_rng(V)
+    logits = rng.choice(np.array([-80, 80, 0, -79.5], dtype=np.float32), (2, 6, V))
+    logits[0, 0] = -80
+    logits[0, 1] = 80
+    logits[1, 0, 1:] = -1e4
+    check(dev, logits, rng.integers(0, V, (2, 6)), Vp=1024)
+
+
+@pytest.mark.parametrize("target", [0, 3, 4, 60])
+def test_the_target_may_stand_anywhere_in_the_row(dev, target):
+    logits = normal(np.random.default_rng(target), 1, 3, 61)
+    _, dlogits = check(dev, logits, np.full((1, 3), target), Vp=128)
+    assert (dlogits[0, :, target] < 0).all() and (np.delete(dlogits[0, :, :61], target, axis=1) > 0).all()
+
+
+def test_rows_are_found_beyond_two_to_the_31_elements(dev):
+    rows, V, Vp = 43000, 50257, 50304  # row 42691 is the first that lies beyond
+    if dev.kind() != "cuda" or dev.memory()[0] < 4.2 * rows * Vp:
+        pytest.skip("needs 9 GB of GPU memory")
+    logits, losses = dev.zeros((rows, Vp)), dev.empty((rows,))
+    rng = np.random.default_rng(0)
+    places = [0, 1, 42690, 42691, rows - 1]
+    values, targets = normal(rng, len(places), V), rng.integers(0, V, rows, dtype=np.int32)
+    for place, row in zip(places, values, strict=True):
+        dev.copy_in(logits[place], row)
+    dev.synchronize()
+    fused_classifier(logits, losses, DLOSS, dev.asarray(targets), rows, 1, V, Vp)
+    values64 = leaf(values)
+    want = F.cross_entropy(values64, leaf(targets[places]).long(), reduction="none")
+    (DLOSS * want.sum()).backward()
+    dlogits = np.stack([dev.to_host(logits[place]) for place in places])
+    assert_close("losses of far rows", dev.to_host(losses)[places], want, KERNEL_FP32)
+    assert_close("dlogits of far rows", dlogits[:, :V], values64.grad, KERNEL_FP32)
+    others = np.delete(dev.to_host(losses), places)
+    assert_close("losses of equal logits", others, np.full(others.shape, np.log(V)), KERNEL_FP32)

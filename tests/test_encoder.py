@@ -1,0 +1,51 @@
+"""encoder.cu against PyTorch's embedding."""
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kernels.encoder import encoder_backward, encoder_forward
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+any_shape = given(B=st.integers(1, 4), T=st.integers(1, 20), C=st.integers(1, 150), V=st.integers(1, 60))
+
+
+def check(dev, tokens: np.ndarray, C: int, V: int) -> None:
+    """Forward and backward for tokens (B, T), with more rows in wte and wpe than are used."""
+    B, T = tokens.shape
+    rng = np.random.default_rng([B, T, C, V])
+    wte, wpe, dout = normal(rng, V, C), normal(rng, T + 3, C), normal(rng, B, T, C)
+    dwte, dwpe = normal(rng, V, C), normal(rng, T + 3, C)
+    with guarded(dev, shift=C % 4) as memory:
+        out, inp = memory.write((B, T, C)), memory.read(tokens)
+        encoder_forward(out, inp, memory.read(wte), memory.read(wpe), B, T, C)
+        ours_dwte, ours_dwpe = memory.update(dwte), memory.update(dwpe)
+        order = memory.read(np.argsort(tokens, axis=None, kind="stable").astype(np.int32))
+        encoder_backward(ours_dwte, ours_dwpe, memory.read(dout), inp, order, B, T, C)
+    token_rows, position_rows = leaf(wte), leaf(wpe)
+    want = F.embedding(leaf(tokens).long(), token_rows) + position_rows[:T]
+    (want * leaf(dout).detach()).sum().backward()
+    assert_close("encoded", out, want, KERNEL_FP32)
+    assert_close("dwte", ours_dwte, token_rows.grad + leaf(dwte), KERNEL_FP32)
+    assert_close("dwpe", ours_dwpe, position_rows.grad + leaf(dwpe), KERNEL_FP32)
+
+
+@any_shape
+@example(B=2, T=8, C=64, V=50)
+@example(B=1, T=5, C=7, V=11)
+@example(B=3, T=33, C=130, V=40)
+@example(B=1, T=1, C=1, V=1)
+def test_encoder_equals_embedding_of_tokens_and_positions(dev, B, T, C, V):
+    rng = np.random.default_rng(V)
+    check(dev, rng.integers(0, V, (B, T), dtype=np.int32), C, V)
+
+
+@pytest.mark.parametrize("C", [64, 13])
+def test_encoder_backward_sums_all_positions_of_one_token(dev, C):
+    check(dev, np.full((3, 17), 4, dtype=np.int32), C, V=6)
+
+
+def test_encoder_backward_adds_to_the_rows_of_duplicated_tokens_and_to_no_others(dev):
+    check(dev, np.array([[5, 0, 5, 2, 2, 5, 9]], dtype=np.int32), C=33, V=10)

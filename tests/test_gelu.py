@@ -1,0 +1,65 @@
+"""gelu.cu against PyTorch's tanh-approximated gelu, with the bias in front of it."""
+
+import numpy as np
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kernels.gelu import gelu_backward, gelu_forward
+from kernels.reduce import MOST_PARTIALS
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+any_shape = given(N=st.integers(1, 90), C=st.integers(1, 150))
+
+
+def examples(test):
+    for N, C in [(16, 64), (5, 7), (33, 130), (3, 1025), (8195, 2)]:  # the last has more rows than 512 chunks of 16
+        test = example(N=N, C=C)(test)
+    return test
+
+
+def make(N: int, C: int) -> tuple:
+    """inp (N,C), bias (C) and dout (N,C); some inputs are far out, where tanh is 1 to the last bit."""
+    rng = np.random.default_rng([N, C])
+    inp = normal(rng, N, C)
+    inp[:: max(1, N // 4)] *= 20
+    return inp, normal(rng, C), normal(rng, N, C)
+
+
+@any_shape
+@examples
+def test_gelu_forward_adds_the_bias_first(dev, N, C):
+    inp, bias, _ = make(N, C)
+    with guarded(dev, shift=C % 4) as memory:
+        out = memory.write((N, C))
+        gelu_forward(out, memory.read(inp), memory.read(bias), N, C)
+    assert_close("gelu", out, F.gelu(leaf(inp) + leaf(bias), approximate="tanh"), KERNEL_FP32)
+
+
+@any_shape
+@examples
+def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_writes_the_output_transposed(dev, N, C):
+    inp, bias, dout = make(N, C)
+    before = normal(np.random.default_rng(C), C)
+    with guarded(dev, shift=C % 4) as memory:
+        dinp, dbias = memory.update(dout), memory.update(before)
+        out_T, scratch = memory.write((C, N)), memory.scratch((MOST_PARTIALS, C))
+        gelu_backward(dinp, dbias, out_T, scratch, memory.read(inp), memory.read(bias), N, C)
+    inp64, bias64 = leaf(inp), leaf(bias)
+    out = F.gelu(inp64 + bias64, approximate="tanh")
+    (out * leaf(dout).detach()).sum().backward()
+    assert_close("dinp", dinp, inp64.grad, KERNEL_FP32)
+    assert_close("dbias", dbias, bias64.grad + leaf(before), KERNEL_FP32)
+    assert_close("gelu transposed", out_T, out.T, KERNEL_FP32)
+
+
+def test_gelu_of_huge_numbers_is_themselves_or_zero(dev):
+    inp = np.array([[-1e4, -80, -20, 20, 80, 1e4]], dtype=np.float32)
+    with guarded(dev) as memory:
+        out, x, bias = memory.write((1, 6)), memory.read(inp), memory.read(np.zeros(6, np.float32))
+        dinp, dbias = memory.update(np.ones((1, 6), np.float32)), memory.update(np.zeros(6, np.float32))
+        out_T, scratch = memory.write((6, 1)), memory.scratch((MOST_PARTIALS, 6))
+        gelu_forward(out, x, bias, 1, 6)
+        gelu_backward(dinp, dbias, out_T, scratch, x, bias, 1, 6)
+    assert dev.to_host(out).tolist() == [[0, 0, 0, 20, 80, 1e4]]
+    assert dev.to_host(dinp).tolist() == [[0, 0, 0, 1, 1, 1]]

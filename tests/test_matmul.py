@@ -1,0 +1,91 @@
+"""matmul.py and matmul.cu: linear layers against PyTorch's."""
+
+import numpy as np
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kernels.matmul import (
+    matmul_backward_bias,
+    matmul_backward_inp,
+    matmul_backward_weight,
+    matmul_forward,
+    transpose,
+)
+from kernels.reduce import MOST_PARTIALS
+from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal
+
+any_shape = given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 70), OC=st.integers(1, 200))
+
+
+def examples(test):
+    for B, T, C, OC in [(2, 8, 64, 192), (1, 5, 7, 11), (3, 33, 50, 130), (1, 3, 9, 1100)]:
+        test = example(B=B, T=T, C=C, OC=OC)(test)
+    return test
+
+
+def make(B: int, T: int, C: int, OC: int) -> tuple:
+    """inp (B,T,C), weight (OC,C), bias (OC) and dout (B,T,OC)."""
+    rng = np.random.default_rng([B, T, C, OC])
+    return normal(rng, B, T, C), normal(rng, OC, C), normal(rng, OC), normal(rng, B, T, OC)
+
+
+@any_shape
+@examples
+def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(product_dev, B, T, C, OC):
+    inp, weight, bias, _ = make(B, T, C, OC)
+    for b in (bias, None):
+        with guarded(product_dev, shift=OC % 4) as memory:
+            out = memory.write((B, T, OC))
+            ours_bias = None if b is None else memory.read(b)
+            matmul_forward(out, memory.read(inp), memory.read(weight), ours_bias, B, T, C, OC)
+        want = F.linear(leaf(inp), leaf(weight), None if b is None else leaf(b))
+        assert_close("product" if b is None else "product + bias", out, want, kernel_tolerance(product_dev))
+
+
+@any_shape
+@examples
+def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, B, T, C, OC):
+    _, weight, _, dout = make(B, T, C, OC)
+    with guarded(product_dev, shift=C % 4) as memory:
+        dinp = memory.write((B, T, C))
+        matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), B, T, C, OC)
+    assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
+
+
+@any_shape
+@examples
+def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_dev, B, T, C, OC):
+    inp, _, _, dout = make(B, T, C, OC)
+    before = normal(np.random.default_rng(OC), OC, C)
+    inp_T = np.ascontiguousarray(inp.reshape(B * T, C).T)
+    with guarded(product_dev, shift=C % 4) as memory:
+        added, written = memory.update(before), memory.write((OC, C))
+        inputs = memory.read(dout), memory.read(inp_T)
+        matmul_backward_weight(added, *inputs, B, T, C, OC, accumulate=True)
+        matmul_backward_weight(written, *inputs, B, T, C, OC, accumulate=False)
+    want = leaf(dout).reshape(B * T, OC).T @ leaf(inp).reshape(B * T, C)
+    assert_close("dweight set", written, want, kernel_tolerance(product_dev))
+    assert_close("dweight added to", added, want + leaf(before), kernel_tolerance(product_dev))
+
+
+@any_shape
+@examples
+def test_matmul_backward_adds_to_the_gradient_of_its_bias(dev, B, T, C, OC):
+    dout, before = make(B, T, C, OC)[3], normal(np.random.default_rng(OC), OC)
+    with guarded(dev, shift=OC % 4) as memory:
+        dbias = memory.update(before)
+        matmul_backward_bias(dbias, memory.scratch((MOST_PARTIALS, OC)), memory.read(dout), B, T, OC)
+    assert_close("dbias", dbias, leaf(dout).sum((0, 1)) + leaf(before), KERNEL_FP32)
+
+
+@given(N=st.integers(1, 100), C=st.integers(1, 300))
+@example(N=64, C=256)
+@example(N=9, C=7)
+@example(N=31, C=513)
+def test_transpose_is_exact(dev, N, C):
+    inp = normal(np.random.default_rng([N, C]), N, C)
+    with guarded(dev, shift=N % 4) as memory:
+        out = memory.write((C, N))
+        transpose(out, memory.read(inp), N, C)
+    assert np.array_equal(dev.to_host(out), inp.T)

@@ -1,0 +1,59 @@
+"""reduce.cu: sums in two stages, against float64 sums."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+
+@given(N=st.integers(1, 300), C=st.integers(1, 150))
+@example(N=64, C=64)
+@example(N=7, C=5)
+@example(N=129, C=300)
+@example(N=16391, C=3)  # more rows than MOST_PARTIALS chunks of the least size hold
+def test_column_sum_adds_the_sum_of_the_rows(dev, N, C):
+    rng = np.random.default_rng([N, C])
+    inp, before = normal(rng, N, C), normal(rng, C)
+    with guarded(dev, shift=C % 4) as memory:
+        out = memory.update(before)
+        column_sum(out, memory.scratch((MOST_PARTIALS, C)), memory.read(inp), N, C)
+    assert_close("column sum", out, leaf(inp).sum(0) + leaf(before), KERNEL_FP32)
+
+
+@given(P=st.integers(1, 80), C=st.integers(1, 100), outs=st.integers(1, 3), missing=st.integers(0, 3))
+@example(P=512, C=33, outs=3, missing=1)
+def test_add_partials_adds_to_each_output_that_is_there(dev, P, C, outs, missing):
+    rng = np.random.default_rng([P, C])
+    partials, before = normal(rng, P, outs, C), normal(rng, outs, C)
+    with guarded(dev) as memory:
+        ours = [memory.update(before[s]) if s != missing else None for s in range(outs)]
+        add_partials(ours, memory.read(partials), P, C)
+    for s, out in enumerate(ours):
+        if out is not None:
+            assert_close("sum of partials", out, leaf(partials).sum(0)[s] + leaf(before)[s], KERNEL_FP32)
+
+
+@given(n=st.integers(1, 5000), largest=st.sampled_from([0.0, 0.1, 1.0, 1e6]))
+@example(n=4096, largest=1.0)
+@example(n=1, largest=1.0)
+@example(n=2_200_003, largest=1.0)  # more than 1024 blocks take in one pass
+def test_global_norm_gives_the_norm_and_the_factor_that_clips_it(dev, n, largest):
+    x = normal(np.random.default_rng(n), n)
+    with guarded(dev, shift=n % 4) as memory:
+        norm = memory.write(2)
+        global_norm(norm, memory.scratch(1024), memory.read(x), n, largest)
+    want = np.linalg.norm(x.astype(np.float64))
+    assert_close("norm", norm[:1], np.array([want]), KERNEL_FP32)
+    factor = min(1.0, largest / want) if largest > 0 else 1.0
+    assert_close("clip factor", norm[1:], np.array([factor]), KERNEL_FP32)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1.0])
+def test_a_gradient_of_zeros_is_not_scaled(dev, largest):
+    with guarded(dev) as memory:
+        norm = memory.write(2)
+        global_norm(norm, memory.scratch(1024), memory.read(np.zeros(9, np.float32)), 9, largest)
+    assert dev.to_host(norm).tolist() == [0.0, 1.0]
