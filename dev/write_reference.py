@@ -1,0 +1,140 @@
+"""Writes a model and what transformers makes of it, in llm.c's files, to check an implementation against.
+
+    python dev/write_reference.py                                   # gpt2_124M.bin and gpt2_124M_debug_state.bin
+    python dev/write_reference.py -e layers=2,heads=2,channels=64 --vocab-size 300 -o tiny -b 2 -t 16
+
+The model is Hugging Face's GPT2LMHeadModel with eager attention, of random weights or, with --hf, one saved by
+transformers. One forward and backward pass over a random batch gives the debug state: inputs, targets, logits, the mean
+loss, and the gradient of every parameter, computed in float64 and stored as fp32.
+
+Random weights are as transformers initialises them, except that noise of deviation 0.1 is added to biases and
+layernorm weights: at 0 and 1, where they would start, a bias that is left out or put in another's place goes unseen.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+
+try:
+    import torch
+    from transformers import GPT2Config as HFConfig
+    from transformers import GPT2LMHeadModel
+except ImportError as error:
+    sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
+
+from dev.huggingface import named_tensors
+from llmc.arguments import parse_model_descriptor, positive
+from llmc.checkpoint import GPT2Config, num_parameters, write_debug_state, write_model
+from llmc.errors import UserError
+
+
+def random_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
+    """A model of these sizes with random weights, fp32, without dropout."""
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(
+        HFConfig(
+            n_positions=config.max_seq_len, vocab_size=config.vocab_size, n_embd=config.channels,
+            n_layer=config.num_layers, n_head=config.num_heads, attn_implementation="eager",
+            bos_token_id=None, eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def saved_model(directory: str) -> GPT2LMHeadModel:
+    """The model in a directory of transformers', fp32. Raises UserError where there is none."""
+    if not Path(directory).is_dir():
+        raise UserError(f"--hf {directory}: no such directory")
+    try:
+        return GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hf {directory}: {str(error).splitlines()[0]}") from None
+
+
+def config_of(model: GPT2LMHeadModel) -> GPT2Config:
+    theirs = model.config
+    padded = -(-theirs.vocab_size // 128) * 128
+    return GPT2Config(
+        theirs.n_positions, theirs.vocab_size, padded, theirs.n_layer, theirs.n_head, theirs.n_embd
+    )  # fmt: skip
+
+
+def flat_parameters(model: GPT2LMHeadModel, gradients: bool = False) -> np.ndarray:
+    """The model's parameters, or their gradients, fp32 (num_parameters,) in the order of the model file; the padding of
+    the vocabulary is 0."""
+    config = config_of(model)
+    flat = np.zeros(num_parameters(config), np.float32)
+    theirs = dict(model.transformer.named_parameters())
+    for name, view in named_tensors(config, flat):
+        view[...] = (theirs[name].grad if gradients else theirs[name].detach()).cpu().numpy()
+    return flat
+
+
+def forward_backward(model: GPT2LMHeadModel, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float]:
+    """The logits (B, T, V) of inputs x and the mean loss of targets y, int32 (B, T); sets the parameters' gradients."""
+    inputs, targets = (torch.from_numpy(tokens).long().to(model.device) for tokens in (x, y))
+    logits = model(inputs, use_cache=False).logits
+    # Not the model's own loss, which is computed in fp32 whatever its parameters are.
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    model.zero_grad()
+    loss.backward()
+    return logits.detach().cpu().numpy(), loss.item()
+
+
+def write_reference(model: GPT2LMHeadModel, prefix: str, B: int, T: int, seed: int) -> None:
+    """Writes `<prefix>.bin` and `<prefix>_debug_state.bin` for a random batch (B, T), computing in the model's own
+    precision."""
+    config = config_of(model)
+    if config.max_seq_len < T:
+        raise UserError(f"-t {T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (2, B, T), dtype=np.int32)
+    x, y = tokens
+    write_model(f"{prefix}.bin", config, flat_parameters(model))
+    print(f"wrote {prefix}.bin: {num_parameters(config):,} parameters", flush=True)
+    started = time.perf_counter()
+    logits, loss = forward_backward(model, x, y)
+    grads = flat_parameters(model, gradients=True)
+    write_debug_state(f"{prefix}_debug_state.bin", config, x, y, logits, loss, grads)
+    seconds = time.perf_counter() - started
+    print(f"wrote {prefix}_debug_state.bin: B {B}, T {T}, loss {loss:.6f} ({seconds:.1f} s)")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write a model .bin and its debug state, computed by transformers.")
+    parser.add_argument("-e", "--model", default="d12", help="random weights: d12, layers=2,heads=2,channels=64 (d12)")
+    parser.add_argument("--hf", metavar="DIR", help="or a model that transformers saved")
+    parser.add_argument("-o", "--out", metavar="PREFIX", help="of both files (gpt2_124M for d12, else gpt2_MODEL)")
+    parser.add_argument("-b", "--batch-size", type=positive, default=4, metavar="B", help="(%(default)s)")
+    parser.add_argument("-t", "--sequence-length", type=positive, default=64, metavar="T", help="(%(default)s)")
+    parser.add_argument("--vocab-size", type=positive, default=50257, metavar="V", help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of weights and batch (%(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float64", help="(%(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    args = parser.parse_args(arguments)
+    descriptor = parse_model_descriptor(args.model)
+    if descriptor is None:
+        raise UserError(f"-e {args.model}: random weights are d12 or layers=2,heads=2,channels=64; use --hf for others")
+    name = Path(args.hf).resolve().name if args.hf else args.model
+    prefix = args.out or ("gpt2_124M" if name == "d12" else f"gpt2_{name}")
+    for path in (f"{prefix}.bin", f"{prefix}_debug_state.bin"):
+        if Path(path).exists() and not args.force:
+            raise UserError(f"{path} exists already: name another prefix with -o, or add --force to overwrite it")
+    model = saved_model(args.hf) if args.hf else random_model(descriptor.config(args.vocab_size), args.seed)
+    write_reference(model.to(getattr(torch, args.dtype)), prefix, args.batch_size, args.sequence_length, args.seed)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,188 @@
+"""The whole model against transformers, through llm.c's files: the counterpart of llm.c's test_gpt2_fp32.
+
+A model `.bin` and its debug state, as dev/write_reference.py makes them (in float64), are loaded; logits, loss and
+every gradient are compared, tensor by tensor; then ten AdamW steps on the same batch must have PyTorch's losses.
+Where llm.c's published starter pack lies in the repository or in LLMC_STARTER_PACK, it is put to the same test.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt2_fp32 as trainer
+from dev.huggingface import named_tensors
+from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
+from llmc.arguments import RandomModel
+from llmc.checkpoint import read_debug_state, read_model, read_model_header
+from llmc.errors import UserError
+from oracle import MODEL_FP32, MODEL_TF32, assert_close
+
+LEARNING_RATE, WEIGHT_DECAY, STEPS = 1e-4, 0.01, 10
+
+# After one AdamW step a parameter has moved by the rate times the sign of its gradient, whatever that gradient's size:
+# where it is all rounding error so is the step. The losses feel little of this, but ever more from step to step.
+LOSSES_FP32 = 1e-4
+LOSSES_TF32 = 5e-3
+PARAMETERS_FP32 = 1e-4
+PARAMETERS_TF32 = 5e-3
+PARAMETERS_TINY = 3e-6  # ten steps' weight decay alone moves the matrices by 1e-5
+
+PUBLISHED_LOSSES = (
+    5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511,
+)  # fmt: skip
+
+TINY = ["-e", "layers=2,heads=3,channels=48,maxT=20", "--vocab-size", "301", "-b", "3", "-t", "17"]
+
+
+def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.ndarray]:
+    """Loads `<prefix>.bin` and its debug state, asserts that all tensors agree, and takes ten steps: their losses, and
+    the parameters after the last."""
+    tolerance = MODEL_TF32 if dev.tf32() else MODEL_FP32
+    config, _ = read_model(f"{prefix}.bin")
+    state = read_debug_state(f"{prefix}_debug_state.bin", config)
+    B, T = state.x.shape
+    model = trainer.gpt2_build_from_checkpoint(f"{prefix}.bin", B, T, attention)
+    x, y = np.ascontiguousarray(state.x), np.ascontiguousarray(state.y)
+    order = np.argsort(x, axis=None, kind="stable").astype(np.int32)
+    for array, values in ((model.inputs, x), (model.targets, y), (model.order, order)):
+        dev.copy_in(array, values)
+    dev.copy_in(model.grads_memory, np.full(model.grads_memory.size, np.nan, np.float32))
+    acts = model.acts(B, T)
+
+    losses = []
+    for step in range(STEPS):
+        trainer.gpt2_forward(model, B, T)
+        if step == 0:
+            logits = dev.to_host(acts.logits)[..., : config.vocab_size]
+            assert_close("logits", logits, state.logits, tolerance)
+        trainer.gpt2_loss(model, B, T, 1.0 / (B * T))
+        losses.append(float(dev.to_host(acts.losses).mean(dtype=np.float64)))
+        trainer.gpt2_zero_grad(model)
+        trainer.gpt2_backward(model, B, T)
+        if step == 0:
+            assert losses[0] == pytest.approx(state.loss, rel=tolerance)
+            check_gradients(config, dev.to_host(model.grads_memory), state.grads, tolerance)
+        trainer.gpt2_update(model, LEARNING_RATE, 0.9, 0.999, 1e-8, WEIGHT_DECAY, step + 1)
+    return losses, dev.to_host(model.params_memory)
+
+
+def check_gradients(config, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    for (name, tensor), (_, wanted) in zip(named_tensors(config, got), named_tensors(config, want), strict=True):
+        assert_close(f"gradient of {name}", tensor, wanted, tolerance)
+    padding = got[config.vocab_size * config.channels : config.padded_vocab_size * config.channels]
+    assert not padding.any(), "the vocabulary's padding has a gradient"
+
+
+def torch_losses(model, x: np.ndarray, y: np.ndarray) -> list[float]:
+    """The losses of ten AdamW steps by PyTorch, weight decay on matrices alone."""
+    x, y = np.array(x), np.array(y)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8,
+    )  # fmt: skip
+    losses = []
+    for _ in range(STEPS):
+        losses.append(forward_backward(model, x, y)[1])
+        optimizer.step()
+    return losses
+
+
+def compare_with_torch(dev, prefix: Path, model, parameters_tolerance: float) -> None:
+    """`check_reference`, and the losses and parameters of its ten steps beside PyTorch's, which start from `model`."""
+    losses, params = check_reference(dev, prefix, "softmax")
+    config = read_model_header(f"{prefix}.bin")
+    state = read_debug_state(f"{prefix}_debug_state.bin", config)
+    wanted = torch_losses(model, state.x, state.y)
+    assert losses == pytest.approx(wanted, rel=LOSSES_TF32 if dev.tf32() else LOSSES_FP32)
+    assert wanted[-1] < wanted[0]
+    wanted_params = flat_parameters(model)
+    for (name, got), (_, want) in zip(named_tensors(config, params), named_tensors(config, wanted_params), strict=True):
+        assert_close(f"{name} after {STEPS} steps", got, want, parameters_tolerance)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    prefix = tmp_path_factory.mktemp("reference") / "tiny"
+    main([*TINY, "-o", str(prefix)])
+    return prefix
+
+
+def test_a_tiny_model_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev, tiny):
+    dev.use_tf32(False)
+    model = random_model(RandomModel(2, 3, 48, 20).config(301), 1337).double()
+    compare_with_torch(dev, tiny, model, PARAMETERS_TINY)
+
+
+def test_the_check_finds_one_row_of_one_gradient_that_is_wrong(tiny):
+    config = read_model_header(f"{tiny}.bin")
+    state = read_debug_state(f"{tiny}_debug_state.bin", config)
+    wrong = np.array(state.grads)
+    dict(named_tensors(config, wrong))["h.1.mlp.c_fc.weight"][:, 5] *= 1.01
+    with pytest.raises(AssertionError, match="h.1.mlp.c_fc.weight"):
+        check_gradients(config, wrong, state.grads, MODEL_FP32)
+
+
+def test_gpt2_124M_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev, tmp_path):
+    """At B1 T64 on the CPU; at B4 T1024 on CUDA, in TF32 where it has that, and there with flash attention too."""
+    if dev.kind() == "cpu" and dev.warp_size() > 1:
+        pytest.skip("takes minutes with warps of 32 on the CPU; the tiny model covers them")
+    B, T = (4, 1024) if dev.kind() == "cuda" else (1, 64)
+    model = random_model(RandomModel(12, 12, 768).config(50257), 1337)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").double()
+    write_reference(model, str(tmp_path / "gpt2_124M"), B, T, 1337)
+    compare_with_torch(dev, tmp_path / "gpt2_124M", model.float(), PARAMETERS_TF32 if dev.tf32() else PARAMETERS_FP32)
+    if dev.tf32():
+        check_reference(dev, tmp_path / "gpt2_124M", "flash")
+
+
+def test_a_reference_can_be_made_of_a_model_that_transformers_saved(tmp_path):
+    model = random_model(RandomModel(1, 2, 16, 8).config(50), 3)
+    model.save_pretrained(tmp_path / "saved")
+    main(["--hf", str(tmp_path / "saved"), "-o", str(tmp_path / "out"), "-b", "2", "-t", "5"])
+    config = read_model_header(tmp_path / "out.bin")
+    state = read_debug_state(tmp_path / "out_debug_state.bin", config)
+    logits, loss = forward_backward(saved_model(str(tmp_path / "saved")).double(), np.array(state.x), np.array(state.y))
+    np.testing.assert_array_equal(state.logits, logits.astype(np.float32))
+    assert state.loss == np.float32(loss)
+
+
+def test_a_reference_does_not_overwrite_a_model_unasked(tmp_path):
+    (tmp_path / "mine.bin").write_bytes(b"precious")
+    with pytest.raises(UserError, match="--force"):
+        main([*TINY, "-o", str(tmp_path / "mine")])
+    assert (tmp_path / "mine.bin").read_bytes() == b"precious"
+    main([*TINY, "-o", str(tmp_path / "mine"), "--force"])
+    assert read_model_header(tmp_path / "mine.bin").vocab_size == 301
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-e", "d13"], "d13"),
+        (["-e", "model.bin"], "use --hf"),
+        (["--hf", "nowhere"], "no such directory"),
+        (["-e", "layers=1,heads=1,channels=4,maxT=8", "-t", "9"], "lower -t"),
+    ],
+)
+def test_what_no_reference_can_be_made_of_is_refused(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        main([*arguments, "--vocab-size", "9"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_published_starter_pack_gives_the_published_losses(dev):
+    places = [os.environ.get("LLMC_STARTER_PACK"), Path(trainer.__file__).parent]
+    needed = ("gpt2_124M.bin", "gpt2_124M_debug_state.bin")
+    found = [Path(p) for p in places if p and all((Path(p) / name).is_file() for name in needed)]
+    if not found:
+        pytest.skip(f"{' and '.join(needed)} are neither in the repository nor in LLMC_STARTER_PACK")
+    if dev.kind() == "cpu" and dev.warp_size() > 1:
+        pytest.skip("takes minutes with warps of 32 on the CPU")
+    losses, _ = check_reference(dev, found[0] / "gpt2_124M", "softmax")
+    assert losses == pytest.approx(PUBLISHED_LOSSES, abs=0.01)
