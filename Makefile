@@ -74,11 +74,14 @@ sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU
 	CXX=g++ LLMC_CPU_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(KERNEL_TESTS) $(ARGS)
 
+ATTENTIONS = softmax relu flash
+CU13_BIN = $$($(PY) -c "import sysconfig; print(sysconfig.get_path('platlib'))")/nvidia/cu13/bin
 compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each attention
-	@command -v compute-sanitizer >/dev/null || { \
-		echo "error: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit" >&2; exit 1; }
 	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py
-	@for attention in softmax relu; do for tool in memcheck racecheck initcheck synccheck; do \
+	@PATH="$$PATH:$(CU13_BIN)"; \
+	command -v compute-sanitizer >/dev/null || $(if $(VENV),$(PIP_INSTALL) "nvidia-cuda-sanitizer-api==13.0.*",false) || { \
+		echo "error: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit" >&2; exit 1; }; \
+	for attention in $(ATTENTIONS); do for tool in memcheck racecheck initcheck synccheck; do \
 		echo "compute-sanitizer $$tool, $$attention attention"; \
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) train_gpt2_fp32.py --device cuda -a $$attention \
 			-e layers=2,heads=2,channels=128 -i data/python_docs -b 2 -t 64 -x 1 -g 8 || exit 1; \
