@@ -91,7 +91,7 @@ fetch() {
         fi
         echo "fetching $file"
         status=0
-        code=$(curl --fail --location --progress-bar --retry 3 --connect-timeout 20 --speed-limit 1000 --speed-time 60 \
+        code=$(curl --fail --location --progress-bar --retry 2 --connect-timeout 20 --speed-limit 1000 --speed-time 60 \
             --continue-at - --write-out '%{http_code}' --output "$part" "$url/$2") || status=$?
         case $status in
             0)

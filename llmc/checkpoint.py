@@ -180,7 +180,7 @@ def save_checkpoint(
     optimizer_header = make_header(OPTIMIZER, 1, *np.array([n], "<i8").view("<i4"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _remove(part, replaced)
+        _remove(*directory.glob("step_*.part"))  # what a run that was killed left
         part.mkdir()
         try:
             files = {
@@ -198,7 +198,7 @@ def save_checkpoint(
         finally:
             _remove(part, replaced)
     except OSError as error:
-        raise UserError(f"{final}: cannot be written ({(error.strerror or str(error)).lower()})") from error
+        raise UserError(f"{final}: cannot be written ({error.strerror.lower()})") from error
     return final
 
 
@@ -228,11 +228,17 @@ def load_checkpoint(path: str | Path) -> tuple[GPT2Config, np.ndarray, np.ndarra
 
 
 def prune_checkpoints(directory: str | Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest complete checkpoints, and returns what it removed. 0 keeps all."""
+    """Removes all but the `keep` newest complete checkpoints, and returns what it removed. 0 keeps all.
+
+    Raises UserError where the system refuses to.
+    """
     old = _complete_checkpoints(directory)[keep:] if keep > 0 else []
     for path in old:
         doomed = path.with_name(f"{path.name}.replaced.part")  # no half-removed directory is ever called a checkpoint
-        os.rename(path, doomed)
+        try:
+            os.rename(path, doomed)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be removed ({error.strerror.lower()})") from None
         _remove(doomed)
     return old
 

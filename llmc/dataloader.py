@@ -77,8 +77,8 @@ def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray) -> None:
 class DataLoader:
     """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), for ever.
 
-    shuffle_seed: None walks through the data in order; a number (0 .. 2**64 - 1) shuffles it, in an order that depends
-    on the seed and the epoch alone.
+    shuffle_seed: None walks through the data in order; a number (of which 64 bits count) shuffles it, in an order that
+    depends on the seed and the epoch alone.
 
     files: where the data is; of several, those with at least one batch. num_tokens: tokens in all of them.
     num_batches: num_tokens // (B*T), what llm.c calls an epoch. (The walk itself starts anew after the last whole batch
@@ -160,7 +160,7 @@ class DataLoader:
         """0..n-1, shuffled where there is a seed. RandomState, because NumPy has frozen its sequences for good."""
         if self.shuffle_seed is None:
             return range(n)
-        seed = [self.shuffle_seed & 0xFFFFFFFF, self.shuffle_seed >> 32, epoch, stream]
+        seed = [self.shuffle_seed & 0xFFFFFFFF, self.shuffle_seed >> 32 & 0xFFFFFFFF, epoch, stream]
         return np.random.RandomState(seed).permutation(n)
 
     def _check_tokens(self, file: Path, tokens: np.ndarray) -> None:

@@ -78,4 +78,4 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from error
+        raise UserError(f"{path}: cannot be written ({str(error.strerror or error).lower()})") from error

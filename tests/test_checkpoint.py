@@ -257,6 +257,13 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
     assert last_call > 10  # three files, two directories and their renames
 
 
+def test_what_a_killed_run_left_is_cleared_away_by_the_next_save(checkpoint, params):
+    (checkpoint.parent / "step_00000030.part").mkdir()
+    (checkpoint.parent / "step_00000030.part" / "model.bin.7.part").write_bytes(b"x")
+    save_checkpoint(checkpoint.parent, 40, TINY, params, params, params, {})
+    assert sorted(os.listdir(checkpoint.parent)) == ["step_00000020", "step_00000040"]
+
+
 def test_a_failed_save_leaves_nothing_behind(checkpoint, params):
     with pytest.raises(TypeError):
         save_checkpoint(checkpoint.parent, 30, TINY, params, params, params, {"not JSON": object()})

@@ -166,6 +166,16 @@ def test_a_server_that_is_not_there_is_an_error(scripts, server, tmp_path):
         download(server.url, tmp_path / "text.txt")
 
 
+def test_a_place_that_cannot_be_written_to_is_refused(scripts, server, tmp_path):
+    from common import download
+
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in run("python_docs.py", "--out", tmp_path / "file" / "python_docs", fails=True)
+    server.answers = [(200, b"text", 4)]
+    with pytest.raises(UserError, match="cannot be written"):
+        download(server.url, tmp_path / ("y" * 250))  # a name too long for what stands beside it while it grows
+
+
 # HellaSwag
 
 
@@ -314,8 +324,9 @@ def test_going_on_with_other_settings_is_refused(scripts, texts, tokenizer, tmp_
         write_shards(texts, settings(tokenizer, tmp_path / "web"), split="train")
 
 
-def test_fineweb_and_tinystories_read_files_of_the_hubs_formats(tmp_path, texts, tokenizer):
+def test_fineweb_and_tinystories_read_files_of_the_hubs_formats(tmp_path, texts, tokenizer, monkeypatch):
     datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for suffix, write in ((".parquet", "to_parquet"), (".jsonl", "to_json")):
         web = tmp_path / f"web{suffix}"
         getattr(datasets.Dataset.from_dict({"text": list(texts), "id": ["x"] * len(texts)}), write)(str(web))

@@ -127,6 +127,7 @@ def test_the_shuffle_depends_on_seed_and_epoch_alone(shards):
     assert first == starts(5, 2) == starts(5, 4)  # neither on other random numbers nor on the batch size
     assert first != starts(6, 2)
     assert starts(2**32 + 5, 2) != first
+    assert starts(-1, 2) == starts(2**64 - 1, 2)
 
 
 def test_the_shuffle_is_the_same_in_every_release(tmp_path):

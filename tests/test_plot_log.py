@@ -37,9 +37,9 @@ def test_a_picture_is_written_and_has_something_on_it(logs, tmp_path):
     result = run(*logs, "-o", "loss.png", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "loss.png\n"
-    pixels = matplotlib.image.imread(tmp_path / "loss.png")
-    colours = {tuple(np.round(255 * pixel[:3]).astype(int)) for pixel in pixels.reshape(-1, pixels.shape[-1])}
-    assert {(31, 119, 180), (255, 127, 14)} <= colours  # matplotlib's first two, one a run
+    pixels = np.round(255 * matplotlib.image.imread(tmp_path / "loss.png")[:, :, :3])
+    for colour in [(31, 119, 180), (255, 127, 14)]:  # matplotlib's first two, one a run
+        assert (pixels == colour).all(axis=-1).sum() > 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "loss.png"]
 
 

@@ -3,9 +3,8 @@
 import http.client
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,23 +33,37 @@ def download(url: str, path: Path) -> None:
     if path.exists():
         print(f"{path} is there already")
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(url, timeout=60) as response, replacing(path) as file:
-            total = response.length  # None where the server does not say
-            done, shown = 0, time.monotonic()
-            while chunk := response.read(1 << 16):
-                file.write(chunk)
-                done += len(chunk)
-                if time.monotonic() - shown > 1:
-                    shown = time.monotonic()
-                    of_total = "" if total is None else f" of {total:,}"
-                    print(f"{path.name}: {done:,}{of_total} bytes", flush=True)
-            if total is not None and done != total:
-                raise UserError(f"{url}: stopped after {done:,} of {total:,} bytes; run this again")
-    except (urllib.error.URLError, TimeoutError, http.client.HTTPException) as error:
-        raise UserError(f"{url}: {getattr(error, 'reason', error)}; check the connection and run this again") from None
+    make_folder(path.parent)
+    with replacing(path) as file:
+        shown = time.monotonic()
+        for chunk, total in receive(url):
+            file.write(chunk)
+            if time.monotonic() - shown > 1:
+                shown = time.monotonic()
+                print(f"{path.name}: {file.tell():,}{'' if total is None else f' of {total:,}'} bytes", flush=True)
     print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+def receive(url: str) -> Iterator[tuple[bytes, int | None]]:
+    """The pieces of what a URL stands for, each with the size of the whole, or None where the server does not say."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            done, total = 0, response.length
+            while chunk := response.read(1 << 16):
+                done += len(chunk)
+                yield chunk, total
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"{url}: {getattr(error, 'reason', error)}; check the connection and run this again") from None
+    if total is not None and done != total:
+        raise UserError(f"{url}: stopped after {done:,} of {total:,} bytes; run this again")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it where they are missing. Raises UserError where the system refuses to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror.lower()}); choose another place (--out)") from None
 
 
 def read_text(path: Path) -> str:
@@ -76,7 +89,7 @@ def write_encoding(path: Path, encoding: tiktoken.Encoding) -> None:
 
 def write_dataset(prefix: Path, encoding: tiktoken.Encoding, train: list[int], val: list[int]) -> None:
     """Writes `<prefix>_tokenizer.bin`, `<prefix>_train.bin` and, last of all, `<prefix>_val.bin`."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(prefix.parent)
     write_encoding(prefix.with_name(f"{prefix.name}_tokenizer.bin"), encoding)
     for split, tokens in (("train", train), ("val", val)):
         path = prefix.with_name(f"{prefix.name}_{split}.bin")

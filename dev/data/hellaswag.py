@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 import numpy as np
 import tiktoken
-from common import DATA, download, encoding_of, read_text, run
+from common import DATA, download, encoding_of, make_folder, read_text, run
 
 from llmc.errors import UserError
 from llmc.files import EVALUATION, make_header, replacing
@@ -72,7 +72,7 @@ def main() -> None:
             print(f"{number + 1:,} of {len(lines):,} examples", flush=True)
     if not examples:
         raise UserError(f"{args.jsonl}: empty; it should hold one HellaSwag example a line")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out.parent)
     with replacing(args.out) as file:
         file.write(make_header(EVALUATION, 1, len(examples), max(e.nbytes for e in examples)).tobytes())
         file.write(np.concatenate(examples).tobytes())

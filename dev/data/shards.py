@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import encoding_of, write_encoding
+from common import encoding_of, make_folder, write_encoding
 from tqdm import tqdm
 
 from llmc.dataloader import write_tokens
@@ -75,7 +75,7 @@ def write_shards(texts: Any, args: argparse.Namespace, split: str, first_split: 
         raise UserError(f"{args.tokenizer}: {encoding.n_vocab} tokens are more than a token file's 65536")
     num_texts = min(len(texts), args.texts or len(texts))
     settings = {"texts": num_texts, "shard_tokens": args.shard_tokens, "vocabulary": encoding.n_vocab}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(args.out.parent)
     progress_file = args.out.with_name(f"{args.out.name}_{split}.progress.json")
     done, skip, shard = _read_progress(progress_file, settings)
     if done == num_texts:
