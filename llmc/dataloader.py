@@ -19,7 +19,7 @@ from llmc.errors import UserError
 from llmc.files import CONTENTS, HEADER_BYTES, TOKENS, file_size, make_header, read_header, replacing
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
-CHECKED_AT_OPENING = 1 << 28  # bytes; a file up to this size is checked for bad tokens at once, within about 0.1 s
+CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read
 
 
 def find_token_files(pattern: str | Path, split: str) -> list[Path]:

@@ -271,7 +271,7 @@ def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(scripts,
     assert find_tokenizer(out).name == "web_tokenizer.bin"
 
 
-@pytest.mark.parametrize("shard_tokens", [3, 64, 5000])
+@pytest.mark.parametrize("shard_tokens", [11, 64, 5000])
 def test_shards_of_any_size_hold_all_texts(scripts, texts, tokenizer, tmp_path, shard_tokens):
     from shards import write_shards
 
