@@ -17,10 +17,10 @@ import numpy as np  # isort: skip
 from kernels.adamw import adamw
 from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import fused_classifier
-from kernels.encoder import encoder_backward, encoder_forward
+from kernels.encoder import encoder_backward, encoder_forward, sort_by_token
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
 from kernels.gelu import gelu_backward, gelu_forward
-from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward
+from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
     matmul_backward_bias,
     matmul_backward_inp,
@@ -107,6 +107,7 @@ ACTIVATION_GRADIENTS = (
     ("dresidual", ("B", "T", "C")),                # of the residual stream, from the last layer down to the first
     ("dbtc",      ("B", "T", "C")),
     ("dbt4c",     ("B", "T", "4C")),
+    ("weight_T",  ("4C", "C")),                    # the weight at hand, transposed
     ("partials",  ("P", "4C")),                    # sums of blocks, before they are added up
     ("norm",      ("2",)),                         # of all gradients, and the factor that clips them
 )  # fmt: skip
@@ -190,7 +191,8 @@ class GPT2:
         self.views_of = {}
         if inference:
             return
-        self.order = device.zeros((B * T,), np.int32)  # the inputs' positions, sorted by token
+        self.order = device.zeros((B * T,), np.int32)  # the inputs' positions sorted by token, and how many each has
+        self.count = device.zeros((B * T,), np.int32)
         self.grads_memory, self.m_memory, self.v_memory = (
             buffers[name] for name in ("gradients", "AdamW m", "AdamW v")
         )
@@ -295,37 +297,39 @@ def gpt2_backward(model: GPT2, B: int, T: int, accumulate: bool = False) -> None
     """Adds the gradients of all parameters to model.grads, from what gpt2_forward and gpt2_loss left behind.
 
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after gpt2_zero_grad.
-    The layers' backward passes follow in the reverse order of forward. Where a product's input is the output of a
-    layernorm or a GELU, the backward pass of that writes it again, transposed, and the weight's gradient comes after.
+    The layers' backward passes follow in the reverse order of forward. Weight gradients take the product's input
+    transposed: outputs of layernorm and GELU are made again so, from what went into them.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, config.padded_vocab_size
     flash = model.attention == "flash"
     dresidual, dbtc, dbt4c, partials = gacts.dresidual, gacts.dbtc, gacts.dbt4c, gacts.partials
-    dqkv, transposed, gelu_transposed = dbt4c, acts.ln, acts.fch_gelu
+    dqkv, weight_T, transposed, gelu_transposed = dbt4c, gacts.weight_T, acts.ln, acts.fch_gelu
 
-    matmul_backward_inp(dbtc, acts.logits, params.wte, B, T, C, Vp)
+    residual = acts.layer[L - 1].residual3
+    matmul_backward_inp(dbtc, acts.logits, params.wte, None, B, T, C, Vp)
     device.fill_zero(dresidual)
     layernorm_backward(
-        dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, transposed, partials,
-        dbtc, acts.layer[L - 1].residual3, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C,
+        dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
+        dbtc, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,
     )  # fmt: skip
+    layernorm_transposed(transposed, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
     matmul_backward_weight(grads.wte, acts.logits, transposed, B, T, C, Vp, accumulate)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
-        matmul_backward_inp(dbt4c, dresidual, p.fcprojw, B, T, 4 * C, C)
+        matmul_backward_inp(dbt4c, dresidual, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dbt4c, g.fcb, gelu_transposed, partials, a.fch, p.fcb, B * T, 4 * C)
         matmul_backward_weight(g.fcprojw, dresidual, gelu_transposed, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(dbtc, dbt4c, p.fcw, B, T, C, 4 * C)
+        matmul_backward_inp(dbtc, dbt4c, p.fcw, weight_T, B, T, C, 4 * C)
         layernorm_backward(
-            dresidual, g.ln2w, g.ln2b, g.attprojb, transposed, partials,
-            dbtc, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C,
-        )  # fmt: skip
+            dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dbtc, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C
+        )
+        layernorm_transposed(transposed, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
         matmul_backward_weight(g.fcw, dbt4c, transposed, B, T, C, 4 * C, accumulate)
 
-        matmul_backward_inp(dbtc, dresidual, p.attprojw, B, T, C, C)
+        matmul_backward_inp(dbtc, dresidual, p.attprojw, weight_T, B, T, C, C)
         transpose(transposed, a.atty, B * T, C)
         matmul_backward_weight(g.attprojw, dresidual, transposed, B, T, C, C, accumulate)
         if flash:
@@ -334,17 +338,17 @@ def gpt2_backward(model: GPT2, B: int, T: int, accumulate: bool = False) -> None
             relu = model.attention == "relu"
             attention_backward(dqkv, gacts.dqkvr, gacts.datt, acts.proj, dbtc, a.qkvr, a.att, B, T, C, NH, relu)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
-        matmul_backward_inp(dbtc, dqkv, p.qkvw, B, T, C, 3 * C)
+        matmul_backward_inp(dbtc, dqkv, p.qkvw, weight_T, B, T, C, 3 * C)
         residual, dbias_before = (
             (acts.layer[l - 1].residual3, grads.layer[l - 1].fcprojb) if l > 0 else (acts.encoded, None)
         )
         layernorm_backward(
-            dresidual, g.ln1w, g.ln1b, dbias_before, transposed, partials,
-            dbtc, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C,
-        )  # fmt: skip
+            dresidual, g.ln1w, g.ln1b, dbias_before, partials, dbtc, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C
+        )
+        layernorm_transposed(transposed, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
         matmul_backward_weight(g.qkvw, dqkv, transposed, B, T, C, 3 * C, accumulate)
 
-    encoder_backward(grads.wte, grads.wpe, dresidual, model.inputs, model.order, B, T, C)
+    encoder_backward(grads.wte, grads.wpe, dresidual, model.inputs, model.order, model.count, B, T, C)
 
 
 def gpt2_update(
@@ -399,18 +403,19 @@ class Batches:
     def __init__(self, model: GPT2, loader: DataLoader, count: int = 1):
         self.model, self.loader = model, loader
         shape = (2, count, model.B, model.T)
-        self.inputs, self.targets, self.order = (device.pinned(shape, np.int32) for _ in range(3))
+        self.inputs, self.targets, self.order, self.count = (device.pinned(shape, np.int32) for _ in range(4))
         self.losses = device.pinned(shape, np.float32)
 
     def send(self, step: int, i: int) -> None:
-        """The loader's next batch, to model.inputs, model.targets and model.order: batch i of a step."""
-        inputs, targets, order = (array[step % 2, i] for array in (self.inputs, self.targets, self.order))
-        self.loader.next_batch(inputs, targets)
-        # Few distinct 16-bit values: NumPy's stable sort of those is a radix sort.
-        order.reshape(-1)[:] = np.argsort(inputs.astype(np.uint16), axis=None, kind="stable")
-        device.copy_in(self.model.inputs, inputs)
-        device.copy_in(self.model.targets, targets)
-        device.copy_in(self.model.order, order)
+        """The loader's next batch, to the model's inputs, targets, order and count: batch i of a step."""
+        model, at = self.model, (step % 2, i)
+        self.loader.next_batch(self.inputs[at], self.targets[at])
+        order, count = sort_by_token(self.inputs[at])
+        self.order[at], self.count[at] = order.reshape(model.B, model.T), count.reshape(model.B, model.T)
+        device.copy_in(model.inputs, self.inputs[at])
+        device.copy_in(model.targets, self.targets[at])
+        device.copy_in(model.order, self.order[at])
+        device.copy_in(model.count, self.count[at])
 
     def fetch_losses(self, step: int, i: int) -> None:
         device.copy_out(self.losses[step % 2, i], self.model.acts(self.model.B, self.model.T).losses)

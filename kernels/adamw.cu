@@ -14,16 +14,19 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
     const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
     const int left = n - i < 4 ? (int)(n - i) : 4;
-    Four p = load4(params + i, left), g = load4(grads + i, left), m4 = load4(m + i, left), v4 = load4(v + i, left);
     const float scale = grad_scale == nullptr ? 1.0f : *grad_scale;
-    for (int k = 0; k < 4; k++) {
-        const float grad = scale * g.x[k];
-        m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
-        v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
-        const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
-        p.x[k] -= lr * (step + weight_decay * p.x[k]);
-    }
-    store4(params + i, p, left);
-    store4(m + i, m4, left);
-    store4(v + i, v4, left);
+    by_alignment(left == 4 && is_aligned(params), [&](auto memory) {  // all four buffers are aligned alike
+        Four p = memory.load(params + i, left), m4 = memory.load(m + i, left), v4 = memory.load(v + i, left);
+        const Four g = memory.load(grads + i, left);
+        for (int k = 0; k < 4; k++) {
+            const float grad = scale * g.x[k];
+            m4.x[k] = beta1 * m4.x[k] + (1.0f - beta1) * grad;
+            v4.x[k] = beta2 * v4.x[k] + (1.0f - beta2) * grad * grad;
+            const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
+            p.x[k] -= lr * (step + weight_decay * p.x[k]);
+        }
+        memory.store(params + i, p, left);
+        memory.store(m + i, m4, left);
+        memory.store(v + i, v4, left);
+    });
 }

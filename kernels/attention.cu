@@ -12,8 +12,11 @@ __device__ inline size_t head_offset(int n, int i, int T, int NH, int HS) {
     return (((size_t)b * NH + h) * T + t) * HS + i % HS;
 }
 
-// The permutations move one float a thread when HS is odd to four, four otherwise. Block x: a row n of B*T; thread:
-// `width` (1 or 4) channels of grid column y.
+// The permutations: block x takes a row n of B*T; a thread moves `width` channels of grid column y: 4 where HS is a
+// multiple of 4, else 1.
+__device__ inline void move(float* to, const float* from, int width) {
+    by_alignment(width == 4, [&](auto memory) { memory.store(to, memory.load(from, width), width); });
+}
 
 // qkv (B,T,3,NH,HS) -> q, k, v (B,NH,T,HS) each, which follow one another in qkvr.
 extern "C" __global__ void permute_kernel(float* qkvr, const float* qkv, int B, int T, int NH, int HS, int width) {
@@ -21,7 +24,7 @@ extern "C" __global__ void permute_kernel(float* qkvr, const float* qkv, int B, 
     if (i >= C) return;
     const size_t from = (size_t)blockIdx.x * 3 * C + i, to = head_offset(blockIdx.x, i, T, NH, HS);
     for (int part = 0; part < 3; part++) {
-        store4(qkvr + (size_t)part * B * T * C + to, load4(qkv + from + (size_t)part * C, width), width);
+        move(qkvr + (size_t)part * B * T * C + to, qkv + from + (size_t)part * C, width);
     }
 }
 
@@ -32,7 +35,7 @@ extern "C" __global__ void permute_backward_kernel(float* dqkv, const float* dqk
     if (i >= C) return;
     const size_t to = (size_t)blockIdx.x * 3 * C + i, from = head_offset(blockIdx.x, i, T, NH, HS);
     for (int part = 0; part < 3; part++) {
-        store4(dqkv + to + (size_t)part * C, load4(dqkvr + (size_t)part * B * T * C + from, width), width);
+        move(dqkv + to + (size_t)part * C, dqkvr + (size_t)part * B * T * C + from, width);
     }
 }
 
@@ -40,14 +43,14 @@ extern "C" __global__ void permute_backward_kernel(float* dqkv, const float* dqk
 extern "C" __global__ void unpermute_kernel(float* out, const float* inp, int T, int NH, int HS, int width) {
     const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
     if (i >= C) return;
-    store4(out + (size_t)blockIdx.x * C + i, load4(inp + head_offset(blockIdx.x, i, T, NH, HS), width), width);
+    move(out + (size_t)blockIdx.x * C + i, inp + head_offset(blockIdx.x, i, T, NH, HS), width);
 }
 
 // dout (B,T,C) -> dinp (B,NH,T,HS).
 extern "C" __global__ void unpermute_backward_kernel(float* dinp, const float* dout, int T, int NH, int HS, int width) {
     const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
     if (i >= C) return;
-    store4(dinp + head_offset(blockIdx.x, i, T, NH, HS), load4(dout + (size_t)blockIdx.x * C + i, width), width);
+    move(dinp + head_offset(blockIdx.x, i, T, NH, HS), dout + (size_t)blockIdx.x * C + i, width);
 }
 
 // One warp a row of att (rows, T), rows = B*NH*T; row t of its matrix has t + 1 entries. Block: (WARP_SIZE, rows).
@@ -56,23 +59,27 @@ extern "C" __global__ void softmax_forward_kernel(float* att, float scale, size_
     if (n >= rows) return;
     const int lane = threadIdx.x, length = (int)(n % T) + 1;
     float* row = att + n * T;
-    float largest = -INFINITY, sum = 0.0f;  // of this lane's share, updated together (online softmax)
-    for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
-        const Four x = load4(row + s, T - s);
-        float four_largest = largest;
-        for (int k = 0; k < 4; k++) four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;
-        sum *= expf(scale * (largest - four_largest));
-        for (int k = 0; k < 4; k++) sum += s + k < length ? expf(scale * (x.x[k] - four_largest)) : 0.0f;
-        largest = four_largest;
-    }
-    const float row_largest = warp_max(largest);
-    const float norm = 1.0f / warp_sum(sum * expf(scale * (largest - row_largest)));
-    for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
-        Four x = {};
-        if (s < length) x = load4(row + s, T - s);
-        for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? expf(scale * (x.x[k] - row_largest)) * norm : 0.0f;
-        store4(row + s, x, T - s);
-    }
+    by_alignment(T % 4 == 0, [&](auto memory) {
+        float largest = -INFINITY, sum = 0.0f;  // of this lane's share, updated together (online softmax)
+#pragma unroll 4
+        for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
+            const Four x = memory.load(row + s, T - s);
+            float four_largest = largest;
+            for (int k = 0; k < 4; k++) four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;
+            sum *= expf(scale * (largest - four_largest));
+            for (int k = 0; k < 4; k++) sum += s + k < length ? expf(scale * (x.x[k] - four_largest)) : 0.0f;
+            largest = four_largest;
+        }
+        const float row_largest = warp_max(largest);
+        const float norm = 1.0f / warp_sum(sum * expf(scale * (largest - row_largest)));
+#pragma unroll 4
+        for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
+            Four x = {};
+            if (s < length) x = memory.load(row + s, T - s);
+            for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? expf(scale * (x.x[k] - row_largest)) * norm : 0.0f;
+            memory.store(row + s, x, T - s);
+        }
+    });
 }
 
 // datt (rows, T) becomes dpreatt in place.
@@ -82,18 +89,22 @@ extern "C" __global__ void softmax_backward_kernel(float* datt, const float* att
     const int lane = threadIdx.x, length = (int)(n % T) + 1;
     float* drow = datt + n * T;
     const float* row = att + n * T;
-    float sum = 0.0f;
-    for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
-        const Four d = load4(drow + s, T - s), a = load4(row + s, T - s);
-        for (int k = 0; k < 4; k++) sum += s + k < length ? d.x[k] * a.x[k] : 0.0f;
-    }
-    sum = warp_sum(sum);
-    for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
-        Four d = {}, a = {};
-        if (s < length) d = load4(drow + s, T - s), a = load4(row + s, T - s);
-        for (int k = 0; k < 4; k++) d.x[k] = s + k < length ? scale * a.x[k] * (d.x[k] - sum) : 0.0f;
-        store4(drow + s, d, T - s);
-    }
+    by_alignment(T % 4 == 0, [&](auto memory) {
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
+            const Four d = memory.load(drow + s, T - s), a = memory.load(row + s, T - s);
+            for (int k = 0; k < 4; k++) sum += s + k < length ? d.x[k] * a.x[k] : 0.0f;
+        }
+        sum = warp_sum(sum);
+#pragma unroll 4
+        for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
+            Four d = {}, a = {};
+            if (s < length) d = memory.load(drow + s, T - s), a = memory.load(row + s, T - s);
+            for (int k = 0; k < 4; k++) d.x[k] = s + k < length ? scale * a.x[k] * (d.x[k] - sum) : 0.0f;
+            memory.store(drow + s, d, T - s);
+        }
+    });
 }
 
 extern "C" __global__ void relu_forward_kernel(float* att, float scale, size_t rows, int T) {
@@ -102,12 +113,15 @@ extern "C" __global__ void relu_forward_kernel(float* att, float scale, size_t r
     const int length = (int)(n % T) + 1;
     float* row = att + n * T;
     const float norm = scale / length;
-    for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
-        Four x = {};
-        if (s < length) x = load4(row + s, T - s);
-        for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? fmaxf(0.0f, x.x[k] * norm) : 0.0f;
-        store4(row + s, x, T - s);
-    }
+    by_alignment(T % 4 == 0, [&](auto memory) {
+#pragma unroll 4
+        for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
+            Four x = {};
+            if (s < length) x = memory.load(row + s, T - s);
+            for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? fmaxf(0.0f, x.x[k] * norm) : 0.0f;
+            memory.store(row + s, x, T - s);
+        }
+    });
 }
 
 extern "C" __global__ void relu_backward_kernel(float* datt, const float* att, float scale, size_t rows, int T) {
@@ -115,10 +129,13 @@ extern "C" __global__ void relu_backward_kernel(float* datt, const float* att, f
     if (n >= rows) return;
     const int length = (int)(n % T) + 1;
     const float norm = scale / length;
-    for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
-        Four d = {}, a = {};
-        if (s < length) d = load4(datt + n * T + s, T - s), a = load4(att + n * T + s, T - s);
-        for (int k = 0; k < 4; k++) d.x[k] = s + k < length && a.x[k] > 0.0f ? d.x[k] * norm : 0.0f;
-        store4(datt + n * T + s, d, T - s);
-    }
+    by_alignment(T % 4 == 0, [&](auto memory) {
+#pragma unroll 4
+        for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
+            Four d = {}, a = {};
+            if (s < length) d = memory.load(datt + n * T + s, T - s), a = memory.load(att + n * T + s, T - s);
+            for (int k = 0; k < 4; k++) d.x[k] = s + k < length && a.x[k] > 0.0f ? d.x[k] * norm : 0.0f;
+            memory.store(datt + n * T + s, d, T - s);
+        }
+    });
 }

@@ -1,23 +1,28 @@
 // Fused classifier: softmax cross-entropy over each row of logits (N, Vp) and its gradient, in one kernel.
 //   loss = log(sum_v exp(x_v)) - x_target;   dx_v = (softmax(x)_v - [v == target]) * dloss, written over x.
 // Only the first V of a row's Vp entries are vocabulary: the padding takes no part and gets gradient 0.
-// Memory-bound: the row is read once from device memory for the running maximum and sum (online softmax, Milakov &
-// Gimelshein 2018), and again from L2, where it still lies, when the gradient is written over it.
+// Memory-bound: the row is read once, for the running maximum and sum (online softmax, Milakov & Gimelshein 2018), and
+// waits in shared memory until its gradient is written over it. Where shared memory is too small for a whole row, the
+// rest is read a second time.
 #include "common.cuh"
 
-// One block a row; one-dimensional. Vp is a multiple of 4.
+// One block a row; one-dimensional. Vp is a multiple of 4. Shared memory: the row's first `cached` floats, a multiple of 4.
 extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float* logits, float* losses, float dloss,
-                                                                          const int* targets, int V, int Vp) {
+                                                                          const int* targets, int V, int Vp,
+                                                                          int cached) {
+    DYNAMIC_SHARED(float, cache);
     const int n = blockIdx.x, target = targets[n];
     float* row = logits + (size_t)n * Vp;
     const float target_logit = row[target];  // before anyone overwrites it; the reductions' barriers stand between
 
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's share
+#pragma unroll 4
     for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
-        const Four x = load4(row + i, 4);
+        const Four x = Aligned::load(row + i, 4);
+        if (i < cached) Aligned::store(cache + i, x, 4);
         float four_largest = largest;
         for (int k = 0; k < 4; k++) four_largest = i + k < V ? fmaxf(four_largest, x.x[k]) : four_largest;
-        sum *= expf(largest - four_largest);
+        if (four_largest > largest) sum *= expf(largest - four_largest);
         for (int k = 0; k < 4; k++) sum += i + k < V ? expf(x.x[k] - four_largest) : 0.0f;
         largest = four_largest;
     }
@@ -26,12 +31,14 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
 
     if (threadIdx.x == 0) losses[n] = logf(row_sum) + row_largest - target_logit;
     const float scale = dloss / row_sum;
+#pragma unroll 4
     for (int i = 4 * threadIdx.x; i < Vp; i += 4 * blockDim.x) {
-        Four x = load4(row + i, 4);
+        Four x = {};
+        if (i < V) x = Aligned::load(i < cached ? cache + i : row + i, 4);
         for (int k = 0; k < 4; k++) {
             const float p = i + k < V ? expf(x.x[k] - row_largest) * scale : 0.0f;
             x.x[k] = i + k == target ? p - dloss : p;
         }
-        store4(row + i, x, 4);
+        Aligned::store(row + i, x, 4);
     }
 }

@@ -12,6 +12,10 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
 
     logits are overwritten with their gradient for a gradient `dloss` of each loss; the padding gets 0. Vp % 4 == 0.
     """
+    cached = min(Vp, device.shared_memory() // 4 - 256)  # leave 1 KiB to the reductions
     cu.fused_classifier_kernel(
-        (B * T,), (device.block(1024),), (logits, losses, np.float32(dloss), targets, V, Vp)
+        (B * T,),
+        (device.block(1024),),
+        (logits, losses, np.float32(dloss), targets, V, Vp, cached),
+        shared_mem=4 * cached,
     )

@@ -68,40 +68,73 @@ __device__ inline float block_max(float x) {
     return largest;
 }
 
-// Four consecutive floats. `left` is how many there are from p to the end of the row: one 16-byte access where all
-// four exist and p is aligned (every row is, when C is a multiple of 4), single floats otherwise, so that any C works.
-// Missing elements load as 0 and are not stored.
+// Four consecutive floats, moved in one 16-byte access where that is possible. Rows of an (N, C) matrix allow it when C is
+// a multiple of 4, and any other C must work too, so a kernel's body is written once and compiled twice:
+//   by_alignment(C % 4 == 0, [&](auto memory) { Four x = memory.load(p, left); ... memory.store(p, x, left); });
+// `left` is how many floats there are from p to the end of the row; those that are missing load as 0 and are not stored.
 struct Four {
     float x[4];
 };
 
-__device__ inline bool is_vector(const float* p, int left) {
-    return left >= 4 && (reinterpret_cast<size_t>(p) & 15) == 0;
-}
-
-__device__ inline Four load4(const float* p, int left) {
-    Four v;
-    if (is_vector(p, left)) {
+struct Aligned {
+    __device__ static Four load(const float* p, int left) {
         const float4 f = *reinterpret_cast<const float4*>(p);
-        v.x[0] = f.x, v.x[1] = f.y, v.x[2] = f.z, v.x[3] = f.w;
-    } else {
-        for (int k = 0; k < 4; k++) v.x[k] = k < left ? p[k] : 0.0f;
+        return {{f.x, f.y, f.z, f.w}};
     }
-    return v;
-}
-
-__device__ inline void store4(float* p, const Four& v, int left) {
-    if (is_vector(p, left)) {
+    __device__ static void store(float* p, const Four& v, int left) {
         *reinterpret_cast<float4*>(p) = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]);
-    } else {
+    }
+};
+
+struct Ragged {
+    __device__ static Four load(const float* p, int left) {
+        Four v;
+        for (int k = 0; k < 4; k++) v.x[k] = k < left ? p[k] : 0.0f;
+        return v;
+    }
+    __device__ static void store(float* p, const Four& v, int left) {
         for (int k = 0; k < 4 && k < left; k++) p[k] = v.x[k];
     }
+};
+
+template <class Body>
+__device__ inline void by_alignment(bool aligned, Body body) {
+    if (aligned) body(Aligned()); else body(Ragged());
 }
 
-// A thread that walks down one column of an (N, C) matrix, eight rows at a time, writes them to the transposed (C, N)
-// matrix with this: eight consecutive floats are one whole 32-byte sector, so no detour through shared memory is needed.
-constexpr int COLUMN_ROWS = 8;
+__device__ inline bool is_aligned(const float* p) { return (reinterpret_cast<size_t>(p) & 15) == 0; }
 
-__device__ inline void store_transposed(float* p, const float (&v)[COLUMN_ROWS], int left) {
-    for (int r = 0; r < COLUMN_ROWS; r += 4) store4(p + r, Four{v[r], v[r + 1], v[r + 2], v[r + 3]}, left - r);
+// A matrix is transposed by tiles of 64 x 64 that wait in shared memory, so that reads and writes are both of whole lines.
+// A block has TILE_THREADS x TILE_THREADS threads; thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and in
+// each the vectors of four floats x, x + TILE_THREADS, ...
+constexpr int TILE = 64;
+constexpr int TILE_THREADS = WARP_SIZE > 1 ? 16 : 1;
+constexpr int TILE_ROWS = TILE / TILE_THREADS;
+constexpr int TILE_VECTORS = TILE / 4 / TILE_THREADS;
+
+struct Tile {
+    float at[TILE][TILE + 1];  // a row longer, so that a column lies in different banks
+
+    __device__ void put(int row, int column, const Four& v) {
+        for (int k = 0; k < 4; k++) at[row][column + k] = v.x[k];
+    }
+};
+
+// Writes the tile that was read at row n0 and column i0 of an (N, C) matrix to the transposed (C, N) matrix. The caller
+// puts a barrier before.
+__device__ inline void store_transposed(float* out_T, const Tile& tile, int n0, int i0, int N, int C) {
+    by_alignment(N % 4 == 0, [&](auto memory) {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const int column = threadIdx.y + r * TILE_THREADS;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                const int row = 4 * (threadIdx.x + c * TILE_THREADS);
+                Four v;
+                for (int k = 0; k < 4; k++) v.x[k] = tile.at[row + k][column];
+                if (i0 + column < C && n0 + row < N) {
+                    memory.store(out_T + (size_t)(i0 + column) * N + n0 + row, v, N - n0 - row);
+                }
+            }
+        }
+    });
 }

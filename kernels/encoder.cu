@@ -3,7 +3,7 @@
 // Memory-bound: forward reads two rows and writes one for each position.
 //
 // Adding rows to dwte with float atomics would sum in another order on every run. Instead the positions come sorted by
-// token (`order`), so each token's positions are neighbours and one block adds them up from first to last.
+// token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
 #include "common.cuh"
 
 // One warp a position. Block: (WARP_SIZE, positions).
@@ -14,26 +14,37 @@ extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, co
     const float* token = wte + (size_t)inp[n] * C;
     const float* position = wpe + (size_t)(n % T) * C;
     float* row = out + (size_t)n * C;
-    for (int i = 4 * threadIdx.x; i < C; i += 4 * WARP_SIZE) {
-        Four a = load4(token + i, C - i);
-        const Four b = load4(position + i, C - i);
-        for (int k = 0; k < 4; k++) a.x[k] += b.x[k];
-        store4(row + i, a, C - i);
-    }
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        for (int i = 4 * threadIdx.x; i < C; i += 4 * WARP_SIZE) {
+            Four a = memory.load(token + i, C - i);
+            const Four b = memory.load(position + i, C - i);
+            for (int k = 0; k < 4; k++) a.x[k] += b.x[k];
+            memory.store(row + i, a, C - i);
+        }
+    });
 }
 
-// Block x of the grid stands at place x of the sorted order and works only if a new token begins there.
-// A thread owns the channels i of grid column y. order (N) lists positions, those of equal tokens together.
+// order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,
+// and 0 at the others. Block x stands at place x of that order and works only where a token begins. Block:
+// (WARP_SIZE channels of grid column y, lanes); lane y adds up every blockDim.y-th position.
 extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, const int* inp, const int* order,
-                                               int N, int C) {
-    const int first = blockIdx.x;
-    const int token = inp[order[first]];
-    if (first > 0 && inp[order[first - 1]] == token) return;
-    const int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= C) return;
+                                               const int* count, int C) {
+    __shared__ float of_lane[32][WARP_SIZE];
+    const int positions = count[blockIdx.x];
+    if (positions == 0) return;
+    const int* position = order + blockIdx.x;
+    const int i = blockIdx.y * WARP_SIZE + threadIdx.x;
     float sum = 0.0f;
-    for (int j = first; j < N && inp[order[j]] == token; j++) sum += dout[(size_t)order[j] * C + i];
-    dwte[(size_t)token * C + i] += sum;
+    if (i < C) {
+#pragma unroll 4
+        for (int j = threadIdx.y; j < positions; j += blockDim.y) sum += dout[(size_t)position[j] * C + i];
+    }
+    of_lane[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || i >= C) return;
+    float total = 0.0f;
+    for (int y = 0; y < blockDim.y && y < positions; y++) total += of_lane[y][threadIdx.x];
+    dwte[(size_t)inp[position[0]] * C + i] += total;
 }
 
 // Block (t, y), thread: one channel of one position, summed over the batch in order.

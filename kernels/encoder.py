@@ -1,5 +1,7 @@
 """Token and position embeddings: the launchers of encoder.cu."""
 
+import numpy as np
+
 from llmc import device
 from llmc.device import ceil_div
 
@@ -14,13 +16,25 @@ def encoder_forward(out, inp, wte, wpe, B: int, T: int, C: int) -> None:
     )
 
 
-def encoder_backward(dwte, dwpe, dout, inp, order, B: int, T: int, C: int) -> None:
+def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
     """dwte (Vp,C) += rows of dout (B,T,C) summed by token; dwpe (maxT,C) += dout summed over B.
 
-    order (B*T) int32 lists the positions of inp (B,T) sorted by token, earlier positions first:
-    `np.argsort(inp, axis=None, kind="stable")`.
+    order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
-    block = 128
-    columns = ceil_div(C, block)
-    cu.wte_backward_kernel((B * T, columns), (block,), (dwte, dout, inp, order, B * T, C))
-    cu.wpe_backward_kernel((T, columns), (block,), (dwpe, dout, B, T, C))
+    warp, block = device.warp_size(), 128
+    cu.wte_backward_kernel(
+        (B * T, ceil_div(C, warp)), (warp, device.block(256) // device.block(warp)), (dwte, dout, inp, order, count, C)
+    )
+    cu.wpe_backward_kernel((T, ceil_div(C, block)), (block,), (dwpe, dout, B, T, C))
+
+
+def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """order: the positions of tokens (any shape, below 65536), sorted by token, equal ones in their order; count: at
+    the place in that order where a token begins, how many positions hold it, and 0 elsewhere. int32 (tokens.size,)."""
+    flat = tokens.reshape(-1).astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    in_order = flat[order]
+    first = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])
+    count = np.zeros(flat.size, np.int32)
+    count[first] = np.diff(np.r_[first, flat.size])
+    return order, count

@@ -17,39 +17,59 @@ extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, con
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const size_t at = (size_t)blockIdx.x * C + i;
-    Four x = load4(inp + at, C - i);
-    const Four b = load4(bias + i, C - i);
-    for (int k = 0; k < 4; k++) {
-        const float u = x.x[k] + b.x[k];
-        x.x[k] = u * gelu_sigmoid(u);
-    }
-    store4(out + at, x, C - i);
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        Four x = memory.load(inp + at, C - i);
+        const Four b = memory.load(bias + i, C - i);
+        for (int k = 0; k < 4; k++) {
+            const float u = x.x[k] + b.x[k];
+            x.x[k] = u * gelu_sigmoid(u);
+        }
+        memory.store(out + at, x, C - i);
+    });
 }
 
-// A thread owns a column of grid column x and walks down the `rows` rows of chunk y. dout (N,C) becomes dinp in place,
-// out_T (C,N) is set to the transposed gelu(inp + bias), partials (gridDim.y, C) to the chunks' sums of dinp.
+// A block takes the 64 columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout (N,C) becomes
+// dinp in place, out_T (C,N) is set to the transposed gelu(inp + bias), partials (gridDim.y, C) to the sums of dinp.
 extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float* partials, const float* inp,
                                                 const float* bias, int N, int C, int rows) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= C) return;
-    const int begin = blockIdx.y * rows, end = min(N, begin + rows);
-    const float b = bias[i];
-    float sum = 0.0f;
-    for (int n0 = begin; n0 < end; n0 += COLUMN_ROWS) {
-        float out[COLUMN_ROWS];
+    __shared__ Tile tile;
+    const int i0 = blockIdx.x * TILE, begin = blockIdx.y * rows, end = min(N, begin + rows);
+    Four sums[TILE_VECTORS] = {};
+
+    for (int n0 = begin; n0 < end; n0 += TILE) {
+        by_alignment(C % 4 == 0, [&](auto memory) {
 #pragma unroll
-        for (int k = 0; k < COLUMN_ROWS; k++) {
-            out[k] = 0.0f;
-            if (n0 + k >= end) continue;
-            const size_t at = (size_t)(n0 + k) * C + i;
-            const float x = inp[at] + b, s = gelu_sigmoid(x);
-            const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
-            const float d = dout[at] * (s + x * s * (1.0f - s) * slope);
-            dout[at] = d;
-            out[k] = x * s;
-            sum += d;
-        }
-        store_transposed(out_T + (size_t)i * N + n0, out, end - n0);
+            for (int r = 0; r < TILE_ROWS; r++) {
+                const int row = threadIdx.y + r * TILE_THREADS;
+                for (int c = 0; c < TILE_VECTORS; c++) {
+                    const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
+                    if (n0 + row >= end || i >= C) continue;
+                    const size_t at = (size_t)(n0 + row) * C + i;
+                    Four x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
+                    const Four b = memory.load(bias + i, C - i);
+                    for (int k = 0; k < 4; k++) {
+                        const float u = x.x[k] + b.x[k], s = gelu_sigmoid(u);
+                        const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * u * u);
+                        d.x[k] *= s + u * s * (1.0f - s) * slope;
+                        x.x[k] = u * s;
+                        sums[c].x[k] += d.x[k];
+                    }
+                    memory.store(dout + at, d, C - i);
+                    tile.put(row, column, x);
+                }
+            }
+        });
+        __syncthreads();
+        store_transposed(out_T, tile, n0, i0, N, C);
+        __syncthreads();
     }
-    partials[(size_t)blockIdx.y * C + i] = sum;
+
+    // The threads of a column of the block have sums of the same 64 columns of the matrix: the tile brings them together.
+    for (int c = 0; c < TILE_VECTORS; c++) tile.put(threadIdx.y, 4 * (threadIdx.x + c * TILE_THREADS), sums[c]);
+    __syncthreads();
+    for (int column = threadIdx.y * TILE_THREADS + threadIdx.x; column < TILE; column += TILE_THREADS * TILE_THREADS) {
+        float total = 0.0f;
+        for (int y = 0; y < TILE_THREADS; y++) total += tile.at[y][column];
+        if (i0 + column < C) partials[(size_t)blockIdx.y * C + i0 + column] = total;
+    }
 }

@@ -3,7 +3,7 @@
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - mean(g) - n * mean(g * n));  dweight += sum_rows(dout * n);  dbias += sum_rows(dout)
 // Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory;
-// backward reads dout, x and the old dx and writes dx and the transposed n * weight + bias.
+// backward reads dout, x and the old dx and writes dx.
 #include "common.cuh"
 
 // One warp a row. Block: (WARP_SIZE, rows); shared memory: C floats a row, each lane touching only its own.
@@ -16,101 +16,134 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
     const int n = blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= N) return;
     const int lane = threadIdx.x;
-    float* row = rows + threadIdx.y * ceil_div(C, 4) * 4;
+    float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
     const size_t start = (size_t)n * C;
 
-    float sum = 0.0f;
-    for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-        Four x = load4(inp1 + start + i, C - i);
-        if (inp2 != nullptr) {
-            const Four y = load4(inp2 + start + i, C - i), b = load4(bias2 + i, C - i);
-            for (int k = 0; k < 4; k++) x.x[k] += y.x[k] + b.x[k];
-            store4(residual + start + i, x, C - i);
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+            Four x = memory.load(inp1 + start + i, C - i);
+            if (inp2 != nullptr) {
+                const Four y = memory.load(inp2 + start + i, C - i), b = memory.load(bias2 + i, C - i);
+                for (int k = 0; k < 4; k++) x.x[k] += y.x[k] + b.x[k];
+                memory.store(residual + start + i, x, C - i);
+            }
+            Aligned::store(row + i, x, 4);
+            sum += (x.x[0] + x.x[1]) + (x.x[2] + x.x[3]);
         }
-        store4(row + i, x, 4);
-        sum += (x.x[0] + x.x[1]) + (x.x[2] + x.x[3]);
-    }
-    const float m = warp_sum(sum) / C;
+        const float m = warp_sum(sum) / C;
 
-    sum = 0.0f;
-    for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-        const Four x = load4(row + i, 4);
-        for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
-    }
-    const float s = rsqrtf(warp_sum(sum) / C + 1e-5f);
+        sum = 0.0f;
+        for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+            const Four x = Aligned::load(row + i, 4);
+            for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
+        }
+        const float s = rsqrtf(warp_sum(sum) / C + 1e-5f);
 
-    for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-        Four x = load4(row + i, 4);
-        const Four w = load4(weight + i, C - i), b = load4(bias + i, C - i);
-        for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m) * w.x[k] + b.x[k];
-        store4(out + start + i, x, C - i);
-    }
-    if (lane == 0) {
-        mean[n] = m;
-        rstd[n] = s;
-    }
+        for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+            Four x = Aligned::load(row + i, 4);
+            const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
+            for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m) * w.x[k] + b.x[k];
+            memory.store(out + start + i, x, C - i);
+        }
+        if (lane == 0) {
+            mean[n] = m;
+            rstd[n] = s;
+        }
+    });
 }
 
-// One block takes `rows` rows, MOST_ROWS at a time: first a warp a row finds the two means, then a thread a column walks
-// down the rows. The columns' sums go to partials (gridDim.x, 3, C): of dout * n, of dout, and of the new dx, which is
-// the bias gradient of the projection that fed the residual stream; add_partials_kernel (reduce.cu) adds them up.
-// dx (N,C) is added to; out_T (C,N) is set to the transposed forward output, for the weight gradient that follows.
-constexpr int MOST_ROWS = 32;
+// One block takes `rows` rows, MOST_ROWS at a time: first a warp a row finds the two means, then a thread with four
+// columns walks down the rows. dinp (N,C) is added to. The columns' sums go to partials (gridDim.x, 3, C): of dout * n,
+// of dout, and of the new dinp, which is the bias gradient of the projection that fed the residual stream.
+constexpr int MOST_ROWS = 64;
 
-extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partials, float* out_T, const float* dout,
-                                                     const float* inp, const float* weight, const float* bias,
-                                                     const float* mean, const float* rstd, int N, int C, int rows) {
+extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partials, const float* dout, const float* inp,
+                                                     const float* weight, const float* mean, const float* rstd,
+                                                     int N, int C, int rows) {
     __shared__ float mean_g[MOST_ROWS], mean_gn[MOST_ROWS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    const int block_end = min(N, (int)(blockIdx.x + 1) * rows);
-    float* dweight = partials + (size_t)blockIdx.x * 3 * C;
-    float *dbias = dweight + C, *dsum = dbias + C;
+    const int block_begin = blockIdx.x * rows, block_end = min(N, block_begin + rows);
+    float* sums = partials + (size_t)blockIdx.x * 3 * C;
 
-    for (int begin = blockIdx.x * rows; begin < block_end; begin += MOST_ROWS) {
-        const int count = min(MOST_ROWS, block_end - begin);
-        for (int r = warp; r < count; r += warps) {
-            const size_t start = (size_t)(begin + r) * C;
-            const float m = mean[begin + r], s = rstd[begin + r];
-            float sum_g = 0.0f, sum_gn = 0.0f;
-            for (int i = lane; i < C; i += WARP_SIZE) {
-                const float g = dout[start + i] * weight[i];
-                sum_g += g;
-                sum_gn += g * (inp[start + i] - m) * s;
-            }
-            sum_g = warp_sum(sum_g);
-            sum_gn = warp_sum(sum_gn);
-            if (lane == 0) {
-                mean_g[r] = sum_g / C;
-                mean_gn[r] = sum_gn / C;
-            }
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < C; i += blockDim.x) {
-            const float w = weight[i], b = bias[i];
-            const bool first = begin == blockIdx.x * rows;
-            float sum_dw = first ? 0.0f : dweight[i], sum_db = first ? 0.0f : dbias[i], sum_dx = first ? 0.0f : dsum[i];
-            for (int r0 = 0; r0 < count; r0 += COLUMN_ROWS) {
-                float out[COLUMN_ROWS];
-#pragma unroll
-                for (int k = 0; k < COLUMN_ROWS; k++) {
-                    const int r = r0 + k;
-                    out[k] = 0.0f;
-                    if (r >= count) continue;
-                    const size_t at = (size_t)(begin + r) * C + i;
-                    const float n = (inp[at] - mean[begin + r]) * rstd[begin + r], d = dout[at];
-                    const float dx = dinp[at] + rstd[begin + r] * (d * w - mean_g[r] - n * mean_gn[r]);
-                    dinp[at] = dx;
-                    out[k] = n * w + b;
-                    sum_dw += d * n;
-                    sum_db += d;
-                    sum_dx += dx;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        for (int begin = block_begin; begin < block_end; begin += MOST_ROWS) {
+            const int count = min(MOST_ROWS, block_end - begin);
+            for (int r = warp; r < count; r += warps) {
+                const size_t start = (size_t)(begin + r) * C;
+                const float m = mean[begin + r], s = rstd[begin + r];
+                float sum_g = 0.0f, sum_gn = 0.0f;
+#pragma unroll 4
+                for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+                    const Four d = memory.load(dout + start + i, C - i), x = memory.load(inp + start + i, C - i);
+                    const Four w = memory.load(weight + i, C - i);
+                    for (int k = 0; k < 4; k++) {
+                        const float g = d.x[k] * w.x[k];  // 0 past the end of the row, where d is
+                        sum_g += g;
+                        sum_gn += g * (x.x[k] - m) * s;
+                    }
                 }
-                store_transposed(out_T + (size_t)i * N + begin + r0, out, count - r0);
+                sum_g = warp_sum(sum_g);
+                sum_gn = warp_sum(sum_gn);
+                if (lane == 0) {
+                    mean_g[r] = sum_g / C;
+                    mean_gn[r] = sum_gn / C;
+                }
             }
-            dweight[i] = sum_dw;
-            dbias[i] = sum_db;
-            dsum[i] = sum_dx;
+            __syncthreads();
+            for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
+                const Four w = memory.load(weight + i, C - i);
+                Four sum_dw = {}, sum_db = {}, sum_dx = {};
+                if (begin > block_begin) {  // go on with the sums of the rows before
+                    sum_dw = memory.load(sums + i, C - i);
+                    sum_db = memory.load(sums + C + i, C - i);
+                    sum_dx = memory.load(sums + 2 * C + i, C - i);
+                }
+#pragma unroll 4
+                for (int r = 0; r < count; r++) {
+                    const size_t at = (size_t)(begin + r) * C + i;
+                    const Four d = memory.load(dout + at, C - i), x = memory.load(inp + at, C - i);
+                    Four dx = memory.load(dinp + at, C - i);
+                    const float m = mean[begin + r], s = rstd[begin + r], mg = mean_g[r], mgn = mean_gn[r];
+                    for (int k = 0; k < 4; k++) {
+                        const float n = (x.x[k] - m) * s;
+                        dx.x[k] += s * (d.x[k] * w.x[k] - mg - n * mgn);
+                        sum_dw.x[k] += d.x[k] * n;
+                        sum_db.x[k] += d.x[k];
+                        sum_dx.x[k] += dx.x[k];
+                    }
+                    memory.store(dinp + at, dx, C - i);
+                }
+                memory.store(sums + i, sum_dw, C - i);
+                memory.store(sums + C + i, sum_db, C - i);
+                memory.store(sums + 2 * C + i, sum_dx, C - i);
+            }
+            __syncthreads();  // the next rows' means overwrite these
         }
-        __syncthreads();  // the next rows' means overwrite these
-    }
+    });
+}
+
+// out_T (C,N) = the transposed output of forward, from its input and the mean and rstd it left. A block takes one tile.
+extern "C" __global__ void layernorm_transposed_kernel(float* out_T, const float* inp, const float* mean,
+                                                       const float* rstd, const float* weight, const float* bias,
+                                                       int N, int C) {
+    __shared__ Tile tile;
+    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const int row = threadIdx.y + r * TILE_THREADS, n = n0 + row;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
+                if (n >= N || i >= C) continue;
+                Four x = memory.load(inp + (size_t)n * C + i, C - i);
+                const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
+                for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - mean[n]) * w.x[k] + b.x[k];
+                tile.put(row, column, x);
+            }
+        }
+    });
+    __syncthreads();
+    store_transposed(out_T, tile, n0, i0, N, C);
 }

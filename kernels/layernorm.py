@@ -24,7 +24,7 @@ def fused_residual_forward(
 
 def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
     row_bytes = 16 * ceil_div(C, 4)
-    rows = max(1, min(8, (48 << 10) // row_bytes))
+    rows = max(1, min(4, (48 << 10) // row_bytes))
     cu.layernorm_forward_kernel(
         (ceil_div(N, rows),),
         (device.warp_size(), rows),
@@ -34,19 +34,26 @@ def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N
 
 
 def layernorm_backward(
-    dinp, dweight, dbias, dbias2, out_T, scratch, dout, inp, weight, bias, mean, rstd, B: int, T: int, C: int
+    dinp, dweight, dbias, dbias2, scratch, dout, inp, weight, mean, rstd, B: int, T: int, C: int
 ) -> None:
     """dinp (B,T,C) += the gradient of the layernorm's input; dweight, dbias (C) += those of its parameters.
 
     dbias2 (C) += the column sums of the new dinp: the gradient of `bias2` of the projection that was added in front
-    (None where there is none). out_T (C,B*T) is set to the layernorm's output, transposed.
-    dout (B,T,C) is the gradient of the output, inp the input; scratch holds (MOST_PARTIALS, 3C) floats.
+    (None where there is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds
+    (MOST_PARTIALS, 3C) floats.
     """
-    rows = rows_per_chunk(B * T, at_least=8)
+    rows = rows_per_chunk(B * T)
     chunks = ceil_div(B * T, rows)
+    block = device.block(min(256, 32 * ceil_div(C, 128)))
     cu.layernorm_backward_kernel(
-        (chunks,),
-        (device.block(256),),
-        (dinp, scratch, out_T, dout, inp, weight, bias, mean, rstd, B * T, C, rows),
+        (chunks,), (block,), (dinp, scratch, dout, inp, weight, mean, rstd, B * T, C, rows)
     )
     add_partials([dweight, dbias, dbias2], scratch, chunks, C)
+
+
+def layernorm_transposed(out_T, inp, weight, bias, mean, rstd, B: int, T: int, C: int) -> None:
+    """out_T (C,B*T) = the output of layernorm_forward, transposed, from its input and the mean and rstd it left."""
+    side = device.block(16)
+    cu.layernorm_transposed_kernel(
+        (ceil_div(C, 64), ceil_div(B * T, 64)), (side, side), (out_T, inp, mean, rstd, weight, bias, B * T, C)
+    )

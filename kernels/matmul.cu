@@ -7,18 +7,28 @@ extern "C" __global__ void add_bias_kernel(float* out, const float* bias, int OC
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= OC) return;
     float* p = out + (size_t)blockIdx.x * OC + i;
-    Four x = load4(p, OC - i);
-    const Four b = load4(bias + i, OC - i);
-    for (int k = 0; k < 4; k++) x.x[k] += b.x[k];
-    store4(p, x, OC - i);
+    by_alignment(OC % 4 == 0, [&](auto memory) {
+        Four x = memory.load(p, OC - i);
+        const Four b = memory.load(bias + i, OC - i);
+        for (int k = 0; k < 4; k++) x.x[k] += b.x[k];
+        memory.store(p, x, OC - i);
+    });
 }
 
-// out (C, N) = inp (N, C)^T. A thread owns a column of grid column x and eight rows of grid row y.
+// out (C, N) = inp (N, C)^T. A block takes one tile.
 extern "C" __global__ void transpose_kernel(float* out, const float* inp, int N, int C) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, n0 = blockIdx.y * COLUMN_ROWS;
-    if (i >= C) return;
-    float v[COLUMN_ROWS];
+    __shared__ Tile tile;
+    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    by_alignment(C % 4 == 0, [&](auto memory) {
 #pragma unroll
-    for (int k = 0; k < COLUMN_ROWS; k++) v[k] = n0 + k < N ? inp[(size_t)(n0 + k) * C + i] : 0.0f;
-    store_transposed(out + (size_t)i * N + n0, v, N - n0);
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const int row = threadIdx.y + r * TILE_THREADS;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
+                if (n0 + row < N && i < C) tile.put(row, column, memory.load(inp + (size_t)(n0 + row) * C + i, C - i));
+            }
+        }
+    });
+    __syncthreads();
+    store_transposed(out, tile, n0, i0, N, C);
 }

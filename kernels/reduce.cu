@@ -3,15 +3,20 @@
 #include "common.cuh"
 
 // Columns of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of inp.
-// A thread owns one column of grid column x; grid row y is the chunk of `rows` rows.
+// A thread owns four columns of grid column x; grid row y is the chunk of `rows` rows.
 extern "C" __global__ void column_partials_kernel(float* partials, const float* inp, int N, int C, int rows) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const int begin = blockIdx.y * rows, end = min(N, begin + rows);
-    float sum = 0.0f;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        Four sum = {};
 #pragma unroll 8
-    for (int n = begin; n < end; n++) sum += inp[(size_t)n * C + i];
-    partials[(size_t)blockIdx.y * C + i] = sum;
+        for (int n = begin; n < end; n++) {
+            const Four x = memory.load(inp + (size_t)n * C + i, C - i);
+            for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
+        }
+        memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);
+    });
 }
 
 // out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to S = 3 outputs (C), one for each grid
@@ -24,6 +29,7 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     const int i = blockIdx.x * WARP_SIZE + threadIdx.x;
     float sum = 0.0f;
     if (i < C) {
+#pragma unroll 8
         for (int p = threadIdx.y; p < P; p += blockDim.y) sum += partials[((size_t)p * gridDim.y + blockIdx.y) * C + i];
     }
     of_lane[threadIdx.y][threadIdx.x] = sum;
@@ -38,8 +44,11 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
 extern "C" __global__ void squares_partials_kernel(float* partials, const float* x, size_t n) {
     float sum = 0.0f;
     for (size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += 4 * (size_t)gridDim.x * blockDim.x) {
-        const Four v = load4(x + i, n - i < 4 ? (int)(n - i) : 4);
-        for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
+        const int left = n - i < 4 ? (int)(n - i) : 4;
+        by_alignment(left == 4 && is_aligned(x), [&](auto memory) {
+            const Four v = memory.load(x + i, left);
+            for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
+        });
     }
     const float total = block_sum(sum);
     if (threadIdx.x == 0) partials[blockIdx.x] = total;

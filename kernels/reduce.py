@@ -7,12 +7,12 @@ from llmc.device import ceil_div
 
 cu = device.source(__file__)
 
-MOST_PARTIALS = 512  # partial sums a column at most: what scratch buffers must hold
+MOST_PARTIALS = 256  # partial sums a column at most: what scratch buffers must hold
 
 
-def rows_per_chunk(N: int, at_least: int) -> int:
-    """Rows that one block adds up when N rows are shared out: a multiple of 8, so that at most MOST_PARTIALS remain."""
-    return max(at_least, 8 * ceil_div(N, 8 * MOST_PARTIALS))
+def rows_per_chunk(N: int, multiple: int = 1) -> int:
+    """Rows that one block adds up when N rows are shared out so that at most MOST_PARTIALS chunks remain."""
+    return multiple * ceil_div(N, multiple * MOST_PARTIALS)
 
 
 def add_partials(outs: list, partials, P: int, C: int) -> None:
@@ -20,15 +20,15 @@ def add_partials(outs: list, partials, P: int, C: int) -> None:
     warp = device.warp_size()
     padded = (*outs, None, None)[:3]
     cu.add_partials_kernel(
-        (ceil_div(C, warp), len(outs)), (warp, device.block(256) // device.block(warp)), (*padded, partials, P, C)
+        (ceil_div(C, warp), len(outs)), (warp, device.block(1024) // device.block(warp)), (*padded, partials, P, C)
     )
 
 
 def column_sum(out, scratch, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
-    block, rows = 256, rows_per_chunk(N, at_least=32)
+    block, rows = 64, rows_per_chunk(N)
     chunks = ceil_div(N, rows)
-    cu.column_partials_kernel((ceil_div(C, block), chunks), (block,), (scratch, inp, N, C, rows))
+    cu.column_partials_kernel((ceil_div(C, 4 * block), chunks), (block,), (scratch, inp, N, C, rows))
     add_partials([out], scratch, chunks, C)
 
 

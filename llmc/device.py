@@ -92,6 +92,7 @@ class CudaDevice:
         self.cupy = cupy
         self.properties = runtime.getDeviceProperties(runtime.getDevice())
         self.name = self.properties["name"].decode()
+        self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
         self.modules = {}
         # A stream of our own: the default one can not be captured into a graph.
@@ -242,6 +243,7 @@ def check_cublas(status: int) -> None:
 class CpuDevice:
     kind = "cpu"
     tf32 = False
+    shared_memory = 48 << 10
 
     def __init__(self):
         self.modules = {}
@@ -387,6 +389,11 @@ def block(threads: int) -> int:
     """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but one
     where a warp is a single thread, so that on the CPU nobody waits for anybody."""
     return _device.block(threads)
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block can have."""
+    return _device.shared_memory
 
 
 def use_tf32(on: bool) -> bool:
