@@ -1,7 +1,7 @@
 """The CPU device: CUDA kernel files compiled by the system's C++ compiler and run on NumPy arrays.
 
-`cuda_on_cpu.h` makes a `.cu` file C++, `runtime.cpp` runs grids, blocks and threads, `compiler.py` builds and caches both,
-and `launch.py` calls a kernel with checked arguments. The environment variables that they read:
+`cuda_on_cpu.h` makes a `.cu` file C++, `runtime.cpp` runs grids, blocks and threads, `compiler.py` builds and caches
+both, and `launch.py` calls a kernel with checked arguments. The environment variables that they read:
 
     CXX                   the compiler; else g++ or clang++, whichever is found first
     LLMC_CPU_CXXFLAGS     further compiler flags
@@ -9,8 +9,9 @@ and `launch.py` calls a kernel with checked arguments. The environment variables
     LLMC_CPU_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (Python needs their libraries preloaded)
     LLMC_CPU_WARP         lanes in a warp, 1 (default) or 32. A file that says `#define WARP_SIZE 32` has 32 in any case
     LLMC_CPU_THREADS      worker threads; by default one for each core that the process may use
-    LLMC_CPU_ORDER        forward (default), backward or shuffled: the order of a block's threads between two waits and of
-                          a grid's blocks. A kernel whose result depends on it lacks a barrier
+    LLMC_CPU_ORDER        forward (default), backward or shuffled: the order of a block's threads between two waits, and
+                          of a grid's blocks. A kernel whose result depends on it lacks a barrier. Backward and shuffled
+                          also fill shared memory with NaNs before each block
     LLMC_CACHE_DIR        where compiled files are kept; by default llm.cupy in $XDG_CACHE_HOME or ~/.cache
 """
 

@@ -50,7 +50,7 @@ def compile_source(path: str | Path) -> Module:
 
 
 def compile_all(paths) -> list[Module]:
-    """compile_source for several files, as many at a time as there are cores. Returns the modules in the files' order."""
+    """compile_source for several files, as many at a time as there are cores; the modules in the files' order."""
     _build_runtime()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(compile_source, paths))
@@ -127,17 +127,17 @@ def _run(command: list[str], text: str, path: Path) -> str:
     return done.stdout
 
 
-def _compiler() -> tuple[list[str], str]:
+def _compiler() -> tuple[tuple[str, ...], str]:
     return _find_compiler(os.environ.get("CXX", ""))
 
 
 @functools.cache
-def _find_compiler(wish: str) -> tuple[list[str], str]:
+def _find_compiler(wish: str) -> tuple[tuple[str, ...], str]:
     """The compiler's command and what it says of its version."""
     for command in [shlex.split(wish)] if wish else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-            return command, version
+            return tuple(command), version
     looked_for = f"the compiler that CXX names, {wish}," if wish else "a C++ compiler (g++ or clang++)"
     raise UserError(f"the CPU device needs {looked_for} and finds none: install one, on Debian or Ubuntu with "
                     "`apt-get install g++`")
@@ -175,7 +175,8 @@ def _with_launch_stubs(path: Path, compile_flags: list[str]) -> str:
     text = LAUNCH_BOUNDS.sub(r"@\1@", text)
     stubs, manifest = [], {}
     for bounds_before, bounds_after, name, declared in KERNEL.findall(text):
-        parameters = [Parameter.parse(one, name, path) for one in declared.split(",") if one.split() not in ([], ["void"])]
+        declarations = [] if declared.strip() in ("", "void") else declared.split(",")
+        parameters = [Parameter.parse(declaration, name, path) for declaration in declarations]
         manifest[name] = [[p.name, p.type] for p in parameters]
         max_threads = (bounds_before or bounds_after or "0").split(",")[0]
         stubs.append(f"""

@@ -120,8 +120,8 @@ def _pointer_converter(where: str, kind: str) -> Callable:
 class Kernel:
     """kernel(grid, block, args, shared_mem=0) runs it and returns when it is done.
 
-    grid, block: an int or 1 to 3 of them. args: one for each parameter; NumPy arrays (C-contiguous, of the pointer's type;
-    None for a null pointer), Python or NumPy ints, numpy.float32. shared_mem: bytes of dynamic shared memory.
+    grid, block: an int or 1 to 3 of them. args: one for each parameter; NumPy arrays (C-contiguous, of the pointer's
+    type; None for a null pointer), Python or NumPy ints, numpy.float32. shared_mem: bytes of dynamic shared memory.
     Raises TypeError for arguments that do not fit the parameters, KernelError where the launch fails.
     """
 
@@ -150,8 +150,7 @@ class Kernel:
     def _explain(self, grid, block, shared_mem, values) -> None:
         for size in (*_three(grid), *_three(block), shared_mem):
             if not isinstance(size, (int, np.integer)) or not 0 <= size <= SIZE_LIMIT:
-                raise TypeError(f"{self.name}: cannot be launched with grid {grid}, block {block}, {shared_mem} bytes of "
-                                "shared memory")
+                raise TypeError(f"{self.name} takes no grid {grid}, block {block}, shared_mem {shared_mem}")
         for parameter, value in zip(self.parameters, values, strict=True):
             if not parameter.type.endswith("*"):
                 try:

@@ -40,3 +40,4 @@ extern "C" __global__ void copy_kernel(float* out, const float* x, int N) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < N) out[i] = x[i];
 }
+extern "C" __global__ void fill_kernel(float* out, float value) { out[threadIdx.x] = value; }

@@ -44,9 +44,10 @@ extern "C" __global__ void off_by_one_kernel(float* out, int N) {
 
 extern "C" __global__ void shared_off_by_one_kernel(float* out, int N) {
     __shared__ float shared[64];
-    for (int i = threadIdx.x; i <= N; i += blockDim.x) shared[i] = 1.0f;
+    float* p = shared;
+    for (int i = threadIdx.x; i <= N; i += blockDim.x) p[i] = 1.0f;
     __syncthreads();
-    out[threadIdx.x] = shared[threadIdx.x];
+    if (threadIdx.x == 0) out[0] = p[0];
 }
 
 extern "C" __global__ void wild_pointer_kernel(float* out, size_t offset) { out[offset] = 1.0f; }

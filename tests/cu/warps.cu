@@ -1,0 +1,109 @@
+// What lanes exchange, each kernel on one block of any size and shape.
+#define WARP_SIZE 32
+
+static __device__ int thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+
+// out (7, threads): the five shuffles and the two reductions of x (threads).
+extern "C" __global__ void exchange_kernel(float* out, const float* x, int argument, int width) {
+    int t = thread_number(), n = blockDim.x * blockDim.y * blockDim.z;
+    float v = x[t];
+    out[t] = __shfl_sync(0xffffffff, v, argument, width);
+    out[n + t] = __shfl_xor_sync(0xffffffff, v, argument, width);
+    out[2 * n + t] = __shfl_up_sync(0xffffffff, v, argument, width);
+    out[3 * n + t] = __shfl_down_sync(0xffffffff, v, argument, width);
+    float by_shuffles = v;
+    for (int distance = 16; distance > 0; distance /= 2) by_shuffles += __shfl_xor_sync(0xffffffff, by_shuffles, distance);
+    out[4 * n + t] = by_shuffles;
+    out[5 * n + t] = cpu_warp_sum(v);
+    out[6 * n + t] = cpu_warp_max(v);
+}
+
+extern "C" __global__ void vote_kernel(unsigned* out, const int* x) {
+    int t = threadIdx.x, n = blockDim.x;
+    out[t] = __ballot_sync(0xffffffff, x[t] > 0);
+    out[n + t] = __any_sync(0xffffffff, x[t] > 0);
+    out[2 * n + t] = __all_sync(0xffffffff, x[t] > 0);
+    out[3 * n + t] = __activemask();
+    out[4 * n + t] = __syncthreads_count(x[t] > 0);
+    out[5 * n + t] = __syncthreads_or(x[t] > 0);
+    out[6 * n + t] = __syncthreads_and(x[t] > 0);
+}
+
+// The halves of a warp exchange a different number of times, each among themselves, then all together.
+extern "C" __global__ void halves_kernel(int* out) {
+    int lane = threadIdx.x % 32, v = threadIdx.x;
+    if (lane < 16) {
+        for (int i = 0; i < 3; i++) v = __shfl_xor_sync(0x0000ffff, v, 1);
+    } else {
+        v = __shfl_xor_sync(0xffff0000, v, 8);
+    }
+    __syncwarp();
+    out[threadIdx.x] = __shfl_sync(0xffffffff, v, 31 - lane);
+}
+
+// Everybody receives everybody's pair: out (threads) = sum of i * (lane i's value), the same in all lanes of a warp.
+extern "C" __global__ void exchange_all_kernel(float* out, const float* x) {
+    struct Pair { float value; int lane; } mine = {x[threadIdx.x], (int)threadIdx.x % 32}, all[32];
+    cpu_warp_exchange(&mine, all, sizeof mine);
+    float sum = 0.0f;
+    for (int i = 0; i < 32; i++) sum += all[i].lane * all[i].value;
+    out[threadIdx.x] = sum;
+}
+
+// Threads return at different times; those that are left still meet. out (threads, 2)
+extern "C" __global__ void early_return_kernel(int* out) {
+    int t = threadIdx.x;
+    if (t % 3 == 1) return;
+    __syncthreads();
+    out[2 * t] = t;
+    if (t < 40) return;
+    __syncwarp();
+    __syncthreads();
+    out[2 * t + 1] = t;
+}
+
+// The block's dynamic shared memory, reversed: n floats.
+extern "C" __global__ void dynamic_shared_kernel(float* out, const float* x, int n) {
+    float* shared = (float*)cpu_dynamic_shared();
+    assert((size_t)shared % 128 == 0);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) shared[i] = x[blockIdx.x * n + i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) out[blockIdx.x * n + i] = shared[n - 1 - i];
+}
+
+// out: 0 float sum, then as bits 1 count, 2 max, 3 min, 4 CAS-built product of 2s modulo 2^32
+extern "C" __global__ void atomics_kernel(float* sum, unsigned* out, int* signs) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    atomicAdd(sum, 1.0f);
+    atomicAdd(&out[0], 1);
+    atomicMax(&out[1], (unsigned)i);
+    atomicMin(&out[2], (unsigned)i);
+    unsigned old = out[3], seen;
+    do {
+        seen = old;
+        old = atomicCAS(&out[3], seen, seen * 3);
+    } while (old != seen);
+    atomicMax(&signs[0], -i);
+    atomicXor(&out[4], 1u << i % 32);
+    atomicInc(&out[5], 6);
+}
+
+extern "C" __global__ void __launch_bounds__(64) index_kernel(int4* out, const float2* __restrict__ unused, long long far,
+                                                              size_t size, unsigned flags, double d) {
+    int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    int threads = blockDim.x * blockDim.y * blockDim.z;
+    out[block * threads + thread_number()] = make_int4(threadIdx.x, threadIdx.y, threadIdx.z, block);
+    if (thread_number() == 0 && block == 0) out[0].w = (int)(far >> 40) + (int)(size >> 40) + (int)(flags >> 31) + (int)d + !unused;
+}
+
+extern "C" __global__ void intrinsics_kernel(float* out, const float* x) {
+    float v = x[threadIdx.x];
+    int n = blockDim.x, t = threadIdx.x;
+    out[t] = rsqrtf(v);
+    out[n + t] = __expf(v) + __logf(v) + __fdividef(v, 3.0f) + __fmaf_rn(v, v, 1.0f);
+    out[2 * n + t] = __uint_as_float(__float_as_uint(v) ^ 0x80000000u) + __int_as_float(__float_as_int(v));
+    out[3 * n + t] = fmaxf(-INFINITY, v) + v / INFINITY + (isinf(-INFINITY) ? 1.0f : 0.0f) + (isnan(INFINITY - INFINITY) ? 2.0f : 0.0f);
+    out[4 * n + t] = max(1, (int)v) + min(2.5f, v) + __popc(0xff) + __clz(1) + __ffs(8) + __umulhi(1u << 31, 4);
+    float4 four = make_float4(v, 2 * v, 3 * v, 4 * v);
+    __stcs(&out[5 * n + t], __ldg(&four).x + __ldcs(&four).y + __ldcg(&four).z + four.w);
+}

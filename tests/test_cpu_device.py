@@ -1,0 +1,496 @@
+"""The CPU device runs CUDA's execution model: grids, blocks, warps, barriers, shuffles, atomics."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc import cpu
+from llmc.cpu import compiler
+from llmc.errors import UserError
+
+CU = Path(__file__).parent / "cu"
+ROOT = Path(__file__).parent.parent
+SANITIZED = os.environ.get("LLMC_CPU_SANITIZE", "0") not in ("", "0")
+
+
+@pytest.fixture(params=["forward", "backward", "shuffled"])
+def order(request, monkeypatch):
+    monkeypatch.setenv("LLMC_CPU_ORDER", request.param)
+    return request.param
+
+
+@pytest.fixture(params=["1", "32"])
+def warp(request, monkeypatch):
+    monkeypatch.setenv("LLMC_CPU_WARP", request.param)
+    return int(request.param)
+
+
+def kernel(file, name):
+    return cpu.compile_source(CU / file).kernel(name)
+
+
+def poisoned(*shape, dtype=np.float32):
+    return np.full(shape, np.nan if dtype == np.float32 else -777, dtype)
+
+
+def random(*shape):
+    return np.random.default_rng(20240326).standard_normal(shape, np.float32)
+
+
+# Execution
+
+
+def test_elementwise_kernel_covers_exactly_its_elements(warp, order):
+    x = random(1000)
+    out = poisoned(1010)
+    kernel("basics.cu", "gelu_kernel")((8,), (128,), (out, x, 1000))
+    v = x.astype(np.float64)
+    # libmvec's tanhf is within 4 ulp
+    expected = 0.5 * v * (1 + np.tanh(0.7978845608 * (v + 0.044715 * v**3)))
+    np.testing.assert_allclose(out[:1000], expected, rtol=0, atol=2e-6)
+    assert np.isnan(out[1000:]).all()
+
+
+@pytest.mark.parametrize("threads", [1, 37, 256, 1024])
+def test_block_reduction_through_shared_memory_and_barriers(threads, warp, order):
+    x = random(33, 771)
+    out = poisoned(33)
+    kernel("basics.cu", "row_sum_kernel")(33, threads, (out, x, 771))
+    np.testing.assert_allclose(out, x.sum(1, dtype=np.float64), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("grid, block", [((3, 2, 2), (4, 3, 2)), ((5,), (64,)), (7, 1), ((1, 6), (2, 31))])
+def test_every_thread_of_every_block_runs_once_with_its_own_index(grid, block, order):
+    g, b = ((*np.atleast_1d(dims), 1, 1)[:3] for dims in (grid, block))
+    out = poisoned(np.prod(g), *b[::-1], 4, dtype=np.int32)
+    kernel("warps.cu", "index_kernel")(grid, block, (out, None, 3 << 40, 2 << 40, 1 << 31, np.float64(5)))
+    assert out[0, 0, 0, 0, 3] == 3 + 2 + 1 + 5 + 1  # every kind of argument arrived
+    out[0, 0, 0, 0, 3] = 0
+    z, y, x = np.indices(b[::-1])
+    assert (out[..., 0] == x).all() and (out[..., 1] == y).all() and (out[..., 2] == z).all()
+    assert (out[..., 3] == np.arange(np.prod(g)).reshape(-1, 1, 1, 1)).all()
+
+
+@pytest.mark.parametrize("block", [32, 96, (8, 4, 2)])
+@pytest.mark.parametrize("argument, width", [(1, 32), (5, 32), (3, 8), (17, 32), (2, 4), (9, 16)])
+def test_shuffles_move_what_cuda_says(block, argument, width, order):
+    n = int(np.prod(block))
+    x, out = random(n), poisoned(7, n)
+    kernel("warps.cu", "exchange_kernel")(1, block, (out, x, argument, width))
+    lane = np.arange(n) % 32
+    warp_start = np.arange(n) - lane
+    segment = lane // width * width
+    up = np.where(lane - segment < argument, lane, lane - argument)
+    down = np.where(lane - segment + argument >= width, lane, lane + argument)
+    xor = np.where((lane ^ argument) // width * width <= segment, lane ^ argument, lane)
+    for row, source in enumerate([segment + argument % width, xor, up, down]):
+        assert (out[row] == x[warp_start + source]).all()
+
+
+def test_warp_sum_and_max_equal_five_shuffles_to_the_last_bit(order):
+    x, out = random(256), poisoned(7, 256)
+    kernel("warps.cu", "exchange_kernel")(1, 256, (out, x, 1, 32))
+    assert (out[4].view(np.int32) == out[5].view(np.int32)).all()
+    assert (out[6].reshape(8, 32) == x.reshape(8, 32).max(1, keepdims=True)).all()
+    butterfly = x.reshape(8, 32)
+    for distance in (16, 8, 4, 2, 1):
+        butterfly = butterfly + butterfly[:, np.arange(32) ^ distance]
+    assert (out[5] == butterfly.reshape(-1)).all()
+
+
+def test_a_lane_that_reads_from_beyond_the_block_gets_nan(order):
+    x, out = random(40), poisoned(7, 40)
+    kernel("warps.cu", "exchange_kernel")(1, 40, (out, x, 16, 32))
+    assert np.isnan(out[1, 32:]).all() and np.isnan(out[5, 32:]).all()
+    assert not np.isnan(out[:, :32]).any()
+
+
+def test_votes(order):
+    x = np.random.default_rng(1).integers(-2, 3, 96, dtype=np.int32)
+    x[32:64], x[64:] = 1, -1
+    out = poisoned(7, 96, dtype=np.int32).view(np.uint32)
+    kernel("warps.cu", "vote_kernel")(1, 96, (out, x))
+    yes = (x > 0).reshape(3, 32)
+    ballots = (yes * (1 << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
+    assert (out[0] == ballots.repeat(32)).all()
+    assert (out[1] == yes.any(1).repeat(32)).all() and (out[2] == yes.all(1).repeat(32)).all()
+    assert (out[3] & 1 << np.arange(96, dtype=np.uint64) % 32 != 0).all()  # one is active oneself
+    assert (out[4] == yes.sum()).all() and (out[5] == 1).all() and (out[6] == 0).all()
+
+
+def test_halves_of_a_warp_meet_apart_from_each_other(order):
+    out = poisoned(64, dtype=np.int32)
+    kernel("warps.cu", "halves_kernel")(1, 64, (out,))
+    t = np.arange(64)
+    v = np.where(t % 32 < 16, t ^ 1, t ^ 8).reshape(2, 32)
+    assert (out.reshape(2, 32) == v[:, ::-1]).all()
+
+
+def test_exchange_shows_every_lane_to_every_lane(order):
+    x, out = random(64), poisoned(64)
+    kernel("warps.cu", "exchange_all_kernel")(1, 64, (out, x))
+    expected = (x.reshape(2, 32).astype(np.float64) * np.arange(32)).sum(1).repeat(32)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
+
+
+def test_threads_that_have_returned_are_not_waited_for(order):
+    out = poisoned(100, 2, dtype=np.int32)
+    kernel("warps.cu", "early_return_kernel")(3, 100, (out,))
+    t = np.arange(100)
+    assert (out[:, 0] == np.where(t % 3 == 1, -777, t)).all()
+    assert (out[:, 1] == np.where((t % 3 == 1) | (t < 40), -777, t)).all()
+
+
+@pytest.mark.parametrize("n", [1, 33, 20000])
+def test_dynamic_shared_memory_is_aligned_and_the_blocks_own(n, order):
+    x, out = random(5, n), poisoned(5, n)
+    kernel("warps.cu", "dynamic_shared_kernel")(5, 64, (out, x, n), shared_mem=4 * n)
+    assert (out == x[:, ::-1]).all()
+
+
+def test_atomics_lose_nothing_between_os_threads(order):
+    n = 500 * 128
+    total, counts, signs = np.zeros(1, np.float32), np.array([0, 0, n, 1, 0, 0], np.uint32), np.array([-n], np.int32)
+    kernel("warps.cu", "atomics_kernel")(500, 128, (total, counts, signs))
+    assert total[0] == n and signs[0] == 0  # n < 2**24: exact in float32
+    assert counts.tolist() == [n, n - 1, 0, pow(3, n, 2**32), 0, n % 7]
+
+
+def test_intrinsics(order):
+    x = np.abs(random(40)) + 0.1
+    out = poisoned(6, 40)
+    kernel("warps.cu", "intrinsics_kernel")(1, 40, (out, x))
+    v = x.astype(np.float64)
+    expected = [
+        v**-0.5,
+        np.exp(v) + np.log(v) + v / 3 + v * v + 1,
+        0 * v,
+        v + 3,
+        np.maximum(1, np.trunc(v)) + np.minimum(2.5, v) + 8 + 31 + 4 + 2,
+        10 * v,
+    ]
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)  # a few ulp
+
+
+def test_results_do_not_depend_on_the_number_of_workers():
+    program = textwrap.dedent(f"""
+        import hashlib, sys
+        import numpy as np
+        from llmc import cpu
+        x = np.random.default_rng(1).standard_normal((999, 771), np.float32)
+        out = np.empty(999, np.float32)
+        cpu.compile_source({str(CU / "basics.cu")!r}).kernel("row_sum_kernel")(999, 128, (out, x, 771))
+        print(hashlib.sha256(out.tobytes()).hexdigest())
+    """)
+    outputs = {run_python(program, LLMC_CPU_THREADS=str(threads)).stdout for threads in (1, 2, 5)}
+    assert len(outputs) == 1 and len(outputs.pop()) == 65
+
+
+def test_a_forked_child_can_launch():
+    program = textwrap.dedent(f"""
+        import os
+        import numpy as np
+        from llmc import cpu
+        launch = cpu.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
+        def copies():
+            x, out = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
+            launch(1 << 12, 256, (out, x, x.size))
+            return bool((out == 1).all())
+        assert copies()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if copies() else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """)
+    done = run_python(program, LLMC_CPU_THREADS="2")
+    assert done.returncode == 0, done.stderr
+
+
+def run_python(program, **env):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
+
+
+# Faults of kernels
+
+
+@pytest.mark.skipif(SANITIZED, reason="shared memory is not refilled there")
+def test_a_missing_barrier_shows_in_another_order_of_threads(monkeypatch):
+    x = random(64)
+    results = {}
+    # Twice forward: after that shared memory holds the right values already, which must not help the other orders.
+    for order in ("forward", "forward", "backward", "shuffled"):
+        monkeypatch.setenv("LLMC_CPU_ORDER", order)
+        for name in ("missing_barrier_kernel", "with_barrier_kernel"):
+            out = poisoned(64)
+            kernel("failures.cu", name)(2, 64, (out, x))
+            results[name, order] = np.array_equal(out, x[::-1])
+    assert all(results["with_barrier_kernel", order] for order in ("forward", "backward", "shuffled"))
+    assert not any(results["missing_barrier_kernel", order] for order in ("backward", "shuffled"))
+
+
+def test_blocks_that_depend_on_each_other_show_in_another_order(monkeypatch):
+    results = []
+    for order in ("backward", "shuffled"):
+        monkeypatch.setenv("LLMC_CPU_ORDER", order)
+        x = np.zeros(9, np.int32)
+        kernel("failures.cu", "blocks_in_order_kernel")(8, 1, (x,))
+        results.append(x.tolist())
+    assert results[0] == [0] + [1] * 8
+    assert results[1] not in (results[0], list(range(9)))
+
+
+def test_a_failed_assertion_names_kernel_block_thread_and_line():
+    x = np.arange(1000, dtype=np.int32)
+    x[777] = -1
+    with pytest.raises(cpu.KernelError, match=r"assert_kernel, block \(3, 0, 0\), thread \(9, 0, 0\): assertion "
+                       r"`x\[i\] >= 0` failed at failures.cu:5"):
+        kernel("failures.cu", "assert_kernel")(4, 256, (x, 1000))
+    x[777] = 0
+    kernel("failures.cu", "assert_kernel")(4, 256, (x, 1000))  # and the device still works
+
+
+def test_a_deadlock_is_reported_with_all_who_wait(monkeypatch, order):
+    monkeypatch.setenv("LLMC_CPU_WARP", "32")
+    launch = kernel("failures.cu", "barrier_in_a_branch_kernel")
+    with pytest.raises(cpu.KernelError) as error:
+        launch(1, 40, ())
+    assert "deadlock" in str(error.value)
+    assert "1 thread waits at __shfl_xor_sync (failures.cu:10, first thread (3, 0, 0))" in str(error.value)
+    assert "39 threads wait at __syncthreads (failures.cu:12, first thread (0, 0, 0))" in str(error.value)
+
+
+def test_lanes_that_meet_at_different_instructions_are_reported(monkeypatch, order):
+    monkeypatch.setenv("LLMC_CPU_WARP", "32")
+    with pytest.raises(cpu.KernelError, match="lanes of a warp meet at"):
+        kernel("failures.cu", "different_meetings_kernel")(1, 32, (poisoned(32),))
+
+
+@pytest.mark.skipif(SANITIZED, reason="the sanitizer ends the process")
+@pytest.mark.parametrize("name, args, message", [
+    ("wild_pointer_kernel", "(np.zeros(4, np.float32), 1 << 44)", "invalid memory access"),
+    ("division_kernel", "(x, 0)", "integer division by zero"),
+    ("recursion_kernel", "(x, 100000)", "invalid memory access"),
+])
+def test_a_crash_in_a_kernel_is_an_exception(name, args, message):
+    done = run_python(f"""
+import numpy as np
+from llmc import cpu
+module = cpu.compile_source({str(CU / "failures.cu")!r})
+x = np.zeros(64, np.int32)
+try:
+    module.kernel({name!r})(3, 32, {args})
+except cpu.KernelError as error:
+    print(error)
+module.kernel("recursion_kernel")(3, 32, (x, 3))
+print("still alive")
+""")
+    assert f"{name}, block (" in done.stdout and message in done.stdout and "still alive" in done.stdout, done
+
+
+# Launches
+
+
+@pytest.mark.parametrize("args, message", [
+    ((), r"copy_kernel takes 3 arguments \(out, x, N\), not 0"),
+    ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4, 5), "takes 3 arguments"),
+    ((np.zeros(4, np.float32), np.zeros(4), 4), r"copy_kernel: x \(const float\*\) takes an array of float32"),
+    ((np.zeros(4, np.float32), np.zeros(4, np.int32), 4), "not of int32"),
+    ((np.zeros(8, np.float32)[::2], np.zeros(4, np.float32), 4), r"out \(float\*\) takes a contiguous array"),
+    ((np.broadcast_to(np.float32(0), 1), np.zeros(1, np.float32), 1), r"out \(float\*\) is written to"),
+    ((np.zeros(4, np.float32), [1.0, 2.0], 4), "takes a NumPy array or None, not list"),
+    ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4.0), r"N \(int\) takes an int, not float"),
+    ((np.zeros(4, np.float32), np.zeros(4, np.float32), True), "takes an int, not bool"),
+    ((np.zeros(4, np.float32), np.zeros(4, np.float32), 1 << 31), r"N \(int\) cannot hold 2147483648"),
+])
+def test_wrong_arguments_are_refused_by_name(args, message):
+    with pytest.raises(TypeError, match=message):
+        kernel("basics.cu", "copy_kernel")(1, 32, args)
+
+
+def test_float_parameters_take_only_float32():
+    launch = kernel("basics.cu", "fill_kernel")
+    out = poisoned(4)
+    launch(1, 4, (out, np.float32(1.5)))
+    assert (out == 1.5).all()
+    for wrong in (1.5, 1, np.float64(1.5)):
+        with pytest.raises(TypeError, match=r"fill_kernel: value \(float\) takes numpy.float32"):
+            launch(1, 4, (out, wrong))
+
+
+def test_read_only_arrays_are_taken_for_const_pointers():
+    x, out = np.arange(4, dtype=np.float32), poisoned(4)
+    x.flags.writeable = False
+    kernel("basics.cu", "copy_kernel")(1, 4, (out, x, np.int32(4)))
+    assert (out == x).all()
+
+
+def test_an_array_that_takes_another_ones_place_is_not_mistaken_for_it():
+    launch = kernel("basics.cu", "copy_kernel")
+    for size in range(100, 300):  # freed arrays leave their identity to later ones
+        x, out = np.full(size, size, np.float32), poisoned(size)
+        launch(2, 256, (out, x, size))
+        assert (out == size).all()
+
+
+@pytest.mark.parametrize("grid, block, shared, message", [
+    (0, 1, 0, "no such grid"), ((1, 1 << 16), 1, 0, "no such grid"), (1, 0, 0, "no such block"),
+    (1, 1025, 0, "no such block"), (1, (1, 1, 65), 0, "no such block"), (1, 1, 1 << 20, "shared memory"),
+])  # fmt: skip
+def test_launches_that_a_gpu_refuses_are_refused(grid, block, shared, message):
+    with pytest.raises(cpu.KernelError, match=message):
+        kernel("basics.cu", "nothing_kernel")(grid, block, (), shared_mem=shared)
+
+
+def test_launch_bounds_are_kept():
+    with pytest.raises(cpu.KernelError, match="__launch_bounds__, 64"):
+        kernel("warps.cu", "index_kernel")(1, 65, (poisoned(65, 4, dtype=np.int32), None, 0, 0, 0, np.float64(0)))
+
+
+def test_an_unknown_order_is_refused(monkeypatch):
+    monkeypatch.setenv("LLMC_CPU_ORDER", "sideways")
+    with pytest.raises(cpu.KernelError, match="LLMC_CPU_ORDER is sideways"):
+        kernel("basics.cu", "nothing_kernel")(1, 1, ())
+
+
+# Compilation
+
+
+def test_a_file_may_fix_the_warp_size(warp):
+    assert cpu.warp_size() == warp
+    assert cpu.compile_source(CU / "basics.cu").warp_size == warp
+    assert cpu.compile_source(CU / "warps.cu").warp_size == 32
+
+
+def test_an_unknown_warp_size_is_refused(monkeypatch):
+    monkeypatch.setenv("LLMC_CPU_WARP", "16")
+    with pytest.raises(UserError, match="LLMC_CPU_WARP is 16"):
+        cpu.warp_size()
+
+
+def test_a_module_lists_its_kernels_and_names_a_missing_one():
+    module = cpu.compile_source(CU / "basics.cu")
+    assert "copy_kernel" in module.kernels
+    with pytest.raises(AttributeError, match="has no kernel nonsense; it has .*copy_kernel"):
+        module.kernel("nonsense")
+
+
+def test_libraries_are_cached_by_content_and_by_what_is_included(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "value.cuh").write_text("#define VALUE 1.0f\n")
+    source = '#include "value.cuh"\nextern "C" __global__ void value_kernel(float* out) { out[0] = VALUE; }\n'
+    (tmp_path / "value.cu").write_text(source)
+
+    def value():
+        out = poisoned(1)
+        cpu.compile_source(tmp_path / "value.cu").kernel("value_kernel")(1, 1, (out,))
+        return out[0], len(list((tmp_path / "cache").glob("value-*.so")))
+
+    assert value() == (1.0, 1)
+    assert value() == (1.0, 1)
+    (tmp_path / "value.cuh").write_text("#define VALUE 2.0f\n")
+    assert value() == (2.0, 2)
+    assert not list((tmp_path / "cache").glob(".building*"))
+
+
+def test_processes_that_compile_the_same_file_at_once_do_not_disturb_each_other(tmp_path):
+    program = f"""
+import numpy as np
+from llmc import cpu
+modules = cpu.compile_all([{str(CU / "basics.cu")!r}, {str(CU / "failures.cu")!r}])
+out = np.zeros(4, np.float32)
+modules[0].kernel("fill_kernel")(1, 4, (out, np.float32(3)))
+print(out.sum(), modules[1].kernels[0])
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0] for process in processes] == ["12.0 assert_kernel\n"] * 2
+
+
+def test_a_compile_error_shows_the_compilers_message(tmp_path):
+    (tmp_path / "typo.cu").write_text('extern "C" __global__ void typo_kernel(float* out) { out[0] = valu; }\n')
+    with pytest.raises(UserError, match=r"(?s)typo\.cu:.*typo\.cu:1:.*valu"):
+        cpu.compile_source(tmp_path / "typo.cu")
+
+
+def test_a_parameter_of_a_type_that_cannot_be_passed_is_named(tmp_path):
+    (tmp_path / "type.cu").write_text('extern "C" __global__ void k(float** rows) { rows[0][0] = 1; }\n')
+    with pytest.raises(UserError, match=r"k: the CPU device does not know the type of parameter `float\*\* rows`"):
+        cpu.compile_source(tmp_path / "type.cu")
+
+
+def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler._find_compiler.cache_clear()
+    with pytest.raises(UserError, match=r"a C\+\+ compiler .*apt-get install g\+\+") as error:
+        cpu.compile_source(CU / "basics.cu")
+    assert "\n" not in str(error.value)
+
+
+def test_loading_a_kernel_leaves_denormal_numbers_alone():
+    kernel("basics.cu", "nothing_kernel")(1, 1, ())
+    assert np.float32(1e-40) * np.float32(0.5) > 0
+
+
+def test_loops_over_threads_are_vectorised():
+    """A guarded elementwise kernel must become vector code, or the device is an order of magnitude slower."""
+    command, version = compiler._compiler()
+    if "clang" in version or compiler.platform.machine() != "x86_64":
+        pytest.skip("looks for GCC's report on x86-64")
+    flags = compiler._flags(["-DWARP_SIZE=1"], debug=False, sanitize=False)
+    stubs = compiler._with_launch_stubs(CU / "basics.cu", [*command, *flags])
+    flags += [f"-I{compiler.HERE}", "-fopt-info-loop-optimized", "-fopt-info-vec-optimized"]
+    command = [*command, *flags, "-x", "c++", "-S", "-", "-o", "-"]
+    report = subprocess.run(command, input=stubs, capture_output=True, text=True)
+    assert "basics.cu:5:5: optimized: loop split" in report.stderr  # at `if (i < N)`
+    assert "loop vectorized" in report.stderr
+    gelu = report.stdout.split("gelu_kernel_threads", 1)[1].split(".size", 1)[0]
+    assert "_ZGV" in gelu and "_tanhf" in gelu  # libmvec's vector tanh
+
+
+def run_sanitized(name, args):
+    command, version = compiler._compiler()
+    if "clang" in version:
+        pytest.skip("preloads GCC's sanitizer libraries")
+    libraries = []
+    for library in ("libasan.so", "libubsan.so"):
+        found = subprocess.run([*command, f"-print-file-name={library}"], capture_output=True, text=True).stdout.strip()
+        if not os.path.isabs(found):
+            pytest.skip(f"no {library}")
+        libraries.append(found)
+    program = f"""
+import numpy as np
+from llmc import cpu
+x = np.zeros(100, np.float32)
+cpu.compile_source({str(CU / "failures.cu")!r}).kernel({name!r})(1, 128, {args})
+print("unharmed")
+"""
+    env = {"LLMC_CPU_SANITIZE": "1", "LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
+    return run_python(program, **env)
+
+
+@pytest.mark.parametrize("name, too_many, line", [("off_by_one_kernel", 100, 42), ("shared_off_by_one_kernel", 64, 48)])
+def test_the_sanitizer_finds_an_overflow_and_its_line(name, too_many, line):
+    done = run_sanitized(name, f"(x, {too_many})")
+    assert any(tool in done.stderr for tool in ("AddressSanitizer", "runtime error")), done  # the latter is UBSan's
+    assert f"failures.cu:{line}" in done.stderr and "unharmed" not in done.stdout, done
+    within = run_sanitized(name, f"(x, {too_many - 1})")
+    assert "unharmed" in within.stdout, within
+
+
+def test_a_worker_that_waits_uses_no_time():
+    launch = kernel("basics.cu", "gelu_kernel")
+    x = random(1 << 20)
+    launch(1 << 12, 256, (np.empty_like(x), x, x.size))
+    before = os.times()
+    signal.sigtimedwait([], 0.3)
+    after = os.times()
+    assert after.user - before.user < 0.05
