@@ -18,27 +18,34 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's share
 #pragma unroll 4
     for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
-        const Four x = Aligned::load(row + i, 4);
+        Four x = Aligned::load(row + i, 4);
+        if (i + 4 > V) {
+            for (int k = 0; k < 4; k++) x.x[k] = i + k < V ? x.x[k] : -INFINITY;
+        }
         if (i < cached) Aligned::store(cache + i, x, 4);
-        float four_largest = largest;
-        for (int k = 0; k < 4; k++) four_largest = i + k < V ? fmaxf(four_largest, x.x[k]) : four_largest;
-        if (four_largest > largest) sum *= expf(largest - four_largest);
-        for (int k = 0; k < 4; k++) sum += i + k < V ? expf(x.x[k] - four_largest) : 0.0f;
-        largest = four_largest;
+        const float four_largest = fmaxf(fmaxf(x.x[0], x.x[1]), fmaxf(x.x[2], x.x[3]));
+        if (four_largest > largest) {
+            sum *= __expf(largest - four_largest);
+            largest = four_largest;
+        }
+        for (int k = 0; k < 4; k++) sum += __expf(x.x[k] - largest);
     }
     const float row_largest = block_max(largest);
-    const float row_sum = block_sum(sum * expf(largest - row_largest));
+    const float row_sum = block_sum(sum * __expf(largest - row_largest));
 
     if (threadIdx.x == 0) losses[n] = logf(row_sum) + row_largest - target_logit;
     const float scale = dloss / row_sum;
 #pragma unroll 4
-    for (int i = 4 * threadIdx.x; i < Vp; i += 4 * blockDim.x) {
-        Four x = {};
-        if (i < V) x = Aligned::load(i < cached ? cache + i : row + i, 4);
-        for (int k = 0; k < 4; k++) {
-            const float p = i + k < V ? expf(x.x[k] - row_largest) * scale : 0.0f;
-            x.x[k] = i + k == target ? p - dloss : p;
+    for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
+        Four x = Aligned::load(i < cached ? cache + i : row + i, 4);
+        for (int k = 0; k < 4; k++) x.x[k] = __expf(x.x[k] - row_largest) * scale;
+        if (i + 4 > V) {
+            for (int k = 0; k < 4; k++) x.x[k] = i + k < V ? x.x[k] : 0.0f;
+        }
+        if (target >= i && target < i + 4) {
+            for (int k = 0; k < 4; k++) x.x[k] -= i + k == target ? dloss : 0.0f;
         }
         Aligned::store(row + i, x, 4);
     }
+    for (int i = (V + 3) / 4 * 4 + threadIdx.x; i < Vp; i += blockDim.x) row[i] = 0.0f;
 }

@@ -25,26 +25,38 @@ extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, co
 }
 
 // order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,
-// and 0 at the others. Block x stands at place x of that order and works only where a token begins. Block:
-// (WARP_SIZE channels of grid column y, lanes); lane y adds up every blockDim.y-th position.
+// and 0 at the others. Block x stands at place x of that order and works only where a token begins. Block: (threads
+// over the channels, four each; lanes); lane y adds up every blockDim.y-th position. At most 1024 threads.
 extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, const int* inp, const int* order,
                                                const int* count, int C) {
-    __shared__ float of_lane[32][WARP_SIZE];
+    __shared__ Four of_thread[1024];
     const int positions = count[blockIdx.x];
     if (positions == 0) return;
     const int* position = order + blockIdx.x;
-    const int i = blockIdx.y * WARP_SIZE + threadIdx.x;
-    float sum = 0.0f;
-    if (i < C) {
+    float* row = dwte + (size_t)inp[position[0]] * C;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        for (int i0 = 0; i0 < C; i0 += 4 * blockDim.x) {
+            const int i = i0 + 4 * threadIdx.x;
+            Four sum = {};
+            if (i < C) {
 #pragma unroll 4
-        for (int j = threadIdx.y; j < positions; j += blockDim.y) sum += dout[(size_t)position[j] * C + i];
-    }
-    of_lane[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0 || i >= C) return;
-    float total = 0.0f;
-    for (int y = 0; y < blockDim.y && y < positions; y++) total += of_lane[y][threadIdx.x];
-    dwte[(size_t)inp[position[0]] * C + i] += total;
+                for (int j = threadIdx.y; j < positions; j += blockDim.y) {
+                    const Four d = memory.load(dout + (size_t)position[j] * C + i, C - i);
+                    for (int k = 0; k < 4; k++) sum.x[k] += d.x[k];
+                }
+            }
+            of_thread[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+            __syncthreads();
+            if (threadIdx.y == 0 && i < C) {
+                Four total = memory.load(row + i, C - i);
+                for (int y = 0; y < blockDim.y && y < positions; y++) {
+                    for (int k = 0; k < 4; k++) total.x[k] += of_thread[y * blockDim.x + threadIdx.x].x[k];
+                }
+                memory.store(row + i, total, C - i);
+            }
+            __syncthreads();
+        }
+    });
 }
 
 // Block (t, y), thread: one channel of one position, summed over the batch in order.

@@ -21,10 +21,9 @@ def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int
 
     order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
-    warp, block = device.warp_size(), 128
-    cu.wte_backward_kernel(
-        (B * T, ceil_div(C, warp)), (warp, device.block(256) // device.block(warp)), (dwte, dout, inp, order, count, C)
-    )
+    columns = device.block(min(256, ceil_div(C, 4)))
+    cu.wte_backward_kernel((B * T,), (columns, device.block(4)), (dwte, dout, inp, order, count, C))
+    block = 128
     cu.wpe_backward_kernel((T, ceil_div(C, block)), (block,), (dwpe, dout, B, T, C))
 
 

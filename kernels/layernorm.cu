@@ -54,74 +54,73 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
     });
 }
 
-// One block takes `rows` rows, MOST_ROWS at a time: first a warp a row finds the two means, then a thread with four
-// columns walks down the rows. dinp (N,C) is added to. The columns' sums go to partials (gridDim.x, 3, C): of dout * n,
-// of dout, and of the new dinp, which is the bias gradient of the projection that fed the residual stream.
-constexpr int MOST_ROWS = 64;
-
+// One warp a row, and then the row that is as many rows further as the grid has warps. dinp (N,C) is added to.
+// A warp adds up three column sums in its own part of shared memory: of dout * n, of dout, and of the new dinp, which is
+// the bias gradient of the projection that fed the residual stream. At the end the block adds up its warps' sums and
+// writes them to partials (gridDim.x, 3, C). Shared memory: 5 rows of C floats, rounded up to a multiple of 4, a warp.
 extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partials, const float* dout, const float* inp,
                                                      const float* weight, const float* mean, const float* rstd,
-                                                     int N, int C, int rows) {
-    __shared__ float mean_g[MOST_ROWS], mean_gn[MOST_ROWS];
+                                                     int N, int C) {
+    DYNAMIC_SHARED(float, shared);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    const int block_begin = blockIdx.x * rows, block_end = min(N, block_begin + rows);
-    float* sums = partials + (size_t)blockIdx.x * 3 * C;
+    const int width = 4 * ceil_div(C, 4);
+    float* sum_dweight = shared + (size_t)warp * 5 * width;
+    float *sum_dbias = sum_dweight + width, *sum_dinp = sum_dbias + width;
+    float *row_d = sum_dinp + width, *row_n = row_d + width;  // the row at hand: dout and n
 
+    const Four zero = {};
+    for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+        Aligned::store(sum_dweight + i, zero, 4);
+        Aligned::store(sum_dbias + i, zero, 4);
+        Aligned::store(sum_dinp + i, zero, 4);
+    }
     by_alignment(C % 4 == 0, [&](auto memory) {
-        for (int begin = block_begin; begin < block_end; begin += MOST_ROWS) {
-            const int count = min(MOST_ROWS, block_end - begin);
-            for (int r = warp; r < count; r += warps) {
-                const size_t start = (size_t)(begin + r) * C;
-                const float m = mean[begin + r], s = rstd[begin + r];
-                float sum_g = 0.0f, sum_gn = 0.0f;
-#pragma unroll 4
-                for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-                    const Four d = memory.load(dout + start + i, C - i), x = memory.load(inp + start + i, C - i);
-                    const Four w = memory.load(weight + i, C - i);
-                    for (int k = 0; k < 4; k++) {
-                        const float g = d.x[k] * w.x[k];  // 0 past the end of the row, where d is
-                        sum_g += g;
-                        sum_gn += g * (x.x[k] - m) * s;
-                    }
+        for (int row = blockIdx.x * warps + warp; row < N; row += gridDim.x * warps) {
+            const size_t start = (size_t)row * C;
+            const float m = mean[row], s = rstd[row];
+            float sum_g = 0.0f, sum_gn = 0.0f;
+#pragma unroll 6
+            for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+                const Four d = memory.load(dout + start + i, C - i), w = memory.load(weight + i, C - i);
+                Four n = memory.load(inp + start + i, C - i);
+                for (int k = 0; k < 4; k++) {
+                    n.x[k] = (n.x[k] - m) * s;
+                    const float g = d.x[k] * w.x[k];  // 0 past the end of the row, where d is
+                    sum_g += g;
+                    sum_gn += g * n.x[k];
                 }
-                sum_g = warp_sum(sum_g);
-                sum_gn = warp_sum(sum_gn);
-                if (lane == 0) {
-                    mean_g[r] = sum_g / C;
-                    mean_gn[r] = sum_gn / C;
-                }
+                Aligned::store(row_d + i, d, 4);
+                Aligned::store(row_n + i, n, 4);
             }
-            __syncthreads();
-            for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
+            const float mean_g = warp_sum(sum_g) / C, mean_gn = warp_sum(sum_gn) / C;
+#pragma unroll 6
+            for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+                const Four d = Aligned::load(row_d + i, 4), n = Aligned::load(row_n + i, 4);
                 const Four w = memory.load(weight + i, C - i);
-                Four sum_dw = {}, sum_db = {}, sum_dx = {};
-                if (begin > block_begin) {  // go on with the sums of the rows before
-                    sum_dw = memory.load(sums + i, C - i);
-                    sum_db = memory.load(sums + C + i, C - i);
-                    sum_dx = memory.load(sums + 2 * C + i, C - i);
+                Four dx = memory.load(dinp + start + i, C - i);
+                Four dw = Aligned::load(sum_dweight + i, 4), db = Aligned::load(sum_dbias + i, 4);
+                Four sum_dx = Aligned::load(sum_dinp + i, 4);
+                for (int k = 0; k < 4; k++) {
+                    dx.x[k] += s * (d.x[k] * w.x[k] - mean_g - n.x[k] * mean_gn);
+                    dw.x[k] += d.x[k] * n.x[k];
+                    db.x[k] += d.x[k];
+                    sum_dx.x[k] += dx.x[k];
                 }
-#pragma unroll 4
-                for (int r = 0; r < count; r++) {
-                    const size_t at = (size_t)(begin + r) * C + i;
-                    const Four d = memory.load(dout + at, C - i), x = memory.load(inp + at, C - i);
-                    Four dx = memory.load(dinp + at, C - i);
-                    const float m = mean[begin + r], s = rstd[begin + r], mg = mean_g[r], mgn = mean_gn[r];
-                    for (int k = 0; k < 4; k++) {
-                        const float n = (x.x[k] - m) * s;
-                        dx.x[k] += s * (d.x[k] * w.x[k] - mg - n * mgn);
-                        sum_dw.x[k] += d.x[k] * n;
-                        sum_db.x[k] += d.x[k];
-                        sum_dx.x[k] += dx.x[k];
-                    }
-                    memory.store(dinp + at, dx, C - i);
-                }
-                memory.store(sums + i, sum_dw, C - i);
-                memory.store(sums + C + i, sum_db, C - i);
-                memory.store(sums + 2 * C + i, sum_dx, C - i);
+                memory.store(dinp + start + i, dx, C - i);
+                Aligned::store(sum_dweight + i, dw, 4);
+                Aligned::store(sum_dbias + i, db, 4);
+                Aligned::store(sum_dinp + i, sum_dx, 4);
             }
-            __syncthreads();  // the next rows' means overwrite these
         }
     });
+    __syncthreads();
+    for (int i = threadIdx.x; i < C; i += blockDim.x) {
+        for (int sum = 0; sum < 3; sum++) {
+            float total = 0.0f;
+            for (int w = 0; w < warps; w++) total += shared[((size_t)w * 5 + sum) * width + i];
+            partials[((size_t)blockIdx.x * 3 + sum) * C + i] = total;
+        }
+    }
 }
 
 // out_T (C,N) = the transposed output of forward, from its input and the mean and rstd it left. A block takes one tile.

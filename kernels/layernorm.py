@@ -1,6 +1,6 @@
 """Layernorm with the residual connection in front of it: the launchers of layernorm.cu."""
 
-from kernels.reduce import add_partials, rows_per_chunk
+from kernels.reduce import MOST_PARTIALS, add_partials
 from llmc import device
 from llmc.device import ceil_div
 
@@ -42,11 +42,14 @@ def layernorm_backward(
     (None where there is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds
     (MOST_PARTIALS, 3C) floats.
     """
-    rows = rows_per_chunk(B * T)
-    chunks = ceil_div(B * T, rows)
-    block = device.block(min(256, 32 * ceil_div(C, 128)))
+    warp, warp_bytes = device.warp_size(), 5 * 16 * ceil_div(C, 4)
+    warps = max(1, min(device.block(4 * warp) // warp, device.shared_memory() // warp_bytes))
+    chunks = min(ceil_div(B * T, warps), 3 * device.multiprocessors(), MOST_PARTIALS)
     cu.layernorm_backward_kernel(
-        (chunks,), (block,), (dinp, scratch, dout, inp, weight, mean, rstd, B * T, C, rows)
+        (chunks,),
+        (warps * warp,),
+        (dinp, scratch, dout, inp, weight, mean, rstd, B * T, C),
+        shared_mem=warps * warp_bytes,
     )
     add_partials([dweight, dbias, dbias2], scratch, chunks, C)
 

@@ -7,12 +7,12 @@ from llmc.device import ceil_div
 
 cu = device.source(__file__)
 
-MOST_PARTIALS = 256  # partial sums a column at most: what scratch buffers must hold
+MOST_PARTIALS = 512  # partial sums a column at most: what scratch buffers must hold
 
 
 def rows_per_chunk(N: int, multiple: int = 1) -> int:
-    """Rows that one block adds up when N rows are shared out so that at most MOST_PARTIALS chunks remain."""
-    return multiple * ceil_div(N, multiple * MOST_PARTIALS)
+    """Rows that one block adds up when N rows are shared out among at most 256 chunks."""
+    return multiple * ceil_div(N, multiple * 256)
 
 
 def add_partials(outs: list, partials, P: int, C: int) -> None:

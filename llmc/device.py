@@ -92,6 +92,7 @@ class CudaDevice:
         self.cupy = cupy
         self.properties = runtime.getDeviceProperties(runtime.getDevice())
         self.name = self.properties["name"].decode()
+        self.multiprocessors = self.properties["multiProcessorCount"]
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
         self.modules = {}
@@ -243,12 +244,13 @@ def check_cublas(status: int) -> None:
 class CpuDevice:
     kind = "cpu"
     tf32 = False
-    shared_memory = 48 << 10
+    shared_memory = 256 << 10
 
     def __init__(self):
         self.modules = {}
         self.warp_size = cpu.warp_size()
-        self.name = f"CPU, {len(os.sched_getaffinity(0))} cores"
+        self.multiprocessors = len(os.sched_getaffinity(0))
+        self.name = f"CPU, {self.multiprocessors} cores"
 
     def use_tf32(self, on: bool) -> bool:
         return False
@@ -389,6 +391,11 @@ def block(threads: int) -> int:
     """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but one
     where a warp is a single thread, so that on the CPU nobody waits for anybody."""
     return _device.block(threads)
+
+
+def multiprocessors() -> int:
+    """How many blocks the device works on in parallel, at least: its multiprocessors, or a CPU's cores."""
+    return _device.multiprocessors
 
 
 def shared_memory() -> int:
