@@ -12,7 +12,8 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
 
     logits are overwritten with their gradient for a gradient `dloss` of each loss; the padding gets 0. Vp % 4 == 0.
     """
-    cached = min(Vp, device.shared_memory() // 4 - 256)  # leave 1 KiB to the reductions
+    # Half of a multiprocessor's shared memory, so that one block computes while another waits for memory.
+    cached = min(Vp, (device.shared_memory() // 2 - 2048) // 16 * 4)
     cu.fused_classifier_kernel(
         (B * T,),
         (device.block(1024),),

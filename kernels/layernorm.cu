@@ -54,73 +54,74 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
     });
 }
 
-// One warp a row, and then the row that is as many rows further as the grid has warps. dinp (N,C) is added to.
-// A warp adds up three column sums in its own part of shared memory: of dout * n, of dout, and of the new dinp, which is
-// the bias gradient of the projection that fed the residual stream. At the end the block adds up its warps' sums and
-// writes them to partials (gridDim.x, 3, C). Shared memory: 5 rows of C floats, rounded up to a multiple of 4, a warp.
+// A block takes as many rows as it has warps, and then goes on by the whole grid. First a warp a row finds the two means
+// and leaves dout and n in shared memory; then a thread with four columns walks down the rows. dinp (N,C) is added to.
+// The columns' sums go to partials (gridDim.x, 3, C): of dout * n, of dout, and of the new dinp, which is the bias
+// gradient of the projection that fed the residual stream. Shared memory: 2 rows of C floats, rounded up to a multiple
+// of 4, a warp.
 extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partials, const float* dout, const float* inp,
                                                      const float* weight, const float* mean, const float* rstd,
                                                      int N, int C) {
-    DYNAMIC_SHARED(float, shared);
+    __shared__ float rstd_of[32], mean_g[32], mean_gn[32];
+    DYNAMIC_SHARED(float, rows_d);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const int width = 4 * ceil_div(C, 4);
-    float* sum_dweight = shared + (size_t)warp * 5 * width;
-    float *sum_dbias = sum_dweight + width, *sum_dinp = sum_dbias + width;
-    float *row_d = sum_dinp + width, *row_n = row_d + width;  // the row at hand: dout and n
+    float* rows_n = rows_d + warps * width;
+    float* sums = partials + (size_t)blockIdx.x * 3 * C;
 
-    const Four zero = {};
-    for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-        Aligned::store(sum_dweight + i, zero, 4);
-        Aligned::store(sum_dbias + i, zero, 4);
-        Aligned::store(sum_dinp + i, zero, 4);
-    }
     by_alignment(C % 4 == 0, [&](auto memory) {
-        for (int row = blockIdx.x * warps + warp; row < N; row += gridDim.x * warps) {
-            const size_t start = (size_t)row * C;
-            const float m = mean[row], s = rstd[row];
-            float sum_g = 0.0f, sum_gn = 0.0f;
+        for (int begin = blockIdx.x * warps; begin < N; begin += gridDim.x * warps) {
+            if (begin + warp < N) {
+                const size_t start = (size_t)(begin + warp) * C;
+                const float m = mean[begin + warp], s = rstd[begin + warp];
+                float sum_g = 0.0f, sum_gn = 0.0f;
 #pragma unroll 6
-            for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-                const Four d = memory.load(dout + start + i, C - i), w = memory.load(weight + i, C - i);
-                Four n = memory.load(inp + start + i, C - i);
-                for (int k = 0; k < 4; k++) {
-                    n.x[k] = (n.x[k] - m) * s;
-                    const float g = d.x[k] * w.x[k];  // 0 past the end of the row, where d is
-                    sum_g += g;
-                    sum_gn += g * n.x[k];
+                for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+                    const Four d = memory.load(dout + start + i, C - i), w = memory.load(weight + i, C - i);
+                    Four n = memory.load(inp + start + i, C - i);
+                    for (int k = 0; k < 4; k++) {
+                        n.x[k] = (n.x[k] - m) * s;
+                        const float g = d.x[k] * w.x[k];  // 0 past the end of the row, where d is
+                        sum_g += g;
+                        sum_gn += g * n.x[k];
+                    }
+                    Aligned::store(rows_d + warp * width + i, d, 4);
+                    Aligned::store(rows_n + warp * width + i, n, 4);
                 }
-                Aligned::store(row_d + i, d, 4);
-                Aligned::store(row_n + i, n, 4);
+                sum_g = warp_sum(sum_g);
+                sum_gn = warp_sum(sum_gn);
+                if (lane == 0) rstd_of[warp] = s, mean_g[warp] = sum_g / C, mean_gn[warp] = sum_gn / C;
             }
-            const float mean_g = warp_sum(sum_g) / C, mean_gn = warp_sum(sum_gn) / C;
-#pragma unroll 6
-            for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-                const Four d = Aligned::load(row_d + i, 4), n = Aligned::load(row_n + i, 4);
+            __syncthreads();
+            const int count = min(warps, N - begin);
+            for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
                 const Four w = memory.load(weight + i, C - i);
-                Four dx = memory.load(dinp + start + i, C - i);
-                Four dw = Aligned::load(sum_dweight + i, 4), db = Aligned::load(sum_dbias + i, 4);
-                Four sum_dx = Aligned::load(sum_dinp + i, 4);
-                for (int k = 0; k < 4; k++) {
-                    dx.x[k] += s * (d.x[k] * w.x[k] - mean_g - n.x[k] * mean_gn);
-                    dw.x[k] += d.x[k] * n.x[k];
-                    db.x[k] += d.x[k];
-                    sum_dx.x[k] += dx.x[k];
+                Four sum_dw = {}, sum_db = {}, sum_dx = {};
+                if (begin >= gridDim.x * warps) {  // go on with the sums of the rows before
+                    sum_dw = memory.load(sums + i, C - i);
+                    sum_db = memory.load(sums + C + i, C - i);
+                    sum_dx = memory.load(sums + 2 * C + i, C - i);
                 }
-                memory.store(dinp + start + i, dx, C - i);
-                Aligned::store(sum_dweight + i, dw, 4);
-                Aligned::store(sum_dbias + i, db, 4);
-                Aligned::store(sum_dinp + i, sum_dx, 4);
+#pragma unroll 8
+                for (int r = 0; r < count; r++) {
+                    float* p = dinp + (size_t)(begin + r) * C + i;
+                    Four dx = memory.load(p, C - i);
+                    const Four d = Aligned::load(rows_d + r * width + i, 4), n = Aligned::load(rows_n + r * width + i, 4);
+                    for (int k = 0; k < 4; k++) {
+                        dx.x[k] += rstd_of[r] * (d.x[k] * w.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
+                        sum_dw.x[k] += d.x[k] * n.x[k];
+                        sum_db.x[k] += d.x[k];
+                        sum_dx.x[k] += dx.x[k];
+                    }
+                    memory.store(p, dx, C - i);
+                }
+                memory.store(sums + i, sum_dw, C - i);
+                memory.store(sums + C + i, sum_db, C - i);
+                memory.store(sums + 2 * C + i, sum_dx, C - i);
             }
+            __syncthreads();  // the next rows overwrite shared memory
         }
     });
-    __syncthreads();
-    for (int i = threadIdx.x; i < C; i += blockDim.x) {
-        for (int sum = 0; sum < 3; sum++) {
-            float total = 0.0f;
-            for (int w = 0; w < warps; w++) total += shared[((size_t)w * 5 + sum) * width + i];
-            partials[((size_t)blockIdx.x * 3 + sum) * C + i] = total;
-        }
-    }
 }
 
 // out_T (C,N) = the transposed output of forward, from its input and the mean and rstd it left. A block takes one tile.

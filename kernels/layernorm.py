@@ -42,14 +42,14 @@ def layernorm_backward(
     (None where there is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds
     (MOST_PARTIALS, 3C) floats.
     """
-    warp, warp_bytes = device.warp_size(), 5 * 16 * ceil_div(C, 4)
-    warps = max(1, min(device.block(4 * warp) // warp, device.shared_memory() // warp_bytes))
-    chunks = min(ceil_div(B * T, warps), 3 * device.multiprocessors(), MOST_PARTIALS)
+    warp, row_bytes = device.warp_size(), 2 * 16 * ceil_div(C, 4)
+    warps = max(1, min(device.block(8 * warp) // warp, (device.shared_memory() - 1024) // row_bytes))
+    chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors(), MOST_PARTIALS)
     cu.layernorm_backward_kernel(
         (chunks,),
         (warps * warp,),
         (dinp, scratch, dout, inp, weight, mean, rstd, B * T, C),
-        shared_mem=warps * warp_bytes,
+        shared_mem=warps * row_bytes,
     )
     add_partials([dweight, dbias, dbias2], scratch, chunks, C)
 
