@@ -179,8 +179,8 @@ class GPT2:
         free, _ = device.memory()
         if 4 * sum(lengths.values()) > free:
             raise UserError(
-                f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory and {free >> 20} MiB are "
-                f"free on {device.name()}: lower -b or -t, or choose a smaller model (-e)"
+                f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
+                f"are free on {device.name()}: lower -b or -t, or choose a smaller model (-e)"
             )
         buffers = {name: device.empty((length,)) for name, length in lengths.items()}
         self.params_memory = buffers["parameters"]

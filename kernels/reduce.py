@@ -16,7 +16,7 @@ def rows_per_chunk(N: int, multiple: int = 1) -> int:
 
 
 def add_partials(outs: list, partials, P: int, C: int) -> None:
-    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, len(outs), C); an out may be None. At most 3."""
+    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, len(outs), C). outs: at most 3, or None."""
     warp = device.warp_size()
     padded = (*outs, None, None)[:3]
     cu.add_partials_kernel(

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Idle OpenMP and OpenBLAS threads spin, and steal the cores from the kernels that run next; this must be said before
-# NumPy is imported.
+# Idle OpenMP threads spin, and steal the cores from the kernels that run next. OpenBLAS's do so too, and lose much when
+# a core is busy otherwise: products are shared out here (CpuDevice.product). NumPy reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np  # noqa: E402
 
@@ -100,8 +100,8 @@ class CudaDevice:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
         # CuPy refuses to call cuBLAS while a stream is being captured, so its functions are called by ctypes, on CuPy's
-        # handle. CuPy has loaded the library already; the name alone finds it. cuBLAS is given its workspace, because it
-        # would otherwise allocate one during a capture.
+        # handle. CuPy has loaded the library already; the name alone finds it. cuBLAS is given its workspace: it would
+        # otherwise allocate one during a capture.
         self.blas_handle = get_cublas_handle()
         cublas.setStream(self.blas_handle, self.stream.ptr)
         self.blas = ctypes.CDLL(f"libcublas.so.{runtime.runtimeGetVersion() // 1000}")
@@ -249,7 +249,8 @@ class CpuDevice:
     def __init__(self):
         self.modules = {}
         self.warp_size = cpu.warp_size()
-        self.multiprocessors = len(os.sched_getaffinity(0))
+        self.multiprocessors = int(os.environ.get("LLMC_CPU_THREADS", len(os.sched_getaffinity(0))))
+        self.pool = ThreadPoolExecutor(self.multiprocessors)
         self.name = f"CPU, {self.multiprocessors} cores"
 
     def use_tf32(self, on: bool) -> bool:
@@ -297,12 +298,25 @@ class CpuDevice:
         self.modules.update(zip(paths, cpu.compile_all(paths), strict=True))
 
     def sgemm(self, c, a, b, m, n, k, trans_a, trans_b, beta) -> None:
-        a, b, c = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
-        if beta == 0.0:
-            np.matmul(a, b, out=c)
+        self.product(matrix(c, m, n, False), matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), np.float32(beta))
+
+    def product(self, c, a, b, beta) -> None:
+        """c = a @ b + beta * c, a share of c's longer side for each core; NumPy lets go of the interpreter's lock."""
+
+        def part(share: slice) -> None:
+            rows, columns = (share, slice(None)) if c.shape[0] >= c.shape[1] else (slice(None), share)
+            if beta == 0.0:
+                np.matmul(a[rows], b[:, columns], out=c[rows, columns])
+            else:
+                c[rows, columns] *= beta
+                c[rows, columns] += a[rows] @ b[:, columns]
+
+        length, parts = max(c.shape), self.multiprocessors if c.size * a.shape[1] > 1 << 18 else 1
+        shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
+        if parts == 1:
+            part(shares[0])
         else:
-            c *= np.float32(beta)
-            c += a @ b
+            list(self.pool.map(part, shares))
 
     def sgemm_strided_batched(self, c, a, b, m, n, k, trans_a, trans_b, count) -> None:
         for array, rows, columns in ((a, m, k), (b, k, n), (c, m, n)):
@@ -424,7 +438,7 @@ def zeros(shape, dtype=np.float32):
 
 
 def pinned(shape, dtype) -> np.ndarray:
-    """A host array for copies to and from the device, in page-locked memory on CUDA, so that they run asynchronously."""
+    """A host array for copies to and from the device, in page-locked memory on CUDA so that they are asynchronous."""
     return _device.pinned(shape, dtype)
 
 
@@ -458,8 +472,8 @@ def synchronize() -> None:
 
 
 def event():
-    """A mark behind the work that the device has been given: `.done` tells whether that is finished, `.wait()` waits for
-    it and returns the time (time.perf_counter) at which it was."""
+    """A mark behind the work that the device has been given: `.wait()` waits until that is done and returns when it was
+    (time.perf_counter)."""
     return _device.event()
 
 
