@@ -16,7 +16,7 @@ import train_gpt2_fp32 as trainer
 from dev.huggingface import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
 from llmc.arguments import RandomModel
-from llmc.checkpoint import read_debug_state, read_model, read_model_header
+from llmc.checkpoint import DebugState, read_debug_state, read_model, read_model_header
 from llmc.errors import UserError
 from oracle import MODEL_FP32, MODEL_TF32, assert_close
 
@@ -37,6 +37,16 @@ PUBLISHED_LOSSES = (
 TINY = ["-e", "layers=2,heads=3,channels=48,maxT=20", "--vocab-size", "301", "-b", "3", "-t", "17"]
 
 
+class OneBatch:
+    """A loader of the debug state's batch."""
+
+    def __init__(self, state: DebugState):
+        self.state = state
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        inputs[:], targets[:] = self.state.x, self.state.y
+
+
 def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.ndarray]:
     """Loads `<prefix>.bin` and its debug state, asserts that all tensors agree, and takes ten steps: their losses, and
     the parameters after the last."""
@@ -45,10 +55,7 @@ def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     B, T = state.x.shape
     model = trainer.gpt2_build_from_checkpoint(f"{prefix}.bin", B, T, attention)
-    x, y = np.ascontiguousarray(state.x), np.ascontiguousarray(state.y)
-    order = np.argsort(x, axis=None, kind="stable").astype(np.int32)
-    for array, values in ((model.inputs, x), (model.targets, y), (model.order, order)):
-        dev.copy_in(array, values)
+    trainer.Batches(model, OneBatch(state)).send(0, 0)
     dev.copy_in(model.grads_memory, np.full(model.grads_memory.size, np.nan, np.float32))
     acts = model.acts(B, T)
 

@@ -1,0 +1,176 @@
+"""generate.py: the text that transformers would write, and one line for what cannot be."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import generate
+from llmc import device
+from llmc.checkpoint import GPT2Config, save_checkpoint, write_model
+from llmc.sampler import Sampler, sample
+from llmc.tokenizer import Tokenizer, byte_encoding, token_bytes, write_tokenizer
+from oracle import parameters_of, transformers_gpt2
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = GPT2Config(40, 257, 384, 2, 2, 32)
+EOT = 256
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' model of 257 byte tokens, with opinions: weights as they start out would make all tokens about as
+    likely, or have each repeat itself."""
+    model = transformers_gpt2(40, 257, 2, 2, 32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 10
+    return model
+
+
+@pytest.fixture
+def model(theirs, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny.bin", CONFIG, flat(theirs))
+    return tmp_path / "tiny.bin"
+
+
+def flat(theirs) -> np.ndarray:
+    tensors = parameters_of(theirs, CONFIG.padded_vocab_size).values()
+    return np.concatenate([tensor.numpy().ravel() for tensor in tensors]).astype(np.float32)
+
+
+def run(*flags, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "generate.py"), "--device", "cpu", *map(str, flags)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", **options)
+
+
+def text_of(tokens: list[int]) -> str:
+    """What a terminal gets of byte tokens."""
+    text = b"".join(b"<|endoftext|>" if token == EOT else bytes([token]) for token in tokens).decode(errors="replace")
+    return "".join(c for c in text if c in "\t\n\v\f\r" or not (ord(c) < 32 or 127 <= ord(c) < 160)) + "\n"
+
+
+def written(dev, capsys, *flags) -> str:
+    """What generate.py writes, run in this process on the device in use."""
+    generate.main(["--device", dev.kind(), "-f", "0", *map(str, flags)])
+    return capsys.readouterr().out
+
+
+def expected(theirs, prompt: str, count: int, T: int = 40, **sampling) -> str:
+    """The text by transformers' logits and the sampler, with seed 1337."""
+    tokens, sampler = [EOT, *prompt.encode()], Sampler(1337)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = theirs(torch.tensor([tokens[-T:]])).logits[0, -1].numpy()
+        tokens.append(sample(logits, sampler.random_f32(), **sampling))
+    return text_of(tokens[1:])
+
+
+def test_greedy_text_is_what_transformers_generates(dev, model, theirs, capsys):
+    prompt = torch.tensor([[EOT, *b"def "]])
+    tokens = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()  # fmt: skip
+    assert len(set(tokens)) > 10, "the model repeats itself too much to tell anything"
+    assert written(dev, capsys, "-e", model, "--prompt", "def ", "-g", 30, "--temperature", 0) == text_of(tokens[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sampling"),
+    [
+        ([], {}),
+        (["--temperature", "0.7"], {"temperature": 0.7}),
+        (["--top-k", "3", "--temperature", "2"], {"top_k": 3, "temperature": 2.0}),
+        (["-t", "9"], {"T": 9}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_sampled_text_is_drawn_from_the_logits_of_transformers(dev, flags, sampling, model, theirs, capsys):
+    text = written(dev, capsys, "-e", model, "--prompt", "If ", "-g", 60, *flags)
+    assert text == expected(theirs, "If ", 60, **sampling)
+
+
+def test_without_a_prompt_the_text_follows_end_of_text(dev, model, theirs, capsys):
+    assert written(dev, capsys, "-e", model, "-g", 10) == expected(theirs, "", 10)
+
+
+def test_a_prompt_longer_than_the_context_is_cut_and_said_to_be(model, theirs):
+    done = run("-e", model, "--prompt", "0123456789", "-g", 5, "-t", 8)
+    assert done.stdout == expected(theirs, "0123456789", 5, T=8)
+    assert "only the last 8" in done.stderr
+
+
+def test_the_text_alone_goes_to_stdout_the_same_for_the_same_seed(model, theirs):
+    flags = ("-e", model, "--prompt", "Grüße 🙂", "-g", 20)
+    first, again, other = run(*flags), run(*flags), run(*flags, "--seed", 7)
+    assert (first.returncode, first.stdout) == (0, expected(theirs, "Grüße 🙂", 20))
+    assert first.stdout == again.stdout != other.stdout
+    assert first.stderr.startswith("20 tokens in ")
+
+
+def test_a_checkpoint_directory_will_do(model, theirs, tmp_path, capsys):
+    params = flat(theirs)
+    checkpoint = save_checkpoint(tmp_path / "run", 20, CONFIG, params, params, params, {})
+    device.use("cpu")
+    assert written(device, capsys, "-e", checkpoint, "-g", 5) == expected(theirs, "", 5)
+
+
+def upper_case(path: Path) -> None:
+    """A tokenizer of 257 tokens whose letters are all capitals."""
+    write_tokenizer(path, [bytes([byte]).upper() for byte in range(256)] + [b"<|endoftext|>"], EOT)
+
+
+def test_the_tokenizer_is_found_beside_the_model_before_the_directory(model, tmp_path):
+    byte_tokens = token_bytes(byte_encoding())
+    assert generate.load_tokenizer(model, 257).tokens == byte_tokens
+    upper_case(Path("gpt2_tokenizer.bin"))
+    assert generate.load_tokenizer(model, 257).tokens[97] == b"A"
+    write_tokenizer("tiny_tokenizer.bin", byte_tokens, EOT)
+    assert generate.load_tokenizer(model, 257).tokens == byte_tokens
+    assert generate.load_tokenizer(model, 257, Path("gpt2_tokenizer.bin")).tokens[97] == b"A"
+
+
+def test_a_tokenizer_in_the_directory_for_another_model_is_passed_over(model):
+    write_tokenizer("gpt2_tokenizer.bin", [b"a", b"b"], 1)
+    assert generate.load_tokenizer(model, 257).tokens == token_bytes(byte_encoding())
+
+
+def test_gpt2s_own_tokens_need_no_file_where_tiktoken_has_them(model, monkeypatch):
+    monkeypatch.setattr(generate, "gpt2_encoding", byte_encoding)  # tiktoken would download them
+    assert isinstance(generate.load_tokenizer(model, 50257), Tokenizer)
+
+
+def test_what_cannot_be_is_said_in_one_line(model):
+    def refusal(*flags, code: int = 1) -> str:
+        done = run(*flags)
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+        if code == 1:
+            assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+        return done.stderr
+
+    assert "gone.bin" in refusal("-e", "gone.bin")
+    assert "model.bin" in refusal("-e", ".")  # a directory without one
+    assert "lower -t" in refusal("-e", model, "-t", 41)
+    assert "--temperature" in refusal("-e", model, "--temperature", "-1", code=2)
+    write_tokenizer("other.bin", [b"a", b"b"], 1)
+    assert "2 tokens and" in refusal("-e", model, "--tokenizer", "other.bin")
+    odd = GPT2Config(8, 300, 384, 1, 1, 4)
+    write_model("odd.bin", odd, np.zeros(384 * 4 + 8 * 4 + 4 * 9 + 4 * 4 + 12 * 16 + 8, np.float32))
+    assert "--tokenizer" in refusal("-e", "odd.bin")
+
+
+def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(model):
+    shell = shutil.which("bash")
+    command = f"{sys.executable} {ROOT}/generate.py --device cpu -e {model} -g 300 -t 8 | head -c 1 >/dev/null; "
+    done = subprocess.run([shell, "-c", command + 'exit "${PIPESTATUS[0]}"'], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and done.returncode in (0, 1)
+    done = run("-e", model, "--prompt", "Grüße", "-g", 0, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout) == (0, "Gr??e\n")
