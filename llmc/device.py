@@ -298,7 +298,8 @@ class CpuDevice:
         self.modules.update(zip(paths, cpu.compile_all(paths), strict=True))
 
     def sgemm(self, c, a, b, m, n, k, trans_a, trans_b, beta) -> None:
-        self.product(matrix(c, m, n, False), matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), np.float32(beta))
+        (a,), (b,), (c,) = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
+        self.product(c, a, b, np.float32(beta))
 
     def product(self, c, a, b, beta) -> None:
         """c = a @ b + beta * c, a share of c's longer side for each core; NumPy lets go of the interpreter's lock."""
@@ -311,20 +312,17 @@ class CpuDevice:
                 c[rows, columns] *= beta
                 c[rows, columns] += a[rows] @ b[:, columns]
 
-        length, parts = max(c.shape), self.multiprocessors if c.size * a.shape[1] > 1 << 18 else 1
+        self.share(max(c.shape), part, c.size * a.shape[1])
+
+    def share(self, length: int, part: Callable[[slice], None], work: int) -> None:
+        """Do `part` for slices that together make up range(length), one a core where the work is worth it."""
+        parts = self.multiprocessors if work > 1 << 18 else 1
         shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
-        if parts == 1:
-            part(shares[0])
-        else:
-            list(self.pool.map(part, shares))
+        list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
 
     def sgemm_strided_batched(self, c, a, b, m, n, k, trans_a, trans_b, count) -> None:
-        for array, rows, columns in ((a, m, k), (b, k, n), (c, m, n)):
-            assert array.size >= count * rows * columns
-        a, b = a.reshape(-1)[: count * m * k], b.reshape(-1)[: count * k * n]
-        a = a.reshape(count, k, m).transpose(0, 2, 1) if trans_a else a.reshape(count, m, k)
-        b = b.reshape(count, n, k).transpose(0, 2, 1) if trans_b else b.reshape(count, k, n)
-        np.matmul(a, b, out=c.reshape(-1)[: count * m * n].reshape(count, m, n))
+        a, b, c = matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count), matrix(c, m, n, False, count)
+        self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
@@ -340,10 +338,12 @@ class CpuEvent:
         return self.time
 
 
-def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool) -> np.ndarray:
-    """The first rows * columns floats of a contiguous array as a (rows, columns) matrix, which may lie transposed."""
-    flat = array.reshape(-1)[: rows * columns]
-    return flat.reshape(columns, rows).T if transposed else flat.reshape(rows, columns)
+def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
+    """The beginning of a contiguous array as `count` matrices (rows, columns), each of which may lie transposed."""
+    flat = array.reshape(-1)[: count * rows * columns]
+    if transposed:
+        return flat.reshape(count, columns, rows).transpose(0, 2, 1)
+    return flat.reshape(count, rows, columns)
 
 
 _device: CudaDevice | CpuDevice | None = None
