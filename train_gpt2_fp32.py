@@ -650,7 +650,7 @@ def main() -> None:
         finish_running_step()  # the one before, while the device works on this one
         running = launched
         if device.kind() == "cpu":
-            finish_running_step()
+            finish_running_step()  # it is over already
 
     if stop.requested:
         print(f"stopped by {stop.name} after {step} of {steps} steps")

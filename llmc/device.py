@@ -152,7 +152,8 @@ class CudaDevice:
         return CudaEvent(self.cupy, self.stream)
 
     def memory(self) -> tuple[int, int]:
-        return self.cupy.cuda.runtime.memGetInfo()
+        free, total = self.cupy.cuda.runtime.memGetInfo()
+        return free + self.cupy.get_default_memory_pool().free_bytes(), total
 
     def kernel(self, path: Path, name: str) -> CudaKernel:
         return CudaKernel(self.module(path).get_function(name))
@@ -194,10 +195,6 @@ class CudaEvent:
     def __init__(self, cupy, stream):
         self.event = cupy.cuda.Event(block=False, disable_timing=True)
         self.event.record(stream)
-
-    @property
-    def done(self) -> bool:
-        return self.event.done
 
     def wait(self) -> float:
         self.event.synchronize()
@@ -286,8 +283,12 @@ class CpuDevice:
         return CpuEvent()
 
     def memory(self) -> tuple[int, int]:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        try:
+            available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        except OSError:  # not Linux
+            available = None
+        return int(available[1]) << 10 if available else total, total
 
     def kernel(self, path: Path, name: str) -> Callable:
         if path not in self.modules:
@@ -329,10 +330,8 @@ class CpuDevice:
 
 
 class CpuEvent:
-    done = True  # all work is, when a call returns
-
     def __init__(self):
-        self.time = time.perf_counter()
+        self.time = time.perf_counter()  # all work is done when a call returns
 
     def wait(self) -> float:
         return self.time
