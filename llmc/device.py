@@ -240,6 +240,7 @@ def check_cublas(status: int) -> None:
 
 class CpuDevice:
     kind = "cpu"
+    compute_capability = 0
     tf32 = False
     shared_memory = 256 << 10
 
@@ -404,6 +405,11 @@ def block(threads: int) -> int:
     """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but one
     where a warp is a single thread, so that on the CPU nobody waits for anybody."""
     return _device.block(threads)
+
+
+def compute_capability() -> int:
+    """A GPU's compute capability, 90 for 9.0; 0 on the CPU."""
+    return _device.compute_capability
 
 
 def multiprocessors() -> int:
