@@ -20,8 +20,8 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
         const Four g = memory.load(grads + i, left);
         for (int k = 0; k < 4; k++) {
             const float grad = scale * g.x[k];
-            m4.x[k] = beta1 * m4.x[k] + (1.0f - beta1) * grad;
-            v4.x[k] = beta2 * v4.x[k] + (1.0f - beta2) * grad * grad;
+            m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
+            v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
             const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
             p.x[k] -= lr * (step + weight_decay * p.x[k]);
         }

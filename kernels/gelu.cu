@@ -1,6 +1,6 @@
 // GELU, tanh form (Hendrycks & Gimpel 2016): gelu(x) = x/2 * (1 + tanh(u)) = x * sigmoid(2u), which is cheaper,
 // with u = sqrt(2/pi) * (x + 0.044715 x^3) and x = inp + bias, where inp (N, C) is a product without its bias yet and C
-// is 4 times the model's channels.
+// is 4 times the model's channels: a multiple of 4, although the bias, a parameter, need not begin at 16 bytes.
 // Backward: dinp = dout * gelu'(x), gelu' = s + x * s * (1 - s) * 2 du/dx with s the sigmoid; dbias += sum_rows(dinp).
 // Memory-bound: forward reads and writes N*C floats; backward reads two and writes two, one of them gelu(x) transposed:
 // the weight gradient of the next product needs it that way, so forward's output need not be kept.
@@ -17,7 +17,7 @@ extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, con
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const size_t at = (size_t)blockIdx.x * C + i;
-    by_alignment(C % 4 == 0, [&](auto memory) {
+    by_alignment(C % 4 == 0 && is_aligned(bias), [&](auto memory) {
         Four x = memory.load(inp + at, C - i);
         const Four b = memory.load(bias + i, C - i);
         for (int k = 0; k < 4; k++) {
@@ -37,7 +37,7 @@ extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float
     Four sums[TILE_VECTORS] = {};
 
     for (int n0 = begin; n0 < end; n0 += TILE) {
-        by_alignment(C % 4 == 0, [&](auto memory) {
+        by_alignment(C % 4 == 0 && is_aligned(bias), [&](auto memory) {
 #pragma unroll
             for (int r = 0; r < TILE_ROWS; r++) {
                 const int row = threadIdx.y + r * TILE_THREADS;
