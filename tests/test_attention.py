@@ -26,7 +26,7 @@ def examples(test):
 def run_forward(dev, qkv: np.ndarray, NH: int, kind: str) -> tuple:
     """out (B,T,C), qkvr (3,B,NH,T,HS) and att (B,NH,T,T) for qkv (B,T,3C), on the host."""
     B, T, C = *qkv.shape[:2], qkv.shape[2] // 3
-    with guarded(dev, shift=C % 4) as memory:
+    with guarded(dev) as memory:
         out, qkvr = memory.write((B, T, C)), memory.write((3, B, NH, T, C // NH))
         att, scratch = memory.write((B, NH, T, T)), memory.scratch((B, T, C))
         attention_forward(out, qkvr, att, scratch, memory.read(qkv), B, T, C, NH, kind == "relu")
@@ -37,7 +37,7 @@ def run_backward(dev, dout: np.ndarray, qkvr: np.ndarray, att: np.ndarray, kind:
     """dqkv (B,T,3C), on the host."""
     B, T, C = dout.shape
     NH = att.shape[1]
-    with guarded(dev, shift=C % 4) as memory:
+    with guarded(dev) as memory:
         dqkv, dqkvr = memory.write((B, T, 3 * C)), memory.scratch(qkvr.shape)
         datt, scratch = memory.scratch(att.shape), memory.scratch((B, T, C))
         inputs = memory.read(dout), memory.read(qkvr), memory.read(att)

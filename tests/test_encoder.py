@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels.encoder import encoder_backward, encoder_forward
+from kernels.encoder import encoder_backward, encoder_forward, sort_by_token
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 20), C=st.integers(1, 150), V=st.integers(1, 60))
@@ -18,12 +18,12 @@ def check(dev, tokens: np.ndarray, C: int, V: int) -> None:
     rng = np.random.default_rng([B, T, C, V])
     wte, wpe, dout = normal(rng, V, C), normal(rng, T + 3, C), normal(rng, B, T, C)
     dwte, dwpe = normal(rng, V, C), normal(rng, T + 3, C)
-    with guarded(dev, shift=C % 4) as memory:
+    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
         out, inp = memory.write((B, T, C)), memory.read(tokens)
-        encoder_forward(out, inp, memory.read(wte), memory.read(wpe), B, T, C)
-        ours_dwte, ours_dwpe = memory.update(dwte), memory.update(dwpe)
-        order = memory.read(np.argsort(tokens, axis=None, kind="stable").astype(np.int32))
-        encoder_backward(ours_dwte, ours_dwpe, memory.read(dout), inp, order, B, T, C)
+        encoder_forward(out, inp, parameters.read(wte), parameters.read(wpe), B, T, C)
+        ours_dwte, ours_dwpe = parameters.update(dwte), parameters.update(dwpe)
+        order, count = (memory.read(values) for values in sort_by_token(tokens))
+        encoder_backward(ours_dwte, ours_dwpe, memory.read(dout), inp, order, count, B, T, C)
     token_rows, position_rows = leaf(wte), leaf(wpe)
     want = F.embedding(leaf(tokens).long(), token_rows) + position_rows[:T]
     (want * leaf(dout).detach()).sum().backward()
@@ -49,3 +49,10 @@ def test_encoder_backward_sums_all_positions_of_one_token(dev, C):
 
 def test_encoder_backward_adds_to_the_rows_of_duplicated_tokens_and_to_no_others(dev):
     check(dev, np.array([[5, 0, 5, 2, 2, 5, 9]], dtype=np.int32), C=33, V=10)
+
+
+def test_positions_are_sorted_by_token_and_counted():
+    order, count = sort_by_token(np.array([[5, 0, 50256], [5, 5, 0]], dtype=np.int32))
+    assert order.tolist() == [1, 5, 0, 3, 4, 2]
+    assert count.tolist() == [2, 0, 3, 0, 0, 1]
+    assert order.dtype == count.dtype == np.int32

@@ -1,11 +1,13 @@
 """matmul.py and matmul.cu: linear layers against PyTorch's."""
 
 import numpy as np
+import pytest
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.matmul import (
+    ROWS_WORTH_TRANSPOSING,
     matmul_backward_bias,
     matmul_backward_inp,
     matmul_backward_weight,
@@ -35,21 +37,25 @@ def make(B: int, T: int, C: int, OC: int) -> tuple:
 def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(product_dev, B, T, C, OC):
     inp, weight, bias, _ = make(B, T, C, OC)
     for b in (bias, None):
-        with guarded(product_dev, shift=OC % 4) as memory:
+        with guarded(product_dev) as memory, guarded(product_dev, shift=OC % 4) as parameters:
             out = memory.write((B, T, OC))
-            ours_bias = None if b is None else memory.read(b)
-            matmul_forward(out, memory.read(inp), memory.read(weight), ours_bias, B, T, C, OC)
+            ours_bias = None if b is None else parameters.read(b)
+            matmul_forward(out, memory.read(inp), parameters.read(weight), ours_bias, B, T, C, OC)
         want = F.linear(leaf(inp), leaf(weight), None if b is None else leaf(b))
         assert_close("product" if b is None else "product + bias", out, want, kernel_tolerance(product_dev))
 
 
+@pytest.mark.parametrize("with_scratch", [True, False])
 @any_shape
 @examples
-def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, B, T, C, OC):
+@example(B=1, T=ROWS_WORTH_TRANSPOSING, C=16, OC=4)  # fcprojw of a model with 4 channels, and below with 5
+@example(B=1, T=ROWS_WORTH_TRANSPOSING + 3, C=20, OC=5)
+@example(B=2, T=ROWS_WORTH_TRANSPOSING, C=5, OC=70)
+def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, with_scratch, B, T, C, OC):
     _, weight, _, dout = make(B, T, C, OC)
-    with guarded(product_dev, shift=C % 4) as memory:
-        dinp = memory.write((B, T, C))
-        matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), B, T, C, OC)
+    with guarded(product_dev) as memory, guarded(product_dev, shift=OC % 4) as parameters:
+        dinp, weight_T = memory.write((B, T, C)), memory.scratch((C, OC)) if with_scratch else None
+        matmul_backward_inp(dinp, memory.read(dout), parameters.read(weight), weight_T, B, T, C, OC)
     assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
 
 
@@ -59,8 +65,8 @@ def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_d
     inp, _, _, dout = make(B, T, C, OC)
     before = normal(np.random.default_rng(OC), OC, C)
     inp_T = np.ascontiguousarray(inp.reshape(B * T, C).T)
-    with guarded(product_dev, shift=C % 4) as memory:
-        added, written = memory.update(before), memory.write((OC, C))
+    with guarded(product_dev) as memory, guarded(product_dev, shift=C % 4) as gradients:
+        added, written = gradients.update(before), gradients.write((OC, C))
         inputs = memory.read(dout), memory.read(inp_T)
         matmul_backward_weight(added, *inputs, B, T, C, OC, accumulate=True)
         matmul_backward_weight(written, *inputs, B, T, C, OC, accumulate=False)
@@ -73,19 +79,20 @@ def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_d
 @examples
 def test_matmul_backward_adds_to_the_gradient_of_its_bias(dev, B, T, C, OC):
     dout, before = make(B, T, C, OC)[3], normal(np.random.default_rng(OC), OC)
-    with guarded(dev, shift=OC % 4) as memory:
-        dbias = memory.update(before)
+    with guarded(dev) as memory, guarded(dev, shift=OC % 4) as gradients:
+        dbias = gradients.update(before)
         matmul_backward_bias(dbias, memory.scratch((MOST_PARTIALS, OC)), memory.read(dout), B, T, OC)
     assert_close("dbias", dbias, leaf(dout).sum((0, 1)) + leaf(before), KERNEL_FP32)
 
 
-@given(N=st.integers(1, 100), C=st.integers(1, 300))
-@example(N=64, C=256)
-@example(N=9, C=7)
-@example(N=31, C=513)
-def test_transpose_is_exact(dev, N, C):
+@given(N=st.integers(1, 100), C=st.integers(1, 300), shift=st.integers(0, 3))
+@example(N=64, C=256, shift=0)
+@example(N=64, C=256, shift=1)
+@example(N=9, C=7, shift=0)
+@example(N=31, C=513, shift=2)
+def test_transpose_is_exact(dev, N, C, shift):
     inp = normal(np.random.default_rng([N, C]), N, C)
-    with guarded(dev, shift=N % 4) as memory:
+    with guarded(dev) as memory, guarded(dev, shift) as parameters:
         out = memory.write((C, N))
-        transpose(out, memory.read(inp), N, C)
+        transpose(out, parameters.read(inp), N, C)
     assert np.array_equal(dev.to_host(out), inp.T)

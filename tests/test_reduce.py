@@ -18,8 +18,8 @@ from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 def test_column_sum_adds_the_sum_of_the_rows(dev, N, C):
     rng = np.random.default_rng([N, C])
     inp, before = abs(normal(rng, N, C)), abs(normal(rng, C))
-    with guarded(dev, shift=C % 4) as memory:
-        out = memory.update(before)
+    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
+        out = parameters.update(before)
         column_sum(out, memory.scratch((MOST_PARTIALS, C)), memory.read(inp), N, C)
     assert_close("column sum", out, leaf(inp).sum(0) + leaf(before), KERNEL_FP32)
 
@@ -29,8 +29,8 @@ def test_column_sum_adds_the_sum_of_the_rows(dev, N, C):
 def test_add_partials_adds_to_each_output_that_is_there(dev, P, C, outs, missing):
     rng = np.random.default_rng([P, C])
     partials, before = abs(normal(rng, P, outs, C)), abs(normal(rng, outs, C))
-    with guarded(dev) as memory:
-        ours = [memory.update(before[s]) if s != missing else None for s in range(outs)]
+    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
+        ours = [parameters.update(before[s]) if s != missing else None for s in range(outs)]
         add_partials(ours, memory.read(partials), P, C)
     for s, out in enumerate(ours):
         if out is not None:
