@@ -21,7 +21,7 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
 
     by_alignment(C % 4 == 0, [&](auto memory) {
         float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 6
         for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
             Four x = memory.load(inp1 + start + i, C - i);
             if (inp2 != nullptr) {
@@ -35,12 +35,14 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
         const float m = warp_sum(sum) / C;
 
         sum = 0.0f;
+#pragma unroll 6
         for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
             const Four x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
         }
         const float s = rsqrtf(warp_sum(sum) / C + 1e-5f);
 
+#pragma unroll 6
         for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
             Four x = Aligned::load(row + i, 4);
             const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);

@@ -72,7 +72,7 @@ class CudaKernel:
 
     def __init__(self, raw):
         self.raw = raw
-        self.shared_limit = 48 << 10
+        self.shared_limit = (48 << 10) - raw.shared_size_bytes  # what the kernel declares itself counts, too
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         if shared_mem > self.shared_limit:
