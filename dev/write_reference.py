@@ -86,7 +86,7 @@ def forward_backward(model: GPT2LMHeadModel, x: np.ndarray, y: np.ndarray) -> tu
     logits = model(inputs, use_cache=False).logits
     # Not the model's own loss, which is computed in fp32 whatever its parameters are.
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    model.zero_grad()
+    model.zero_grad(set_to_none=False)
     loss.backward()
     return logits.detach().cpu().numpy(), loss.item()
 
