@@ -1,11 +1,14 @@
 """The whole model against GPT-2 in float64: logits, loss, every gradient, and ten AdamW steps."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import oracle
 import train_gpt2_fp32 as trainer
+from kernels.encoder import sort_by_token
 from kernels.flash_attention import supported
 from llmc.checkpoint import GPT2Config, num_parameters, write_model
 from llmc.errors import UserError
@@ -74,8 +77,9 @@ def make_batches(config: GPT2Config, count: int, B: int, T: int) -> list[tuple[n
 
 
 def send(dev, model: trainer.GPT2, inputs: np.ndarray, targets: np.ndarray) -> None:
-    order = np.argsort(inputs, axis=None, kind="stable").astype(np.int32)
-    for array, values in ((model.inputs, inputs), (model.targets, targets), (model.order, order)):
+    order, count = sort_by_token(inputs)
+    arrays = model.inputs, model.targets, model.order, model.count
+    for array, values in zip(arrays, (inputs, targets, order, count), strict=True):
         dev.copy_in(array, values)
     dev.synchronize()
 
@@ -102,10 +106,12 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)
     allowed = tolerance(product_dev, attention)
-    with guarded(product_dev) as memory:
-        monkeypatch.setattr(product_dev, "empty", lambda shape, dtype=np.float32: memory.scratch(shape, dtype))
-        model = build(product_dev, config, B, T, attention, flat)
-        monkeypatch.undo()
+    names = "empty", "copy_in", "synchronize"
+    unguarded = SimpleNamespace(**{name: getattr(product_dev, name) for name in names})
+    with guarded(unguarded) as memory:
+        with monkeypatch.context() as patch:
+            patch.setattr(product_dev, "empty", lambda shape: memory.scratch(shape))
+            model = build(product_dev, config, B, T, attention, flat)
         logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
     want_logits, want_loss, want = oracle.gpt2_gradients(
         oracle_table(flat, config), inputs, targets, config.num_heads, config.vocab_size, definition(attention)
@@ -236,7 +242,7 @@ def test_every_activation_starts_at_a_256_byte_boundary_and_none_overlap():
 
 @pytest.mark.parametrize("config", [ODD, EVEN, HEADS_OF_64])
 def test_an_update_covers_every_parameter_once_and_decays_only_matrices(config):
-    ranges = trainer.update_ranges(config)
+    ranges = trainer.parameter_ranges(config, trainer.MATRICES)
     assert [start for start, _, _ in ranges] == [0] + [end for _, end, _ in ranges[:-1]]
     assert ranges[-1][1] == num_parameters(config)
     decays = np.concatenate([np.full(end - start, decayed) for start, end, decayed in ranges])
@@ -259,7 +265,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
 
 
 def test_a_model_for_inference_has_no_gradients_and_needs_less_memory(dev):
-    training, inference = (trainer.GPT2(EVEN, 2, 16, "softmax", inference=only) for only in (False, True))
+    training, inference = (trainer.GPT2(EVEN, 8, 32, "softmax", inference=only) for only in (False, True))
     assert not hasattr(inference, "grads")
     assert sum(inference.megabytes.values()) < sum(training.megabytes.values())
 
