@@ -1,0 +1,86 @@
+"""Time flash attention on the GPU: python dev/bench_attention.py [-b 4] [-t 1024] [-n 12] [-s 64] [-r 50]
+
+Prints microseconds and TFLOP/s of forward and backward for one layer with n heads of size s, everything included.
+FLOPs are counted as is usual for causal attention: half of the (T, T) scores, 2 products forward and 5 backward.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward  # noqa: E402
+from llmc import device  # noqa: E402
+from llmc.errors import UserError  # noqa: E402
+
+LAYERS = 3  # sets of arrays, used in turn: a training step does not find a layer's arrays in the cache either
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-b", type=int, default=4, metavar="B", help="batch size (4)")
+    parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length (1024)")
+    parser.add_argument("-n", type=int, default=12, metavar="NH", help="heads (12)")
+    parser.add_argument("-s", type=int, default=64, metavar="HS", help="head size, 64 or 128 (64)")
+    parser.add_argument("-r", type=int, default=50, metavar="RUNS", help="measurements; the median counts (50)")
+    args = parser.parse_args()
+    B, T, NH, C = args.b, args.t, args.n, args.n * args.s
+    try:
+        device.use("cuda")
+        layers = [arrays(B, T, C, NH, seed) for seed in range(LAYERS)]
+
+        def forward() -> None:
+            for a in layers:
+                flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, C, NH)
+
+        def backward() -> None:
+            for a in layers:
+                flash_attention_backward(
+                    a["dqkv"], a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, C, NH
+                )
+
+        flops = 2 * B * T * T / 2 * C
+        print(f"{device.name()}: B {B}, T {T}, {NH} heads of {args.s}")
+        for name, work, products in (("forward", forward, 2), ("backward", backward, 5)):
+            us = median_us(work, args.r) / LAYERS
+            print(f"{name:8}  {us:8.1f} us  {products * flops / us * 1e-6:6.1f} TFLOP/s")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def arrays(B: int, T: int, C: int, NH: int, seed: int) -> dict:
+    """One layer's arrays, with normal random numbers for its inputs."""
+    rng = np.random.default_rng(seed)
+    shapes = {"qkv": (B, T, 3 * C), "dqkv": (B, T, 3 * C), "out": (B, T, C), "dout": (B, T, C),
+              "lse": (B, NH, T), "dsum": (B, NH, T)}  # fmt: skip
+    layer = {name: device.zeros(shape) for name, shape in shapes.items()}
+    for name in ("qkv", "dout"):
+        device.copy_in(layer[name], rng.standard_normal(shapes[name], dtype=np.float32))
+        device.synchronize()
+    return layer
+
+
+def median_us(work, runs: int) -> float:
+    """Median time of `work` between two events on the GPU, replayed as a graph, after warming up."""
+    import cupy
+
+    replay = device.record(work)
+    for _ in range(5):
+        replay()
+    times = []
+    for _ in range(runs):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        replay()
+        stop.record()
+        stop.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, stop) * 1e3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
