@@ -154,6 +154,18 @@ def name_tensors(buffer, table: tuple, sizes: dict[str, int], align: int = ALIGN
     return SimpleNamespace(**tensors, layer=layers)
 
 
+def parameter_ranges(config: GPT2Config, names: tuple[str, ...]) -> list[tuple[int, int, bool]]:
+    """The parameters as few consecutive ranges: (start, end, whether these are tensors of the given names)."""
+    places, _ = layout(PARAMETERS, tensor_sizes(config, 1, 1), align=1)
+    ranges = []
+    for name, (start, shape) in places.items():
+        end, named = start + int(np.prod(shape, dtype=np.int64)), name in names
+        if ranges and ranges[-1][2] == named:
+            start = ranges.pop()[0]
+        ranges.append((start, end, named))
+    return ranges
+
+
 class GPT2:
     """A model with room for batches of up to (B, T): its six buffers, and the tensors in them.
 
@@ -288,9 +300,9 @@ def gpt2_loss(model: GPT2, B: int, T: int, dloss: float) -> None:
 
 def gpt2_zero_grad(model: GPT2) -> None:
     """Zeroes the gradients to which backward adds. Those of the weight matrices it sets, unless told to accumulate."""
-    for name, _ in PARAMETERS:
-        if name not in PRODUCTS:
-            device.fill_zero(getattr(model.grads, name))
+    for start, end, product in parameter_ranges(model.config, PRODUCTS):
+        if not product:
+            device.fill_zero(model.grads_memory[start:end])
 
 
 def gpt2_backward(model: GPT2, B: int, T: int, accumulate: bool = False) -> None:
@@ -371,7 +383,7 @@ def gpt2_update(
         gacts = model.grads_acts
         global_norm(gacts.norm, gacts.partials, model.grads_memory, n, grad_clip)
         grad_scale = gacts.norm[1:]
-    for start, end, decayed in update_ranges(model.config) if weight_decay else [(0, n, False)]:
+    for start, end, decayed in parameter_ranges(model.config, MATRICES) if weight_decay else [(0, n, False)]:
         params, grads, m, v = (
             memory[start:end] for memory in (model.params_memory, model.grads_memory, model.m_memory, model.v_memory)
         )
@@ -379,18 +391,6 @@ def gpt2_update(
             params, grads, m, v, grad_scale, end - start,
             learning_rate, beta1, beta2, eps, weight_decay if decayed else 0.0, t,
         )  # fmt: skip
-
-
-def update_ranges(config: GPT2Config) -> list[tuple[int, int, bool]]:
-    """The parameters as few consecutive ranges: (start, end, whether these are matrices, which decay)."""
-    places, _ = layout(PARAMETERS, tensor_sizes(config, 1, 1), align=1)
-    ranges = []
-    for name, (start, shape) in places.items():
-        end, decayed = start + int(np.prod(shape, dtype=np.int64)), name in MATRICES
-        if ranges and ranges[-1][2] == decayed:
-            start = ranges.pop()[0]
-        ranges.append((start, end, decayed))
-    return ranges
 
 
 class Batches:

@@ -52,7 +52,7 @@ def split(qkvr, n: int) -> list:
 
 
 def launch_by_row(kernel, rows: int, C: int, HS: int, args: tuple) -> None:
-    """Launch a permutation: a grid row for each position, threads over its C channels, 16 bytes each where HS allows."""
+    """Launch a permutation: a grid row for each position, threads over its C channels, 16 bytes each if HS allows."""
     block, width = 64, 4 if HS % 4 == 0 else 1
     kernel((rows, ceil_div(C, width * block)), (block,), (*args, width))
 

@@ -6,23 +6,19 @@
 // backward reads dout, x and the old dx and writes dx.
 #include "common.cuh"
 
-// One warp a row. Block: (WARP_SIZE, rows); shared memory: C floats a row, each lane touching only its own.
-// x = inp1, or with inp2 given: x = residual = inp1 + inp2 + bias2 (bias2 (C) belongs to the product inp2).
+// One block a row; one-dimensional. Shared memory: C floats, rounded up to a multiple of 4, each thread touching only its
+// own. x = inp1, or with inp2 given: x = residual = inp1 + inp2 + bias2 (bias2 (C) belongs to the product inp2).
 // Writes out (N,C), mean (N), rstd (N) and, with inp2, residual (N,C).
 extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, float* rstd, float* residual,
                                                     const float* inp1, const float* inp2, const float* bias2,
-                                                    const float* weight, const float* bias, int N, int C) {
-    DYNAMIC_SHARED(float, rows);
-    const int n = blockIdx.x * blockDim.y + threadIdx.y;
-    if (n >= N) return;
-    const int lane = threadIdx.x;
-    float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
+                                                    const float* weight, const float* bias, int C) {
+    DYNAMIC_SHARED(float, row);
+    const int n = blockIdx.x, first = 4 * threadIdx.x, step = 4 * blockDim.x;
     const size_t start = (size_t)n * C;
 
     by_alignment(C % 4 == 0, [&](auto memory) {
         float sum = 0.0f;
-#pragma unroll 6
-        for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+        for (int i = first; i < C; i += step) {
             Four x = memory.load(inp1 + start + i, C - i);
             if (inp2 != nullptr) {
                 const Four y = memory.load(inp2 + start + i, C - i), b = memory.load(bias2 + i, C - i);
@@ -30,26 +26,24 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
                 memory.store(residual + start + i, x, C - i);
             }
             Aligned::store(row + i, x, 4);
-            sum += (x.x[0] + x.x[1]) + (x.x[2] + x.x[3]);
+            sum += (x.x[0] + x.x[1]) + (x.x[2] + x.x[3]);  // 0 past the end of the row
         }
-        const float m = warp_sum(sum) / C;
+        const float m = block_sum(sum) / C;
 
         sum = 0.0f;
-#pragma unroll 6
-        for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+        for (int i = first; i < C; i += step) {
             const Four x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
         }
-        const float s = rsqrtf(warp_sum(sum) / C + 1e-5f);
+        const float s = rsqrtf(block_sum(sum) / C + 1e-5f);
 
-#pragma unroll 6
-        for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
+        for (int i = first; i < C; i += step) {
             Four x = Aligned::load(row + i, 4);
             const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
             for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m) * w.x[k] + b.x[k];
             memory.store(out + start + i, x, C - i);
         }
-        if (lane == 0) {
+        if (threadIdx.x == 0) {
             mean[n] = m;
             rstd[n] = s;
         }

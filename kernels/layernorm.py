@@ -23,13 +23,12 @@ def fused_residual_forward(
 
 
 def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
-    row_bytes = 16 * ceil_div(C, 4)
-    rows = max(1, min(4, (48 << 10) // row_bytes))
+    block = device.block(min(1024, 32 * ceil_div(C, 128)))  # a thread for each four channels, in whole warps
     cu.layernorm_forward_kernel(
-        (ceil_div(N, rows),),
-        (device.warp_size(), rows),
-        (out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N, C),
-        shared_mem=rows * row_bytes,
+        (N,),
+        (block,),
+        (out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, C),
+        shared_mem=16 * ceil_div(C, 4),
     )
 
 
@@ -43,7 +42,8 @@ def layernorm_backward(
     (MOST_PARTIALS, 3C) floats.
     """
     warp, row_bytes = device.warp_size(), 2 * 16 * ceil_div(C, 4)
-    warps = max(1, min(device.block(8 * warp) // warp, (device.shared_memory() - 1024) // row_bytes))
+    warps = device.block(warp * min(8, ceil_div(C, 128))) // warp  # so many that each thread has four channels
+    warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors(), MOST_PARTIALS)
     cu.layernorm_backward_kernel(
         (chunks,),

@@ -10,8 +10,8 @@ cu = device.source(__file__)
 MOST_PARTIALS = 512  # partial sums a column at most: what scratch buffers must hold
 
 
-def rows_per_chunk(N: int, multiple: int = 1) -> int:
-    """Rows that one block adds up when N rows are shared out among at most 256 chunks."""
+def rows_per_chunk(N: int, multiple: int) -> int:
+    """Rows that one block adds up when N rows are shared out among at most 256 chunks: a multiple of `multiple`."""
     return multiple * ceil_div(N, multiple * 256)
 
 
@@ -26,7 +26,7 @@ def add_partials(outs: list, partials, P: int, C: int) -> None:
 
 def column_sum(out, scratch, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
-    block, rows = 64, rows_per_chunk(N)
+    block, rows = 64, rows_per_chunk(N, multiple=8)
     chunks = ceil_div(N, rows)
     cu.column_partials_kernel((ceil_div(C, 4 * block), chunks), (block,), (scratch, inp, N, C, rows))
     add_partials([out], scratch, chunks, C)
