@@ -17,13 +17,12 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from kernels.flash_attention import supported
 from llmc.arguments import natural, non_negative, on_off, positive
-from llmc.checkpoint import GPT2Config, read_model_header
+from llmc.checkpoint import read_model_header
 from llmc.errors import UserError
 from llmc.sampler import Sampler, sample
 from llmc.tokenizer import StreamDecoder, Tokenizer, byte_encoding, gpt2_encoding, token_bytes
-from train_gpt2_fp32 import gpt2_build_from_checkpoint, next_logits
+from train_gpt2_fp32 import choose_attention, gpt2_build_from_checkpoint, next_logits
 
 
 def load_tokenizer(model: Path, vocab_size: int, file: Path | None = None) -> Tokenizer:
@@ -51,14 +50,6 @@ def load_tokenizer(model: Path, vocab_size: int, file: Path | None = None) -> To
         raise UserError(f"{model}: no tokenizer known for {vocab_size} tokens; name its file with --tokenizer")
     encoding = encodings[vocab_size]()
     return Tokenizer(token_bytes(encoding), encoding.eot_token)
-
-
-def choose_attention(kind: str, config: GPT2Config) -> str:
-    """What "auto" stands for: flash attention where it runs, else softmax."""
-    fits = device.kind() == "cuda" and device.tf32() and supported(config.channels, config.num_heads)
-    if kind == "flash" and not fits:
-        raise UserError("-a flash runs on CUDA in TF32, with heads of 64 or 128 channels: use -a softmax")
-    return ("flash" if fits else "softmax") if kind == "auto" else kind
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -231,12 +231,11 @@ def gpt2_build_from_checkpoint(path: str, B: int, T: int, attention: str, infere
     return model
 
 
-def gpt2_build_from_random(config: GPT2Config, B: int, T: int, attention: str, seed: int) -> GPT2:
-    """A model with GPT-2's initial weights: normal with deviation 0.02, the projections back into the residual stream
-    smaller by sqrt(2L); biases 0, layernorm weights 1, and 0 for the padding of the vocabulary."""
-    model = GPT2(config, B, T, attention)
+def random_parameters(config: GPT2Config, seed: int) -> np.ndarray:
+    """GPT-2's initial weights, fp32 (num_parameters,): normal with deviation 0.02, the projections back into the
+    residual stream smaller by sqrt(2L); biases 0, layernorm weights 1, and 0 for the padding of the vocabulary."""
     params = np.zeros(num_parameters(config), np.float32)
-    tensors = name_tensors(params, PARAMETERS, tensor_sizes(config, B, T), align=1)
+    tensors = name_tensors(params, PARAMETERS, tensor_sizes(config, 1, 1), align=1)
     random = np.random.default_rng(seed)
     for name in MATRICES:
         tensor = getattr(tensors, name)
@@ -246,9 +245,27 @@ def gpt2_build_from_random(config: GPT2Config, B: int, T: int, attention: str, s
     tensors.wte[config.vocab_size :] = 0
     for tensor in (tensors.ln1w, tensors.ln2w, tensors.lnfw):
         tensor.fill(1)
-    device.copy_in(model.params_memory, params)
+    return params
+
+
+def gpt2_build_from_random(config: GPT2Config, B: int, T: int, attention: str, seed: int) -> GPT2:
+    """A model with GPT-2's initial weights."""
+    model = GPT2(config, B, T, attention)
+    device.copy_in(model.params_memory, random_parameters(config, seed))
     device.synchronize()
     return model
+
+
+def choose_attention(kind: str, config: GPT2Config) -> str:
+    """What "auto" stands for: flash attention where it is fast, else softmax. Raises UserError where a choice cannot
+    be had."""
+    fits = supported(config.channels, config.num_heads)
+    if kind == "flash" and not fits:
+        head_size = config.channels // config.num_heads
+        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {head_size}: use -a softmax")
+    if kind == "auto":
+        return "flash" if fits and device.kind() == "cuda" and device.tf32() else "softmax"
+    return kind
 
 
 def gpt2_forward(model: GPT2, B: int, T: int) -> None:
@@ -482,12 +499,7 @@ def build_model(args, tokenizer: Tokenizer | None) -> tuple[GPT2, dict | None]:
         config, params = read_model(args.model)
     if args.T > config.max_seq_len:
         raise UserError(f"-t {args.T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
-    if args.attention == "auto":
-        fits = device.kind() == "cuda" and device.tf32() and supported(config.channels, config.num_heads)
-        args.attention = "flash" if fits else "softmax"
-    elif args.attention == "flash" and not supported(config.channels, config.num_heads):
-        head_size = config.channels // config.num_heads
-        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {head_size}: use -a softmax")
+    args.attention = choose_attention(args.attention, config)
     if checkpoint is None and args.random_model is not None:
         return gpt2_build_from_random(config, args.B, args.T, args.attention, args.seed), None
     model = GPT2(config, args.B, args.T, args.attention)
