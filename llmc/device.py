@@ -13,10 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Idle OpenMP threads spin, and steal the cores from the kernels that run next. OpenBLAS's do so too, and lose much when
-# a core is busy otherwise: products are shared out here (CpuDevice.product). NumPy reads this when it is imported.
+# Idle OpenMP threads spin, and steal the cores from the kernels that run next. OpenBLAS's do so too, lose much when a
+# core is busy otherwise, and round differently when there are more of them: products are shared out here instead
+# (CpuDevice.product). NumPy reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np  # noqa: E402
 
@@ -243,13 +244,14 @@ class CpuDevice:
     compute_capability = 0
     tf32 = False
     shared_memory = 256 << 10
+    multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
 
     def __init__(self):
         self.modules = {}
         self.warp_size = cpu.warp_size()
-        self.multiprocessors = int(os.environ.get("LLMC_CPU_THREADS", len(os.sched_getaffinity(0))))
-        self.pool = ThreadPoolExecutor(self.multiprocessors)
-        self.name = f"CPU, {self.multiprocessors} cores"
+        cores = int(os.environ.get("LLMC_CPU_THREADS", len(os.sched_getaffinity(0))))
+        self.pool = ThreadPoolExecutor(cores)
+        self.name = f"CPU, {cores} cores"
 
     def use_tf32(self, on: bool) -> bool:
         return False
@@ -304,7 +306,7 @@ class CpuDevice:
         self.product(c, a, b, np.float32(beta))
 
     def product(self, c, a, b, beta) -> None:
-        """c = a @ b + beta * c, a share of c's longer side for each core; NumPy lets go of the interpreter's lock."""
+        """c = a @ b + beta * c, c's longer side shared out among the cores; NumPy lets go of the interpreter's lock."""
 
         def part(share: slice) -> None:
             rows, columns = (share, slice(None)) if c.shape[0] >= c.shape[1] else (slice(None), share)
@@ -317,8 +319,11 @@ class CpuDevice:
         self.share(max(c.shape), part, c.size * a.shape[1])
 
     def share(self, length: int, part: Callable[[slice], None], work: int) -> None:
-        """Do `part` for slices that together make up range(length), one a core where the work is worth it."""
-        parts = self.multiprocessors if work > 1 << 18 else 1
+        """Do `part` for slices that together make up range(length), on several cores where the work is worth it.
+
+        How many slices there are depends on the work alone: a product of another shape may be rounded differently.
+        """
+        parts = 1 if work < 1 << 18 else 2 if work < 1 << 26 else 8
         shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
         list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
 
@@ -413,7 +418,7 @@ def compute_capability() -> int:
 
 
 def multiprocessors() -> int:
-    """How many blocks the device works on in parallel, at least: its multiprocessors, or a CPU's cores."""
+    """Among how many blocks work should at least be shared out: a GPU's multiprocessors, a fixed number on the CPU."""
     return _device.multiprocessors
 
 

@@ -4,7 +4,7 @@ import os
 
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; nothing is fetched
 
 import hypothesis
