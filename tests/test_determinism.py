@@ -47,7 +47,7 @@ def digest_of_run(attention: str) -> dict[str, str]:
             losses[step] = batches.mean_loss(step)
     assert losses[-1] < losses[0]
     with contextlib.redirect_stdout(io.StringIO()) as samples:
-        trainer.generate(model, None, Sampler(7), 40)
+        trainer.generate(model, None, Sampler(7), 12)
     results = {
         "losses": losses.tobytes(),
         "gradients": device.to_host(model.grads_memory).tobytes(),

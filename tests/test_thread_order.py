@@ -1,0 +1,116 @@
+"""No kernel lacks a barrier: whichever thread of a block goes first, the results are the same to the last bit.
+
+The CPU device can run the threads of a block, between two waits, forward, backward or shuffled (LLMC_CPU_ORDER). What
+one thread reads that another wrote without a barrier between them then differs.
+"""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt2_fp32 as trainer
+from kernels.encoder import sort_by_token
+from kernels.matmul import ROWS_WORTH_TRANSPOSING
+from llmc import cpu, device
+from llmc.checkpoint import GPT2Config
+
+ROOT = Path(__file__).parent.parent
+ORDERS = ["forward", "backward", "shuffled"]
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list:
+    """The kernels launched since the list was last cleared, each with the checksum of what its arrays then held."""
+    monkeypatch.setenv("LLMC_CPU_WARP", "32")
+    device.use("cpu")
+    seen = []
+    run = cpu.Kernel.__call__
+
+    def run_and_note(kernel, grid, block, args, shared_mem=0):
+        run(kernel, grid, block, args, shared_mem)
+        checksum = 0
+        for array in args:
+            if isinstance(array, np.ndarray):
+                checksum = zlib.crc32(array, checksum)
+        seen.append((kernel.name, checksum))
+
+    monkeypatch.setattr(cpu.Kernel, "__call__", run_and_note)
+    return seen
+
+
+def results_by_order(launches: list, monkeypatch, work) -> list[list]:
+    results = []
+    for order in ORDERS:
+        monkeypatch.setenv("LLMC_CPU_ORDER", order)
+        launches.clear()
+        work()
+        results.append(list(launches))
+    return results
+
+
+def training_step(attention: str, B: int, T: int, NH: int, C: int):
+    """A function that makes a model and trains it for a step; its buffers begin as zeros every time."""
+
+    def work():
+        config = GPT2Config(T, 1101, 1152, 1, NH, C)
+        model = trainer.gpt2_build_from_random(config, B, T, attention, seed=1)
+        for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
+            memory.fill(0)
+        inputs, targets = np.random.default_rng(1).integers(0, 1101, (2, B * T), dtype=np.int32)
+        inputs[: B * T // 2] = 5  # many positions of one token
+        order, count = sort_by_token(inputs)
+        model.inputs[:], model.targets[:], model.order[:], model.count[:] = inputs, targets, order, count
+        trainer.gpt2_zero_grad(model)
+        trainer.gpt2_forward(model, B, T)
+        trainer.gpt2_loss(model, B, T, 1 / (B * T))
+        trainer.gpt2_backward(model, B, T)
+        trainer.gpt2_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1, grad_clip=0.1)
+
+    return work
+
+
+STEPS = {
+    "softmax, odd sizes": ("softmax", 2, 21, 3, 33),
+    "softmax, more rows than a pass takes": ("softmax", 6, ROWS_WORTH_TRANSPOSING // 6 + 1, 1, 8),
+    "relu": ("relu", 1, 37, 2, 40),
+    "flash, heads of 64": ("flash", 1, 70, 1, 64),
+    "flash, heads of 128": ("flash", 1, 70, 1, 128),
+}
+
+
+launched: set[str] = set()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, monkeypatch, step):
+    forward, backward, shuffled = results_by_order(launches, monkeypatch, training_step(*STEPS[step]))
+    for others in (backward, shuffled):
+        for (name, checksum), (name_there, checksum_there) in zip(forward, others, strict=True):
+            assert name == name_there
+            assert checksum == checksum_there, f"{name} depends on the order of its threads"
+    launched.update(name for name, _ in forward)
+
+
+def test_every_kernel_was_among_them():
+    if not launched:
+        pytest.skip("the tests above have not run")
+    there = {name for path in sorted((ROOT / "kernels").glob("*.cu")) for name in cpu.compile_source(path).kernels}
+    assert launched == there
+
+
+@pytest.mark.parametrize("kernel, whole", [
+    ("reverse_kernel", True), ("reads_too_early_kernel", False), ("overwrites_too_early_kernel", False),
+])  # fmt: skip
+def test_a_missing_barrier_is_caught(launches, monkeypatch, kernel, whole):
+    kernel = cpu.compile_source(ROOT / "tests" / "cu" / "missing_barriers.cu").kernel(kernel)
+    R, N = 5, 128
+    x = np.random.default_rng(0).random((R, N), dtype=np.float32)
+
+    def work():
+        kernel((1,), (N,), (np.zeros_like(x), x, R, N))
+
+    results = results_by_order(launches, monkeypatch, work)
+    assert (results[0] == results[1] == results[2]) is whole
+
