@@ -232,7 +232,7 @@ def test_a_large_file_is_mapped_and_never_read_whole(tmp_path):
         "loader = DataLoader(sys.argv[1], 'train', 4, 1024, 50257, shuffle_seed=1)\n"
         "inputs = np.empty((4, 1024), np.int32)\n"
         "for _ in range(100): loader.next_batch(inputs, inputs)\n"
-        "print(re.search(r'VmHWM: *(\\d+) kB', open('/proc/self/status').read())[1])\n"  # its own peak, no parent's
+        "print(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])\n"  # its own peak, no parent's
     )
     run = subprocess.run(
         [sys.executable, "-c", program, tmp_path / "x"], capture_output=True, text=True, check=True,
