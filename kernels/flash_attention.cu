@@ -1,4 +1,4 @@
-// Causal attention without the (T, T) matrices ("FlashAttention", Dao et al., arXiv 2205.14135), in TF32, forward and backward.
+// Causal attention without the (T, T) matrices ("FlashAttention", Dao et al., arXiv 2205.14135), in TF32.
 //
 // With s = q k^T / sqrt(HS) over the keys up to the query itself, for each batch row and head:
 //   p = softmax(s);  out = p v;  lse = log(sum(exp(s)))                                    forward
@@ -6,20 +6,24 @@
 //   dq = ds k / sqrt(HS);  dk = ds^T q / sqrt(HS);  dv = p^T dout
 // Shapes: qkv and dqkv (B, T, 3, NH, HS); out and dout (B, T, NH, HS); lse and D (B, NH, T).
 //
-// Bound by arithmetic on the tensor cores: 2 T^2 HS operations a head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes.
-// A warp keeps rows of one side of the product in registers; the other side streams through shared memory, TILE_FLOATS floats of each of two
-// arrays at a time, and while the tensor cores work on one stage the next is being copied. Backward goes over the scores twice, with a
-// block for each tile of queries (dq, D) and with a block for each tile of keys (dk, dv): every sum has one owner and a fixed
-// order, without atomics, so two runs agree to the bit.
+// Bound by arithmetic on the tensor cores, and almost as much by shared memory, which feeds them: 2 T^2 HS operations a
+// head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Each warp owns 16 M rows of one side of the
+// products; the other side streams through shared memory, TILE_FLOATS floats of each of two arrays at a time, and while
+// the tensor cores work on one stage the next is being copied. M is 2 for HS = 64: each operand loaded then serves four
+// products. Backward goes over the scores twice, with a block for each tile of queries (dq, D) and with a block for
+// each tile of keys (dk, dv): every sum has one owner and a fixed order, without atomics, and two runs agree to the bit.
 //
-// The operands of a tensor-core product D (16, 8) = A (16, 8) B (8, 8) + C are spread over the lanes of a warp. With g = lane / 4, t = lane % 4:
-//   A: rows g and g + 8, columns t and t + 4       B: rows t and t + 4, column g       C and D: rows g and g + 8, columns 2t and 2t + 1
-// Two liberties make every operand come out of shared memory, or out of another product, as one lane needs it:
-// - Scores: s = q k^T contracts over HS, in any order as long as A and B agree. Lane t takes columns 4t .. 4t + 3 of each 16, two for each of
-//   two products, so that one 16-byte load fetches them.
-// - Sums over scores are done transposed: out^T = v^T p^T. What a lane holds of s as D, row g and columns 2t and 2t + 1, is what B needs of
-//   p^T, column g and rows t and t + 4, if column 2t of s stands for row t of the tile of v, and 2t + 1 for row t + 4. And rows g and g + 8
-//   of A may stand for two neighbouring columns of v, which one 8-byte load fetches.
+// The operands of a tensor-core product, A (16, 8) B (8, 8) + C, are spread over the lanes of a warp. With g = lane / 4
+// and t = lane % 4, a lane holds
+//   of A rows g and g + 8, columns t and t + 4;   of B rows t and t + 4, column g;
+//   of C and of the result rows g and g + 8, columns 2t and 2t + 1.
+// Two liberties make every operand come out of shared memory, or out of another product, as its lane needs it:
+// - Scores, s = q k^T, contract over HS, in any order as long as A and B agree. Lane t takes columns 4t .. 4t + 3 of
+//   each 16, two for each of two products, so that one 16-byte load fetches them.
+// - Sums over scores are done transposed: out^T = v^T p^T. What a lane holds of s as a result, row g and columns 2t and
+//   2t + 1, is what it must hold of p^T as B, column g and rows t and t + 4, if row 2t of v takes the place of t and
+//   row 2t + 1 that of t + 4. And row g of A may stand for column 2g of v, row g + 8 for column 2g + 1, which one
+//   8-byte load fetches.
 
 #define WARP_SIZE 32
 #include "common.cuh"
@@ -33,8 +37,8 @@ constexpr float LN2 = 0.6931471805599453f;
 
 // ---- instructions
 
-// The tensor core sees of each operand TF32's 10 bits of mantissa, and ignores those below. This makes them the nearest such number's,
-// halfway away from zero.
+// The tensor core sees of each operand TF32's 10 bits of mantissa, and ignores those below. This makes them the
+// nearest such number's, halfway away from zero.
 __device__ inline float to_tf32(float x) {
     return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
@@ -63,10 +67,12 @@ __device__ inline float to_exponent() {
 // d (16, 8) = a (16, 8) b (8, 8) + c.
 __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b1, const float (&c)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)),
+          "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #elif defined(LLMC_CPU)
     struct Lane { float a[4], b[2], c[4]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
     cpu_warp_together(ALL_LANES, mine, [](Lane* const lanes[32]) {
@@ -77,7 +83,8 @@ __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b
         }
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++)
-                for (int k = 0; k < 8; k++) lanes[lane]->c[i] += A[lane / 4 + i / 2 * 8][k] * B[k][lane % 4 * 2 + i % 2];
+                for (int k = 0; k < 8; k++)
+                    lanes[lane]->c[i] += A[lane / 4 + i / 2 * 8][k] * B[k][lane % 4 * 2 + i % 2];
     }, "mma");
     for (int i = 0; i < 4; i++) d[i] = mine.c[i];
 #else
@@ -85,93 +92,87 @@ __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b
 #endif
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(NO_BULK)
-#define BULK 1
-#else
-#define BULK 0
-#endif
-
-// Starts to copy 16 bytes to shared memory, zeros if not `inside`.
-__device__ inline void copy_start(float* to, const float* from, bool inside) {
+// Start to copy four floats, or one, to shared memory; zeros if not `inside`. They are there after copies_wait, for
+// this thread.
+__device__ inline void copy_four(float* to, const float* from, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #else
-    *reinterpret_cast<float4*>(to) = inside ? *reinterpret_cast<const float4*>(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    *reinterpret_cast<float4*>(to) = inside ? *reinterpret_cast<const float4*>(from) : zero;
 #endif
 }
 
-// Before the first copy; a barrier must follow.
-__device__ inline void copies_init(unsigned long long (&arrived)[2]) {
-#if BULK
-    if (threadIdx.x == 0) {
-        for (unsigned long long& one : arrived)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"((unsigned)__cvta_generic_to_shared(&one)) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
+__device__ inline void copy_one(float* to, const float* from, bool inside) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 4 : 0) : "memory");
+#else
+    *to = inside ? *from : 0.0f;
 #endif
 }
 
-// Waits until everything copied to a stage is there, for all threads; uses is how often the stage has been waited for.
-__device__ inline void copies_wait(unsigned long long* arrived, int uses) {
-#if BULK
-    asm volatile("{ .reg .pred there; again_%=: mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1; @!there bra again_%=; }"
-        :: "r"((unsigned)__cvta_generic_to_shared(arrived)), "r"(uses & 1) : "memory");
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ inline void copies_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
-    __syncthreads();
 }
 
 // ---- tiles in shared memory
 
-// Rows are 4 floats further apart than they are long, so that no access below meets a bank twice.
-template <int HS>
-constexpr int PITCH = HS + 4;
-template <int HS>
-constexpr int STAGE = TILE_FLOATS / HS * PITCH<HS>;
+// A row is kept as HS / 4 pieces of 16 bytes, with bits 1 and 2 of a piece's number flipped by bits of the row's,
+// such that no access below meets a bank twice. Where piece 4j + c of a row is, c < 4, for j = 0 and 1; each further
+// two j are 32 floats on.
+struct Place {
+    int at[2];
+    __device__ int operator()(int j) const { return at[j % 2] + j / 2 * 32; }
+};
 
-// Starts to copy rows row0 .. row0 + TILE_FLOATS / HS - 1 of two arrays to two tiles, zeros for rows before 0 or from T on.
-// Compute capability 9.0 has an engine that copies whole rows and counts the bytes that have arrived in a barrier in shared memory;
-// 8.0 copies 16 bytes an instruction. `arrived` is the stage's barrier.
 template <int HS>
-__device__ inline void copy_tiles(float (&tiles)[2][STAGE<HS>], const float* rows0, int stride0, const float* rows1, int stride1, int row0, int T,
-                                  unsigned long long* arrived) {
+__device__ inline Place place(int row, int c) {
+    const int start = row * HS + 4 * (c ^ (row & 2)), odd = (row ^ row >> 2) & 1;
+    return {{start + 16 * odd, start + 16 * (odd ^ 1)}};
+}
+
+// Where a lane finds its part of each operand, and a thread what it copies.
+struct Places {
+    Place score;          // of row g, columns 4t .. 4t + 3 of 16
+    Place sum[2];         // of rows 2t and 2t + 1, columns 2g and 2g + 1 of 16
+    int copy;             // of the thread's first copied piece: eight threads copy 128 bytes of a row
+};
+
+template <int HS>
+__device__ inline Places places() {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, piece = threadIdx.x % 8;
+    Places p = {place<HS>(g, t), {place<HS>(2 * t, g / 2), place<HS>(2 * t + 1, g / 2)}, 0};
+    const Place copy = place<HS>(threadIdx.x / 8, piece % 4);
+    p.copy = piece < 4 ? copy.at[0] : copy.at[1];
+    for (Place& sum : p.sum) {
+        sum.at[0] += g % 2 * 2;
+        sum.at[1] += g % 2 * 2;
+    }
+    return p;
+}
+
+// Starts to copy rows row0 .. row0 + TILE_FLOATS / HS - 1 of an array, zeros for rows before 0 or from T on.
+template <int HS>
+__device__ inline void copy_tile(float* tile, const float* rows, int row0, int T, int stride, const Places& where) {
     constexpr int ROWS = TILE_FLOATS / HS;
-#if BULK
-    const int array = threadIdx.x / ROWS, down = threadIdx.x % ROWS, row = row0 + down;
-    const unsigned barrier = (unsigned)__cvta_generic_to_shared(arrived);
-    if (threadIdx.x == 0) {
-        const int count = row0 < 0 ? 0 : max(0, min(T - row0, ROWS));
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(count * 2 * HS * 4) : "memory");
-    }
-    if (array < 2) {
-        float* to = tiles[array] + down * PITCH<HS>;
-        if ((unsigned)row < (unsigned)T) {
-            const float* from = array == 0 ? rows0 + (long long)row * stride0 : rows1 + (long long)row * stride1;
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(HS * 4), "r"(barrier) : "memory");
-        } else {
-            for (int i = 0; i < HS; i += 4) *reinterpret_cast<float4*>(to + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the engine writes there again
-        }
-    }
-#else
     #pragma unroll
     for (int i = 0; i < TILE_FLOATS / 4 / THREADS; i++) {
-        // Eight threads copy 128 bytes of a row.
-        const int down = threadIdx.x / 8 + i * (THREADS / 8) % ROWS, right = threadIdx.x % 8 * 4 + i * (THREADS / 8) / ROWS * 32, row = row0 + down;
+        const int down = i * (THREADS / 8) % ROWS, right = i * (THREADS / 8) / ROWS * 32;
+        const int row = row0 + threadIdx.x / 8 + down, column = threadIdx.x % 8 * 4 + right;
         const bool inside = (unsigned)row < (unsigned)T;
-        copy_start(tiles[0] + down * PITCH<HS> + right, rows0 + (inside ? (long long)row * stride0 + right : 0), inside);
-        copy_start(tiles[1] + down * PITCH<HS> + right, rows1 + (inside ? (long long)row * stride1 + right : 0), inside);
+        const float* from = rows + (inside ? (long long)row * stride + column : 0);
+        copy_four(tile + where.copy + down * HS + right, from, inside);
     }
-#endif
 }
 
 // ---- products
 
-// Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores: a[k] for columns 16k .. 16k + 15. Zeros from row T on.
+// Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores: a[k] for columns 16k .. 16k + 15. Zeros from row T
+// on.
 template <int HS, int M>
 __device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* rows, int row0, int T, int stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -193,7 +194,8 @@ __device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* r
     }
 }
 
-// All columns of such an operand in shared memory, in the order in which the lanes read it; each thread writes what it will read.
+// All columns of such an operand in shared memory, in the order in which the lanes read it; each thread writes what
+// it will read.
 template <int HS, int M>
 struct Operand {
     static constexpr int FLOATS = HS * 16 * M * WARPS;
@@ -220,13 +222,13 @@ struct Operand {
     }
 };
 
-// s (16 M, 8 N) += a tile^T, over columns 16k .. 16k + 15. Columns 8n + 2t and 8n + 2t + 1 of s are for rows 8n + t and 8n + t + 4 of the tile.
+// s (16 M, 8 N) += a tile^T, over columns 16k .. 16k + 15.
 template <int HS, int M, int N>
-__device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4], const float* tile, int k) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+__device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4], const float* tile, int k,
+                                  const Places& where) {
     float4 b[N];
     #pragma unroll
-    for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + (8 * n + g % 2 * 4 + g / 2) * PITCH<HS> + 16 * k + 4 * t);
+    for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + where.score(k) + 8 * n * HS);
     #pragma unroll
     for (int n = 0; n < N; n++) {
         #pragma unroll
@@ -239,31 +241,28 @@ __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4]
     }
 }
 
-// Lane group g has columns d and d + 1 of the j-th 16, in the order that makes the loads of add_sum meet no bank twice.
-__device__ inline int column(int j) {
-    const int g = threadIdx.x % 32 / 4;
-    return j / 2 * 32 + j % 2 * 8 + g / 2 % 2 * 16 + g / 4 * 4 + g % 2 * 2;
-}
-
-// sum (16 M, HS) += p tile, over rows 8n .. 8n + 7 of the tile; p is rounded. sum is kept transposed: of sum[j][2m + h], a lane has in
-// element 2e + i column column(j) + e of row 16m + 8h + 2t + i.
+// sum (16 M, HS) += p tile, over rows 8n .. 8n + 7 of the tile; p is rounded. sum is kept transposed: of sum[j][2m +
+// h], a lane has in element 2e + i column 16j + 2g + e of row 16m + 8h + 2t + i.
 template <int HS, int M, int N>
-__device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n) {
-    const int t = threadIdx.x % 4;
+__device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n,
+                               const Places& where) {
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
-        const float* from = tile + (8 * n + t) * PITCH<HS> + column(j);
-        const float2 upper = *reinterpret_cast<const float2*>(from), lower = *reinterpret_cast<const float2*>(from + 4 * PITCH<HS>);
-        const float a[4] = {to_tf32(upper.x), to_tf32(upper.y), to_tf32(lower.x), to_tf32(lower.y)};
+        const float2 even = *reinterpret_cast<const float2*>(tile + where.sum[0](j) + 8 * n * HS);
+        const float2 odd = *reinterpret_cast<const float2*>(tile + where.sum[1](j) + 8 * n * HS);
+        const float a[4] = {to_tf32(even.x), to_tf32(even.y), to_tf32(odd.x), to_tf32(odd.y)};
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
-            for (int h = 0; h < 2; h++) mma(sum[j][2 * m + h], a, p[m][n][2 * h], p[m][n][2 * h + 1], sum[j][2 * m + h]);
+            for (int h = 0; h < 2; h++) {
+                mma(sum[j][2 * m + h], a, p[m][n][2 * h], p[m][n][2 * h + 1], sum[j][2 * m + h]);
+            }
         }
     }
 }
 
-// A number for each of rows g and g + 8 of 16, as the lanes need it that hold a transposed sum: for rows 8h + 2t and 8h + 2t + 1.
+// A number for each of rows g and g + 8 of 16, as the lanes need it that hold a transposed sum: for rows 8h + 2t and
+// 8h + 2t + 1.
 __device__ inline void to_columns(float (&column)[2][2], const float (&row)[2]) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -287,8 +286,9 @@ __device__ inline void scale_sum(float (&sum)[HS / 16][H][4], int m, const float
 
 // Rows row0 .. row0 + 8 H - 1 of an array = scale * sum; nothing from row T on.
 template <int HS, int H>
-__device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4], int row0, int T, int stride, float scale) {
-    const int t = threadIdx.x % 4;
+__device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4], int row0, int T, int stride,
+                                 float scale) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     #pragma unroll
     for (int h = 0; h < H; h++) {
         #pragma unroll
@@ -297,7 +297,7 @@ __device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4],
             if (row >= T) continue;
             #pragma unroll
             for (int j = 0; j < HS / 16; j++)
-                *reinterpret_cast<float2*>(rows + (long long)row * stride + column(j)) =
+                *reinterpret_cast<float2*>(rows + (long long)row * stride + 16 * j + 2 * g) =
                     make_float2(sum[j][h][i] * scale, sum[j][h][2 + i] * scale);
         }
     }
@@ -305,17 +305,20 @@ __device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4],
 
 // ---- forward
 
-// A tile of keys and values for the 16 M queries of a warp: p = 2^(to_exponent * q k^T - reference). The reference keeps a row's sums in
-// range; its largest exponent would do, but so does any number close to it. It moves, and what has been summed is
-// rescaled, only where an exponent passes it by more than 8. The tile on the diagonal comes first and sets it.
+// A tile of keys and values for the 16 M queries of a warp: p = 2^(to_exponent * q k^T - reference). The reference
+// keeps a row's sums in range; its largest exponent would do, but so does any number close to it. It moves, and what
+// has been summed is rescaled, only where an exponent passes it by more than 8. The tile on the diagonal comes first
+// and sets it.
 template <int HS, int M, bool DIAGONAL>
-__device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2], float (&reference)[M][2], const float (&q)[HS / 16][M][2][4],
-                              const float* keys, const float* values) {
+__device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2], float (&reference)[M][2],
+                              const float (&q)[HS / 16][M][2][4], const float (&tiles)[2][TILE_FLOATS],
+                              const Places& where) {
+    const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {};
     #pragma unroll
-    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k);
+    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, where);
 
     float top[M][2], highest = -INFINITY;
     #pragma unroll
@@ -329,7 +332,7 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 for (int i = 0; i < 2; i++) {
                     float& x = p[m][n][2 * h + i];
                     x = x * to_exponent<HS>() - reference[m][h];
-                    if (DIAGONAL && 8 * n + t + 4 * i > 16 * m + 8 * h + g) x = -INFINITY;
+                    if (DIAGONAL && 8 * n + 2 * t + i > 16 * m + 8 * h + g) x = -INFINITY;
                     top[m][h] = fmaxf(top[m][h], x);
                 }
             }
@@ -375,47 +378,48 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 p[m][n][i] = to_tf32(x);
             }
         }
-        add_sum<HS>(out, p, values, n);
+        add_sum<HS>(out, p, values, n, where);
     }
 }
 
-// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). A warp has as many queries as a streamed tile has keys, so that it meets
-// the diagonal in a single one.
+// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). A warp has as many queries as a streamed tile has keys,
+// so that it meets the diagonal in a single one.
 template <int HS>
 __device__ inline void forward(float* out, float* lse, const float* qkv, int T, int NH) {
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
-    __shared__ __align__(128) float tiles[2][2][STAGE<HS>];            // stage; keys, values
-    __shared__ unsigned long long arrived[2];
+    __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
-    const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp;        // tiles; blocks with the most work first
+    // Tiles: the block's first, and the warp's own. Blocks with the most work come first.
+    const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp;
     const float* query = qkv + (long long)b * T * 3 * C + head * HS;
     const float* key = query + C;
     const float* value = key + C;
+    const Places where = places<HS>();
     int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tiles<HS>(tiles[stage], key, 3 * C, value, 3 * C, tile * ROWS, T, &arrived[stage]);
+        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, 3 * C, where);
+        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, 3 * C, where);
     };
-    int waits = 0;
-    const auto finish = [&](int stage) {
-        copies_wait(&arrived[stage], waits++ / 2);
+    const auto finish = [] {
+        copies_wait();
+        __syncthreads();
     };
 
-    copies_init(arrived);
     start(tile, stage);
     float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
     load_operand<HS>(q, query, diagonal * ROWS, T, 3 * C);
-    finish(stage);
+    finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage][0], tiles[stage][1]);
-        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage][0], tiles[stage][1]);
-        finish(stage ^ 1);
+        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], where);
+        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], where);
+        finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        attend<HS, M, false>(acc, sum, reference, q, tiles[stage][0], tiles[stage][1]);
-        finish(stage ^ 1);
+        attend<HS, M, false>(acc, sum, reference, q, tiles[stage], where);
+        finish();
     }
 
     #pragma unroll
@@ -439,8 +443,10 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
 
 // A tile of keys and values for the 16 M queries of a warp.
 template <int HS, int M, bool DIAGONAL>
-__device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Operand<HS, M>& q, const Operand<HS, M>& dout,
-                                           const float (&lse)[M][2], const float (&D)[M][2], const float* keys, const float* values) {
+__device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Operand<HS, M>& q,
+                                           const Operand<HS, M>& dout, const float (&lse)[M][2], const float (&D)[M][2],
+                                           const float (&tiles)[2][TILE_FLOATS], const Places& where) {
+    const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {}, ds[M][N][4];
@@ -456,9 +462,9 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
     for (int k = 0; k < HS / 16; k++) {
         float a[M][2][4];
         q.get(a, k);
-        add_scores<HS>(p, a, keys, k);
+        add_scores<HS>(p, a, keys, k, where);
         dout.get(a, k);
-        add_scores<HS>(ds, a, values, k);
+        add_scores<HS>(ds, a, values, k, where);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -466,21 +472,21 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
         for (int m = 0; m < M; m++) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const bool hidden = DIAGONAL && 8 * n + t + i % 2 * 4 > 16 * m + 8 * (i / 2) + g;
+                const bool hidden = DIAGONAL && 8 * n + 2 * t + i % 2 > 16 * m + 8 * (i / 2) + g;
                 const float x = exp2_approx(p[m][n][i] * to_exponent<HS>() - lse[m][i / 2]);
                 ds[m][n][i] = hidden ? 0.0f : to_tf32(x * ds[m][n][i]);
             }
         }
-        add_sum<HS>(dq, ds, keys, n);
+        add_sum<HS>(dq, ds, keys, n, where);
     }
 }
 
 // Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). Sets dq, and D for the kernel that follows.
 template <int HS>
-__device__ inline void backward_query(float* dqkv, float* dsum, const float* dout, const float* out, const float* lse, const float* qkv, int T, int NH) {
+__device__ inline void backward_query(float* dqkv, float* dsum, const float* dout, const float* out, const float* lse,
+                                      const float* qkv, int T, int NH) {
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
-    __shared__ __align__(128) float tiles[2][2][STAGE<HS>];            // stage; keys, values
-    __shared__ unsigned long long arrived[2];
+    __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
     DYNAMIC_SHARED(float, operands);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
@@ -492,23 +498,26 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     dout += (long long)b * T * C + head * HS;
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
+    const Places where = places<HS>();
     int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tiles<HS>(tiles[stage], key, 3 * C, value, 3 * C, tile * ROWS, T, &arrived[stage]);
+        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, 3 * C, where);
+        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, 3 * C, where);
     };
-    int waits = 0;
-    const auto finish = [&](int stage) {
-        copies_wait(&arrived[stage], waits++ / 2);
+    const auto finish = [] {
+        copies_wait();
+        __syncthreads();
     };
 
-    copies_init(arrived);
     start(tile, stage);
-    const Operand<HS, M> q{operands + 4 * threadIdx.x}, d{operands + Operand<HS, M>::FLOATS + 4 * threadIdx.x};
+    float* mine = operands + 4 * threadIdx.x;
+    const Operand<HS, M> q{mine}, d{mine + Operand<HS, M>::FLOATS};
     float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2];
     {
         float a[HS / 16][M][2][4], da[HS / 16][M][2][4];
         load_operand<HS>(a, query, row0, T, 3 * C);
         load_operand<HS>(da, dout, row0, T, C);
+        // D is taken of dout as the products see it, so that dp - D vanishes where it should.
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
@@ -520,8 +529,9 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 for (int k = 0; k < HS / 16; k++) {
                     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                     if (row < T) x = *reinterpret_cast<const float4*>(out + (long long)row * C + 16 * k + 4 * t);
-                    const float (&d)[2][4] = da[k][m];
-                    D[m][h] += tf32_bits(d[0][h]) * x.x + tf32_bits(d[0][h + 2]) * x.y + tf32_bits(d[1][h]) * x.z + tf32_bits(d[1][h + 2]) * x.w;
+                    const float (&y)[2][4] = da[k][m];
+                    D[m][h] += tf32_bits(y[0][h]) * x.x + tf32_bits(y[0][h + 2]) * x.y;
+                    D[m][h] += tf32_bits(y[1][h]) * x.z + tf32_bits(y[1][h + 2]) * x.w;
                 }
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 1);
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 2);
@@ -531,70 +541,74 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
         q.put(a);
         d.put(da);
     }
-    finish(stage);
+    finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage][0], tiles[stage][1]);
-        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage][0], tiles[stage][1]);
-        finish(stage ^ 1);
+        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], where);
+        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], where);
+        finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage][0], tiles[stage][1]);
-        finish(stage ^ 1);
+        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], where);
+        finish();
     }
     store_sum<HS>(dqkv + (query - qkv), dq, row0, T, 3 * C, rsqrtf((float)HS));
 }
 
 // A tile of queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
 template <int HS, int M, bool DIAGONAL>
-__device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (&dv)[HS / 16][2 * M][4], const Operand<HS, M>& k, const Operand<HS, M>& v,
-                                         const float* queries, const float* douts, const float4* terms) {
+__device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (&dv)[HS / 16][2 * M][4],
+                                         const Operand<HS, M>& k, const Operand<HS, M>& v,
+                                         const float (&tiles)[2][TILE_FLOATS],
+                                         const float (&terms)[2][TILE_FLOATS / HS], const Places& where) {
+    const float *queries = tiles[0], *douts = tiles[1], *lse = terms[0], *D = terms[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {}, ds[M][N][4];
     #pragma unroll
     for (int n = 0; n < N; n++) {
-        const float4 D = terms[4 * N + 4 * n + t];
+        const float2 two = *reinterpret_cast<const float2*>(D + 8 * n + 2 * t);
         #pragma unroll
         for (int m = 0; m < M; m++) {
-            ds[m][n][0] = D.x, ds[m][n][1] = D.y, ds[m][n][2] = D.z, ds[m][n][3] = D.w;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) ds[m][n][i] = -(i % 2 == 0 ? two.x : two.y);
         }
     }
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
         float a[M][2][4];
         k.get(a, j);
-        add_scores<HS>(p, a, queries, j);
+        add_scores<HS>(p, a, queries, j, where);
         v.get(a, j);
-        add_scores<HS>(ds, a, douts, j);
+        add_scores<HS>(ds, a, douts, j, where);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
-        const float4 lse = terms[4 * n + t];
+        const float2 two = *reinterpret_cast<const float2*>(lse + 8 * n + 2 * t);
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const bool hidden = DIAGONAL && 8 * n + t + i % 2 * 4 < 16 * m + 8 * (i / 2) + g;
-                const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() + (i % 2 == 0 ? lse.x : lse.y));
+                const bool hidden = DIAGONAL && 8 * n + 2 * t + i % 2 < 16 * m + 8 * (i / 2) + g;
+                const float of_query = LOG2E * (i % 2 == 0 ? two.x : two.y);
+                const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - of_query);
                 p[m][n][i] = to_tf32(x);
                 ds[m][n][i] = to_tf32(x * ds[m][n][i]);
             }
         }
-        add_sum<HS>(dv, p, douts, n);
-        add_sum<HS>(dk, ds, queries, n);
+        add_sum<HS>(dv, p, douts, n, where);
+        add_sum<HS>(dk, ds, queries, n, where);
     }
 }
 
 // Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS keys). Sets dk and dv; reads D from dsum.
 template <int HS>
-__device__ inline void backward_key(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
+__device__ inline void backward_key(float* dqkv, const float* dsum, const float* dout, const float* lse,
+                                    const float* qkv, int T, int NH) {
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
-    __shared__ __align__(128) float tiles[2][2][STAGE<HS>];            // stage; queries, output gradients
-    __shared__ unsigned long long arrived[2];
-    // Stage; -lse (to base 2) and then -D of the queries, as an accumulator of scores or of dp holds them.
-    __shared__ float4 terms[2][2 * ROWS / 2];
+    __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; queries, output gradients
+    __shared__ __align__(8) float terms[2][2][ROWS];             // stage; lse and D of the queries
     DYNAMIC_SHARED(float, operands);
     const int warp = threadIdx.x / 32;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
@@ -603,29 +617,27 @@ __device__ inline void backward_key(float* dqkv, const float* dsum, const float*
     const float* key = query + C;
     const float* value = key + C;
     dout += (long long)b * T * C + head * HS;
-    const bool has_lse = threadIdx.x < ROWS, has_term = threadIdx.x < 2 * ROWS;
-    const float* term = (has_lse ? lse : dsum) + (long long)blockIdx.x * T;
-    float next_term = 0.0f;
+    lse += (long long)blockIdx.x * T;
+    dsum += (long long)blockIdx.x * T;
+    const Places where = places<HS>();
     const int end = ceil_div(T, ROWS);
     int tile = first, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tiles<HS>(tiles[stage], query, 3 * C, dout, C, tile * ROWS, T, &arrived[stage]);
-        const int row = tile * ROWS + threadIdx.x % ROWS;
-        next_term = has_lse ? -INFINITY : 0.0f;                   // p = 0 for queries from T on
-        if (has_term && row < T) next_term = term[row] * (has_lse ? -LOG2E : -1.0f);
+        copy_tile<HS>(tiles[stage][0], query, tile * ROWS, T, 3 * C, where);
+        copy_tile<HS>(tiles[stage][1], dout, tile * ROWS, T, C, where);
+        // Queries from T on are zeros throughout, and add zeros.
+        const int array = threadIdx.x / ROWS, down = threadIdx.x % ROWS, row = tile * ROWS + down;
+        const float* term = array == 0 ? lse : dsum;
+        if (array < 2) copy_one(&terms[stage][array][down], term + (row < T ? row : 0), row < T);
     };
-    int waits = 0;
-    const auto finish = [&](int stage) {
-        if (has_term) {
-            float* two = reinterpret_cast<float*>(terms[stage]) + threadIdx.x / 8 * 16 + threadIdx.x % 4 * 4 + threadIdx.x / 4 % 2;
-            two[0] = two[2] = next_term;
-        }
-        copies_wait(&arrived[stage], waits++ / 2);
+    const auto finish = [] {
+        copies_wait();
+        __syncthreads();
     };
 
-    copies_init(arrived);
     start(tile, stage);
-    const Operand<HS, M> k{operands + 4 * threadIdx.x}, v{operands + Operand<HS, M>::FLOATS + 4 * threadIdx.x};
+    float* mine = operands + 4 * threadIdx.x;
+    const Operand<HS, M> k{mine}, v{mine + Operand<HS, M>::FLOATS};
     float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
     {
         float a[HS / 16][M][2][4], b[HS / 16][M][2][4];
@@ -634,17 +646,17 @@ __device__ inline void backward_key(float* dqkv, const float* dsum, const float*
         k.put(a);
         v.put(b);
     }
-    finish(stage);
+    finish();
     for (; tile < min(first + WARPS, end); tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage][0], tiles[stage][1], terms[stage]);
-        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage][0], tiles[stage][1], terms[stage]);
-        finish(stage ^ 1);
+        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], where);
+        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], where);
+        finish();
     }
     for (; tile < end; tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage][0], tiles[stage][1], terms[stage]);
-        finish(stage ^ 1);
+        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], where);
+        finish();
     }
     store_sum<HS>(dqkv + (key - qkv), dk, row0, T, 3 * C, rsqrtf((float)HS));
     store_sum<HS>(dqkv + (value - qkv), dv, row0, T, 3 * C, 1.0f);
@@ -656,12 +668,14 @@ flash_attention_forward_kernel_64(float* out, float* lse, const float* qkv, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_query_kernel_64(float* dqkv, float* dsum, const float* dout, const float* out, const float* lse, const float* qkv, int T, int NH) {
+flash_attention_backward_query_kernel_64(float* dqkv, float* dsum, const float* dout, const float* out,
+                                         const float* lse, const float* qkv, int T, int NH) {
     backward_query<64>(dqkv, dsum, dout, out, lse, qkv, T, NH);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_64(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
+flash_attention_backward_key_kernel_64(float* dqkv, const float* dsum, const float* dout, const float* lse,
+                                       const float* qkv, int T, int NH) {
     backward_key<64>(dqkv, dsum, dout, lse, qkv, T, NH);
 }
 
@@ -671,11 +685,13 @@ flash_attention_forward_kernel_128(float* out, float* lse, const float* qkv, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_query_kernel_128(float* dqkv, float* dsum, const float* dout, const float* out, const float* lse, const float* qkv, int T, int NH) {
+flash_attention_backward_query_kernel_128(float* dqkv, float* dsum, const float* dout, const float* out,
+                                         const float* lse, const float* qkv, int T, int NH) {
     backward_query<128>(dqkv, dsum, dout, out, lse, qkv, T, NH);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_128(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
+flash_attention_backward_key_kernel_128(float* dqkv, const float* dsum, const float* dout, const float* lse,
+                                       const float* qkv, int T, int NH) {
     backward_key<128>(dqkv, dsum, dout, lse, qkv, T, NH);
 }

@@ -21,8 +21,8 @@ def flash_attention_forward(out, lse, qkv, B: int, T: int, C: int, NH: int) -> N
     """out (B,T,C) = causal attention of qkv (B,T,3C), which holds each position's q, k and v, all heads.
 
     lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees.
-    Raises UserError for heads of another size than 64 or 128 channels, and on a GPU where TF32 is turned off
-    or missing (before compute capability 8.0).
+    Raises UserError for heads of another size than 64 or 128 channels, and on a GPU without TF32 (before
+    compute capability 8.0).
     """
     forward, _, _ = kernels(C, NH)
     forward(grid(B, T, C, NH), (THREADS,), (out, lse, qkv, T, NH))
@@ -48,8 +48,8 @@ def kernels(C: int, NH: int) -> tuple:
     """The kernels for heads of C / NH channels: forward, backward by queries, backward by keys."""
     if not supported(C, NH):
         raise UserError(f"flash attention takes heads of 64 or 128 channels, not {C} / {NH}: use -a softmax")
-    if device.kind() == "cuda" and not device.tf32():
-        raise UserError("flash attention needs TF32, which is turned off or this GPU does not have: use -a softmax")
+    if device.kind() == "cuda" and device.compute_capability() < 80:
+        raise UserError("flash attention needs TF32, a GPU of compute capability 8.0 or later: use -a softmax")
     if C // NH == 64:
         return (
             cu.flash_attention_forward_kernel_64,
