@@ -87,8 +87,14 @@ def on_off(text: str) -> bool:
     return text == "1"
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """One line, instead of argparse's many."""
+        self.exit(2, f"error: {message}; --help lists the flags\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train GPT-2 in fp32 (llm.c's trainer in Python).",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
