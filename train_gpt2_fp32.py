@@ -32,6 +32,7 @@ from kernels.reduce import MOST_PARTIALS, global_norm
 from llmc.arguments import parse_arguments
 from llmc.checkpoint import (
     GPT2Config,
+    check_checkpoint_directory,
     load_checkpoint,
     newest_checkpoint,
     num_parameters,
@@ -591,6 +592,8 @@ def main() -> None:
     train_batches, val_batch = Batches(model, train_loader, accumulation), Batches(model, val_loader)
     questions = Batches(model, EvalLoader(args.hellaswag, B, T, config.vocab_size)) if args.hellaswag else None
     norms = device.pinned((2, 2), np.float32)
+    if args.checkpoint_dir:
+        check_checkpoint_directory(args.checkpoint_dir)
     logger = Logger(args.log, first_step)
     print_table(run_table(args, model, tokenizer_path, train_loader, val_loader, val_batches, steps, first_step))
 
@@ -626,6 +629,7 @@ def main() -> None:
 
     for step in range(first_step, steps + 1):
         last = step == steps or stop.requested
+        sampler_state = sampler.state  # a run that is resumed here samples again what this one is about to
 
         if last or step % args.val_every == 0:
             finish_running_step()
@@ -643,7 +647,7 @@ def main() -> None:
         if args.checkpoint_dir and save and step > first_step:
             finish_running_step()
             params, m, v = (device.to_host(x) for x in (model.params_memory, model.m_memory, model.v_memory))
-            state = {"loader": train_loader.state(), "sampler": sampler.state}
+            state = {"loader": train_loader.state(), "sampler": sampler_state}
             print(f"saved {save_checkpoint(args.checkpoint_dir, step, config, params, m, v, state)}", flush=True)
             prune_checkpoints(args.checkpoint_dir, args.keep)
         if last:

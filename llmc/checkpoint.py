@@ -202,6 +202,15 @@ def save_checkpoint(
     return final
 
 
+def check_checkpoint_directory(directory: str | Path) -> None:
+    """Raises UserError where `save_checkpoint` could not write to `directory`, which need not exist. Makes nothing."""
+    place = Path(directory).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{directory}: checkpoints cannot be written there; choose another --checkpoint-dir")
+
+
 def newest_checkpoint(directory: str | Path) -> Path | None:
     """The checkpoint of the highest step in `directory` whose files are all there in full length, or None."""
     return next(iter(_complete_checkpoints(directory)), None)
