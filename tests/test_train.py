@@ -1,0 +1,296 @@
+"""train_gpt2_fp32.py run as a program: what it prints and logs, how it stops and resumes, what it says to bad input."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.checkpoint import GPT2Config, num_parameters, write_model
+from llmc.dataloader import write_tokens
+from llmc.logger import read_log
+from llmc.schedule import LearningRateSchedule
+from llmc.tokenizer import write_tokenizer
+
+SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
+V = 61
+SMALL = ["--device", "cpu", "-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", "2", "-t", "16"]
+STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms, (\d+) tok/s\)(.*)")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A directory with training and validation tokens and their tokenizer, of which one token follows from another."""
+    rng = np.random.default_rng(0)
+    for split, count in ("train", 2000), ("val", 400):
+        tokens = (np.arange(count) * 7 + rng.integers(0, 2, count)) % V
+        write_tokens(tmp_path / f"data_{split}.bin", tokens)
+    write_tokenizer(tmp_path / "data_tokenizer.bin", [bytes([32 + i]) for i in range(V)], eot=V - 1)
+    return tmp_path
+
+
+def start(folder: Path, *flags: str) -> subprocess.Popen:
+    command = [sys.executable, SCRIPT, *SMALL, *flags]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder: Path, *flags: str) -> str:
+    process = start(folder, *flags)
+    out, error = process.communicate(timeout=100)
+    assert (process.returncode, error) == (0, ""), error
+    return out
+
+
+def steps_of(out: str) -> dict[int, float]:
+    """Step, counted from 1, to training loss."""
+    return {int(match[1]): float(match[3]) for match in STEP.finditer(out)}
+
+
+def samples_of(out: str) -> list[str]:
+    return re.findall(r"^generating:\n---\n(.*?)\n---$", out, re.M | re.S)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(folder):
+    out = run(folder, "-x", "40", "-v", "10", "-m", "3", "-s", "20", "-g", "30", "-l", "1e-2", "-o", "run.log")
+    rule = "+-----------------------+----------------------------------------------------+"
+    lines = out.splitlines()
+    assert lines[:3] == [rule, f"| {'Parameter':21} | {'Value':50} |", rule]
+    table = dict(re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M))
+    table = {name.strip(): value for name, value in table.items()}
+    assert table["device"].startswith("CPU") and table["attention"] == "softmax"
+    assert table["train data"] == table["val data"] == "data" and table["tokenizer"] == "data_tokenizer.bin"
+    assert (table["batch size B"], table["sequence length T"], table["steps"]) == ("2", "16", "40")
+    assert table["model"] == "layers=2,heads=2,channels=32,maxT=64" and table["vocabulary"] == "61, padded to 128"
+    assert f"| parameters            | {num_parameters(GPT2Config(64, V, 128, 2, 2, 32)):<50} |" in lines
+    assert table["train tokens"] == "2000 (62 batches)" and table["val tokens"] == "400 (12 batches)"
+
+    validations = [float(loss) for loss in re.findall(r"^val loss (\d+\.\d{6})$", out, re.M)]
+    losses = steps_of(out)
+    assert list(losses) == list(range(1, 41)) and len(validations) == 5
+    assert abs(losses[1] - np.log(V)) < 0.3 and abs(validations[0] - np.log(V)) < 0.3
+    assert losses[40] < losses[1] - 1 and validations[-1] < validations[0] - 1
+
+    texts = samples_of(out)
+    assert [len(text) for text in texts] == [30, 30]
+    assert re.fullmatch(r"total average iteration time: \d+\.\d{6} ms", lines[-1])
+
+    log = read_log(folder / "run.log")
+    assert log["trl"][0].tolist() == list(range(40)) and log["tel"][0].tolist() == [0, 10, 20, 30, 40]
+    np.testing.assert_allclose(log["trl"][1], list(losses.values()), atol=6e-5)
+    np.testing.assert_allclose(log["tel"][1], validations, atol=6e-5)
+    assert re.match(r"s:0 tel:\d\.\d{4}\ns:0 trl:\d\.\d{4}\n", (folder / "run.log").read_text())
+
+
+def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_there_is_no_tokenizer(folder):
+    config = GPT2Config(32, V, 128, 1, 2, 20)
+    params = 0.02 * np.random.default_rng(0).standard_normal(num_parameters(config), dtype=np.float32)
+    write_model(folder / "model.bin", config, params)
+    (folder / "data_tokenizer.bin").unlink()
+    out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-s", "0")
+    assert list(steps_of(out)) == list(range(1, 2000 // 100 + 1))
+    (ids,) = samples_of(out)
+    assert len(ids.split()) == 9 and all(0 <= int(token) < V for token in ids.split())
+
+
+def test_no_steps_no_samples(folder):
+    out = run(folder, "-x", "0", "-g", "0")
+    assert out.count("val loss") == 1 and "generating" not in out and not steps_of(out)
+
+
+def test_accumulating_small_batches_trains_like_one_large_batch(folder):
+    small = run(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
+    large = run(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
+    assert "128 (4 batches)" in small
+    np.testing.assert_allclose(list(steps_of(small).values()), list(steps_of(large).values()), atol=2e-6 * 5)
+
+
+def test_the_schedule_flags_set_the_rate_of_each_step_and_clipping_prints_the_norm(folder):
+    out = run(folder, "-x", "8", "-l", "1e-2", "-k", "cosine", "-u", "3", "-q", "0.1", "-c", "0.1", "--grad-clip", "1",
+              "-g", "0")  # fmt: skip
+    schedule = LearningRateSchedule("cosine", 1e-2, 3, 8, 0.1)
+    rates = re.findall(r", lr (\d\.\d\de[+-]\d\d), ", out)
+    assert rates == [f"{schedule.get_learning_rate(step):.2e}" for step in range(8)]
+    norms = [float(norm) for norm in re.findall(r", norm (\d+\.\d{4}), ", out)]
+    assert len(norms) == 8 and min(norms) > 0
+
+
+# All that could be lost between two steps: moments, the place in shuffled data, accumulation, a schedule.
+LONG = ["-d", "64", "-k", "cosine", "-u", "2", "-l", "3e-3", "-c", "0.1", "--grad-clip", "0.5", "--seed", "3",
+        "-v", "4", "-m", "2", "-s", "5", "-g", "5", "--checkpoint-dir", "run"]  # fmt: skip
+
+
+def checkpoint_bytes(folder: Path, step: int) -> list[bytes]:
+    return [(folder / "run" / f"step_{step:08d}" / name).read_bytes() for name in ("model.bin", "optimizer.bin")]
+
+
+def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(folder):
+    whole = run(folder, *LONG, "-x", "7", "-n", "1", "-o", "whole.log")
+    want, losses, texts = checkpoint_bytes(folder, 7), steps_of(whole), samples_of(whole)
+    (folder / "run").rename(folder / "whole")
+    for step in range(1, 7):
+        shutil.copytree(folder / "whole" / f"step_{step:08d}", folder / "run" / f"step_{step:08d}")
+        shutil.copy(folder / "whole.log", folder / "resumed.log")
+        out = run(folder, *LONG, "-x", "7", "-y", "1", "-o", "resumed.log")
+        assert steps_of(out) == {later: loss for later, loss in losses.items() if later > step}
+        assert checkpoint_bytes(folder, 7) == want
+        assert samples_of(out) == (texts if step <= 5 else texts[1:])  # of steps 5 and 7
+        log = read_log(folder / "resumed.log")
+        assert log["trl"][0].tolist() == list(range(7))
+        assert np.array_equal(log["trl"][1], read_log(folder / "whole.log")["trl"][1])
+        shutil.rmtree(folder / "run")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, name):
+    whole = run(folder, *LONG, "-x", "60")
+    want = checkpoint_bytes(folder, 60)
+    shutil.rmtree(folder / "run")
+    process = start(folder, *LONG, "-x", "60")
+    for line in process.stdout:
+        if line.startswith("step    3/"):
+            process.send_signal(getattr(signal, name))
+            break
+    out, error = process.communicate(timeout=100)
+    assert (process.returncode, error) == (0, "")
+    stopped = re.search(rf"^stopped by {name} after (\d+) of 60 steps$", out, re.M)
+    assert stopped and 3 <= int(stopped[1]) < 60, out
+    assert [path.name for path in (folder / "run").iterdir()] == [f"step_{int(stopped[1]):08d}"]
+    out = run(folder, *LONG, "-x", "60", "-y", "1")
+    assert list(steps_of(out)) == list(range(int(stopped[1]) + 1, 61))
+    assert samples_of(out) == samples_of(whole)[-len(samples_of(out)) :]
+    assert checkpoint_bytes(folder, 60) == want
+
+
+def test_only_the_newest_checkpoints_are_kept(folder):
+    run(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
+    assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_00000004", "step_00000005"]
+
+
+def test_resuming_where_there_is_no_checkpoint_starts_from_the_beginning_and_says_so(folder):
+    out = run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run", "-y", "1")
+    assert "no checkpoint in run yet: starting from the beginning" in out and list(steps_of(out)) == [1]
+
+
+def refuse(folder: Path, *flags: str, code: int = 1) -> str:
+    """The one line on stderr of a run that must not start, and must leave nothing behind."""
+    before = files(folder)
+    process = start(folder, "-o", "run.log", *flags)
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == code, (process.returncode, error)
+    assert error.count("\n") == 1 and error.startswith("error: "), error
+    assert files(folder) == before
+    assert "step" not in out
+    return error
+
+
+USAGE = [
+    (["-b", "0"], "-b/--batch-size: 0 must be at least 1"),
+    (["-t", "0"], "-t/--sequence-length: 0 must be at least 1"),
+    (["-b", "-3"], "-b/--batch-size: -3 must be at least 1"),
+    (["-t", "many"], "-t/--sequence-length: .*many"),
+    (["-l", "fast"], "-l/--learning-rate: .*fast"),
+    (["-l", "-1"], "-l/--learning-rate: -1 must be"),
+    (["-l", "nan"], "-l/--learning-rate: nan must be"),
+    (["-x", "-1"], "-x/--max-steps: -1 must be"),
+    (["-q", "2"], "-q/--final-fraction: 2 must lie between 0 and 1"),
+    (["-k", "zigzag"], "-k/--schedule: .*zigzag.*cosine"),
+    (["-a", "magic"], "-a/--attention: .*magic.*relu"),
+    (["-y", "yes"], "-y/--resume: yes must be 0 or 1"),
+    (["--device", "tpu"], "--device: .*tpu.*cpu"),
+    (["--no-such-flag"], "--no-such-flag"),
+]
+
+
+@pytest.mark.parametrize("flags, message", USAGE, ids=[" ".join(flags) for flags, _ in USAGE])
+def test_a_wrong_flag_is_refused_in_one_line_with_code_2(folder, flags, message):
+    assert re.search(message, refuse(folder, *flags, code=2))
+
+
+VALUES = [
+    (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
+    (["-b", "200"], r"data_train.bin: 2000 tokens are too few for one batch of B 200, T 16.*lower -b or -t"),
+    (["-t", "64", "-b", "8"], r"data_val.bin: 400 tokens are too few"),
+    (["-d", "33"], r"-d 33 is not a multiple of B\*T = 32"),
+    (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
+    (["-j", "nowhere"], r"nowhere_val.bin: no such file; get data"),
+    (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
+    (["-e", "d7"], r"-e d7: the depths are d6, d12"),
+    (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: .*channels=128"),
+    (["-e", "layers=2,heads=3,channels=32"], r"32 channels cannot be split among 3 heads"),
+    (["-e", "layers=0,heads=2,channels=32"], r"num_layers is 0"),
+    (["-e", "data_train.bin"], r"data_train.bin: not a model \(found GPT-2 tokens"),
+    (["-e", "."], r"\.: is a directory"),
+    (["-e", "d48", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free.*lower -b or -t"),
+    (["-b", "1000000000000"], r"(needs \d+ MiB of memory|lower -b)"),
+    (["-a", "flash"], r"-a flash takes heads of 64 or 128 channels, this model's have 16: use -a softmax"),
+    (["-o", "no/such/folder/run.log"], r"no/such/folder/run.log: cannot be written .*\(-o\)"),
+    (["-o", "."], r"\.: cannot be written .*\(-o\)"),
+    (["-n", "5"], r"-y and -n need.*--checkpoint-dir"),
+    (["--checkpoint-dir", "data_train.bin"], r"data_train.bin.*checkpoint"),
+    (["--hellaswag", "nowhere.bin", "-b", "4"], r"nowhere.bin: no such file"),
+    (["--hellaswag", "nowhere.bin"], r"-b must be at least 4 for HellaSwag"),
+]
+
+
+@pytest.mark.parametrize("flags, message", VALUES, ids=[" ".join(flags) for flags, _ in VALUES])
+def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(folder, flags, message):
+    assert re.search(message, refuse(folder, *flags))
+
+
+DAMAGES = {
+    "a token outside the vocabulary": ("data_val.bin", 1024, b"\x3d\x00", r"data_val.bin: token 61 .*vocabulary"),
+    "an error page for tokens": ("data_train.bin", 0, b"<!DOCTYPE html>\n", r"data_train.bin: .*use data"),
+    "another version of the tokens": ("data_train.bin", 4, b"\x09", r"data_train.bin: token file version 9"),
+    "an error page for the tokenizer": ("data_tokenizer.bin", 0, b"<!DOCTYPE html>\n", r"data_tokenizer.bin: not"),
+    "a model that is no model": ("model.bin", 0, b"\x00\x00", r"model.bin: not a model"),
+    "a model with senseless sizes": ("model.bin", 16, b"\xff\xff\xff\xff", r"model.bin: num_layers is -1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, damage):
+    config = GPT2Config(32, V, 128, 1, 2, 20)
+    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    name, offset, data, message = DAMAGES[damage]
+    with open(folder / name, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+    error = refuse(folder, *(["-e", "model.bin"] if name == "model.bin" else []))
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("name", ["data_train.bin", "data_tokenizer.bin", "model.bin"])
+def test_a_truncated_file_is_refused(folder, name):
+    config = GPT2Config(32, V, 128, 1, 2, 20)
+    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    os.truncate(folder / name, (folder / name).stat().st_size - 3)
+    assert name in refuse(folder, *(["-e", "model.bin"] if name == "model.bin" else []))
+
+
+def test_a_model_of_another_tokenizer_is_refused(folder):
+    config = GPT2Config(32, 99, 128, 1, 2, 20)
+    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse(folder, "-e", "model.bin"))
+
+
+def test_resuming_with_other_data_or_batches_is_refused(folder):
+    run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
+    assert re.search(r"cannot resume: B of the training data was 2 and is now 4; use the same",
+                     refuse(folder, "-b", "4", "--checkpoint-dir", "run", "-y", "1"))  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_refused(folder):
+    run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
+    with open(folder / "run" / "step_00000001" / "model.bin", "r+b") as file:
+        file.seek(5000)
+        file.write(b"damage")
+    assert re.search(r"model.bin: damaged .*CRC-32", refuse(folder, "--checkpoint-dir", "run", "-y", "1"))
