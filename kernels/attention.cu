@@ -66,17 +66,17 @@ extern "C" __global__ void softmax_forward_kernel(float* att, float scale, size_
             const Four x = memory.load(row + s, T - s);
             float four_largest = largest;
             for (int k = 0; k < 4; k++) four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;
-            sum *= expf(scale * (largest - four_largest));
-            for (int k = 0; k < 4; k++) sum += s + k < length ? expf(scale * (x.x[k] - four_largest)) : 0.0f;
+            sum *= __expf(scale * (largest - four_largest));
+            for (int k = 0; k < 4; k++) sum += s + k < length ? __expf(scale * (x.x[k] - four_largest)) : 0.0f;
             largest = four_largest;
         }
         const float row_largest = warp_max(largest);
-        const float norm = 1.0f / warp_sum(sum * expf(scale * (largest - row_largest)));
+        const float norm = 1.0f / warp_sum(sum * __expf(scale * (largest - row_largest)));
 #pragma unroll 4
         for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
             Four x = {};
             if (s < length) x = memory.load(row + s, T - s);
-            for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? expf(scale * (x.x[k] - row_largest)) * norm : 0.0f;
+            for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? __expf(scale * (x.x[k] - row_largest)) * norm : 0.0f;
             memory.store(row + s, x, T - s);
         }
     });

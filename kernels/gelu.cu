@@ -9,7 +9,7 @@
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
 
 __device__ inline float gelu_sigmoid(float x) {
-    return 1.0f / (1.0f + expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
+    return 1.0f / (1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
 }
 
 // Block x: a row; thread: four columns of grid column y.
