@@ -1,0 +1,158 @@
+"""llmc.device: the same calls on the CPU and on CUDA."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kernels import gelu
+from llmc import cpu, device
+from llmc.device import cuda_source
+from llmc.errors import UserError
+from oracle import assert_close, guarded, kernel_tolerance, normal
+
+
+def stored(matrices: np.ndarray, transposed: bool) -> np.ndarray:
+    """The matrices (..., rows, columns) as they lie in memory."""
+    return np.ascontiguousarray(matrices.swapaxes(-1, -2) if transposed else matrices)
+
+
+any_product = given(
+    m=st.integers(1, 90), n=st.integers(1, 90), k=st.integers(1, 90), trans_a=st.booleans(), trans_b=st.booleans()
+)
+
+
+@any_product
+@example(m=64, n=32, k=16, trans_a=False, trans_b=False)
+@example(m=5, n=300, k=211, trans_a=True, trans_b=True)  # enough work to be shared out among cores
+@example(m=701, n=30, k=3200, trans_a=False, trans_b=True)
+def test_sgemm_multiplies_by_rows_and_adds_beta_times_what_was_there(product_dev, m, n, k, trans_a, trans_b):
+    rng = np.random.default_rng([m, n, k])
+    a, b, before = normal(rng, m, k), normal(rng, k, n), normal(rng, m, n)
+    want = a.astype(np.float64) @ b
+    for beta in (0.0, 1.0, 0.5):
+        with guarded(product_dev) as memory:
+            c = memory.write((m, n)) if beta == 0 else memory.update(before)
+            inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
+            product_dev.sgemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
+        assert_close(f"c, beta {beta}", c, want + beta * before, kernel_tolerance(product_dev))
+
+
+@any_product
+@example(m=64, n=64, k=64, trans_a=False, trans_b=True)
+@example(m=7, n=5, k=3, trans_a=True, trans_b=False)
+def test_sgemm_strided_batched_multiplies_each_of_the_matrices(product_dev, m, n, k, trans_a, trans_b):
+    rng, count = np.random.default_rng([m, n, k]), 5
+    a, b = normal(rng, count, m, k), normal(rng, count, k, n)
+    with guarded(product_dev) as memory:
+        c = memory.write((count, m, n))
+        inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
+        product_dev.sgemm_strided_batched(c, *inputs, m, n, k, count, trans_a, trans_b)
+    assert_close("c, batched", c, a.astype(np.float64) @ b, kernel_tolerance(product_dev))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_what_is_copied_in_comes_out_again(dev, dtype):
+    values = np.arange(60, dtype=dtype).reshape(3, 4, 5)
+    array, staged, back = dev.empty(values.shape, dtype), dev.pinned(values.shape, dtype), dev.pinned((60,), dtype)
+    staged[:] = values
+    dev.copy_in(array, staged)
+    dev.copy_out(back, array)
+    dev.synchronize()
+    assert back.tolist() == list(range(60))
+    assert np.array_equal(dev.to_host(array), values) and dev.to_host(array).dtype == dtype
+    assert np.array_equal(dev.to_host(dev.asarray(values)), values)
+
+
+def test_a_shorter_copy_goes_to_or_comes_from_the_beginning(dev):
+    array, part = dev.zeros((2, 5), np.int32), np.array([7, 8, 9], dtype=np.int32)
+    dev.copy_in(array, part)
+    back = dev.pinned((4,), np.int32)
+    dev.copy_out(back, array)
+    dev.synchronize()
+    assert back.tolist() == [7, 8, 9, 0]
+    assert dev.to_host(array).tolist() == [[7, 8, 9, 0, 0], [0] * 5]
+
+
+def test_host_copies_are_new_arrays(dev):
+    host = np.ones(3, np.float32)
+    array = dev.asarray(host)
+    host[:] = 2
+    first = dev.to_host(array)
+    first[:] = 3
+    assert dev.to_host(array).tolist() == [1, 1, 1]
+    dev.fill_zero(array)
+    assert dev.to_host(array).tolist() == [0, 0, 0]
+
+
+def test_memory_figures_and_name_make_sense(dev):
+    free, total = dev.memory()
+    assert 0 < free <= total
+    assert dev.name() and dev.kind() in ("cpu", "cuda") and dev.warp_size() in (1, 32)
+
+
+def test_events_come_to_pass_in_order(dev):
+    first, second = dev.event(), dev.event()
+    assert first.wait() <= second.wait() <= time.perf_counter()
+
+
+def test_recorded_work_is_done_at_every_call(dev):
+    out, x = dev.zeros((1, 4)), dev.asarray(np.array([[-1, 0, 1, 2]], np.float32))
+    bias = dev.zeros((4,))
+    work = dev.record(lambda: gelu.gelu_forward(out, x, bias, 1, 4))
+    results = []
+    for shift in range(4):
+        dev.copy_in(bias, np.full(4, shift, np.float32))
+        work()
+        results.append(dev.to_host(out)[0, 1])
+    np.testing.assert_allclose(results, [0, 0.841192, 1.954598, 2.996363], rtol=1e-5)
+
+
+def test_a_kernel_that_is_not_in_the_file_is_an_error(dev):
+    with pytest.raises((AttributeError, RuntimeError)):
+        gelu.cu.no_such_kernel((1,), (1,), ())
+
+
+def test_all_kernel_files_are_compiled_at_once(dev):
+    dev.compile_all()
+    gelu.gelu_forward(dev.empty((1, 4)), dev.zeros((1, 4)), dev.zeros((4,)), 1, 4)
+
+
+def test_included_files_are_inlined_and_lines_keep_their_numbers(tmp_path):
+    (tmp_path / "inner.cuh").write_text("#pragma once\nint inner;\n")
+    (tmp_path / "outer.cu").write_text('int before;\n#include "inner.cuh"\nint after;\n')
+    lines = cuda_source(tmp_path / "outer.cu").splitlines()
+    assert [line for line in lines if line.startswith("int")] == ["int before;", "int inner;", "int after;"]
+    assert lines[lines.index("int after;") - 1] == '#line 3 "outer.cu"'
+    assert '#line 1 "inner.cuh"' in lines and not any("include" in line or "pragma" in line for line in lines)
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(UserError, match="'tpu' is not one of auto, cuda, cpu"):
+        device.use("tpu")
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_says_what_to_install():
+    if device.use("auto") == "cuda":
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match="CUDA does not work here .*: install CuPy .*, or run with --device") as caught:
+        device.use("cuda")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_warp_of_another_size_is_refused(monkeypatch):
+    monkeypatch.setenv("LLMC_CPU_WARP", "16")
+    with pytest.raises(UserError, match="LLMC_CPU_WARP is 16; it can be 1 or 32"):
+        device.use("cpu")
+
+
+def test_the_cpu_checks_what_a_kernel_is_given():
+    device.use("cpu")
+    out = device.zeros((4,))
+    with pytest.raises(TypeError, match="gelu_forward_kernel takes 4 arguments"):
+        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out))
+    with pytest.raises(TypeError, match="gelu_forward_kernel: C .int. takes an int, not float"):
+        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out, 4.0))
+    assert isinstance(gelu.cu.gelu_forward_kernel, cpu.Kernel)
