@@ -90,10 +90,10 @@ inline float __int_as_float(int x) { return llmc::bits<float>(x); }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // exp2 of a whole number, by its exponent bits, times exp2 of a fraction, by a polynomial: without branches or calls, so
-// that the compiler vectorises it anywhere. As accurate as a GPU's; what would underflow is 2^-126.
-inline float __expf(float x) {
-    x *= 1.44269504f;
-    x = x < -126.0f ? -126.0f : x > 127.0f ? 127.0f : x;
+// that the compiler vectorises it anywhere. As accurate as a GPU's; results that would be denormal are 0.
+inline float __expf(float exponent) {
+    float x = 1.44269504f * exponent;
+    x = x < -126.0f ? -126.0f : x > 127.99f ? 127.99f : x;
     const float n = rintf(x), f = x - n;
     float y = 1.5403530e-4f;
     y = y * f + 1.3333558e-3f;
@@ -102,7 +102,8 @@ inline float __expf(float x) {
     y = y * f + 2.4022651e-1f;
     y = y * f + 6.9314718e-1f;
     y = y * f + 1.0f;
-    return y * llmc::bits<float>((int)n + 127 << 23);
+    y *= llmc::bits<float>((int)(n - 1.0f) + 127 << 23) * 2.0f;  // n may be 128
+    return exponent < -87.3365f ? 0.0f : exponent > 88.7228f ? INFINITY : y;
 }
 inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }
