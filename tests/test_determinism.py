@@ -66,6 +66,7 @@ def test_a_run_on_the_cpu_does_not_depend_on_the_number_of_threads():
     digests = []
     for threads in "1", "2", "5":
         env = {**os.environ, "LLMC_CPU_THREADS": threads, "OPENBLAS_NUM_THREADS": threads, "LLMC_CPU_WARP": "1"}
+        env["PYTHONPATH"] = str(Path(trainer.__file__).parent)
         program = [sys.executable, __file__]
         digests.append(json.loads(subprocess.run(program, env=env, check=True, capture_output=True).stdout))
     assert digests[0] == digests[1] == digests[2]

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 import train_gpt2_fp32 as trainer
-from kernels.encoder import sort_by_token
+from kernels.encoder import encoder_backward, sort_by_token
+from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
+from kernels.reduce import MOST_PARTIALS
 from llmc import cpu, device
 from llmc.checkpoint import GPT2Config
+from oracle import normal
 
 ROOT = Path(__file__).parent.parent
 ORDERS = ["forward", "backward", "shuffled"]
@@ -91,6 +94,26 @@ def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, mo
             assert name == name_there
             assert checksum == checksum_there, f"{name} depends on the order of its threads"
     launched.update(name for name, _ in forward)
+
+
+def several_passes() -> None:
+    """The backward kernels that come back to shared memory, with so many rows or channels that they do."""
+    rng = np.random.default_rng(2)
+    N, C = 9, 2100
+    tokens = np.full(N, 3, np.int32)
+    dwte, dwpe = np.zeros((5, C), np.float32), np.zeros((N, C), np.float32)
+    encoder_backward(dwte, dwpe, normal(rng, N, C), tokens, *sort_by_token(tokens), 1, N, C)
+    N, C = 200, 300
+    dinp, dout, inp = (normal(rng, N, C) for _ in range(3))
+    dweight, dbias, scratch = (np.zeros(shape, np.float32) for shape in (C, C, (MOST_PARTIALS, 3 * C)))
+    layernorm_backward(
+        dinp, dweight, dbias, None, scratch, dout, inp, normal(rng, C), normal(rng, N), abs(normal(rng, N)), 1, N, C
+    )
+
+
+def test_the_order_of_threads_changes_no_bit_where_a_block_uses_its_shared_memory_again(launches, monkeypatch):
+    forward, backward, shuffled = results_by_order(launches, monkeypatch, several_passes)
+    assert forward == backward == shuffled
 
 
 def test_every_kernel_was_among_them():
