@@ -453,7 +453,10 @@ def pinned(shape, dtype) -> np.ndarray:
 
 
 def copy_in(dst, src: np.ndarray) -> None:
-    """Start copying a host array over the beginning of a device array. src must not change until `synchronize`."""
+    """Start copying a contiguous host array over the beginning of a device array. src must not change until
+    `synchronize`."""
+    if not src.flags.c_contiguous or src.size > dst.size or src.dtype != dst.dtype:
+        raise ValueError(f"{src.dtype} {src.shape} does not fit into {dst.dtype} {dst.shape}, or is not contiguous")
     _device.copy_in(dst, src)
 
 

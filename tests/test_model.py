@@ -80,7 +80,7 @@ def send(dev, model: trainer.GPT2, inputs: np.ndarray, targets: np.ndarray) -> N
     order, count = sort_by_token(inputs)
     arrays = model.inputs, model.targets, model.order, model.count
     for array, values in zip(arrays, (inputs, targets, order, count), strict=True):
-        dev.copy_in(array, values)
+        dev.copy_in(array, np.ascontiguousarray(values))
     dev.synchronize()
 
 
