@@ -26,7 +26,6 @@ from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
     matmul_forward,
-    transpose,
 )
 from kernels.reduce import MOST_PARTIALS, global_norm
 from llmc.arguments import parse_arguments
@@ -199,13 +198,12 @@ class GPT2:
         self.params_memory = buffers["parameters"]
         self.acts_memory = buffers["activations"]
         self.params = name_tensors(self.params_memory, PARAMETERS, sizes, align=1)
-        self.inputs = device.zeros((B * T,), np.int32)
-        self.targets = device.zeros((B * T,), np.int32)
+        # The batch: tokens, what follows each, and for the embedding's gradient what sort_by_token makes of them.
+        self.batch = device.zeros((4, B * T), np.int32)
+        self.inputs, self.targets, self.order, self.count = self.batch
         self.views_of = {}
         if inference:
             return
-        self.order = device.zeros((B * T,), np.int32)  # the inputs' positions sorted by token, and how many each has
-        self.count = device.zeros((B * T,), np.int32)
         self.grads_memory, self.m_memory, self.v_memory = (
             buffers[name] for name in ("gradients", "AdamW m", "AdamW v")
         )
@@ -344,24 +342,23 @@ def gpt2_backward(model: GPT2, B: int, T: int, accumulate: bool = False) -> None
         dbtc, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,
     )  # fmt: skip
     layernorm_transposed(transposed, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
-    matmul_backward_weight(grads.wte, acts.logits, transposed, B, T, C, Vp, accumulate)
+    matmul_backward_weight(grads.wte, acts.logits, None, transposed, B, T, C, Vp, accumulate)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
         matmul_backward_inp(dbt4c, dresidual, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dbt4c, g.fcb, gelu_transposed, partials, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight(g.fcprojw, dresidual, gelu_transposed, B, T, 4 * C, C, accumulate)
+        matmul_backward_weight(g.fcprojw, dresidual, None, gelu_transposed, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dbtc, dbt4c, p.fcw, weight_T, B, T, C, 4 * C)
         layernorm_backward(
             dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dbtc, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C
         )
         layernorm_transposed(transposed, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
-        matmul_backward_weight(g.fcw, dbt4c, transposed, B, T, C, 4 * C, accumulate)
+        matmul_backward_weight(g.fcw, dbt4c, None, transposed, B, T, C, 4 * C, accumulate)
 
         matmul_backward_inp(dbtc, dresidual, p.attprojw, weight_T, B, T, C, C)
-        transpose(transposed, a.atty, B * T, C)
-        matmul_backward_weight(g.attprojw, dresidual, transposed, B, T, C, C, accumulate)
+        matmul_backward_weight(g.attprojw, dresidual, a.atty, transposed, B, T, C, C, accumulate)
         if flash:
             flash_attention_backward(dqkv, gacts.dsum, dbtc, a.atty, a.lse, a.qkv, B, T, C, NH)
         else:
@@ -376,7 +373,7 @@ def gpt2_backward(model: GPT2, B: int, T: int, accumulate: bool = False) -> None
             dresidual, g.ln1w, g.ln1b, dbias_before, partials, dbtc, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C
         )
         layernorm_transposed(transposed, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
-        matmul_backward_weight(g.qkvw, dqkv, transposed, B, T, C, 3 * C, accumulate)
+        matmul_backward_weight(g.qkvw, dqkv, None, transposed, B, T, C, 3 * C, accumulate)
 
     encoder_backward(grads.wte, grads.wpe, dresidual, model.inputs, model.order, model.count, B, T, C)
 
@@ -420,20 +417,15 @@ class Batches:
 
     def __init__(self, model: GPT2, loader: DataLoader, count: int = 1):
         self.model, self.loader = model, loader
-        shape = (2, count, model.B, model.T)
-        self.inputs, self.targets, self.order, self.count = (device.pinned(shape, np.int32) for _ in range(4))
-        self.losses = device.pinned(shape, np.float32)
+        self.batches = device.pinned((2, count, 4, model.B, model.T), np.int32)
+        self.losses = device.pinned((2, count, model.B, model.T), np.float32)
 
     def send(self, step: int, i: int) -> None:
-        """The loader's next batch, to the model's inputs, targets, order and count: batch i of a step."""
-        model, at = self.model, (step % 2, i)
-        self.loader.next_batch(self.inputs[at], self.targets[at])
-        order, count = sort_by_token(self.inputs[at])
-        self.order[at], self.count[at] = order.reshape(model.B, model.T), count.reshape(model.B, model.T)
-        device.copy_in(model.inputs, self.inputs[at])
-        device.copy_in(model.targets, self.targets[at])
-        device.copy_in(model.order, self.order[at])
-        device.copy_in(model.count, self.count[at])
+        """The loader's next batch, to model.batch: batch i of a step."""
+        batch = self.batches[step % 2, i]
+        self.loader.next_batch(batch[0], batch[1])
+        batch[2:] = np.reshape(sort_by_token(batch[0]), (2, self.model.B, self.model.T))
+        device.copy_in(self.model.batch, batch)
 
     def fetch_losses(self, step: int, i: int) -> None:
         device.copy_out(self.losses[step % 2, i], self.model.acts(self.model.B, self.model.T).losses)

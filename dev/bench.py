@@ -118,10 +118,15 @@ def write_data(prefix: str, B: int, T: int, V: int) -> None:
 # What the machine can do
 
 
-def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5) -> float:
+def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: bool = True) -> float:
     """What `work` takes on the device, called over and over: the best of some rounds of `calls`. On CUDA it is
-    recorded, so that the host's time is not in it."""
-    recorded = device.record(lambda: [work() for _ in range(calls)])
+    recorded, so that the host's time is not in it, unless `record` is False."""
+
+    def repeat() -> None:
+        for _ in range(calls):
+            work()
+
+    recorded = device.record(repeat) if record else repeat
     for _ in range(2 if device.kind() == "cuda" else 1):
         recorded()
     device.synchronize()
@@ -168,7 +173,8 @@ def measure_ceilings() -> Ceilings:
     size = min(megabytes << 20, free // 8) // 4
     src, dst = device.zeros((size,)), device.zeros((size,))
     if device.kind() == "cuda":
-        copy = 2 * src.nbytes / seconds(lambda: dst.data.copy_from_device_async(src.data, src.nbytes))
+        # Not recorded: in a graph, a copy is left to the copy engines, which are slower than the multiprocessors.
+        copy = 2 * src.nbytes / seconds(lambda: dst.data.copy_from_device_async(src.data, src.nbytes), record=False)
     else:
         parts = [slice(i * size // 8, (i + 1) * size // 8) for i in range(8)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -26,6 +26,9 @@ def add_partials(outs: list, partials, P: int, C: int) -> None:
 
 def column_sum(out, scratch, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
+    if N <= MOST_PARTIALS:
+        add_partials([out], inp, N, C)
+        return
     block, rows = 64, rows_per_chunk(N, multiple=8)
     chunks = ceil_div(N, rows)
     cu.column_partials_kernel((ceil_div(C, 4 * block), chunks), (block,), (scratch, inp, N, C, rows))

@@ -59,17 +59,22 @@ def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, with_scratc
     assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
 
 
+@pytest.mark.parametrize("comes_transposed", [True, False])
 @any_shape
 @examples
-def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_dev, B, T, C, OC):
+@example(B=1, T=ROWS_WORTH_TRANSPOSING, C=16, OC=4)
+@example(B=1, T=ROWS_WORTH_TRANSPOSING + 3, C=5, OC=70)
+def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_dev, comes_transposed, B, T, C, OC):
     inp, _, _, dout = make(B, T, C, OC)
     before = normal(np.random.default_rng(OC), OC, C)
-    inp_T = np.ascontiguousarray(inp.reshape(B * T, C).T)
     with guarded(product_dev) as memory, guarded(product_dev, shift=C % 4) as gradients:
         added, written = gradients.update(before), gradients.write((OC, C))
-        inputs = memory.read(dout), memory.read(inp_T)
-        matmul_backward_weight(added, *inputs, B, T, C, OC, accumulate=True)
-        matmul_backward_weight(written, *inputs, B, T, C, OC, accumulate=False)
+        if comes_transposed:
+            inputs = None, memory.read(np.ascontiguousarray(inp.reshape(B * T, C).T))
+        else:
+            inputs = memory.read(inp), memory.scratch((C, B * T))
+        matmul_backward_weight(added, memory.read(dout), *inputs, B, T, C, OC, accumulate=True)
+        matmul_backward_weight(written, memory.read(dout), *inputs, B, T, C, OC, accumulate=False)
     want = leaf(dout).reshape(B * T, OC).T @ leaf(inp).reshape(B * T, C)
     assert_close("dweight set", written, want, kernel_tolerance(product_dev))
     assert_close("dweight added to", added, want + leaf(before), kernel_tolerance(product_dev))
