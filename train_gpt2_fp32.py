@@ -525,7 +525,7 @@ def run_table(args, model: GPT2, tokenizer_path, train_loader, val_loader, val_b
         [
             ("batch size B", args.B),
             ("sequence length T", args.T),
-            ("tokens per update", f"{accumulation * args.B * args.T} ({accumulation} batches)"),
+            ("batches a step", f"{accumulation}: {accumulation * args.B * args.T} tokens"),
             ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
@@ -540,7 +540,7 @@ def run_table(args, model: GPT2, tokenizer_path, train_loader, val_loader, val_b
             ("model", args.model if first_step == 0 else f"checkpoint of step {first_step}"),
             ("max sequence length", config.max_seq_len),
             ("vocabulary", f"{config.vocab_size}, padded to {config.padded_vocab_size}"),
-            ("layers, heads, channels", f"{config.num_layers}, {config.num_heads}, {config.channels}"),
+            ("layers/heads/channels", f"{config.num_layers}, {config.num_heads}, {config.channels}"),
             ("parameters", num_parameters(config)),
         ],
         [

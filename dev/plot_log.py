@@ -33,7 +33,8 @@ def plot(logs: list[Path], out: Path) -> None:
         if "trl" in run:
             axes.plot(*run["trl"], color=f"C{i}", linewidth=0.8, alpha=0.4, label=f"{prefix}training")
         if "tel" in run:
-            axes.plot(*run["tel"], color=f"C{i}", linewidth=1.8, label=f"{prefix}validation")
+            style = "-" if i == 0 else "--"  # so that a run that coincides with the first one does not hide it
+            axes.plot(*run["tel"], color=f"C{i}", linestyle=style, linewidth=1.8, label=f"{prefix}validation")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token)")
     axes.grid(alpha=0.3)
