@@ -16,7 +16,7 @@ CUDA = $(shell nvidia-smi 2>/dev/null | \
 # What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
 TRAIN_GPU = -i data/tiny_shakespeare -b 4 -t 1024
 TRAIN_GPU_OFFLINE = -e d12 -i data/python_docs -b 4 -t 1024
-TRAIN_CPU = -e layers=4,heads=4,channels=128 -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -x 2000 -v 250 -s 500 -g 200
+TRAIN_CPU = -e layers=4,heads=4,channels=128 -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -x 3000 -v 500 -s 1000 -g 300
 TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
 
 ifeq ($(VENV),)
