@@ -6,6 +6,7 @@ length, C the channels, L the layers, NH the heads, HS = C / NH, V the vocabular
 longest sequence the model takes.
 """
 
+import os
 import sys
 import time
 from types import SimpleNamespace
@@ -667,6 +668,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # samples may have characters that the terminal lacks
     try:
         main()
     except UserError as error:
@@ -675,3 +677,8 @@ if __name__ == "__main__":
     except MemoryError as error:
         print(f"error: out of memory ({error}): lower -b or -t", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # before the first step; from then on StopRequest has it
+        print("interrupted before the first step", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # whoever reads the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -170,6 +170,33 @@ def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, 
     assert checkpoint_bytes(folder, 60) == want
 
 
+def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(folder):
+    process = start(folder, "-x", "10000", "-g", "0")
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.wait(timeout=100), process.stderr.read()) == (0, "")
+    write_tokenizer(folder / "data_tokenizer.bin", [bytes([200 + i % 50]) for i in range(V)], eot=V - 1)
+    command = [sys.executable, SCRIPT, *SMALL, "-x", "1", "-g", "20"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert samples_of(done.stdout) and "?" in samples_of(done.stdout)[0]
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(folder):
+    program = f"""
+import runpy
+from llmc import device
+def use(kind):
+    raise KeyboardInterrupt
+device.use = use
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    env = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted before the first step\n")
+
+
 def test_only_the_newest_checkpoints_are_kept(folder):
     run(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_00000004", "step_00000005"]
