@@ -621,10 +621,10 @@ def main() -> None:
         logger.log_train(step, loss)
 
     for step in range(first_step, steps + 1):
-        last = step == steps or stop.requested
+        last, stopping = step == steps, stop.requested  # who is told to stop may soon be killed: saving comes first
         sampler_state = sampler.state  # a run that is resumed here samples again what this one is about to
 
-        if last or step % args.val_every == 0:
+        if not stopping and (last or step % args.val_every == 0):
             finish_running_step()
             loss = validate(model, val_batch, forward_loss, val_batches)
             print(f"val loss {loss:.6f}", flush=True)
@@ -633,17 +633,19 @@ def main() -> None:
                 accuracy = evaluate(model, questions, forward_loss)
                 print(f"HellaSwag accuracy {accuracy:.4f} of {questions.loader.num_examples}", flush=True)
                 logger.log_eval(step, accuracy)
-        if args.sample_tokens and (last or args.sample_every and step > 0 and step % args.sample_every == 0):
+        due = last or args.sample_every and step > 0 and step % args.sample_every == 0
+        if not stopping and args.sample_tokens and due:
             finish_running_step()
             generate(model, tokenizer, sampler, args.sample_tokens)
-        save = last or args.checkpoint_every and step % args.checkpoint_every == 0
+        save = last or stopping or args.checkpoint_every and step % args.checkpoint_every == 0
         if args.checkpoint_dir and save and step > first_step:
             finish_running_step()
             params, m, v = (device.to_host(x) for x in (model.params_memory, model.m_memory, model.v_memory))
             state = {"loader": train_loader.state(), "sampler": sampler_state}
             print(f"saved {save_checkpoint(args.checkpoint_dir, step, config, params, m, v, state)}", flush=True)
             prune_checkpoints(args.checkpoint_dir, args.keep)
-        if last:
+        if last or stopping:
+            finish_running_step()
             break
 
         started = time.perf_counter()
@@ -661,7 +663,7 @@ def main() -> None:
         if device.kind() == "cpu":
             finish_running_step()  # it is over already
 
-    if stop.requested:
+    if stopping:
         print(f"stopped by {stop.name} after {step} of {steps} steps")
     print(f"total average iteration time: {timer.average():.6f} ms")
     logger.close()
