@@ -508,7 +508,6 @@ def build_model(args, tokenizer: Tokenizer | None) -> tuple[GPT2, dict | None]:
 def run_table(args, model: GPT2, tokenizer_path, train_loader, val_loader, val_batches, steps, first_step) -> list:
     """The sections of the start-up table: every setting of the run, and what it found."""
     config, accumulation = model.config, (args.total_batch_size or args.B * args.T) // (args.B * args.T)
-    clip = args.grad_clip or "off"
     return [
         [
             ("device", device.name()),
@@ -530,7 +529,7 @@ def run_table(args, model: GPT2, tokenizer_path, train_loader, val_loader, val_b
             ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
-            ("gradient norm", f"at most {clip}" if args.grad_clip else "not clipped"),
+            ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
             ("val every, batches", f"{args.val_every} steps, {val_batches}"),
             ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
             ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
@@ -575,18 +574,26 @@ def main() -> None:
     batch_tokens = args.total_batch_size or B * T
     accumulation = batch_tokens // (B * T)
     steps = train_loader.num_tokens // batch_tokens if args.max_steps is None else args.max_steps
+    if steps == 0 and args.max_steps is None:
+        raise UserError(
+            f"-d {batch_tokens} is more than the {train_loader.num_tokens} tokens of {args.data}, so an epoch has no "
+            "step: lower -d, or set the number of steps with -x"
+        )
     val_batches = min(val_loader.num_batches, args.val_max_batches)
     schedule = LearningRateSchedule(args.schedule, args.learning_rate, args.warmup, steps, args.final_fraction)
     sampler = Sampler(args.seed)
     first_step = 0
     if state is not None:
         first_step, sampler.state = state["step"], state["sampler"]
+        if first_step > steps:
+            raise UserError(f"the checkpoint in {args.checkpoint_dir} is of step {first_step} of {steps}: raise -x")
         train_loader.load_state(state["loader"])
     train_batches, val_batch = Batches(model, train_loader, accumulation), Batches(model, val_loader)
     questions = Batches(model, EvalLoader(args.hellaswag, B, T, config.vocab_size)) if args.hellaswag else None
     norms = device.pinned((2, 2), np.float32)
     if args.checkpoint_dir:
         check_checkpoint_directory(args.checkpoint_dir)
+    device.compile_all()
     logger = Logger(args.log, first_step)
     print_table(run_table(args, model, tokenizer_path, train_loader, val_loader, val_batches, steps, first_step))
 
@@ -602,7 +609,6 @@ def main() -> None:
         gpt2_forward(model, B, T)
         gpt2_loss(model, B, T, dloss=1.0 / batch_tokens)
 
-    device.compile_all()
     train_first, train_next = device.record(lambda: train(False)), device.record(lambda: train(True))
     forward_loss = device.record(forward_loss)
 

@@ -109,7 +109,7 @@ def test_no_steps_no_samples(folder):
 def test_accumulating_small_batches_trains_like_one_large_batch(folder):
     small = run(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
     large = run(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
-    assert "128 (4 batches)" in small
+    assert "4: 128 tokens" in small
     np.testing.assert_allclose(list(steps_of(small).values()), list(steps_of(large).values()), atol=2e-6 * 5)
 
 
@@ -155,11 +155,14 @@ def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, 
     want = checkpoint_bytes(folder, 60)
     shutil.rmtree(folder / "run")
     process = start(folder, *LONG, "-x", "60")
+    seen = ""
     for line in process.stdout:
+        seen += line
         if line.startswith("step    3/"):
             process.send_signal(getattr(signal, name))
             break
     out, error = process.communicate(timeout=100)
+    out = seen + out
     assert (process.returncode, error) == (0, "")
     stopped = re.search(rf"^stopped by {name} after (\d+) of 60 steps$", out, re.M)
     assert stopped and 3 <= int(stopped[1]) < 60, out
@@ -249,6 +252,7 @@ VALUES = [
     (["-b", "200"], r"data_train.bin: 2000 tokens are too few for one batch of B 200, T 16.*lower -b or -t"),
     (["-t", "64", "-b", "8"], r"data_val.bin: 400 tokens are too few"),
     (["-d", "33"], r"-d 33 is not a multiple of B\*T = 32"),
+    (["-d", "3200"], r"-d 3200 is more than the 2000 tokens of data, .*: lower -d, or .* with -x"),
     (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
     (["-j", "nowhere"], r"nowhere_val.bin: no such file; get data"),
     (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
@@ -315,6 +319,18 @@ def test_resuming_with_other_data_or_batches_is_refused(folder):
     run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
     assert re.search(r"cannot resume: B of the training data was 2 and is now 4; use the same",
                      refuse(folder, "-b", "4", "--checkpoint-dir", "run", "-y", "1"))  # fmt: skip
+
+
+def test_resuming_beyond_the_last_step_is_refused(folder):
+    run(folder, "-x", "3", "-g", "0", "--checkpoint-dir", "run")
+    error = refuse(folder, "-x", "2", "--checkpoint-dir", "run", "-y", "1")
+    assert "the checkpoint in run is of step 3 of 2: raise -x" in error
+
+
+def test_without_a_compiler_the_log_of_an_earlier_run_stays(folder, monkeypatch):
+    (folder / "run.log").write_text("s:0 tel:1.0000\n")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "the compiler that CXX names, no-such-compiler" in refuse(folder)
 
 
 def test_a_damaged_checkpoint_is_refused(folder):
