@@ -28,9 +28,11 @@ def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int
 
 
 def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """order: the positions of tokens (any shape, below 65536), sorted by token, equal ones in their order; count: at
-    the place in that order where a token begins, how many positions hold it, and 0 elsewhere. int32 (tokens.size,)."""
-    flat = tokens.reshape(-1).astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
+    """order: the positions of tokens (any shape), sorted by token, equal ones in their order; count: at the place in
+    that order where a token begins, how many positions hold it, and 0 elsewhere. int32 (tokens.size,)."""
+    flat = tokens.reshape(-1)
+    if flat.max() < 1 << 16:
+        flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
     order = np.argsort(flat, kind="stable").astype(np.int32)
     in_order = flat[order]
     first = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])

@@ -56,3 +56,8 @@ def test_positions_are_sorted_by_token_and_counted():
     assert order.tolist() == [1, 5, 0, 3, 4, 2]
     assert count.tolist() == [2, 0, 3, 0, 0, 1]
     assert order.dtype == count.dtype == np.int32
+
+
+def test_tokens_beyond_16_bits_are_not_taken_for_smaller_ones():
+    order, count = sort_by_token(np.array([65536 + 5, 5, 65536 + 5, 0], dtype=np.int32))
+    assert order.tolist() == [3, 1, 0, 2] and count.tolist() == [1, 1, 2, 0]
