@@ -263,6 +263,10 @@ def choose_attention(kind: str, config: GPT2Config) -> str:
     if kind == "flash" and not fits:
         head_size = config.channels // config.num_heads
         raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {head_size}: use -a softmax")
+    if kind == "flash" and device.kind() == "cuda" and not device.tf32():
+        raise UserError(
+            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no -f 0; use -a softmax"
+        )
     if kind == "auto":
         return "flash" if fits and device.kind() == "cuda" and device.tf32() else "softmax"
     return kind

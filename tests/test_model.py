@@ -294,3 +294,11 @@ def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path):
     model = trainer.gpt2_build_from_checkpoint(tmp_path / "model.bin", 2, 11, "relu")
     assert model.config == ODD
     assert np.array_equal(dev.to_host(model.params_memory), flat)
+
+
+def test_flash_attention_is_refused_where_products_are_not_in_tf32(monkeypatch):
+    monkeypatch.setattr(trainer.device, "kind", lambda: "cuda")
+    monkeypatch.setattr(trainer.device, "tf32", lambda: False)
+    with pytest.raises(UserError, match="-a flash computes in TF32: .*; use -a softmax"):
+        trainer.choose_attention("flash", HEADS_OF_64)
+    assert trainer.choose_attention("auto", HEADS_OF_64) == "softmax"
