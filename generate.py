@@ -17,7 +17,7 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from llmc.arguments import natural, non_negative, on_off, positive
+from llmc.arguments import Parser, natural, non_negative, on_off, positive
 from llmc.checkpoint import read_model_header
 from llmc.errors import UserError
 from llmc.sampler import Sampler, sample
@@ -53,7 +53,7 @@ def load_tokenizer(model: Path, vocab_size: int, file: Path | None = None) -> To
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write text with a trained GPT-2.", allow_abbrev=False)
+    parser = Parser(description="Write text with a trained GPT-2.", allow_abbrev=False)
     add = parser.add_argument
     add("-e", "--model", type=Path, default="gpt2_124M.bin", help="a .bin or a checkpoint directory (%(default)s)")
     add("--prompt", default="", metavar="TEXT", help="how the text begins (nothing)")

@@ -152,8 +152,7 @@ def test_what_cannot_be_is_said_in_one_line(model):
     def refusal(*flags, code: int = 1) -> str:
         done = run(*flags)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
-        if code == 1:
-            assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
         return done.stderr
 
     assert "gone.bin" in refusal("-e", "gone.bin")
