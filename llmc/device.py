@@ -243,13 +243,13 @@ class CpuDevice:
     kind = "cpu"
     compute_capability = 0
     tf32 = False
-    shared_memory = 256 << 10
+    shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
     multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
 
     def __init__(self):
         self.modules = {}
         self.warp_size = cpu.warp_size()
-        cores = int(os.environ.get("LLMC_CPU_THREADS", len(os.sched_getaffinity(0))))
+        cores = cpu.threads()
         self.pool = ThreadPoolExecutor(cores)
         self.name = f"CPU, {cores} cores"
 

@@ -192,6 +192,23 @@ def test_results_do_not_depend_on_the_number_of_workers():
     assert len(outputs) == 1 and len(outputs.pop()) == 65
 
 
+@pytest.mark.skipif(SANITIZED, reason="runs one worker in any case")
+def test_there_are_as_many_workers_as_cores_that_the_process_may_use():
+    program = textwrap.dedent(f"""
+        import os
+        os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+        import numpy as np
+        from llmc import cpu
+        launch = cpu.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
+        before = len(os.listdir("/proc/self/task"))
+        x, out = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
+        launch(1 << 12, 256, (out, x, x.size))
+        assert len(os.listdir("/proc/self/task")) == before and cpu.threads() == 1
+    """)
+    done = run_python(program, LLMC_CPU_THREADS="")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_forked_child_can_launch():
     program = textwrap.dedent(f"""
         import os

@@ -148,6 +148,13 @@ def test_a_warp_of_another_size_is_refused(monkeypatch):
         device.use("cpu")
 
 
+@pytest.mark.parametrize("wish", ["0", "-1", "many"])
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, wish):
+    monkeypatch.setenv("LLMC_CPU_THREADS", wish)
+    with pytest.raises(UserError, match=f"LLMC_CPU_THREADS is {wish}; it must be a number, at least 1"):
+        device.use("cpu")
+
+
 def test_the_cpu_checks_what_a_kernel_is_given():
     device.use("cpu")
     out = device.zeros((4,))

@@ -115,3 +115,7 @@ def test_layernorm_backward_takes_no_bias_before_the_first_layer(dev):
 def test_layernorm_backward_gives_a_block_more_rows_than_it_has_warps(dev, T, C):
     assert 3 * T > 8 * MOST_PARTIALS or dev.kind() == "cpu" and 3 * T > 8 * 4 * dev.multiprocessors()
     check_backward(dev, 3, T, C, with_bias2=True)
+
+
+def test_layernorm_backward_takes_fewer_rows_at_once_where_shared_memory_is_too_small_for_eight(dev):
+    check_backward(dev, 1, 9, 3700, with_bias2=True)

@@ -30,6 +30,14 @@ def warp_size() -> int:
     return int(value)
 
 
+def threads() -> int:
+    """Worker threads: LLMC_CPU_THREADS, or one for each core that the process may use."""
+    value = os.environ.get("LLMC_CPU_THREADS") or str(len(os.sched_getaffinity(0)))
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"LLMC_CPU_THREADS is {value}; it must be a number, at least 1")
+    return int(value)
+
+
 def compile_source(path: str | Path) -> Module:
     """Compile a .cu file, or fetch it from the cache, and load it.
 

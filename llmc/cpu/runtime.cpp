@@ -23,6 +23,7 @@
 
 #include <link.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -620,7 +621,8 @@ static unsigned worker_count() {
     return 1;
 #endif
     const char* wish = getenv("LLMC_CPU_THREADS");
-    int count = wish && *wish ? atoi(wish) : (int)std::thread::hardware_concurrency();
+    cpu_set_t cores;                        // that the process may use, of which there may be fewer than the machine has
+    int count = wish && *wish ? atoi(wish) : sched_getaffinity(0, sizeof cores, &cores) ? 1 : CPU_COUNT(&cores);
     return count < 1 ? 1 : count;
 }
 
