@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import DEVICES
 from llmc.checkpoint import GPT2Config, num_parameters, write_model
 from llmc.dataloader import write_tokens
 from llmc.logger import read_log
@@ -19,13 +20,18 @@ from llmc.tokenizer import write_tokenizer
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
 V = 61
-SMALL = ["--device", "cpu", "-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", "2", "-t", "16"]
+SMALL = ["-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", "2", "-t", "16"]
 STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms, (\d+) tok/s\)(.*)")
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A directory with training and validation tokens and their tokenizer, of which one token follows from another."""
+@pytest.fixture(params=["cpu", "cuda"] if "cuda" in DEVICES else ["cpu"])
+def folder(request, tmp_path) -> Path:
+    """A directory with training and validation tokens and their tokenizer, of which one token follows from another.
+
+    It bears the name of the device on which `start` runs the trainer.
+    """
+    tmp_path = tmp_path / request.param
+    tmp_path.mkdir()
     rng = np.random.default_rng(0)
     for split, count in ("train", 2000), ("val", 400):
         tokens = (np.arange(count) * 7 + rng.integers(0, 2, count)) % V
@@ -35,7 +41,7 @@ def folder(tmp_path) -> Path:
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, SCRIPT, *SMALL, *flags]
+    command = [sys.executable, SCRIPT, "--device", folder.name, *SMALL, *flags]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -66,7 +72,7 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(folder):
     assert lines[:3] == [rule, f"| {'Parameter':21} | {'Value':50} |", rule]
     table = dict(re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M))
     table = {name.strip(): value for name, value in table.items()}
-    assert table["device"].startswith("CPU") and table["attention"] == "softmax"
+    assert table["device"].startswith("CPU") == (folder.name == "cpu") and table["attention"] == "softmax"
     assert table["train data"] == table["val data"] == "data" and table["tokenizer"] == "data_tokenizer.bin"
     assert (table["batch size B"], table["sequence length T"], table["steps"]) == ("2", "16", "40")
     assert table["model"] == "layers=2,heads=2,channels=32,maxT=64" and table["vocabulary"] == "61, padded to 128"
@@ -181,7 +187,7 @@ def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(folder):
     process.stdout.close()
     assert (process.wait(timeout=100), process.stderr.read()) == (0, "")
     write_tokenizer(folder / "data_tokenizer.bin", [bytes([200 + i % 50]) for i in range(V)], eot=V - 1)
-    command = [sys.executable, SCRIPT, *SMALL, "-x", "1", "-g", "20"]
+    command = [sys.executable, SCRIPT, "--device", folder.name, *SMALL, "-x", "1", "-g", "20"]
     env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -330,7 +336,7 @@ def test_resuming_beyond_the_last_step_is_refused(folder):
 def test_without_a_compiler_the_log_of_an_earlier_run_stays(folder, monkeypatch):
     (folder / "run.log").write_text("s:0 tel:1.0000\n")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "the compiler that CXX names, no-such-compiler" in refuse(folder)
+    assert "the compiler that CXX names, no-such-compiler" in refuse(folder, "--device", "cpu")
 
 
 def test_a_damaged_checkpoint_is_refused(folder):
