@@ -1,14 +1,16 @@
 """What a run tells the person who watches it, and how that person stops it."""
 
+import re
 import signal
 
 from llmc import device
 from llmc.checkpoint import GPT2Config, num_parameters
 
-# Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by what the device's name contains. The first match counts.
+# Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
-    ("B200", 1125.0), ("H200", 494.5), ("H100 PCIe", 378.0), ("H100", 494.5), ("A100", 156.0), ("L40S", 183.0),
-    ("L40", 90.5), ("L4", 60.0), ("A40", 74.8), ("A10", 62.5), ("RTX 4090", 82.6), ("RTX 3090", 35.6),
+    ("B200", 1125.0), ("H200", 494.5), ("GH200", 494.5), ("H100 PCIe", 378.0), ("H100 NVL", 417.5), ("H100", 494.5),
+    ("A100", 156.0), ("L40S", 183.0), ("L40", 90.5), ("L4", 60.0), ("A40", 74.8), ("A10", 62.5), ("RTX 4090", 82.6),
+    ("RTX 3090", 35.6),
 )  # fmt: skip
 
 
@@ -16,7 +18,7 @@ def tf32_peak() -> float | None:
     """The GPU's TF32 ceiling in FLOP/s, or None where it is not known or TF32 is off."""
     if not device.tf32():
         return None
-    return next((1e12 * peak for part, peak in TF32_PEAKS if part in device.name()), None)
+    return next((1e12 * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name())), None)
 
 
 def flops_per_token(config: GPT2Config, T: int) -> float:
