@@ -9,6 +9,9 @@ longest sequence the model takes.
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 from llmc import device  # first: it sets what NumPy must find in the environment
@@ -420,7 +423,7 @@ class Batches:
     losses of the step before last have been read.
     """
 
-    def __init__(self, model: GPT2, loader: DataLoader, count: int = 1):
+    def __init__(self, model: GPT2, loader: DataLoader | EvalLoader, count: int = 1):
         self.model, self.loader = model, loader
         self.batches = device.pinned((2, count, 4, model.B, model.T), np.int32)
         self.losses = device.pinned((2, count, model.B, model.T), np.float32)
@@ -439,7 +442,7 @@ class Batches:
         """The mean over a step's batches, once the device has finished it."""
         return float(self.losses[step % 2].mean(dtype=np.float64))
 
-    def run(self, forward_loss) -> np.ndarray:
+    def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
         """The losses (B,T) of the next batch, by itself."""
         self.send(0, 0)
         forward_loss()
@@ -448,13 +451,13 @@ class Batches:
         return self.losses[0, 0]
 
 
-def validate(model: GPT2, batches: Batches, forward_loss, num_batches: int) -> float:
+def validate(batches: Batches, forward_loss: Callable[[], None], num_batches: int) -> float:
     """The mean loss over the first num_batches of the validation data."""
     batches.loader.reset()
     return sum(batches.run(forward_loss).mean(dtype=np.float64) for _ in range(num_batches)) / num_batches
 
 
-def evaluate(model: GPT2, batches: Batches, forward_loss) -> float:
+def evaluate(batches: Batches, forward_loss: Callable[[], None]) -> float:
     """The share of multiple-choice questions whose right completion has the lowest mean loss."""
     questions = batches.loader
     questions.reset()
@@ -484,7 +487,7 @@ def next_logits(model: GPT2, context: np.ndarray) -> np.ndarray:
     return device.to_host(model.acts(1, t).logits[0, t - 1, : model.config.vocab_size])
 
 
-def build_model(args, tokenizer: Tokenizer | None) -> tuple[GPT2, dict | None]:
+def build_model(args: Namespace, tokenizer: Tokenizer | None) -> tuple[GPT2, dict | None]:
     """The model that the flags ask for, and where a run is resumed, the state of its checkpoint."""
     checkpoint = newest_checkpoint(args.checkpoint_dir) if args.resume else None
     if args.resume and checkpoint is None:
@@ -509,7 +512,10 @@ def build_model(args, tokenizer: Tokenizer | None) -> tuple[GPT2, dict | None]:
     return model, state if checkpoint is not None else None
 
 
-def run_table(args, model: GPT2, tokenizer_path, train_loader, val_loader, val_batches, steps, first_step) -> list:
+def run_table(
+    args: Namespace, model: GPT2, tokenizer_path: Path | None, train_loader: DataLoader, val_loader: DataLoader,
+    val_batches: int, steps: int, first_step: int,
+) -> list[list[tuple[str, object]]]:  # fmt: skip
     """The sections of the start-up table: every setting of the run, and what it found."""
     config, accumulation = model.config, (args.total_batch_size or args.B * args.T) // (args.B * args.T)
     return [
@@ -636,11 +642,11 @@ def main() -> None:
 
         if not stopping and (last or step % args.val_every == 0):
             finish_running_step()
-            loss = validate(model, val_batch, forward_loss, val_batches)
+            loss = validate(val_batch, forward_loss, val_batches)
             print(f"val loss {loss:.6f}", flush=True)
             logger.log_val(step, loss)
             if questions:
-                accuracy = evaluate(model, questions, forward_loss)
+                accuracy = evaluate(questions, forward_loss)
                 print(f"HellaSwag accuracy {accuracy:.4f} of {questions.loader.num_examples}", flush=True)
                 logger.log_eval(step, accuracy)
         due = last or args.sample_every and step > 0 and step % args.sample_every == 0

@@ -4,6 +4,7 @@ name, and a few of our own."""
 import argparse
 import re
 from dataclasses import dataclass
+from typing import NoReturn
 
 from llmc.checkpoint import GPT2Config
 from llmc.errors import UserError
@@ -88,7 +89,7 @@ def on_off(text: str) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         """One line, instead of argparse's many."""
         self.exit(2, f"error: {message}; --help lists the flags\n")
 

@@ -14,6 +14,7 @@ import pytest
 from conftest import DEVICES
 from llmc.checkpoint import GPT2Config, num_parameters, write_model
 from llmc.dataloader import write_tokens
+from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
 from llmc.schedule import LearningRateSchedule
 from llmc.tokenizer import write_tokenizer
@@ -105,6 +106,23 @@ def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_the
     assert list(steps_of(out)) == list(range(1, 2000 // 100 + 1))
     (ids,) = samples_of(out)
     assert len(ids.split()) == 9 and all(0 <= int(token) < V for token in ids.split())
+
+
+def test_hellaswag_is_scored_and_logged_whenever_validating(folder):
+    examples = []
+    for i in range(3):  # the right ending, number i, goes on as the data does
+        context = [i, i + 7, i + 14]
+        endings = [[i + 21, i + 28] if ending == i else [i + 5, i + 50 - ending] for ending in range(4)]
+        stream = [len(context), *context, *(number for ending in endings for number in (len(ending), *ending))]
+        examples += [65535, 2 * (5 + len(stream)), i, i, 4, *stream]
+    header = make_header(EVALUATION, 1, 3, 2 * len(examples) // 3)
+    (folder / "questions.bin").write_bytes(header.tobytes() + np.array(examples, "<u2").tobytes())
+    out = run(folder, "-b", "4", "-x", "40", "-v", "20", "-l", "1e-2", "-g", "0", "--hellaswag", "questions.bin",
+              "-o", "run.log")  # fmt: skip
+    scores = re.findall(r"^val loss .*\nHellaSwag accuracy (\d\.\d{4}) of 3$", out, re.M)
+    assert len(scores) == 3 and scores[-1] == "1.0000"
+    log = read_log(folder / "run.log")["eval"]
+    assert log[0].tolist() == [0, 20, 40] and [f"{score:.4f}" for score in log[1]] == scores
 
 
 def test_no_steps_no_samples(folder):
