@@ -84,7 +84,7 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(folder):
     losses = steps_of(out)
     assert list(losses) == list(range(1, 41)) and len(validations) == 5
     assert abs(losses[1] - np.log(V)) < 0.3 and abs(validations[0] - np.log(V)) < 0.3
-    assert losses[40] < losses[1] - 1 and validations[-1] < validations[0] - 1
+    assert losses[40] < losses[1] - 0.8 and validations[-1] < validations[0] - 0.8  # from ln 61, 4.1
 
     texts = samples_of(out)
     assert [len(text) for text in texts] == [30, 30]
