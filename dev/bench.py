@@ -42,7 +42,7 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from llmc.arguments import parse_arguments, positive
+from llmc.arguments import Parser, parse_arguments, positive
 from llmc.checkpoint import GPT2Config, num_parameters, write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.errors import UserError
@@ -642,7 +642,7 @@ def workload_of(args: argparse.Namespace, rest: list[str], directory: str) -> Wo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Time a training step beside PyTorch's, llm.c's and the machine's limits.",
         epilog="Flags not listed here go to train_gpt2_fp32.py.",
         allow_abbrev=False,

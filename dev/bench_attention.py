@@ -4,7 +4,6 @@ Prints microseconds and TFLOP/s of forward and backward for one layer with n hea
 FLOPs are counted as is usual for causal attention: half of the (T, T) scores, 2 products forward and 5 backward.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -15,18 +14,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward  # noqa: E402
 from llmc import device  # noqa: E402
+from llmc.arguments import Parser, positive  # noqa: E402
 from llmc.errors import UserError  # noqa: E402
 
 LAYERS = 3  # sets of arrays, used in turn: a training step does not find a layer's arrays in the cache either
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-b", type=int, default=4, metavar="B", help="batch size (4)")
-    parser.add_argument("-t", type=int, default=1024, metavar="T", help="sequence length (1024)")
-    parser.add_argument("-n", type=int, default=12, metavar="NH", help="heads (12)")
-    parser.add_argument("-s", type=int, default=64, metavar="HS", help="head size, 64 or 128 (64)")
-    parser.add_argument("-r", type=int, default=50, metavar="RUNS", help="measurements; the median counts (50)")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("-b", type=positive, default=4, metavar="B", help="batch size (4)")
+    parser.add_argument("-t", type=positive, default=1024, metavar="T", help="sequence length (1024)")
+    parser.add_argument("-n", type=positive, default=12, metavar="NH", help="heads (12)")
+    parser.add_argument("-s", type=positive, default=64, metavar="HS", help="head size, 64 or 128 (64)")
+    parser.add_argument("-r", type=positive, default=50, metavar="RUNS", help="measurements; the median counts (50)")
     args = parser.parse_args()
     B, T, NH, C = args.b, args.t, args.n, args.n * args.s
     try:

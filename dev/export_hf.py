@@ -7,7 +7,6 @@ Writes config.json, model.safetensors and, given the tokenizer, tokenizer.json. 
 for a model that was trained with softmax or flash attention; transformers has no ReLU attention.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
 from dev.huggingface import named_tensors
+from llmc.arguments import Parser
 from llmc.checkpoint import GPT2Config, read_model
 from llmc.errors import UserError
 from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
@@ -128,7 +128,7 @@ def export(path: Path, out: Path, tokenizer: Tokenizer | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Turn an llm.c model .bin into a directory for transformers.")
+    parser = Parser(description="Turn an llm.c model .bin into a directory for transformers.")
     parser.add_argument("model", type=Path, help="a .bin of version 3, or a checkpoint directory")
     parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="where to (beside the model, without .bin)")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer .bin, to take along")

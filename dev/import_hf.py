@@ -7,7 +7,6 @@ Any size will do. All but the number of heads can be seen in the tensors themsel
 it, or else heads are 64 channels wide, as in all four of GPT-2's sizes. Weights of 16 bits become fp32.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -25,6 +24,7 @@ except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
 from dev.huggingface import named_tensors
+from llmc.arguments import Parser
 from llmc.checkpoint import GPT2Config, num_parameters, write_model
 from llmc.errors import UserError
 
@@ -127,7 +127,7 @@ def read(tensor) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Turn a GPT-2 of transformers into an llm.c model .bin.")
+    parser = Parser(description="Turn a GPT-2 of transformers into an llm.c model .bin.")
     parser.add_argument("source", type=Path, help="a directory with config.json and safetensors, or a safetensors file")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", required=True, help="the .bin to write")
     parser.add_argument("--heads", type=int, metavar="N", help="attention heads, where no config.json says it")

@@ -3,7 +3,6 @@
     python dev/plot_log.py run.log other.log -o loss.png
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ matplotlib.use("Agg")  # no display needed
 
 import matplotlib.pyplot as plt
 
+from llmc.arguments import Parser
 from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.logger import read_log
@@ -48,7 +48,7 @@ def plot(logs: list[Path], out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the losses in log files (train_gpt2_fp32.py -o LOG).")
+    parser = Parser(description="Draw the losses in log files (train_gpt2_fp32.py -o LOG).")
     parser.add_argument("logs", metavar="LOG", type=Path, nargs="+")
     parser.add_argument("-o", metavar="PICTURE", dest="out", type=Path, default=Path("loss.png"), help="(%(default)s)")
     args = parser.parse_args()

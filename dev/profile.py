@@ -18,7 +18,6 @@ from pathlib import Path
 if not __package__:  # run as a program: this file would hide the standard library's profile, which others import
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import argparse
 import inspect
 import math
 import re
@@ -51,7 +50,7 @@ from dev.bench import (
     workload_of,
     write_data,
 )
-from llmc.arguments import positive
+from llmc.arguments import Parser, positive
 from llmc.errors import UserError
 from llmc.files import replacing
 
@@ -401,7 +400,7 @@ def profile(workload: Workload, steps: int, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Time each kernel of a training step beside what the machine can do.",
         epilog="Flags not listed here go to train_gpt2_fp32.py.",
         allow_abbrev=False,

@@ -11,7 +11,6 @@ Random weights are as transformers initialises them, except that noise of deviat
 layernorm weights: at 0 and 1, where they would start, a bias that is left out or put in another's place goes unseen.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
 from dev.huggingface import named_tensors
-from llmc.arguments import parse_model_descriptor, positive
+from llmc.arguments import Parser, parse_model_descriptor, positive
 from llmc.checkpoint import GPT2Config, num_parameters, write_debug_state, write_model
 from llmc.errors import UserError
 
@@ -110,7 +109,7 @@ def write_reference(model: GPT2LMHeadModel, prefix: str, B: int, T: int, seed: i
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write a model .bin and its debug state, computed by transformers.")
+    parser = Parser(description="Write a model .bin and its debug state, computed by transformers.")
     parser.add_argument("-e", "--model", default="d12", help="random weights: d12, layers=2,heads=2,channels=64 (d12)")
     parser.add_argument("--hf", metavar="DIR", help="or a model that transformers saved")
     parser.add_argument("-o", "--out", metavar="PREFIX", help="of both files (gpt2_124M for d12, else gpt2_MODEL)")

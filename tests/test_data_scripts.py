@@ -351,3 +351,10 @@ def test_without_the_datasets_library_the_scripts_say_how_to_get_it(tmp_path, to
         )
         assert result.returncode == 1
         assert result.stderr.startswith("error: ") and "pip install datasets" in result.stderr
+
+
+@pytest.mark.parametrize("script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb"])
+def test_a_wrong_flag_is_refused_in_one_line(script):
+    done = subprocess.run([sys.executable, SCRIPTS / f"{script}.py", "--no-such-flag"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unrecognized arguments: --no-such-flag; --help lists the flags\n"

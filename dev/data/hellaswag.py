@@ -16,7 +16,6 @@ trainer's --hellaswag reads. The format is llm.c's, little-endian:
 The tokens of an ending are those of a space and the ending.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -27,11 +26,12 @@ import numpy as np
 import tiktoken
 from common import DATA, download, encoding_of, make_folder, read_text, run
 
+from llmc.arguments import Parser
 from llmc.errors import UserError
+from llmc.evaluation import START_EXAMPLE
 from llmc.files import EVALUATION, make_header, replacing
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-START_EXAMPLE = 65535
 
 
 def encode_example(number: int, example: dict, encoding: tiktoken.Encoding) -> list[int]:
@@ -51,7 +51,7 @@ def encode_example(number: int, example: dict, encoding: tiktoken.Encoding) -> l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make hellaswag_val.bin.")
+    parser = Parser(description="Make hellaswag_val.bin.")
     parser.add_argument("--jsonl", metavar="FILE", type=Path, help="use this file instead of downloading it")
     parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer .bin (default: GPT-2's)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")

@@ -8,7 +8,6 @@ for validation. Writes data/python_docs_{train,val}.bin and their tokenizer, dat
     python train_gpt2_fp32.py -e layers=4,heads=4,channels=128 -i data/python_docs -b 12 -t 64 -l 1e-3 -x 1500
 """
 
-import argparse
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from common import DATA, run, write_dataset
 
+from llmc.arguments import Parser
 from llmc.tokenizer import byte_encoding
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a byte-level dataset of Python's documentation, offline.")
+    parser = Parser(description="Make a byte-level dataset of Python's documentation, offline.")
     parser.add_argument("--out", metavar="PREFIX", type=Path, default=DATA / "python_docs", help="(%(default)s)")
     args = parser.parse_args()
 

@@ -14,6 +14,7 @@ import numpy as np
 from common import encoding_of, make_folder, write_encoding
 from tqdm import tqdm
 
+from llmc.arguments import Parser, positive
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import replacing
@@ -22,19 +23,12 @@ TEXTS_AT_ONCE = 1024  # enough to keep all cores busy, few enough to hold
 
 
 def make_parser(description: str, out: Path) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
     parser.add_argument("--texts", metavar="N", type=positive, help="only the first N texts of a split")
     parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer .bin (default: GPT-2's)")
     parser.add_argument("--out", metavar="PREFIX", type=Path, default=out, help="(%(default)s)")
     return parser
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def load_texts(name: str, split: str, config: str | None = None, files: list[str] | None = None) -> Any:

@@ -7,7 +7,6 @@ own, the first 32,768 tokens (a tenth, where the text is shorter) are for valida
     python dev/data/tiny_shakespeare.py --text FILE      # or takes any other, speeches set apart by empty lines
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,13 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from common import DATA, download, encoding_of, read_text, run, write_dataset
 
+from llmc.arguments import Parser
 from llmc.tokenizer import END_OF_TEXT
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the tokens of tiny Shakespeare.")
+    parser = Parser(description="Make the tokens of tiny Shakespeare.")
     parser.add_argument("--text", metavar="FILE", type=Path, help="use this text instead of downloading it")
     parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer .bin (default: GPT-2's)")
     parser.add_argument("--out", metavar="PREFIX", type=Path, default=DATA / "tiny_shakespeare", help="(%(default)s)")
