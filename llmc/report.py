@@ -2,9 +2,12 @@
 
 import re
 import signal
+from argparse import Namespace
+from pathlib import Path
 
 from llmc import device
 from llmc.checkpoint import GPT2Config, num_parameters
+from llmc.dataloader import DataLoader
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -37,6 +40,57 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
         for parameter, value in section:
             print(row.format(parameter, str(value)))
         print(rule, flush=True)
+
+
+def run_table(
+    args: Namespace, model, tokenizer_path: Path | None, train_loader: DataLoader, val_loader: DataLoader,
+    val_batches: int, steps: int, first_step: int,
+) -> list[list[tuple[str, object]]]:  # fmt: skip
+    """The sections of the start-up table: every setting of the run, and what it found. model is the trainer's GPT2."""
+    config, accumulation = model.config, (args.total_batch_size or args.B * args.T) // (args.B * args.T)
+    return [
+        [
+            ("device", device.name()),
+            ("matrix products", "TF32" if device.tf32() else "fp32"),
+            ("attention", model.attention),
+        ],
+        [
+            ("train data", args.data),
+            ("val data", args.val_data),
+            ("tokenizer", tokenizer_path or "none: samples are printed as numbers"),
+            ("HellaSwag", args.hellaswag or "none"),
+            ("log file", args.log or "none"),
+            ("order", "as in the file" if args.shuffle_seed is None else f"shuffled by seed {args.shuffle_seed}"),
+        ],
+        [
+            ("batch size B", args.B),
+            ("sequence length T", args.T),
+            ("batches a step", f"{accumulation}: {accumulation * args.B * args.T} tokens"),
+            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
+            ("final fraction", args.final_fraction),
+            ("weight decay", args.weight_decay),
+            ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
+            ("val every, batches", f"{args.val_every} steps, {val_batches}"),
+            ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
+            ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
+             if args.checkpoint_dir else "none"),
+            ("seed", args.seed),
+        ],
+        [
+            ("model", args.model if first_step == 0 else f"checkpoint of step {first_step}"),
+            ("max sequence length", config.max_seq_len),
+            ("vocabulary", f"{config.vocab_size}, padded to {config.padded_vocab_size}"),
+            ("layers/heads/channels", f"{config.num_layers}, {config.num_heads}, {config.channels}"),
+            ("parameters", num_parameters(config)),
+        ],
+        [
+            ("train tokens", f"{train_loader.num_tokens} ({train_loader.num_batches} batches)"),
+            ("val tokens", f"{val_loader.num_tokens} ({val_loader.num_batches} batches)"),
+            ("steps", f"{steps}" if first_step == 0 else f"{first_step} to {steps}"),
+        ],
+        [(name, f"{megabytes} MiB") for name, megabytes in model.megabytes.items()]
+        + [("in all", f"{sum(model.megabytes.values())} MiB")],
+    ]  # fmt: skip
 
 
 class StepTimer:
