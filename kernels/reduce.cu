@@ -1,5 +1,5 @@
 // Sums in two stages, always in the same order, so that a run can be repeated to the last bit: blocks write partial
-// sums, a second kernel adds those up. The bias gradient, the layernorm gradients and the gradient norm use this.
+// sums, a second kernel adds those up. The gradients of biases and of layernorm use this, and the gradient norm.
 #include "common.cuh"
 
 // Columns of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of inp.

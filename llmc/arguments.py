@@ -4,6 +4,7 @@ name, and a few of our own."""
 import argparse
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from llmc.checkpoint import GPT2Config
@@ -117,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     group(
         "data and model",
         ("-i --data", str, "data/tiny_shakespeare", "PREFIX", "prefix, file or glob of token files (%(default)s)"),
-        ("-j --val-data", str, None, "PREFIX", "the same for validation (as -i)"),
+        ("-j --val-data", str, None, "PREFIX", "the same for validation (the prefix of -i)"),
         ("-e --model", str, "gpt2_124M.bin", "MODEL", "a .bin, or random weights: d12, layers=4,heads=4,channels=128"),
         ("-o --log", str, None, "FILE", "log file"),
     )
@@ -168,6 +169,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     args = parser.parse_args(arguments)
     args.B, args.T = args.batch_size, args.sequence_length
+    if args.val_data is None and (Path(args.data).is_file() or any(c in args.data for c in "*?[")):
+        raise UserError(f"-i {args.data} names files of training data: name those for validation with -j")
     args.val_data = args.val_data or args.data
     args.shuffle_seed = args.seed
     args.seed = 1337 if args.seed is None else args.seed

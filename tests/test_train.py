@@ -276,6 +276,8 @@ VALUES = [
     (["-b", "200"], r"data_train.bin: 2000 tokens are too few for one batch of B 200, T 16.*lower -b or -t"),
     (["-t", "64", "-b", "8"], r"data_val.bin: 400 tokens are too few"),
     (["-d", "33"], r"-d 33 is not a multiple of B\*T = 32"),
+    (["-i", "data_train.bin"], r"-i data_train.bin names files of training data: .* with -j"),
+    (["-i", "data_*.bin"], r"-i data_\*.bin names files of training data: .* with -j"),
     (["-d", "3200"], r"-d 3200 is more than the 2000 tokens of data, .*: lower -d, or .* with -x"),
     (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
     (["-j", "nowhere"], r"nowhere_val.bin: no such file; get data"),
