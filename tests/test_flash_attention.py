@@ -59,7 +59,7 @@ def test_flash_attention_matches_softmax_attention_in_float64(dev, rng, shape):
     check(run(dev, qkv, dout), reference(qkv, dout))
 
 
-# From eight positions on: with fewer, dq and dk are differences of nearly equal numbers, and relative errors say little.
+# From eight positions on: with fewer, dq and dk are differences of nearly equal numbers, and relative errors are large.
 @settings(max_examples=8)
 @given(B=st.integers(1, 3), T=st.integers(8, 200), NH=st.integers(1, 3), HS=st.sampled_from((64, 128)))
 def test_flash_attention_matches_at_any_shape(dev, B, T, NH, HS):

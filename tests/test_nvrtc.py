@@ -36,9 +36,9 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
 
 @functools.cache
 def compiled(path: Path, capability: int) -> dict[str, tuple[int, int, int]]:
-    return compile_kernels(
-        device.cuda_source(path), path.name, (*device.NVRTC_OPTIONS, f"--gpu-architecture=sm_{capability}")
-    )
+    # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
+    options = (*device.NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
+    return compile_kernels(device.cuda_source(path), path.name, options)
 
 
 def test_there_are_kernels_to_compile():
