@@ -40,6 +40,7 @@ def flash_attention_backward(dqkv, dsum, dout, out, lse, qkv, B: int, T: int, C:
 
 
 def grid(B: int, T: int, C: int, NH: int) -> tuple[int, int]:
+    """A block for each head of each sequence and each tile of queries or keys."""
     rows = THREADS // 32 * TILE_FLOATS // (C // NH)
     return B * NH, ceil_div(T, rows)
 

@@ -23,6 +23,7 @@ def fused_residual_forward(
 
 
 def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
+    """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
     block = device.block(min(1024, 32 * ceil_div(C, 128)))  # a thread for each four channels, in whole warps
     cu.layernorm_forward_kernel(
         (N,),

@@ -16,7 +16,10 @@ def rows_per_chunk(N: int, multiple: int) -> int:
 
 
 def add_partials(outs: list, partials, P: int, C: int) -> None:
-    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, len(outs), C). outs: at most 3, or None."""
+    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, len(outs), C).
+
+    There are one to three outs; one that is None is left out.
+    """
     warp = device.warp_size()
     padded = (*outs, None, None)[:3]
     cu.add_partials_kernel(
@@ -26,7 +29,7 @@ def add_partials(outs: list, partials, P: int, C: int) -> None:
 
 def column_sum(out, scratch, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
-    if N <= MOST_PARTIALS:
+    if N <= MOST_PARTIALS:  # so few rows are partial sums themselves
         add_partials([out], inp, N, C)
         return
     block, rows = 64, rows_per_chunk(N, multiple=8)

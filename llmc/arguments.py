@@ -55,47 +55,74 @@ def parse_model_descriptor(text: str) -> RandomModel | None:
     return model
 
 
+# The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
+
+
+def whole_number(text: str) -> int:
+    """Any whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
+
+
+def number(text: str) -> float:
+    """Any number, also inf and nan."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+
+
 def positive(text: str) -> int:
-    value = int(text)
+    """A whole number from 1 on."""
+    value = whole_number(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value
 
 
 def natural(text: str) -> int:
-    value = int(text)
+    """A whole number from 0 on."""
+    value = whole_number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
     return value
 
 
 def non_negative(text: str) -> float:
-    value = float(text)
+    """A finite number from 0 on."""
+    value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be a finite number, 0 or more")
     return value
 
 
 def fraction(text: str) -> float:
-    value = float(text)
+    """A number from 0 to 1."""
+    value = number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} must lie between 0 and 1")
     return value
 
 
 def on_off(text: str) -> bool:
+    """0 or 1."""
     if text not in ("0", "1"):
         raise argparse.ArgumentTypeError(f"{text} must be 0 or 1")
     return text == "1"
 
 
 class Parser(argparse.ArgumentParser):
+    """A parser that refuses a wrong flag in one line."""
+
     def error(self, message: str) -> NoReturn:
         """One line, instead of argparse's many."""
         self.exit(2, f"error: {message}; --help lists the flags\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The trainer's flags, in groups."""
     parser = Parser(
         description="Train GPT-2 in fp32 (llm.c's trainer in Python).",
         epilog=EXAMPLE,

@@ -110,6 +110,8 @@ def _model_header(config: GPT2Config) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DebugState:
+    """What a debug state `.bin` holds. logits have no padding; grads do, as the model's parameters."""
+
     x: np.ndarray       # int32 (B, T), inputs
     y: np.ndarray       # int32 (B, T), targets
     logits: np.ndarray  # fp32 (B, T, V)

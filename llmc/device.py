@@ -28,6 +28,7 @@ NVRTC_OPTIONS = ("--std=c++17",)
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up: how many blocks of b make up for a."""
     return -(-a // b)
 
 
@@ -398,6 +399,7 @@ def kind() -> str:
 
 
 def name() -> str:
+    """What the device calls itself: "NVIDIA H200", or "CPU, 2 cores"."""
     return _device.name
 
 
@@ -433,6 +435,7 @@ def use_tf32(on: bool) -> bool:
 
 
 def tf32() -> bool:
+    """Whether matrix products round their operands to TF32."""
     return _device.tf32
 
 
@@ -442,6 +445,7 @@ def empty(shape, dtype=np.float32):
 
 
 def zeros(shape, dtype=np.float32):
+    """A device array of zeros."""
     array = _device.empty(shape, dtype)
     _device.fill_zero(array)
     return array
@@ -476,6 +480,7 @@ def to_host(array) -> np.ndarray:
 
 
 def fill_zero(array) -> None:
+    """Set a contiguous device array to zero."""
     _device.fill_zero(array)
 
 

@@ -21,6 +21,8 @@ REMEDY = "make it with dev/data/hellaswag.py"
 
 @dataclass(frozen=True)
 class Example:
+    """A question: which of the completions follows the context?"""
+
     context: np.ndarray            # uint16, at least one token
     completions: list[np.ndarray]  # uint16 each, at least one token
     label: int                     # the right completion

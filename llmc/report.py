@@ -131,6 +131,7 @@ def print_step(
 
 
 def duration(seconds: float) -> str:
+    """Such as 1h05m or 2m07s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

@@ -252,7 +252,7 @@ USAGE = [
     (["-b", "0"], "-b/--batch-size: 0 must be at least 1"),
     (["-t", "0"], "-t/--sequence-length: 0 must be at least 1"),
     (["-b", "-3"], "-b/--batch-size: -3 must be at least 1"),
-    (["-t", "many"], "-t/--sequence-length: .*many"),
+    (["-t", "many"], "-t/--sequence-length: 'many' must be a whole number"),
     (["-l", "fast"], "-l/--learning-rate: .*fast"),
     (["-l", "-1"], "-l/--learning-rate: -1 must be"),
     (["-l", "nan"], "-l/--learning-rate: nan must be"),
