@@ -1,4 +1,5 @@
-// Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C floats; inp (B,T) holds token ids.
+// Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C floats; inp (B,T) holds token ids. A model whose positions are
+// rotary (rope.cu) has no wpe.
 // Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b.
 // Memory-bound: forward reads two rows and writes one for each position.
 //
@@ -6,18 +7,18 @@
 // token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
 #include "common.cuh"
 
-// One warp a position. Block: (WARP_SIZE, positions).
+// One warp a position. Block: (WARP_SIZE, positions). wpe may be null.
 extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, const float* wte, const float* wpe,
                                                   int N, int T, int C) {
     const int n = blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= N) return;
     const float* token = wte + (size_t)inp[n] * C;
-    const float* position = wpe + (size_t)(n % T) * C;
+    const float* position = wpe == nullptr ? nullptr : wpe + (size_t)(n % T) * C;
     float* row = out + (size_t)n * C;
     by_alignment(C % 4 == 0, [&](auto memory) {
         for (int i = 4 * threadIdx.x; i < C; i += 4 * WARP_SIZE) {
             Four a = memory.load(token + i, C - i);
-            const Four b = memory.load(position + i, C - i);
+            const Four b = position == nullptr ? Four() : memory.load(position + i, C - i);
             for (int k = 0; k < 4; k++) a.x[k] += b.x[k];
             memory.store(row + i, a, C - i);
         }

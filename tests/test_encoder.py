@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels.encoder import encoder_backward, encoder_forward, sort_by_token
+from kernels.encoder import encoder_backward, encoder_forward
+from llmc.dataloader import sort_by_token
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 20), C=st.integers(1, 150), V=st.integers(1, 60))
@@ -47,17 +48,22 @@ def test_encoder_backward_sums_all_positions_of_one_token(dev, C):
     check(dev, np.full((3, 17), 4, dtype=np.int32), C, V=6)
 
 
+@any_shape
+@example(B=2, T=8, C=64, V=50)
+@example(B=1, T=5, C=7, V=11)
+def test_encoder_without_position_embedding_takes_the_rows_of_wte_as_they_are(dev, B, T, C, V):
+    rng = np.random.default_rng([B, T, C, V])
+    tokens = rng.integers(0, V, (B, T), dtype=np.int32)
+    wte, dwte, dout = normal(rng, V, C), normal(rng, V, C), normal(rng, B, T, C)
+    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
+        out, inp, ours_dwte = memory.write((B, T, C)), memory.read(tokens), parameters.update(dwte)
+        encoder_forward(out, inp, parameters.read(wte), None, B, T, C)
+        order, count = (memory.read(values) for values in sort_by_token(tokens))
+        encoder_backward(ours_dwte, None, memory.read(dout), inp, order, count, B, T, C)
+    assert (dev.to_host(out) == wte[tokens]).all()
+    want = leaf(dwte).detach().index_add(0, leaf(tokens).long().flatten(), leaf(dout).flatten(0, 1))
+    assert_close("dwte alone", ours_dwte, want, KERNEL_FP32)
+
+
 def test_encoder_backward_adds_to_the_rows_of_duplicated_tokens_and_to_no_others(dev):
     check(dev, np.array([[5, 0, 5, 2, 2, 5, 9]], dtype=np.int32), C=33, V=10)
-
-
-def test_positions_are_sorted_by_token_and_counted():
-    order, count = sort_by_token(np.array([[5, 0, 50256], [5, 5, 0]], dtype=np.int32))
-    assert order.tolist() == [1, 5, 0, 3, 4, 2]
-    assert count.tolist() == [2, 0, 3, 0, 0, 1]
-    assert order.dtype == count.dtype == np.int32
-
-
-def test_tokens_beyond_16_bits_are_not_taken_for_smaller_ones():
-    order, count = sort_by_token(np.array([65536 + 5, 5, 65536 + 5, 0], dtype=np.int32))
-    assert order.tolist() == [3, 1, 0, 2] and count.tolist() == [1, 1, 2, 0]

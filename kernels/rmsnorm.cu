@@ -1,0 +1,178 @@
+// RMSNorm: out = n * weight with n = x * rstd, over the last axis of x (N, C), N = B*T;
+// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. The residual connection in front of it is
+// added in the same kernel.
+// Backward: with g = dout * weight,
+//   dx += rstd * (g - n * mean(g * n));  dweight += sum_rows(dout * n)
+// Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory;
+// backward reads dout, x and the old dx and writes dx.
+//
+// Memory is kept busy by many loads in flight: a thread issues a batch of independent loads before it uses the first.
+// `__restrict__` tells the compiler that no array overlaps another, so that it may move loads ahead of stores.
+#include "common.cuh"
+
+// One warp a row, with eight loads of four floats in flight in each lane. Block: (WARP_SIZE, rows). Shared memory: C
+// floats, rounded up to a multiple of 4, for each row; a lane reads only what it wrote itself. x = inp1, or with ADD:
+// x = residual = inp1 + inp2. The weight is a parameter and need not begin at 16 bytes.
+template <bool ADD>
+__device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out, float* __restrict__ rstd,
+                                    const float* __restrict__ inp1, const float* __restrict__ inp2,
+                                    const float* __restrict__ weight, float eps, int N, int C) {
+    constexpr int BATCH = ADD ? 4 : 8, STEP = 4 * WARP_SIZE;
+    DYNAMIC_SHARED(float, rows);
+    const int n = blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= N) return;
+    const size_t start = (size_t)n * C;
+    float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
+
+    by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
+        float sum = 0.0f;
+        for (int first = 4 * threadIdx.x; first < C; first += BATCH * STEP) {
+            Four x[BATCH] = {}, y[BATCH] = {};
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                const int i = first + b * STEP;
+                if (i < C) x[b] = memory.load(inp1 + start + i, C - i);
+                if (ADD && i < C) y[b] = memory.load(inp2 + start + i, C - i);
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                const int i = first + b * STEP;
+                for (int k = 0; k < 4; k++) {
+                    if (ADD) x[b].x[k] += y[b].x[k];
+                    sum += x[b].x[k] * x[b].x[k];  // 0 past the end of the row
+                }
+                if (i < C) Aligned::store(row + i, x[b], 4);
+                if (ADD && i < C) memory.store(residual + start + i, x[b], C - i);
+            }
+        }
+        const float s = rsqrtf(warp_sum(sum) / C + eps);
+
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < C; i += STEP) {
+            Four x = Aligned::load(row + i, 4);
+            const Four w = memory.load(weight + i, C - i);
+            for (int k = 0; k < 4; k++) x.x[k] = s * x.x[k] * w.x[k];
+            memory.store(out + start + i, x, C - i);
+        }
+        if (threadIdx.x == 0) rstd[n] = s;
+    });
+}
+
+// Writes out (N,C) and rstd (N).
+extern "C" __global__ void rmsnorm_forward_kernel(float* __restrict__ out, float* __restrict__ rstd,
+                                                  const float* __restrict__ inp, const float* __restrict__ weight,
+                                                  float eps, int N, int C) {
+    forward_rows<false>(nullptr, out, rstd, inp, nullptr, weight, eps, N, C);
+}
+
+// Writes residual (N,C) too.
+extern "C" __global__ void fused_residual_rmsnorm_forward_kernel(float* __restrict__ residual, float* __restrict__ out,
+                                                                 float* __restrict__ rstd,
+                                                                 const float* __restrict__ inp1,
+                                                                 const float* __restrict__ inp2,
+                                                                 const float* __restrict__ weight,
+                                                                 float eps, int N, int C) {
+    forward_rows<true>(residual, out, rstd, inp1, inp2, weight, eps, N, C);
+}
+
+// A block takes `rows` rows at once, then advances by the whole grid's rows. Its threads share the columns among them,
+// by fours. A thread leaves what it read of dout and x in shared memory while the block sums up g * x of each row, and
+// then finishes the same columns. dinp (N,C) is added to; the columns' sums of dout * n go to partials (gridDim.x, C).
+// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of 4. At most MOST_ROWS rows.
+constexpr int MOST_ROWS = 4, MOST_THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 3)
+rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, const float* __restrict__ dout,
+                        const float* __restrict__ inp, const float* __restrict__ weight,
+                        const float* __restrict__ rstd, int N, int C, int rows) {
+    __shared__ float of_warp[MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_gx[MOST_ROWS];
+    DYNAMIC_SHARED(float, rows_d);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    const int width = 4 * ceil_div(C, 4), step = 4 * blockDim.x;
+    float* rows_x = rows_d + rows * width;
+    float* sums = partials + (size_t)blockIdx.x * C;
+
+    by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
+        for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
+            const size_t start = (size_t)begin * C;
+            const int count = min(rows, N - begin);
+            float sum_gx[MOST_ROWS] = {};
+            for (int i = 4 * threadIdx.x; i < C; i += step) {
+                const Four w = memory.load(weight + i, C - i);
+                Four d[MOST_ROWS] = {}, x[MOST_ROWS] = {};
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r < count) d[r] = memory.load(dout + start + (size_t)r * C + i, C - i);
+                    if (r < count) x[r] = memory.load(inp + start + (size_t)r * C + i, C - i);
+                }
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    for (int k = 0; k < 4; k++) sum_gx[r] += d[r].x[k] * w.x[k] * x[r].x[k];
+                    if (r < count) Aligned::store(rows_d + r * width + i, d[r], 4);
+                    if (r < count) Aligned::store(rows_x + r * width + i, x[r], 4);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < MOST_ROWS; r++) {
+                const float warp_total = warp_sum(sum_gx[r]);
+                if (lane == 0) of_warp[warp][r] = warp_total;
+            }
+            __syncthreads();
+            for (int r = threadIdx.x; r < count; r += blockDim.x) {
+                float total = 0.0f;
+                for (int w = 0; w < warps; w++) total += of_warp[w][r];
+                mean_gx[r] = total / C;
+            }
+            __syncthreads();
+
+            for (int i = 4 * threadIdx.x; i < C; i += step) {
+                const Four w = memory.load(weight + i, C - i);
+                Four sum = {}, dx[MOST_ROWS];
+                if (begin >= gridDim.x * rows) sum = memory.load(sums + i, C - i);  // of the rows before
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r < count) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
+                }
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r >= count) continue;
+                    const Four d = Aligned::load(rows_d + r * width + i, 4);
+                    const Four x = Aligned::load(rows_x + r * width + i, 4);
+                    const float s = rstd[begin + r];
+                    for (int k = 0; k < 4; k++) {
+                        const float n = x.x[k] * s;
+                        dx[r].x[k] += s * (d.x[k] * w.x[k] - n * s * mean_gx[r]);
+                        sum.x[k] += d.x[k] * n;
+                    }
+                    memory.store(dinp + start + (size_t)r * C + i, dx[r], C - i);
+                }
+                memory.store(sums + i, sum, C - i);
+            }
+        }
+    });
+}
+
+// out_T (C,N) = the transposed output of forward, recomputed from its input and the rstd it left. A block takes one
+// tile.
+extern "C" __global__ void rmsnorm_transposed_kernel(float* __restrict__ out_T, const float* __restrict__ inp,
+                                                     const float* __restrict__ weight, const float* __restrict__ rstd,
+                                                     int N, int C) {
+    __shared__ Tile tile;
+    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const int row = threadIdx.y + r * TILE_THREADS, n = n0 + row;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
+                if (n >= N || i >= C) continue;
+                Four x = memory.load(inp + (size_t)n * C + i, C - i);
+                const Four w = memory.load(weight + i, C - i);
+                for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * x.x[k] * w.x[k];
+                tile.put(row, column, x);
+            }
+        }
+    });
+    __syncthreads();
+    store_transposed(out_T, tile, n0, i0, N, C);
+}

@@ -1,0 +1,47 @@
+"""Rotary position embedding: the table of angles and the launchers of rope.cu."""
+
+import numpy as np
+
+from llmc import device
+from llmc.device import ceil_div
+
+cu = device.source(__file__)
+
+# Llama 3.1's scaling of the frequencies, for contexts longer than the ORIGINAL_LENGTH it was first trained on.
+LOW, HIGH, ORIGINAL_LENGTH = 1.0, 4.0, 8192
+
+
+def rope_table(T: int, HS: int, theta: float, scaling_factor: float | None = None) -> np.ndarray:
+    """fp32 (T, HS/2, 2): cosine and sine of position * frequency_i, with frequency_i = theta^(-2i/HS).
+
+    With a scaling_factor, frequencies of fewer than LOW turns in ORIGINAL_LENGTH positions are divided by it, those of
+    more than HIGH turns are kept, and between the two there is a linear transition.
+    """
+    frequencies = theta ** (-np.arange(0, HS, 2) / HS)
+    if scaling_factor is not None:
+        turns = ORIGINAL_LENGTH * frequencies / (2 * np.pi)
+        kept = np.clip((turns - LOW) / (HIGH - LOW), 0.0, 1.0)
+        frequencies = (1 - kept) * frequencies / scaling_factor + kept * frequencies
+    angles = np.outer(np.arange(T), frequencies)  # in float64: at position 100,000 an fp32 angle is off by 0.004
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+
+
+def rope_forward(qkv, table, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """Rotates, in place, the NH query and the NKV key heads of qkv (B,T,NH+2*NKV,HS); value heads are untouched.
+
+    table is `rope_table` for at least T positions; the first T count.
+    """
+    launch(qkv, table, 1.0, B, T, NH, NKV, HS)
+
+
+def rope_backward(dqkv, table, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """Rotates the gradients of queries and keys in dqkv (B,T,NH+2*NKV,HS) back, in place: rope_forward's inverse."""
+    launch(dqkv, table, -1.0, B, T, NH, NKV, HS)
+
+
+def launch(qkv, table, direction: float, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """Launch the kernel that forward and backward share, in blocks of some 64 threads: each has several heads."""
+    vectors = min(64, ceil_div(HS, 4))
+    cu.rope_kernel(
+        (T, B), (vectors, 64 // vectors), (qkv, table, np.float32(direction), NH + NKV, NH + 2 * NKV, HS)
+    )

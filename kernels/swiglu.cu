@@ -1,0 +1,56 @@
+// SwiGLU (Shazeer 2020): out = silu(gate) * up with silu(x) = x * sigmoid(x). inp (N, 2C) is one matrix product: the
+// first C columns of a row are up, the last C are gate. There is no bias.
+// Backward: with s = sigmoid(gate),
+//   dup = dout * gate * s;  dgate = dout * up * s * (1 + gate * (1 - s))
+// Memory-bound: forward reads 2 N*C floats and writes N*C; backward reads 3 N*C and writes 3 N*C, a third of them out
+// transposed: the weight gradient of the next product needs it that way, so forward's output need not be kept.
+#include "common.cuh"
+
+// Far below 0 the exponential is infinite and the sigmoid 0; far above 0 they are 0 and 1.
+__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// Block x: a row; thread: four columns of grid column y.
+extern "C" __global__ void swiglu_forward_kernel(float* __restrict__ out, const float* __restrict__ inp, int C) {
+    const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
+    if (i >= C) return;
+    const float* row = inp + 2 * (size_t)blockIdx.x * C;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        Four up = memory.load(row + i, C - i);
+        const Four gate = memory.load(row + C + i, C - i);
+        for (int k = 0; k < 4; k++) up.x[k] *= gate.x[k] * sigmoid(gate.x[k]);
+        memory.store(out + (size_t)blockIdx.x * C + i, up, C - i);
+    });
+}
+
+// A block takes one tile of out. dinp (N,2C) and out_T (C,N) are set.
+extern "C" __global__ void swiglu_backward_kernel(float* __restrict__ dinp, float* __restrict__ out_T,
+                                                  const float* __restrict__ dout, const float* __restrict__ inp,
+                                                  int N, int C) {
+    __shared__ Tile tile;
+    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const int row = threadIdx.y + r * TILE_THREADS, n = n0 + row;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
+                if (n >= N || i >= C) continue;
+                const size_t at = 2 * (size_t)n * C + i;  // of up; gate is C further
+                Four up = memory.load(inp + at, C - i), gate = memory.load(inp + at + C, C - i);
+                Four d = memory.load(dout + (size_t)n * C + i, C - i);
+                Four out;
+                for (int k = 0; k < 4; k++) {
+                    const float g = gate.x[k], s = sigmoid(g), silu = g * s;
+                    out.x[k] = silu * up.x[k];
+                    gate.x[k] = d.x[k] * up.x[k] * (s + silu * (1.0f - s));
+                    up.x[k] = d.x[k] * silu;
+                }
+                memory.store(dinp + at, up, C - i);
+                memory.store(dinp + at + C, gate, C - i);
+                tile.put(row, column, out);
+            }
+        }
+    });
+    __syncthreads();
+    store_transposed(out_T, tile, n0, i0, N, C);
+}

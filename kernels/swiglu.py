@@ -1,0 +1,21 @@
+"""SwiGLU, the gate of Llama's MLP: the launchers of swiglu.cu."""
+
+from llmc import device
+from llmc.device import ceil_div
+
+cu = device.source(__file__)
+
+
+def swiglu_forward(out, inp, N: int, C: int) -> None:
+    """out (N,C) = silu(gate) * up; a row of inp (N,2C) is C floats of up, then C of gate."""
+    block = 128
+    cu.swiglu_forward_kernel((N, ceil_div(C, 4 * block)), (block,), (out, inp, C))
+
+
+def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
+    """dinp (N,2C) is set to the gradient of inp (N,2C), from dout (N,C), that of the output.
+
+    out_T (C,N) is set to the output of swiglu_forward, transposed and recomputed. The arrays must not overlap.
+    """
+    side = cu.block(16)
+    cu.swiglu_backward_kernel((ceil_div(C, 64), ceil_div(N, 64)), (side, side), (dinp, out_T, dout, inp, N, C))

@@ -1,0 +1,129 @@
+"""rope.cu against rotations of complex numbers, and the table against transformers."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from kernels.rope import rope_backward, rope_forward, rope_table
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+THETA = 1e4
+
+# Heads of an even size, query heads in groups that share a key head, and a table for more positions than there are.
+any_shape = given(
+    B=st.integers(1, 3), T=st.integers(1, 12), NKV=st.integers(1, 3), group=st.integers(1, 4),
+    half=st.integers(1, 40), spare=st.integers(0, 3),
+)  # fmt: skip
+
+
+def examples(test):
+    for B, T, NKV, group, half, spare in [
+        (2, 5, 3, 3, 32, 2), (1, 3, 8, 4, 32, 0), (1, 2, 2, 3, 64, 1), (2, 4, 1, 1, 1, 0), (1, 6, 2, 1, 3, 5),
+        (1, 3, 1, 7, 5, 0), (1, 2, 1, 2, 131, 0),
+    ]:  # fmt: skip
+        test = example(B=B, T=T, NKV=NKV, group=group, half=half, spare=spare)(test)
+    return test
+
+
+def turned(qkv: torch.Tensor, table: np.ndarray, NKV: int) -> torch.Tensor:
+    """qkv (B,T,heads,HS) with all heads but the last NKV multiplied by e^(i angle), each pair a complex number."""
+    T, heads = qkv.shape[1:3]
+    pairs = torch.view_as_complex(qkv.unflatten(-1, (-1, 2)))
+    turns = torch.view_as_complex(torch.tensor(table[:T], dtype=torch.float64))[:, None]
+    pairs = torch.cat([pairs[:, :, : heads - NKV] * turns, pairs[:, :, heads - NKV :]], dim=2)
+    return torch.view_as_real(pairs).flatten(-2)
+
+
+@any_shape
+@examples
+def test_rope_turns_the_pairs_of_queries_and_keys_and_leaves_values_alone(dev, B, T, NKV, group, half, spare):
+    NH, HS = NKV * group, 2 * half
+    qkv, table = normal(np.random.default_rng([B, T, NH, HS]), B, T, NH + 2 * NKV, HS), rope_table(T + spare, HS, THETA)
+    with guarded(dev) as memory:
+        ours = memory.update(qkv)
+        rope_forward(ours, memory.read(table), B, T, NH, NKV, HS)
+    assert_close("turned", ours, turned(leaf(qkv), table, NKV), KERNEL_FP32)
+    assert (dev.to_host(ours)[:, :, NH + NKV :] == qkv[:, :, NH + NKV :]).all()
+
+
+@any_shape
+@examples
+def test_rope_backward_is_the_gradient(dev, B, T, NKV, group, half, spare):
+    NH, HS = NKV * group, 2 * half
+    rng, table = np.random.default_rng([B, T, NH, HS]), rope_table(T + spare, HS, THETA)
+    qkv, dout = leaf(normal(rng, B, T, NH + 2 * NKV, HS)), normal(rng, B, T, NH + 2 * NKV, HS)
+    with guarded(dev) as memory:
+        ours = memory.update(dout)
+        rope_backward(ours, memory.read(table), B, T, NH, NKV, HS)
+    (turned(qkv, table, NKV) * leaf(dout).detach()).sum().backward()
+    assert_close("dqkv", ours, qkv.grad, KERNEL_FP32)
+    assert (dev.to_host(ours)[:, :, NH + NKV :] == dout[:, :, NH + NKV :]).all()
+
+
+def test_a_query_and_a_key_meet_by_their_distance_alone(dev):
+    T, HS = 12, 10
+    q, k = normal(np.random.default_rng(0), 2, HS)
+    qkv = np.broadcast_to([q, k, k], (1, T, 3, HS)).astype(np.float32)  # the same at every position
+    with guarded(dev) as memory:
+        ours = memory.update(qkv)
+        rope_forward(ours, memory.read(rope_table(T, HS, THETA)), 1, T, 1, 1, HS)
+    q, k, _ = dev.to_host(ours)[0].transpose(1, 0, 2)
+    scores = q @ k.T
+    for distance in range(T):
+        along = np.diagonal(scores, -distance)
+        assert_close("scores", along, np.full(along.shape, along[0]), KERNEL_FP32)
+
+
+def transformers_rope(HS: int, theta: float, scaling_factor: float | None) -> LlamaRotaryEmbedding:
+    kind = {"rope_type": "default"}
+    if scaling_factor is not None:
+        kind = {
+            "rope_type": "llama3", "factor": scaling_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=4 * HS, num_attention_heads=4, max_position_embeddings=131072,
+        rope_parameters={"rope_theta": theta, **kind},
+    )  # fmt: skip
+    return LlamaRotaryEmbedding(config)
+
+
+MODELS = [(64, 1e5, None), (64, 5e5, 32.0), (128, 5e5, 8.0), (128, 5e5, 32.0), (6, 1e4, None), (10, 5e5, 8.0)]
+
+
+@pytest.mark.parametrize("HS, theta, scaling_factor", MODELS)
+def test_the_table_has_the_frequencies_of_transformers(HS, theta, scaling_factor):
+    frequencies = transformers_rope(HS, theta, scaling_factor).inv_freq.double().numpy()
+    table = rope_table(50, HS, theta, scaling_factor)
+    assert table.dtype == np.float32 and table.shape == (50, HS // 2, 2)
+    np.testing.assert_allclose(table[1, :, 1], np.sin(frequencies), rtol=2e-6)  # fp32 rounds theirs
+    angles = np.arange(50)[:, None] * frequencies
+    np.testing.assert_allclose(table, np.stack([np.cos(angles), np.sin(angles)], -1), atol=2e-5)
+
+
+def test_angles_are_exact_at_far_positions():
+    T, step = 131072, 777
+    turns = rope_table(T, 8, 5e5, 8.0).astype(np.float64) @ [1, 1j]
+    np.testing.assert_allclose(turns[step:], turns[:-step] * turns[step], atol=3e-7)  # angles add up
+
+
+@pytest.mark.parametrize("HS, theta, scaling_factor", MODELS)
+def test_rope_equals_transformers_after_its_channels_are_reordered(dev, HS, theta, scaling_factor):
+    B, T, NH, NKV = 2, 7, 4, 2
+    qkv = normal(np.random.default_rng(HS), B, T, NH + 2 * NKV, HS)
+    with guarded(dev) as memory:
+        ours = memory.update(qkv)
+        rope_forward(ours, memory.read(rope_table(T, HS, theta, scaling_factor)), B, T, NH, NKV, HS)
+
+    def in_halves(x):  # from pairs (2i, 2i+1) to pairs (i, i + HS/2)
+        return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2).transpose(1, 2)
+
+    q, k = (in_halves(x) for x in leaf(qkv).detach().split([NH, NKV, NKV], dim=2)[:2])
+    cos, sin = transformers_rope(HS, theta, scaling_factor)(q, torch.arange(T)[None])
+    want, got = apply_rotary_pos_emb(q, k, cos, sin), torch.tensor(dev.to_host(ours))
+    for name, heads, theirs in zip(("q", "k"), got.split([NH, NKV, NKV], dim=2), want, strict=False):
+        assert_close(name, in_halves(heads), theirs, KERNEL_FP32)
