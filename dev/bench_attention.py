@@ -1,6 +1,7 @@
-"""Time flash attention on the GPU: python dev/bench_attention.py [-b 4] [-t 1024] [-n 12] [-s 64] [-r 50]
+"""Time flash attention on the GPU: python dev/bench_attention.py [-b 4] [-t 1024] [-n 12] [-k 12] [-s 64] [-r 50]
 
-Prints microseconds and TFLOP/s of forward and backward for one layer with n heads of size s, everything included.
+Prints microseconds and TFLOP/s of forward and backward for one layer with n query heads and k heads of keys and values,
+of size s, everything included.
 FLOPs are counted as is usual for causal attention: half of the (T, T) scores, 2 products forward and 5 backward.
 """
 
@@ -25,26 +26,29 @@ def main() -> None:
     parser.add_argument("-b", type=positive, default=4, metavar="B", help="batch size (4)")
     parser.add_argument("-t", type=positive, default=1024, metavar="T", help="sequence length (1024)")
     parser.add_argument("-n", type=positive, default=12, metavar="NH", help="heads (12)")
+    parser.add_argument("-k", type=positive, metavar="NKV", help="heads of keys and values (as many)")
     parser.add_argument("-s", type=positive, default=64, metavar="HS", help="head size, 64 or 128 (64)")
     parser.add_argument("-r", type=positive, default=50, metavar="RUNS", help="measurements; the median counts (50)")
     args = parser.parse_args()
-    B, T, NH, C = args.b, args.t, args.n, args.n * args.s
+    B, T, NH, NKV, C = args.b, args.t, args.n, args.k or args.n, args.n * args.s
     try:
+        if NH % NKV:
+            raise UserError(f"-k {NKV}: must divide the number of heads, {NH}")
         device.use("cuda")
-        layers = [arrays(B, T, C, NH, seed) for seed in range(LAYERS)]
+        layers = [arrays(B, T, C, NH, NKV, seed) for seed in range(LAYERS)]
 
         def forward() -> None:
             for a in layers:
-                flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, C, NH)
+                flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV)
 
         def backward() -> None:
             for a in layers:
                 flash_attention_backward(
-                    a["dqkv"], a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, C, NH
+                    a["dqkv"], a.get("dkv_heads"), a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV
                 )
 
         flops = 2 * B * T * T / 2 * C
-        print(f"{device.name()}: B {B}, T {T}, {NH} heads of {args.s}")
+        print(f"{device.name()}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {args.s}")
         for name, work, products in (("forward", forward, 2), ("backward", backward, 5)):
             us = median_us(work, args.r) / LAYERS
             print(f"{name:8}  {us:8.1f} us  {products * flops / us * 1e-6:6.1f} TFLOP/s")
@@ -52,11 +56,13 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def arrays(B: int, T: int, C: int, NH: int, seed: int) -> dict:
+def arrays(B: int, T: int, C: int, NH: int, NKV: int, seed: int) -> dict:
     """One layer's arrays, with normal random numbers for its inputs."""
     rng = np.random.default_rng(seed)
-    shapes = {"qkv": (B, T, 3 * C), "dqkv": (B, T, 3 * C), "out": (B, T, C), "dout": (B, T, C),
-              "lse": (B, NH, T), "dsum": (B, NH, T)}  # fmt: skip
+    qkv = B, T, (NH + 2 * NKV) * C // NH
+    shapes = {"qkv": qkv, "dqkv": qkv, "out": (B, T, C), "dout": (B, T, C), "lse": (B, NH, T), "dsum": (B, NH, T)}
+    if NKV < NH:
+        shapes["dkv_heads"] = B, T, 2, C
     layer = {name: device.zeros(shape) for name, shape in shapes.items()}
     for name in ("qkv", "dout"):
         device.copy_in(layer[name], rng.standard_normal(shapes[name], dtype=np.float32))

@@ -1,12 +1,15 @@
 // Causal attention, the textbook path: heads are gathered into (B, NH, T, HS), two batched products by cuBLAS make
 //   preatt = q k^T,   y = att v,   with att = softmax(preatt / sqrt(HS)) or the ReLU below, for s <= t, else 0,
 // and the kernels here permute and turn preatt into att, in place: one (T, T) matrix for each head of each sequence.
+// There may be fewer heads of keys and values, NKV, than of queries, NH: query head h uses key and value head
+// h // (NH / NKV). The NH / NKV query heads of such a group are neighbours, so that the products take them for one
+// head with that many times T queries; keys and values are never repeated.
 //   Softmax backward: dpreatt = att * (datt - sum_s(att * datt)) / sqrt(HS)
 //   ReLU attention:   att = max(0, preatt / sqrt(HS)) / (t + 1);  dpreatt = datt / ((t + 1) sqrt(HS)) where att > 0
 // All memory-bound. What lies above the diagonal is written as 0, since the products read whole matrices.
 #include "common.cuh"
 
-// Four channels i.. of row n = (b, t) of a (B, T, C) tensor stand at this place of the (B, NH, T, HS) tensor.
+// The offset in a (B, NH, T, HS) tensor of what is channel i of row n = (b, t) in a (B, T, NH * HS) tensor.
 __device__ inline size_t head_offset(int n, int i, int T, int NH, int HS) {
     const int b = n / T, t = n % T, h = i / HS;
     return (((size_t)b * NH + h) * T + t) * HS + i % HS;
@@ -18,25 +21,31 @@ __device__ inline void move(float* to, const float* from, int width) {
     by_alignment(width == 4, [&](auto memory) { memory.store(to, memory.load(from, width), width); });
 }
 
-// qkv (B,T,3,NH,HS) -> q, k, v (B,NH,T,HS) each, which follow one another in qkvr.
-extern "C" __global__ void permute_kernel(float* qkvr, const float* qkv, int B, int T, int NH, int HS, int width) {
-    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
+// qkv (B,T,NH+2NKV,HS) -> q (B,NH,T,HS), k and v (B,NKV,T,HS), which follow one another in qkvr. The thread
+// of channel i moves it in q, and in k and v where those have that many.
+extern "C" __global__ void permute_kernel(float* qkvr, const float* qkv, int B, int T, int NH, int NKV, int HS,
+                                          int width) {
+    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS, CKV = NKV * HS;
     if (i >= C) return;
-    const size_t from = (size_t)blockIdx.x * 3 * C + i, to = head_offset(blockIdx.x, i, T, NH, HS);
-    for (int part = 0; part < 3; part++) {
-        move(qkvr + (size_t)part * B * T * C + to, qkv + from + (size_t)part * C, width);
-    }
+    const float* row = qkv + (size_t)blockIdx.x * (C + 2 * CKV) + i;
+    move(qkvr + head_offset(blockIdx.x, i, T, NH, HS), row, width);
+    if (i >= CKV) return;
+    float* k = qkvr + (size_t)B * T * C + head_offset(blockIdx.x, i, T, NKV, HS);
+    move(k, row + C, width);
+    move(k + (size_t)B * T * CKV, row + C + CKV, width);
 }
 
-// dqkvr (3,B,NH,T,HS) -> dqkv (B,T,3,NH,HS).
-extern "C" __global__ void permute_backward_kernel(float* dqkv, const float* dqkvr, int B, int T, int NH, int HS,
-                                                   int width) {
-    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
+// dqkvr, laid out as qkvr -> dqkv (B,T,NH+2NKV,HS).
+extern "C" __global__ void permute_backward_kernel(float* dqkv, const float* dqkvr, int B, int T, int NH, int NKV,
+                                                   int HS, int width) {
+    const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS, CKV = NKV * HS;
     if (i >= C) return;
-    const size_t to = (size_t)blockIdx.x * 3 * C + i, from = head_offset(blockIdx.x, i, T, NH, HS);
-    for (int part = 0; part < 3; part++) {
-        move(dqkv + to + (size_t)part * C, dqkvr + (size_t)part * B * T * C + from, width);
-    }
+    float* row = dqkv + (size_t)blockIdx.x * (C + 2 * CKV) + i;
+    move(row, dqkvr + head_offset(blockIdx.x, i, T, NH, HS), width);
+    if (i >= CKV) return;
+    const float* dk = dqkvr + (size_t)B * T * C + head_offset(blockIdx.x, i, T, NKV, HS);
+    move(row + C, dk, width);
+    move(row + C + CKV, dk + (size_t)B * T * CKV, width);
 }
 
 // inp (B,NH,T,HS) -> out (B,T,C).

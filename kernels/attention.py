@@ -10,45 +10,50 @@ from llmc.device import ceil_div
 cu = device.source(__file__)
 
 
-def attention_forward(out, qkvr, att, scratch, qkv, B: int, T: int, C: int, NH: int, relu: bool = False) -> None:
-    """out (B,T,C) = causal attention of qkv (B,T,3C), which holds each position's q, k and v, all heads.
+def attention_forward(
+    out, qkvr, att, out_r, qkv, B: int, T: int, C: int, NH: int, NKV: int, relu: bool = False
+) -> None:
+    """out (B,T,C) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values, of
+    HS = C / NH channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
-    qkvr (3,B,NH,T,HS) and att (B,NH,T,T) are set and kept for backward; scratch holds (B,T,C) floats.
+    qkvr, which is q (B,NH,T,HS), then k and v (B,NKV,T,HS), and att (B,NH,T,T) are set and kept for backward. out_r
+    (B,NH,T,HS) is scratch for att v, which is out before its axes are permuted.
     """
-    HS = C // NH
-    launch_by_row(cu.permute_kernel, B * T, C, HS, (qkvr, qkv, B, T, NH, HS))
-    q, k, v = split(qkvr, B * T * C)
-    device.sgemm_strided_batched(att, q, k, T, T, HS, B * NH, trans_b=True)
+    HS, G = C // NH, NH // NKV
+    launch_by_row(cu.permute_kernel, B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
+    q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
+    # The G query heads of a group are neighbours: a product takes them for one head with G * T queries.
+    device.sgemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True)
     forward = cu.relu_forward_kernel if relu else cu.softmax_forward_kernel
     launch_by_att_row(forward, B * NH * T, (att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.sgemm_strided_batched(scratch, att, v, T, HS, T, B * NH)
-    launch_by_row(cu.unpermute_kernel, B * T, C, HS, (out, scratch, T, NH, HS))
+    device.sgemm_strided_batched(out_r, att, v, G * T, HS, T, B * NKV)
+    launch_by_row(cu.unpermute_kernel, B * T, C, HS, (out, out_r, T, NH, HS))
 
 
 def attention_backward(
-    dqkv, dqkvr, datt, scratch, dout, qkvr, att, B: int, T: int, C: int, NH: int, relu: bool = False
+    dqkv, dqkvr, datt, dout_r, dout, qkvr, att, B: int, T: int, C: int, NH: int, NKV: int, relu: bool = False
 ) -> None:
-    """dqkv (B,T,3C) is set from dout (B,T,C) and what forward kept.
+    """dqkv (B,T,NH+2*NKV,HS) is set from dout (B,T,C) and what forward kept: qkvr and att.
 
-    dqkvr (3,B,NH,T,HS), datt (B,NH,T,T) and scratch (B,T,C) are scratch.
+    dqkvr, laid out as qkvr, datt (B,NH,T,T) and dout_r (B,NH,T,HS), which is dout permuted, are scratch.
     """
-    HS = C // NH
-    q, k, v = split(qkvr, B * T * C)
-    dq, dk, dv = split(dqkvr, B * T * C)
-    launch_by_row(cu.unpermute_backward_kernel, B * T, C, HS, (scratch, dout, T, NH, HS))
-    device.sgemm_strided_batched(datt, scratch, v, T, T, HS, B * NH, trans_b=True)
-    device.sgemm_strided_batched(dv, att, scratch, T, HS, T, B * NH, trans_a=True)
+    HS, G = C // NH, NH // NKV
+    q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
+    dq, dk, dv = split(dqkvr, B * T * C, B * T * NKV * HS)
+    launch_by_row(cu.unpermute_backward_kernel, B * T, C, HS, (dout_r, dout, T, NH, HS))
+    device.sgemm_strided_batched(datt, dout_r, v, G * T, T, HS, B * NKV, trans_b=True)
+    device.sgemm_strided_batched(dv, att, dout_r, T, HS, G * T, B * NKV, trans_a=True)  # adds up a group's heads
     backward = cu.relu_backward_kernel if relu else cu.softmax_backward_kernel
     launch_by_att_row(backward, B * NH * T, (datt, att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.sgemm_strided_batched(dq, datt, k, T, HS, T, B * NH)
-    device.sgemm_strided_batched(dk, datt, q, T, HS, T, B * NH, trans_a=True)
-    launch_by_row(cu.permute_backward_kernel, B * T, C, HS, (dqkv, dqkvr, B, T, NH, HS))
+    device.sgemm_strided_batched(dq, datt, k, G * T, HS, T, B * NKV)
+    device.sgemm_strided_batched(dk, datt, q, T, HS, G * T, B * NKV, trans_a=True)
+    launch_by_row(cu.permute_backward_kernel, B * T, C, HS, (dqkv, dqkvr, B, T, NH, NKV, HS))
 
 
-def split(qkvr, n: int) -> list:
-    """q, k and v: three views of n floats each."""
-    flat = qkvr.reshape(-1)
-    return [flat[i * n : (i + 1) * n] for i in range(3)]
+def split(qkvr, q_size: int, kv_size: int) -> tuple:
+    """q, k and v of qkvr: flat views of q_size floats, kv_size and kv_size."""
+    flat, v_start = qkvr.reshape(-1), q_size + kv_size
+    return flat[:q_size], flat[q_size:v_start], flat[v_start : v_start + kv_size]
 
 
 def launch_by_row(kernel, rows: int, C: int, HS: int, args: tuple) -> None:
@@ -60,4 +65,4 @@ def launch_by_row(kernel, rows: int, C: int, HS: int, args: tuple) -> None:
 def launch_by_att_row(kernel, rows: int, args: tuple) -> None:
     """Launch a kernel in which a warp takes a row of the (T, T) matrices."""
     warps = 8
-    kernel((ceil_div(rows, warps),), (device.warp_size(), warps), args)
+    kernel((ceil_div(rows, warps),), (cu.warp_size, warps), args)

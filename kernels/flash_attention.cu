@@ -4,26 +4,31 @@
 //   p = softmax(s);  out = p v;  lse = log(sum(exp(s)))                                    forward
 //   p = exp(s - lse);  dp = dout v^T;  D = rowsum(dout * out);  ds = p * (dp - D)          backward
 //   dq = ds k / sqrt(HS);  dk = ds^T q / sqrt(HS);  dv = p^T dout
-// Shapes: qkv and dqkv (B, T, 3, NH, HS); out and dout (B, T, NH, HS); lse and D (B, NH, T).
+// Shapes: qkv and dqkv (B, T, NH + 2 NKV, HS), the heads of q, then of k, then of v; out and dout (B, T, NH, HS); lse
+// and D (B, NH, T). Query head h uses key and value head h // (NH / NKV).
 //
 // Bound by arithmetic on the tensor cores, and almost as much by shared memory, which feeds them: 2 T^2 HS operations a
 // head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Each warp owns 16 M rows of one side of the
 // products; the other side streams through shared memory, TILE_FLOATS floats of each of two arrays at a time, and while
 // the tensor cores work on one stage the next is being copied. M is 2 for HS = 64: each operand loaded then serves four
 // products. Backward goes over the scores twice, with a block for each tile of queries (dq, D) and with a block for
-// each tile of keys (dk, dv): every sum has one owner and a fixed order, without atomics, and two runs agree to the bit.
+// each tile of keys (dk, dv): every sum has one owner and a fixed order, without atomics, and two runs agree to the
+// bit. If query heads share keys (NKV < NH), there is still a block for each query head and tile of keys, since fewer
+// and longer ones would leave multiprocessors idle. It writes the head's share of dk and dv to dkv_heads
+// (B, T, 2, NH, HS), and a last kernel, bound by memory, adds up the shares of each group of heads in order.
 //
-// The operands of a tensor-core product, A (16, 8) B (8, 8) + C, are spread over the lanes of a warp. With g = lane / 4
-// and t = lane % 4, a lane holds
-//   of A rows g and g + 8, columns t and t + 4;   of B rows t and t + 4, column g;
-//   of C and of the result rows g and g + 8, columns 2t and 2t + 1.
-// Two liberties make every operand come out of shared memory, or out of another product, as its lane needs it:
-// - Scores, s = q k^T, contract over HS, in any order as long as A and B agree. Lane t takes columns 4t .. 4t + 3 of
-//   each 16, two for each of two products, so that one 16-byte load fetches them.
-// - Sums over scores are done transposed: out^T = v^T p^T. What a lane holds of s as a result, row g and columns 2t and
-//   2t + 1, is what it must hold of p^T as B, column g and rows t and t + 4, if row 2t of v takes the place of t and
-//   row 2t + 1 that of t + 4. And row g of A may stand for column 2g of v, row g + 8 for column 2g + 1, which one
-//   8-byte load fetches.
+// The operands of a tensor-core product, A (16, 8) B (8, 8) + C (16, 8), are spread over the lanes of a warp. With
+// g = lane / 4 and t = lane % 4, a lane holds
+//          of A  column t  t + 4        of B  column g         of C and of the result  column 2t  2t + 1
+//   row g          a[0]    a[2]        row t     b0            row g                     c[0]     c[1]
+//   row g + 8      a[1]    a[3]    row t + 4     b1            row g + 8                 c[2]     c[3]
+// Two liberties let a lane load its operands with wide accesses, or take them from another product's result as it is:
+// - Scores, s = q k^T, contract over HS, in any order as long as A and B agree. Of each 16 columns lane t takes 4t ..
+//   4t + 3, which one 16-byte load fetches: two for each of two products.
+// - Sums over scores are done transposed: out^T = v^T p^T. As a result of s, a lane holds row g, columns 2t and 2t + 1.
+//   As B of p^T it must hold column g, rows t and t + 4. They are the same numbers if the product's row t stands for
+//   key 2t and its row t + 4 for key 2t + 1, in A as well. And row g of A may stand for column 2g of v, row g + 8 for
+//   column 2g + 1, which one 8-byte load fetches.
 
 #define WARP_SIZE 32
 #include "common.cuh"
@@ -121,43 +126,46 @@ __device__ inline void copies_wait() {
 
 // ---- tiles in shared memory
 
-// A row is kept as HS / 4 pieces of 16 bytes, with bits 1 and 2 of a piece's number flipped by bits of the row's,
-// such that no access below meets a bank twice. Where piece 4j + c of a row is, c < 4, for j = 0 and 1; each further
-// two j are 32 floats on.
-struct Place {
-    int at[2];
-    __device__ int operator()(int j) const { return at[j % 2] + j / 2 * 32; }
+// A row of a tile is kept as HS / 4 chunks of 16 bytes, swizzled: bits 1 and 2 of a chunk's number are flipped by bits
+// of the row's, such that no access below meets a bank twice. A lane wants chunks 4j + c of one
+// row, for some c < 4 and every j: `first` has their offsets in the tile for j = 0 and 1; each further two j are 32
+// floats on.
+struct Chunks {
+    int first[2];
+    __device__ int operator()(int j) const { return first[j % 2] + j / 2 * 32; }
 };
 
 template <int HS>
-__device__ inline Place place(int row, int c) {
+__device__ inline Chunks swizzled_chunks(int row, int c) {
     const int start = row * HS + 4 * (c ^ (row & 2)), odd = (row ^ row >> 2) & 1;
     return {{start + 16 * odd, start + 16 * (odd ^ 1)}};
 }
 
-// Where a lane finds its part of each operand, and a thread what it copies.
-struct Places {
-    Place score;          // of row g, columns 4t .. 4t + 3 of 16
-    Place sum[2];         // of rows 2t and 2t + 1, columns 2g and 2g + 1 of 16
-    int copy;             // of the thread's first copied piece: eight threads copy 128 bytes of a row
+// The offsets in a tile of what this lane loads, and of what this thread copies.
+struct Offsets {
+    Chunks score;         // in add_scores: row g, columns 4t .. 4t + 3 of 16
+    Chunks sum[2];        // in add_sum: rows 2t and 2t + 1, columns 2g and 2g + 1 of 16
+    int copy;             // the first chunk that the thread copies: eight threads copy 128 bytes of a row
 };
 
 template <int HS>
-__device__ inline Places places() {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, piece = threadIdx.x % 8;
-    Places p = {place<HS>(g, t), {place<HS>(2 * t, g / 2), place<HS>(2 * t + 1, g / 2)}, 0};
-    const Place copy = place<HS>(threadIdx.x / 8, piece % 4);
-    p.copy = piece < 4 ? copy.at[0] : copy.at[1];
-    for (Place& sum : p.sum) {
-        sum.at[0] += g % 2 * 2;
-        sum.at[1] += g % 2 * 2;
+__device__ inline Offsets tile_offsets() {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, chunk = threadIdx.x % 8;
+    Offsets offsets = {swizzled_chunks<HS>(g, t),
+                       {swizzled_chunks<HS>(2 * t, g / 2), swizzled_chunks<HS>(2 * t + 1, g / 2)}, 0};
+    const Chunks copy = swizzled_chunks<HS>(threadIdx.x / 8, chunk % 4);
+    offsets.copy = chunk < 4 ? copy.first[0] : copy.first[1];
+    for (Chunks& sum : offsets.sum) {
+        sum.first[0] += g % 2 * 2;
+        sum.first[1] += g % 2 * 2;
     }
-    return p;
+    return offsets;
 }
 
 // Starts to copy rows row0 .. row0 + TILE_FLOATS / HS - 1 of an array, zeros for rows before 0 or from T on.
 template <int HS>
-__device__ inline void copy_tile(float* tile, const float* rows, int row0, int T, int stride, const Places& where) {
+__device__ inline void copy_tile(float* tile, const float* rows, int row0, int T, int stride,
+                                 const Offsets& offsets) {
     constexpr int ROWS = TILE_FLOATS / HS;
     #pragma unroll
     for (int i = 0; i < TILE_FLOATS / 4 / THREADS; i++) {
@@ -165,7 +173,7 @@ __device__ inline void copy_tile(float* tile, const float* rows, int row0, int T
         const int row = row0 + threadIdx.x / 8 + down, column = threadIdx.x % 8 * 4 + right;
         const bool inside = (unsigned)row < (unsigned)T;
         const float* from = rows + (inside ? (long long)row * stride + column : 0);
-        copy_four(tile + where.copy + down * HS + right, from, inside);
+        copy_four(tile + offsets.copy + down * HS + right, from, inside);
     }
 }
 
@@ -225,10 +233,10 @@ struct Operand {
 // s (16 M, 8 N) += a tile^T, over columns 16k .. 16k + 15.
 template <int HS, int M, int N>
 __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4], const float* tile, int k,
-                                  const Places& where) {
+                                  const Offsets& offsets) {
     float4 b[N];
     #pragma unroll
-    for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + where.score(k) + 8 * n * HS);
+    for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + offsets.score(k) + 8 * n * HS);
     #pragma unroll
     for (int n = 0; n < N; n++) {
         #pragma unroll
@@ -245,11 +253,11 @@ __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4]
 // h], a lane has in element 2e + i column 16j + 2g + e of row 16m + 8h + 2t + i.
 template <int HS, int M, int N>
 __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n,
-                               const Places& where) {
+                               const Offsets& offsets) {
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
-        const float2 even = *reinterpret_cast<const float2*>(tile + where.sum[0](j) + 8 * n * HS);
-        const float2 odd = *reinterpret_cast<const float2*>(tile + where.sum[1](j) + 8 * n * HS);
+        const float2 even = *reinterpret_cast<const float2*>(tile + offsets.sum[0](j) + 8 * n * HS);
+        const float2 odd = *reinterpret_cast<const float2*>(tile + offsets.sum[1](j) + 8 * n * HS);
         const float a[4] = {to_tf32(even.x), to_tf32(even.y), to_tf32(odd.x), to_tf32(odd.y)};
         #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -312,13 +320,13 @@ __device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4],
 template <int HS, int M, bool DIAGONAL>
 __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2], float (&reference)[M][2],
                               const float (&q)[HS / 16][M][2][4], const float (&tiles)[2][TILE_FLOATS],
-                              const Places& where) {
+                              const Offsets& offsets) {
     const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {};
     #pragma unroll
-    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, where);
+    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, offsets);
 
     float top[M][2], highest = -INFINITY;
     #pragma unroll
@@ -378,28 +386,29 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 p[m][n][i] = to_tf32(x);
             }
         }
-        add_sum<HS>(out, p, values, n, where);
+        add_sum<HS>(out, p, values, n, offsets);
     }
 }
 
 // Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). A warp has as many queries as a streamed tile has keys,
 // so that it meets the diagonal in a single one.
 template <int HS>
-__device__ inline void forward(float* out, float* lse, const float* qkv, int T, int NH) {
+__device__ inline void forward(float* out, float* lse, const float* qkv, int T, int NH, int NKV) {
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
     __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
     // Tiles: the block's first, and the warp's own. Blocks with the most work come first.
     const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp;
-    const float* query = qkv + (long long)b * T * 3 * C + head * HS;
-    const float* key = query + C;
-    const float* value = key + C;
-    const Places where = places<HS>();
+    const int stride = C + 2 * NKV * HS;
+    const float* query = qkv + (long long)b * T * stride + head * HS;
+    const float* key = qkv + (long long)b * T * stride + C + head / (NH / NKV) * HS;
+    const float* value = key + NKV * HS;
+    const Offsets offsets = tile_offsets<HS>();
     int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, 3 * C, where);
-        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, 3 * C, where);
+        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, stride, offsets);
+        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, stride, offsets);
     };
     const auto finish = [] {
         copies_wait();
@@ -408,17 +417,17 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
 
     start(tile, stage);
     float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
-    load_operand<HS>(q, query, diagonal * ROWS, T, 3 * C);
+    load_operand<HS>(q, query, diagonal * ROWS, T, stride);
     finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], where);
-        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], where);
+        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], offsets);
+        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
         finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        attend<HS, M, false>(acc, sum, reference, q, tiles[stage], where);
+        attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
         finish();
     }
 
@@ -445,7 +454,7 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
 template <int HS, int M, bool DIAGONAL>
 __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Operand<HS, M>& q,
                                            const Operand<HS, M>& dout, const float (&lse)[M][2], const float (&D)[M][2],
-                                           const float (&tiles)[2][TILE_FLOATS], const Places& where) {
+                                           const float (&tiles)[2][TILE_FLOATS], const Offsets& offsets) {
     const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -462,9 +471,9 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
     for (int k = 0; k < HS / 16; k++) {
         float a[M][2][4];
         q.get(a, k);
-        add_scores<HS>(p, a, keys, k, where);
+        add_scores<HS>(p, a, keys, k, offsets);
         dout.get(a, k);
-        add_scores<HS>(ds, a, values, k, where);
+        add_scores<HS>(ds, a, values, k, offsets);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -477,32 +486,33 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
                 ds[m][n][i] = hidden ? 0.0f : to_tf32(x * ds[m][n][i]);
             }
         }
-        add_sum<HS>(dq, ds, keys, n, where);
+        add_sum<HS>(dq, ds, keys, n, offsets);
     }
 }
 
 // Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). Sets dq, and D for the kernel that follows.
 template <int HS>
 __device__ inline void backward_query(float* dqkv, float* dsum, const float* dout, const float* out, const float* lse,
-                                      const float* qkv, int T, int NH) {
+                                      const float* qkv, int T, int NH, int NKV) {
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
     __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
     DYNAMIC_SHARED(float, operands);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
     const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp, row0 = diagonal * ROWS;
-    const float* query = qkv + (long long)b * T * 3 * C + head * HS;
-    const float* key = query + C;
-    const float* value = key + C;
+    const int stride = C + 2 * NKV * HS;
+    const float* query = qkv + (long long)b * T * stride + head * HS;
+    const float* key = qkv + (long long)b * T * stride + C + head / (NH / NKV) * HS;
+    const float* value = key + NKV * HS;
     out += (long long)b * T * C + head * HS;
     dout += (long long)b * T * C + head * HS;
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
-    const Places where = places<HS>();
+    const Offsets offsets = tile_offsets<HS>();
     int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, 3 * C, where);
-        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, 3 * C, where);
+        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, stride, offsets);
+        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, stride, offsets);
     };
     const auto finish = [] {
         copies_wait();
@@ -515,9 +525,9 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2];
     {
         float a[HS / 16][M][2][4], da[HS / 16][M][2][4];
-        load_operand<HS>(a, query, row0, T, 3 * C);
+        load_operand<HS>(a, query, row0, T, stride);
         load_operand<HS>(da, dout, row0, T, C);
-        // D is taken of dout as the products see it, so that dp - D vanishes where it should.
+        // D is taken of dout as the products see it, so that dp - D vanishes when it should.
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
@@ -544,16 +554,16 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], where);
-        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], where);
+        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], offsets);
+        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
         finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], where);
+        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
         finish();
     }
-    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, 3 * C, rsqrtf((float)HS));
+    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS));
 }
 
 // A tile of queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
@@ -561,7 +571,7 @@ template <int HS, int M, bool DIAGONAL>
 __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (&dv)[HS / 16][2 * M][4],
                                          const Operand<HS, M>& k, const Operand<HS, M>& v,
                                          const float (&tiles)[2][TILE_FLOATS],
-                                         const float (&terms)[2][TILE_FLOATS / HS], const Places& where) {
+                                         const float (&terms)[2][TILE_FLOATS / HS], const Offsets& offsets) {
     const float *queries = tiles[0], *douts = tiles[1], *lse = terms[0], *D = terms[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -579,9 +589,9 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
     for (int j = 0; j < HS / 16; j++) {
         float a[M][2][4];
         k.get(a, j);
-        add_scores<HS>(p, a, queries, j, where);
+        add_scores<HS>(p, a, queries, j, offsets);
         v.get(a, j);
-        add_scores<HS>(ds, a, douts, j, where);
+        add_scores<HS>(ds, a, douts, j, offsets);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -597,15 +607,16 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
                 ds[m][n][i] = to_tf32(x * ds[m][n][i]);
             }
         }
-        add_sum<HS>(dv, p, douts, n, where);
-        add_sum<HS>(dk, ds, queries, n, where);
+        add_sum<HS>(dv, p, douts, n, offsets);
+        add_sum<HS>(dk, ds, queries, n, offsets);
     }
 }
 
-// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS keys). Sets dk and dv; reads D from dsum.
+// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS keys). Sets dk and dv of dqkv; or if query heads share keys, this
+// head's share of them in dkv_heads, which is null otherwise. Reads D from dsum.
 template <int HS>
-__device__ inline void backward_key(float* dqkv, const float* dsum, const float* dout, const float* lse,
-                                    const float* qkv, int T, int NH) {
+__device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* dsum, const float* dout,
+                                    const float* lse, const float* qkv, int T, int NH, int NKV) {
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
     __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; queries, output gradients
     __shared__ __align__(8) float terms[2][2][ROWS];             // stage; lse and D of the queries
@@ -613,18 +624,19 @@ __device__ inline void backward_key(float* dqkv, const float* dsum, const float*
     const int warp = threadIdx.x / 32;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
     const int first = blockIdx.y * WARPS, diagonal = first + warp, row0 = diagonal * ROWS;
-    const float* query = qkv + (long long)b * T * 3 * C + head * HS;
-    const float* key = query + C;
-    const float* value = key + C;
+    const int stride = C + 2 * NKV * HS;
+    const float* query = qkv + (long long)b * T * stride + head * HS;
+    const float* key = qkv + (long long)b * T * stride + C + head / (NH / NKV) * HS;
+    const float* value = key + NKV * HS;
     dout += (long long)b * T * C + head * HS;
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
-    const Places where = places<HS>();
+    const Offsets offsets = tile_offsets<HS>();
     const int end = ceil_div(T, ROWS);
     int tile = first, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tile<HS>(tiles[stage][0], query, tile * ROWS, T, 3 * C, where);
-        copy_tile<HS>(tiles[stage][1], dout, tile * ROWS, T, C, where);
+        copy_tile<HS>(tiles[stage][0], query, tile * ROWS, T, stride, offsets);
+        copy_tile<HS>(tiles[stage][1], dout, tile * ROWS, T, C, offsets);
         // Queries from T on are zeros throughout, and add zeros.
         const int array = threadIdx.x / ROWS, down = threadIdx.x % ROWS, row = tile * ROWS + down;
         const float* term = array == 0 ? lse : dsum;
@@ -641,57 +653,78 @@ __device__ inline void backward_key(float* dqkv, const float* dsum, const float*
     float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
     {
         float a[HS / 16][M][2][4], b[HS / 16][M][2][4];
-        load_operand<HS>(a, key, row0, T, 3 * C);
-        load_operand<HS>(b, value, row0, T, 3 * C);
+        load_operand<HS>(a, key, row0, T, stride);
+        load_operand<HS>(b, value, row0, T, stride);
         k.put(a);
         v.put(b);
     }
     finish();
     for (; tile < min(first + WARPS, end); tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], where);
-        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], where);
+        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
+        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
         finish();
     }
     for (; tile < end; tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], where);
+        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
         finish();
     }
-    store_sum<HS>(dqkv + (key - qkv), dk, row0, T, 3 * C, rsqrtf((float)HS));
-    store_sum<HS>(dqkv + (value - qkv), dv, row0, T, 3 * C, 1.0f);
+    // In both arrays dv lies C floats behind dk: dqkv is written to only if NKV = NH.
+    const bool shared_keys = NKV < NH;
+    float* to = shared_keys ? dkv_heads + (long long)b * T * 2 * C + head * HS : dqkv + (key - qkv);
+    const int to_stride = shared_keys ? 2 * C : stride;
+    store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS));
+    store_sum<HS>(to + C, dv, row0, T, to_stride, 1.0f);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_forward_kernel_64(float* out, float* lse, const float* qkv, int T, int NH) {
-    forward<64>(out, lse, qkv, T, NH);
+flash_attention_forward_kernel_64(float* out, float* lse, const float* qkv, int T, int NH, int NKV) {
+    forward<64>(out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 flash_attention_backward_query_kernel_64(float* dqkv, float* dsum, const float* dout, const float* out,
-                                         const float* lse, const float* qkv, int T, int NH) {
-    backward_query<64>(dqkv, dsum, dout, out, lse, qkv, T, NH);
+                                         const float* lse, const float* qkv, int T, int NH, int NKV) {
+    backward_query<64>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_64(float* dqkv, const float* dsum, const float* dout, const float* lse,
-                                       const float* qkv, int T, int NH) {
-    backward_key<64>(dqkv, dsum, dout, lse, qkv, T, NH);
+flash_attention_backward_key_kernel_64(float* dqkv, float* dkv_heads, const float* dsum, const float* dout,
+                                       const float* lse, const float* qkv, int T, int NH, int NKV) {
+    backward_key<64>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_forward_kernel_128(float* out, float* lse, const float* qkv, int T, int NH) {
-    forward<128>(out, lse, qkv, T, NH);
+flash_attention_forward_kernel_128(float* out, float* lse, const float* qkv, int T, int NH, int NKV) {
+    forward<128>(out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 flash_attention_backward_query_kernel_128(float* dqkv, float* dsum, const float* dout, const float* out,
-                                         const float* lse, const float* qkv, int T, int NH) {
-    backward_query<128>(dqkv, dsum, dout, out, lse, qkv, T, NH);
+                                         const float* lse, const float* qkv, int T, int NH, int NKV) {
+    backward_query<128>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_128(float* dqkv, const float* dsum, const float* dout, const float* lse,
-                                       const float* qkv, int T, int NH) {
-    backward_key<128>(dqkv, dsum, dout, lse, qkv, T, NH);
+flash_attention_backward_key_kernel_128(float* dqkv, float* dkv_heads, const float* dsum, const float* dout,
+                                       const float* lse, const float* qkv, int T, int NH, int NKV) {
+    backward_key<128>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+}
+
+// dk and dv of dqkv = the sums over the query heads of each group of dkv_heads (B, T, 2, NH, HS). Thread (x, y) of a
+// block: four channels of one of the B*T*2*NKV `heads` of keys and values.
+extern "C" __global__ void flash_attention_group_sum_kernel(float* dqkv, const float* dkv_heads, int heads, int NH,
+                                                            int NKV, int HS) {
+    const int n = blockIdx.x * blockDim.y + threadIdx.y, i = 4 * threadIdx.x, group = NH / NKV;
+    if (n >= heads) return;
+    const float* share = dkv_heads + (size_t)n * group * HS + i;  // the heads of a group are neighbours
+    Four sum = Aligned::load(share, 4);
+    #pragma unroll 4
+    for (int h = 1; h < group; h++) {
+        const Four x = Aligned::load(share + h * HS, 4);
+        for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
+    }
+    const int position = n / (2 * NKV), head = NH + n % (2 * NKV);
+    Aligned::store(dqkv + ((size_t)position * (NH + 2 * NKV) + head) * HS + i, sum, 4);
 }

@@ -17,26 +17,51 @@ def supported(C: int, NH: int) -> bool:
     return C % NH == 0 and C // NH in HEAD_SIZES
 
 
-def flash_attention_forward(out, lse, qkv, B: int, T: int, C: int, NH: int) -> None:
-    """out (B,T,C) = causal attention of qkv (B,T,3C), which holds each position's q, k and v, all heads.
+def choose_attention(kind: str, C: int, NH: int) -> str:
+    """What -a `kind` stands for in a model with NH query heads of C / NH channels: "auto" is flash attention if that is
+    supported and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
+    if kind == "flash" and not supported(C, NH):
+        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {C // NH}: use -a softmax")
+    if kind == "flash" and device.kind() == "cuda" and not device.tf32():
+        raise UserError(
+            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no -f 0; use -a softmax"
+        )
+    if kind == "auto":
+        return "flash" if supported(C, NH) and device.kind() == "cuda" and device.tf32() else "softmax"
+    return kind
+
+
+def flash_attention_forward(out, lse, qkv, B: int, T: int, C: int, NH: int, NKV: int) -> None:
+    """out (B,T,C) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values, of
+    HS = C / NH channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
     lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees.
     Raises UserError for heads of another size than 64 or 128 channels, and on a GPU without TF32 (before
     compute capability 8.0).
     """
     forward, _, _ = kernels(C, NH)
-    forward(grid(B, T, C, NH), (THREADS,), (out, lse, qkv, T, NH))
+    forward(grid(B, T, C, NH), (THREADS,), (out, lse, qkv, T, NH, NKV))
 
 
-def flash_attention_backward(dqkv, dsum, dout, out, lse, qkv, B: int, T: int, C: int, NH: int) -> None:
-    """dqkv (B,T,3C) is set to the gradient of qkv, from dout (B,T,C) and what forward wrote: out (B,T,C), lse (B,NH,T).
+def flash_attention_backward(
+    dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, C: int, NH: int, NKV: int
+) -> None:
+    """dqkv (B,T,NH+2*NKV,HS) is set to the gradient of qkv, from dout (B,T,C) and what forward wrote: out (B,T,C) and
+    lse (B,NH,T).
 
-    dsum (B,NH,T) is scratch: it is set to the sums of dout * out over each head's channels.
+    dsum (B,NH,T) is scratch: it is set to the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is
+    scratch for each query head's share of the gradients of its key and value head; where NKV = NH the share is the
+    whole, and dkv_heads, which may be None, is not used.
     """
     _, backward_query, backward_key = kernels(C, NH)
     size, block = grid(B, T, C, NH), (THREADS,)
-    backward_query(size, block, (dqkv, dsum, dout, out, lse, qkv, T, NH), shared_mem=OPERAND_BYTES)
-    backward_key(size, block, (dqkv, dsum, dout, lse, qkv, T, NH), shared_mem=OPERAND_BYTES)
+    backward_query(size, block, (dqkv, dsum, dout, out, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
+    backward_key(size, block, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
+    if NKV < NH:
+        HS, heads = C // NH, B * T * 2 * NKV
+        block = HS // 4, 4 * THREADS // HS
+        group_sum = cu.flash_attention_group_sum_kernel
+        group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
 
 
 def grid(B: int, T: int, C: int, NH: int) -> tuple[int, int]:

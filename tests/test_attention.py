@@ -14,64 +14,106 @@ from kernels.attention import attention_backward, attention_forward
 from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, relative_error
 
 KINDS = ["softmax", "relu"]
-any_shape = given(B=st.integers(1, 3), T=st.integers(1, 45), NH=st.integers(1, 4), HS=st.integers(1, 20))
+any_shape = given(
+    B=st.integers(1, 3), T=st.integers(1, 45), group=st.integers(1, 4), NKV=st.integers(1, 4), HS=st.integers(1, 20)
+)
 
 
 def examples(test):
-    for B, T, NH, HS in [(2, 16, 3, 8), (1, 37, 2, 5), (3, 9, 1, 12), (2, 1, 2, 4), (1, 130, 1, 3)]:
-        test = example(B=B, T=T, NH=NH, HS=HS)(test)
+    for B, T, group, NKV, HS in [
+        (2, 16, 1, 3, 8), (1, 37, 1, 2, 5), (3, 9, 1, 1, 12), (2, 1, 1, 2, 4), (1, 130, 1, 1, 3),
+        (2, 16, 3, 1, 8), (1, 37, 2, 3, 5), (2, 21, 3, 3, 6),
+    ]:  # fmt: skip
+        test = example(B=B, T=T, group=group, NKV=NKV, HS=HS)(test)
     return test
 
 
-def run_forward(dev, qkv: np.ndarray, NH: int, kind: str) -> tuple:
-    """out (B,T,C), qkvr (3,B,NH,T,HS) and att (B,NH,T,T) for qkv (B,T,3C), on the host."""
-    B, T, C = *qkv.shape[:2], qkv.shape[2] // 3
+def run_forward(dev, qkv: np.ndarray, NH: int, NKV: int, kind: str) -> tuple:
+    """out (B,T,C), qkvr, flat, and att (B,NH,T,T) for qkv (B,T,(NH+2*NKV)*HS), on the host."""
+    B, T, width = qkv.shape
+    HS = width // (NH + 2 * NKV)
     with guarded(dev) as memory:
-        out, qkvr = memory.write((B, T, C)), memory.write((3, B, NH, T, C // NH))
-        att, scratch = memory.write((B, NH, T, T)), memory.scratch((B, T, C))
-        attention_forward(out, qkvr, att, scratch, memory.read(qkv), B, T, C, NH, kind == "relu")
+        out, qkvr = memory.write((B, T, NH * HS)), memory.write(qkv.size)
+        att, out_r = memory.write((B, NH, T, T)), memory.scratch((B, NH, T, HS))
+        attention_forward(out, qkvr, att, out_r, memory.read(qkv), B, T, NH * HS, NH, NKV, kind == "relu")
     return tuple(dev.to_host(array) for array in (out, qkvr, att))
 
 
-def run_backward(dev, dout: np.ndarray, qkvr: np.ndarray, att: np.ndarray, kind: str) -> np.ndarray:
-    """dqkv (B,T,3C), on the host."""
+def run_backward(dev, dout: np.ndarray, qkvr: np.ndarray, att: np.ndarray, NKV: int, kind: str) -> np.ndarray:
+    """dqkv (B,T,(NH+2*NKV)*HS), on the host."""
     B, T, C = dout.shape
     NH = att.shape[1]
     with guarded(dev) as memory:
-        dqkv, dqkvr = memory.write((B, T, 3 * C)), memory.scratch(qkvr.shape)
-        datt, scratch = memory.scratch(att.shape), memory.scratch((B, T, C))
+        dqkv, dqkvr = memory.write((B, T, (NH + 2 * NKV) * C // NH)), memory.scratch(qkvr.shape)
+        datt, dout_r = memory.scratch(att.shape), memory.scratch((B, NH, T, C // NH))
         inputs = memory.read(dout), memory.read(qkvr), memory.read(att)
-        attention_backward(dqkv, dqkvr, datt, scratch, *inputs, B, T, C, NH, kind == "relu")
+        attention_backward(dqkv, dqkvr, datt, dout_r, *inputs, B, T, C, NH, NKV, kind == "relu")
     return dev.to_host(dqkv)
 
 
-def make_inputs(B: int, T: int, NH: int, HS: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng([B, T, NH, HS])
-    return normal(rng, B, T, 3 * NH * HS), normal(rng, B, T, NH * HS)
+def make_inputs(B: int, T: int, NH: int, NKV: int, HS: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([B, T, NH, NKV, HS])
+    return normal(rng, B, T, (NH + 2 * NKV) * HS), normal(rng, B, T, NH * HS)
+
+
+def split_heads(qkv: np.ndarray, NH: int, NKV: int) -> list[np.ndarray]:
+    """q (B,NH,T,HS), k and v (B,NKV,T,HS) of qkv (B,T,(NH+2*NKV)*HS)."""
+    B, T = qkv.shape[:2]
+    return np.split(qkv.reshape(B, T, NH + 2 * NKV, -1).transpose(0, 2, 1, 3), [NH, NH + NKV], axis=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @any_shape
 @examples
-def test_attention_equals_autograd_through_its_definition(product_dev, kind, B, T, NH, HS):
-    tolerance = kernel_tolerance(product_dev)
-    qkv, dout = make_inputs(B, T, NH, HS)
+def test_attention_equals_autograd_through_its_definition(product_dev, kind, B, T, group, NKV, HS):
+    tolerance, NH = kernel_tolerance(product_dev), group * NKV
+    qkv, dout = make_inputs(B, T, NH, NKV, HS)
     qkv64 = leaf(qkv)
-    want = oracle.attention(qkv64, NH, kind)
+    want = oracle.attention(qkv64, NH, kind, NKV)
     (want * leaf(dout).detach()).sum().backward()
-    out, qkvr, att = run_forward(product_dev, qkv, NH, kind)
+    out, qkvr, att = run_forward(product_dev, qkv, NH, NKV, kind)
     assert_close(f"{kind} out", out, want, tolerance)
-    assert_close(f"{kind} dqkv", run_backward(product_dev, dout, qkvr, att, kind), qkv64.grad, tolerance)
-    assert np.array_equal(qkvr, qkv.reshape(B, T, 3, NH, HS).transpose(2, 0, 3, 1, 4))
+    assert_close(f"{kind} dqkv", run_backward(product_dev, dout, qkvr, att, NKV, kind), qkv64.grad, tolerance)
+    assert np.array_equal(qkvr, np.concatenate([part.ravel() for part in split_heads(qkv, NH, NKV)]))
     assert not np.triu(att, 1).any(), "what lies in the future must be exactly 0"
+
+
+def run_both(dev, qkv: np.ndarray, dout: np.ndarray, NH: int, NKV: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """out (B,T,C) and dqkv (B,T,(NH+2*NKV)*HS), on the host."""
+    out, qkvr, att = run_forward(dev, qkv, NH, NKV, kind)
+    return out, run_backward(dev, dout, qkvr, att, NKV, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("NH, NKV", [(9, 3), (6, 2), (4, 1)])
+def test_gradients_of_shared_keys_and_values_are_the_sum_over_their_query_heads(product_dev, kind, NH, NKV):
+    B, T, HS, group = 2, 21, 8, NH // NKV
+    qkv, dout = make_inputs(B, T, NH, NKV, HS)
+    q, k, v = split_heads(qkv, NH, NKV)
+    repeated = np.concatenate([q, k.repeat(group, axis=1), v.repeat(group, axis=1)], axis=1)
+    repeated = np.ascontiguousarray(repeated.transpose(0, 2, 1, 3)).reshape(B, T, -1)
+    out, dqkv = run_both(product_dev, qkv, dout, NH, NKV, kind)
+    want_out, want = run_both(product_dev, repeated, dout, NH, NH, kind)
+    tolerance = kernel_tolerance(product_dev)
+    assert_close("out with shared keys", out, want_out, tolerance)
+    for name, ours, theirs in zip("qkv", split_heads(dqkv, NH, NKV), split_heads(want, NH, NH), strict=True):
+        theirs = theirs if name == "q" else theirs.reshape(B, NKV, group, T, HS).sum(2, dtype=np.float64)
+        assert_close(f"d{name} with shared keys", ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_runs_with_shared_keys_agree_to_the_bit(product_dev, kind):
+    qkv, dout = make_inputs(2, 70, 6, 2, 16)
+    first, second = (run_both(product_dev, qkv, dout, 6, 2, kind) for _ in range(2))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_does_not_see_later_ones(dev, kind):
-    qkv, _ = make_inputs(1, 24, 2, 7)
+    qkv, _ = make_inputs(1, 24, 2, 2, 7)
     changed = qkv.copy()
     changed[:, 17:] = 1e3
-    out, after = (run_forward(dev, x, 2, kind)[0] for x in (qkv, changed))
+    out, after = (run_forward(dev, x, 2, 2, kind)[0] for x in (qkv, changed))
     assert_close("earlier outputs", after[:, :17], out[:, :17], KERNEL_FP32)
     assert not np.allclose(after[:, 17:], out[:, 17:])
 
@@ -125,9 +167,9 @@ class SubtractRowSum(torch.autograd.Function):
 @pytest.mark.parametrize("B, T, NH, HS", [(2, 16, 3, 8), (1, 37, 2, 5)])
 def test_each_fault_of_the_published_relu_attention_would_be_caught(product_dev, fault, B, T, NH, HS):
     tolerance = kernel_tolerance(product_dev)
-    qkv, dout = make_inputs(B, T, NH, HS)
-    out, qkvr, att = run_forward(product_dev, qkv, NH, "relu")
-    dqkv = run_backward(product_dev, dout, qkvr, att, "relu")
+    qkv, dout = make_inputs(B, T, NH, NH, HS)
+    out, qkvr, att = run_forward(product_dev, qkv, NH, NH, "relu")
+    dqkv = run_backward(product_dev, dout, qkvr, att, NH, "relu")
 
     def errors_against(fault):
         qkv64 = leaf(qkv)

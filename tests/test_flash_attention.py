@@ -10,35 +10,47 @@ from kernels.flash_attention import flash_attention_backward, flash_attention_fo
 from llmc.errors import UserError
 from oracle import KERNEL_TF32, assert_close, attention, guarded, to_numpy
 
-# (B, T, NH, HS): a single position, less than a tile, whole tiles, and several with a ragged end.
-SHAPES = [(1, 1, 1, 64), (2, 67, 3, 64), (1, 256, 2, 64), (1, 300, 1, 64), (3, 13, 1, 128), (1, 130, 2, 128)]
+# (B, T, NH, NKV, HS): a single position, less than a tile, whole tiles, several with a ragged end, shared keys.
+SHAPES = [
+    (1, 1, 1, 1, 64), (2, 67, 3, 3, 64), (1, 256, 2, 2, 64), (1, 300, 1, 1, 64), (3, 13, 1, 1, 128),
+    (1, 130, 2, 2, 128), (2, 67, 9, 3, 64), (1, 140, 6, 1, 64), (1, 70, 4, 2, 128),
+]  # fmt: skip
 
 
 def run(dev, qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out (B,T,NH,HS), lse (B,NH,T) and dqkv (B,T,3,NH,HS), by the kernels."""
-    B, T, _, NH, HS = qkv.shape
-    C = NH * HS
+    """out (B,T,NH,HS), lse (B,NH,T) and dqkv (B,T,NH+2*NKV,HS), by the kernels."""
+    B, T, NH, HS = dout.shape
+    C, NKV = NH * HS, (qkv.shape[2] - NH) // 2
     with guarded(dev) as memory:
         inp = memory.read(qkv, "qkv")
         out = memory.write((B, T, NH, HS), name="out")
         lse = memory.write((B, NH, T), name="lse")
-        flash_attention_forward(out, lse, inp, B, T, C, NH)
+        flash_attention_forward(out, lse, inp, B, T, C, NH, NKV)
     with guarded(dev) as memory:
         inp, grad = memory.read(qkv, "qkv"), memory.read(dout, "dout")
         out, lse = memory.read(to_numpy(out), "out"), memory.read(to_numpy(lse), "lse")
         dqkv = memory.write(qkv.shape, name="dqkv")
-        flash_attention_backward(dqkv, memory.scratch((B, NH, T)), grad, out, lse, inp, B, T, C, NH)
+        dkv_heads = memory.scratch((B, T, 2, NH, HS)) if NKV < NH else None
+        dsum = memory.scratch((B, NH, T))
+        flash_attention_backward(dqkv, dkv_heads, dsum, grad, out, lse, inp, B, T, C, NH, NKV)
     return to_numpy(out), to_numpy(lse), to_numpy(dqkv)
+
+
+def make_inputs(rng, B: int, T: int, NH: int, NKV: int, HS: int) -> tuple[np.ndarray, np.ndarray]:
+    """qkv (B,T,NH+2*NKV,HS) and dout (B,T,NH,HS)."""
+    shapes = (B, T, NH + 2 * NKV, HS), (B, T, NH, HS)
+    return tuple(rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
 
 
 def reference(qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same from PyTorch in float64."""
-    B, T, _, NH, HS = qkv.shape
+    B, T, NH, HS = dout.shape
+    NKV = (qkv.shape[2] - NH) // 2
     leaf = torch.from_numpy(qkv.astype(np.float64)).requires_grad_()
-    out = attention(leaf.reshape(B, T, 3 * NH * HS), NH, "softmax")
+    out = attention(leaf.flatten(2), NH, "softmax", NKV)
     out.backward(torch.from_numpy(dout.astype(np.float64)).reshape(B, T, NH * HS))
-    q, k, _ = leaf.detach().permute(2, 0, 3, 1, 4)
-    scores = q @ k.transpose(-2, -1) / HS**0.5
+    q, k, _ = leaf.detach().transpose(1, 2).split((NH, NKV, NKV), dim=1)
+    scores = q @ k.repeat_interleave(NH // NKV, dim=1).transpose(-2, -1) / HS**0.5
     lse = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf).logsumexp(-1)
     return out.detach().reshape(B, T, NH, HS).numpy(), lse.numpy(), leaf.grad.numpy()
 
@@ -47,48 +59,70 @@ def check(got: tuple, want: tuple) -> None:
     assert_close("out", got[0], want[0], KERNEL_TF32)
     # Backward uses lse as the logarithm that it is: its absolute error is the relative one of all probabilities.
     assert_close("exp(lse), relative", np.exp(got[1] - want[1]), np.ones_like(want[1]), KERNEL_TF32)
-    for i, name in enumerate(("dq", "dk", "dv")):
-        assert_close(name, got[2][:, :, i], want[2][:, :, i], KERNEL_TF32)
+    NH = got[0].shape[2]
+    NKV = (got[2].shape[2] - NH) // 2
+    parts = [np.split(dqkv, [NH, NH + NKV], axis=2) for dqkv in (got[2], want[2])]
+    for name, ours, theirs in zip(("dq", "dk", "dv"), *parts, strict=True):
+        assert_close(name, ours, theirs, KERNEL_TF32)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_flash_attention_matches_softmax_attention_in_float64(dev, rng, shape):
-    B, T, NH, HS = shape
-    qkv = rng.standard_normal((B, T, 3, NH, HS), dtype=np.float32)
-    dout = rng.standard_normal((B, T, NH, HS), dtype=np.float32)
+    qkv, dout = make_inputs(rng, *shape)
     check(run(dev, qkv, dout), reference(qkv, dout))
 
 
 # From eight positions on: with fewer, dq and dk are differences of nearly equal numbers, and relative errors are large.
 @settings(max_examples=8)
-@given(B=st.integers(1, 3), T=st.integers(8, 200), NH=st.integers(1, 3), HS=st.sampled_from((64, 128)))
-def test_flash_attention_matches_at_any_shape(dev, B, T, NH, HS):
-    rng = np.random.default_rng([B, T, NH, HS])
-    qkv = rng.standard_normal((B, T, 3, NH, HS), dtype=np.float32)
-    dout = rng.standard_normal((B, T, NH, HS), dtype=np.float32)
+@given(
+    B=st.integers(1, 3), T=st.integers(8, 200), group=st.integers(1, 3), NKV=st.integers(1, 2),
+    HS=st.sampled_from((64, 128)),
+)  # fmt: skip
+def test_flash_attention_matches_at_any_shape(dev, B, T, group, NKV, HS):
+    qkv, dout = make_inputs(np.random.default_rng([B, T, group, NKV, HS]), B, T, group * NKV, NKV, HS)
     check(run(dev, qkv, dout), reference(qkv, dout))
+
+
+@pytest.mark.parametrize("shape", [(2, 35, 9, 3, 64), (1, 67, 4, 1, 64), (1, 40, 6, 2, 128)], ids=str)
+def test_gradients_of_shared_keys_and_values_are_the_sum_over_their_query_heads(dev, rng, shape):
+    B, T, NH, NKV, HS = shape
+    group = NH // NKV
+    qkv, dout = make_inputs(rng, *shape)
+    q, k, v = np.split(qkv, [NH, NH + NKV], axis=2)
+    repeated = np.concatenate([q, k.repeat(group, axis=2), v.repeat(group, axis=2)], axis=2)
+    out, lse, dqkv = run(dev, qkv, dout)
+    want_out, want_lse, want = run(dev, repeated, dout)
+    # A head computes the same whether its keys are shared or not, and shares are added in order: no bit may differ.
+    shares = want[:, :, NH:].reshape(B, T, 2 * NKV, group, HS)
+    total = shares[:, :, :, 0].copy()
+    for h in range(1, group):
+        total += shares[:, :, :, h]
+    assert (out == want_out).all() and (lse == want_lse).all()
+    assert (dqkv[:, :, :NH] == want[:, :, :NH]).all()
+    assert (dqkv[:, :, NH:] == total).all()
 
 
 def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(dev, rng):
     # Along a row the largest score so far rises, from either end, by far more than exp can hold in a float. All factors
     # of the scores are exact in TF32, so that only the sums' order of magnitude is on trial.
     T, HS = 200, 64
-    qkv = rng.standard_normal((1, T, 3, 2, HS), dtype=np.float32)
+    qkv = rng.standard_normal((1, T, 3, 2, HS), dtype=np.float32)  # q, k, v of two heads
     qkv[:, :, :2] = 0.0
     qkv[:, :, 0, :, 0] = 8.0
     height = 8.0 * (np.arange(T) // 8)
     qkv[0, :, 1, 0, 0] = 8.0 * height
     qkv[0, :, 1, 1, 0] = -8.0 * height
+    qkv = qkv.reshape(1, T, 6, HS)
     dout = rng.standard_normal((1, T, 2, HS), dtype=np.float32)
     got, want = run(dev, qkv, dout), reference(qkv, dout)
     assert_close("out", got[0], want[0], KERNEL_TF32)
     assert_close("lse", got[1], want[1], 1e-6)
-    assert_close("dv", got[2][:, :, 2], want[2][:, :, 2], KERNEL_TF32)
+    assert_close("dv", got[2][:, :, 4:], want[2][:, :, 4:], KERNEL_TF32)
 
 
 def test_a_query_sees_no_later_key(dev, rng):
     T = 150
-    qkv = rng.standard_normal((1, T, 3, 1, 64), dtype=np.float32)
+    qkv = rng.standard_normal((1, T, 3, 64), dtype=np.float32)
     dout = rng.standard_normal((1, T, 1, 64), dtype=np.float32)
     out, lse, _ = run(dev, qkv, dout)
     for t in (0, 31, 32, 100):
@@ -99,31 +133,30 @@ def test_a_query_sees_no_later_key(dev, rng):
         assert (other_lse[..., : t + 1] == lse[..., : t + 1]).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 67, 3, 64), (1, 130, 2, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 67, 3, 3, 64), (1, 130, 2, 2, 128), (2, 67, 6, 2, 64)], ids=str)
 def test_two_runs_agree_to_the_bit(dev, rng, shape):
-    B, T, NH, HS = shape
-    qkv = rng.standard_normal((B, T, 3, NH, HS), dtype=np.float32)
-    dout = rng.standard_normal((B, T, NH, HS), dtype=np.float32)
+    qkv, dout = make_inputs(rng, *shape)
     for first, second in zip(run(dev, qkv, dout), run(dev, qkv, dout), strict=True):
         assert (first.view(np.uint32) == second.view(np.uint32)).all()
 
 
-def test_offsets_past_two_to_the_31_elements(dev):
-    if dev.kind() != "cuda" or dev.memory()[0] < 40 << 30:
-        pytest.skip("needs a GPU with 40 GiB free")
-    # B * T * 3 * C is 2^31 and a bit; the last batch row must come out as it does alone.
-    B, T, NH, HS = 911, 1024, 12, 64
-    C = NH * HS
-    alone = np.random.default_rng(0).standard_normal((1, T, 3, NH, HS), dtype=np.float32)
-    dout_alone = np.random.default_rng(1).standard_normal((1, T, NH, HS), dtype=np.float32)
+@pytest.mark.parametrize("B, NKV", [(911, 12), (1639, 4)])
+def test_offsets_past_two_to_the_31_elements(dev, B, NKV):
+    if dev.kind() != "cuda" or dev.memory()[0] < 60 << 30:
+        pytest.skip("needs a GPU with 60 GiB free")
+    # B * T * (NH + 2 NKV) * HS is 2^31 and a bit; the last batch row must come out as it does alone.
+    T, NH, HS = 1024, 12, 64
+    C, heads = NH * HS, NH + 2 * NKV
+    alone, dout_alone = make_inputs(np.random.default_rng(0), 1, T, NH, NKV, HS)
     want = run(dev, alone, dout_alone)
-    qkv, dqkv = dev.zeros((B, T, 3, NH, HS)), dev.zeros((B, T, 3, NH, HS))
+    qkv, dqkv = dev.zeros((B, T, heads, HS)), dev.zeros((B, T, heads, HS))
     out, dout = dev.zeros((B, T, NH, HS)), dev.zeros((B, T, NH, HS))
     lse, dsum = dev.zeros((B, NH, T)), dev.zeros((B, NH, T))
+    dkv_heads = dev.zeros((B, T, 2, NH, HS)) if NKV < NH else None
     dev.copy_in(qkv[-1:], alone)
     dev.copy_in(dout[-1:], dout_alone)
-    flash_attention_forward(out, lse, qkv, B, T, C, NH)
-    flash_attention_backward(dqkv, dsum, dout, out, lse, qkv, B, T, C, NH)
+    flash_attention_forward(out, lse, qkv, B, T, C, NH, NKV)
+    flash_attention_backward(dqkv, dkv_heads, dsum, dout, out, lse, qkv, B, T, C, NH, NKV)
     for got, expected in zip((out, lse, dqkv), want, strict=True):
         assert (dev.to_host(got[-1:]) == expected).all()
 
@@ -133,9 +166,9 @@ def test_other_head_sizes_are_refused(dev, C, NH):
     assert not supported(C, NH)
     x = dev.zeros((1, 1, 3 * C))
     with pytest.raises(UserError, match="-a softmax"):
-        flash_attention_forward(dev.zeros((1, 1, C)), dev.zeros((1, NH, 1)), x, 1, 1, C, NH)
+        flash_attention_forward(dev.zeros((1, 1, C)), dev.zeros((1, NH, 1)), x, 1, 1, C, NH, NH)
     with pytest.raises(UserError, match="-a softmax"):
-        flash_attention_backward(x, x, x, x, x, x, 1, 1, C, NH)
+        flash_attention_backward(x, None, x, x, x, x, x, 1, 1, C, NH, NH)
 
 
 def test_head_sizes_64_and_128_are_supported():
