@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from llmc.errors import UserError
 
 HERE = Path(__file__).parent
 
+# __launch_bounds__(...) may stand before or after `void`, with parentheses inside; KERNEL finds it rewritten as @...@.
 LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)")
 KERNEL = re.compile(r'extern\s*"C"\s*__global__\s+(?:@(.*?)@\s*)?void\s+(?:@(.*?)@\s*)?(\w+)\s*\(([^()]*)\)\s*\{', re.S)
 
@@ -52,7 +54,7 @@ def compile_source(path: str | Path) -> Module:
         path.stem,
         [*_included(path), HERE / "cuda_on_cpu.h", HERE / "runtime.h"],
         [f"-DWARP_SIZE={warp}"],
-        lambda compile_flags: _with_launch_stubs(path, compile_flags),
+        lambda command: _with_launch_stubs(path, command),
     )
     return Module(library, path, warp)
 
@@ -67,7 +69,7 @@ def compile_all(paths) -> list[Module]:
 def _build_runtime() -> Path:
     # Never sanitised or built with -ffast-math itself: it moves stacks about, and its sums have a fixed order.
     files = [HERE / "runtime.cpp", HERE / "runtime.h"]
-    return _cached("runtime", files, None, lambda flags: f'#include "{HERE / "runtime.cpp"}"\n')
+    return _cached("runtime", files, None, lambda command: f'#include "{HERE / "runtime.cpp"}"\n')
 
 
 def _included(path: Path) -> list[Path]:
@@ -81,11 +83,14 @@ def _included(path: Path) -> list[Path]:
     return files
 
 
-def _cached(name: str, files: list[Path], flags: list[str] | None, text) -> Path:
-    """The shared library built from `text(flags)`, C++ that includes the files; flags None is the runtime."""
+def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: Callable[[list[str]], str]) -> Path:
+    """The shared library built from C++ that includes the files: `make_text`, given the compiler's command, writes it.
+
+    defines: of a kernel file; None for the runtime.
+    """
     cxx, version = _compiler()
     debug, sanitize = (os.environ.get(f"LLMC_CPU_{mode}", "0") not in ("", "0") for mode in ("DEBUG", "SANITIZE"))
-    flags = _flags(flags, debug, sanitize)
+    flags = _flags(defines, debug, sanitize)
     key = hashlib.sha256(json.dumps([version, _cpu(), flags]).encode())
     for file in files:
         key.update(b"\0" + file.read_bytes())
@@ -97,7 +102,7 @@ def _cached(name: str, files: list[Path], flags: list[str] | None, text) -> Path
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
         built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
         command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
-        _run(command, text([*cxx, *flags]), files[0])
+        _run(command, make_text([*cxx, *flags]), files[0])
         # Linked without the flags of the compilation: with -ffast-math among them GCC adds start-up code that
         # makes the whole process flush denormal numbers to zero.
         link = [flag for flag in flags if flag.startswith("-fsanitize")]
@@ -106,11 +111,11 @@ def _cached(name: str, files: list[Path], flags: list[str] | None, text) -> Path
     return library
 
 
-def _flags(flags: list[str] | None, debug: bool, sanitize: bool) -> list[str]:
+def _flags(defines: list[str] | None, debug: bool, sanitize: bool) -> list[str]:
     common = ["-std=c++17", "-fPIC", "-pthread", "-DLLMC_CPU"]
     if sanitize:
         common.append("-DLLMC_SANITIZE")
-    if flags is None:
+    if defines is None:
         return [*common, "-O2", "-g", "-Wall"]
     # Hidden: several libraries may have functions of the same names.
     common += ["-fvisibility=hidden", "-fno-exceptions"]
@@ -125,7 +130,7 @@ def _flags(flags: list[str] | None, debug: bool, sanitize: bool) -> list[str]:
         common += ["-mrecip=none"] if x86 else []
         if x86 and "clang" in _compiler()[1]:
             common.append("-fveclib=libmvec")
-    return [*common, "-Wno-unknown-pragmas", *flags, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
+    return [*common, "-Wno-unknown-pragmas", *defines, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
 
 
 def _run(command: list[str], text: str, path: Path) -> str:
@@ -173,13 +178,13 @@ def _cache_dir() -> Path:
     return folder
 
 
-def _with_launch_stubs(path: Path, compile_flags: list[str]) -> str:
+def _with_launch_stubs(path: Path, command: list[str]) -> str:
     """C++ that includes the .cu file and, for each of its kernels, has the loop over a block's threads.
 
     The kernels are found in the preprocessed text, so that a macro may write one; there `__global__` and
     `__launch_bounds__` still stand as they are, because cuda_on_cpu.h is left out.
     """
-    text = _run([*compile_flags, "-x", "c++", "-E", "-P", str(path)], "", path)
+    text = _run([*command, "-x", "c++", "-E", "-P", str(path)], "", path)
     text = LAUNCH_BOUNDS.sub(r"@\1@", text)
     stubs, manifest = [], {}
     for bounds_before, bounds_after, name, declared in KERNEL.findall(text):
@@ -189,10 +194,11 @@ def _with_launch_stubs(path: Path, compile_flags: list[str]) -> str:
         max_threads = (bounds_before or bounds_after or "0").split(",")[0]
         stubs.append(f"""
 struct {name}_args {{ {" ".join(p.declaration + ";" for p in parameters)} }};
-__attribute__((flatten)) static void {name}_threads(const void* packed, const llmc::Place& place, llmc::Index from) {{
+__attribute__((flatten))
+static void {name}_threads(const void* packed, const llmc::Builtins& builtins, llmc::Index from) {{
     const {name}_args args = *(const {name}_args*)packed;
     (void)args;
-    llmc::for_each_thread(place, from, [&] {{ {name}({", ".join("args." + p.name for p in parameters)}); }});
+    llmc::for_each_thread(builtins, from, [&] {{ {name}({", ".join("args." + p.name for p in parameters)}); }});
 }}
 extern "C" __attribute__((visibility("default"))) const llmc::Kernel llmc_kernel_{name} =
     {{"{name}", {name}_threads, WARP_SIZE, {max_threads}}};""")
@@ -200,6 +206,7 @@ extern "C" __attribute__((visibility("default"))) const llmc::Kernel llmc_kernel
         raise UserError(f'{path}: no kernel declared as extern "C" __global__ void name(...)')
     return f"""#include "cuda_on_cpu.h"
 #include "{path}"
+static_assert(WARP_SIZE == llmc::built_warp_size, "a kernel file fixes its warp size by a line `#define WARP_SIZE 32`");
 {"".join(stubs)}
 extern "C" __attribute__((visibility("default"))) const char llmc_manifest[] = R"({json.dumps(manifest)})";
 """

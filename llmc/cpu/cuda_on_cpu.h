@@ -4,6 +4,9 @@
 // makes a CPU fast: the kernel is inlined into it, and where threads do not wait for each other the compiler
 // vectorises over threadIdx.x as it does over any loop variable. What happens when they do wait is told in runtime.cpp.
 //
+// Of CUDA's functions this file has those that kernels/ uses and those that a first kernel is likely to use. Another one
+// is a line or two here.
+//
 // WARP_SIZE comes with the build. At 1 (the default) every thread is a warp of its own: shuffles are the identity, and a
 // loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous. At 32 warps are those of a GPU.
 #pragma once
@@ -23,9 +26,7 @@
 #define __host__
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 // A worker runs one block at a time, so shared memory is the worker's own. AddressSanitizer puts red zones around
 // ordinary variables only; its builds therefore run with one worker.
@@ -44,25 +45,20 @@
 typedef llmc::Index dim3;
 static __thread dim3 threadIdx, blockIdx, blockDim, gridDim;
 #define warpSize WARP_SIZE
+namespace llmc { const int built_warp_size = WARP_SIZE; }  // the loader asserts that the .cu file has not changed it
 
 // ---- vector types
 
-#define LLMC_VECTOR_TYPES(T, name, align2, align4)                                                     \
-    struct alignas(align2) name##2 { T x, y; };                                                        \
-    struct alignas(align4) name##4 { T x, y, z, w; };                                                  \
-    inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                         \
-    inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
-LLMC_VECTOR_TYPES(float, float, 8, 16)
-LLMC_VECTOR_TYPES(int, int, 8, 16)
-LLMC_VECTOR_TYPES(unsigned, uint, 8, 16)
-LLMC_VECTOR_TYPES(unsigned char, uchar, 2, 4)
-#undef LLMC_VECTOR_TYPES
+struct alignas(8) float2 { float x, y; };
 struct float3 { float x, y, z; };
-struct uint3 { unsigned x, y, z; };
-struct int3 { int x, y, z; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
-inline int3 make_int3(int x, int y, int z) { return {x, y, z}; }
-inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 // ---- arithmetic
 
@@ -106,54 +102,22 @@ inline float __expf(float exponent) {
     return exponent < -87.3365f ? 0.0f : exponent > 88.7228f ? INFINITY : y;
 }
 inline float __logf(float x) { return logf(x); }
-inline float __log2f(float x) { return log2f(x); }
 inline float __powf(float x, float y) { return powf(x, y); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
-inline float __tanf(float x) { return tanf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-inline float __fdiv_rn(float x, float y) { return x / y; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
-inline int __float2int_rn(float x) { return (int)rintf(x); }
-inline int __float2int_rd(float x) { return (int)floorf(x); }
-inline int __float2int_ru(float x) { return (int)ceilf(x); }
-inline int __float2int_rz(float x) { return (int)x; }
-inline float __int2float_rn(int x) { return (float)x; }
-inline float __uint2float_rn(unsigned x) { return (float)x; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
-inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
 
-// ---- memory: a CPU has no choice of caches to bypass
+// ---- loads and stores with advice for a GPU's caches, which a CPU does not take
 
 template <class T> inline T __ldg(const T* p) { return *p; }
-template <class T> inline T __ldca(const T* p) { return *p; }
-template <class T> inline T __ldcg(const T* p) { return *p; }
 template <class T> inline T __ldcs(const T* p) { return *p; }
-template <class T> inline T __ldlu(const T* p) { return *p; }
-template <class T> inline T __ldcv(const T* p) { return *(const volatile T*)p; }
-template <class T> inline void __stwb(T* p, T value) { *p = value; }
-template <class T> inline void __stcg(T* p, T value) { *p = value; }
 template <class T> inline void __stcs(T* p, T value) { *p = value; }
-template <class T> inline void __stwt(T* p, T value) { *p = value; }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() { __threadfence(); }
-inline void __threadfence_system() { __threadfence(); }
 
 // ---- atomics: blocks run on several OS threads, so these are real. All return the old value, as CUDA's do.
 
 namespace llmc {
-template <class T> struct Same { typedef T type; };  // keeps a parameter out of template deduction: atomicMax(unsigned*, int)
-
 template <class T, class F> inline T atomic_update(T* p, F update) {
     T old, updated;
     __atomic_load(p, &old, __ATOMIC_RELAXED);
@@ -161,34 +125,33 @@ template <class T, class F> inline T atomic_update(T* p, F update) {
     while (!__atomic_compare_exchange(p, &old, &updated, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
     return old;
 }
+// T itself, but the compiler takes T from the pointer alone: atomicMax(unsigned*, int) is legal.
+template <class T> using Value = std::common_type_t<T>;
 }
-#define LLMC_ATOMIC(name, expression)                                                                  \
-    template <class T> inline T name(T* p, typename llmc::Same<T>::type value) {                       \
-        return llmc::atomic_update(p, [value](T old) -> T { return expression; });                     \
-    }
-LLMC_ATOMIC(atomicAdd, old + value)
-LLMC_ATOMIC(atomicSub, old - value)
-LLMC_ATOMIC(atomicMin, value < old ? value : old)
-LLMC_ATOMIC(atomicMax, old < value ? value : old)
-LLMC_ATOMIC(atomicAnd, old & value)
-LLMC_ATOMIC(atomicOr, old | value)
-LLMC_ATOMIC(atomicXor, old ^ value)
-LLMC_ATOMIC(atomicExch, ((void)old, value))
-LLMC_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
-LLMC_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
-#undef LLMC_ATOMIC
-template <class T> inline T atomicCAS(T* p, typename llmc::Same<T>::type expected, typename llmc::Same<T>::type value) {
+template <class T> inline T atomicAdd(T* p, llmc::Value<T> value) {
+    return llmc::atomic_update(p, [=](T old) -> T { return old + value; });
+}
+template <class T> inline T atomicMin(T* p, llmc::Value<T> value) {
+    return llmc::atomic_update(p, [=](T old) { return value < old ? value : old; });
+}
+template <class T> inline T atomicMax(T* p, llmc::Value<T> value) {
+    return llmc::atomic_update(p, [=](T old) { return old < value ? value : old; });
+}
+template <class T> inline T atomicExch(T* p, llmc::Value<T> value) {
+    return llmc::atomic_update(p, [=](T) { return value; });
+}
+template <class T> inline T atomicCAS(T* p, llmc::Value<T> expected, llmc::Value<T> value) {
     return llmc::atomic_update(p, [=](T old) { return old == expected ? value : old; });
 }
 
-// ---- waiting. The place of the call comes along as a default argument, for the message about a deadlock.
+// ---- waiting. File and line of the call come along as default arguments, for the message about a deadlock.
 
 #define LLMC_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 namespace llmc {
-struct KeepThread {             // other threads run while one waits
-    Index mine = threadIdx;
-    ~KeepThread() { threadIdx = mine; }
+struct KeepThread {             // while one thread waits, others run and set threadIdx to theirs
+    Index kept = threadIdx;
+    ~KeepThread() { threadIdx = kept; }
 };
 }
 
@@ -197,24 +160,12 @@ inline void __syncthreads(LLMC_HERE) {
     llmc::block_wait(threadIdx, "__syncthreads", file, line);
 }
 
-inline int __syncthreads_count(int predicate, LLMC_HERE) {
-    __shared__ int count;
-    if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0) count = 0;
-    __syncthreads(file, line);
-    if (predicate) atomicAdd(&count, 1);
-    __syncthreads(file, line);
-    int result = count;
-    __syncthreads(file, line);
-    return result;
-}
-inline int __syncthreads_or(int predicate, LLMC_HERE) { return __syncthreads_count(predicate, file, line) != 0; }
-inline int __syncthreads_and(int predicate, LLMC_HERE) { return __syncthreads_count(!predicate, file, line) == 0; }
-
 inline void* cpu_dynamic_shared() { return llmc::dynamic_shared(); }
 
-// The general meeting of a warp: every lane of `mask` brings `mine`; one call of `together(T* const lanes[WARP_SIZE])` may
-// read and write what all have brought, and then all go on. An instruction of a whole warp, such as a GPU's matrix
-// product, takes one meeting. `together` must not capture (it is one lane's that is called, for all).
+// All that lanes exchange is built on this meeting of the lanes in `mask`. Each lane brings a variable, `mine`, and waits.
+// When the last one has come, one call of `together(T* const lanes[WARP_SIZE])` reads and writes the variables of all
+// (a null pointer stands for a lane that takes no part), and then all go on. An instruction of a whole warp, such as a
+// GPU's matrix product, takes one meeting. `together` must not capture, since one lane's is called for all of them.
 template <class T, class F>
 inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* what = "cpu_warp_together", LLMC_HERE) {
 #if WARP_SIZE == 1
@@ -223,24 +174,10 @@ inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* wh
     together(lanes);
 #else
     static_assert(std::is_empty<F>::value, "a function for the whole warp cannot capture one lane's variables");
-    (void)together;             // without a state, any object of its type will do
+    (void)together;             // it captures nothing, so it has no data: any object of its type can be called
     llmc::KeepThread keep;
     llmc::warp_wait(threadIdx, mask, &mine, [](void* const* lanes) { char any; (*(F*)&any)((T* const*)lanes); }, what, file, line);
 #endif
-}
-
-// Every lane brings `bytes` at `mine` and receives those of all WARP_SIZE lanes, in lane order, at `all` (zeros for lanes
-// that have returned).
-inline void cpu_warp_exchange(const void* mine, void* all, size_t bytes, LLMC_HERE) {
-    struct Exchange { const void* mine; char* all; size_t bytes; } exchange = {mine, (char*)all, bytes};
-    cpu_warp_together(0xffffffffu, exchange, [](Exchange* const lanes[WARP_SIZE]) {
-        for (int to = 0; to < WARP_SIZE; to++)
-            for (int from = 0; lanes[to] && from < WARP_SIZE; from++) {
-                char* place = lanes[to]->all + from * lanes[to]->bytes;
-                if (lanes[from]) memcpy(place, lanes[from]->mine, lanes[to]->bytes);
-                else memset(place, 0, lanes[to]->bytes);
-            }
-    }, "cpu_warp_exchange", file, line);
 }
 
 // The sum or the maximum over the warp, as five __shfl_xor_sync with 16, 8, 4, 2, 1 give it to every lane, to the last bit.
@@ -308,13 +245,12 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
 }
 inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
-inline unsigned __activemask() { return WARP_SIZE > 1 ? llmc::active_lanes(threadIdx) : 1; }
 
 // ---- the loop over a block's threads, which the loader wraps around each kernel
 
 namespace llmc {
-template <class F> inline __attribute__((always_inline)) void for_each_thread(const Place& place, Index from, F kernel) {
-    blockIdx = place.block, blockDim = place.block_dim, gridDim = place.grid_dim;
+template <class F> inline __attribute__((always_inline)) void for_each_thread(const Builtins& builtins, Index from, F kernel) {
+    blockIdx = builtins.blockIdx, blockDim = builtins.blockDim, gridDim = builtins.gridDim;
     // Counting from the block's first thread in the grid makes the kernel's `i = blockIdx.x * blockDim.x + threadIdx.x` the
     // loop's own variable; GCC then takes `if (i < N)` as a second end of the loop, instead of masking every access.
     const int first = blockIdx.x * blockDim.x;

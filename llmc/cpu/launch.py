@@ -13,7 +13,8 @@ import numpy as np
 
 from llmc.errors import UserError
 
-# C's scalar types: the struct module's letter, which also knows the range.
+# What a parameter may be: C's scalar types with the struct module's letter, which also knows the range, and the element
+# types of pointers with NumPy's.
 SCALARS = {
     "int": "i", "int32_t": "i", "unsigned": "I", "unsigned int": "I", "uint32_t": "I",
     "long": "l", "unsigned long": "L", "long long": "q", "int64_t": "q", "unsigned long long": "Q", "uint64_t": "Q",
@@ -21,8 +22,8 @@ SCALARS = {
 }  # fmt: skip
 ELEMENTS = {
     "float": "f4", "float2": "f4", "float3": "f4", "float4": "f4", "double": "f8",
-    "int": "i4", "int2": "i4", "int3": "i4", "int4": "i4", "int32_t": "i4", "long long": "i8", "int64_t": "i8",
-    "unsigned": "u4", "unsigned int": "u4", "uint32_t": "u4", "uint2": "u4", "uint4": "u4",
+    "int": "i4", "int2": "i4", "int4": "i4", "int32_t": "i4", "long long": "i8", "int64_t": "i8",
+    "unsigned": "u4", "unsigned int": "u4", "uint32_t": "u4",
     "unsigned long long": "u8", "size_t": "u8", "uint64_t": "u8",
     "unsigned short": "u2", "uint16_t": "u2", "unsigned char": "u1", "uint8_t": "u1",
 }  # fmt: skip
@@ -47,16 +48,16 @@ class Parameter:
 
     @classmethod
     def parse(cls, declaration: str, kernel: str, path: Path) -> "Parameter":
-        declaration = " ".join(re.sub(r"__restrict__|__restrict|__grid_constant__", " ", declaration).split())
+        declaration = " ".join(re.sub(r"__restrict__|__restrict", " ", declaration).split())
         words = re.findall(r"\w+|\*", declaration)
         name, words = words[-1], words[:-1]
         pointer = words.count("*") == 1
-        kind = " ".join(word for word in words if word not in ("const", "*"))
-        if words.count("*") > 1 or kind not in (ELEMENTS if pointer else SCALARS):
+        c_type = " ".join(word for word in words if word not in ("const", "*"))
+        if words.count("*") > 1 or c_type not in (ELEMENTS if pointer else SCALARS):
             raise UserError(f"{path}: {kernel}: the CPU device does not know the type of parameter `{declaration}`")
         if pointer:
-            kind = ("const " if "const" in words[: words.index("*")] else "") + kind + "*"
-        return cls(name, kind, declaration)
+            c_type = ("const " if "const" in words[: words.index("*")] else "") + c_type + "*"
+        return cls(name, c_type, declaration)
 
     def converter(self, kernel: str) -> Callable:
         """A function that checks one argument and returns what goes into the packed arguments."""
@@ -96,9 +97,9 @@ def _address(array: np.ndarray) -> int:
     return address
 
 
-def _pointer_converter(where: str, kind: str) -> Callable:
-    dtype = np.dtype(ELEMENTS[kind.removeprefix("const ").removesuffix("*")])
-    read_only = kind.startswith("const ")
+def _pointer_converter(where: str, c_type: str) -> Callable:
+    dtype = np.dtype(ELEMENTS[c_type.removeprefix("const ").removesuffix("*")])
+    read_only = c_type.startswith("const ")
 
     def pointer(array):
         if array is None:
@@ -168,10 +169,10 @@ def _three(dims) -> tuple:
 class Module:
     """A compiled .cu file. `warp_size` is its number of lanes in a warp, `kernels` the names that it has."""
 
-    def __init__(self, library: Path, path: Path, warp_size: int):
+    def __init__(self, library_path: Path, path: Path, warp_size: int):
         self.path, self.warp_size = path, warp_size
-        self._library = ctypes.CDLL(str(library))
-        manifest = json.loads(_text(self._library))
+        self._library = ctypes.CDLL(str(library_path))
+        manifest = json.loads(ctypes.string_at(self._address("llmc_manifest")))
         self._parameters = {name: [Parameter(*p) for p in parameters] for name, parameters in manifest.items()}
         self._kernels: dict[str, Kernel] = {}
 
@@ -184,22 +185,21 @@ class Module:
         if name not in self._parameters:
             raise AttributeError(f"{self.path} has no kernel {name}; it has {', '.join(self._parameters)}")
         if name not in self._kernels:
-            address = ctypes.addressof(ctypes.c_char.in_dll(self._library, f"llmc_kernel_{name}"))
+            address = self._address(f"llmc_kernel_{name}")
             self._kernels[name] = Kernel(name, self._parameters[name], address, _runtime)
         return self._kernels[name]
 
-
-def _text(library: ctypes.CDLL) -> str:
-    return ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "llmc_manifest"))).decode()
+    def _address(self, symbol: str) -> int:
+        return ctypes.addressof(ctypes.c_char.in_dll(self._library, symbol))
 
 
 _runtime: ctypes.CDLL | None = None
 
 
-def load_runtime(library: Path) -> None:
+def load_runtime(library_path: Path) -> None:
     """Load the runtime, once; the kernels' libraries find its functions by name."""
     global _runtime
     if _runtime is None:
-        _runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        _runtime = ctypes.CDLL(str(library_path), mode=ctypes.RTLD_GLOBAL)
         _runtime.llmc_launch.argtypes = ctypes.c_void_p, ctypes.c_char_p
         _runtime.llmc_launch.restype = ctypes.c_char_p

@@ -2,9 +2,11 @@
 //
 // The threads of a block start as a plain loop, one call of the kernel after the other on the same stack. Most kernels
 // never wait, and for them that is all. Only when a thread waits for others (__syncthreads, a shuffle) does its call have
-// to be put aside with all its local variables: the stack it runs on becomes its fiber, and the rest of the loop goes
-// on in another one. From then on every thread that waits has a stack of its own, and waiting is a jump to the
-// next thread that can run: a few dozen instructions, no system call.
+// to be put aside with all its local variables: the thread becomes a fiber, which keeps the stack that it runs on, and
+// the threads that have not begun run on another stack. From then on every thread that waits has a stack of its own, and
+// waiting is a switch to the next thread that can run: a few dozen instructions, no system call.
+//
+// "Thread" is CUDA's thread here; one of the operating system is an OS thread.
 #include "runtime.h"
 
 #include <atomic>
@@ -34,15 +36,16 @@ namespace llmc {
 
 __thread End end;
 
-const int MAX_THREADS = 1024;          // of a block, as on every GPU
+const int MAX_THREADS = 1024;               // of a block, as on every GPU
 const size_t MAX_SHARED = 227 * 1024;       // of a block, as on compute capability 9.0
 #ifdef LLMC_SANITIZE
-const size_t STACK = 1 << 20;
+const size_t STACK_SIZE = 1 << 20;
 #else
-const size_t STACK = 256 << 10;             // virtual memory: only the pages in use exist
+const size_t STACK_SIZE = 256 << 10;        // of address space: only the pages in use take memory
 #endif
 
-// ---- contexts: what a fiber is while it does not run. switch_context stores the running one in `from`, goes on in `to`.
+// ---- contexts: a fiber's stack pointer and registers while it does not run. switch_context(from, to) stores those of the
+// running fiber in `from` and goes on in `to`; it returns when somebody switches to `from`.
 
 #if defined __x86_64__ && !defined LLMC_UCONTEXT
 struct Context { void* sp; };
@@ -72,8 +75,8 @@ llmc_switch:
 .size llmc_switch, .-llmc_switch
 )");
 inline void switch_context(Context& from, Context& to) { llmc_switch(&from.sp, to.sp); }
-inline void make_context(Context& context, char* top, void (*entry)()) {
-    void** sp = (void**)top;    // a multiple of 16
+inline void make_context(Context& context, char* stack, void (*entry)()) {
+    void** sp = (void**)stack;  // the upper end, a multiple of 16
     *--sp = nullptr;            // where entry's caller would be: a debugger's backtrace ends here
     *--sp = (void*)entry;       // popped by ret, which leaves sp at 8 mod 16, as after a call
     for (int i = 0; i < 6; i++) *--sp = nullptr;
@@ -115,8 +118,8 @@ llmc_switch:
 .size llmc_switch, .-llmc_switch
 )");
 inline void switch_context(Context& from, Context& to) { llmc_switch(&from.sp, to.sp); }
-inline void make_context(Context& context, char* top, void (*entry)()) {
-    void** sp = (void**)(top - 160);
+inline void make_context(Context& context, char* stack, void (*entry)()) {
+    void** sp = (void**)(stack - 160);
     memset(sp, 0, 160);
     sp[11] = (void*)entry;      // x30, the return address
     context.sp = sp;
@@ -125,20 +128,20 @@ inline void make_context(Context& context, char* top, void (*entry)()) {
 }
 #include <ucontext.h>
 namespace llmc {
-struct Context { ucontext_t state; };
-inline void switch_context(Context& from, Context& to) { swapcontext(&from.state, &to.state); }
-inline void make_context(Context& context, char* top, void (*entry)()) {
-    getcontext(&context.state);
-    context.state.uc_stack.ss_sp = top - STACK / 2;
-    context.state.uc_stack.ss_size = STACK / 2;
-    context.state.uc_link = nullptr;
-    makecontext(&context.state, entry, 0);
+struct Context { ucontext_t registers; };
+inline void switch_context(Context& from, Context& to) { swapcontext(&from.registers, &to.registers); }
+inline void make_context(Context& context, char* stack, void (*entry)()) {
+    getcontext(&context.registers);
+    context.registers.uc_stack.ss_sp = stack - STACK_SIZE / 2;
+    context.registers.uc_stack.ss_size = STACK_SIZE / 2;
+    context.registers.uc_link = nullptr;
+    makecontext(&context.registers, entry, 0);
 }
 #endif
 
 // ---- a launch and its workers
 
-struct Launch { Index grid, block; size_t shared_mem; };  // as the loader packs it; the kernel's arguments follow
+struct Launch { Index grid_dim, block_dim; size_t shared_mem; };  // as the loader packs it; the kernel's arguments follow
 
 enum Order { FORWARD, BACKWARD, SHUFFLED };
 
@@ -155,39 +158,43 @@ struct Job {
     std::string error;
 };
 
-struct Fiber {                              // a thread of the running block
+struct Fiber {                              // a thread of the running block, with all that is kept while it waits
     Context context;
     Index index;                            // its threadIdx
     bool started;
-    unsigned mask;                          // what it waits for: lanes (for a warp's meeting),
-    void* mine;                             //   its contribution
-    Together together;                      //   and what is to be done with all contributions; null at a barrier
-    const char *what, *file;
+    unsigned mask;                          // at a warp's meeting: the lanes that take part,
+    void* mine;                             //   the variable that this one brings,
+    Together together;                      //   and what is to be done with the variables of all
+    const char *what, *file;                // where it waits, for a message
     int line;
 };
 
-struct Worker {                             // one OS thread's state; lane masks are indexed by warp
+struct Worker {                             // an OS thread that runs one block at a time
     Job* job;
-    Place place;                            // of the running block
+    Builtins builtins;                      // of the running block
+    unsigned threads, warp_size, warps;     // of the running block
+    bool fibers;                            // its threads are fibers; what follows is valid only then
     Fiber fiber[MAX_THREADS];
+    unsigned current;                       // the running thread
+    // For each warp the lanes that have not returned, that can run, and that wait at a barrier or at a meeting.
     unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS];
-    unsigned threads, warp, warps, live, waiting, current;
-    bool fibers;                            // some thread of the block has waited
+    unsigned alive_count, at_barrier_count; // threads, in all warps
+
     bool running = false;                   // a kernel, at this moment
     uint32_t random;
     Context outside, home, nowhere;         // the OS thread's stack; the stack of the loop over blocks; never resumed
-    char* new_stack;
-    std::vector<char*> stacks, free_stacks;
+    std::vector<char*> stacks, free_stacks; // each by its upper end, where it begins
+    char* new_stack;                        // that of the fiber which is about to start
     char* shared = nullptr;
     size_t shared_size = 0;
 };
 __thread Worker* self;
 
-static std::string at(const char* what, Index i) {
+static std::string numbered(const char* what, Index i) {
     return std::string(what) + " (" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
 }
 
-static std::string place(const char* file, int line) {
+static std::string source_line(const char* file, int line) {
     const char* slash = strrchr(file, '/');
     return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
 }
@@ -196,14 +203,15 @@ static void abandon(Worker& w, const std::string& message) {
     Job& job = *w.job;
     {
         std::lock_guard<std::mutex> lock(job.mutex);
-        if (job.error.empty()) job.error = std::string(job.kernel->name) + ", " + at("block", w.place.block) + message;
+        if (job.error.empty())
+            job.error = std::string(job.kernel->name) + ", " + numbered("block", w.builtins.blockIdx) + message;
     }
     job.failed = true;
     switch_context(w.nowhere, w.outside);   // kernels own nothing that would have to be cleaned up
 }
 
 void fail(Index thread, const char* message, const char* file, int line) {
-    abandon(*self, ", " + at("thread", thread) + ": " + message + " at " + place(file, line));
+    abandon(*self, ", " + numbered("thread", thread) + ": " + message + " at " + source_line(file, line));
 }
 
 // A kernel that divides by zero or leaves its arrays far enough ends like one whose assertion fails. Which thread it was
@@ -230,57 +238,60 @@ static void catch_faults() {
 #endif
 }
 
-// A stack that has overflown cannot serve the handler as well.
+// The signal handler cannot run on a stack that has overflowed, so it gets one of its own for each OS thread.
 static void provide_signal_stack() {
     static __thread bool provided;
-    stack_t stack = {};
-    if (provided || sigaltstack(nullptr, &stack)) return;
+    stack_t alternate = {};
+    if (provided || sigaltstack(nullptr, &alternate)) return;
     provided = true;
-    if (!(stack.ss_flags & SS_DISABLE)) return;
-    stack = {};
-    stack.ss_size = 64 << 10;
-    stack.ss_sp = malloc(stack.ss_size);
-    sigaltstack(&stack, nullptr);
+    if (!(alternate.ss_flags & SS_DISABLE)) return;             // somebody else has provided one
+    alternate = {};
+    alternate.ss_size = 64 << 10;
+    alternate.ss_sp = malloc(alternate.ss_size);
+    sigaltstack(&alternate, nullptr);
 }
 
 void* dynamic_shared() { return self->shared; }
 
 // ---- the threads of a block
 
-static char* take_stack(Worker& w) {        // returns its upper end
+static char* take_stack(Worker& w) {
     if (w.free_stacks.empty()) {
-        char* memory = (char*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) { fputs("llmc: no memory for a thread's stack\n", stderr); abort(); }
-        mprotect(memory, sysconf(_SC_PAGESIZE), PROT_NONE);  // a stack that overflows hits this page, not its neighbour
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        char* lowest = (char*)mmap(nullptr, STACK_SIZE, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (lowest == MAP_FAILED) { fputs("llmc: no memory for a thread's stack\n", stderr); abort(); }
+        mprotect(lowest, sysconf(_SC_PAGESIZE), PROT_NONE);  // a stack that overflows hits this page, not its neighbour
         // Stacks that all began at the same offset in a page would compete for the same few lines of the cache.
         size_t colour = w.stacks.size() * 320 % 4096 / 64 * 64;
-        w.stacks.push_back(memory + STACK - colour);
+        w.stacks.push_back(lowest + STACK_SIZE - colour);
         w.free_stacks.push_back(w.stacks.back());
     }
-    char* top = w.free_stacks.back();
+    char* stack = w.free_stacks.back();
     w.free_stacks.pop_back();
-    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(top - STACK + 8192, STACK - 8192);
-    return top;
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stack - STACK_SIZE + 8192, STACK_SIZE - 8192);
+    return stack;
 }
 
+// The threads become fibers when thread `current` is the first to wait: those before it have returned, those after it have
+// not begun.
 static void begin_fibers(Worker& w, unsigned current) {
-    w.warps = (w.threads + w.warp - 1) / w.warp;
-    Index i = {0, 0, 0}, size = w.place.block_dim;
+    w.warps = (w.threads + w.warp_size - 1) / w.warp_size;
+    Index i = {0, 0, 0}, size = w.builtins.blockDim;
     for (unsigned t = 0; t < w.threads; t++) {
         w.fiber[t].started = false;
         w.fiber[t].index = i;
         if (++i.x == size.x) i.x = 0, i.y++;
         if (i.y == size.y) i.y = 0, i.z++;
     }
-    for (unsigned i = 0; i < w.warps; i++) {
-        unsigned lanes = w.threads - i * w.warp < w.warp ? w.threads - i * w.warp : w.warp;
-        w.alive[i] = 0xffffffffu >> (32 - lanes);
-        w.at_barrier[i] = w.at_meeting[i] = 0;
+    for (unsigned warp = 0; warp < w.warps; warp++) {
+        unsigned rest = w.threads - warp * w.warp_size;
+        w.alive[warp] = 0xffffffffu >> (32 - (rest < w.warp_size ? rest : w.warp_size));
+        w.at_barrier[warp] = w.at_meeting[warp] = 0;
     }
-    for (unsigned t = 0; t < current; t++) w.alive[t / w.warp] &= ~(1u << t % w.warp);  // returned without waiting
+    for (unsigned t = 0; t < current; t++) w.alive[t / w.warp_size] &= ~(1u << t % w.warp_size);
     memcpy(w.ready, w.alive, w.warps * sizeof(unsigned));
-    w.live = w.threads - current;
-    w.waiting = 0;
+    w.alive_count = w.threads - current;
+    w.at_barrier_count = 0;
     w.current = current;
     w.fibers = true;
 }
@@ -290,15 +301,15 @@ static void report_deadlock(Worker& w) {
     std::map<std::tuple<std::string, std::string>, Group> groups;
     for (unsigned t = 0; t < w.threads; t++) {
         Fiber& f = w.fiber[t];
-        if (w.alive[t / w.warp] >> t % w.warp & 1) {
-            auto& group = groups.insert({{f.what, place(f.file, f.line)}, {0, f.index}}).first->second;
+        if (w.alive[t / w.warp_size] >> t % w.warp_size & 1) {
+            auto& group = groups.insert({{f.what, source_line(f.file, f.line)}, {0, f.index}}).first->second;
             group.count++;
         }
     }
     std::string message = ": deadlock:", separator = " ";
     for (auto& [key, group] : groups) {
         message += separator + std::to_string(group.count) + (group.count > 1 ? " threads wait at " : " thread waits at ")
-            + std::get<0>(key) + " (" + std::get<1>(key) + ", first " + at("thread", group.first) + ")";
+            + std::get<0>(key) + " (" + std::get<1>(key) + ", first " + numbered("thread", group.first) + ")";
         separator = ", ";
     }
     abandon(w, message);
@@ -309,22 +320,22 @@ static unsigned next_random(Worker& w) {
     return w.random;
 }
 
-// The lane of `lanes` (not empty) that comes after `lane`, round robin in the launch's order.
-static unsigned choose_lane(Worker& w, unsigned lanes, unsigned lane) {
-    unsigned later = lanes;
+// The lane of `mask` (not 0) that comes after `lane`, round robin in the launch's order.
+static unsigned choose_lane(Worker& w, unsigned mask, unsigned lane) {
+    unsigned later = mask;
     if (w.job->order == FORWARD) later &= ~1u << lane;
     else if (w.job->order == BACKWARD) later &= (1u << lane) - 1;
     else later &= ~0u << next_random(w) % 32;
-    if (!later) later = lanes;
+    if (!later) later = mask;
     return w.job->order == BACKWARD ? 31 - __builtin_clz(later) : __builtin_ctz(later);
 }
 
 // A thread that can run. The rest of the warp comes first: its stacks are in the cache.
 static unsigned choose_thread(Worker& w) {
-    unsigned warp = w.current / w.warp, lane = w.current % w.warp;
+    unsigned warp = w.current / w.warp_size, lane = w.current % w.warp_size;
     if (w.job->order == SHUFFLED) warp = next_random(w) % w.warps;
     for (unsigned i = 0; i < w.warps; i++) {
-        if (w.ready[warp]) return warp * w.warp + choose_lane(w, w.ready[warp], lane);
+        if (w.ready[warp]) return warp * w.warp_size + choose_lane(w, w.ready[warp], lane);
         if (w.job->order == BACKWARD) warp = (warp ? warp : w.warps) - 1, lane = 0;
         else warp = warp + 1 < w.warps ? warp + 1 : 0, lane = 31;
     }
@@ -333,25 +344,27 @@ static unsigned choose_thread(Worker& w) {
 }
 
 static void release_barrier(Worker& w) {
-    for (unsigned i = 0; i < w.warps; i++) w.ready[i] |= w.at_barrier[i], w.at_barrier[i] = 0;
-    w.waiting = 0;
+    for (unsigned warp = 0; warp < w.warps; warp++) w.ready[warp] |= w.at_barrier[warp], w.at_barrier[warp] = 0;
+    w.at_barrier_count = 0;
+}
+
+static std::string waits_at(const Fiber& f) {
+    return std::string(f.what) + " (" + source_line(f.file, f.line) + ", " + numbered("thread", f.index) + ")";
 }
 
 // Ends the meeting that this lane waits at if all who are still alive have come.
 static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
-    Fiber* lanes = &w.fiber[warp * w.warp];
-    Fiber& one = lanes[lane];
+    Fiber* fibers = &w.fiber[warp * w.warp_size];
+    Fiber& one = fibers[lane];
     unsigned wanted = one.mask & w.alive[warp];
     if ((w.at_meeting[warp] & wanted) != wanted) return;
     void* all[32] = {};
     for (unsigned rest = wanted; rest; rest &= rest - 1) {
         unsigned i = __builtin_ctz(rest);
-        if (lanes[i].mask != one.mask) return;      // waits for others
-        if (lanes[i].together != one.together)
-            return abandon(w, ": lanes of a warp meet at " + std::string(one.what) + " (" + place(one.file, one.line) + ", "
-                           + at("thread", one.index) + ") and " + lanes[i].what + " ("
-                           + place(lanes[i].file, lanes[i].line) + ", " + at("thread", lanes[i].index) + ")");
-        all[i] = lanes[i].mine;
+        if (fibers[i].mask != one.mask) return;     // waits for others
+        if (fibers[i].together != one.together)
+            return abandon(w, ": lanes of a warp meet at " + waits_at(one) + " and " + waits_at(fibers[i]));
+        all[i] = fibers[i].mine;
     }
     one.together(all);
     w.at_meeting[warp] &= ~wanted;
@@ -360,11 +373,11 @@ static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
 
 // The running thread has returned: those who wait do not wait for it.
 static void thread_returned(Worker& w) {
-    unsigned warp = w.current / w.warp, bit = 1u << w.current % w.warp;
+    unsigned warp = w.current / w.warp_size, bit = 1u << w.current % w.warp_size;
     w.alive[warp] &= ~bit;
     w.ready[warp] &= ~bit;
-    w.live--;
-    if (w.waiting && w.waiting == w.live) release_barrier(w);
+    w.alive_count--;
+    if (w.at_barrier_count && w.at_barrier_count == w.alive_count) release_barrier(w);
     for (unsigned rest = w.at_meeting[warp]; rest; rest &= rest - 1)
         if (w.at_meeting[warp] & rest & -rest) try_meeting(w, warp, __builtin_ctz(rest));
 }
@@ -372,14 +385,16 @@ static void thread_returned(Worker& w) {
 static void run_thread(Worker& w) {
     Index i = w.fiber[w.current].index;
     w.fiber[w.current].started = true;
-    end = {i.x + 1, i.y + 1, i.z + 1};
-    w.job->kernel->threads(w.job->args, w.place, i);
+    end = {i.x + 1, i.y + 1, i.z + 1};      // the loop in the kernel's library is to run this thread only
+    w.job->kernel->run_threads(w.job->args, w.builtins, i);
     thread_returned(w);
 }
 
-// Uses this stack, whose thread has returned, for threads that have not begun, and gives it up at the first that has.
+// Runs the other threads on this stack, whose thread has returned: those that have not begun, until it is the turn of one
+// that has. That one has a stack of its own, so this one is given back. `stack` is null for the stack of the loop over
+// blocks, which is kept: the last thread to return goes back to it.
 static void serve(Worker& w, char* stack) {
-    while (w.live) {
+    while (w.alive_count) {
         w.current = choose_thread(w);
         Fiber& f = w.fiber[w.current];
         if (!f.started) { run_thread(w); continue; }
@@ -406,22 +421,22 @@ static void run_others(Worker& w) {
     if (&f == &me) return;
     if (!f.started) make_context(f.context, w.new_stack = take_stack(w), fiber_entry);
     switch_context(me.context, f.context);
-    end = {0, 0, 0};                        // those who ran meanwhile have set it to theirs
+    end = {0, 0, 0};                        // the threads that ran meanwhile have changed it
 }
 
-static unsigned number(Worker& w, Index thread) {
-    return thread.x + w.place.block_dim.x * (thread.y + w.place.block_dim.y * thread.z);
+static unsigned thread_number(Worker& w, Index thread) {
+    return thread.x + w.builtins.blockDim.x * (thread.y + w.builtins.blockDim.y * thread.z);
 }
 
 static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* file, int line) {
     if (!w.fibers) {
-        begin_fibers(w, number(w, thread));
+        begin_fibers(w, thread_number(w, thread));
         w.fiber[w.current].started = true;
     }
     Fiber& me = w.fiber[w.current];
     me.what = what, me.file = file, me.line = line;
-    w.ready[w.current / w.warp] &= ~(1u << w.current % w.warp);
-    end = {0, 0, 0};
+    w.ready[w.current / w.warp_size] &= ~(1u << w.current % w.warp_size);
+    end = {0, 0, 0};                        // the loop that called this thread is to run no other
     return me;
 }
 
@@ -429,27 +444,19 @@ void block_wait(Index thread, const char* what, const char* file, int line) {
     Worker& w = *self;
     if (w.threads == 1) return;
     wait_at(w, thread, what, file, line);
-    w.at_barrier[w.current / w.warp] |= 1u << w.current % w.warp;
-    if (++w.waiting == w.live) release_barrier(w);
+    w.at_barrier[w.current / w.warp_size] |= 1u << w.current % w.warp_size;
+    if (++w.at_barrier_count == w.alive_count) release_barrier(w);
     run_others(w);
 }
 
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line) {
     Worker& w = *self;
     Fiber& me = wait_at(w, thread, what, file, line);
-    unsigned warp = w.current / w.warp, lane = w.current % w.warp;
+    unsigned warp = w.current / w.warp_size, lane = w.current % w.warp_size;
     me.mask = mask, me.mine = mine, me.together = together;
     w.at_meeting[warp] |= 1u << lane;
     try_meeting(w, warp, lane);
     run_others(w);
-}
-
-unsigned active_lanes(Index thread) {
-    Worker& w = *self;
-    unsigned t = number(w, thread), warp = t / w.warp;
-    if (w.fibers) return w.alive[warp];
-    unsigned lanes = w.threads - warp * w.warp < w.warp ? w.threads - warp * w.warp : w.warp;
-    return 0xffffffffu >> (32 - lanes) & (~0u << t % w.warp);
 }
 
 // This file is compiled without -ffast-math: the order of the additions is the point.
@@ -464,13 +471,13 @@ template <class F> static void butterfly(void* const* lanes, F combine) {
 }
 
 void warp_sum(Index thread, float* mine, const char* file, int line) {
-    warp_wait(thread, ~0u, mine, [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a + b; }); },
-              "cpu_warp_sum", file, line);
+    auto sum = [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a + b; }); };
+    warp_wait(thread, ~0u, mine, sum, "cpu_warp_sum", file, line);
 }
 
 void warp_max(Index thread, float* mine, const char* file, int line) {
-    warp_wait(thread, ~0u, mine, [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a > b || b != b ? a : b; }); },
-              "cpu_warp_max", file, line);
+    auto largest = [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a > b || b != b ? a : b; }); };
+    warp_wait(thread, ~0u, mine, largest, "cpu_warp_max", file, line);
 }
 
 // ---- the blocks of a grid
@@ -496,12 +503,12 @@ static void run_block(Worker& w, uint64_t n) {
     const Job& job = *w.job;
     if (job.order == BACKWARD) n = job.blocks - 1 - n;
     else if (job.order == SHUFFLED) n = (n * job.stride + job.blocks / 2) % job.blocks;
-    Index grid = w.place.grid_dim, block = w.place.block_dim;
-    w.place.block = {int(n % grid.x), int(n / grid.x % grid.y), int(n / grid.x / grid.y)};
+    Index grid_dim = w.builtins.gridDim, block_dim = w.builtins.blockDim;
+    w.builtins.blockIdx = {int(n % grid_dim.x), int(n / grid_dim.x % grid_dim.y), int(n / grid_dim.x / grid_dim.y)};
     w.fibers = false;
-    end = {block.x, block.y, block.z};
+    end = {block_dim.x, block_dim.y, block_dim.z};
     if (job.order == FORWARD) {
-        job.kernel->threads(job.args, w.place, {0, 0, 0});
+        job.kernel->run_threads(job.args, w.builtins, {0, 0, 0});
         if (!w.fibers) return;
         thread_returned(w);
     } else {
@@ -538,11 +545,11 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     const Launch& launch = *job.launch;
     self = &w;
     w.job = &job;
-    w.threads = launch.block.x * launch.block.y * launch.block.z;
-    w.warp = job.kernel->warp;
+    w.threads = launch.block_dim.x * launch.block_dim.y * launch.block_dim.z;
+    w.warp_size = job.kernel->warp_size;
     w.random = 20240326;
-    w.place.block_dim = launch.block;
-    w.place.grid_dim = launch.grid;
+    w.builtins.blockDim = launch.block_dim;
+    w.builtins.gridDim = launch.grid_dim;
     if (w.shared_size != launch.shared_mem) {                   // exactly as large as asked for: ASan sees the end
         free(w.shared);
         w.shared = nullptr;
@@ -563,10 +570,10 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
 struct Pool {
     std::mutex mutex;
     std::condition_variable wake, done;
-    Job* job = nullptr;
+    Job* open = nullptr;                    // the job that workers may join
     uint64_t generation = 0;
     unsigned active = 0, workers;
-    Worker callers;
+    Worker caller;
 
     explicit Pool(unsigned workers) : workers(workers) {
         for (unsigned i = 1; i < workers; i++) std::thread([this] { work(*new Worker); }).detach();
@@ -576,44 +583,44 @@ struct Pool {
         uint64_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            wake.wait(lock, [&] { return job && generation != seen; });
+            wake.wait(lock, [&] { return open && generation != seen; });
             seen = generation;
-            Job& mine = *job;
+            Job& job = *open;
             active++;
             lock.unlock();
-            run_blocks(w, mine, ~0ull);
+            run_blocks(w, job, ~0ull);
             lock.lock();
             if (--active == 0) done.notify_one();
         }
     }
 
-    void run(Job& mine) {
+    void run_job(Job& job) {
         using namespace std::chrono;
         // The first block tells how long the grid will take. Waking a worker costs a few microseconds, and it needs a
         // few more to come: only for a grid that takes longer than that.
         auto start = steady_clock::now();
-        run_blocks(callers, mine, 1);
-        if (mine.blocks == 1 || mine.failed) return;
-        double rest = duration<double, std::micro>(steady_clock::now() - start).count() * (mine.blocks - 1);
+        run_blocks(caller, job, 1);
+        if (job.blocks == 1 || job.failed) return;
+        double rest = duration<double, std::micro>(steady_clock::now() - start).count() * (job.blocks - 1);
         double helpers = rest / 20;
         if (helpers > workers - 1) helpers = workers - 1;
-        if (helpers > mine.blocks - 2) helpers = mine.blocks - 2;
-        // In another order than usual there is one order, for a fault that has shown to show again.
-        if (helpers < 1 || mine.order != FORWARD) return run_blocks(callers, mine, ~0ull);
+        if (helpers > job.blocks - 2) helpers = job.blocks - 2;
+        // With one worker the shuffled or backward order is the same on every run: an error that shows once shows again.
+        if (helpers < 1 || job.order != FORWARD) return run_blocks(caller, job, ~0ull);
         {
             std::lock_guard<std::mutex> lock(mutex);
-            job = &mine;
+            open = &job;
             generation++;
         }
         for (int i = 0; i < (int)helpers; i++) wake.notify_one();
-        run_blocks(callers, mine, ~0ull);
+        run_blocks(caller, job, ~0ull);
         std::unique_lock<std::mutex> lock(mutex);
-        job = nullptr;                                          // who has not woken by now sleeps on
+        open = nullptr;                                         // who has not woken by now sleeps on
         done.wait(lock, [&] { return active == 0; });
     }
 };
 
-static std::mutex* one_launch = new std::mutex;
+static std::mutex* launch_mutex = new std::mutex;               // one launch at a time
 static Pool* pool;                                              // never destroyed: its threads live as long as the process
 
 static unsigned worker_count() {
@@ -626,15 +633,16 @@ static unsigned worker_count() {
     return count < 1 ? 1 : count;
 }
 
-static std::string run(const Kernel* kernel, const Launch* launch) {
-    Index g = launch->grid, b = launch->block;
+// Returns an empty string, or what went wrong.
+static std::string run_launch(const Kernel* kernel, const Launch* launch) {
+    Index g = launch->grid_dim, b = launch->block_dim;
     std::string name = kernel->name;
     if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
-        return name + ": CUDA takes no such " + at("grid", g);
+        return name + ": CUDA takes no such " + numbered("grid", g);
     if (b.x < 1 || b.y < 1 || b.z < 1 || b.x > MAX_THREADS || b.y > MAX_THREADS || b.z > 64 || b.x * b.y * b.z > MAX_THREADS)
-        return name + ": CUDA takes no such " + at("block", b);
+        return name + ": CUDA takes no such " + numbered("block", b);
     if (kernel->max_threads && b.x * b.y * b.z > kernel->max_threads)
-        return name + ": " + at("block", b) + " has more threads than the kernel's __launch_bounds__, "
+        return name + ": " + numbered("block", b) + " has more threads than the kernel's __launch_bounds__, "
             + std::to_string(kernel->max_threads);
     if (launch->shared_mem > MAX_SHARED)
         return name + ": " + std::to_string(launch->shared_mem) + " bytes of shared memory, more than a GPU has";
@@ -650,16 +658,16 @@ static std::string run(const Kernel* kernel, const Launch* launch) {
     auto gcd = [](uint64_t a, uint64_t b) { while (b) { uint64_t r = a % b; a = b; b = r; } return a; };
     for (job.stride = job.blocks / 3 * 2 + 1; gcd(job.stride, job.blocks) != 1;) job.stride++;
 
-    std::lock_guard<std::mutex> lock(*one_launch);
+    std::lock_guard<std::mutex> lock(*launch_mutex);
     if (!pool) {
         pool = new Pool(worker_count());
         catch_faults();
         // A forked child has none of the threads; it makes its own at its first launch.
-        static int once = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; one_launch = new std::mutex; });
+        static int once = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; launch_mutex = new std::mutex; });
         (void)once;
     }
     job.workers = pool->workers;
-    pool->run(job);
+    pool->run_job(job);
     return job.error;
 }
 
@@ -668,7 +676,7 @@ static std::string run(const Kernel* kernel, const Launch* launch) {
 // Runs a kernel on a packed Launch followed by its arguments; returns null or what went wrong.
 extern "C" const char* llmc_launch(const llmc::Kernel* kernel, const llmc::Launch* launch) {
     static __thread char* message;
-    std::string error = llmc::run(kernel, launch);
+    std::string error = llmc::run_launch(kernel, launch);
     if (error.empty()) return nullptr;
     free(message);
     return message = strdup(error.c_str());

@@ -6,19 +6,20 @@ namespace llmc {
 
 struct Index { int x, y, z; };
 
-struct Place {                  // where in the grid a block is
-    Index block, block_dim, grid_dim;
+struct Builtins {               // CUDA's built-in variables that all threads of a block share
+    Index blockIdx, blockDim, gridDim;
 };
 
 struct Kernel {
     const char* name;
-    void (*threads)(const void* args, const Place& place, Index from);  // runs the threads from `from` to `end`
-    unsigned warp;              // lanes in a warp: 1 or 32
+    void (*run_threads)(const void* args, const Builtins& builtins, Index from);  // from thread `from` to `end`
+    unsigned warp_size;         // lanes in a warp: 1 or 32
     int max_threads;            // __launch_bounds__; 0 where there are none
 };
 
-// Where the loop over the block's threads ends: at its size, or, once a thread has waited (0), after the thread it is at.
-// Of a type that no kernel writes, so that the compiler knows the end of the loop to be fixed.
+// Where the loop over the block's threads ends: at the block's size, or, once a thread has waited, after the thread that
+// the loop is at (the runtime then sets it to 0). A kernel writes no variables of type End, so the compiler may assume that
+// the kernel does not change it.
 struct End { long x, y, z; };
 extern __thread End end;
 
@@ -27,12 +28,13 @@ extern __thread End end;
 // Waits for all threads of the block that have not returned.
 void block_wait(Index thread, const char* what, const char* file, int line);
 
-// Waits for all lanes in `mask` that have not returned. Every lane brings a pointer to something of its own; the last one to
-// come calls `together` with everybody's pointers (null where a lane takes no part), which may read and write them all.
+// Waits for all lanes in `mask` that have not returned. Every lane brings a pointer to a variable of its own; the last lane
+// to come calls `together` with all of these pointers (null for a lane that takes no part), and it may read and write
+// through them.
 typedef void (*Together)(void* const* lanes);
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line);
-unsigned active_lanes(Index thread);  // the lanes of this warp that have not returned
 
+// For every lane: the sum or the maximum of all lanes' *mine, which replaces them.
 void warp_sum(Index thread, float* mine, const char* file, int line);
 void warp_max(Index thread, float* mine, const char* file, int line);
 

@@ -22,19 +22,6 @@ extern "C" __global__ void __launch_bounds__(1024) row_sum_kernel(float* out, co
     if (threadIdx.x == 0) out[blockIdx.x] = partial[0];
 }
 
-extern "C" __global__ void barriers_kernel(int n) {
-    for (int i = 0; i < n; i++) __syncthreads();
-}
-extern "C" __global__ void shuffles_kernel(float* out, int n) {
-    float v = threadIdx.x;
-    for (int i = 0; i < n; i++) v = __shfl_xor_sync(0xffffffff, v, 1);
-    out[threadIdx.x] = v;
-}
-extern "C" __global__ void sums_kernel(float* out, int n) {
-    float v = threadIdx.x;
-    for (int i = 0; i < n; i++) v = cpu_warp_sum(v) * 0.03125f;
-    out[threadIdx.x] = v;
-}
 extern "C" __global__ void nothing_kernel() {}
 extern "C" __global__ void copy_kernel(float* out, const float* x, int N) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;

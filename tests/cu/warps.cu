@@ -23,10 +23,6 @@ extern "C" __global__ void vote_kernel(unsigned* out, const int* x) {
     out[t] = __ballot_sync(0xffffffff, x[t] > 0);
     out[n + t] = __any_sync(0xffffffff, x[t] > 0);
     out[2 * n + t] = __all_sync(0xffffffff, x[t] > 0);
-    out[3 * n + t] = __activemask();
-    out[4 * n + t] = __syncthreads_count(x[t] > 0);
-    out[5 * n + t] = __syncthreads_or(x[t] > 0);
-    out[6 * n + t] = __syncthreads_and(x[t] > 0);
 }
 
 // The halves of a warp exchange a different number of times, each among themselves, then all together.
@@ -39,15 +35,6 @@ extern "C" __global__ void halves_kernel(int* out) {
     }
     __syncwarp();
     out[threadIdx.x] = __shfl_sync(0xffffffff, v, 31 - lane);
-}
-
-// Everybody receives everybody's pair: out (threads) = sum of i * (lane i's value), the same in all lanes of a warp.
-extern "C" __global__ void exchange_all_kernel(float* out, const float* x) {
-    struct Pair { float value; int lane; } mine = {x[threadIdx.x], (int)threadIdx.x % 32}, all[32];
-    cpu_warp_exchange(&mine, all, sizeof mine);
-    float sum = 0.0f;
-    for (int i = 0; i < 32; i++) sum += all[i].lane * all[i].value;
-    out[threadIdx.x] = sum;
 }
 
 // Threads return at different times; those that are left still meet. out (threads, 2)
@@ -71,7 +58,7 @@ extern "C" __global__ void dynamic_shared_kernel(float* out, const float* x, int
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[blockIdx.x * n + i] = shared[n - 1 - i];
 }
 
-// out: 0 float sum, then as bits 1 count, 2 max, 3 min, 4 CAS-built product of 2s modulo 2^32
+// sum: of ones. out: count, max, min, and a product of threes modulo 2^32, built with CAS. signs: a signed max.
 extern "C" __global__ void atomics_kernel(float* sum, unsigned* out, int* signs) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     atomicAdd(sum, 1.0f);
@@ -84,8 +71,7 @@ extern "C" __global__ void atomics_kernel(float* sum, unsigned* out, int* signs)
         old = atomicCAS(&out[3], seen, seen * 3);
     } while (old != seen);
     atomicMax(&signs[0], -i);
-    atomicXor(&out[4], 1u << i % 32);
-    atomicInc(&out[5], 6);
+    if (atomicExch(&out[4], 1) == 0) atomicAdd(&out[5], 1);  // true for one thread only
 }
 
 extern "C" __global__ void __launch_bounds__(64) index_kernel(int4* out, const float2* __restrict__ unused, long long far,
@@ -100,10 +86,10 @@ extern "C" __global__ void intrinsics_kernel(float* out, const float* x) {
     float v = x[threadIdx.x];
     int n = blockDim.x, t = threadIdx.x;
     out[t] = rsqrtf(v);
-    out[n + t] = __expf(v) + __logf(v) + __fdividef(v, 3.0f) + __fmaf_rn(v, v, 1.0f);
+    out[n + t] = __expf(v) + __logf(v) + __fdividef(v, 3.0f) + __powf(v, 2.0f) + __sinf(v) + __cosf(v);
     out[2 * n + t] = __uint_as_float(__float_as_uint(v) ^ 0x80000000u) + __int_as_float(__float_as_int(v));
     out[3 * n + t] = fmaxf(-INFINITY, v) + v / INFINITY + (isinf(-INFINITY) ? 1.0f : 0.0f) + (isnan(INFINITY - INFINITY) ? 2.0f : 0.0f);
-    out[4 * n + t] = max(1, (int)v) + min(2.5f, v) + __popc(0xff) + __clz(1) + __ffs(8) + __umulhi(1u << 31, 4);
+    out[4 * n + t] = max(1, (int)v) + min(2.5f, v) + __popc(0xff) + __ffs(8);
     float4 four = make_float4(v, 2 * v, 3 * v, 4 * v);
-    __stcs(&out[5 * n + t], __ldg(&four).x + __ldcs(&four).y + __ldcg(&four).z + four.w);
+    __stcs(&out[5 * n + t], __ldg(&four).x + __ldcs(&four).y + four.z + four.w);
 }
