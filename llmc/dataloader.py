@@ -1,7 +1,8 @@
 """Token files, and the batches that are cut from them.
 
-A token file is llm.c's: int32[256] header (20240520, 1, number of tokens), then uint16 tokens; or, as the first
-releases of llm.c wrote them, raw int32 tokens without a header. A dataset is one file or several (shards).
+A token file is llm.c's: int32[256] header, then the tokens. Where the vocabulary has at most 65536 tokens, the header
+is (20240520, 1, number of tokens) and the tokens are uint16; where it has more, (20240801, 7, number of tokens) and
+uint32. The first releases of llm.c wrote raw int32 tokens without a header. A dataset is one file or several (shards).
 
 A shard is seen as consecutive windows of T tokens, and a row of a batch is one window: T inputs, and as targets the
 same tokens one place on. A batch is B windows in order, so that without shuffling it is B*T + 1 consecutive tokens,
@@ -16,10 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import CONTENTS, HEADER_BYTES, TOKENS, file_size, make_header, read_header, replacing
+from llmc.files import CONTENTS, HEADER_BYTES, TOKENS, TOKENS_32, file_size, make_header, read_header, replacing
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
 CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read
+
+FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
 
 
 def find_token_files(pattern: str | Path, split: str) -> list[Path]:
@@ -45,7 +48,7 @@ def find_token_files(pattern: str | Path, split: str) -> list[Path]:
 
 
 def open_tokens(path: str | Path) -> np.ndarray:
-    """The tokens of one file, a read-only memory map: uint16 (N,), or int32 (N,) for a raw file.
+    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or int32 for a raw file.
 
     Raises UserError where the file is missing, empty, of another kind or version, or not as long as its header says.
     """
@@ -55,23 +58,51 @@ def open_tokens(path: str | Path) -> np.ndarray:
         if size == 0 or size % 4:
             raise UserError(f"{path}: {size} bytes are neither tokens with a header nor raw int32 tokens; {REMEDY}")
         return np.memmap(path, dtype="<i4", mode="r")
-    header = read_header(path, TOKENS, REMEDY)
-    if header[1] != 1:
-        raise UserError(f"{path}: token file version {header[1]}; version 1 is needed: {REMEDY}")
-    expected = HEADER_BYTES + 2 * int(header[2])
-    if size != expected or header[2] < 1:
+    header = read_header(path, magic if magic in FORMATS else TOKENS, REMEDY)
+    version, dtype = FORMATS[magic]
+    if header[1] != version:
+        raise UserError(f"{path}: token file version {header[1]}; version {version} is needed: {REMEDY}")
+    if header[2] < 1:
+        raise UserError(f"{path}: its header says that it holds {header[2]} tokens; {REMEDY}")
+    expected = HEADER_BYTES + dtype.itemsize * int(header[2])
+    if size != expected:
         raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {REMEDY}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
 
 
-def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray) -> None:
-    """Writes tokens, each 0..65535, as a token file with a header; `path` appears whole or not at all."""
+def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes tokens, each 0..vocab_size-1, as a token file with a header; `path` appears whole or not at all.
+
+    The vocabulary decides how a token is stored, not the tokens at hand: the shards of a dataset are all alike.
+    Raises UserError for a token that is not in it.
+    """
     tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
-    if tokens.size and not (tokens.min() >= 0 and tokens.max() < 1 << 16):
-        raise UserError(f"{path}: a token file holds tokens 0..65535, got {tokens.min()}..{tokens.max()}")
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise UserError(f"{path}: tokens {tokens.min()}..{tokens.max()} are not all within 0..{vocab_size - 1}")
+    magic, version, dtype = token_format(vocab_size)
     with replacing(path) as file:
-        file.write(make_header(TOKENS, 1, tokens.size).tobytes())
-        file.write(tokens.astype("<u2").tobytes())
+        file.write(make_header(magic, version, tokens.size).tobytes())
+        file.write(tokens.astype(dtype).tobytes())
+
+
+def token_format(vocab_size: int) -> tuple[int, int, np.dtype]:
+    """How the tokens of a vocabulary are stored: magic number and version of the files, type of a token."""
+    magic = TOKENS if vocab_size <= 1 << 16 else TOKENS_32
+    return magic, *FORMATS[magic]
+
+
+def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """order: the positions of tokens (any shape), sorted by token, equal ones in their order; count: at the place in
+    that order where a token begins, how many positions hold it, and 0 elsewhere. int32 (tokens.size,)."""
+    flat = tokens.reshape(-1)
+    if flat.max() < 1 << 16:
+        flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    in_order = flat[order]
+    first = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])
+    count = np.zeros(flat.size, np.int32)
+    count[first] = np.diff(np.r_[first, flat.size])
+    return order, count
 
 
 class DataLoader:

@@ -15,16 +15,22 @@ from llmc.errors import UserError
 
 HEADER_BYTES = 256 * 4
 
-MODEL, DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240326, 20240327, 20240328, 20240520, 20240522
+GPT2_MODEL, LLAMA3_MODEL = 20240326, 20240803
+DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240327, 20240328, 20240520, 20240522
+TOKENS_32 = 20240801
 
 CONTENTS = {
-    MODEL: "a model",
+    GPT2_MODEL: "a GPT-2 model",
+    LLAMA3_MODEL: "a Llama 3 model",
     DEBUG_STATE: "a debug state",
     TOKENIZER: "a tokenizer",
     TOKENS: "GPT-2 tokens",
     EVALUATION: "a multiple-choice evaluation set",
-    20240801: "Llama 3 tokens",
+    TOKENS_32: "tokens of 32 bits",
 }
+
+
+TRAINERS = {GPT2_MODEL: "train_gpt2_fp32.py", LLAMA3_MODEL: "train_llama3_fp32.py"}
 
 
 def make_header(*values: int) -> np.ndarray:
@@ -43,19 +49,30 @@ def file_size(path: str | Path, remedy: str) -> int:
         raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
 
 
-def read_header(path: str | Path, magic: int, remedy: str) -> np.ndarray:
-    """The header of a file of one kind, int32 (256,).
+def first_word(path: str | Path) -> int | None:
+    """The number that a file begins with, which says what it is; None where there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            return int.from_bytes(file.read(4), "little")
+    except OSError:
+        return None
+
+
+def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = HEADER_BYTES) -> np.ndarray:
+    """The header of a file of one kind, int32 (header_bytes / 4,).
 
     Raises UserError, ending in `remedy`, where the file is missing, unreadable, shorter than a header, or of another
     kind.
     """
     size = file_size(path, remedy)
-    if size < HEADER_BYTES:
-        raise UserError(f"{path}: {size} bytes is too short for {CONTENTS[magic]}; {remedy}")
-    header = np.fromfile(path, dtype="<i4", count=256)
-    if header[0] != magic:
+    header = np.fromfile(path, dtype="<i4", count=min(size, header_bytes) // 4)
+    if size >= HEADER_BYTES and header[0] != magic:
         found = CONTENTS.get(int(header[0]), f"magic number {header[0]}")
+        if magic in TRAINERS:
+            remedy = f"use {TRAINERS[int(header[0])]} for it" if int(header[0]) in TRAINERS else remedy
         raise UserError(f"{path}: not {CONTENTS[magic]} (found {found}, expected magic number {magic}); {remedy}")
+    if size < header_bytes:
+        raise UserError(f"{path}: {size} bytes is too short for {CONTENTS[magic]}; {remedy}")
     return header
 
 
@@ -70,7 +87,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         try:
-            with open(part, "wb") as file:
+            with open(part, "w+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -3,14 +3,20 @@
 A tokenizer `.bin` is llm.c's: uint32[256] header (20240328, version, number of tokens, end-of-text token), then each
 token as one length byte (1..255) and its bytes. Version 1 leaves out the end-of-text token, which is GPT-2's 50256.
 
-The file is enough to encode as well: byte-pair encoding merges in the order in which its tokens were learned, and that
-is the order of the ids.
+The file is enough to encode GPT-2's way as well: byte-pair encoding merges in the order in which its tokens were
+learned, and that is the order of the ids. It does not say how text is split before merging, in which other models
+differ; theirs is said by a `tokenizer.json`, the file of Hugging Face's tokenizers library, which encodes by it here.
 """
 
 import codecs
+import importlib.util
+import json
+import os
 import unicodedata
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
@@ -23,18 +29,34 @@ END_OF_TEXT = "<|endoftext|>"
 # the space before it, then the remaining white space.
 GPT2_PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
+OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # names of what may end a text, or a part of it
+
+MOST_TOKENS = 1 << 20  # no vocabulary is as large; a damaged file's may seem so
+
 REMEDY = "fetch gpt2_tokenizer.bin with dev/download_starter_pack.sh, or make one with a script in dev/data/"
+JSON_REMEDY = "take the model's own tokenizer.json from the Hugging Face hub"
+SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3, SmolLM2 or Pythia"
 
 
 class Tokenizer:
-    """The bytes of every token, and the token that ends a text."""
+    """The bytes of every token, the token that ends a text, and the one that begins it: of a `.bin`, the same."""
 
     def __init__(self, tokens: list[bytes], eot: int) -> None:
-        self.tokens, self.eot = tokens, eot
+        self.tokens, self.eot, self.bos = tokens, eot, eot
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a tokenizer `.bin`, version 1 or 2. Raises UserError where it is missing, damaged or something else."""
+    def from_encoding(cls, encoding: tiktoken.Encoding) -> "Tokenizer":
+        return cls(token_bytes(encoding), encoding.eot_token)
+
+    @staticmethod
+    def load(path: str | Path) -> "Tokenizer":
+        """Reads a tokenizer: a `.json` as `HuggingFaceTokenizer.load` does, else a `.bin` of version 1 or 2.
+
+        Raises UserError where the file is missing, damaged or something else.
+        """
+        if Path(path).suffix == ".json":
+            return HuggingFaceTokenizer.load(path)
         _, version, vocab_size, eot = (int(n) for n in read_header(path, TOKENIZER, REMEDY)[:4])
         if version not in (1, 2):
             raise UserError(f"{path}: tokenizer version {version}; version 1 or 2 is needed: {REMEDY}")
@@ -52,11 +74,15 @@ class Tokenizer:
                 raise UserError(f"{path}: damaged at token {token} of {vocab_size}; {REMEDY}")
         if at != len(body):
             raise UserError(f"{path}: {len(body) - at} bytes too long for its {vocab_size} tokens; {REMEDY}")
-        return cls(tokens, eot)
+        return Tokenizer(tokens, eot)
 
     @property
     def vocab_size(self) -> int:
         return len(self.tokens)
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether a model of that many tokens can be this tokenizer's."""
+        return self.vocab_size == vocab_size
 
     def decode(self, token: int) -> bytes:
         """The bytes of a token, which need not be whole characters. Raises UserError for a token out of range."""
@@ -65,11 +91,15 @@ class Tokenizer:
         return self.tokens[token]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; a special token's name in it is text like any other.
+        """The tokens of a text that somebody typed in; a special token's name in it is text like any other.
 
         Raises UserError where the vocabulary lacks one of the 256 single bytes, and so cannot spell every text.
         """
         return self.encoding.encode_ordinary(text)
+
+    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of texts found somewhere, on all cores; a special token's name in them is text like any other."""
+        return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
@@ -81,6 +111,175 @@ class Tokenizer:
         return tiktoken.Encoding(
             "tokenizer", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.eot}
         )
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, made by `load`: it encodes as transformers does, through the same library.
+
+    A text begins with the token that the file puts there, as Llama 3's does with <|begin_of_text|>; where it puts none,
+    with the one that ends the text before.
+    """
+
+    encoding = None  # tiktoken's is for a .bin, which does not say how text is split
+
+    def __init__(self, library, tokens: list[bytes], eot: int) -> None:
+        super().__init__(tokens, eot)
+        self._library = library
+        self.bos = next(iter(library.encode("").ids), eot)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "HuggingFaceTokenizer":
+        """Reads a `tokenizer.json` of the byte-level kind, and beside it what says which token ends a text.
+
+        That is the token named <|endoftext|> or <|end_of_text|>; where there is none, the end of sequence that
+        tokenizer_config.json, config.json or generation_config.json names, which in a chat model would end a turn;
+        where they name none, </s>, <eos> or <|im_end|>.
+
+        Raises UserError where the file is missing, damaged or of another kind, no end is known, or the tokenizers
+        library is missing.
+        """
+        content = _read_json(path)
+        _check_byte_level(path, content)
+        library = _open_library(path)
+        tokens = _spelled_tokens(path, library)
+        return cls(library, tokens, _end_of_text(Path(path), tokens))
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether a model of that many tokens, padding included, can be this tokenizer's."""
+        return self.vocab_size <= vocab_size
+
+    def decode(self, token: int) -> bytes:
+        """The bytes of a token, which need not be whole characters; none for one of the model's padding."""
+        return b"" if token >= self.vocab_size else super().decode(token)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that somebody typed in; a special token's name in it stands for that token, as it does
+        in transformers."""
+        return self._library.encode(_without_surrogates(text), add_special_tokens=False).ids
+
+    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+        self._library.encode_special_tokens = True  # as text
+        try:
+            encodings = self._library.encode_batch_fast(
+                [_without_surrogates(text) for text in texts], add_special_tokens=False
+            )
+        finally:
+            self._library.encode_special_tokens = False
+        return [encoding.ids for encoding in encodings]
+
+
+def _read_json(path: str | Path) -> dict:
+    """The object in a JSON file. Raises UserError where there is none."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror.lower()}; {JSON_REMEDY}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not JSON, or damaged; {JSON_REMEDY}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no JSON object; {JSON_REMEDY}")
+    return content
+
+
+def _check_byte_level(path: str | Path, content: dict) -> None:
+    """Raises UserError unless a tokenizer.json spells its tokens in GPT-2's letters for bytes, one letter a byte."""
+
+    def kinds(part: dict) -> list[str]:
+        """What the parts of a sequence are, or what a part alone is."""
+        parts = part.get("pretokenizers") or part.get("decoders")
+        parts = parts if isinstance(parts, list) else [part]
+        return [str(part["type"]) for part in parts if isinstance(part, dict) and "type" in part]
+
+    names = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    parts = {name: {} if content.get(name) is None else content[name] for name in names}
+    model = parts["model"]
+    if not all(isinstance(part, dict) for part in parts.values()) or "vocab" not in model:
+        raise UserError(f"{path}: no tokenizer of the tokenizers library; {JSON_REMEDY}")
+    kind = model.get("type", "BPE" if "merges" in model else None)  # which the library's first releases left out
+    decoders, pre_tokenizers = kinds(parts["decoder"]), kinds(parts["pre_tokenizer"])
+    wrong = [
+        f"its model is {kind}" if kind != "BPE" else "",
+        "it falls back to bytes" if model.get("byte_fallback") else "",
+        "it marks parts of words" if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix") else "",
+        f"its decoder is {' + '.join(decoders) or 'missing'}" if decoders != ["ByteLevel"] else "",
+        f"its pre-tokenizer is {' + '.join(pre_tokenizers) or 'missing'}" if "ByteLevel" not in pre_tokenizers else "",
+    ]
+    if any(wrong):
+        raise UserError(f"{path}: {', '.join(filter(None, wrong))}; only {SUPPORTED}")
+
+
+def _open_library(path: str | Path):
+    """The tokenizers library's own object for a tokenizer.json."""
+    try:
+        import tokenizers  # here, because who has a .bin needs none
+    except ImportError:
+        raise UserError(
+            f"{path}: this needs Hugging Face's tokenizers library; install it with: pip install tokenizers"
+        ) from None
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise UserError(f"{path}: the tokenizers library cannot read it ({reason}); {JSON_REMEDY}") from None
+    library.no_truncation()  # which transformers, too, leaves to who calls it
+    library.no_padding()
+    return library
+
+
+def _spelled_tokens(path: str | Path, library) -> list[bytes]:
+    """The bytes of every token of a tokenizer.json, in order of the ids; an id that is not used gets a name."""
+    ids = library.get_vocab(with_added_tokens=True)
+    vocab_size = max(ids.values(), default=-1) + 1
+    if not 0 < vocab_size < MOST_TOKENS:
+        raise UserError(f"{path}: {len(ids)} tokens with ids up to {vocab_size - 1} are no vocabulary; {JSON_REMEDY}")
+    tokens = [b"<|unused %d|>" % token for token in range(vocab_size)]
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+    for spelling, token in ids.items():
+        letters = [byte_of.get(letter) for letter in spelling]
+        tokens[token] = spelling.encode() if None in letters else bytes(letters)
+    for token, added in library.get_added_tokens_decoder().items():
+        tokens[token] = added.content.encode()
+    return tokens
+
+
+def _end_of_text(path: Path, tokens: list[bytes]) -> int:
+    """The token that ends a text. Raises UserError where neither the vocabulary nor a file beside it says which."""
+    ids = {token: number for number, token in enumerate(tokens)}
+    for end in _ends_of_text(path):
+        token = ids.get(end.encode(errors="surrogatepass")) if isinstance(end, str) else end
+        if type(token) is int and 0 <= token < len(tokens):
+            return token
+    raise UserError(
+        f"{path}: no token is known to end a text; put the model's tokenizer_config.json, "
+        "which names it as eos_token, beside it"
+    )
+
+
+def _ends_of_text(path: Path) -> Iterator[Any]:
+    """The names and ids of tokens that may end a text, the likeliest first; what a neighbour holds is not checked."""
+    yield from TEXT_ENDS
+    prefix = path.name.rpartition("tokenizer.json")[0]  # x_tokenizer.json stands beside x_config.json
+    for neighbour in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        neighbour = path.with_name(prefix + neighbour)
+        if neighbour.is_file():
+            content = _read_json(neighbour)
+            name, token = content.get("eos_token"), content.get("eos_token_id")
+            yield name.get("content") if isinstance(name, dict) else name  # an AddedToken, written out
+            yield token[0] if isinstance(token, list) and token else token  # chat models have several
+    yield from OTHER_ENDS
+
+
+def _without_surrogates(text: str) -> str:
+    """Text that UTF-8 can hold: halves of characters, of which Python's strings may have some, become U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def byte_letters() -> list[str]:
+    """The letter that stands for each byte in GPT-2's vocabulary: itself where it is printable Latin-1, else the next
+    one free from 256 on (Radford et al., 2019, encoder.py)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 class StreamDecoder:
@@ -108,29 +307,65 @@ def _printable(text: str) -> str:
 
 
 def write_tokenizer(path: str | Path, tokens: list[bytes], eot: int) -> None:
-    """Writes a tokenizer `.bin`, version 2, from the bytes of every token; `path` appears whole or not at all."""
+    """Writes a tokenizer `.bin`, version 2, from the bytes of every token; `path` appears whole or not at all.
+
+    Raises UserError for a token that is empty or longer than 255 bytes.
+    """
     if not 0 <= eot < len(tokens):
         raise ValueError(f"end-of-text token {eot} is not among {len(tokens)}")
     with replacing(path) as file:
         file.write(make_header(TOKENIZER, 2, len(tokens), eot).tobytes())
-        for token in tokens:
+        for number, token in enumerate(tokens):
             if not 1 <= len(token) <= 255:
-                raise ValueError(f"a token takes 1 to 255 bytes, not {len(token)}")
+                raise UserError(
+                    f"{path}: a tokenizer .bin holds tokens of 1 to 255 bytes, and token {number} has {len(token)}; "
+                    "use a tokenizer without such a token"
+                )
             file.write(bytes([len(token)]) + token)
 
 
 def find_tokenizer(data: str | Path, directory: str | Path = ".") -> Path | None:
-    """The tokenizer for a dataset given as prefix, file or glob: its own `<prefix>_tokenizer.bin`, else
-    `gpt2_tokenizer.bin` in `directory`, else None."""
+    """The tokenizer for a dataset given as prefix, file or glob: its own `<prefix>_tokenizer.bin` or
+    `<prefix>_tokenizer.json`, else `gpt2_tokenizer.bin` in `directory`, else None."""
     prefix = str(data)
     for split in ("_train", "_val"):
         head, found, tail = prefix.rpartition(split)
         if found and "/" not in tail:
             prefix = head
-    for path in (Path(f"{prefix}_tokenizer.bin"), Path(directory) / "gpt2_tokenizer.bin"):
-        if path.is_file():
-            return path
-    return None
+    own = [Path(f"{prefix}_tokenizer{suffix}") for suffix in (".bin", ".json")]
+    return next((path for path in (*own, Path(directory) / "gpt2_tokenizer.bin") if path.is_file()), None)
+
+
+def load_model_tokenizer(model: Path, vocab_size: int, file: Path | None = None) -> Tokenizer:
+    """The tokenizer of a model of vocab_size tokens: the file that is named, else what stands beside the model, else
+    gpt2_tokenizer.bin in the current directory if it has as many tokens as the model, else what the number of tokens
+    suggests: bytes or GPT-2's.
+
+    Beside the model that is `<model>_tokenizer.json`, else `tokenizer.json`, else `<model>_tokenizer.bin`: a .json says
+    how a prompt is encoded. Without the tokenizers library, which reads it, the .bin goes first.
+
+    Raises UserError where there is none, or a file that is not for this model.
+    """
+    beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
+    binary = model.with_name(f"{model.stem}_tokenizer.bin")
+    beside.insert(2 if importlib.util.find_spec("tokenizers") else 0, binary)
+    file = file or next((path for path in beside if path.is_file()), None)
+    if file:
+        tokenizer = Tokenizer.load(file)
+        if not tokenizer.fits(vocab_size):
+            raise UserError(
+                f"{file} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: "
+                "name the model's own tokenizer with --tokenizer"
+            )
+        return tokenizer
+    if Path("gpt2_tokenizer.bin").is_file():
+        tokenizer = Tokenizer.load("gpt2_tokenizer.bin")
+        if tokenizer.fits(vocab_size):
+            return tokenizer
+    encodings = {257: byte_encoding, 50257: gpt2_encoding}
+    if vocab_size not in encodings:
+        raise UserError(f"{model}: no tokenizer known for {vocab_size} tokens; name its file with --tokenizer")
+    return Tokenizer.from_encoding(encodings[vocab_size]())
 
 
 def byte_encoding() -> tiktoken.Encoding:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from llmc.dataloader import DataLoader, open_tokens
 from llmc.errors import UserError
-from llmc.tokenizer import Tokenizer, byte_encoding, find_tokenizer, token_bytes, write_tokenizer
+from llmc.tokenizer import Tokenizer, byte_encoding, byte_letters, find_tokenizer, token_bytes, write_tokenizer
 
 SCRIPTS = Path(__file__).parent.parent / "dev" / "data"
 EOT = 256
@@ -33,6 +35,26 @@ def tokenizer(tmp_path):
     encoding = byte_encoding()
     write_tokenizer(tmp_path / "bytes.bin", token_bytes(encoding), encoding.eot_token)
     return tmp_path / "bytes.bin"
+
+
+@pytest.fixture
+def large_tokenizer(tmp_path):
+    """A tokenizer.json of 70,002 tokens, in whose texts none but the last are used: 69,744 and on are the bytes, the
+    last two begin and end a text, as in Llama 3's."""
+    names = ["<|begin_of_text|>", "<|end_of_text|>"]
+    spellings = [f"unused{i}" for i in range(70_000 - 256)] + byte_letters()
+    library = tokenizers.Tokenizer(models.BPE({spelling: i for i, spelling in enumerate(spellings)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_tokens([AddedToken(name, special=True) for name in names])
+    library.post_processor = processors.TemplateProcessing(single=f"{names[0]} $A", special_tokens=[(names[0], 70_000)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def large_tokens(text):
+    """A text as a dataset of large_tokenizer's holds it."""
+    return [70_000, *(69_744 + byte for byte in text.encode())]
 
 
 def run(script, *args, fails=False):
@@ -105,6 +127,19 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path, tokenizer):
     (tmp_path / "text.txt").write_bytes(b"caf\xe9")
     assert "not UTF-8 text (at byte 3)" in run("tiny_shakespeare.py", *args, tmp_path / "text.txt", fails=True)
     assert not list(tmp_path.glob("x_*"))
+
+
+def test_a_text_is_encoded_by_a_tokenizer_json_and_its_tokens_are_of_32_bits_if_they_must(tmp_path, large_tokenizer):
+    speeches = [f"Speaker {i}:\nnaïve <|begin_of_text|> words.\n\n" for i in range(9)]
+    (tmp_path / "text.txt").write_text("".join(speeches), encoding="utf-8")
+    prefix = tmp_path / "x"
+    run("tiny_shakespeare.py", "--text", tmp_path / "text.txt", "--tokenizer", large_tokenizer, "--out", prefix)
+    val, train = open_tokens(f"{prefix}_val.bin"), open_tokens(f"{prefix}_train.bin")
+    assert val.dtype == train.dtype == np.uint32
+    assert np.concatenate([val, train]).tolist() == [t for text in [*speeches, ""] for t in large_tokens(text)]
+    tokenizer = Tokenizer.load(find_tokenizer(prefix))
+    assert (tokenizer.vocab_size, tokenizer.tokens[tokenizer.eot]) == (70_002, b"<|begin_of_text|>")
+    assert b"".join(map(tokenizer.decode, train[-30:])).endswith(b"words.\n\n<|begin_of_text|>")
 
 
 # Downloads
@@ -227,6 +262,13 @@ def test_a_line_that_is_no_example_is_refused_by_its_number(tmp_path, tokenizer,
     assert not (tmp_path / "h.bin").exists()
 
 
+def test_hellaswag_refuses_a_vocabulary_beyond_16_bits_at_once(tmp_path, large_tokenizer):
+    (tmp_path / "h.jsonl").write_text("no matter")
+    args = ["--tokenizer", large_tokenizer, "--out", tmp_path / "h.bin", "--jsonl", tmp_path / "h.jsonl"]
+    message = run("hellaswag.py", *args, fails=True)
+    assert "tokenizer.json: 70002 tokens" in message and "16 bits" in message
+
+
 # Shards
 
 
@@ -271,6 +313,17 @@ def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(scripts,
     assert find_tokenizer(out).name == "web_tokenizer.bin"
 
 
+def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(scripts, texts, large_tokenizer, tmp_path):
+    from shards import write_shards
+
+    out = tmp_path / "out" / "web"
+    write_shards(texts, settings(large_tokenizer, out), split="train")
+    shards = [open_tokens(shard) for shard in sorted(out.parent.glob("web_train_*.bin"))]
+    assert {shard.dtype for shard in shards} == {np.dtype(np.uint32)} and len(shards) > 8
+    assert np.concatenate(shards).tolist() == [token for text in list(texts) for token in large_tokens(text)]
+    assert DataLoader(out, "train", 2, 64, 70_002).num_tokens == sum(shard.size for shard in shards)
+
+
 @pytest.mark.parametrize("shard_tokens", [11, 64, 5000])
 def test_shards_of_any_size_hold_all_texts(scripts, texts, tokenizer, tmp_path, shard_tokens):
     from shards import write_shards
@@ -292,12 +345,12 @@ def test_an_interrupted_run_goes_on_to_the_same_shards(scripts, texts, tokenizer
     for stop_after in range(10**6):
         written = 0
 
-        def stopping(path, tokens, stop_after=stop_after):
+        def stopping(*args, stop_after=stop_after):
             nonlocal written
             if written == 1 + stop_after % 2:
                 raise KeyboardInterrupt
             written += 1
-            write_tokens(path, tokens)
+            write_tokens(*args)
 
         monkeypatch.setattr(shards, "write_tokens", stopping)
         try:

@@ -8,12 +8,15 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmc import dataloader
-from llmc.dataloader import DataLoader, find_token_files, open_tokens, write_tokens
+from llmc.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
 from llmc.errors import UserError
 
 V = 60000
+LLAMA3_V = 128256
 
 
 def batch(loader):
@@ -58,15 +61,32 @@ def test_a_token_file_has_the_layout_of_llm_c(tmp_path):
     np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), [0, 1, 65535, 50256])
 
 
+def test_a_token_file_of_a_large_vocabulary_has_the_layout_of_llm_cs_llama3(tmp_path):
+    tokens = [0, 65536, LLAMA3_V - 1]
+    write_tokens(tmp_path / "x.bin", tokens, LLAMA3_V)
+    header = struct.unpack("<256i", (tmp_path / "x.bin").read_bytes()[:1024])
+    assert header == (20240801, 7, 3) + (0,) * 253
+    assert (tmp_path / "x.bin").read_bytes()[1024:] == struct.pack("<3I", *tokens)
+    assert open_tokens(tmp_path / "x.bin").dtype == np.uint32
+    np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), tokens)
+
+
+@pytest.mark.parametrize("vocab_size, magic", [(257, 20240520), (65536, 20240520), (65537, 20240801)])
+def test_the_vocabulary_and_not_the_tokens_decides_how_they_are_stored(tmp_path, vocab_size, magic):
+    write_tokens(tmp_path / "x.bin", [1, 2, 3], vocab_size)
+    assert struct.unpack("<i", (tmp_path / "x.bin").read_bytes()[:4]) == (magic,)
+    np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), [1, 2, 3])
+
+
 @pytest.mark.parametrize("B, T, size", [(4, 8, 33), (4, 8, 97), (3, 7, 84), (3, 7, 85), (1, 1, 2), (2, 5, 57)])
-@pytest.mark.parametrize("raw", [False, True])
-def test_batches_are_those_of_llm_c(tmp_path, rng, B, T, size, raw):
-    tokens = rng.integers(0, V, size)
+@pytest.mark.parametrize("raw, vocab_size", [(False, V), (True, V), (False, LLAMA3_V), (True, LLAMA3_V)])
+def test_batches_are_those_of_llm_c(tmp_path, rng, B, T, size, raw, vocab_size):
+    tokens = rng.integers(0, vocab_size, size)
     if raw:
         tokens.astype("<i4").tofile(tmp_path / "x_val.bin")
     else:
-        write_tokens(tmp_path / "x_val.bin", tokens)
-    loader = DataLoader(tmp_path / "x", "val", B, T, V)
+        write_tokens(tmp_path / "x_val.bin", tokens, vocab_size)
+    loader = DataLoader(tmp_path / "x", "val", B, T, vocab_size)
     assert loader.num_tokens == size
     assert loader.num_batches == size // (B * T)
     for _ in range(2):
@@ -171,6 +191,11 @@ def test_a_token_outside_the_vocabulary_is_refused_at_once(tmp_path, raw, tokens
     assert f"x_train.bin: token {bad} is outside" in message and "257" in message
 
 
+def test_a_token_of_32_bits_outside_the_vocabulary_is_refused(tmp_path):
+    write_tokens(tmp_path / "x_train.bin", [1, 2**32 - 1, 3], 2**32)
+    assert f"token {2**32 - 1} is outside" in refusal(DataLoader, tmp_path / "x", "train", 1, 1, LLAMA3_V)
+
+
 def test_a_bad_token_in_a_large_file_is_refused_when_its_batch_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(dataloader, "CHECKED_AT_OPENING", 10)
     write_tokens(tmp_path / "x_train.bin", [1] * 9 + [300])
@@ -197,9 +222,29 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
     assert "truncated or damaged" in message(header + b"\0" * 7)
     assert "too short" in message(header[:1000])
     assert "version 2" in message(struct.pack("<256i", 20240520, 2, 3, *[0] * 253) + b"\0" * 6)
-    assert "found a model" in message(struct.pack("<256i", 20240326, 3, *[0] * 254))
-    assert "Llama 3" in message(struct.pack("<256i", 20240801, 7, *[0] * 254))
+    assert "found a GPT-2 model" in message(struct.pack("<256i", 20240326, 3, *[0] * 254))
+    assert "0 tokens" in message(struct.pack("<256i", 20240801, 7, *[0] * 254))
+    assert "-1 tokens" in message(struct.pack("<256i", 20240520, 1, -1, *[0] * 253) + b"\0" * 8)
+    assert "token file version 1; version 7" in message(struct.pack("<256i", 20240801, 1, 3, *[0] * 253))
+    assert "truncated or damaged" in message(struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + b"\0" * 6)
     assert "outside" in message(b"<!DOCTYPE html> " * 80)
+
+
+@given(
+    magic=st.sampled_from([20240520, 20240801, 20240326, 0]), version=st.sampled_from([1, 7, -1]),
+    count=st.integers(-3, 9), body=st.binary(max_size=24), length=st.integers(0, 1048),
+)  # fmt: skip
+def test_a_damaged_file_opens_to_the_tokens_it_says_or_is_refused_in_one_line(
+    tmp_path, magic, version, count, body, length
+):
+    data = (struct.pack("<256i", magic, version, count, *[0] * 253) + body)[:length]
+    (tmp_path / "x.bin").write_bytes(data)
+    try:
+        tokens = open_tokens(tmp_path / "x.bin")
+    except UserError as error:
+        assert str(error).startswith(str(tmp_path / "x.bin")) and "\n" not in str(error)
+    else:
+        assert tokens.size == (count if magic > 0 and length >= 4 else length // 4)
 
 
 def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_passed_over(tmp_path, shards):
@@ -217,6 +262,7 @@ def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_pas
 def test_tokens_that_do_not_fit_a_file_are_not_written(tmp_path):
     assert "65536" in refusal(write_tokens, tmp_path / "x.bin", [1, 65536])
     assert "-1" in refusal(write_tokens, tmp_path / "x.bin", [-1])
+    assert "128256" in refusal(write_tokens, tmp_path / "x.bin", [1, LLAMA3_V], LLAMA3_V)
     assert os.listdir(tmp_path) == []
 
 
@@ -239,3 +285,15 @@ def test_a_large_file_is_mapped_and_never_read_whole(tmp_path):
         cwd=os.path.dirname(os.path.dirname(__file__)),
     )
     assert int(run.stdout) < 500_000  # KiB
+
+
+def test_positions_are_sorted_by_token_and_counted():
+    order, count = sort_by_token(np.array([[5, 0, 50256], [5, 5, 0]], dtype=np.int32))
+    assert order.tolist() == [1, 5, 0, 3, 4, 2]
+    assert count.tolist() == [2, 0, 3, 0, 0, 1]
+    assert order.dtype == count.dtype == np.int32
+
+
+def test_tokens_beyond_16_bits_are_not_taken_for_smaller_ones():
+    order, count = sort_by_token(np.array([65536 + 5, 5, 65536 + 5, 0], dtype=np.int32))
+    assert order.tolist() == [3, 1, 0, 2] and count.tolist() == [1, 1, 2, 0]

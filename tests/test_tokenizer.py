@@ -1,24 +1,35 @@
 """Tokenizer files, encoding and decoding, against tiktoken and a small vocabulary learned here."""
 
+import json
 import os
+import shutil
 import struct
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import regex
 import tiktoken
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
+from llmc import tokenizer as tokenizer_module
 from llmc.errors import UserError
 from llmc.tokenizer import (
     GPT2_PATTERN,
+    HuggingFaceTokenizer,
     StreamDecoder,
     Tokenizer,
     byte_encoding,
+    byte_letters,
     find_tokenizer,
     gpt2_encoding,
+    load_model_tokenizer,
     token_bytes,
     write_tokenizer,
 )
@@ -118,7 +129,7 @@ def test_a_damaged_tokenizer_is_refused(file):
     assert "version 3" in message(data[:4] + struct.pack("<I", 3) + data[8:])
     assert "end-of-text token 301" in message(data[:12] + struct.pack("<I", 301) + data[16:])
     assert "end-of-text token 50256" in message(data[:4] + struct.pack("<I", 1) + data[8:])
-    assert "found a model" in message(struct.pack("<I", 20240326) + data[4:])
+    assert "found a GPT-2 model" in message(struct.pack("<I", 20240326) + data[4:])
     assert "too short" in message(data[:100])
     os.unlink(file)
     assert "no such file" in refusal(Tokenizer.load, file)
@@ -205,6 +216,10 @@ def test_the_tokenizer_of_a_dataset_is_its_own_or_gpt2s(tmp_path, monkeypatch):
     assert {str(find_tokenizer(data)) for data in spellings} == {"gpt2_tokenizer.bin"}
     write_tokenizer("data/x_tokenizer.bin", [b"a"], 0)
     assert {str(find_tokenizer(data)) for data in spellings} == {"data/x_tokenizer.bin"}
+    shutil.copy("data/x_tokenizer.bin", "data/x_tokenizer.json")
+    assert {str(find_tokenizer(data)) for data in spellings} == {"data/x_tokenizer.bin"}
+    os.unlink("data/x_tokenizer.bin")
+    assert {str(find_tokenizer(data)) for data in spellings} == {"data/x_tokenizer.json"}
     assert str(find_tokenizer("data/y")) == "gpt2_tokenizer.bin"
     assert find_tokenizer("data/y", "data") is None
 
@@ -229,3 +244,359 @@ def test_bytes_that_are_no_characters_are_replaced_and_controls_left_out():
     stream = StreamDecoder(tokenizer)
     assert [stream.push(byte) for byte in "é🙂".encode()] == ["", "é", "", "", "", "🙂"]
     assert stream.push(256) == "<|endoftext|>"
+
+
+# tokenizer.json, against transformers
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SPELLINGS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # bytes as letters, and nothing else
+
+
+def train(pre_tokenizer, first=(), last=(), **model):
+    """A byte-level BPE of the tokenizers library: special tokens `first`, 256 bytes, 90 merges, added tokens `last`."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = pre_tokenizer, decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(first) + 346, special_tokens=list(first), initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator([CORPUS * 3], trainer)
+    content = json.loads(library.to_str())
+    content["model"] |= model
+    if model.get("ignore_merges"):
+        content["model"]["vocab"]["Ġtheatres"] = len(content["model"]["vocab"])  # a token that no merge leads to
+    library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    library.add_tokens(list(last))
+    return library
+
+
+def gpt2_like():
+    return train(pre_tokenizers.ByteLevel(add_prefix_space=False), last=[AddedToken("<|endoftext|>", special=True)])
+
+
+def llama3_like():
+    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+    library = train(
+        pre_tokenizers.Sequence([split, SPELLINGS]),
+        last=[AddedToken(name, special=True) for name in names], ignore_merges=True,
+    )  # fmt: skip
+    begin = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", library.token_to_id("<|begin_of_text|>"))]
+    )
+    library.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
+    return library
+
+
+def smollm2_like():
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    split = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return train(split, first=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+
+
+def pythia_like():
+    library = train(
+        pre_tokenizers.ByteLevel(add_prefix_space=False), first=["<|endoftext|>", "<|padding|>"],
+        last=[" " * n for n in range(24, 1, -1)],
+    )  # fmt: skip
+    library.normalizer = normalizers.NFC()
+    return library
+
+
+LIBRARIES = {library.__name__: library() for library in (gpt2_like, llama3_like, smollm2_like, pythia_like)}
+PIECES = st.one_of(
+    st.sampled_from(["the ", "theatre", " theatres", "1990", "'S", "  ", "\r\n", "\x00\x1b", "é", "e\u0301", "🙂"]),
+    st.sampled_from(["<|endoftext|>", "<|eot_id|>", "<|im_start|>", "<|begin_of_text|>"]),
+    st.text(st.characters(codec="utf-8"), max_size=5),
+)
+HF_TEXTS = st.lists(PIECES, max_size=20).map("".join)
+every_kind = pytest.mark.parametrize("kind", LIBRARIES)
+
+
+@pytest.fixture
+def json_file(tmp_path):
+    """Writes a tokenizer.json: a kind's, with parts of it changed."""
+
+    def write(kind="gpt2_like", name="tokenizer.json", **changes):
+        content = json.loads(LIBRARIES[kind].to_str())
+        for part, change in changes.items():
+            content[part] = content[part] | change if part == "model" else change
+        (tmp_path / name).write_text(json.dumps(content))
+        return tmp_path / name
+
+    return write
+
+
+@every_kind
+def test_a_tokenizer_json_encodes_as_transformers_does(json_file, kind):
+    path = json_file(kind)
+    ours, theirs = Tokenizer.load(path), PreTrainedTokenizerFast(tokenizer_file=str(path))
+
+    @given(HF_TEXTS)
+    def check(text):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+        ordinary = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.encode_ordinary_batch([text, text]) == [ordinary, ordinary]
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)  # special tokens are so again
+
+    check()
+    assert isinstance(ours, HuggingFaceTokenizer)
+    assert len(ours.encode(CORPUS)) < 0.8 * len(CORPUS.encode())
+
+
+@every_kind
+def test_the_bytes_of_its_tokens_make_up_the_text(json_file, kind):
+    ours = Tokenizer.load(json_file(kind))
+
+    @given(HF_TEXTS)
+    def check(text):
+        normal = LIBRARIES[kind].normalizer
+        expected = normal.normalize_str(text) if normal else text
+        for ids in (ours.encode(text), *ours.encode_ordinary_batch([text])):
+            assert b"".join(map(ours.decode, ids)).decode() == expected
+            stream = StreamDecoder(ours)
+            controls = regex.compile(r"[^\P{Cc}\t\n\v\f\r]")
+            assert "".join(map(stream.push, ids)) + stream.flush() == controls.sub("", expected)
+
+    check()
+
+
+def test_special_tokens_in_a_prompt_are_meant_and_in_data_are_text(json_file):
+    ours = Tokenizer.load(json_file("llama3_like"))
+    assert ours.encode("<|eot_id|>") == [ours.vocab_size - 1]
+    assert len(ours.encode_ordinary_batch(["<|eot_id|>"])[0]) > 1
+
+
+def test_half_a_character_is_encoded_as_a_replacement_by_both_kinds(json_file):
+    for tokenizer in (LEARNED, Tokenizer.load(json_file())):
+        assert tokenizer.encode("a\ud83d b") == tokenizer.encode("a\ufffd b")
+        assert tokenizer.encode_ordinary_batch(["\udc9b"]) == [tokenizer.encode("\ufffd")]
+
+
+def test_truncation_and_padding_in_a_tokenizer_json_are_left_to_the_caller(json_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = Tokenizer.load(json_file()).encode(CORPUS)
+    library = tokenizers.Tokenizer.from_file(str(json_file()))
+    library.enable_truncation(2)
+    library.enable_padding(length=500)
+    library.save("cut.json")
+    assert Tokenizer.load("cut.json").encode(CORPUS) == whole
+
+
+@every_kind
+def test_a_tokenizer_bin_is_written_from_a_tokenizer_json(json_file, tmp_path, kind):
+    ours = Tokenizer.load(json_file(kind))
+    write_tokenizer(tmp_path / "t.bin", ours.tokens, ours.eot)
+    back = Tokenizer.load(tmp_path / "t.bin")
+    assert (back.tokens, back.eot) == (ours.tokens, ours.eot)
+    assert ours.vocab_size == LIBRARIES[kind].get_vocab_size()
+
+
+def test_added_tokens_are_the_bytes_of_their_text_whatever_its_letters(json_file):
+    library = tokenizers.Tokenizer.from_str(LIBRARIES["gpt2_like"].to_str())
+    n = library.get_vocab_size()
+    library.add_tokens(["<｜é Ġ｜>", AddedToken("über", special=True), "   "])
+    ours = Tokenizer.load(json_file(added_tokens=json.loads(library.to_str())["added_tokens"]))
+    assert ours.tokens[n:] == ["<｜é Ġ｜>".encode(), "über".encode(), b"   "]
+
+
+def test_ids_that_are_missing_keep_the_others_in_their_places(json_file):
+    vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
+    size = len(vocab)
+    ours = Tokenizer.load(json_file("smollm2_like", model={"vocab": vocab | {"ĠĠthe": size + 7}}))
+    assert ours.vocab_size == size + 8 and ours.tokens[size + 7] == b"  the"
+    assert ours.tokens[size : size + 7] == [b"<|unused %d|>" % i for i in range(size, size + 7)]
+
+
+def test_a_token_too_long_for_a_tokenizer_bin_is_refused_when_one_is_written(json_file, tmp_path):
+    vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
+    ours = Tokenizer.load(json_file("smollm2_like", model={"vocab": vocab | {"Ġ" * 256: len(vocab)}}))
+    assert ours.tokens[-1] == b" " * 256
+    message = refusal(write_tokenizer, tmp_path / "t.bin", ours.tokens, ours.eot)
+    assert f"token {len(vocab)} has 256" in message and "1 to 255" in message
+
+
+def test_a_text_begins_with_what_the_file_puts_there_or_else_with_what_ends_one(json_file):
+    llama3 = Tokenizer.load(json_file("llama3_like"))
+    assert [llama3.tokens[token] for token in (llama3.bos, llama3.eot)] == [b"<|begin_of_text|>", b"<|end_of_text|>"]
+    for kind in ("gpt2_like", "smollm2_like", "pythia_like"):
+        ours = Tokenizer.load(json_file(kind))
+        assert ours.tokens[ours.eot] == b"<|endoftext|>" and ours.bos == ours.eot
+    assert LEARNED.bos == LEARNED.eot
+
+
+@pytest.mark.parametrize(
+    "neighbour, content, end",
+    [
+        ("tokenizer_config.json", {"eos_token": "<|b|>"}, b"<|b|>"),
+        ("tokenizer_config.json", {"eos_token": {"content": "<|b|>", "special": True}}, b"<|b|>"),
+        ("config.json", {"eos_token_id": 5}, None),
+        ("generation_config.json", {"eos_token_id": [5, 7]}, None),
+        ("tokenizer_config.json", {"eos_token": "<|no such token|>"}, b"</s>"),
+        ("tokenizer_config.json", {"eos_token": "\ud800", "eos_token_id": True}, b"</s>"),
+        ("config.json", {"eos_token_id": 10**9}, b"</s>"),
+        ("config.json", {"eos_token_id": None}, b"</s>"),
+        ("config.json", {"eos_token_id": []}, b"</s>"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "x_"])
+def test_the_end_of_text_is_named_by_a_neighbour(tmp_path, prefix, neighbour, content, end):
+    library = train(SPELLINGS, last=["</s>", "<|b|>"])
+    (tmp_path / f"{prefix}tokenizer.json").write_text(library.to_str())
+    (tmp_path / f"{prefix}{neighbour}").write_text(json.dumps(content))
+    ours = Tokenizer.load(tmp_path / f"{prefix}tokenizer.json")
+    assert ours.eot == (5 if end is None else ours.tokens.index(end))
+
+
+def test_the_end_of_a_turn_is_not_taken_for_the_end_of_text(json_file, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    ours = Tokenizer.load(json_file("llama3_like"))
+    assert ours.tokens[ours.eot] == b"<|end_of_text|>"
+
+
+def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(train(SPELLINGS).to_str())
+    message = refusal(Tokenizer.load, tmp_path / "tokenizer.json")
+    assert "tokenizer.json: no token" in message and "eos_token" in message
+    (tmp_path / "config.json").write_text("{")
+    assert f"{tmp_path / 'config.json'}: not JSON" in refusal(Tokenizer.load, tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"decoder": {"type": "Metaspace", "replacement": "▁"}}, "its decoder is Metaspace"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}}, "ck + Fuse"),
+        ({"decoder": None}, "its decoder is missing"),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}, "its pre-tokenizer is Metaspace"),
+        ({"pre_tokenizer": None}, "its pre-tokenizer is missing"),
+        ({"model": {"byte_fallback": True}}, "falls back to bytes"),
+        ({"model": {"end_of_word_suffix": "</w>"}}, "marks parts of words"),
+        ({"model": {"type": "Unigram"}}, "its model is Unigram"),
+        ({"model": {"type": "WordPiece"}}, "its model is WordPiece"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(json_file, changes, words):
+    path = json_file(**changes)
+    message = refusal(Tokenizer.load, path)
+    assert str(path) in message and words in message and "byte-level BPE is supported" in message
+
+
+def test_a_file_that_is_no_tokenizer_json_is_refused(json_file, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    whole = json_file().read_text()
+    huge = whole.replace('"vocab": {', '"vocab": {"no such": 4294967290, ')
+    for text, words in [
+        ("", "not JSON"), ("<!DOCTYPE html>", "not JSON"), (whole[:-9], "not JSON"), ("[" * 100_000, "not JSON"),
+        ("[]", "no JSON object"), ("{}", "no tokenizer"), ('{"model": 1}', "no tokenizer"), (huge, "4294967290"),
+        ('{"architectures": ["GPT2LMHeadModel"]}', "no tokenizer"),
+        (whole.replace('"merges": [', '"merges": [["no", "such"], '), "cannot read it"),
+    ]:  # fmt: skip
+        path.write_text(text)
+        message = refusal(Tokenizer.load, path)
+        assert str(path) in message and words in message, message
+    path.unlink()
+    assert "no such file" in refusal(Tokenizer.load, path)
+    path.mkdir()
+    assert "is a directory" in refusal(Tokenizer.load, path)
+
+
+JSON_VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 2**33), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=4,
+)
+
+
+@given(
+    part=st.sampled_from(["model", "decoder", "pre_tokenizer", "added_tokens", "normalizer", "post_processor"]),
+    key=st.sampled_from([None, "vocab", "merges", "type", "pretokenizers", "special", "pattern", "unk_token"]),
+    value=JSON_VALUES,
+)
+def test_a_hostile_tokenizer_json_is_used_or_refused_in_one_line(tmp_path, part, key, value):
+    content = json.loads(LIBRARIES["llama3_like"].to_str())
+    if key is None or not isinstance(content[part], dict):
+        content[part] = value
+    else:
+        content[part][key] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    try:
+        Tokenizer.load(tmp_path / "tokenizer.json").encode("the theatre 1990 <|eot_id|>")
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert str(tmp_path / "tokenizer.json") in str(error)
+
+
+def test_without_the_tokenizers_library_its_name_is_said(json_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    message = refusal(Tokenizer.load, json_file())
+    assert "tokenizer.json" in message and "pip install tokenizers" in message
+
+
+def test_the_letters_for_bytes_are_those_of_the_tokenizers_library():
+    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    for byte, letter in enumerate(byte_letters()):
+        if byte < 128:
+            assert SPELLINGS.pre_tokenize_str(chr(byte))[0][0] == letter
+
+
+# The tokenizer of a model
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """Where a model could stand, in an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("m")
+    return Path("m/tiny.bin")
+
+
+def upper_case(path):
+    """A byte tokenizer whose letters are all capitals."""
+    write_tokenizer(path, [bytes([byte]).upper() for byte in range(256)] + [b"<|endoftext|>"], 256)
+
+
+def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_known(model, monkeypatch):
+    byte_tokens = token_bytes(byte_encoding())
+    assert load_model_tokenizer(model, 257).tokens == byte_tokens
+    upper_case("gpt2_tokenizer.bin")
+    assert load_model_tokenizer(model, 257).tokens[97] == b"A"
+    write_tokenizer("m/tiny_tokenizer.bin", byte_tokens, 256)
+    assert load_model_tokenizer(model, 257).tokens == byte_tokens
+    assert load_model_tokenizer(model, 257, Path("gpt2_tokenizer.bin")).tokens[97] == b"A"
+    assert "257 tokens and m/tiny.bin 258" in refusal(load_model_tokenizer, model, 258)
+    os.unlink("m/tiny_tokenizer.bin")
+    assert "--tokenizer" in refusal(load_model_tokenizer, model, 258)
+    monkeypatch.setattr(tokenizer_module, "gpt2_encoding", byte_encoding)  # which tiktoken would download
+    assert load_model_tokenizer(model, 50257).tokens == byte_tokens
+
+
+def test_a_tokenizer_json_beside_a_model_is_preferred_where_the_library_is(model, json_file, monkeypatch):
+    size = LIBRARIES["smollm2_like"].get_vocab_size()
+    ours = Tokenizer.load(json_file("smollm2_like"))
+    write_tokenizer("m/tiny_tokenizer.bin", [b"%d" % i for i in range(size)], 0)
+    assert load_model_tokenizer(model, size).tokens[7] == b"7"
+    shutil.move("tokenizer.json", "m")
+    assert load_model_tokenizer(model, size).tokens == ours.tokens
+    vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
+    json_file("smollm2_like", "m/tiny_tokenizer.json", model={"vocab": {**vocab, "Ġtheatres": size}})
+    assert load_model_tokenizer(model, size + 1).tokens[size] == b" theatres"
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert load_model_tokenizer(model, size).tokens[7] == b"7"
+    os.unlink("m/tiny_tokenizer.bin")
+    assert "pip install tokenizers" in refusal(load_model_tokenizer, model, size)
+
+
+def test_a_tokenizer_json_may_have_fewer_tokens_than_its_model_and_decodes_the_others_to_nothing(model, json_file):
+    json_file("gpt2_like", "m/tokenizer.json")
+    size = LIBRARIES["gpt2_like"].get_vocab_size()
+    tokenizer = load_model_tokenizer(model, size + 100)
+    assert tokenizer.vocab_size == size
+    assert tokenizer.decode(size) == tokenizer.decode(size + 99) == b""
+    assert StreamDecoder(tokenizer).push(size) == ""
+    assert "token -1" in refusal(tokenizer.decode, -1)
+    assert f"{size} tokens and m/tiny.bin {size - 1}" in refusal(load_model_tokenizer, model, size - 1)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import replacing
-from llmc.tokenizer import Tokenizer, gpt2_encoding, token_bytes, write_tokenizer
+from llmc.tokenizer import Tokenizer, gpt2_encoding, write_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -76,22 +75,31 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text (at byte {error.start})") from None
 
 
-def encoding_of(tokenizer: Path | None) -> tiktoken.Encoding:
-    """The encoding of a tokenizer `.bin`, or GPT-2's."""
-    return gpt2_encoding() if tokenizer is None else Tokenizer.load(tokenizer).encoding
+def load_tokenizer(path: Path | None) -> Tokenizer:
+    """The tokenizer of a `.bin` or a `tokenizer.json`, or GPT-2's."""
+    return Tokenizer.from_encoding(gpt2_encoding()) if path is None else Tokenizer.load(path)
 
 
-def write_encoding(path: Path, encoding: tiktoken.Encoding) -> None:
-    """Writes the tokenizer `.bin` of an encoding, so that whoever reads the data can turn it back into text."""
-    write_tokenizer(path, token_bytes(encoding), encoding.eot_token)
-    print(f"{path}: {encoding.n_vocab:,} tokens in the vocabulary")
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """The tokens of texts as a dataset holds them: before each the token that begins a text."""
+    return [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_ordinary_batch(texts)]
 
 
-def write_dataset(prefix: Path, encoding: tiktoken.Encoding, train: list[int], val: list[int]) -> None:
+def write_vocabulary(prefix: Path, tokenizer: Tokenizer) -> None:
+    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text.
+
+    Its end-of-text token, which the trainer begins its samples with, is the one that stands before each text.
+    """
+    path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
+    write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
+    print(f"{path}: {tokenizer.vocab_size:,} tokens in the vocabulary")
+
+
+def write_dataset(prefix: Path, tokenizer: Tokenizer, train: list[int], val: list[int]) -> None:
     """Writes `<prefix>_tokenizer.bin`, `<prefix>_train.bin` and, last of all, `<prefix>_val.bin`."""
     make_folder(prefix.parent)
-    write_encoding(prefix.with_name(f"{prefix.name}_tokenizer.bin"), encoding)
+    write_vocabulary(prefix, tokenizer)
     for split, tokens in (("train", train), ("val", val)):
         path = prefix.with_name(f"{prefix.name}_{split}.bin")
-        write_tokens(path, np.array(tokens, dtype=np.int64))
+        write_tokens(path, np.array(tokens, dtype=np.int64), tokenizer.vocab_size)
         print(f"{path}: {len(tokens):,} tokens")

@@ -23,21 +23,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 import numpy as np
-import tiktoken
-from common import DATA, download, encoding_of, make_folder, read_text, run
+from common import DATA, download, load_tokenizer, make_folder, read_text, run
 
 from llmc.arguments import Parser
 from llmc.errors import UserError
 from llmc.evaluation import START_EXAMPLE
 from llmc.files import EVALUATION, make_header, replacing
+from llmc.tokenizer import Tokenizer
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 
 
-def encode_example(number: int, example: dict, encoding: tiktoken.Encoding) -> list[int]:
+def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int]:
     """One example's part of the uint16 stream. Raises ValueError for what the format cannot hold."""
-    context = encoding.encode_ordinary(example["ctx"])
-    endings = [encoding.encode_ordinary(f" {ending}") for ending in example["endings"]]
+    texts = [example["ctx"], *(f" {ending}" for ending in example["endings"])]
+    context, *endings = tokenizer.encode_ordinary_batch(texts)
     label = int(example["label"])
     if len(endings) != 4 or not 0 <= label < 4:
         raise ValueError(f"{len(endings)} endings with label {label}; 4 endings are needed, one of them right")
@@ -53,11 +53,16 @@ def encode_example(number: int, example: dict, encoding: tiktoken.Encoding) -> l
 def main() -> None:
     parser = Parser(description="Make hellaswag_val.bin.")
     parser.add_argument("--jsonl", metavar="FILE", type=Path, help="use this file instead of downloading it")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer .bin (default: GPT-2's)")
+    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a .bin or a tokenizer.json (default: GPT-2's)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
     args = parser.parse_args()
 
-    encoding = encoding_of(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer)
+    if tokenizer.vocab_size > START_EXAMPLE:
+        raise UserError(
+            f"{args.tokenizer}: {tokenizer.vocab_size} tokens are too many for an evaluation file, whose tokens have "
+            f"16 bits: use a tokenizer of at most {START_EXAMPLE}"
+        )
     if args.jsonl is None:
         args.jsonl = args.out.with_suffix(".jsonl")
         download(URL, args.jsonl)
@@ -65,7 +70,7 @@ def main() -> None:
     examples = []
     for number, line in enumerate(lines):
         try:
-            examples.append(np.array(encode_example(number, json.loads(line), encoding), "<u2"))
+            examples.append(np.array(encode_example(number, json.loads(line), tokenizer), "<u2"))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{args.jsonl}, line {number + 1}: no HellaSwag example ({error!r})") from None
         if (number + 1) % 1000 == 0:

@@ -9,15 +9,16 @@ for validation. Writes data/python_docs_{train,val}.bin and their tokenizer, dat
 """
 
 import sys
+from itertools import chain
 from pathlib import Path
 from pydoc_data.topics import topics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-from common import DATA, run, write_dataset
+from common import DATA, encode_texts, run, write_dataset
 
 from llmc.arguments import Parser
-from llmc.tokenizer import byte_encoding
+from llmc.tokenizer import Tokenizer, byte_encoding
 
 
 def main() -> None:
@@ -25,13 +26,10 @@ def main() -> None:
     parser.add_argument("--out", metavar="PREFIX", type=Path, default=DATA / "python_docs", help="(%(default)s)")
     args = parser.parse_args()
 
-    encoding = byte_encoding()
-    tokens = []
-    for name in sorted(topics):
-        tokens.append(encoding.eot_token)
-        tokens.extend(encoding.encode_ordinary(topics[name]))
+    tokenizer = Tokenizer.from_encoding(byte_encoding())
+    tokens = list(chain(*encode_texts(tokenizer, [topics[name] for name in sorted(topics)])))
     num_train = len(tokens) * 9 // 10
-    write_dataset(args.out, encoding, tokens[:num_train], tokens[num_train:])
+    write_dataset(args.out, tokenizer, tokens[:num_train], tokens[num_train:])
 
 
 if __name__ == "__main__":

@@ -6,16 +6,15 @@ the texts they hold, and the next run goes on from there.
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import encoding_of, make_folder, write_encoding
+from common import encode_texts, load_tokenizer, make_folder, write_vocabulary
 from tqdm import tqdm
 
 from llmc.arguments import Parser, positive
-from llmc.dataloader import write_tokens
+from llmc.dataloader import token_format, write_tokens
 from llmc.errors import UserError
 from llmc.files import replacing
 
@@ -26,7 +25,7 @@ def make_parser(description: str, out: Path) -> argparse.ArgumentParser:
     parser = Parser(description=description)
     parser.add_argument("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
     parser.add_argument("--texts", metavar="N", type=positive, help="only the first N texts of a split")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer .bin (default: GPT-2's)")
+    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a .bin or a tokenizer.json (default: GPT-2's)")
     parser.add_argument("--out", metavar="PREFIX", type=Path, default=out, help="(%(default)s)")
     return parser
 
@@ -60,27 +59,26 @@ def load_texts(name: str, split: str, config: str | None = None, files: list[str
 def write_shards(texts: Any, args: argparse.Namespace, split: str, first_split: str | None = None) -> None:
     """Tokenizes texts into `<prefix>_<split>_<number>.bin`, each of args.shard_tokens tokens but the last.
 
-    texts: has a length, and a slice of it has a list of strings under "text". Before each text goes an end-of-text
-    token. first_split: what shard number 0 is for, where that is not `split`. Goes on where a run that was stopped
-    left off. Raises UserError where that run had other settings.
+    texts: has a length, and a slice of it has a list of strings under "text". Before each text goes the token
+    that begins one. first_split: what shard number 0 is for, where that is not `split`. Goes on where a run that was
+    stopped left off. Raises UserError where that run had other settings.
     """
-    encoding = encoding_of(args.tokenizer)
-    if encoding.n_vocab > 1 << 16:
-        raise UserError(f"{args.tokenizer}: {encoding.n_vocab} tokens are more than a token file's 65536")
+    tokenizer = load_tokenizer(args.tokenizer)
+    _, _, dtype = token_format(tokenizer.vocab_size)
     num_texts = min(len(texts), args.texts or len(texts))
-    settings = {"texts": num_texts, "shard_tokens": args.shard_tokens, "vocabulary": encoding.n_vocab}
+    settings = {"texts": num_texts, "shard_tokens": args.shard_tokens, "vocabulary": tokenizer.vocab_size}
     make_folder(args.out.parent)
     progress_file = args.out.with_name(f"{args.out.name}_{split}.progress.json")
     done, skip, shard = _read_progress(progress_file, settings)
     if done == num_texts:
         print(f"{progress_file}: all {num_texts:,} texts are done already")
         return
-    write_encoding(args.out.with_name(f"{args.out.name}_tokenizer.bin"), encoding)
+    write_vocabulary(args.out, tokenizer)
 
     def write_shard(tokens: np.ndarray, done: int, skip: int) -> None:
         name = first_split if first_split and shard == 0 else split
         path = args.out.with_name(f"{args.out.name}_{name}_{shard:06d}.bin")
-        write_tokens(path, tokens)
+        write_tokens(path, tokens, tokenizer.vocab_size)
         with replacing(progress_file) as file:
             file.write(json.dumps(settings | {"done": done, "skip": skip, "shards": shard + 1}).encode())
         tqdm.write(f"{path}: {tokens.size:,} tokens")
@@ -90,15 +88,15 @@ def write_shards(texts: Any, args: argparse.Namespace, split: str, first_split: 
     with tqdm(total=num_texts, initial=done, unit=" texts", mininterval=1) as bar:
         for start in range(done, num_texts, TEXTS_AT_ONCE):
             batch = texts[start : min(start + TEXTS_AT_ONCE, num_texts)]["text"]
-            for i, ids in enumerate(encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1), start):
-                tokens = np.array([encoding.eot_token, *ids], np.uint16)[skip:]
+            for i, ids in enumerate(encode_texts(tokenizer, batch), start):
+                tokens = np.array(ids, dtype)[skip:]
                 skip = 0
                 pending.append(tokens)
                 pending_size += tokens.size
                 while pending_size >= args.shard_tokens:
                     joined = np.concatenate(pending)
                     rest = joined[args.shard_tokens :].copy()  # all of it from text i
-                    in_shard = 1 + len(ids) - rest.size
+                    in_shard = len(ids) - rest.size
                     write_shard(joined[: args.shard_tokens], *((i, in_shard) if rest.size else (i + 1, 0)))
                     shard += 1
                     pending, pending_size = [rest], rest.size
