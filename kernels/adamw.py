@@ -1,9 +1,11 @@
-"""The AdamW optimizer: the launcher of adamw.cu."""
+"""The AdamW optimizer: the launcher of adamw.cu, and a model's update by it."""
 
 import numpy as np
 
+from kernels.reduce import global_norm
 from llmc import device
 from llmc.device import ceil_div
+from llmc.model import Model
 
 cu = device.source(__file__)
 
@@ -21,3 +23,22 @@ def adamw(
     cu.adamw_kernel(
         (ceil_div(n, 4 * block),), (block,), (params, grads, m, v, grad_scale, n, *map(np.float32, scalars))
     )
+
+
+def adamw_update(
+    model: Model, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, t: int, grad_clip: float = 0.0
+) -> None:
+    """One AdamW step on all parameters of a model; t counts steps from 1. weight_decay applies to its matrices alone.
+
+    grad_clip: the gradients are scaled down to this norm if theirs, which is left in model.norm[0], is larger; 0 leaves
+    them alone.
+    """
+    n = model.grads_memory.size
+    grad_scale = None
+    if grad_clip > 0:
+        global_norm(model.norm, model.grads_acts.partials, model.grads_memory, n, grad_clip)
+        grad_scale = model.norm[1:]
+    for start, end, decayed in model.decay_ranges if weight_decay else [(0, n, False)]:
+        buffers = model.params_memory, model.grads_memory, model.m_memory, model.v_memory
+        decay = weight_decay if decayed else 0.0
+        adamw(*(x[start:end] for x in buffers), grad_scale, end - start, lr, beta1, beta2, eps, decay, t)

@@ -3,6 +3,8 @@
 import numpy as np
 
 from llmc import device
+from llmc.model import Model
+from llmc.tensors import padded
 
 cu = device.source(__file__)
 
@@ -16,7 +18,14 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
     cached = min(Vp, (device.shared_memory() // 2 - 2048) // 16 * 4)
     cu.fused_classifier_kernel(
         (B * T,),
-        (device.block(1024),),
+        (cu.block(1024),),
         (logits, losses, np.float32(dloss), targets, V, Vp, cached),
         shared_mem=4 * cached,
     )
+
+
+def cross_entropy_loss(model: Model, B: int, T: int, dloss: float) -> None:
+    """Sets a model's acts(B, T).losses (B,T) from its logits and model.targets, and the logits to their gradient, where
+    `dloss` is the gradient of each single loss."""
+    acts, V = model.acts(B, T), model.config.vocab_size
+    fused_classifier(acts.logits, acts.losses, dloss, model.targets, B, T, V, padded(V))

@@ -18,7 +18,7 @@ def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int) -> Non
 
     out_T (C,N) is set to gelu(inp + bias), transposed; scratch holds (MOST_PARTIALS, C) floats.
     """
-    side, rows = device.block(16), rows_per_chunk(N, multiple=64)
+    side, rows = cu.block(16), rows_per_chunk(N, multiple=64)
     chunks = ceil_div(N, rows)
     cu.gelu_backward_kernel((ceil_div(C, 64), chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
     add_partials([dbias], scratch, chunks, C)

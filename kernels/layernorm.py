@@ -24,7 +24,7 @@ def fused_residual_forward(
 
 def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
     """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
-    block = device.block(min(1024, 32 * ceil_div(C, 128)))  # a thread for each four channels, in whole warps
+    block = cu.block(min(1024, 32 * ceil_div(C, 128)))  # a thread for each four channels, in whole warps
     cu.layernorm_forward_kernel(
         (N,),
         (block,),
@@ -42,8 +42,8 @@ def layernorm_backward(
     (None where there is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds
     (MOST_PARTIALS, 3C) floats.
     """
-    warp, row_bytes = device.warp_size(), 2 * 16 * ceil_div(C, 4)
-    warps = device.block(warp * min(8, ceil_div(C, 128))) // warp  # so many that each thread has four channels
+    warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)
+    warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # so many that each thread has four channels
     warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors(), MOST_PARTIALS)
     cu.layernorm_backward_kernel(
@@ -57,7 +57,7 @@ def layernorm_backward(
 
 def layernorm_transposed(out_T, inp, weight, bias, mean, rstd, B: int, T: int, C: int) -> None:
     """out_T (C,B*T) = the output of layernorm_forward, transposed, from its input and the mean and rstd it left."""
-    side = device.block(16)
+    side = cu.block(16)
     cu.layernorm_transposed_kernel(
         (ceil_div(C, 64), ceil_div(B * T, 64)), (side, side), (out_T, inp, mean, rstd, weight, bias, B * T, C)
     )

@@ -16,31 +16,37 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
 
 
 # cuBLAS multiplies TF32 matrices fastest when both lie along the contraction: on an H200 a weight's gradient is up to
-# 1.6 times as fast with a transposed input. From this many rows on, that is worth a transposition.
+# 1.6 times as fast with a transposed input. From this many rows on, that is worth a transposition. For the input's
+# gradient it is a weight that would be transposed, and the larger it is the less there is to gain: nothing at (1280,
+# 5120), and at (2048, 16384) the transposition takes 69 us to save 3.
 ROWS_WORTH_TRANSPOSING = 1024
+MOST_WEIGHTS_WORTH_TRANSPOSING = 12 << 20
 
 
 def matmul_backward_inp(dinp, dout, weight, weight_T, B: int, T: int, C: int, OC: int) -> None:
-    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C). weight_T: scratch for the transposed weight (C,OC), or None."""
-    if weight_T is None or B * T < ROWS_WORTH_TRANSPOSING:
+    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C). weight_T: scratch for the transposed weight (C,OC); None to do
+    without."""
+    if weight_T is None or B * T < ROWS_WORTH_TRANSPOSING or C * OC > MOST_WEIGHTS_WORTH_TRANSPOSING:
         device.sgemm(dinp, dout, weight, B * T, C, OC)
     else:
         transpose(weight_T, weight, OC, C)
         device.sgemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True)
 
 
-def matmul_backward_weight(
-    dweight, dout, inp, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool
-) -> None:
+def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
     """dweight (OC,C) += dout (B,T,OC)^T @ inp (B,T,C), or = where not accumulate, which spares zeroing and reading it.
-
-    inp_T holds the input transposed, (C,B*T), where inp is None; else it is scratch for that.
-    """
-    if inp is not None and B * T < ROWS_WORTH_TRANSPOSING:
+    inp_T (C,B*T) is scratch for the transposed input."""
+    if B * T < ROWS_WORTH_TRANSPOSING:
         device.sgemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=float(accumulate))
-        return
-    if inp is not None:
+    else:
         transpose(inp_T, inp, B * T, C)
+        matmul_backward_weight_transposed(dweight, dout, inp_T, B, T, C, OC, accumulate)
+
+
+def matmul_backward_weight_transposed(
+    dweight, dout, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool
+) -> None:
+    """matmul_backward_weight where the input is there transposed, inp_T (C,B*T)."""
     device.sgemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, beta=float(accumulate))
 
 
@@ -51,5 +57,5 @@ def matmul_backward_bias(dbias, scratch, dout, B: int, T: int, OC: int) -> None:
 
 def transpose(out, inp, N: int, C: int) -> None:
     """out (C,N) = inp (N,C)^T."""
-    side = device.block(16)
+    side = cu.block(16)
     cu.transpose_kernel((ceil_div(C, 64), ceil_div(N, 64)), (side, side), (out, inp, N, C))

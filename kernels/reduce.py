@@ -20,10 +20,10 @@ def add_partials(outs: list, partials, P: int, C: int) -> None:
 
     There are one to three outs; one that is None is left out.
     """
-    warp = device.warp_size()
+    warp = cu.warp_size
     padded = (*outs, None, None)[:3]
     cu.add_partials_kernel(
-        (ceil_div(C, warp), len(outs)), (warp, device.block(1024) // device.block(warp)), (*padded, partials, P, C)
+        (ceil_div(C, warp), len(outs)), (warp, cu.block(1024) // cu.block(warp)), (*padded, partials, P, C)
     )
 
 
@@ -43,7 +43,7 @@ def global_norm(norm, scratch, x, n: int, largest: float) -> None:
 
     norm (2) is a device array; scratch holds at least 1024 floats.
     """
-    block = device.block(512)
+    block = cu.block(512)
     blocks = max(1, min(1024, ceil_div(n, 4 * block)))
     cu.squares_partials_kernel((blocks,), (block,), (scratch, x, n))
     cu.norm_kernel((1,), (block,), (norm, scratch, blocks, np.float32(largest)))

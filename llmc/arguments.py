@@ -1,59 +1,13 @@
-"""The command line of train_gpt2_fp32.py: llm.c's one-letter flags with their meanings and defaults, each with a long
-name, and a few of our own."""
+"""The trainers' command line: llm.c's one-letter flags with their meanings and defaults, each with a long name, and a
+few of our own."""
 
 import argparse
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from llmc.checkpoint import GPT2Config
 from llmc.errors import UserError
 from llmc.schedule import SCHEDULES
-
-CHANNELS_OF_DEPTH = {6: 384, 12: 768, 24: 1024, 36: 1280, 48: 1600}  # GPT-2's sizes; heads of 64 channels
-
-EXAMPLE = """example:
-  python train_gpt2_fp32.py -i data/tiny_shakespeare -b 4 -t 1024
-  python train_gpt2_fp32.py -e d12 -i data/python_docs -b 4 -t 1024 -d 65536 -x 2000 -k cosine -u 100 --grad-clip 1"""
-
-
-@dataclass(frozen=True)
-class RandomModel:
-    """A model of random weights: its shape without the vocabulary, which the data decides."""
-
-    num_layers: int
-    num_heads: int
-    channels: int
-    max_seq_len: int = 1024
-
-    def config(self, vocab_size: int) -> GPT2Config:
-        padded = -(-vocab_size // 128) * 128
-        config = GPT2Config(self.max_seq_len, vocab_size, padded, self.num_layers, self.num_heads, self.channels)
-        config.check("-e")
-        return config
-
-
-def parse_model_descriptor(text: str) -> RandomModel | None:
-    """`d12` or `layers=4,heads=4,channels=128[,maxT=1024]`; None if the text is neither (a file, then).
-
-    Raises UserError for a descriptor with an unknown depth or a missing or unknown part.
-    """
-    depth = re.fullmatch(r"d(\d+)", text)
-    if depth:
-        channels = CHANNELS_OF_DEPTH.get(int(depth[1]))
-        if channels is None:
-            raise UserError(f"-e {text}: the depths are {', '.join(f'd{d}' for d in CHANNELS_OF_DEPTH)}")
-        return RandomModel(int(depth[1]), channels // 64, channels)
-    if "=" not in text:
-        return None
-    parts = dict(re.findall(r"(layers|heads|channels|maxT)=(\d+)(?:,|$)", text))
-    if len(parts) != text.count("=") or not {"layers", "heads", "channels"} <= parts.keys():
-        raise UserError(f"-e {text}: a model is described as layers=4,heads=4,channels=128 (and maxT=1024)")
-    model = RandomModel(*(int(parts.get(name, 1024)) for name in ("layers", "heads", "channels", "maxT")))
-    model.config(257)
-    return model
-
+from llmc.tensors import Config
 
 # The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
 
@@ -121,11 +75,27 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; --help lists the flags\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The trainer's flags, in groups."""
+ATTENTIONS = ("auto", "flash", "softmax", "relu")
+
+
+def add_device_arguments(parser) -> None:
+    """The flags that say how a model computes, for every program that runs one."""
+    add = parser.add_argument
+    add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
+    add("-f", "--tf32", type=on_off, default=True, metavar="0|1", help="matrix products in TF32 where the GPU can (1)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
+
+
+def make_parser(config: type[Config]) -> argparse.ArgumentParser:
+    """The flags of the program that trains models of these sizes, in groups."""
+    preset, description = next(iter(config.PRESETS.items()))
+    names = ", ".join(config.PRESETS)
+    recipe = "-b 4 -t 1024 -d 65536 -x 2000 -k cosine -u 100 --grad-clip 1"
     parser = Parser(
-        description="Train GPT-2 in fp32 (llm.c's trainer in Python).",
-        epilog=EXAMPLE,
+        description=f"Train {config.NAME} in fp32 (llm.c's trainer in Python).",
+        epilog=f"""examples:
+  python {config.SCRIPT} -i data/tiny_shakespeare -b 4 -t 1024
+  python {config.SCRIPT} -e {preset} -i data/python_docs {recipe}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -146,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
         "data and model",
         ("-i --data", str, "data/tiny_shakespeare", "PREFIX", "prefix, file or glob of token files (%(default)s)"),
         ("-j --val-data", str, None, "PREFIX", "the same for validation (the prefix of -i)"),
-        ("-e --model", str, "gpt2_124M.bin", "MODEL", "a .bin, or random weights: d12, layers=4,heads=4,channels=128"),
+        ("-e --model", str, config.DEFAULT_MODEL, "MODEL", f"a .bin, or random weights: {names}, or {description}"),
         ("-o --log", str, None, "FILE", "log file"),
     )
     group(
@@ -181,27 +151,21 @@ def make_parser() -> argparse.ArgumentParser:
         ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
     )
-    group(
-        "how it computes",
-        ("-a --attention", ("auto", "flash", "softmax", "relu"), "auto", None, "auto: flash on CUDA, else softmax"),
-        ("-f --tf32", on_off, True, "0|1", "matrix products in TF32 where the GPU can (1)"),
-        ("--device", ("auto", "cuda", "cpu"), "auto", None, "auto: CUDA where it works, else the CPU"),
-    )
+    add_device_arguments(parser.add_argument_group("how it computes"))
     return parser
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The flags, checked one by one and against each other. Exits with code 2 for a wrong flag; raises UserError for
-    values that do not fit together."""
-    parser = make_parser()
-    args = parser.parse_args(arguments)
+def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
+    """The flags of the program that trains models of these sizes, checked one by one and against each other. Exits with
+    code 2 for a wrong flag; raises UserError for values that do not fit together."""
+    args = make_parser(config).parse_args(arguments)
     args.B, args.T = args.batch_size, args.sequence_length
     if args.val_data is None and (Path(args.data).is_file() or any(c in args.data for c in "*?[")):
         raise UserError(f"-i {args.data} names files of training data: name those for validation with -j")
     args.val_data = args.val_data or args.data
     args.shuffle_seed = args.seed
     args.seed = 1337 if args.seed is None else args.seed
-    args.random_model = parse_model_descriptor(args.model)
+    config.described(args.model)  # says what is wrong with a description before anything takes time
     if args.total_batch_size and args.total_batch_size % (args.B * args.T):
         raise UserError(f"-d {args.total_batch_size} is not a multiple of B*T = {args.B * args.T}: change -d, -b or -t")
     if (args.resume or args.checkpoint_every) and not args.checkpoint_dir:

@@ -1,108 +1,110 @@
 """Models, debug states and training checkpoints on disk.
 
-A model `.bin` and a debug state `.bin` are llm.c's own formats: a header of 256 int32, then raw fp32 tensors.
-A training checkpoint is a directory that holds all a run needs to go on as if it had never stopped:
+A model `.bin` is a header of 32-bit words, which the model's Config knows to read and write, then raw fp32 tensors. A
+debug state `.bin` is llm.c's. A training checkpoint is a directory that holds all a run needs to go on as if it had
+never stopped:
 
     step_00000020/
-      model.bin       the parameters, as an llm.c model
+      model.bin       the parameters, as a model
       optimizer.bin   header int32[256]: 20241121, 1, then the number of parameters as two int32, low half first;
                       fp32 m, then fp32 v, each in the order of the parameters
       state.json      the step, what the run wants remembered, and sizes and CRC-32 of the other two files
 """
 
 import json
+import math
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
 
 from llmc.errors import UserError
-from llmc.files import DEBUG_STATE, HEADER_BYTES, MODEL, file_size, make_header, read_header, replacing
-
-FETCH = "fetch it with dev/download_starter_pack.sh, or start from random weights with -e d12"
-
-
-@dataclass(frozen=True)
-class GPT2Config:
-    """The sizes that fix every tensor of the model. The names in brackets are the ones used for shapes."""
-
-    max_seq_len: int        # (maxT) longest sequence: rows of wpe
-    vocab_size: int         # (V) tokens that the tokenizer knows
-    padded_vocab_size: int  # (Vp) V rounded up to a multiple of 128: rows of wte
-    num_layers: int         # (L)
-    num_heads: int          # (NH)
-    channels: int           # (C)
-
-    def check(self, source: str) -> None:
-        """Raises UserError, naming `source`, for sizes that make no model."""
-        for name, value in vars(self).items():
-            if value < 1:
-                raise UserError(f"{source}: {name} is {value}; it must be at least 1")
-        if self.channels % self.num_heads:
-            raise UserError(f"{source}: {self.channels} channels cannot be split among {self.num_heads} heads evenly")
-        if self.padded_vocab_size < self.vocab_size or self.padded_vocab_size % 128:
-            raise UserError(
-                f"{source}: padded_vocab_size is {self.padded_vocab_size}; "
-                f"it must be a multiple of 128, no less than vocab_size {self.vocab_size}"
-            )
-
-
-def num_parameters(config: GPT2Config) -> int:
-    """How many fp32 numbers a model has, padding of the vocabulary included."""
-    C = config.channels
-    embeddings = (config.padded_vocab_size + config.max_seq_len) * C
-    weights = (3 + 1 + 4 + 4) * C * C  # qkv, attproj, fc, fcproj
-    biases_and_layernorms = (3 + 1 + 4 + 1) * C + 4 * C
-    return embeddings + config.num_layers * (weights + biases_and_layernorms) + 2 * C
-
+from llmc.files import DEBUG_STATE, HEADER_BYTES, file_size, make_header, read_header, replacing
+from llmc.tensors import Config, layout, num_parameters
 
 # Models
 
 
-def read_model_header(path: str | Path) -> GPT2Config:
-    """The sizes of the model in `path`, an llm.c `.bin` of version 3.
+def model_path(path: str | Path) -> Path:
+    """The file of a model that is named by itself or by the directory of its checkpoint."""
+    return Path(path) / "model.bin" if Path(path).is_dir() else Path(path)
+
+
+def read_model_header(path: str | Path, kind: type[Config]) -> Config:
+    """The sizes of the model in `path`.
 
     Raises UserError where the file is missing, of another kind or version, has senseless sizes, or is not as long as
     its own header says.
     """
-    header = read_header(path, MODEL, FETCH)
-    version = int(header[1])
-    if version != 3:
-        kind = {1: "fp32 without padding", 2: "bf16 without padding", 5: "bf16"}.get(version, "unknown")
-        raise UserError(f"{path}: model version {version} ({kind}); version 3 (fp32) is needed: {FETCH}")
-    max_seq_len, vocab_size, num_layers, num_heads, channels, padded_vocab_size = (int(n) for n in header[2:8])
-    config = GPT2Config(max_seq_len, vocab_size, padded_vocab_size, num_layers, num_heads, channels)
+    header = read_header(path, kind.MAGIC, kind.FETCH, kind.HEADER_BYTES)
+    config = kind.from_header(header, str(path))
     config.check(str(path))
-    _check_size(path, HEADER_BYTES + 4 * num_parameters(config))
+    _check_size(path, kind.HEADER_BYTES + 4 * _file_layout(config)[1], kind.FETCH)
     return config
 
 
-def read_model(path: str | Path) -> tuple[GPT2Config, np.ndarray]:
-    """The model in `path`: its sizes, and its parameters as one read-only memory map, fp32 (num_parameters,).
+def read_model(path: str | Path, kind: type[Config]) -> tuple[Config, dict[str, np.ndarray]]:
+    """The model in `path`: its sizes, and the file's tensors by name, in its order, as read-only memory maps, fp32.
 
     Raises UserError as `read_model_header` does.
     """
-    config = read_model_header(path)
-    return config, np.memmap(path, dtype="<f4", mode="r", offset=HEADER_BYTES)
+    config = read_model_header(path, kind)
+    body = np.memmap(path, dtype="<f4", mode="r", offset=kind.HEADER_BYTES)
+    starts, _ = _file_layout(config)
+    return config, {
+        name: body[start : start + math.prod(shape)].reshape(shape) for name, (start, shape) in starts.items()
+    }
 
 
-def write_model(path: str | Path, config: GPT2Config, params: np.ndarray) -> None:
-    """Writes parameters, fp32 (num_parameters,) in the file's order, as an llm.c model of version 3.
+def write_model(path: str | Path, config: Config, params) -> None:
+    """Writes parameters, fp32 (num_parameters,) in the order of their table, on the host or the device, as a model.
 
     `path` appears whole or not at all. Raises UserError where the system refuses to write.
     """
-    _write(path, _model_header(config), _flat(params, config))
+    _write(path, _model_pieces(config, params))
 
 
-def _model_header(config: GPT2Config) -> np.ndarray:
-    return make_header(
-        MODEL, 3, config.max_seq_len, config.vocab_size,
-        config.num_layers, config.num_heads, config.channels, config.padded_vocab_size,
-    )
+@contextmanager
+def new_model(path: str | Path, config: Config) -> Iterator[dict[str, np.ndarray]]:
+    """The tensors of a model file that is being made, by name, all 0, to be filled in the block; `path` appears once
+    the block is done, or not at all. They lie in the file itself, so that a model larger than the memory can be made.
+
+    Raises UserError where the system refuses to write.
+    """
+    starts, length = _file_layout(config)
+    with replacing(path) as file:
+        file.write(config.header().tobytes())
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, config.HEADER_BYTES + 4 * length)  # a disk that is full says so here
+        body = np.memmap(file, dtype="<f4", mode="r+", offset=config.HEADER_BYTES, shape=(length,))
+        yield {name: body[start : start + math.prod(shape)].reshape(shape) for name, (start, shape) in starts.items()}
+        body.flush()
+
+
+def _file_layout(config: Config) -> tuple[dict[str, tuple[int, tuple]], int]:
+    return layout(config.file_tensors(), config.sizes(), align=1)
+
+
+def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:
+    """A model file's contents."""
+    _check_length(params, config)
+    yield config.header()
+    there, _ = layout(config.parameters(), config.sizes(), align=1)
+    for name, (_, shape) in _file_layout(config)[0].items():
+        length = math.prod(shape)
+        if name in there:
+            start = there[name][0]
+            yield from device.pieces(params[start : start + length])
+        else:
+            yield np.zeros(length, "<f4")
 
 
 # Debug states: a batch, and what one forward and backward pass of a reference implementation made of it
@@ -119,7 +121,7 @@ class DebugState:
     grads: np.ndarray   # fp32 (num_parameters,), of the mean loss, in the order of the parameters
 
 
-def read_debug_state(path: str | Path, config: GPT2Config) -> DebugState:
+def read_debug_state(path: str | Path, config: Config) -> DebugState:
     """The debug state in `path`, version 2, that belongs to a model of the given sizes.
 
     Its arrays are read-only memory maps. Raises UserError where the file is missing, of another kind or version, or of
@@ -144,7 +146,7 @@ def read_debug_state(path: str | Path, config: GPT2Config) -> DebugState:
 
 def write_debug_state(
     path: str | Path,
-    config: GPT2Config,
+    config: Config,
     x: np.ndarray,
     y: np.ndarray,
     logits: np.ndarray,
@@ -155,8 +157,10 @@ def write_debug_state(
     B, T = x.shape
     if y.shape != (B, T) or logits.shape != (B, T, config.vocab_size):
         raise ValueError(f"x {x.shape}, y {y.shape} and logits {logits.shape} do not belong together")
-    numbers = np.asarray(logits, "<f4"), np.asarray([loss], "<f4"), _flat(grads, config)
-    _write(path, make_header(DEBUG_STATE, 2, B, T), np.asarray(x, "<i4"), np.asarray(y, "<i4"), *numbers)
+    _check_length(grads, config)
+    tokens = np.asarray(x, "<i4"), np.asarray(y, "<i4")
+    numbers = np.asarray(logits, "<f4"), np.asarray([loss], "<f4"), np.asarray(grads, "<f4")
+    _write(path, (make_header(DEBUG_STATE, 2, B, T), *tokens, *numbers))
 
 
 # Training checkpoints
@@ -165,29 +169,25 @@ OPTIMIZER = 20241121
 OLDER = "resume from an older checkpoint, or remove this one"
 
 
-def save_checkpoint(
-    directory: str | Path, step: int, config: GPT2Config, params: np.ndarray, m: np.ndarray, v: np.ndarray, state: dict
-) -> Path:
+def save_checkpoint(directory: str | Path, step: int, config: Config, params, m, v, state: dict) -> Path:
     """Writes the checkpoint `directory/step_<step>` and returns its path.
 
-    params, m and v are fp32 (num_parameters,); `state` is anything JSON can hold. All is written and synced in a
-    directory beside, which is then renamed, so the checkpoint appears complete or not at all. One that is already
-    there for the same step is replaced. Raises UserError where the system refuses to write.
+    params, m and v are fp32 (num_parameters,), on the host or the device; `state` is anything JSON can hold. All is
+    written and synced in a directory beside, which is then renamed, so the checkpoint appears complete or not at all.
+    One that is already there for the same step is replaced. Raises UserError where the system refuses to write.
     """
     directory = Path(directory)
     final = directory / f"step_{step:08d}"
     part = directory / f"{final.name}.part"
     replaced = directory / f"{final.name}.replaced.part"
-    n = num_parameters(config)
-    optimizer_header = make_header(OPTIMIZER, 1, *np.array([n], "<i8").view("<i4"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove(*directory.glob("step_*.part"))  # what a run that was killed left
         part.mkdir()
         try:
             files = {
-                "model.bin": _write(part / "model.bin", _model_header(config), _flat(params, config)),
-                "optimizer.bin": _write(part / "optimizer.bin", optimizer_header, _flat(m, config), _flat(v, config)),
+                "model.bin": _write(part / "model.bin", _model_pieces(config, params)),
+                "optimizer.bin": _write(part / "optimizer.bin", _optimizer_pieces(config, m, v)),
             }
             record = json.loads(json.dumps({"step": step, "files": files, "state": state}))  # as a reader will see it
             with replacing(part / "state.json") as file:
@@ -218,8 +218,11 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
     return next(iter(_complete_checkpoints(directory)), None)
 
 
-def load_checkpoint(path: str | Path) -> tuple[GPT2Config, np.ndarray, np.ndarray, np.ndarray, dict]:
-    """Reads the checkpoint directory `path`: (config, params, m, v, state), arrays fp32 (num_parameters,), read-only.
+def load_checkpoint(
+    path: str | Path, kind: type[Config]
+) -> tuple[Config, dict[str, np.ndarray], np.ndarray, np.ndarray, dict]:
+    """Reads the checkpoint directory `path`: (config, tensors, m, v, state). config and tensors are `read_model`'s; m
+    and v are fp32 (num_parameters,), read-only.
 
     `state` is what `save_checkpoint` was given, and has the checkpoint's own step under "step". Every byte is checked
     against the recorded CRC-32. Raises UserError where a file is missing or damaged.
@@ -230,12 +233,12 @@ def load_checkpoint(path: str | Path) -> tuple[GPT2Config, np.ndarray, np.ndarra
         _check_size(path / name, expected["bytes"], OLDER)
         if _file_crc32(path / name) != expected["crc32"]:
             raise UserError(f"{path / name}: damaged (its CRC-32 is not the recorded one); {OLDER}")
-    config, params = read_model(path / "model.bin")
+    config, tensors = read_model(path / "model.bin", kind)
     n = num_parameters(config)
     moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
     if moments.size != 2 * n:
         raise UserError(f"{path / 'optimizer.bin'}: made for another model than model.bin beside it; {OLDER}")
-    return config, params, moments[:n], moments[n:], record["state"] | {"step": record["step"]}
+    return config, tensors, moments[:n], moments[n:], record["state"] | {"step": record["step"]}
 
 
 def prune_checkpoints(directory: str | Path, keep: int) -> list[Path]:
@@ -296,11 +299,18 @@ def _file_crc32(path: Path) -> int:
     return crc
 
 
-def _write(path: str | Path, *arrays: np.ndarray) -> dict:
+def _optimizer_pieces(config: Config, m, v) -> Iterator[np.ndarray]:
+    yield make_header(OPTIMIZER, 1, *np.array([num_parameters(config)], "<i8").view("<i4"))
+    for moment in (m, v):
+        _check_length(moment, config)
+        yield from device.pieces(moment)
+
+
+def _write(path: str | Path, pieces: Iterable[np.ndarray]) -> dict:
     """Writes arrays one after the other; returns what a checkpoint records of the file."""
     crc = size = 0
     with replacing(path) as file:
-        for array in arrays:
+        for array in pieces:
             data = memoryview(np.ascontiguousarray(array)).cast("B")
             file.write(data)
             crc = zlib.crc32(data, crc)
@@ -308,13 +318,12 @@ def _write(path: str | Path, *arrays: np.ndarray) -> dict:
     return {"bytes": size, "crc32": crc}
 
 
-def _flat(values: np.ndarray, config: GPT2Config) -> np.ndarray:
+def _check_length(values, config: Config) -> None:
     if values.shape != (num_parameters(config),):
         raise ValueError(f"expected {num_parameters(config)} values for {config}, got shape {values.shape}")
-    return np.asarray(values, "<f4")
 
 
-def _check_size(path: str | Path, expected: int, remedy: str = FETCH) -> None:
+def _check_size(path: str | Path, expected: int, remedy: str) -> None:
     size = file_size(path, remedy)
     if size != expected:
         raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {remedy}")

@@ -6,11 +6,14 @@ products are cuBLAS's or NumPy's. CuPy is imported only when CUDA is used.
 """
 
 import ctypes
+import functools
+import inspect
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 # Idle OpenMP threads spin, and steal the cores from the kernels that run next. OpenBLAS's do so too, lose much when a
@@ -25,6 +28,8 @@ from llmc import cpu  # noqa: E402
 from llmc.errors import UserError  # noqa: E402
 
 NVRTC_OPTIONS = ("--std=c++17",)
+PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
+CUBLAS_WORKSPACE = 32 << 20  # bytes
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -52,11 +57,22 @@ class Source:
     """A .cu file whose kernels are its attributes: `source.some_kernel(grid, block, args, shared_mem=0)` launches one.
 
     grid and block are tuples; args are device arrays for pointers, Python ints for integers and np.float32 for floats.
-    The file is compiled for the device in use when a kernel of it is first called.
+    The file is compiled for the device in use when a kernel of it is first called, or its warp size is asked for.
     """
 
     def __init__(self, path: Path):
         self._path = path
+
+    @property
+    def warp_size(self) -> int:
+        """Lanes in a warp of this file's kernels: 32 on CUDA; on the CPU 1, but 32 where LLMC_CPU_WARP=32 or the file
+        itself fixes WARP_SIZE."""
+        return _device.warp_size(self._path)
+
+    def block(self, threads: int) -> int:
+        """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but
+        one where a warp is a single thread, so that on the CPU nobody waits for anybody."""
+        return threads if self.warp_size > 1 else 1
 
     def __getattr__(self, name: str) -> Callable:
         kernel = _device.kernel(self._path, name)
@@ -84,7 +100,6 @@ class CudaKernel:
 
 class CudaDevice:
     kind = "cuda"
-    warp_size = 32
 
     def __init__(self):
         import cupy
@@ -101,28 +116,20 @@ class CudaDevice:
         # A stream of our own: the default one can not be captured into a graph.
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
-        # CuPy refuses to call cuBLAS while a stream is being captured, so its functions are called by ctypes, on CuPy's
-        # handle. CuPy has loaded the library already; the name alone finds it. cuBLAS is given its workspace: it would
-        # otherwise allocate one during a capture.
         self.blas_handle = get_cublas_handle()
-        cublas.setStream(self.blas_handle, self.stream.ptr)
-        self.blas = ctypes.CDLL(f"libcublas.so.{runtime.runtimeGetVersion() // 1000}")
-        self.workspace = cupy.empty(32 << 20, np.uint8)
-        size = ctypes.c_size_t(self.workspace.nbytes)
-        check_cublas(
-            self.blas.cublasSetWorkspace_v2(ctypes.c_void_p(self.blas_handle), pointer(self.workspace), size)
-        )
+        self.blas = cublas
+        self.captured_blas = CapturedBlas(runtime.runtimeGetVersion() // 1000)
+        self.workspace = cupy.empty(CUBLAS_WORKSPACE, np.uint8)
+        self.capturing, self.recording = False, True
         self.use_tf32(True)
 
     def use_tf32(self, on: bool) -> bool:
-        from cupy.cuda import cublas
-
         self.tf32 = on and self.compute_capability >= 80
-        cublas.setMathMode(self.blas_handle, 3 if self.tf32 else 0)  # 3: CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
+        self.blas.setMathMode(self.blas_handle, 3 if self.tf32 else 0)  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
         return self.tf32
 
-    def block(self, threads: int) -> int:
-        return threads
+    def warp_size(self, path: Path) -> int:
+        return 32
 
     def empty(self, shape, dtype):
         return self.cupy.empty(shape, dtype)
@@ -143,6 +150,9 @@ class CudaDevice:
 
     def to_host(self, array) -> np.ndarray:
         return self.cupy.asnumpy(array)
+
+    def pieces(self, array) -> Iterator[np.ndarray]:
+        yield from (self.to_host(array[start : start + PIECE]) for start in range(0, array.size, PIECE))
 
     def fill_zero(self, array) -> None:
         array.data.memset_async(0, array.nbytes, self.stream)
@@ -171,26 +181,71 @@ class CudaDevice:
 
     def sgemm(self, c, a, b, m, n, k, trans_a, trans_b, beta) -> None:
         # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
-        check_cublas(
-            self.blas.cublasSgemm_v2(
-                ctypes.c_void_p(self.blas_handle), int(trans_b), int(trans_a), n, m, k, ctypes.byref(ONE),
-                pointer(b), k if trans_b else n, pointer(a), m if trans_a else k,
-                ctypes.byref(ctypes.c_float(beta)), pointer(c), n,
-            )
+        blas = self.captured_blas if self.capturing else self.blas
+        blas.sgemm(
+            self.blas_handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0),
+            b.data.ptr, k if trans_b else n, a.data.ptr, m if trans_a else k, address_of(beta), c.data.ptr, n,
         )  # fmt: skip
 
     def sgemm_strided_batched(self, c, a, b, m, n, k, trans_a, trans_b, count) -> None:
-        check_cublas(
-            self.blas.cublasSgemmStridedBatched(
-                ctypes.c_void_p(self.blas_handle), int(trans_b), int(trans_a), n, m, k, ctypes.byref(ONE),
-                pointer(b), k if trans_b else n, ctypes.c_longlong(n * k),
-                pointer(a), m if trans_a else k, ctypes.c_longlong(m * k),
-                ctypes.byref(ZERO), pointer(c), n, ctypes.c_longlong(m * n), count,
-            )
+        blas = self.captured_blas if self.capturing else self.blas
+        blas.sgemmStridedBatched(
+            self.blas_handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0),
+            b.data.ptr, k if trans_b else n, n * k, a.data.ptr, m if trans_a else k, m * k,
+            address_of(0.0), c.data.ptr, n, m * n, count,
         )  # fmt: skip
 
+    def capture(self, work: Callable[[], None]):
+        """The launches of `work` as a CUDA graph; none of them is done."""
+        # Each of CuPy's calls sets the handle's stream, and that takes from cuBLAS the workspace that it was given. It
+        # needs one: it would otherwise allocate memory, which a capture forbids.
+        self.blas.setStream(self.blas_handle, self.stream.ptr)
+        self.captured_blas.set_workspace(self.blas_handle, self.workspace.data.ptr, self.workspace.nbytes)
+        self.stream.begin_capture()
+        self.capturing = True
+        try:
+            work()
+        finally:
+            self.capturing = False
+            graph = self.stream.end_capture()
+        return graph
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        return Recording(self.stream, work)
+        return Recording(self, work) if self.recording else work
+
+
+class CapturedBlas:
+    """cuBLAS's products for the time of a capture, when CuPy refuses to call them: the same functions by ctypes, with
+    the arguments of CuPy's. CuPy has loaded the library already; the name alone finds it."""
+
+    def __init__(self, cuda_version: int):
+        library = ctypes.CDLL(f"libcublas.so.{cuda_version}")
+        pointer, size, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+        shape = [pointer, number, number, number, number, number, pointer]  # handle, transpositions, n, m, k, alpha
+        self.sgemm = library.cublasSgemm_v2
+        self.sgemm.argtypes = [*shape, pointer, number, pointer, number, pointer, pointer, number]
+        self.sgemmStridedBatched = library.cublasSgemmStridedBatched
+        matrix = [pointer, number, size]
+        self.sgemmStridedBatched.argtypes = [*shape, *matrix, *matrix, pointer, *matrix, number]
+        self.set_workspace = library.cublasSetWorkspace_v2
+        self.set_workspace.argtypes = [pointer, pointer, ctypes.c_size_t]
+        for function in (self.sgemm, self.sgemmStridedBatched, self.set_workspace):
+            function.errcheck = check_cublas
+
+
+def check_cublas(status: int, function, arguments) -> None:
+    if status != 0:
+        raise RuntimeError(f"{function.__name__} failed with status {status}")
+
+
+@functools.cache
+def address_of(factor: float) -> int:
+    """Where a product's factor lies on the host, as cuBLAS wants it."""
+    FACTORS.append(np.array([factor], np.float32))
+    return FACTORS[-1].ctypes.data
+
+
+FACTORS: list[np.ndarray] = []  # keeps them where they are
 
 
 class CudaEvent:
@@ -210,8 +265,8 @@ class Recording:
     are. The first call also loads every kernel, which a capture could not do.
     """
 
-    def __init__(self, stream, work: Callable[[], None]):
-        self.stream, self.work = stream, work
+    def __init__(self, device: CudaDevice, work: Callable[[], None]):
+        self.device, self.work = device, work
         self.calls, self.graph = 0, None
 
     def __call__(self) -> None:
@@ -220,24 +275,8 @@ class Recording:
             self.work()
             return
         if self.graph is None:
-            self.stream.begin_capture()
-            try:
-                self.work()
-            finally:
-                self.graph = self.stream.end_capture()
-        self.graph.launch(self.stream)
-
-
-ONE, ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
-
-
-def pointer(array) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.data.ptr)
-
-
-def check_cublas(status: int) -> None:
-    if status != 0:
-        raise RuntimeError(f"cuBLAS failed with status {status}")
+            self.graph = self.device.capture(self.work)
+        self.graph.launch(self.device.stream)
 
 
 class CpuDevice:
@@ -245,11 +284,12 @@ class CpuDevice:
     compute_capability = 0
     tf32 = False
     shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
+    recording = False
     multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
 
     def __init__(self):
         self.modules = {}
-        self.warp_size = cpu.warp_size()
+        cpu.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
         cores = cpu.threads()
         self.pool = ThreadPoolExecutor(cores)
         self.name = f"CPU, {cores} cores"
@@ -257,8 +297,8 @@ class CpuDevice:
     def use_tf32(self, on: bool) -> bool:
         return False
 
-    def block(self, threads: int) -> int:
-        return threads if self.warp_size > 1 else 1
+    def warp_size(self, path: Path) -> int:
+        return self.module(path).warp_size
 
     def empty(self, shape, dtype):
         return np.empty(shape, dtype)
@@ -276,6 +316,9 @@ class CpuDevice:
 
     def to_host(self, array) -> np.ndarray:
         return np.array(array)
+
+    def pieces(self, array) -> Iterator[np.ndarray]:
+        yield array
 
     def fill_zero(self, array) -> None:
         array.fill(0)
@@ -295,9 +338,12 @@ class CpuDevice:
         return int(available[1]) << 10 if available else total, total
 
     def kernel(self, path: Path, name: str) -> Callable:
+        return self.module(path).kernel(name)
+
+    def module(self, path: Path) -> cpu.Module:
         if path not in self.modules:
             self.modules[path] = cpu.compile_source(path)
-        return self.modules[path].kernel(name)
+        return self.modules[path]
 
     def compile_all(self, paths: list[Path]) -> None:
         self.modules.update(zip(paths, cpu.compile_all(paths), strict=True))
@@ -344,6 +390,37 @@ class CpuEvent:
         return self.time
 
 
+class ObservedDevice:
+    """A device with an observer in front of its kernel launches, matrix products and memsets."""
+
+    def __init__(self, device: CudaDevice | CpuDevice, observer: Callable):
+        self.device, self.observer = device, observer
+        for name in ("sgemm", "sgemm_strided_batched", "fill_zero"):
+            work = getattr(device, name)
+            setattr(self, name, functools.partial(self.call, name, work, list(inspect.signature(work).parameters)))
+
+    def __getattr__(self, name: str):
+        return getattr(self.device, name)
+
+    def call(self, name: str, work: Callable, parameters: list[str], *arguments) -> None:
+        self.observer(name, dict(zip(parameters, arguments, strict=True)), lambda: work(*arguments))
+
+    def kernel(self, path: Path, name: str) -> Callable:
+        kernel, parameters = self.device.kernel(path, name), kernel_parameters(path)[name]
+
+        def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+            arguments = dict(zip(parameters, args, strict=True))
+            self.observer(name, arguments, lambda: kernel(grid, block, args, shared_mem))
+
+        return launch
+
+
+def kernel_parameters(path: Path) -> dict[str, list[str]]:
+    """The kernels that a .cu file declares, each with the names of its parameters."""
+    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
+    return {name: [re.findall(r"\w+", one)[-1] for one in parameters.split(",")] for name, parameters in declared}
+
+
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
     """The beginning of a contiguous array as `count` matrices (rows, columns), each of which may lie transposed."""
     flat = array.reshape(-1)[: count * rows * columns]
@@ -376,8 +453,7 @@ def use(kind: str = "auto") -> str:
                     "cupy-cuda13x[ctk]), or run with --device cpu"
                 ) from None
     _device = device or CpuDevice()
-    for source in _sources:
-        source._forget()
+    forget_kernels()
     return _device.kind
 
 
@@ -403,17 +479,6 @@ def name() -> str:
     return _device.name
 
 
-def warp_size() -> int:
-    """Lanes in a warp: 32 on CUDA, 1 on the CPU unless LLMC_CPU_WARP=32."""
-    return _device.warp_size
-
-
-def block(threads: int) -> int:
-    """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but one
-    where a warp is a single thread, so that on the CPU nobody waits for anybody."""
-    return _device.block(threads)
-
-
 def compute_capability() -> int:
     """A GPU's compute capability, 90 for 9.0; 0 on the CPU."""
     return _device.compute_capability
@@ -437,6 +502,33 @@ def use_tf32(on: bool) -> bool:
 def tf32() -> bool:
     """Whether matrix products round their operands to TF32."""
     return _device.tf32
+
+
+def use_recording(on: bool) -> None:
+    """Let `record` replay what it is given as a graph (where there are graphs), or leave every launch to be seen."""
+    _device.recording = on
+
+
+@contextmanager
+def observe(observer: Callable[[str, dict, Callable[[], None]], None]) -> Iterator[None]:
+    """Within the block, `observer(name, arguments, work)` stands for every kernel launch, matrix product and memset: it
+    has to call `work()`. name: the kernel's, "sgemm", "sgemm_strided_batched" or "fill_zero"; arguments: by the names
+    of its parameters. What `record` replays is not seen (see `use_recording`)."""
+    global _device
+    observed = _device
+    _device = ObservedDevice(observed, observer)
+    forget_kernels()
+    try:
+        yield
+    finally:
+        _device = observed
+        forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Let every source look its kernels up again, on the device that is now in use."""
+    for source in _sources:
+        source._forget()
 
 
 def empty(shape, dtype=np.float32):
@@ -479,6 +571,11 @@ def to_host(array) -> np.ndarray:
     return _device.to_host(array)
 
 
+def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """A flat device or host array, piece by piece on the host, so that there is never a whole copy of it."""
+    return iter([array]) if isinstance(array, np.ndarray) else _device.pieces(array)
+
+
 def fill_zero(array) -> None:
     """Set a contiguous device array to zero."""
     _device.fill_zero(array)
@@ -516,7 +613,8 @@ def sgemm_strided_batched(
 
 
 def record(work: Callable[[], None]) -> Callable[[], None]:
-    """A function that does `work` each time it is called; on CUDA as a replayed graph from the second call on.
+    """A function that does `work` each time it is called; on CUDA as a replayed graph from the second call on, unless
+    `use_recording` has turned that off.
 
     `work` must give the device the same launches on the same arrays every time, and may not copy to or from the host.
     """

@@ -2,12 +2,8 @@
 
 import re
 import signal
-from argparse import Namespace
-from pathlib import Path
 
 from llmc import device
-from llmc.checkpoint import GPT2Config, num_parameters
-from llmc.dataloader import DataLoader
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -24,11 +20,6 @@ def tf32_peak() -> float | None:
     return next((1e12 * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name())), None)
 
 
-def flops_per_token(config: GPT2Config, T: int) -> float:
-    """Forward and backward FLOPs a token: 6 for each weight and 6 L C T for causal attention, as llm.c counts them."""
-    return 6.0 * num_parameters(config) + 6.0 * config.num_layers * config.channels * T
-
-
 def print_table(sections: list[list[tuple[str, object]]]) -> None:
     """llm.c's start-up table: sections of (parameter, value)."""
     rule = "+-----------------------+----------------------------------------------------+"
@@ -40,57 +31,6 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
         for parameter, value in section:
             print(row.format(parameter, str(value)))
         print(rule, flush=True)
-
-
-def run_table(
-    args: Namespace, model, tokenizer_path: Path | None, train_loader: DataLoader, val_loader: DataLoader,
-    val_batches: int, steps: int, first_step: int,
-) -> list[list[tuple[str, object]]]:  # fmt: skip
-    """The sections of the start-up table: every setting of the run, and what it found. model is the trainer's GPT2."""
-    config, accumulation = model.config, (args.total_batch_size or args.B * args.T) // (args.B * args.T)
-    return [
-        [
-            ("device", device.name()),
-            ("matrix products", "TF32" if device.tf32() else "fp32"),
-            ("attention", model.attention),
-        ],
-        [
-            ("train data", args.data),
-            ("val data", args.val_data),
-            ("tokenizer", tokenizer_path or "none: samples are printed as numbers"),
-            ("HellaSwag", args.hellaswag or "none"),
-            ("log file", args.log or "none"),
-            ("order", "as in the file" if args.shuffle_seed is None else f"shuffled by seed {args.shuffle_seed}"),
-        ],
-        [
-            ("batch size B", args.B),
-            ("sequence length T", args.T),
-            ("batches a step", f"{accumulation}: {accumulation * args.B * args.T} tokens"),
-            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
-            ("final fraction", args.final_fraction),
-            ("weight decay", args.weight_decay),
-            ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
-            ("val every, batches", f"{args.val_every} steps, {val_batches}"),
-            ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
-            ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
-             if args.checkpoint_dir else "none"),
-            ("seed", args.seed),
-        ],
-        [
-            ("model", args.model if first_step == 0 else f"checkpoint of step {first_step}"),
-            ("max sequence length", config.max_seq_len),
-            ("vocabulary", f"{config.vocab_size}, padded to {config.padded_vocab_size}"),
-            ("layers/heads/channels", f"{config.num_layers}, {config.num_heads}, {config.channels}"),
-            ("parameters", num_parameters(config)),
-        ],
-        [
-            ("train tokens", f"{train_loader.num_tokens} ({train_loader.num_batches} batches)"),
-            ("val tokens", f"{val_loader.num_tokens} ({val_loader.num_batches} batches)"),
-            ("steps", f"{steps}" if first_step == 0 else f"{first_step} to {steps}"),
-        ],
-        [(name, f"{megabytes} MiB") for name, megabytes in model.megabytes.items()]
-        + [("in all", f"{sum(model.megabytes.values())} MiB")],
-    ]  # fmt: skip
 
 
 class StepTimer:
@@ -115,17 +55,17 @@ class StepTimer:
 
 def print_step(
     step: int, steps: int, loss: float, norm: float | None, learning_rate: float, ms: float, average_ms: float,
-    tokens: int, config: GPT2Config, T: int,
+    tokens: int, flops: float,
 ) -> None:  # fmt: skip
     """One line for a finished step, counted from 1. norm: of the gradients, where it was computed; average_ms: a step's
-    recent average, for the time left; tokens: of a step."""
+    recent average, for the time left; tokens and flops: of a step."""
     parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {1000 * tokens / ms:.0f} tok/s)"]
     if norm is not None:
         parts.append(f"norm {norm:.4f}")
     parts.append(f"lr {learning_rate:.2e}")
     peak = tf32_peak()
     if peak:
-        parts.append(f"{100 * tokens * flops_per_token(config, T) / (ms / 1000) / peak:.1f}% of TF32 peak")
+        parts.append(f"{100 * flops / (ms / 1000) / peak:.1f}% of TF32 peak")
     parts.append(f"{duration(average_ms / 1000 * (steps - step))} left")
     print(", ".join(parts), flush=True)
 

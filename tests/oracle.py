@@ -1,8 +1,8 @@
 """What kernels and models are checked against, and how closely.
 
 Three parts: relative error with its tolerances; device memory that notices what a kernel should not have done; and
-GPT-2 in float64, once in plain PyTorch (with ReLU attention too) and once as Hugging Face's GPT2LMHeadModel.
-A table of parameters is a dict from llm.c's tensor names to float64 tensors in the shapes of the model file:
+every model in float64, once in plain PyTorch (with ReLU attention too) and once as transformers has it.
+A table of parameters is a dict from our tensor names to float64 tensors in the shapes of the model's table:
 wte (Vp, C), wpe (maxT, C), ln1w (L, C), qkvw (L, 3C, C) ... lnfb (C).
 """
 
@@ -12,7 +12,14 @@ import os
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config as HFGPT2Config
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig as HFLlamaConfig
+
+from dev.huggingface import named_tensors
+from llmc.tensors import Config, name_tensors, num_parameters
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
 # Largest relative Frobenius error against float64. fp32 rounds at 6e-8: the sum over a row that a kernel takes keeps
 # well inside 1e-5, and a model's gradient has passed through some hundred of those. TF32 keeps 10 bits of each factor
@@ -171,13 +178,17 @@ class guarded:
         return buffer[start : start + values.size].reshape(values.shape)
 
 
-def attention(qkv: torch.Tensor, num_heads: int, kind: str) -> torch.Tensor:
-    """Causal self-attention of qkv (B, T, 3C), heads side by side in q, k and v, to (B, T, C).
+def attention(qkv: torch.Tensor, num_heads: int, kind: str, num_kv_heads: int | None = None) -> torch.Tensor:
+    """Causal self-attention of qkv (B, T, (NH + 2 NKV) HS), the heads of q, of k and of v side by side, to (B, T, C).
 
-    kind "softmax", or "relu": att[t, s] = max(0, scale * q_t . k_s) / (t + 1) for s <= t.
+    kind "softmax", or "relu": att[t, s] = max(0, scale * q_t . k_s) / (t + 1) for s <= t. NKV is NH by default; query
+    head h takes key and value head h // (NH / NKV).
     """
-    B, T, C3 = qkv.shape
-    q, k, v = qkv.view(B, T, 3, num_heads, C3 // 3 // num_heads).permute(2, 0, 3, 1, 4)  # each (B, NH, T, HS)
+    NH, NKV = num_heads, num_kv_heads or num_heads
+    B, T, width = qkv.shape
+    heads = qkv.view(B, T, NH + 2 * NKV, width // (NH + 2 * NKV)).transpose(1, 2)  # (B, heads, T, HS)
+    q, k, v = heads.split((NH, NKV, NKV), dim=1)
+    k, v = (x.repeat_interleave(NH // NKV, dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     if kind == "softmax":
@@ -186,43 +197,80 @@ def attention(qkv: torch.Tensor, num_heads: int, kind: str) -> torch.Tensor:
         att = scores.relu().masked_fill(future, 0.0) / torch.arange(1, T + 1, dtype=scores.dtype).view(T, 1)
     else:
         raise ValueError(f"no attention of kind {kind!r}")
-    return (att @ v).transpose(1, 2).reshape(B, T, C3 // 3)
+    return (att @ v).transpose(1, 2).reshape(B, T, NH * q.shape[-1])
 
 
-def gpt2(
-    params: dict[str, torch.Tensor], tokens, targets, num_heads: int, vocab_size: int, kind: str = "softmax"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GPT-2's forward pass: logits (B, T, V) without the padded vocabulary, and the mean loss of the targets (B, T)."""
-    p = params
-    tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
-    L, C = p["ln1w"].shape
+def gpt2(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: GPT2Config, kind: str) -> torch.Tensor:
+    """GPT-2's forward pass: logits (B, T, Vp)."""
+    C = config.channels
     x = p["wte"][tokens] + p["wpe"][: tokens.shape[1]]
-    for l in range(L):  # noqa: E741, llm.c's letter
+    for l in range(config.num_layers):
         h = F.layer_norm(x, (C,), p["ln1w"][l], p["ln1b"][l], eps=1e-5)
-        h = attention(F.linear(h, p["qkvw"][l], p["qkvb"][l]), num_heads, kind)
+        h = attention(F.linear(h, p["qkvw"][l], p["qkvb"][l]), config.num_heads, kind)
         x = x + F.linear(h, p["attprojw"][l], p["attprojb"][l])
         h = F.layer_norm(x, (C,), p["ln2w"][l], p["ln2b"][l], eps=1e-5)
         h = F.gelu(F.linear(h, p["fcw"][l], p["fcb"][l]), approximate="tanh")
         x = x + F.linear(h, p["fcprojw"][l], p["fcprojb"][l])
-    x = F.layer_norm(x, (C,), p["lnfw"], p["lnfb"], eps=1e-5)
-    logits = F.linear(x, p["wte"])[..., :vocab_size]
+    return F.linear(F.layer_norm(x, (C,), p["lnfw"], p["lnfb"], eps=1e-5), p["wte"])
+
+
+def llama3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Llama3Config, kind: str) -> torch.Tensor:
+    """Llama 3's forward pass: logits (B, T, Vp). Rows of q and k are in Meta's order."""
+    NH, NKV, HS = config.num_heads, config.num_kv_heads, config.channels // config.num_heads
+    B, T = tokens.shape
+    turns = torch.polar(torch.ones(()).double(), rope_angles(config, T))  # (T, HS/2) complex numbers of size 1
+
+    def norm(x, weight):
+        return x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * weight
+
+    x = p["wte"][tokens]
+    for l in range(config.num_layers):
+        heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).view(B, T, NH + 2 * NKV, HS)
+        qk, v = heads.split((NH + NKV, NKV), dim=2)
+        pairs = torch.view_as_complex(qk.reshape(B, T, NH + NKV, HS // 2, 2))
+        qk = torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+        h = attention(torch.cat([qk, v], dim=2).flatten(2), NH, kind, NKV)
+        x = x + F.linear(h, p["attprojw"][l])
+        up, gate = F.linear(norm(x, p["ln2w"][l]), p["fcw"][l]).chunk(2, dim=-1)
+        x = x + F.linear(F.silu(gate) * up, p["fcprojw"][l])
+    return F.linear(norm(x, p["lnfw"]), p["wte" if config.tied else "lm_head"])
+
+
+def rope_angles(config: Llama3Config, T: int) -> torch.Tensor:
+    """The angle (T, HS/2) of each pair of channels at each position, with Llama 3.1's scaling of the frequencies."""
+    HS = config.channels // config.num_heads
+    f = config.rope_theta ** -(torch.arange(0, HS, 2).double() / HS)
+    if config.rope_scaling:
+        low, high, length = 1, 4, 8192
+        share = ((length * f / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # of the frequency as it was
+        f = (1 - share) * f / config.rope_scaling + share * f
+    return torch.arange(T).double()[:, None] * f
+
+
+def forward(
+    config: Config, params: dict[str, torch.Tensor], tokens, targets, kind: str = "softmax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits (B, T, V) without the padded vocabulary, and the mean loss of the targets (B, T)."""
+    definition = {GPT2Config: gpt2, Llama3Config: llama3}[type(config)]
+    tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
+    logits = definition(params, tokens, config, kind)[..., : config.vocab_size]
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def gpt2_gradients(
-    params: dict[str, torch.Tensor], tokens, targets, num_heads: int, vocab_size: int, kind: str = "softmax"
+def gradients(
+    config: Config, params: dict[str, torch.Tensor], tokens, targets, kind: str = "softmax"
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Logits, loss, and the gradient of the loss for every parameter."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-    logits, loss = gpt2(leaves, tokens, targets, num_heads, vocab_size, kind)
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return logits.detach(), loss.detach(), dict(zip(leaves, gradients, strict=True))
+    logits, loss = forward(config, leaves, tokens, targets, kind)
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return logits.detach(), loss.detach(), dict(zip(leaves, found, strict=True))
 
 
-def gpt2_train(
-    params: dict[str, torch.Tensor], batches, num_heads: int, vocab_size: int, kind: str = "softmax",
+def train(
+    config: Config, params: dict[str, torch.Tensor], batches, kind: str = "softmax",
     learning_rate: float = 3e-4, weight_decay: float = 0.0, decayed=None,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
     """One AdamW step a batch of (tokens, targets): the loss before each, and the parameters after the last.
 
     decayed: names of the tensors that weight decay applies to; None for all.
@@ -236,50 +284,31 @@ def gpt2_train(
     losses = []
     for tokens, targets in batches:
         optimizer.zero_grad()
-        _, loss = gpt2(leaves, tokens, targets, num_heads, vocab_size, kind)
+        _, loss = forward(config, leaves, tokens, targets, kind)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses, {name: tensor.detach() for name, tensor in leaves.items()}
 
 
-# Our tensors in the terms of transformers. Its Conv1D keeps weights as (in, out): the transpose of ours.
-TRANSFORMERS_NAMES = {
-    "wte": "transformer.wte.weight",
-    "wpe": "transformer.wpe.weight",
-    "ln1w": "transformer.h.{}.ln_1.weight",
-    "ln1b": "transformer.h.{}.ln_1.bias",
-    "qkvw": "transformer.h.{}.attn.c_attn.weight",
-    "qkvb": "transformer.h.{}.attn.c_attn.bias",
-    "attprojw": "transformer.h.{}.attn.c_proj.weight",
-    "attprojb": "transformer.h.{}.attn.c_proj.bias",
-    "ln2w": "transformer.h.{}.ln_2.weight",
-    "ln2b": "transformer.h.{}.ln_2.bias",
-    "fcw": "transformer.h.{}.mlp.c_fc.weight",
-    "fcb": "transformer.h.{}.mlp.c_fc.bias",
-    "fcprojw": "transformer.h.{}.mlp.c_proj.weight",
-    "fcprojb": "transformer.h.{}.mlp.c_proj.bias",
-    "lnfw": "transformer.ln_f.weight",
-    "lnfb": "transformer.ln_f.bias",
-}
-TRANSPOSED = {"qkvw", "attprojw", "fcw", "fcprojw"}
+def table_of(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
+    """Parameters, (num_parameters,) in the order of their table, by name in float64."""
+    tensors = name_tensors(flat.astype(np.float64), config.parameters(), config.sizes(), align=1)
+    return {name: torch.from_numpy(getattr(tensors, name)) for name, _ in config.parameters()}
 
 
-def transformers_gpt2(
-    max_seq_len: int, vocab_size: int, num_layers: int, num_heads: int, channels: int, seed: int = 0
-) -> GPT2LMHeadModel:
-    """Hugging Face's GPT-2 in float64 with random weights, eager attention and no dropout.
+# transformers' models
 
-    Biases and layernorm weights, which start at 0 and 1, get noise as well, so that a tensor in another's place shows.
+
+def transformers_model(config: Config, seed: int = 0) -> PreTrainedModel:
+    """transformers' model of these sizes in float64 with random weights, eager attention and no dropout.
+
+    Biases and the norms' weights, which start at 0 and 1, get noise as well, so that a tensor in another's place shows.
     """
-    config = GPT2Config(
-        n_positions=max_seq_len, vocab_size=vocab_size, n_layer=num_layers, n_head=num_heads, n_embd=channels,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = GPT2LMHeadModel(config).double()
+        kind = {GPT2Config: transformers_gpt2, Llama3Config: transformers_llama}[type(config)]
+        model = kind(config).double()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
@@ -287,46 +316,43 @@ def transformers_gpt2(
     return model
 
 
-def transformers_loss(model: GPT2LMHeadModel, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
+def transformers_gpt2(config: GPT2Config) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(HFGPT2Config(
+        n_positions=config.max_seq_len, vocab_size=config.vocab_size, n_layer=config.num_layers,
+        n_head=config.num_heads, n_embd=config.channels, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
+    ))  # fmt: skip
+
+
+def transformers_llama(config: Llama3Config) -> LlamaForCausalLM:
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope |= {
+            "rope_type": "llama3", "factor": config.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+    return LlamaForCausalLM(HFLlamaConfig(
+        max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads, intermediate_size=config.hidden, rms_norm_eps=config.norm_eps,
+        rope_parameters=rope, tie_word_embeddings=config.tied, attn_implementation="eager", use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    ))  # fmt: skip
+
+
+def transformers_loss(model: PreTrainedModel, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's logits (B, T, V) for tokens (B, T), and the mean loss of the targets, ready for .backward()."""
-    tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
+    tokens, targets = (torch.as_tensor(ids, dtype=torch.long, device=model.device) for ids in (tokens, targets))
     logits = model(tokens).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def parameters_of(model: GPT2LMHeadModel, padded_vocab_size: int) -> dict[str, torch.Tensor]:
-    """The model's parameters as our table; the rows of the padded vocabulary are zeros."""
-    return _table(model, padded_vocab_size, lambda parameter: parameter.detach())
-
-
-def gradients_of(model: GPT2LMHeadModel, padded_vocab_size: int) -> dict[str, torch.Tensor]:
-    """The gradients that backward left in the model, as our table."""
-    return _table(model, padded_vocab_size, lambda parameter: parameter.grad)
-
-
-def load_parameters(model: GPT2LMHeadModel, params: dict[str, torch.Tensor]) -> None:
-    """Copies our table into the model, the padded vocabulary left out."""
-    with torch.no_grad():
-        for name, parameters in _tensors(model):
-            rows = params[name] if "{}" in TRANSFORMERS_NAMES[name] else [params[name]]
-            for parameter, values in zip(parameters, rows, strict=True):
-                values = torch.as_tensor(values)
-                parameter.copy_(values.T if name in TRANSPOSED else values[: len(parameter)])
-
-
-def _table(model, padded_vocab_size, value_of) -> dict[str, torch.Tensor]:
-    table = {}
-    for name, parameters in _tensors(model):
-        values = [value_of(p).T if name in TRANSPOSED else value_of(p) for p in parameters]
-        table[name] = torch.stack(values) if "{}" in TRANSFORMERS_NAMES[name] else values[0].clone()
-    padding = padded_vocab_size - len(table["wte"])
-    table["wte"] = F.pad(table["wte"], (0, 0, 0, padding))
-    return table
-
-
-def _tensors(model):
-    """(our name, the model's parameters for it: one, or one a layer), in the order of the model file."""
-    parameters = dict(model.named_parameters())
-    for name, theirs in TRANSFORMERS_NAMES.items():
-        layers = range(model.config.n_layer) if "{}" in theirs else [0]
-        yield name, [parameters[theirs.format(layer)] for layer in layers]
+def flat_parameters_of(model: PreTrainedModel, config: Config, gradients: bool = False) -> np.ndarray:
+    """The model's parameters, or the gradients that backward left in it, float64 (num_parameters,) in the order of our
+    table; the rows of the padded vocabulary are zeros."""
+    flat = np.zeros(num_parameters(config))
+    theirs = dict(model.named_parameters())
+    for name, view, _ in named_tensors(config, name_tensors(flat, config.parameters(), config.sizes(), align=1)):
+        values = theirs[name].grad if gradients else theirs[name].detach()
+        view[...] = values.numpy().reshape(view.shape)
+    return flat

@@ -4,15 +4,15 @@ import json
 import os
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from llmc.checkpoint import (
-    GPT2Config,
     load_checkpoint,
+    new_model,
     newest_checkpoint,
-    num_parameters,
     prune_checkpoints,
     read_debug_state,
     read_model,
@@ -22,8 +22,11 @@ from llmc.checkpoint import (
     write_model,
 )
 from llmc.errors import UserError
+from llmc.tensors import num_parameters, padded
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
-TINY = GPT2Config(max_seq_len=7, vocab_size=11, padded_vocab_size=128, num_layers=2, num_heads=3, channels=9)
+TINY = GPT2Config(max_seq_len=7, vocab_size=11, num_layers=2, num_heads=3, channels=9)
 N = num_parameters(TINY)
 
 
@@ -49,6 +52,10 @@ def overwrite(path, offset, data):
         file.write(data)
 
 
+def flat(tensors: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([tensor.ravel() for tensor in tensors.values()])
+
+
 def refusal(function, *args):
     with pytest.raises(UserError) as caught:
         function(*args)
@@ -57,18 +64,16 @@ def refusal(function, *args):
     return message
 
 
-def test_the_parameters_of_gpt2_are_counted_as_pytorch_counts_them():
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    for config in (TINY, GPT2Config(1024, 50257, 50304, 12, 12, 768)):
-        with torch.device("meta"):
-            theirs = transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    vocab_size=config.padded_vocab_size, n_positions=config.max_seq_len,
-                    n_embd=config.channels, n_layer=config.num_layers, n_head=config.num_heads,
-                )
-            )
-        assert num_parameters(config) == sum(p.numel() for p in theirs.parameters())
+@pytest.mark.parametrize("config", [
+    TINY, GPT2Config(1024, 50257, 12, 12, 768), Llama3Config(64, 200, 2, 6, 2, 24, 50, tied=False),
+    Llama3Config.described("smollm2-135m"), Llama3Config.described("llama3.1-8b"),
+], ids=lambda config: f"{config.NAME}, {config.channels} channels")  # fmt: skip
+def test_the_parameters_of_a_model_are_counted_as_transformers_counts_them(config):
+    torch, oracle = pytest.importorskip("torch"), pytest.importorskip("oracle")
+    with torch.device("meta"):
+        build = oracle.transformers_gpt2 if isinstance(config, GPT2Config) else oracle.transformers_llama
+        theirs = build(replace(config, vocab_size=padded(config.vocab_size)))
+    assert num_parameters(config) == sum(p.numel() for p in theirs.parameters())
 
 
 def test_a_model_file_has_the_layout_of_llm_c(model, params):
@@ -79,10 +84,11 @@ def test_a_model_file_has_the_layout_of_llm_c(model, params):
 
 
 def test_a_model_is_read_back_exactly(model, params):
-    assert read_model_header(model) == TINY
-    config, read = read_model(model)
+    assert read_model_header(model, GPT2Config) == TINY
+    config, read = read_model(model, GPT2Config)
     assert config == TINY
-    np.testing.assert_array_equal(read, params)
+    assert list(read) == [name for name, _ in TINY.parameters()]
+    np.testing.assert_array_equal(flat(read), params)
 
 
 def test_a_model_that_cannot_be_written_leaves_what_was_there(tmp_path, model, params):
@@ -94,15 +100,34 @@ def test_a_model_that_cannot_be_written_leaves_what_was_there(tmp_path, model, p
     assert os.listdir(tmp_path) == ["model.bin"]
 
 
+def test_a_model_that_is_made_in_place_appears_whole_or_not_at_all(tmp_path, params):
+    starts = np.cumsum([0] + [tensor.size for tensor in read_model_shapes()])
+    with new_model(tmp_path / "made.bin", TINY) as tensors:
+        for tensor, start in zip(tensors.values(), starts, strict=False):
+            assert not tensor.any()
+            tensor[...] = params[start : start + tensor.size].reshape(tensor.shape)
+        assert not (tmp_path / "made.bin").exists()
+    np.testing.assert_array_equal(flat(read_model(tmp_path / "made.bin", GPT2Config)[1]), params)
+    with pytest.raises(KeyError), new_model(tmp_path / "failed.bin", TINY):
+        raise KeyError
+    assert os.listdir(tmp_path) == ["made.bin"]
+
+
+def read_model_shapes() -> list[np.ndarray]:
+    """An array of each tensor's shape, in the order of the file."""
+    sizes = TINY.sizes()
+    return [np.empty([sizes[symbol] for symbol in shape]) for _, shape in TINY.parameters()]
+
+
 def test_a_missing_model_is_refused_with_the_remedy(tmp_path):
-    message = refusal(read_model, tmp_path / "gpt2_124M.bin")
+    message = refusal(read_model, tmp_path / "gpt2_124M.bin", GPT2Config)
     assert "gpt2_124M.bin: no such file" in message and "dev/download_starter_pack.sh" in message
 
 
 @pytest.mark.parametrize("version, kind", [(1, "fp32 without padding"), (2, "bf16"), (5, "bf16"), (77, "unknown")])
 def test_other_model_versions_are_refused_by_name(model, version, kind):
     overwrite(model, 4, struct.pack("<i", version))
-    message = refusal(read_model, model)
+    message = refusal(read_model, model, GPT2Config)
     assert f"version {version} ({kind}" in message and "version 3" in message
 
 
@@ -120,24 +145,24 @@ def test_other_model_versions_are_refused_by_name(model, version, kind):
 )
 def test_a_header_with_senseless_sizes_is_refused(model, field, value, words):
     overwrite(model, 4 * field, struct.pack("<i", value))
-    message = refusal(read_model, model)
+    message = refusal(read_model, model, GPT2Config)
     assert str(model) in message and any(word in message for word in words.split("|"))
 
 
 @pytest.mark.parametrize("change", [-1, 1, 4, -4])
 def test_a_model_of_the_wrong_length_is_refused(model, change):
     os.truncate(model, model.stat().st_size + change)
-    assert "truncated or damaged" in refusal(read_model, model)
+    assert "truncated or damaged" in refusal(read_model, model, GPT2Config)
 
 
 def test_something_else_than_a_model_is_refused_by_what_it_is(tmp_path, model):
     overwrite(model, 0, struct.pack("<i", 20240520))
-    assert "found GPT-2 tokens" in refusal(read_model, model)
+    assert "found GPT-2 tokens" in refusal(read_model, model, GPT2Config)
     model.write_bytes(b"<!DOCTYPE html>" * 100)
-    assert "not a model" in refusal(read_model, model)
+    assert "not a GPT-2 model" in refusal(read_model, model, GPT2Config)
     model.write_bytes(b"<!DOCTYPE html>")
-    assert "too short for a model" in refusal(read_model, model)
-    assert "is a directory" in refusal(read_model, tmp_path)
+    assert "too short for a GPT-2 model" in refusal(read_model, model, GPT2Config)
+    assert "is a directory" in refusal(read_model, tmp_path, GPT2Config)
 
 
 def test_a_debug_state_has_the_layout_of_llm_c_and_is_read_back_exactly(tmp_path, rng):
@@ -158,7 +183,7 @@ def test_a_debug_state_has_the_layout_of_llm_c_and_is_read_back_exactly(tmp_path
         assert read.dtype == value.dtype
         np.testing.assert_array_equal(read, value)
 
-    larger = GPT2Config(7, 11, 128, 3, 3, 9)
+    larger = GPT2Config(7, 11, 3, 3, 9)
     assert "damaged" in refusal(read_debug_state, path, larger)
     overwrite(path, 4, struct.pack("<i", 1))
     assert "version 1" in refusal(read_debug_state, path, TINY)
@@ -171,18 +196,18 @@ def test_a_checkpoint_gives_back_all_it_was_given(tmp_path, params):
     path = save_checkpoint(tmp_path / "run", 1234, TINY, params, params + 1, params + 2, state)
     assert path == tmp_path / "run" / "step_00001234"
     assert newest_checkpoint(tmp_path / "run") == path
-    config, read, m, v, read_state = load_checkpoint(path)
+    config, read, m, v, read_state = load_checkpoint(path, GPT2Config)
     assert config == TINY
-    for array, value in ((read, params), (m, params + 1), (v, params + 2)):
+    for array, value in ((flat(read), params), (m, params + 1), (v, params + 2)):
         np.testing.assert_array_equal(array, value)
     assert read_state == state | {"step": 1234, "files": ["a", "b"]}
-    np.testing.assert_array_equal(read_model(path / "model.bin")[1], params)
+    np.testing.assert_array_equal(flat(read_model(path / "model.bin", GPT2Config)[1]), params)
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(checkpoint, params):
     save_checkpoint(checkpoint.parent, 20, TINY, params * 2, params, params, {"seed": 4})
-    _, read, _, _, state = load_checkpoint(checkpoint)
-    np.testing.assert_array_equal(read, params * 2)
+    _, read, _, _, state = load_checkpoint(checkpoint, GPT2Config)
+    np.testing.assert_array_equal(flat(read), params * 2)
     assert state["seed"] == 4
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
 
@@ -197,17 +222,17 @@ def test_one_changed_bit_anywhere_in_a_checkpoint_is_noticed(checkpoint, name, r
         damaged = bytearray(intact)
         damaged[place] ^= 1
         file.write_bytes(damaged)
-        message = refusal(load_checkpoint, checkpoint)
+        message = refusal(load_checkpoint, checkpoint, GPT2Config)
         assert str(file) in message and "older checkpoint" in message
 
 
 def test_a_truncated_or_missing_file_in_a_checkpoint_is_refused(checkpoint):
     os.truncate(checkpoint / "optimizer.bin", 2000)
-    assert "optimizer.bin: 2000 bytes" in refusal(load_checkpoint, checkpoint)
+    assert "optimizer.bin: 2000 bytes" in refusal(load_checkpoint, checkpoint, GPT2Config)
     os.unlink(checkpoint / "optimizer.bin")
-    assert "optimizer.bin: no such file" in refusal(load_checkpoint, checkpoint)
+    assert "optimizer.bin: no such file" in refusal(load_checkpoint, checkpoint, GPT2Config)
     os.unlink(checkpoint / "state.json")
-    assert "not a complete checkpoint" in refusal(load_checkpoint, checkpoint)
+    assert "not a complete checkpoint" in refusal(load_checkpoint, checkpoint, GPT2Config)
 
 
 class Crash(BaseException):
@@ -249,10 +274,10 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
         for step in (1, 2) if replaces else (1,):
             save_checkpoint(run, step, TINY, params + step, params, params, {})
         saved = save_and_crash(run, last_call)
-        _, read, _, _, state = load_checkpoint(newest_checkpoint(run))
-        np.testing.assert_array_equal(read, params + state["step"])
+        _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)
+        np.testing.assert_array_equal(flat(read), params + state["step"])
         again = save_checkpoint(run, 2, TINY, params - 1, params, params, {})  # what a crash left is not in the way
-        np.testing.assert_array_equal(load_checkpoint(again)[1], params - 1)
+        np.testing.assert_array_equal(flat(load_checkpoint(again, GPT2Config)[1]), params - 1)
         last_call += 1
     assert last_call > 10  # three files, two directories and their renames
 
@@ -302,7 +327,7 @@ def test_pruning_keeps_the_newest(tmp_path, params):
 
 def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, params):
     """Both files intact by themselves, but not a pair."""
-    other_config = GPT2Config(7, 11, 128, 1, 3, 9)
+    other_config = GPT2Config(7, 11, 1, 3, 9)
     other_params = params[: num_parameters(other_config)]
     other = save_checkpoint(tmp_path / "other", 20, other_config, other_params, other_params, other_params, {})
     record, other_record = (json.loads((path / "state.json").read_text()) for path in (checkpoint, other))
@@ -311,4 +336,4 @@ def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, pa
     record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
     (checkpoint / "state.json").write_text(json.dumps(record))
     os.replace(other / "optimizer.bin", checkpoint / "optimizer.bin")
-    assert "made for another model" in refusal(load_checkpoint, checkpoint)
+    assert "made for another model" in refusal(load_checkpoint, checkpoint, GPT2Config)

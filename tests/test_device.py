@@ -90,7 +90,7 @@ def test_host_copies_are_new_arrays(dev):
 def test_memory_figures_and_name_make_sense(dev):
     free, total = dev.memory()
     assert 0 < free <= total
-    assert dev.name() and dev.kind() in ("cpu", "cuda") and dev.warp_size() in (1, 32)
+    assert dev.name() and dev.kind() in ("cpu", "cuda")
 
 
 def test_events_come_to_pass_in_order(dev):

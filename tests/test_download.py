@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmc.checkpoint import GPT2Config, num_parameters, read_debug_state, read_model, write_debug_state, write_model
+from llmc.checkpoint import read_debug_state, read_model, write_debug_state, write_model
 from llmc.dataloader import open_tokens, write_tokens
+from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer, write_tokenizer
+from train_gpt2_fp32 import GPT2Config
 
 SCRIPT = Path(__file__).parent.parent / "dev" / "download_starter_pack.sh"
-TINY = GPT2Config(max_seq_len=8, vocab_size=50, padded_vocab_size=128, num_layers=2, num_heads=2, channels=6)
+TINY = GPT2Config(max_seq_len=8, vocab_size=50, num_layers=2, num_heads=2, channels=6)
 PACK = {
     "tiny_shakespeare_val.bin": "data",
     "tiny_shakespeare_train.bin": "data",
@@ -139,7 +141,7 @@ def test_the_files_arrive_where_the_defaults_look_and_load(root, server):
     result = run(root, server.url)
     assert result.returncode == 0, result.stderr
     assert files(root) == whole_pack(server)
-    config, _ = read_model(root / "gpt2_124M.bin")
+    config, _ = read_model(root / "gpt2_124M.bin", GPT2Config)
     assert config == TINY
     read_debug_state(root / "gpt2_124M_debug_state.bin", config)
     assert Tokenizer.load(root / "gpt2_tokenizer.bin").vocab_size == 50

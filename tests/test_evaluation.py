@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import train_gpt2_fp32 as trainer
-from llmc.checkpoint import GPT2Config, write_model
+from llmc.batches import Batches, evaluate
+from llmc.checkpoint import write_model
 from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
-from oracle import parameters_of, transformers_gpt2
+from llmc.model import build_from_file
+from oracle import flat_parameters_of, transformers_model
+from train_gpt2_fp32 import GPT2, GPT2Config
 
 V = 61
 
@@ -43,17 +45,11 @@ def batch(B: int, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def count_correct(dev, model, loader: EvalLoader) -> int:
-    inputs, targets = batch(model.B, model.T)
-    correct = 0
-    loader.reset()
-    for _ in range(loader.num_batches):
-        loader.next_batch(inputs, targets)
-        dev.copy_in(model.inputs, inputs)
-        dev.copy_in(model.targets, targets)
-        trainer.gpt2_forward(model, model.B, model.T)
-        trainer.gpt2_loss(model, model.B, model.T, 0.0)
-        correct += loader.count_correct(dev.to_host(model.acts(model.B, model.T).losses))
-    return correct
+    def forward_loss() -> None:
+        model.forward(model.B, model.T)
+        model.loss(model.B, model.T, 0.0)
+
+    return round(evaluate(Batches(model, loader), forward_loss) * loader.num_examples)
 
 
 def answers(model, examples, normalised: bool = True) -> list[int]:
@@ -72,13 +68,12 @@ def answers(model, examples, normalised: bool = True) -> list[int]:
 def test_answers_are_those_of_transformers(dev, tmp_path, rng):
     dev.use_tf32(False)  # which may tell two completions that are about as likely apart the other way
     B, T = 10, 19
-    theirs = transformers_gpt2(24, V, 2, 2, 32)
+    config = GPT2Config(24, V, 2, 2, 32)
+    theirs = transformers_model(config)
     with torch.no_grad():
         theirs.transformer.wte.weight *= 30  # untrained, it would find all tokens about as likely
-    config = GPT2Config(24, V, 128, 2, 2, 32)
-    params = np.concatenate([tensor.numpy().ravel() for tensor in parameters_of(theirs, 128).values()])
-    write_model(tmp_path / "model.bin", config, params.astype(np.float32))
-    model = trainer.gpt2_build_from_checkpoint(str(tmp_path / "model.bin"), B, T, "softmax", inference=True)
+    write_model(tmp_path / "model.bin", config, flat_parameters_of(theirs, config).astype(np.float32))
+    model = build_from_file(GPT2, tmp_path / "model.bin", B, T, "softmax", inference=True)
     examples = random_examples(rng, 23)
     chosen = answers(theirs, examples)
     assert chosen != answers(theirs, examples, normalised=False), "these examples do not tell mean from sum"

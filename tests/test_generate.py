@@ -12,21 +12,25 @@ import torch
 
 import generate
 from llmc import device
-from llmc.checkpoint import GPT2Config, save_checkpoint, write_model
+from llmc.checkpoint import save_checkpoint, write_model
 from llmc.sampler import Sampler, sample
-from llmc.tokenizer import Tokenizer, byte_encoding, token_bytes, write_tokenizer
-from oracle import parameters_of, transformers_gpt2
+from llmc.tensors import num_parameters
+from llmc.tokenizer import write_tokenizer
+from oracle import flat_parameters_of, transformers_model
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = GPT2Config(40, 257, 384, 2, 2, 32)
+CONFIG = GPT2Config(40, 257, 2, 2, 32)
+LLAMA = Llama3Config(40, 257, 2, 4, 2, 32, 48, rope_scaling=8.0)
 EOT = 256
 
 
-@pytest.fixture(scope="module")
-def theirs():
+@pytest.fixture(scope="module", params=[CONFIG, LLAMA], ids=lambda config: config.NAME)
+def theirs(request):
     """transformers' model of 257 byte tokens, with opinions: weights as they start out would make all tokens about as
     likely, or have each repeat itself."""
-    model = transformers_gpt2(40, 257, 2, 2, 32)
+    model = transformers_model(request.param)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -35,15 +39,19 @@ def theirs():
 
 
 @pytest.fixture
-def model(theirs, tmp_path, monkeypatch) -> Path:
+def config(theirs):
+    return CONFIG if theirs.config.model_type == "gpt2" else LLAMA
+
+
+@pytest.fixture
+def model(theirs, config, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "tiny.bin", CONFIG, flat(theirs))
+    write_model(tmp_path / "tiny.bin", config, flat(theirs, config))
     return tmp_path / "tiny.bin"
 
 
-def flat(theirs) -> np.ndarray:
-    tensors = parameters_of(theirs, CONFIG.padded_vocab_size).values()
-    return np.concatenate([tensor.numpy().ravel() for tensor in tensors]).astype(np.float32)
+def flat(theirs, config=CONFIG) -> np.ndarray:
+    return flat_parameters_of(theirs, config).astype(np.float32)
 
 
 def run(*flags, **options) -> subprocess.CompletedProcess:
@@ -116,36 +124,11 @@ def test_the_text_alone_goes_to_stdout_the_same_for_the_same_seed(model, theirs)
     assert first.stderr.startswith("20 tokens in ")
 
 
-def test_a_checkpoint_directory_will_do(model, theirs, tmp_path, capsys):
-    params = flat(theirs)
-    checkpoint = save_checkpoint(tmp_path / "run", 20, CONFIG, params, params, params, {})
+def test_a_checkpoint_directory_will_do(model, config, theirs, tmp_path, capsys):
+    params = flat(theirs, config)
+    checkpoint = save_checkpoint(tmp_path / "run", 20, config, params, params, params, {})
     device.use("cpu")
     assert written(device, capsys, "-e", checkpoint, "-g", 5) == expected(theirs, "", 5)
-
-
-def upper_case(path: Path) -> None:
-    """A tokenizer of 257 tokens whose letters are all capitals."""
-    write_tokenizer(path, [bytes([byte]).upper() for byte in range(256)] + [b"<|endoftext|>"], EOT)
-
-
-def test_the_tokenizer_is_found_beside_the_model_before_the_directory(model, tmp_path):
-    byte_tokens = token_bytes(byte_encoding())
-    assert generate.load_tokenizer(model, 257).tokens == byte_tokens
-    upper_case(Path("gpt2_tokenizer.bin"))
-    assert generate.load_tokenizer(model, 257).tokens[97] == b"A"
-    write_tokenizer("tiny_tokenizer.bin", byte_tokens, EOT)
-    assert generate.load_tokenizer(model, 257).tokens == byte_tokens
-    assert generate.load_tokenizer(model, 257, Path("gpt2_tokenizer.bin")).tokens[97] == b"A"
-
-
-def test_a_tokenizer_in_the_directory_for_another_model_is_passed_over(model):
-    write_tokenizer("gpt2_tokenizer.bin", [b"a", b"b"], 1)
-    assert generate.load_tokenizer(model, 257).tokens == token_bytes(byte_encoding())
-
-
-def test_gpt2s_own_tokens_need_no_file_where_tiktoken_has_them(model, monkeypatch):
-    monkeypatch.setattr(generate, "gpt2_encoding", byte_encoding)  # tiktoken would download them
-    assert isinstance(generate.load_tokenizer(model, 50257), Tokenizer)
 
 
 def test_what_cannot_be_is_said_in_one_line(model):
@@ -161,8 +144,8 @@ def test_what_cannot_be_is_said_in_one_line(model):
     assert "--temperature" in refusal("-e", model, "--temperature", "-1", code=2)
     write_tokenizer("other.bin", [b"a", b"b"], 1)
     assert "2 tokens and" in refusal("-e", model, "--tokenizer", "other.bin")
-    odd = GPT2Config(8, 300, 384, 1, 1, 4)
-    write_model("odd.bin", odd, np.zeros(384 * 4 + 8 * 4 + 4 * 9 + 4 * 4 + 12 * 16 + 8, np.float32))
+    odd = GPT2Config(8, 300, 1, 1, 4)
+    write_model("odd.bin", odd, np.zeros(num_parameters(odd), np.float32))
     assert "--tokenizer" in refusal("-e", "odd.bin")
 
 

@@ -11,6 +11,7 @@ from kernels.matmul import (
     matmul_backward_bias,
     matmul_backward_inp,
     matmul_backward_weight,
+    matmul_backward_weight_transposed,
     matmul_forward,
     transpose,
 )
@@ -59,6 +60,18 @@ def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, with_scratc
     assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
 
 
+def test_a_large_weight_is_not_transposed(dev, monkeypatch):
+    B, T, C, OC = 1, ROWS_WORTH_TRANSPOSING, 4, 8
+    _, weight, _, dout = make(B, T, C, OC)
+    for most, unused in ((C * OC, False), (C * OC - 1, True)):
+        monkeypatch.setattr("kernels.matmul.MOST_WEIGHTS_WORTH_TRANSPOSING", most)
+        with guarded(dev) as memory:
+            dinp, weight_T = memory.write((B, T, C)), memory.scratch((C, OC))
+            matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), weight_T, B, T, C, OC)
+        assert np.isnan(dev.to_host(weight_T)).all() == unused
+        assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(dev))
+
+
 @pytest.mark.parametrize("comes_transposed", [True, False])
 @any_shape
 @examples
@@ -70,11 +83,11 @@ def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_d
     with guarded(product_dev) as memory, guarded(product_dev, shift=C % 4) as gradients:
         added, written = gradients.update(before), gradients.write((OC, C))
         if comes_transposed:
-            inputs = None, memory.read(np.ascontiguousarray(inp.reshape(B * T, C).T))
+            launch, inputs = matmul_backward_weight_transposed, [memory.read(inp.reshape(B * T, C).T)]
         else:
-            inputs = memory.read(inp), memory.scratch((C, B * T))
-        matmul_backward_weight(added, memory.read(dout), *inputs, B, T, C, OC, accumulate=True)
-        matmul_backward_weight(written, memory.read(dout), *inputs, B, T, C, OC, accumulate=False)
+            launch, inputs = matmul_backward_weight, [memory.read(inp), memory.scratch((C, B * T))]
+        launch(added, memory.read(dout), *inputs, B, T, C, OC, accumulate=True)
+        launch(written, memory.read(dout), *inputs, B, T, C, OC, accumulate=False)
     want = leaf(dout).reshape(B * T, OC).T @ leaf(inp).reshape(B * T, C)
     assert_close("dweight set", written, want, kernel_tolerance(product_dev))
     assert_close("dweight added to", added, want + leaf(before), kernel_tolerance(product_dev))

@@ -1,69 +1,85 @@
-"""The whole model against GPT-2 in float64: logits, loss, every gradient, and ten AdamW steps."""
+"""The whole models against their definition in float64: logits, loss, every gradient, and ten AdamW steps."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import oracle
-import train_gpt2_fp32 as trainer
-from kernels.encoder import sort_by_token
-from kernels.flash_attention import supported
-from llmc.checkpoint import GPT2Config, num_parameters, write_model
+from kernels.adamw import adamw_update
+from kernels.classifier import cross_entropy_loss
+from kernels.flash_attention import choose_attention, supported
+from llmc.batches import Batches
+from llmc.checkpoint import write_model
+from llmc.dataloader import sort_by_token
 from llmc.errors import UserError
+from llmc.generation import next_logits, print_sample
+from llmc.model import Model, build_from_file, build_from_random
+from llmc.sampler import Sampler
+from llmc.tensors import ALIGNMENT, Config, layout, name_tensors, num_parameters, ranges
 from llmc.tokenizer import Tokenizer
+from models import EVEN, GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ODD, kind_of
 from oracle import assert_close, guarded, model_tolerance, normal
 
-NAMES = [name for name, _ in trainer.PARAMETERS]
+MODELS = [
+    (ODD, "softmax"), (ODD, "relu"), (EVEN, "softmax"), (EVEN, "relu"), (HEADS_OF_64, "flash"),
+    *((replace(LLAMA_ODD, num_kv_heads=NKV), "softmax") for NKV in (1, 2, 3, 6)),
+    (replace(LLAMA_ODD, tied=True, rope_scaling=32.0), "relu"),
+    (replace(LLAMA_ODD, num_heads=9, num_kv_heads=3, channels=54, norm_eps=1e-3), "softmax"),
+    (GROUPS_OF_64, "flash"), (replace(GROUPS_OF_64, num_kv_heads=4, tied=True), "flash"),
+]  # fmt: skip
 
-# maxT, V, Vp, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
-ODD = GPT2Config(32, 101, 128, 2, 3, 21)
-EVEN = GPT2Config(32, 256, 256, 1, 2, 64)
-HEADS_OF_64 = GPT2Config(80, 101, 128, 2, 2, 128)
-MODELS = [(ODD, "softmax"), (ODD, "relu"), (EVEN, "softmax"), (EVEN, "relu"), (HEADS_OF_64, "flash")]
-each_model = pytest.mark.parametrize(
-    "config, attention", MODELS, ids=[f"{attention}-C{config.channels}" for config, attention in MODELS]
-)
+
+def name_of(value) -> str:
+    if not isinstance(value, Config):
+        return value
+    groups = f"-{value.num_heads}of{value.num_kv_heads}" if hasattr(value, "num_kv_heads") else ""
+    return f"{value.NAME.replace(' ', '')}-C{value.channels}{groups}"
+
+
+each_model = pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
+each_config = pytest.mark.parametrize("config", [ODD, EVEN, HEADS_OF_64, LLAMA_ODD, GROUPS_OF_64], ids=name_of)
+
+
+def names_of(config: Config) -> list[str]:
+    return [name for name, _ in config.parameters()]
 
 
 def definition(attention: str) -> str:
     return "relu" if attention == "relu" else "softmax"  # flash attention computes softmax
 
 
-def batch_shape(config: GPT2Config) -> tuple[int, int]:
-    return (1, 71) if config is HEADS_OF_64 else (2, 11)
+def batch_shape(config: Config) -> tuple[int, int]:
+    return (1, 71) if config.channels // config.num_heads == 64 else (2, 11)
 
 
 def tolerance(dev, attention: str) -> float:
     return oracle.MODEL_TF32 if attention == "flash" else model_tolerance(dev)
 
 
-def flat_parameters(config: GPT2Config) -> np.ndarray:
-    """GPT-2's initial weights, all of them disturbed, so that a tensor in another's place shows; the padding is 0."""
+def flat_parameters(config: Config) -> np.ndarray:
+    """Initial weights, all of them disturbed, so that a tensor in another's place shows; the padding is 0."""
     rng = np.random.default_rng(config.channels)
     flat = 0.05 * normal(rng, num_parameters(config))
     params = name_parameters(flat, config)
     for name in ("ln1w", "ln2w", "lnfw"):
         getattr(params, name)[:] += 1
-    params.wte[config.vocab_size :] = 0
+    for name, shape in config.parameters():
+        if shape[0] == "Vp":
+            getattr(params, name)[config.vocab_size :] = 0
     return flat
 
 
-def name_parameters(flat: np.ndarray, config: GPT2Config):
-    return trainer.name_tensors(flat, trainer.PARAMETERS, trainer.tensor_sizes(config, 1, 1), align=1)
+def name_parameters(flat: np.ndarray, config: Config) -> SimpleNamespace:
+    return name_tensors(flat, config.parameters(), config.sizes(), align=1)
 
 
-def oracle_table(flat: np.ndarray, config: GPT2Config) -> dict[str, torch.Tensor]:
-    params = name_parameters(flat.astype(np.float64), config)
-    return {name: torch.from_numpy(getattr(params, name)) for name in NAMES}
-
-
-def build(dev, config: GPT2Config, B: int, T: int, attention: str, flat: np.ndarray) -> trainer.GPT2:
+def build(dev, config: Config, B: int, T: int, attention: str, flat: np.ndarray) -> Model:
     """A model of these parameters, with NaN wherever the trainer does not write first."""
     if attention == "flash" and not supported(config.channels, config.num_heads):
         pytest.skip("no flash attention for this head size")
-    model = trainer.GPT2(config, B, T, attention)
+    model = kind_of(config)(config, B, T, attention)
     for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
         memory[:] = np.nan
     dev.copy_in(model.params_memory, flat)
@@ -71,12 +87,22 @@ def build(dev, config: GPT2Config, B: int, T: int, attention: str, flat: np.ndar
     return model
 
 
-def make_batches(config: GPT2Config, count: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def make_batches(config: Config, count: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng([B, T])
     return [tuple(rng.integers(0, config.vocab_size, (2, B, T), dtype=np.int32)) for _ in range(count)]
 
 
-def send(dev, model: trainer.GPT2, inputs: np.ndarray, targets: np.ndarray) -> None:
+class GivenBatches:
+    """A loader of these batches, one after the other."""
+
+    def __init__(self, batches: list):
+        self.rest = iter(batches)
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        inputs[:], targets[:] = next(self.rest)
+
+
+def send(dev, model: Model, inputs: np.ndarray, targets: np.ndarray) -> None:
     order, count = sort_by_token(inputs)
     arrays = model.inputs, model.targets, model.order, model.count
     for array, values in zip(arrays, (inputs, targets, order, count), strict=True):
@@ -84,21 +110,21 @@ def send(dev, model: trainer.GPT2, inputs: np.ndarray, targets: np.ndarray) -> N
     dev.synchronize()
 
 
-def forward_backward(dev, model: trainer.GPT2, inputs, targets, dloss: float, accumulate: bool = False):
+def forward_backward(dev, model: Model, inputs, targets, dloss: float, accumulate: bool = False):
     """Logits (B,T,V) and mean loss; the gradients are in the model."""
     B, T = inputs.shape
     send(dev, model, inputs, targets)
     if not accumulate:
-        trainer.gpt2_zero_grad(model)
-    trainer.gpt2_forward(model, B, T)
+        model.zero_grad()
+    model.forward(B, T)
     logits = dev.to_host(model.acts(B, T).logits)[..., : model.config.vocab_size]
-    trainer.gpt2_loss(model, B, T, dloss)
-    trainer.gpt2_backward(model, B, T, accumulate)
+    cross_entropy_loss(model, B, T, dloss)
+    model.backward(B, T, accumulate)
     return logits, dev.to_host(model.acts(B, T).losses).mean(dtype=np.float64)
 
 
-def gradients_of(dev, model: trainer.GPT2) -> dict[str, np.ndarray]:
-    return {name: dev.to_host(getattr(model.grads, name)) for name in NAMES}
+def gradients_of(dev, model: Model) -> dict[str, np.ndarray]:
+    return {name: dev.to_host(getattr(model.grads, name)) for name in names_of(model.config)}
 
 
 @each_model
@@ -113,15 +139,17 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
             patch.setattr(product_dev, "empty", lambda shape: memory.scratch(shape))
             model = build(product_dev, config, B, T, attention, flat)
         logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
-    want_logits, want_loss, want = oracle.gpt2_gradients(
-        oracle_table(flat, config), inputs, targets, config.num_heads, config.vocab_size, definition(attention)
+    want_logits, want_loss, want = oracle.gradients(
+        config, oracle.table_of(config, flat), inputs, targets, definition(attention)
     )
     assert_close("logits", logits, want_logits, allowed)
     assert_close("loss", np.array(loss), want_loss, allowed)
     for name, gradient in gradients_of(product_dev, model).items():
         assert_close(f"d{name}", gradient, want[name], allowed)
     assert np.isfinite(product_dev.to_host(model.grads_memory)).all()
-    assert not product_dev.to_host(model.grads.wte)[config.vocab_size :].any()
+    for name, shape in config.parameters():
+        if shape[0] == "Vp":
+            assert not product_dev.to_host(getattr(model.grads, name))[config.vocab_size :].any()
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -130,17 +158,19 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     batches = make_batches(config, 10, B, T)
     model = build(product_dev, config, B, T, attention, flat)
-    losses = []
-    for step, (inputs, targets) in enumerate(batches):
-        losses.append(forward_backward(product_dev, model, inputs, targets, 1 / (B * T))[1])
-        trainer.gpt2_update(model, 1e-3, 0.9, 0.999, 1e-8, weight_decay, step + 1)
-    want_losses, want = oracle.gpt2_train(
-        oracle_table(flat, config), batches, config.num_heads, config.vocab_size, definition(attention),
-        learning_rate=1e-3, weight_decay=weight_decay, decayed=trainer.MATRICES,
+    sent = Batches(model, GivenBatches(batches))
+    train_step, losses = model.train_step(sent, weight_decay), []
+    for step in range(len(batches)):
+        train_step(step, 1e-3)
+        product_dev.synchronize()
+        losses.append(sent.mean_loss(step))
+    want_losses, want = oracle.train(
+        config, oracle.table_of(config, flat), batches, definition(attention),
+        learning_rate=1e-3, weight_decay=weight_decay, decayed=model.MATRICES,
     )  # fmt: skip
     allowed = tolerance(product_dev, attention)
     assert_close("losses of ten steps", np.array(losses), np.array(want_losses), allowed)
-    for name in NAMES:
+    for name in names_of(config):
         ours, theirs = product_dev.to_host(getattr(model.params, name)), want[name].numpy()
         if name == "qkvb" and attention != "relu":
             # Softmax is blind to what moves all scores of a row: the key bias has gradient 0. What rounding makes of
@@ -158,9 +188,7 @@ def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(pro
     for i, (inputs, targets) in enumerate(batches):
         forward_backward(product_dev, model, inputs, targets, 1 / (count * B * T), accumulate=i > 0)
     inputs, targets = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
-    _, _, want = oracle.gpt2_gradients(
-        oracle_table(flat, config), inputs, targets, config.num_heads, config.vocab_size, definition(attention)
-    )
+    _, _, want = oracle.gradients(config, oracle.table_of(config, flat), inputs, targets, definition(attention))
     for name, gradient in gradients_of(product_dev, model).items():
         assert_close(f"accumulated d{name}", gradient, want[name], tolerance(product_dev, attention))
 
@@ -173,8 +201,8 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
     forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
     grads = product_dev.to_host(model.grads_memory).astype(np.float64)
     norm = np.linalg.norm(grads)
-    trainer.gpt2_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, grad_clip=0.5 * norm)
-    assert_close("norm of all gradients", product_dev.to_host(model.grads_acts.norm)[:1], np.array([norm]), 1e-5)
+    adamw_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, grad_clip=0.5 * norm)
+    assert_close("norm of all gradients", product_dev.to_host(model.norm)[:1], np.array([norm]), 1e-5)
     assert_close("m of clipped gradients", model.m_memory, 0.1 * 0.5 * grads, 1e-5)
 
 
@@ -200,20 +228,19 @@ def test_generation_takes_the_logits_of_the_next_token(product_dev, config, atte
     model = build(product_dev, config, B, T, attention, flat)
     context = make_batches(config, 1, 1, T)[0][0][0]
     for t in (1, 6, T):
-        want, _ = oracle.gpt2(
-            oracle_table(flat, config), context[None, :t], context[None, :t], config.num_heads, config.vocab_size,
-            definition(attention),
-        )  # fmt: skip
-        logits = trainer.next_logits(model, context[:t])
+        seen = context[None, :t]
+        want, _ = oracle.forward(config, oracle.table_of(config, flat), seen, seen, definition(attention))
+        logits = next_logits(model, context[:t])
         assert_close("next logits", logits, want[0, -1], tolerance(product_dev, attention))
 
 
-def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(dev, capsys):
-    model = build(dev, ODD, 2, 11, "softmax", flat_parameters(ODD))
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD], ids=name_of)
+def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(dev, capsys, config):
+    model = build(dev, config, 2, 11, "softmax", flat_parameters(config))
     tokenizer = Tokenizer([bytes([32 + i]) for i in range(94)] + [b"the"] * 7, eot=100)
     texts = []
     for tokens in (tokenizer, tokenizer, None):
-        trainer.generate(model, tokens, trainer.Sampler(1337), 30)
+        print_sample(model, tokens, Sampler(1337), 30)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("generating:\n---\n") and texts[0].endswith("\n---\n")
@@ -221,84 +248,113 @@ def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(dev, cap
     assert len(ids) == 30 and all(0 <= token < 101 for token in ids)
 
 
-def test_parameter_tensors_follow_one_another_as_in_the_model_file():
-    flat = np.arange(num_parameters(ODD))
-    params = name_parameters(flat, ODD)
-    assert list(oracle.TRANSFORMERS_NAMES) == NAMES
-    assert np.array_equal(np.concatenate([getattr(params, name).ravel() for name in NAMES]), flat)
-    assert params.qkvw.shape == (2, 63, 21) and np.shares_memory(params.layer[1].qkvw, params.qkvw)
-    assert np.array_equal(params.layer[1].fcb, params.fcb[1])
+@each_config
+def test_parameter_tensors_follow_one_another_as_in_their_table(config):
+    flat = np.arange(num_parameters(config))
+    params, sizes = name_parameters(flat, config), config.sizes()
+    assert np.array_equal(np.concatenate([getattr(params, name).ravel() for name in names_of(config)]), flat)
+    assert params.qkvw.shape == (config.num_layers, sizes.get("QKV", 3 * config.channels), config.channels)
+    assert np.shares_memory(params.layer[-1].qkvw, params.qkvw)
+    assert np.array_equal(params.layer[-1].fcw, params.fcw[-1])
 
 
-def test_every_activation_starts_at_a_256_byte_boundary_and_none_overlap():
-    for table in (trainer.ACTIVATIONS + trainer.MATRIX_ACTIVATIONS, trainer.ACTIVATIONS + trainer.FLASH_ACTIVATIONS):
-        places, length = trainer.layout(table, trainer.tensor_sizes(ODD, 2, 11), trainer.ALIGNMENT)
-        ends = [0]
-        for start, shape in places.values():
-            assert start % 64 == 0 and start >= ends[-1]
-            ends.append(start + int(np.prod(shape)))
-        assert length == ends[-1]
+@each_config
+def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
+    kind, sizes = kind_of(config), config.sizes() | {"B": 2, "T": 11}
+    for table in (*kind.BY_FLASH, *kind.BY_MATRICES):
+        starts, length = layout(table, sizes, ALIGNMENT)
+        end = 0
+        for name, _, *owner in table:
+            start, shape = starts[name]
+            assert start % 64 == 0
+            if owner:
+                owner_start, owner_shape = starts[owner[0]]
+                assert start == owner_start and np.prod(shape) <= np.prod(owner_shape)
+            else:
+                assert start >= end
+                end = start + int(np.prod(shape))
+        assert length == end
 
 
-@pytest.mark.parametrize("config", [ODD, EVEN, HEADS_OF_64])
+def test_a_tensor_that_does_not_fit_where_it_is_to_lie_is_an_error():
+    with pytest.raises(ValueError, match=r"b \(5,\) does not fit where a \(4,\) is"):
+        layout((("a", ("4",)), ("b", ("5",), "a")), {"4": 4, "5": 5}, 1)
+
+
+@each_config
 def test_an_update_covers_every_parameter_once_and_decays_only_matrices(config):
-    ranges = trainer.parameter_ranges(config, trainer.MATRICES)
-    assert [start for start, _, _ in ranges] == [0] + [end for _, end, _ in ranges[:-1]]
-    assert ranges[-1][1] == num_parameters(config)
-    decays = np.concatenate([np.full(end - start, decayed) for start, end, decayed in ranges])
+    kind = kind_of(config)
+    found = ranges(config.parameters(), config.sizes(), kind.MATRICES)
+    assert [start for start, _, _ in found] == [0] + [end for _, end, _ in found[:-1]]
+    assert found[-1][1] == num_parameters(config)
+    decays = np.concatenate([np.full(end - start, decayed) for start, end, decayed in found])
     params = name_parameters(decays, config)
-    for name in NAMES:
-        assert (getattr(params, name) == (name in ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw"))).all(), name
+    for name in names_of(config):
+        matrix = name in ("wte", "wpe", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
+        assert (getattr(params, name) == matrix).all(), name
 
 
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD], ids=name_of)
 @pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
-def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocated(dev, monkeypatch, attention):
+def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocated(
+    dev, monkeypatch, config, attention
+):
     def no_allocation(*args):
         raise AssertionError("allocated")
 
     monkeypatch.setattr(dev, "memory", lambda: (5 << 20, 64 << 30))
-    for name in ("empty", "zeros"):
+    for name in ("empty", "zeros", "asarray"):
         monkeypatch.setattr(dev, name, no_allocation)
     with pytest.raises(UserError, match=r"B=64, T=32 needs \d+ MiB.* 5 MiB are free on .*: lower -b or -t") as caught:
-        trainer.GPT2(ODD, 64, 32, attention)
+        kind_of(config)(config, 64, 32, attention)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_for_inference_has_no_gradients_and_needs_less_memory(dev):
-    training, inference = (trainer.GPT2(EVEN, 8, 32, "softmax", inference=only) for only in (False, True))
+@pytest.mark.parametrize("config", [EVEN, LLAMA_ODD], ids=name_of)
+def test_a_model_for_inference_has_no_gradients_and_needs_less_memory(dev, config):
+    training, inference = (kind_of(config)(config, 8, 32, "softmax", inference=only) for only in (False, True))
     assert not hasattr(inference, "grads")
     assert sum(inference.megabytes.values()) < sum(training.megabytes.values())
 
 
-def test_random_weights_are_gpt2s_and_depend_on_the_seed(dev):
-    config = GPT2Config(64, 250, 256, 4, 2, 64)
+@pytest.mark.parametrize("config", [replace(EVEN, num_layers=4, vocab_size=250), LLAMA_ODD], ids=name_of)
+def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatch, config):
     params, again, other = (
-        dev.to_host(trainer.gpt2_build_from_random(config, 1, 8, "softmax", seed).params_memory) for seed in (1, 1, 2)
+        dev.to_host(build_from_random(kind_of(config), config, 1, 8, "softmax", seed).params_memory)
+        for seed in (1, 1, 2)
     )
     assert np.array_equal(params, again) and not np.array_equal(params, other)
+    monkeypatch.setattr("llmc.model.STAGED", 1000)  # in many pieces the numbers are the same
+    model = build_from_random(kind_of(config), config, 1, 8, "softmax", 1)
+    assert np.array_equal(params, dev.to_host(model.params_memory))
     params = name_parameters(params, config)
-    for name, deviation in {
-        "wte": 0.02, "wpe": 0.02, "qkvw": 0.02, "fcw": 0.02, "attprojw": 0.02 / 8**0.5, "fcprojw": 0.02 / 8**0.5,
-    }.items():  # fmt: skip
-        assert getattr(params, name)[: config.vocab_size].std() == pytest.approx(deviation, rel=0.05), name
-    assert not params.wte[250:].any()
-    for name in NAMES:
-        if name.endswith("b"):
-            assert not getattr(params, name).any(), name
-    assert all((getattr(params, name) == 1).all() for name in ("ln1w", "ln2w", "lnfw"))
+    small = 0.02 / 8**0.5 if config.NAME == "GPT-2" else 0.02  # 4 layers
+    for name, shape in config.parameters():
+        tensor = getattr(params, name)
+        if shape[0] == "Vp":
+            assert not tensor[config.vocab_size :].any(), name
+            tensor = tensor[: config.vocab_size]
+        if name in kind_of(config).MATRICES:
+            deviation = small if name in ("attprojw", "fcprojw") else 0.02
+            assert tensor.std() == pytest.approx(deviation, rel=0.05), name
+        else:
+            assert (tensor == (0 if name.endswith("b") else 1)).all(), name
 
 
-def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path):
-    flat = flat_parameters(ODD)
-    write_model(tmp_path / "model.bin", ODD, flat)
-    model = trainer.gpt2_build_from_checkpoint(tmp_path / "model.bin", 2, 11, "relu")
-    assert model.config == ODD
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, replace(LLAMA_ODD, tied=True)], ids=name_of)
+def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
+    flat = flat_parameters(config)
+    write_model(tmp_path / "model.bin", config, flat)
+    model = build_from_file(kind_of(config), tmp_path / "model.bin", 2, 11, "relu")
+    assert model.config == config
     assert np.array_equal(dev.to_host(model.params_memory), flat)
+    write_model(tmp_path / "again.bin", config, model.params_memory)  # from the device
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()
 
 
 def test_flash_attention_is_refused_where_products_are_not_in_tf32(monkeypatch):
-    monkeypatch.setattr(trainer.device, "kind", lambda: "cuda")
-    monkeypatch.setattr(trainer.device, "tf32", lambda: False)
+    monkeypatch.setattr("llmc.device.kind", lambda: "cuda")
+    monkeypatch.setattr("llmc.device.tf32", lambda: False)
     with pytest.raises(UserError, match="-a flash computes in TF32: .*; use -a softmax"):
-        trainer.choose_attention("flash", HEADS_OF_64)
-    assert trainer.choose_attention("auto", HEADS_OF_64) == "softmax"
+        choose_attention("flash", 128, 2)
+    assert choose_attention("auto", 128, 2) == "softmax"

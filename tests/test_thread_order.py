@@ -10,14 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train_gpt2_fp32 as trainer
-from kernels.encoder import encoder_backward, sort_by_token
+from kernels.encoder import encoder_backward
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
 from kernels.reduce import MOST_PARTIALS
 from llmc import cpu, device
-from llmc.checkpoint import GPT2Config
+from llmc.batches import Batches
+from llmc.dataloader import sort_by_token
+from llmc.model import build_from_random
+from llmc.tensors import Config
+from models import kind_of
 from oracle import normal
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
 ROOT = Path(__file__).parent.parent
 ORDERS = ["forward", "backward", "shuffled"]
@@ -53,33 +58,37 @@ def results_by_order(launches: list, monkeypatch, work) -> list[list]:
     return results
 
 
-def training_step(attention: str, B: int, T: int, NH: int, C: int):
+class OneBatch:
+    """A loader of one random batch in which many positions hold the same token."""
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        inputs[:], targets[:] = np.random.default_rng(1).integers(0, 1101, (2, *inputs.shape), dtype=np.int32)
+        inputs.reshape(-1)[: inputs.size // 2] = 5
+
+
+def training_step(config: Config, attention: str, B: int, T: int):
     """A function that makes a model and trains it for a step; its buffers begin as zeros every time."""
 
     def work():
-        config = GPT2Config(T, 1101, 1152, 1, NH, C)
-        model = trainer.gpt2_build_from_random(config, B, T, attention, seed=1)
+        model = build_from_random(kind_of(config), config, B, T, attention, seed=1)
         for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
             memory.fill(0)
-        inputs, targets = np.random.default_rng(1).integers(0, 1101, (2, B * T), dtype=np.int32)
-        inputs[: B * T // 2] = 5  # many positions of one token
-        order, count = sort_by_token(inputs)
-        model.inputs[:], model.targets[:], model.order[:], model.count[:] = inputs, targets, order, count
-        trainer.gpt2_zero_grad(model)
-        trainer.gpt2_forward(model, B, T)
-        trainer.gpt2_loss(model, B, T, 1 / (B * T))
-        trainer.gpt2_backward(model, B, T)
-        trainer.gpt2_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.1, 1, grad_clip=0.1)
+        model.train_step(Batches(model, OneBatch()), weight_decay=0.1, grad_clip=0.1)(0, 1e-3)
 
     return work
 
 
+MANY = ROWS_WORTH_TRANSPOSING // 6 + 1
 STEPS = {
-    "softmax, odd sizes": ("softmax", 2, 21, 3, 33),
-    "softmax, more rows than a pass takes": ("softmax", 6, ROWS_WORTH_TRANSPOSING // 6 + 1, 1, 8),
-    "relu": ("relu", 1, 37, 2, 40),
-    "flash, heads of 64": ("flash", 1, 70, 1, 64),
-    "flash, heads of 128": ("flash", 1, 70, 1, 128),
+    "softmax, odd sizes": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21),
+    "softmax, more rows than a pass takes": (GPT2Config(MANY, 1101, 1, 1, 8), "softmax", 6, MANY),
+    "relu": (GPT2Config(37, 1101, 1, 2, 40), "relu", 1, 37),
+    "flash, heads of 64": (GPT2Config(70, 1101, 1, 1, 64), "flash", 1, 70),
+    "flash, heads of 128": (GPT2Config(70, 1101, 1, 1, 128), "flash", 1, 70),
+    "llama, odd sizes": (Llama3Config(21, 1101, 1, 3, 1, 30, 37), "softmax", 2, 21),
+    "llama, more rows than a pass takes": (Llama3Config(MANY, 1101, 1, 2, 2, 8, 9, tied=False), "softmax", 6, MANY),
+    "llama, flash": (Llama3Config(70, 1101, 1, 2, 1, 128, 80), "flash", 1, 70),
+    "llama, flash, heads of 128": (Llama3Config(70, 1101, 1, 2, 1, 256, 80), "flash", 1, 70),
 }
 
 

@@ -1,4 +1,4 @@
-"""train_gpt2_fp32.py run as a program: what it prints and logs, how it stops and resumes, what it says to bad input."""
+"""The trainers run as programs: what it prints and logs, how it stops and resumes, what it says to bad input."""
 
 import os
 import re
@@ -12,26 +12,49 @@ import numpy as np
 import pytest
 
 from conftest import DEVICES
-from llmc.checkpoint import GPT2Config, num_parameters, write_model
+from llmc.checkpoint import write_model
 from llmc.dataloader import write_tokens
 from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
 from llmc.schedule import LearningRateSchedule
+from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
-SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "train_gpt2_fp32.py"
 V = 61
-SMALL = ["-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", "2", "-t", "16"]
+MODELS = {
+    "gpt2": (SCRIPT, "layers=2,heads=2,channels=32,maxT=64", GPT2Config(64, V, 2, 2, 32)),
+    "llama3": (
+        ROOT / "train_llama3_fp32.py", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,maxT=64",
+        Llama3Config(64, V, 2, 4, 2, 32, 44),
+    ),
+}  # fmt: skip
+SMALL = ["-i", "data", "-b", "2", "-t", "16"]
 STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms, (\d+) tok/s\)(.*)")
 
 
-@pytest.fixture(params=["cpu", "cuda"] if "cuda" in DEVICES else ["cpu"])
+KINDS = ["cpu", "cuda"] if "cuda" in DEVICES else ["cpu"]
+
+
+@pytest.fixture(params=KINDS)
 def folder(request, tmp_path) -> Path:
     """A directory with training and validation tokens and their tokenizer, of which one token follows from another.
 
     It bears the name of the device on which `start` runs the trainer.
     """
-    tmp_path = tmp_path / request.param
+    return make_folder(tmp_path / f"{request.param}.gpt2")
+
+
+@pytest.fixture(params=[f"{kind}.{model}" for kind in KINDS for model in MODELS])
+def any_folder(request, tmp_path) -> Path:
+    """`folder` for each model's trainer in turn."""
+    return make_folder(tmp_path / request.param)
+
+
+def make_folder(tmp_path: Path) -> Path:
     tmp_path.mkdir()
     rng = np.random.default_rng(0)
     for split, count in ("train", 2000), ("val", 400):
@@ -42,7 +65,9 @@ def folder(request, tmp_path) -> Path:
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, SCRIPT, "--device", folder.name, *SMALL, *flags]
+    kind, _, model = folder.name.partition(".")
+    script, description, _ = MODELS[model]
+    command = [sys.executable, script, "--device", kind, "-e", description, *SMALL, *flags]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -66,18 +91,20 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(folder):
+def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder):
+    folder = any_folder
+    _, description, config = MODELS[folder.name.partition(".")[2]]
     out = run(folder, "-x", "40", "-v", "10", "-m", "3", "-s", "20", "-g", "30", "-l", "1e-2", "-o", "run.log")
     rule = "+-----------------------+----------------------------------------------------+"
     lines = out.splitlines()
     assert lines[:3] == [rule, f"| {'Parameter':21} | {'Value':50} |", rule]
     table = dict(re.findall(r"^\| (.{21}) \| (.*?) *\|$", out, re.M))
     table = {name.strip(): value for name, value in table.items()}
-    assert table["device"].startswith("CPU") == (folder.name == "cpu") and table["attention"] == "softmax"
+    assert table["device"].startswith("CPU") == folder.name.startswith("cpu") and table["attention"] == "softmax"
     assert table["train data"] == table["val data"] == "data" and table["tokenizer"] == "data_tokenizer.bin"
     assert (table["batch size B"], table["sequence length T"], table["steps"]) == ("2", "16", "40")
-    assert table["model"] == "layers=2,heads=2,channels=32,maxT=64" and table["vocabulary"] == "61, padded to 128"
-    assert f"| parameters            | {num_parameters(GPT2Config(64, V, 128, 2, 2, 32)):<50} |" in lines
+    assert table["model"] == description and table["vocabulary"] == "61, padded to 128"
+    assert f"| parameters            | {num_parameters(config):<50} |" in lines
     assert table["train tokens"] == "2000 (62 batches)" and table["val tokens"] == "400 (12 batches)"
 
     validations = [float(loss) for loss in re.findall(r"^val loss (\d+\.\d{6})$", out, re.M)]
@@ -98,7 +125,7 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(folder):
 
 
 def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_there_is_no_tokenizer(folder):
-    config = GPT2Config(32, V, 128, 1, 2, 20)
+    config = GPT2Config(32, V, 1, 2, 20)
     params = 0.02 * np.random.default_rng(0).standard_normal(num_parameters(config), dtype=np.float32)
     write_model(folder / "model.bin", config, params)
     (folder / "data_tokenizer.bin").unlink()
@@ -156,7 +183,8 @@ def checkpoint_bytes(folder: Path, step: int) -> list[bytes]:
     return [(folder / "run" / f"step_{step:08d}" / name).read_bytes() for name in ("model.bin", "optimizer.bin")]
 
 
-def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(folder):
+def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(any_folder):
+    folder = any_folder
     whole = run(folder, *LONG, "-x", "7", "-n", "1", "-o", "whole.log")
     want, losses, texts = checkpoint_bytes(folder, 7), steps_of(whole), samples_of(whole)
     (folder / "run").rename(folder / "whole")
@@ -205,7 +233,7 @@ def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(folder):
     process.stdout.close()
     assert (process.wait(timeout=100), process.stderr.read()) == (0, "")
     write_tokenizer(folder / "data_tokenizer.bin", [bytes([200 + i % 50]) for i in range(V)], eot=V - 1)
-    command = [sys.executable, SCRIPT, "--device", folder.name, *SMALL, "-x", "1", "-g", "20"]
+    command = [sys.executable, SCRIPT, "--device", "cpu", "-e", MODELS["gpt2"][1], *SMALL, "-x", "1", "-g", "20"]
     env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -282,11 +310,11 @@ VALUES = [
     (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
     (["-j", "nowhere"], r"nowhere_val.bin: no such file; get data"),
     (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
-    (["-e", "d7"], r"-e d7: the depths are d6, d12"),
-    (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: .*channels=128"),
+    (["-e", "d7"], r"d7: no such file or directory; .* random weights with -e d12 \(d6, d24, d36, d48\)"),
+    (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),
     (["-e", "layers=2,heads=3,channels=32"], r"32 channels cannot be split among 3 heads"),
     (["-e", "layers=0,heads=2,channels=32"], r"num_layers is 0"),
-    (["-e", "data_train.bin"], r"data_train.bin: not a model \(found GPT-2 tokens"),
+    (["-e", "data_train.bin"], r"data_train.bin: not a GPT-2 model \(found GPT-2 tokens"),
     (["-e", "."], r"\.: is a directory"),
     (["-e", "d48", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free.*lower -b or -t"),
     (["-b", "1000000000000"], r"(needs \d+ MiB of memory|lower -b)"),
@@ -310,14 +338,14 @@ DAMAGES = {
     "an error page for tokens": ("data_train.bin", 0, b"<!DOCTYPE html>\n", r"data_train.bin: .*use data"),
     "another version of the tokens": ("data_train.bin", 4, b"\x09", r"data_train.bin: token file version 9"),
     "an error page for the tokenizer": ("data_tokenizer.bin", 0, b"<!DOCTYPE html>\n", r"data_tokenizer.bin: not"),
-    "a model that is no model": ("model.bin", 0, b"\x00\x00", r"model.bin: not a model"),
+    "a model that is no model": ("model.bin", 0, b"\x00\x00", r"model.bin: not a GPT-2 model"),
     "a model with senseless sizes": ("model.bin", 16, b"\xff\xff\xff\xff", r"model.bin: num_layers is -1"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, damage):
-    config = GPT2Config(32, V, 128, 1, 2, 20)
+    config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     name, offset, data, message = DAMAGES[damage]
     with open(folder / name, "r+b") as file:
@@ -329,14 +357,14 @@ def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, damage):
 
 @pytest.mark.parametrize("name", ["data_train.bin", "data_tokenizer.bin", "model.bin"])
 def test_a_truncated_file_is_refused(folder, name):
-    config = GPT2Config(32, V, 128, 1, 2, 20)
+    config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     os.truncate(folder / name, (folder / name).stat().st_size - 3)
     assert name in refuse(folder, *(["-e", "model.bin"] if name == "model.bin" else []))
 
 
 def test_a_model_of_another_tokenizer_is_refused(folder):
-    config = GPT2Config(32, 99, 128, 1, 2, 20)
+    config = GPT2Config(32, 99, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse(folder, "-e", "model.bin"))
 
@@ -357,6 +385,36 @@ def test_without_a_compiler_the_log_of_an_earlier_run_stays(folder, monkeypatch)
     (folder / "run.log").write_text("s:0 tel:1.0000\n")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "the compiler that CXX names, no-such-compiler" in refuse(folder, "--device", "cpu")
+
+
+LLAMA_VALUES = [
+    (["-e", "layers=2,heads=6,kv_heads=4,channels=48,hidden=64"], r"-e: 6 heads cannot share 4 key/value heads evenly"),
+    (["-e", "layers=2,heads=6,kv_heads=2,channels=30,hidden=64"], r"-e: heads of 30 / 6 channels are odd"),
+    (["-e", "layers=2,heads=6,kv_heads=2,channels=48"], r"hidden=… is missing"),
+    (["-e", "layers=2,heads=6,kv_heads=2,channels=48,hidden=64,theta=0"], r"-e: rope_theta is 0.0"),
+    (["-e", "layers=2,heads=6,kv_heads=2,channels=48,hidden=64,scaling=0.5"], r"-e: rope_scaling is 0.5"),
+    (["-e", "layers=2,heads=6,kv_heads=2,channels=48,hidden=64,width=5"], r"width=5 is no part of a model's"),
+    (["-e", "gpt2.bin"], r"gpt2.bin: not a Llama 3 model \(found a GPT-2 model, .*use train_gpt2_fp32.py for it"),
+    (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e smollm2-135m"),
+    (["-e", "llama3.1-8b", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free"),
+]
+
+
+@pytest.mark.parametrize("flags, message", LLAMA_VALUES, ids=[" ".join(flags) for flags, _ in LLAMA_VALUES])
+def test_what_makes_no_llama_is_refused_in_one_line_before_anything_is_written(tmp_path, flags, message):
+    folder = make_folder(tmp_path / "cpu.llama3")
+    gpt2 = MODELS["gpt2"][2]
+    write_model(folder / "gpt2.bin", gpt2, np.zeros(num_parameters(gpt2), np.float32))
+    assert re.search(message, refuse(folder, *flags))
+
+
+def test_a_llama_file_given_to_gpt2s_trainer_names_its_own(folder):
+    config = MODELS["llama3"][2]
+    write_model(folder / "llama.bin", config, np.zeros(num_parameters(config), np.float32))
+    assert re.search(
+        r"llama.bin: not a GPT-2 model \(found a Llama 3 model, .*use train_llama3_fp32.py for it",
+        refuse(folder, "-e", "llama.bin"),
+    )
 
 
 def test_a_damaged_checkpoint_is_refused(folder):

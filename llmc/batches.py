@@ -1,0 +1,63 @@
+"""Batches on their way to the device and losses on their way back, and what is found out with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from llmc.dataloader import DataLoader, sort_by_token
+from llmc.evaluation import EvalLoader
+from llmc.model import Model
+
+
+class Batches:
+    """Carries batches to the device and their losses back, while the device still works on earlier ones.
+
+    The page-locked arrays exist twice, for two steps of `count` batches in flight: one may be filled again when the
+    losses of the step before last have been read.
+    """
+
+    def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
+        self.model, self.loader, self.count = model, loader, count
+        self.batches = device.pinned((2, count, 4, model.B, model.T), np.int32)
+        self.losses = device.pinned((2, count, model.B, model.T), np.float32)
+
+    def send(self, step: int, i: int) -> None:
+        """The loader's next batch, to model.batch: batch i of a step."""
+        batch = self.batches[step % 2, i]
+        self.loader.next_batch(batch[0], batch[1])
+        batch[2:] = np.reshape(sort_by_token(batch[0]), (2, self.model.B, self.model.T))
+        device.copy_in(self.model.batch, batch)
+
+    def fetch_losses(self, step: int, i: int) -> None:
+        """Starts the copy of the losses that the model has for batch i of a step."""
+        device.copy_out(self.losses[step % 2, i], self.model.acts(self.model.B, self.model.T).losses)
+
+    def mean_loss(self, step: int) -> float:
+        """The mean over a step's batches, once the device has finished it."""
+        return float(self.losses[step % 2].mean(dtype=np.float64))
+
+    def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
+        """The losses (B,T) of the next batch, by itself."""
+        self.send(0, 0)
+        forward_loss()
+        self.fetch_losses(0, 0)
+        device.synchronize()
+        return self.losses[0, 0]
+
+
+def validate(batches: Batches, forward_loss: Callable[[], None], num_batches: int) -> float:
+    """The mean loss over the first num_batches of the validation data."""
+    batches.loader.reset()
+    return sum(batches.run(forward_loss).mean(dtype=np.float64) for _ in range(num_batches)) / num_batches
+
+
+def evaluate(batches: Batches, forward_loss: Callable[[], None]) -> float:
+    """The share of multiple-choice questions whose right completion has the lowest mean loss."""
+    questions = batches.loader
+    questions.reset()
+    correct = sum(questions.count_correct(batches.run(forward_loss)) for _ in range(questions.num_batches))
+    return correct / questions.num_examples

@@ -1,0 +1,174 @@
+"""A model's six buffers, whatever the model: allocated once, named by its tables, filled from a file or at random."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from llmc.checkpoint import read_model
+from llmc.errors import UserError
+from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges
+
+STAGED = 1 << 24  # floats of a weight that are made on the host at a time
+
+
+class Model:
+    """A model with room for batches of up to (B, T). Its buffers, each fp32 and allocated once:
+
+    params_memory, grads_memory, m_memory, v_memory   (num_parameters,): the parameters, in the order of their table,
+                                                      their gradients and AdamW's two moments
+    acts_memory, grads_acts_memory                    activations and their gradients, and scratch
+
+    The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
+    has neither gradients nor moments. norm (2,) is the norm of all gradients and the factor that clips them.
+
+    A subclass is one kind of model. It says:
+    Config                    the class of its sizes
+    MATRICES                  the parameters that weight decay applies to, and that start as random numbers
+    PRODUCTS                  those whose gradient begins as a matrix product, which sets it unless told to accumulate
+    BY_FLASH, BY_MATRICES     the tables of activations and of their gradients, scratch included, with flash attention
+                              and with attention by (T, T) matrices; `partials` holds at least 1024 floats
+    first_weights, and where it has some, constants
+    choose_attention(kind, C, NH), forward(B, T), loss(B, T, dloss), backward(B, T, accumulate),
+    train_step(batches, weight_decay, grad_clip)
+
+    Raises UserError where the device has too little memory.
+    """
+
+    Config: type[Config]
+    MATRICES: tuple[str, ...]
+    PRODUCTS: tuple[str, ...]
+    BY_FLASH: tuple[Table, Table]
+    BY_MATRICES: tuple[Table, Table]
+
+    def __init__(self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False):
+        self.config, self.B, self.T, self.attention = config, B, T, attention
+        self.acts_table, grads_acts_table = self.BY_FLASH if attention == "flash" else self.BY_MATRICES
+        sizes = config.sizes() | {"B": B, "T": T}
+        n = num_parameters(config)
+        lengths = {"parameters": n, "activations": layout(self.acts_table, sizes, ALIGNMENT)[1]}
+        if not inference:
+            lengths |= {"gradients": n, "AdamW m": n, "AdamW v": n}
+            lengths["activation gradients"] = layout(grads_acts_table, sizes, ALIGNMENT)[1]
+        self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths.items()}
+        free, _ = device.memory()
+        if 4 * sum(lengths.values()) > free:
+            raise UserError(
+                f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
+                f"are free on {device.name()}: lower -b or -t, or choose a smaller model (-e)"
+            )
+        buffers = {name: device.empty((length,)) for name, length in lengths.items()}
+        self.params_memory = buffers["parameters"]
+        self.acts_memory = buffers["activations"]
+        self.params = name_tensors(self.params_memory, config.parameters(), sizes, align=1)
+        self.constant = SimpleNamespace(
+            **{name: device.asarray(values) for name, values in self.constants(config, T).items()}
+        )
+        # The batch: tokens, what follows each, and for the embedding's gradient what sort_by_token makes of them.
+        self.batch = device.zeros((4, B * T), np.int32)
+        self.inputs, self.targets, self.order, self.count = self.batch
+        self.views_of = {}
+        if inference:
+            return
+        self.grads_memory, self.m_memory, self.v_memory = (
+            buffers[name] for name in ("gradients", "AdamW m", "AdamW v")
+        )
+        self.grads_acts_memory = buffers["activation gradients"]
+        self.grads = name_tensors(self.grads_memory, config.parameters(), sizes, align=1)
+        self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes)
+        self.norm = device.zeros((2,))
+        device.fill_zero(self.m_memory)
+        device.fill_zero(self.v_memory)
+        self.decay_ranges = ranges(config.parameters(), sizes, self.MATRICES)
+        self.added_to = [
+            self.grads_memory[start:end]
+            for start, end, product in ranges(config.parameters(), sizes, self.PRODUCTS)
+            if not product
+        ]
+
+    def acts(self, B: int, T: int) -> SimpleNamespace:
+        """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""
+        if (B, T) not in self.views_of:
+            sizes = self.config.sizes() | {"B": B, "T": T}
+            self.views_of[B, T] = name_tensors(self.acts_memory, self.acts_table, sizes)
+        return self.views_of[B, T]
+
+    def zero_grad(self) -> None:
+        """Zeroes the gradients to which backward adds. Those of PRODUCTS it sets, unless told to accumulate."""
+        for grads in self.added_to:
+            device.fill_zero(grads)
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Takes over the parameters of a file, as `read_model` gives them; rows that it lacks become 0."""
+        for name, _ in self.config.parameters():
+            parameter, values = getattr(self.params, name), tensors[name]
+            if values.size < parameter.size:
+                device.fill_zero(parameter)
+            device.copy_in(parameter, values)
+        device.synchronize()
+
+    def randomize(self, seed: int) -> None:
+        """Takes the initial weights of a model that is to be trained, from a seed: normal numbers for MATRICES, of the
+        deviations that first_weights gives, 0 for the padding of the vocabulary, and else what first_weights says.
+
+        They are made on the host a piece at a time.
+        """
+        deviations, constants = self.first_weights(self.config)
+        device.fill_zero(self.params_memory)
+        done, total, shown = 0, self.params_memory.size, time.monotonic()
+        random, staged = np.random.default_rng(seed), np.empty(min(STAGED, total), np.float32)
+        for name, shape in self.config.parameters():
+            parameter = getattr(self.params, name)
+            flat = parameter.reshape(-1)
+            for start in range(0, flat.size, STAGED):
+                piece = staged[: min(STAGED, flat.size - start)]
+                if name in deviations:
+                    random.standard_normal(out=piece, dtype=np.float32)
+                    piece *= np.float32(deviations[name])
+                elif name in constants:
+                    piece.fill(constants[name])
+                else:
+                    break
+                device.copy_in(flat[start:], piece)
+                device.synchronize()  # before the next piece takes its place
+                done += piece.size
+                if time.monotonic() - shown > 5:
+                    shown = time.monotonic()
+                    print(f"random weights: {100 * done // total}% of {total:,}", flush=True)
+            if shape[0] == "Vp":
+                device.fill_zero(parameter[self.config.vocab_size :])
+
+    # What a kind of model says of itself
+
+    @classmethod
+    def constants(cls, config: Config, T: int) -> dict[str, np.ndarray]:
+        """Arrays that are made once and never change, for sequences of up to T."""
+        return {}
+
+    @classmethod
+    def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
+        """The deviations of MATRICES, which start as normal random numbers, and what others start as, if not 0."""
+        raise NotImplementedError
+
+
+def build_from_file(
+    kind: type[Model], path: str | Path, B: int, T: int, attention: str, inference: bool = False
+) -> Model:
+    """The model in a `.bin`. Raises UserError as `read_model` does."""
+    config, tensors = read_model(path, kind.Config)
+    model = kind(config, B, T, attention, inference)
+    model.load(tensors)
+    return model
+
+
+def build_from_random(kind: type[Model], config: Config, B: int, T: int, attention: str, seed: int) -> Model:
+    """A model with the initial weights of its kind."""
+    model = kind(config, B, T, attention)
+    model.randomize(seed)
+    return model

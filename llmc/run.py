@@ -1,0 +1,248 @@
+"""The life of a training run, whatever the model."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from llmc.batches import Batches, evaluate, validate
+from llmc.checkpoint import (
+    check_checkpoint_directory,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    read_model,
+    save_checkpoint,
+)
+from llmc.dataloader import DataLoader
+from llmc.errors import UserError
+from llmc.evaluation import EvalLoader
+from llmc.generation import print_sample
+from llmc.logger import Logger
+from llmc.model import Model, build_from_random
+from llmc.report import StepTimer, StopRequest, print_step, print_table
+from llmc.sampler import Sampler
+from llmc.schedule import LearningRateSchedule
+from llmc.tensors import flops_per_token, num_parameters, padded
+from llmc.tokenizer import Tokenizer, find_tokenizer
+
+
+class Run:
+    """A run as the flags ask for it. Iterated over, it gives each step that is to be trained, counted from 0; between
+    them it prints, validates, samples, logs and saves where that is due, and it ends when it is told to.
+
+    model: the model to train. batches: the training data on its way to it, with batches.count batches a step.
+
+    Making one compiles the kernels and prints the start-up table. Raises UserError for all that can be wrong with
+    flags and files, before anything is written.
+    """
+
+    def __init__(self, kind: type[Model], args: Namespace):
+        self.args = args
+        device.use(args.device)
+        device.use_tf32(args.tf32)
+        B, T = args.B, args.T
+        self.tokenizer_path = find_tokenizer(args.data)
+        self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
+        self.model, state = build_model(kind, args, self.tokenizer)
+        V = self.model.config.vocab_size
+        if self.tokenizer and not self.tokenizer.fits(V):
+            raise UserError(
+                f"{self.tokenizer_path} has {self.tokenizer.vocab_size} tokens and the model {args.model} {V}: "
+                "use data (-i) and a model (-e) of the same tokenizer"
+            )
+        train_loader = DataLoader(args.data, "train", B, T, V, args.shuffle_seed)
+        val_loader = DataLoader(args.val_data, "val", B, T, V)
+        self.batch_tokens = args.total_batch_size or B * T
+        self.steps = train_loader.num_tokens // self.batch_tokens if args.max_steps is None else args.max_steps
+        if self.steps == 0 and args.max_steps is None:
+            raise UserError(
+                f"-d {self.batch_tokens} is more than the {train_loader.num_tokens} tokens of {args.data}, so an epoch "
+                "has no step: lower -d, or set the number of steps with -x"
+            )
+        self.val_batches = min(val_loader.num_batches, args.val_max_batches)
+        self.schedule = LearningRateSchedule(
+            args.schedule, args.learning_rate, args.warmup, self.steps, args.final_fraction
+        )
+        self.sampler = Sampler(args.seed)
+        self.first_step = 0
+        if state is not None:
+            self.first_step, self.sampler.state = state["step"], state["sampler"]
+            if self.first_step > self.steps:
+                raise UserError(
+                    f"the checkpoint in {args.checkpoint_dir} is of step {self.first_step} of {self.steps}: raise -x"
+                )
+            train_loader.load_state(state["loader"])
+        self.batches = Batches(self.model, train_loader, self.batch_tokens // (B * T))
+        self.validation = Batches(self.model, val_loader)
+        self.questions = Batches(self.model, EvalLoader(args.hellaswag, B, T, V)) if args.hellaswag else None
+        self.norms = device.pinned((2, 2), np.float32)
+        if args.checkpoint_dir:
+            check_checkpoint_directory(args.checkpoint_dir)
+        device.compile_all()
+        self.logger = Logger(args.log, self.first_step)
+        print_table(run_table(self))
+
+        def forward_loss() -> None:
+            self.model.forward(B, T)
+            self.model.loss(B, T, dloss=1.0 / self.batch_tokens)
+
+        self.forward_loss = device.record(forward_loss)
+        self.flops = self.batch_tokens * flops_per_token(self.model.config, T)
+        self.timer, self.stop = StepTimer(), StopRequest()
+        self.running = None  # the step that the device still works on: number, when launched, event at its end
+
+    def learning_rate(self, step: int) -> float:
+        return self.schedule.get_learning_rate(step)
+
+    def __iter__(self) -> Iterator[int]:
+        args = self.args
+        for step in range(self.first_step, self.steps + 1):
+            last, stopping = step == self.steps, self.stop.requested
+            sampler_state = self.sampler.state  # a run that is resumed here samples again what this one is about to
+            if not stopping:  # who is told to stop may soon be killed: saving comes first
+                if last or step % args.val_every == 0:
+                    self.validate(step)
+                if args.sample_tokens and (last or args.sample_every and step > 0 and step % args.sample_every == 0):
+                    self.finish_running_step()
+                    print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens)
+            save = last or stopping or args.checkpoint_every and step % args.checkpoint_every == 0
+            if args.checkpoint_dir and save and step > self.first_step:
+                self.save(step, sampler_state)
+            if last or stopping:
+                break
+            started = time.perf_counter()
+            yield step
+            self.launched(step, started)
+        self.finish_running_step()
+        if stopping:
+            print(f"stopped by {self.stop.name} after {step} of {self.steps} steps")
+        print(f"total average iteration time: {self.timer.average():.6f} ms")
+        self.logger.close()
+
+    def launched(self, step: int, started: float) -> None:
+        """Called when all of a step has been given to the device, which may still be working on it."""
+        if self.args.grad_clip:
+            device.copy_out(self.norms[step % 2], self.model.norm)
+        launched = step, started, device.event()
+        self.finish_running_step()  # the one before, while the device works on this one
+        self.running = launched
+        if device.kind() == "cpu":
+            self.finish_running_step()  # it is over already
+
+    def finish_running_step(self) -> None:
+        """Waits for the step that the device works on, if any, and reports it."""
+        if self.running is None:
+            return
+        step, started, end = self.running
+        ms = self.timer.add(started, end.wait())
+        self.running, loss = None, self.batches.mean_loss(step)
+        norm = float(self.norms[step % 2, 0]) if self.args.grad_clip else None
+        print_step(
+            step + 1, self.steps, loss, norm, self.learning_rate(step), ms, self.timer.average(20), self.batch_tokens,
+            self.flops,
+        )  # fmt: skip
+        self.logger.log_train(step, loss)
+
+    def validate(self, step: int) -> None:
+        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for."""
+        self.finish_running_step()
+        loss = validate(self.validation, self.forward_loss, self.val_batches)
+        print(f"val loss {loss:.6f}", flush=True)
+        self.logger.log_val(step, loss)
+        if self.questions:
+            accuracy = evaluate(self.questions, self.forward_loss)
+            print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
+            self.logger.log_eval(step, accuracy)
+
+    def save(self, step: int, sampler_state: int) -> None:
+        """Writes a checkpoint and removes those that are too many."""
+        self.finish_running_step()
+        model, directory = self.model, self.args.checkpoint_dir
+        state = {"loader": self.batches.loader.state(), "sampler": sampler_state}
+        path = save_checkpoint(
+            directory, step, model.config, model.params_memory, model.m_memory, model.v_memory, state
+        )
+        print(f"saved {path}", flush=True)
+        prune_checkpoints(directory, self.args.keep)
+
+
+def run_table(run: Run) -> list[list[tuple[str, object]]]:
+    """The sections of the start-up table: every setting of the run, and what it found."""
+    args, model, config, first_step = run.args, run.model, run.model.config, run.first_step
+    train_data, val_data = run.batches.loader, run.validation.loader
+    return [
+        [
+            ("device", device.name()),
+            ("matrix products", "TF32" if device.tf32() else "fp32"),
+            ("attention", model.attention),
+        ],
+        [
+            ("train data", args.data),
+            ("val data", args.val_data),
+            ("tokenizer", run.tokenizer_path or "none: samples are printed as numbers"),
+            ("HellaSwag", args.hellaswag or "none"),
+            ("log file", args.log or "none"),
+            ("order", "as in the file" if args.shuffle_seed is None else f"shuffled by seed {args.shuffle_seed}"),
+        ],
+        [
+            ("batch size B", args.B),
+            ("sequence length T", args.T),
+            ("batches a step", f"{run.batches.count}: {run.batch_tokens} tokens"),
+            ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
+            ("final fraction", args.final_fraction),
+            ("weight decay", args.weight_decay),
+            ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
+            ("val every, batches", f"{args.val_every} steps, {run.val_batches}"),
+            ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
+            ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
+             if args.checkpoint_dir else "none"),
+            ("seed", args.seed),
+        ],
+        [
+            ("model", args.model if first_step == 0 else f"checkpoint of step {first_step}"),
+            ("max sequence length", config.max_seq_len),
+            ("vocabulary", f"{config.vocab_size}, padded to {padded(config.vocab_size)}"),
+            *config.rows(),
+            ("parameters", num_parameters(config)),
+        ],
+        [
+            ("train tokens", f"{train_data.num_tokens} ({train_data.num_batches} batches)"),
+            ("val tokens", f"{val_data.num_tokens} ({val_data.num_batches} batches)"),
+            ("steps", f"{run.steps}" if first_step == 0 else f"{first_step} to {run.steps}"),
+        ],
+        [(name, f"{megabytes} MiB") for name, megabytes in model.megabytes.items()]
+        + [("in all", f"{sum(model.megabytes.values())} MiB")],
+    ]  # fmt: skip
+
+
+def build_model(kind: type[Model], args: Namespace, tokenizer: Tokenizer | None) -> tuple[Model, dict | None]:
+    """The model that the flags ask for, and where a run is resumed, the state of its checkpoint."""
+    checkpoint = newest_checkpoint(args.checkpoint_dir) if args.resume else None
+    if args.resume and checkpoint is None:
+        print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
+    config = tensors = state = None
+    if checkpoint is not None:
+        config, tensors, m, v, state = load_checkpoint(checkpoint, kind.Config)
+    else:
+        config = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
+    if config is None:
+        config, tensors = read_model(Path(args.model), kind.Config)
+    if args.T > config.max_seq_len:
+        raise UserError(f"-t {args.T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
+    args.attention = kind.choose_attention(args.attention, config.channels, config.num_heads)
+    if tensors is None:
+        return build_from_random(kind, config, args.B, args.T, args.attention, args.seed), None
+    model = kind(config, args.B, args.T, args.attention)
+    model.load(tensors)
+    if state is not None:
+        device.copy_in(model.m_memory, m)
+        device.copy_in(model.v_memory, v)
+        device.synchronize()
+    return model, state

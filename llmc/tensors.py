@@ -1,0 +1,165 @@
+"""Tables of tensors: how a flat buffer is divided among them, and what can be counted from them.
+
+A table is a tuple of rows (name, shape) in the order of the buffer. A shape is a tuple of symbols, such as ("B", "T",
+"C"), which a dict of sizes turns into numbers. A tensor whose shape begins with "L" has one part for each layer. A row
+(name, shape, owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed.
+"""
+
+import math
+import re
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+
+from llmc.errors import UserError
+
+Table = tuple[tuple, ...]
+
+ALIGNMENT = 64  # floats; every activation starts on a 256-byte boundary
+
+
+def layout(table: Table, sizes: dict[str, int], align: int) -> tuple[dict[str, tuple[int, tuple]], int]:
+    """For each tensor its start in the buffer and its shape, and the length of the buffer, in floats."""
+    starts, end = {}, 0
+    for name, symbols, *owner in table:
+        shape = tuple(sizes[symbol] for symbol in symbols)
+        if owner:
+            start, owned = starts[owner[0]]
+            if math.prod(shape) > math.prod(owned):
+                raise ValueError(f"{name} {shape} does not fit where {owner[0]} {owned} is")
+            starts[name] = start, shape
+            continue
+        start = -(-end // align) * align
+        starts[name] = start, shape
+        end = start + math.prod(shape)
+    return starts, end
+
+
+def name_tensors(buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT) -> SimpleNamespace:
+    """The tensors of a table as views into a flat buffer: `.wte`, and with a part for each layer both `.qkvw` (all
+    layers) and `.layer[l].qkvw`."""
+    starts, _ = layout(table, sizes, align)
+    tensors = {name: buffer[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in starts.items()}
+    layered = [name for name, symbols, *_ in table if symbols[0] == "L"]
+    layers = [SimpleNamespace(**{name: tensors[name][l] for name in layered}) for l in range(sizes["L"])]
+    return SimpleNamespace(**tensors, layer=layers)
+
+
+def ranges(table: Table, sizes: dict[str, int], names: tuple[str, ...]) -> list[tuple[int, int, bool]]:
+    """An unaligned buffer as few consecutive ranges: (start, end, whether these are tensors of the given names)."""
+    starts, _ = layout(table, sizes, align=1)
+    found = []
+    for name, (start, shape) in starts.items():
+        end, named = start + math.prod(shape), name in names
+        if found and found[-1][2] == named:
+            start = found.pop()[0]
+        found.append((start, end, named))
+    return found
+
+
+class Config:
+    """The sizes that fix every tensor of a model. A subclass is a frozen dataclass of them, among which are
+    max_seq_len, vocab_size, num_layers, num_heads and channels, and says:
+
+    NAME, SCRIPT       what the model is called, and the program that trains it
+    MAGIC              the number that its files begin with
+    HEADER_BYTES       the length of their header
+    DESCRIPTION        the words of `-e layers=4,heads=4`, each with its field
+    PRESETS            named models (`-e d12`), each such a description
+    DEFAULT_MODEL      the file that -e stands for by default
+    DEFAULTS           fields that a description may leave out; vocab_size where the data has no tokenizer
+    FETCH              where such a model can be had
+    """
+
+    NAME: str
+    SCRIPT: str
+    MAGIC: int
+    HEADER_BYTES = 1024
+    DESCRIPTION: dict[str, str]
+    PRESETS: dict[str, str]
+    DEFAULT_MODEL: str
+    DEFAULTS: dict[str, object]
+    FETCH: str
+
+    def parameters(self) -> Table:
+        """The parameters, in the order of the buffer."""
+        raise NotImplementedError
+
+    def file_tensors(self) -> Table:
+        """The tensors in a model file, in its order. One that is no parameter is 0 there; one with fewer rows than the
+        parameter has its first rows."""
+        return self.parameters()
+
+    def sizes(self) -> dict[str, int]:
+        """What the symbols in the tables stand for, but for the batch's."""
+        raise NotImplementedError
+
+    def rows(self) -> list[tuple[str, object]]:
+        """The sizes as the start-up table shows them."""
+        raise NotImplementedError
+
+    def header(self) -> np.ndarray:
+        """The model file's header, 32-bit words."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_header(cls, header: np.ndarray, source: str) -> "Config":
+        """The sizes that a model file's header holds, int32 (HEADER_BYTES / 4,). Raises UserError, naming `source`, for
+        another version; the sizes are not checked yet."""
+        raise NotImplementedError
+
+    def check(self, source: str) -> None:
+        """Raises UserError, naming `source`, for sizes that make no model."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and value < 1:
+                raise UserError(f"{source}: {field.name} is {value}; it must be at least 1")
+        if self.channels % self.num_heads:
+            raise UserError(
+                f"{source}: {self.channels} channels cannot be split among {self.num_heads} heads evenly"
+            )
+
+    @classmethod
+    def described(cls, text: str, vocab_size: int | None = None) -> "Config | None":
+        """The model that `-e` describes: a preset's name, or `layers=4,heads=4,channels=128`; None if it is neither (a
+        file, then). vocab_size: of the tokenizer, where there is one.
+
+        Raises UserError for a description with a missing, unknown or senseless part.
+        """
+        words = cls.PRESETS.get(text, text)
+        if "=" not in words:
+            return None
+        values = cls.DEFAULTS | ({"vocab_size": vocab_size} if vocab_size else {})
+        types = {field.name: field.type for field in fields(cls)}
+        example = next(iter(cls.PRESETS.values()))
+        for word in words.split(","):
+            name, _, value = word.partition("=")
+            field = cls.DESCRIPTION.get(name)
+            number = r"\d+" if types.get(field) in (int, bool) else r"\d+\.?\d*([eE][+-]?\d+)?"
+            if field is None or not re.fullmatch(number, value):
+                raise UserError(f"-e {text}: {word} is no part of a model's description, such as {example}")
+            if field == "vocab_size" and vocab_size:
+                continue
+            values[field] = types[field](float(value)) if types[field] is not int else int(value)
+        missing = [name for name, field in cls.DESCRIPTION.items() if field not in values]
+        if missing:
+            raise UserError(f"-e {text}: {missing[0]}=… is missing; a model is described as {example}")
+        config = cls(**values)
+        config.check("-e")
+        return config
+
+
+def padded(vocab_size: int) -> int:
+    """The vocabulary rounded up to a multiple of 128, at which products are fast."""
+    return -(-vocab_size // 128) * 128
+
+
+def num_parameters(config: Config) -> int:
+    """How many fp32 numbers a model has, padding of the vocabulary included."""
+    return layout(config.parameters(), config.sizes(), align=1)[1]
+
+
+def flops_per_token(config: Config, T: int) -> float:
+    """Forward and backward FLOPs a token: 6 for each weight and 6 L C T for causal attention, as llm.c counts them."""
+    return 6.0 * num_parameters(config) + 6.0 * config.num_layers * config.channels * T

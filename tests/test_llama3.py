@@ -1,0 +1,98 @@
+"""Llama 3 against transformers' LlamaForCausalLM: logits, loss, every gradient, and ten AdamW steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_model import GivenBatches, build, forward_backward, make_batches
+
+import oracle
+from llmc.batches import Batches
+from llmc.tensors import name_tensors
+from oracle import assert_close, model_tolerance
+from train_llama3_fp32 import Llama3, Llama3Config
+
+SMALL = Llama3Config(16, 101, 2, 6, 2, 48, 67, tied=False)  # heads of 8
+CONFIGS = {
+    "6/1": replace(SMALL, num_kv_heads=1),
+    "6/2, tied": replace(SMALL, tied=True),
+    "6/3, scaled by 8": replace(SMALL, num_kv_heads=3, rope_scaling=8.0),
+    "6/6, tied, scaled by 32": replace(SMALL, num_kv_heads=6, tied=True, rope_scaling=32.0),
+    "9/3": replace(SMALL, num_heads=9, num_kv_heads=3, channels=54),
+}
+B, T = 2, 13
+
+
+def compared(flat: np.ndarray, config: Llama3Config) -> dict[str, np.ndarray]:
+    tensors = name_tensors(flat, config.parameters(), config.sizes(), align=1)
+    return {name: getattr(tensors, name) for name, _ in config.parameters()}
+
+
+def assert_all_close(what: str, ours: np.ndarray, theirs: np.ndarray, config: Llama3Config, tolerance: float) -> None:
+    """Compares flat buffers (num_parameters,) tensor by tensor."""
+    want = compared(theirs, config)
+    for name, values in compared(ours, config).items():
+        assert_close(f"{what} {name}", values, want[name], tolerance)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_llama_is_transformers_in_logits_loss_gradients_and_ten_steps(product_dev, config):
+    allowed = model_tolerance(product_dev)
+    theirs = oracle.transformers_model(config)
+    flat = oracle.flat_parameters_of(theirs, config)
+    batches = make_batches(config, 10, B, T)
+    model = build(product_dev, config, B, T, "softmax", flat.astype(np.float32))
+
+    logits, loss = forward_backward(product_dev, model, *batches[0], 1 / (B * T))
+    want_logits, want_loss = oracle.transformers_loss(theirs, *batches[0])
+    want_loss.backward()
+    assert_close("logits", logits, want_logits, allowed)
+    assert_close("loss", np.array(loss), want_loss, allowed)
+    gradients = oracle.flat_parameters_of(theirs, config, gradients=True)
+    assert_all_close("d", product_dev.to_host(model.grads_memory), gradients, config, allowed)
+
+    matrices = [parameter for parameter in theirs.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in theirs.parameters() if parameter.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
+    )  # fmt: skip
+    sent = Batches(model, GivenBatches(batches))
+    train_step = model.train_step(sent, weight_decay=0.1)
+    for step, batch in enumerate(batches):
+        train_step(step, 1e-3)
+        product_dev.synchronize()
+        optimizer.zero_grad()
+        _, want_loss = oracle.transformers_loss(theirs, *batch)
+        want_loss.backward()
+        optimizer.step()
+        assert_close("losses of ten steps", np.array(sent.mean_loss(step)), want_loss, allowed)
+    stepped = oracle.flat_parameters_of(theirs, config)
+    assert_all_close("after ten steps:", product_dev.to_host(model.params_memory), stepped, config, allowed)
+
+
+def test_smollm2_135m_is_transformers_in_logits_loss_and_every_gradient(product_dev):
+    if product_dev.kind() != "cuda":
+        pytest.skip("takes minutes on the CPU")
+    config = Llama3Config.described("smollm2-135m")
+    attentions = ("softmax", "flash") if product_dev.tf32() else ("softmax",)
+    B, T = 2, 129
+    theirs = oracle.transformers_model(config)
+    flat = oracle.flat_parameters_of(theirs, config).astype(np.float32)
+    theirs.cuda()
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    tokens = (torch.as_tensor(ids, dtype=torch.long, device="cuda") for ids in (inputs, targets))
+    want_logits, want_loss = oracle.transformers_loss(theirs, *tokens)
+    want_loss.backward()
+    theirs.cpu()
+    gradients = oracle.flat_parameters_of(theirs, config, gradients=True)
+    # transformers normalises in fp32 whatever the model is in; and gradients pass through 30 layers.
+    allowed = 2 * model_tolerance(product_dev)
+    for attention in attentions:
+        model = build(product_dev, config, B, T, attention, flat)
+        assert isinstance(model, Llama3)
+        logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
+        assert_close(f"{attention} logits", logits, want_logits, allowed)
+        assert_close(f"{attention} loss", np.array(loss), want_loss, allowed)
+        assert_all_close(f"{attention} d", product_dev.to_host(model.grads_memory), gradients, config, allowed)

@@ -1,0 +1,405 @@
+"""Trains Llama 3 in fp32: RMSNorm, rotary positions, grouped-query attention and SwiGLU, on an NVIDIA GPU or the CPU.
+
+The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
+and last the training loop. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the
+query heads and NKV the heads of keys and values, HS = C / NH their size, QKV = (NH + 2 NKV) HS, H the hidden channels,
+V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from kernels.adamw import adamw_update
+from kernels.attention import attention_backward, attention_forward
+from kernels.classifier import cross_entropy_loss
+from kernels.encoder import encoder_backward, encoder_forward
+from kernels.flash_attention import choose_attention, flash_attention_backward, flash_attention_forward
+from kernels.matmul import (
+    matmul_backward_inp,
+    matmul_backward_weight,
+    matmul_backward_weight_transposed,
+    matmul_forward,
+)
+from kernels.reduce import MOST_PARTIALS
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
+from kernels.rope import rope_backward, rope_forward, rope_table
+from kernels.swiglu import swiglu_backward, swiglu_forward
+from llmc.arguments import parse_arguments
+from llmc.batches import Batches
+from llmc.errors import UserError
+from llmc.files import LLAMA3_MODEL, make_header
+from llmc.model import Model
+from llmc.program import run_program
+from llmc.run import Run
+from llmc.tensors import Config, Table, padded
+
+# The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
+# A third word names an earlier tensor, no longer needed, whose place this one takes.
+
+PARAMETERS = (
+    ("wte",         ("Vp", "C")),                    # token embedding, and where `tied` the weight of the classifier
+    ("lm_head",     ("Vp", "C")),                    # where not tied: the weight of the classifier
+    ("ln1w",        ("L", "C")),
+    ("qkvw",        ("L", "QKV", "C")),              # rows of q, of k, of v
+    ("attprojw",    ("L", "C", "C")),
+    ("ln2w",        ("L", "C")),
+    ("fcw",         ("L", "2H", "C")),               # rows of up, of gate
+    ("fcprojw",     ("L", "C", "H")),
+    ("lnfw",        ("C",)),
+)  # fmt: skip
+
+FILE = (                                             # what a model file holds; the biases that Llama lacks are 0 there
+    ("wte",         ("V", "C")),
+    ("lm_head",     ("V", "C")),
+    ("ln1w",        ("L", "C")),
+    ("ln1b",        ("L", "C")),
+    ("qkvw",        ("L", "QKV", "C")),
+    ("qkvb",        ("L", "QKV")),
+    ("attprojw",    ("L", "C", "C")),
+    ("attprojb",    ("L", "C")),
+    ("ln2w",        ("L", "C")),
+    ("ln2b",        ("L", "C")),
+    ("fcw",         ("L", "2H", "C")),
+    ("fcb",         ("L", "2H")),
+    ("fcprojw",     ("L", "C", "H")),
+    ("fcprojb",     ("L", "C")),
+    ("lnfw",        ("C",)),
+    ("lnfb",        ("C",)),
+)  # fmt: skip
+
+ACTIVATIONS = (
+    ("encoded",     ("B", "T", "C")),
+    ("ln1_rstd",    ("L", "B", "T")),
+    ("atty",        ("L", "B", "T", "C")),           # the heads' outputs, side by side
+    ("residual2",   ("L", "B", "T", "C")),
+    ("ln2_rstd",    ("L", "B", "T")),
+    ("fch",         ("L", "B", "T", "2H")),          # up and gate
+    ("residual3",   ("L", "B", "T", "C")),
+    ("lnf_rstd",    ("B", "T")),
+    ("logits",      ("B", "T", "Vp")),               # and then their gradient
+    ("losses",      ("B", "T")),
+    # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
+    ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
+    ("ln_T",        ("C", "B", "T"), "ln"),          # backward: the same, transposed
+    ("atty_T",      ("C", "B", "T"), "ln"),          # backward: atty, transposed
+    ("fch_swiglu",  ("B", "T", "H")),                # forward: output of the SwiGLU at hand
+    ("fch_swiglu_T", ("H", "B", "T"), "fch_swiglu"), # backward: the same, transposed
+    ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
+)  # fmt: skip
+
+FLASH_ACTIVATIONS = (
+    ("qkv",         ("L", "B", "T", "QKV")),         # q and k rotated
+    ("lse",         ("L", "B", "NH", "T")),          # log of the softmax's denominator
+)  # fmt: skip
+
+MATRIX_ACTIVATIONS = (
+    ("qkvr",        ("L", "QKV", "B", "T")),         # q (B, NH, T, HS), k and v (B, NKV, T, HS), q and k rotated
+    ("att",         ("L", "B", "NH", "T", "T")),
+    ("qkv",         ("B", "T", "QKV")),              # scratch: q, k, v before they are permuted
+    ("atty_r",      ("B", "NH", "T", "HS"), "proj"), # forward: the heads' outputs, one head after another
+    ("datty_r",     ("B", "NH", "T", "HS"), "proj"), # backward: their gradients
+)  # fmt: skip
+
+ACTIVATION_GRADIENTS = (
+    ("dresidual",   ("B", "T", "C")),                # of the residual stream, from the last layer down to the first
+    ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
+    ("datty",       ("B", "T", "C"), "dln"),         # of atty
+    ("dfch_swiglu", ("B", "T", "H")),                # of the output of the SwiGLU at hand
+    ("dfch",        ("B", "T", "2H")),
+    ("dqkv",        ("B", "T", "QKV")),
+    ("weight_T",    ("W", "C")),                     # the weight at hand, transposed
+    ("partials",    ("P", "C")),                     # sums of blocks, before they are added up
+)  # fmt: skip
+
+FLASH_GRADIENTS = (
+    ("dsum",        ("B", "NH", "T")),               # of datty * atty over a head's channels
+    ("dkv_heads",   ("B", "T", "2C")),               # each query head's share of dk and dv
+)  # fmt: skip
+
+MATRIX_GRADIENTS = (
+    ("dqkvr",       ("QKV", "B", "T")),
+    ("datt",        ("B", "NH", "T", "T")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Llama3Config(Config):
+    """The sizes of a Llama 3, and what else fixes the function that it computes.
+
+    Its file is llm.c's Llama 3 `.bin`: int32[256]: 20240803, version, maxT, V, L, NH, NKV, C, multiple_of, whether RoPE
+    is scaled, 3, 1; float32[256]: ffn_dim_multiplier, norm_eps, rope_theta; then the tensors of FILE. H = multiple_of *
+    ceil(int(ffn_dim_multiplier * int(8 C / 3)) / multiple_of). Rows of q and k are in Meta's order, in which RoPE turns
+    channels 2i and 2i + 1 of a head together. A model that llm.c's trainer can express (untied, RoPE scaled by 8 or not
+    at all, eps 1e-5) is written as its version 3, which it loads. For any other the version is 103, which llm.c
+    refuses instead of computing something else: the header then also holds, in the integers from the twelfth on,
+    whether the head is tied and H, and in the fourth float the scaling factor (0: none); a tied file has no lm_head.
+    """
+
+    max_seq_len: int     # (maxT) longest sequence
+    vocab_size: int      # (V) tokens; (Vp) is that rounded up to a multiple of 128
+    num_layers: int      # (L)
+    num_heads: int       # (NH) query heads
+    num_kv_heads: int    # (NKV) heads of keys and values, a divisor of NH
+    channels: int        # (C)
+    hidden: int          # (H) channels between up and gate and the projection back
+    rope_theta: float = 5e5
+    rope_scaling: float = 0.0  # Llama 3.1's factor, by which low frequencies are divided; 0: none are
+    norm_eps: float = 1e-5
+    tied: bool = True    # the classifier's weight is wte
+
+    NAME, SCRIPT, MAGIC, HEADER_BYTES = "Llama 3", "train_llama3_fp32.py", LLAMA3_MODEL, 2048
+    DESCRIPTION = {
+        "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
+        "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",
+        "eps": "norm_eps", "tied": "tied", "vocab": "vocab_size",
+    }  # fmt: skip
+    PRESETS = {
+        "smollm2-135m": "layers=30,heads=9,kv_heads=3,channels=576,hidden=1536,theta=1e5,vocab=49152,maxT=8192",
+        "smollm2-360m": "layers=32,heads=15,kv_heads=5,channels=960,hidden=2560,theta=1e5,vocab=49152,maxT=8192",
+        "llama3.2-1b": "layers=16,heads=32,kv_heads=8,channels=2048,hidden=8192,scaling=32,maxT=131072",
+        "llama3.2-3b": "layers=28,heads=24,kv_heads=8,channels=3072,hidden=8192,scaling=32,maxT=131072",
+        "llama3.1-8b": "layers=32,heads=32,kv_heads=8,channels=4096,hidden=14336,scaling=8,tied=0,maxT=131072",
+    }
+    DEFAULTS = {
+        "max_seq_len": 1024, "rope_theta": 5e5, "rope_scaling": 0.0, "norm_eps": 1e-5, "tied": True,
+        "vocab_size": 128256,
+    }  # fmt: skip
+    DEFAULT_MODEL = "llama3.2_1B.bin"
+    FETCH = "make one from Hugging Face's with dev/import_hf.py, or start from random weights with -e smollm2-135m"
+
+    def parameters(self) -> Table:
+        return self.without_head(PARAMETERS)
+
+    def file_tensors(self) -> Table:
+        return self.without_head(FILE)
+
+    def without_head(self, table: Table) -> Table:
+        """The table, without lm_head where there is none."""
+        return tuple(row for row in table if row[0] != "lm_head" or not self.tied)
+
+    def sizes(self) -> dict[str, int]:
+        C, NH, H = self.channels, self.num_heads, self.hidden
+        QKV = (NH + 2 * self.num_kv_heads) * (C // NH)
+        return {
+            "V": self.vocab_size, "Vp": padded(self.vocab_size), "L": self.num_layers, "NH": NH, "HS": C // NH,
+            "C": C, "2C": 2 * C, "QKV": QKV, "H": H, "2H": 2 * H, "W": max(QKV, 2 * H), "P": MOST_PARTIALS,
+        }  # fmt: skip
+
+    def rows(self) -> list[tuple[str, object]]:
+        scaling = f"scaled by {self.rope_scaling:g}" if self.rope_scaling else "not scaled"
+        return [
+            ("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}"),
+            ("key/value heads", self.num_kv_heads),
+            ("hidden channels", self.hidden),
+            ("RoPE", f"theta {self.rope_theta:g}, {scaling}"),
+            ("classifier", "tied to the embedding" if self.tied else "its own weight"),
+        ]
+
+    def check(self, source: str) -> None:
+        super().check(source)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"{source}: {self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                "kv_heads must divide heads"
+            )
+        if self.channels // self.num_heads % 2:
+            raise UserError(
+                f"{source}: heads of {self.channels} / {self.num_heads} channels are odd, and RoPE turns pairs"
+            )
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"{source}: {name} is {getattr(self, name)}; it must be a positive number")
+        if not (self.rope_scaling == 0 or 1 <= self.rope_scaling < float("inf")):
+            raise UserError(f"{source}: rope_scaling is {self.rope_scaling}; it must be 0 (none) or at least 1")
+
+    def header(self) -> np.ndarray:
+        expressible = not self.tied and self.rope_scaling in (0, 8) and self.norm_eps == 1e-5
+        ints = make_header(
+            LLAMA3_MODEL, 3 if expressible else 103, self.max_seq_len, self.vocab_size, self.num_layers, self.num_heads,
+            self.num_kv_heads, self.channels, self.hidden, self.rope_scaling > 0, 3, 1, self.tied, self.hidden,
+        )  # fmt: skip
+        floats = np.zeros(256, "<f4")
+        # Any H is one multiple of itself, where the multiplier makes some of its channels: (H + 1.5) / 2, rounded down.
+        multiplier = (0.5 * self.hidden + 0.75) / (8 * self.channels // 3)
+        floats[:4] = multiplier, self.norm_eps, self.rope_theta, self.rope_scaling
+        if expressible:
+            ints[12:], floats[3:] = 0, 0
+        return np.concatenate([ints, floats.view("<i4")])
+
+    @classmethod
+    def from_header(cls, header: np.ndarray, source: str) -> "Llama3Config":
+        version, maxT, V, L, NH, NKV, C, multiple_of, scaled, _, _, tied, hidden = (int(n) for n in header[1:14])
+        multiplier, eps, theta, scaling = (float(str(x)) for x in header[256:260].view("<f4"))
+        if version not in (3, 103):
+            kind = "bf16" if version == 5 else "unknown"
+            needed = "version 3 or 103 (fp32) is needed"
+            raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
+        if version == 3:
+            if not (0 < multiplier < float("inf") and multiple_of > 0):
+                raise UserError(f"{source}: multiple_of {multiple_of}, ffn_dim_multiplier {multiplier} make no model")
+            hidden = multiple_of * -(-int(multiplier * (8 * C // 3)) // multiple_of)
+            scaling, tied = 8.0 if scaled else 0.0, False
+        return cls(maxT, V, L, NH, NKV, C, hidden, theta, scaling, eps, bool(tied))
+
+
+def llama3_forward(model: Model, B: int, T: int) -> None:
+    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs."""
+    config, params, acts, rope = model.config, model.params, model.acts(B, T), model.constant.rope
+    L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
+    HS, eps, Vp = C // NH, config.norm_eps, padded(config.vocab_size)
+    QKV = (NH + 2 * NKV) * HS
+    flash, relu = model.attention == "flash", model.attention == "relu"
+
+    encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C)
+    rmsnorm_forward(acts.ln, acts.layer[0].ln1_rstd, acts.encoded, params.layer[0].ln1w, eps, B, T, C)
+    residual = acts.encoded
+
+    for l in range(L):
+        p, a = params.layer[l], acts.layer[l]
+
+        qkv = a.qkv if flash else acts.qkv
+        matmul_forward(qkv, acts.ln, p.qkvw, None, B, T, C, QKV)
+        rope_forward(qkv, rope, B, T, NH, NKV, HS)
+        if flash:
+            flash_attention_forward(a.atty, a.lse, qkv, B, T, C, NH, NKV)
+        else:
+            attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NKV, relu)
+        matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
+        fused_residual_rmsnorm_forward(
+            a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C
+        )
+
+        matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
+        swiglu_forward(acts.fch_swiglu, a.fch, B * T, H)
+        matmul_forward(acts.proj, acts.fch_swiglu, p.fcprojw, None, B, T, H, C)
+        if l + 1 < L:
+            rstd, weight = acts.layer[l + 1].ln1_rstd, params.layer[l + 1].ln1w
+        else:
+            rstd, weight = acts.lnf_rstd, params.lnfw
+        fused_residual_rmsnorm_forward(a.residual3, acts.ln, rstd, a.residual2, acts.proj, weight, eps, B, T, C)
+        residual = a.residual3
+
+    matmul_forward(acts.logits, acts.ln, params.wte if config.tied else params.lm_head, None, B, T, C, Vp)
+
+
+def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
+    """Adds the gradients of all parameters to model.grads, from what llama3_forward and the loss left behind.
+
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
+    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
+    transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them.
+    """
+    config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
+    L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
+    HS, Vp, rope = C // NH, padded(config.vocab_size), model.constant.rope
+    QKV = (NH + 2 * NKV) * HS
+    flash, relu = model.attention == "flash", model.attention == "relu"
+    dresidual, dln, datty, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dqkv
+    dfch, dfch_swiglu, weight_T, partials = gacts.dfch, gacts.dfch_swiglu, gacts.weight_T, gacts.partials
+    head, dhead = (params.wte, grads.wte) if config.tied else (params.lm_head, grads.lm_head)
+
+    residual = acts.layer[L - 1].residual3
+    matmul_backward_inp(dln, acts.logits, head, None, B, T, C, Vp)
+    device.fill_zero(dresidual)
+    rmsnorm_backward(dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C)
+    rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
+    matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
+
+    for l in reversed(range(L)):
+        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+
+        matmul_backward_inp(dfch_swiglu, dresidual, p.fcprojw, weight_T, B, T, H, C)
+        swiglu_backward(dfch, acts.fch_swiglu_T, dfch_swiglu, a.fch, B * T, H)
+        matmul_backward_weight_transposed(g.fcprojw, dresidual, acts.fch_swiglu_T, B, T, H, C, accumulate)
+        matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 2 * H)
+        rmsnorm_backward(dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+        rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
+
+        matmul_backward_inp(datty, dresidual, p.attprojw, weight_T, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dresidual, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        if flash:
+            flash_attention_backward(
+                dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NKV
+            )
+        else:
+            attention_backward(
+                dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, C, NH, NKV, relu
+            )
+        rope_backward(dqkv, rope, B, T, NH, NKV, HS)
+        matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, QKV)
+        residual = acts.layer[l - 1].residual3 if l > 0 else acts.encoded
+        rmsnorm_backward(dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C)
+        rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
+        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
+
+    encoder_backward(grads.wte, None, dresidual, model.inputs, model.order, model.count, B, T, C)
+
+
+def llama3_train_step(
+    model: Model, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
+) -> Callable[[int, float], None]:
+    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
+    step's batches, then AdamW. A GPU records its launches once and replays them."""
+    B, T = model.B, model.T
+
+    def forward_backward(accumulate: bool) -> None:
+        if not accumulate:
+            model.zero_grad()
+        llama3_forward(model, B, T)
+        cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
+        llama3_backward(model, B, T, accumulate)
+
+    first_batch = device.record(lambda: forward_backward(accumulate=False))
+    further_batch = device.record(lambda: forward_backward(accumulate=True))
+
+    def train_step(step: int, learning_rate: float) -> None:
+        for i in range(batches.count):
+            batches.send(step, i)
+            first_batch() if i == 0 else further_batch()
+            batches.fetch_losses(step, i)
+        adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)
+
+    return train_step
+
+
+class Llama3(Model):
+    """Llama 3, as llmc/ needs to know it."""
+
+    Config = Llama3Config
+    MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
+    BY_FLASH = ACTIVATIONS + FLASH_ACTIVATIONS, ACTIVATION_GRADIENTS + FLASH_GRADIENTS
+    BY_MATRICES = ACTIVATIONS + MATRIX_ACTIVATIONS, ACTIVATION_GRADIENTS + MATRIX_GRADIENTS
+    choose_attention = staticmethod(choose_attention)
+    forward, loss, backward, train_step = llama3_forward, cross_entropy_loss, llama3_backward, llama3_train_step
+
+    @property
+    def PRODUCTS(self) -> tuple[str, ...]:
+        """An embedding that is no classifier's weight only has rows added to it."""
+        return ("wte" if self.config.tied else "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
+
+    @classmethod
+    def first_weights(cls, config: Llama3Config) -> tuple[dict[str, float], dict[str, float]]:
+        """As transformers starts a Llama: normal with deviation 0.02; the RMSNorms' weights 1."""
+        return dict.fromkeys(cls.MATRICES, 0.02), dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
+
+    @classmethod
+    def constants(cls, config: Llama3Config, T: int) -> dict[str, np.ndarray]:
+        """rope (T, HS/2, 2): cosine and sine of the angle by which each pair of channels turns at each position."""
+        HS = config.channels // config.num_heads
+        return {"rope": rope_table(T, HS, config.rope_theta, config.rope_scaling or None)}
+
+
+def main() -> None:
+    run = Run(Llama3, parse_arguments(Llama3Config))
+    train_step = run.model.train_step(run.batches, run.args.weight_decay, run.args.grad_clip)
+    for step in run:  # which validates, samples, logs and saves where that is due, and ends when it is told to
+        train_step(step, run.learning_rate(step))
+
+
+if __name__ == "__main__":
+    run_program(main, interrupted="interrupted before the first step")  # from then on the run has Ctrl-C
