@@ -1,6 +1,7 @@
 # Set-up and entry points of llm.cupy: `make` lists them. All of them may be interrupted and run again.
 #
 #   make train ARGS="-x 100"          more flags for the program behind a target
+#   make train SCRIPT=train_llama3_fp32.py   another model; bench and profile take it too
 #   make test PYTHON=python3.12       another Python for the virtual environment
 #   make test PYTHON=python3 VENV=    no virtual environment: use what that Python has installed, install nothing
 
@@ -8,16 +9,22 @@ PYTHON = python3
 VENV = .venv
 ARGS =
 MODEL =
+SCRIPT = train_gpt2_fp32.py
+NAME = $(basename $(notdir $(SCRIPT)))
 
 # 12 or 13: the CUDA version that the NVIDIA driver supports, as CuPy's wheels are named. Empty where there is no GPU.
 CUDA = $(shell nvidia-smi 2>/dev/null | \
 	sed -n -e 's/.*CUDA[A-Za-z ]*Version *: *12.*/12/p' -e 's/.*CUDA[A-Za-z ]*Version *: *1[3-9].*/13/p')
 
 # What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
+SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -x 3000 -v 500 -s 1000 -g 300
 TRAIN_GPU = -i data/tiny_shakespeare -b 4 -t 1024
 TRAIN_GPU_OFFLINE = -e d12 -i data/python_docs -b 4 -t 1024
-TRAIN_CPU = -e layers=4,heads=4,channels=128 -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -x 3000 -v 500 -s 1000 -g 300
+TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN)
 TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
+# The same of Llama 3, which has no starter pack.
+TRAIN_LLAMA3_GPU = -e smollm2-135m -i data/python_docs -b 4 -t 1024
+TRAIN_LLAMA3_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN)
 
 ifeq ($(VENV),)
 PY = $(PYTHON)
@@ -41,7 +48,12 @@ help: ## list these targets
 		printf '  make %-18s %s\n' "$$target" "$$does"; done
 
 train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GPU, a small model without one
-	@if [ -z "$(CUDA)$(MODEL)" ]; then \
+	@if [ "$(NAME)" = train_llama3_fp32 ]; then \
+		flags="$(if $(CUDA),$(TRAIN_LLAMA3_GPU),$(TRAIN_LLAMA3_CPU)) $(if $(MODEL),-e $(MODEL))"; \
+	elif [ "$(NAME)" != train_gpt2_fp32 ]; then \
+		echo "error: SCRIPT=$(SCRIPT): 'make train' knows train_gpt2_fp32.py and train_llama3_fp32.py" >&2; \
+		exit 1; \
+	elif [ -z "$(CUDA)$(MODEL)" ]; then \
 		echo "No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU."; \
 		echo "GPT-2 124M takes seconds a step here; to fetch and train it all the same: make train MODEL=gpt2_124M.bin"; \
 		flags="$(TRAIN_CPU)"; \
@@ -56,17 +68,17 @@ train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GP
 	fi; \
 	case "$$flags" in *data/python_docs*) \
 		test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py || exit 1;; esac; \
-	echo "$(PY) train_gpt2_fp32.py $$flags $(ARGS)"; \
-	exec $(PY) train_gpt2_fp32.py $$flags $(ARGS)
+	echo "$(PY) $(NAME).py $$flags $(ARGS)"; \
+	exec $(PY) $(NAME).py $$flags $(ARGS)
 
 test: $(TEST_ENV) ## set up and run the tests, on the CPU and, where there is one, the GPU
 	$(PY) -m pytest $(ARGS)
 
 bench: $(TEST_ENV) ## time a training step beside PyTorch's
-	$(PY) dev/bench.py $(ARGS)
+	$(PY) dev/bench.py $(NAME) $(ARGS)
 
 profile: $(TEST_ENV) ## time each kernel of a training step beside what the machine can do
-	$(PY) dev/profile.py $(ARGS)
+	$(PY) dev/profile_step.py $(NAME) $(ARGS)
 
 # A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.
 KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu)))

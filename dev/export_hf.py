@@ -3,8 +3,9 @@
     python dev/export_hf.py model.bin -o my_gpt2
     python -c "from transformers import GPT2LMHeadModel; GPT2LMHeadModel.from_pretrained('my_gpt2')"
 
-Writes config.json, model.safetensors and, given the tokenizer, tokenizer.json. The logits are the same, to rounding,
-for a model that was trained with softmax or flash attention; transformers has no ReLU attention.
+Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given or found beside the model,
+the tokenizer. The logits are the same, to rounding, for a model that was trained with softmax or flash attention;
+transformers has no ReLU attention.
 """
 
 import json
@@ -18,45 +19,25 @@ if not __package__:  # run as a program: look in the repository, not in dev/, wh
 
 import numpy as np
 
-try:
-    from safetensors.numpy import save_file
-except ImportError as error:
-    sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
-
-from dev.huggingface import named_tensors
+from dev.huggingface import config_json, named_tensors
+from generate import kind_of
 from llmc.arguments import Parser
-from llmc.checkpoint import GPT2Config, read_model
+from llmc.checkpoint import model_path, read_model
 from llmc.errors import UserError
-from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
+from llmc.program import run_program
+from llmc.tensors import num_parameters
+from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters
 
-
-def config_json(config: GPT2Config, eot: int | None) -> dict:
-    """The model's sizes in transformers' terms. eot: the end-of-text token, where it is known."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_seq_len,
-        "n_embd": config.channels,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_inner": None,  # 4C
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "torch_dtype": "float32",
-    }
+FILE_BYTES = 4 * 10**9  # of weights in one file, at most, if no tensor is larger
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
-    """The tokenizer as the tokenizers library keeps it."""
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as HFTokenizer
+    """The tokenizer of a `.bin` as the tokenizers library keeps it."""
+    try:
+        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as HFTokenizer
+    except ImportError as error:
+        raise UserError(f"{error.name} is missing: pip install -r requirements-dev.txt") from None
 
     letters = byte_letters()
     spell = lambda token: "".join(letters[byte] for byte in token)  # noqa: E731
@@ -73,14 +54,6 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
     return theirs.to_str()
 
 
-def byte_letters() -> list[str]:
-    """The letter that stands for each byte in GPT-2's vocabulary: itself where it is printable Latin-1, else the next
-    one free from 256 on (Radford et al., 2019, encoder.py)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
-
-
 def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The two tokens whose merge a token is: what is left when its bytes are merged by all earlier tokens."""
     parts = [token[i : i + 1] for i in range(len(token))]
@@ -91,34 +64,106 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-def export(path: Path, out: Path, tokenizer: Tokenizer | None) -> None:
-    """Writes the directory `out`, which appears whole or not at all. Raises UserError where the model cannot be read,
-    the tokenizer is another model's, or `out` cannot be written or holds something already."""
-    config, params = read_model(path)
-    if tokenizer and tokenizer.vocab_size != config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and {path} {config.vocab_size}: use the model's own"
-        )
+def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Path | None, Tokenizer | None]:
+    """The tokenizer file that is given, or a .json beside the model, and what it holds.
+
+    Raises UserError where the given one is not for a model of vocab_size tokens; one that is found is left out then.
+    """
+    beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
+    for path in [given] if given else filter(Path.is_file, beside):
+        try:
+            tokenizer = Tokenizer.load(path)
+            if tokenizer.fits(vocab_size):
+                return path, tokenizer
+            raise UserError(
+                f"{path} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: use the model's own tokenizer"
+            )
+        except UserError as error:
+            if given:
+                raise
+            print(f"no tokenizer is written: {error}", file=sys.stderr)
+    return None, None
+
+
+def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
+    """Writes tokenizer.json and tokenizer_config.json."""
+    if path.suffix == ".json":
+        shutil.copyfile(path, directory / "tokenizer.json")
+        eos, bos = (tokenizer.tokens[token].decode() for token in (tokenizer.eot, tokenizer.bos))
+    else:
+        (directory / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
+        eos = bos = END_OF_TEXT
+    own = path.with_name(path.name.removesuffix("tokenizer.json") + "tokenizer_config.json")
+    if path.suffix == ".json" and own.is_file():
+        shutil.copyfile(own, directory / "tokenizer_config.json")
+    else:
+        special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": bos}
+        special |= {"model_max_length": max_seq_len}
+        (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2))
+
+
+def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]]) -> None:
+    """Writes tensors (name, values, shape) as model.safetensors, or as several files and the index of what is where."""
+    files, size = [[]], 0
+    for tensor in tensors:
+        nbytes = tensor[1].nbytes
+        if files[-1] and size + nbytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += nbytes
+    names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for name, content in zip(names, files, strict=True):
+        write_safetensors(directory / name, content)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(values.nbytes for _, values, _ in tensors)},
+            "weight_map": {key: name for name, file in zip(names, files, strict=True) for key, _, _ in file},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]]) -> None:
+    """Writes fp32 tensors as a safetensors file, one at a time: the library would first copy all of them.
+
+    The file is the length of its header, 8 bytes; the header, JSON that says where each tensor lies after it; and the
+    tensors.
+    """
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, values, shape in tensors:
+        start, end = end, end + values.nbytes
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, values, _ in tensors:
+            file.write(np.ascontiguousarray(values, "<f4"))
+
+
+def export(path: Path, out: Path, given: Path | None) -> None:
+    """Writes the directory `out`, which appears whole or not at all. given: the tokenizer's file, where one is.
+
+    Raises UserError where the model cannot be read, the tokenizer is another model's, or `out` cannot be written or
+    holds something already.
+    """
+    config, params = read_model(path, kind_of(path).Config)
+    tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists already: remove it, or name another directory with -o")
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
-    print(f"exporting {path}: {params.size:,} parameters", flush=True)
+    print(f"exporting {path}: {num_parameters(config):,} parameters", flush=True)
     try:
         part.mkdir(parents=True)
         try:
-            tensors = {
-                f"transformer.{name}": np.ascontiguousarray(tensor, np.float32)
-                for name, tensor in named_tensors(config, params)
-            }
-            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+            write_weights(part, list(named_tensors(config, params)))
             if tokenizer:
-                (part / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
-                special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-                special |= {"bos_token": END_OF_TEXT, "model_max_length": config.max_seq_len}
-                (part / "tokenizer_config.json").write_text(json.dumps(special, indent=2))
-            (part / "config.json").write_text(json.dumps(config_json(config, eot), indent=2))
-            (part / "model.safetensors").chmod((part / "config.json").stat().st_mode)  # which safetensors makes private
+                write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
+            content = config_json(config, eot, tokenizer.bos if tokenizer else eot)
+            (part / "config.json").write_text(json.dumps(content, indent=2))
             os.replace(part, out)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -129,17 +174,13 @@ def export(path: Path, out: Path, tokenizer: Tokenizer | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn an llm.c model .bin into a directory for transformers.")
-    parser.add_argument("model", type=Path, help="a .bin of version 3, or a checkpoint directory")
+    parser.add_argument("model", type=Path, help="a GPT-2 or Llama 3 .bin, or a checkpoint directory")
     parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="where to (beside the model, without .bin)")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer .bin, to take along")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer, .bin or .json")
     args = parser.parse_args(arguments)
-    tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
-    model = args.model / "model.bin" if args.model.is_dir() else args.model
-    export(model, args.out or model.with_suffix(""), tokenizer)
+    model = model_path(args.model)
+    export(model, args.out or model.with_suffix(""), args.tokenizer)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

@@ -1,38 +1,153 @@
-"""GPT-2 as Hugging Face's transformers names and lays out its tensors.
+"""GPT-2 and Llama 3 as Hugging Face's transformers names, lays out and describes them.
 
-The two differ in three things. Theirs are one tensor a layer, ours one with a part for each layer. Their Conv1D keeps a
-weight as (in, out), the transpose of ours. And they do not pad the vocabulary.
+The two sides cut and order the same numbers differently. Theirs has one tensor a layer, ours one with a part for each
+layer. Ours has q, k and v in one tensor, and Llama's up and gate. Their Conv1D keeps a weight of GPT-2 as (in, out),
+the transpose of ours. Their RoPE turns channels i and i + HS/2 of a head together, ours 2i and 2i + 1, so the rows of
+Llama's q and k are in another order. They do not pad the vocabulary.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 
-from llmc.checkpoint import GPT2Config
-from train_gpt2_fp32 import PARAMETERS, name_tensors, tensor_sizes
+from kernels.rope import HIGH, LOW, ORIGINAL_LENGTH
+from llmc.tensors import Config
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
-LAYER_NAMES = {
-    "ln1w": "ln_1.weight",
-    "ln1b": "ln_1.bias",
-    "qkvw": "attn.c_attn.weight",
-    "qkvb": "attn.c_attn.bias",
-    "attprojw": "attn.c_proj.weight",
-    "attprojb": "attn.c_proj.bias",
-    "ln2w": "ln_2.weight",
-    "ln2b": "ln_2.bias",
-    "fcw": "mlp.c_fc.weight",
-    "fcb": "mlp.c_fc.bias",
-    "fcprojw": "mlp.c_proj.weight",
-    "fcprojb": "mlp.c_proj.bias",
+# Our tensor, and theirs in the order in which it holds them; {} stands for the layer.
+
+GPT2_NAMES = {
+    "wte": ("transformer.wte.weight",),
+    "wpe": ("transformer.wpe.weight",),
+    "ln1w": ("transformer.h.{}.ln_1.weight",),
+    "ln1b": ("transformer.h.{}.ln_1.bias",),
+    "qkvw": ("transformer.h.{}.attn.c_attn.weight",),
+    "qkvb": ("transformer.h.{}.attn.c_attn.bias",),
+    "attprojw": ("transformer.h.{}.attn.c_proj.weight",),
+    "attprojb": ("transformer.h.{}.attn.c_proj.bias",),
+    "ln2w": ("transformer.h.{}.ln_2.weight",),
+    "ln2b": ("transformer.h.{}.ln_2.bias",),
+    "fcw": ("transformer.h.{}.mlp.c_fc.weight",),
+    "fcb": ("transformer.h.{}.mlp.c_fc.bias",),
+    "fcprojw": ("transformer.h.{}.mlp.c_proj.weight",),
+    "fcprojb": ("transformer.h.{}.mlp.c_proj.bias",),
+    "lnfw": ("transformer.ln_f.weight",),
+    "lnfb": ("transformer.ln_f.bias",),
+}
+
+LLAMA3_NAMES = {
+    "wte": ("model.embed_tokens.weight",),
+    "lm_head": ("lm_head.weight",),
+    "ln1w": ("model.layers.{}.input_layernorm.weight",),
+    "qkvw": (
+        "model.layers.{}.self_attn.q_proj.weight",
+        "model.layers.{}.self_attn.k_proj.weight",
+        "model.layers.{}.self_attn.v_proj.weight",
+    ),
+    "attprojw": ("model.layers.{}.self_attn.o_proj.weight",),
+    "ln2w": ("model.layers.{}.post_attention_layernorm.weight",),
+    "fcw": ("model.layers.{}.mlp.up_proj.weight", "model.layers.{}.mlp.gate_proj.weight"),
+    "fcprojw": ("model.layers.{}.mlp.down_proj.weight",),
+    "lnfw": ("model.norm.weight",),
 }
 
 
-def named_tensors(config: GPT2Config, buffer) -> Iterator[tuple[str, object]]:
-    """The parameters, or their gradients, in a flat buffer (num_parameters,) as transformers sees them: each name, as
-    GPT2Model has it, and a view into the buffer in their shape."""
-    tensors = name_tensors(buffer, PARAMETERS, tensor_sizes(config, 1, 1), align=1)
-    yield "wte.weight", tensors.wte[: config.vocab_size]
-    yield "wpe.weight", tensors.wpe
-    for number, layer in enumerate(tensors.layer):
-        for ours, theirs in LAYER_NAMES.items():
-            yield f"h.{number}.{theirs}", getattr(layer, ours).T  # its matrices are all Conv1D weights
-    yield "ln_f.weight", tensors.lnfw
-    yield "ln_f.bias", tensors.lnfb
+def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[int, ...]]]:
+    """The parameters of a model, or their gradients, as transformers sees them: for each of its tensors the name, a
+    view into ours that has the numbers in its order, and its shape.
+
+    tensors: ours by name, in a mapping or as attributes: NumPy's or CuPy's arrays or PyTorch's tensors, those with a
+    part for each layer as (L, ...), the vocabulary padded or not. An axis of theirs may be split into several in a
+    view: `view.reshape(shape)` is their tensor, and `view[...] = theirs.reshape(view.shape)` sets ours.
+    """
+    tensors = tensors if isinstance(tensors, Mapping) else vars(tensors)
+    names, parts = (LLAMA3_NAMES, llama3_parts) if isinstance(config, Llama3Config) else (GPT2_NAMES, gpt2_parts)
+    for layered, rows in groupby(config.parameters(), lambda row: row[1][0] == "L"):
+        ours = [name for name, _ in rows]
+        for layer in range(config.num_layers) if layered else (None,):
+            for name in ours:
+                tensor = tensors[name][layer] if layered else tensors[name]
+                for theirs, view in zip(names[name], parts(config, name, tensor), strict=True):
+                    split = tuple(view.shape)
+                    yield theirs.format(layer), view, (math.prod(split[:-1]), split[-1]) if len(split) > 2 else split
+
+
+def gpt2_parts(config: GPT2Config, name: str, tensor) -> list:
+    """One of our tensors, of one layer, as views in the order of theirs."""
+    if name == "wte":
+        return [tensor[: config.vocab_size]]
+    return [tensor.T if tensor.ndim == 2 and name != "wpe" else tensor]
+
+
+def llama3_parts(config: Llama3Config, name: str, tensor) -> list:
+    """One of our tensors, of one layer, as views in the order of theirs: q as (NH, 2, HS/2, C), k as (NKV, 2, HS/2, C),
+    where the halves of a head lie apart that ours has as pairs."""
+    if name in ("wte", "lm_head"):
+        return [tensor[: config.vocab_size]]
+    if name == "qkvw":
+        HS, q_rows = config.channels // config.num_heads, config.channels
+        kv_rows = config.num_kv_heads * HS
+        q, k, v = tensor[:q_rows], tensor[q_rows : q_rows + kv_rows], tensor[q_rows + kv_rows :]
+        return [*(rows.reshape(-1, HS // 2, 2, config.channels).swapaxes(1, 2) for rows in (q, k)), v]
+    if name == "fcw":
+        return [tensor[: config.hidden], tensor[config.hidden :]]
+    return [tensor]
+
+
+def config_json(config: Config, eot: int | None = None, bos: int | None = None) -> dict:
+    """A model in the terms of transformers: what its config.json holds and its config class takes. eot and bos: the
+    tokens that end and begin a text, where they are known."""
+    common = {
+        "vocab_size": config.vocab_size,
+        "bos_token_id": bos,
+        "eos_token_id": eot,
+        "torch_dtype": "float32",
+    }
+    if isinstance(config, Llama3Config):
+        return common | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "max_position_embeddings": config.max_seq_len,
+            "hidden_size": config.channels,
+            "intermediate_size": config.hidden,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.channels // config.num_heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": rope_scaling(config.rope_scaling),
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": config.tied,
+        }
+    return common | {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_positions": config.max_seq_len,
+        "n_embd": config.channels,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": None,  # 4C
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def rope_scaling(factor: float) -> dict | None:
+    """Llama 3.1's scaling of RoPE by a factor, in the terms of transformers; None for the factor 0."""
+    if factor == 0:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW,
+        "high_freq_factor": HIGH,
+        "original_max_position_embeddings": ORIGINAL_LENGTH,
+    }

@@ -1,15 +1,21 @@
-"""Turns a GPT-2 of Hugging Face's transformers into an llm.c model.
+"""Turns a GPT-2 or a Llama of Hugging Face's transformers into an llm.c model.
 
     python dev/import_hf.py DIR -o model.bin                  # what save_pretrained or a download left: config.json and
-    python dev/import_hf.py model.safetensors -o model.bin    # safetensors; or a safetensors file alone
+    python dev/import_hf.py model.safetensors -o model.bin    # safetensors; or, for GPT-2, a safetensors file alone
 
-Any size will do. All but the number of heads can be seen in the tensors themselves; without a config.json, --heads says
-it, or else heads are 64 channels wide, as in all four of GPT-2's sizes. Weights of 16 bits become fp32.
+Weights of 16 or 64 bits become fp32. They go into the new file one tensor at a time, so a model may be larger than the
+memory. A tokenizer.json goes along: as model_tokenizer.json beside the model, and as model_tokenizer.bin, which shows
+text without the tokenizers library.
+
+All but the number of heads of a GPT-2 can be seen in the tensors themselves; without a config.json, --heads says it, or
+else heads are 64 channels wide, as in all four of GPT-2's sizes.
 """
 
 import json
 import re
+import reprlib
 import sys
+import time
 from pathlib import Path
 
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
@@ -23,50 +29,82 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
-from dev.huggingface import named_tensors
-from llmc.arguments import Parser
-from llmc.checkpoint import GPT2Config, num_parameters, write_model
+from dev.huggingface import named_tensors, rope_scaling
+from llmc.arguments import Parser, positive
+from llmc.checkpoint import new_model
 from llmc.errors import UserError
+from llmc.files import replacing
+from llmc.program import run_program
+from llmc.tensors import Config, layout, num_parameters
+from llmc.tokenizer import Tokenizer, write_tokenizer
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
-# What makes a GPT-2 compute something else than ours does: the setting, its default, and the values that do not.
-REQUIRED = (
-    ("model_type", "gpt2", ("gpt2",)),
+# What makes a model compute something else than ours does: the setting, its default, and the values that do not.
+GPT2_SETTINGS = (
     ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
     ("layer_norm_epsilon", 1e-5, (1e-5,)),
     ("scale_attn_weights", True, (True,)),
     ("scale_attn_by_inverse_layer_idx", False, (False,)),
     ("add_cross_attention", False, (False,)),
+    ("quantization_config", None, (None,)),
 )
+LLAMA_SETTINGS = (
+    ("hidden_act", "silu", ("silu",)),
+    ("attention_bias", False, (False,)),
+    ("mlp_bias", False, (False,)),
+    ("pretraining_tp", 1, (1,)),
+    ("quantization_config", None, (None,)),
+)
+ROPE_TYPES = ("default", "llama3")
+LLAMA3_SCALING = rope_scaling(factor=8.0)  # of which the factor alone may be another
+
+PRECISIONS = ("F32", "F16", "BF16", "F64")
+BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
+
+SAVE_AGAIN = "save the model again with save_pretrained"
 
 
-def find_files(source: Path) -> tuple[list[Path], dict | None]:
-    """The safetensors files of a model given as such a file or a directory, and its config.json where it has one.
-
-    Raises UserError where there are none, or the config.json is no JSON object.
-    """
-    if source.is_dir():
-        whole = source / "model.safetensors"
-        directory, files = source, [whole] if whole.is_file() else sorted(source.glob("model-*-of-*.safetensors"))
-        if not files:
-            raise UserError(f"{source}: no model.safetensors there; save the model with save_pretrained")
-    elif source.is_file():
-        directory, files = source.parent, [source]
-    else:
-        raise UserError(f"{source}: no such file or directory")
-    path = directory / "config.json"
-    if not path.is_file():
-        return files, None
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError where there is none."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: not a JSON object; save the model again with save_pretrained")
-    return files, config
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object; {SAVE_AGAIN}")
+    return content
 
 
-def open_tensors(files: list[Path]) -> dict[str, object]:
-    """The tensors in safetensors files, not yet read, by the name that GPT2Model has for them.
+def find_files(source: Path) -> list[Path]:
+    """The safetensors files of a model given as such a file or a directory. Raises UserError where one is missing."""
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise UserError(f"{source}: no such file or directory")
+    whole, index = source / "model.safetensors", source / "model.safetensors.index.json"
+    shards = sorted(source.glob("model-*-of-*.safetensors"))
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{index}: no weight_map there, which says what is in which file; {SAVE_AGAIN}")
+        names = sorted(set(names.values()))
+    elif shards:
+        count = shards[0].stem.rpartition("-")[2]
+        names = [f"model-{n:0{len(count)}}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
+    else:
+        raise UserError(f"{source}: no model.safetensors there; save the model with save_pretrained")
+    for name in names:
+        if not (source / name).is_file():
+            raise UserError(f"{source / name} is missing, which has a part of the model; fetch it, or {SAVE_AGAIN}")
+    return [source / name for name in names]
+
+
+def open_tensors(files: list[Path], prefix: str) -> dict[str, object]:
+    """The tensors in safetensors files, not yet read, by name; one that was saved without its head lacks the prefix,
+    which is put before it.
 
     Raises UserError where a file is damaged or of another kind.
     """
@@ -77,75 +115,187 @@ def open_tensors(files: list[Path]) -> dict[str, object]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: not a whole safetensors file ({error})") from None
         for name in file.keys():
-            plain = name.removeprefix("transformer.")
-            if not re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", plain):  # the causal mask, in old files
-                tensors[plain] = file.get_slice(name)
+            if not BUFFERS.fullmatch(name):
+                named = name.startswith(prefix) or name == "lm_head.weight"
+                tensors[name if named else prefix + name] = file.get_slice(name)
     return tensors
 
 
-def read_config(source: Path, tensors: dict[str, object], settings: dict | None, heads: int | None) -> GPT2Config:
-    """The model's sizes, as its tensors show them, and its heads. Raises UserError where this is no GPT-2."""
-    settings = settings or {}
-    for name, default, values in REQUIRED:
+def refuse(source: Path, name: str, value, supported: str) -> None:
+    raise UserError(f"{source}: {name} is {reprlib.repr(value)} in its config.json; {supported} is supported")
+
+
+def check_settings(source: Path, settings: dict, required: tuple) -> None:
+    """Raises UserError for a setting with which transformers computes something else than ours does."""
+    for name, default, values in required:
         if settings.get(name, default) not in values:
-            raise UserError(f"{source}: {name} is {settings[name]} in its config.json; llm.c's GPT-2 has {values[0]}")
-    shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-    if len(shapes.get("wte.weight", ())) != 2 or len(shapes.get("wpe.weight", ())) != 2:
-        raise UserError(f"{source}: no GPT-2 (it lacks the embeddings wte.weight and wpe.weight)")
-    vocab_size, channels = shapes["wte.weight"]
-    num_layers = 1 + max((int(name.split(".")[1]) for name in shapes if re.match(r"h\.\d+\.", name)), default=-1)
-    num_heads = heads or settings.get("n_head") or max(1, channels // 64)
-    padded_vocab_size = -(-vocab_size // 128) * 128
-    config = GPT2Config(shapes["wpe.weight"][0], vocab_size, padded_vocab_size, num_layers, num_heads, channels)
-    config.check(str(source))
-    return config
+            supported = " or ".join("none" if value is None else str(value) for value in values)
+            refuse(source, name, settings[name], supported)
 
 
-def read_parameters(source: Path, tensors: dict[str, object], config: GPT2Config) -> np.ndarray:
-    """All parameters, fp32 (num_parameters,) in the order of the model file; the padding of the vocabulary is 0.
+def gpt2_config(source: Path, settings: dict, tensors: dict[str, object], heads: int | None) -> GPT2Config:
+    """The sizes of a GPT-2, as its tensors show them, and its heads. Raises UserError where this is none."""
+    check_settings(source, settings, GPT2_SETTINGS)
+    shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}
+    wte, wpe = (shapes.get(f"transformer.{name}.weight", ()) for name in ("wte", "wpe"))
+    if len(wte) != 2 or len(wpe) != 2:
+        raise UserError(
+            f"{source}: no GPT-2 (it lacks the embeddings wte.weight and wpe.weight); another model needs a config.json"
+        )
+    layers = [int(found[1]) for name in shapes if (found := re.match(r"transformer\.h\.(\d+)\.", name))]
+    num_layers = 1 + max(layers, default=-1)
+    return GPT2Config(wpe[0], wte[0], num_layers, heads or settings.get("n_head") or max(1, wte[1] // 64), wte[1])
 
-    Raises UserError where a tensor is missing, of another shape, or one that GPT-2 does not have.
-    """
-    params = np.zeros(num_parameters(config), np.float32)
-    views = dict(named_tensors(config, params))
-    for name, view in views.items():
-        shape = tuple(tensors[name].get_shape()) if name in tensors else None
-        if shape != view.shape:
-            found = f"is {shape}" if shape else "is missing"
-            raise UserError(f"{source}: tensor {name} {found}; a GPT-2 of these sizes has it as {view.shape}")
-        view[...] = read(tensors[name])
-    unknown = tensors.keys() - views.keys() - {"lm_head.weight"}
+
+def llama3_config(source: Path, settings: dict) -> Llama3Config:
+    """The sizes of a Llama, as its config.json has them. Raises UserError where ours computes something else."""
+    check_settings(source, settings, LLAMA_SETTINGS)
+
+    def size(name: str, default: int | None = None) -> int:
+        value = default if settings.get(name) is None else settings[name]
+        if type(value) is not int or value < 1:
+            refuse(source, name, value, "a whole number from 1 on")
+        return value
+
+    C, NH = size("hidden_size"), size("num_attention_heads")
+    NKV, HS = size("num_key_value_heads", NH), size("head_dim", max(1, C // NH))
+    if NH % NKV:
+        refuse(source, "num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
+    if HS != C // NH:
+        refuse(source, "head_dim", HS, f"hidden_size / num_attention_heads, {C} / {NH},")
+    eps, (theta, scaling) = settings.get("rms_norm_eps", 1e-6), rope(source, settings)
+    if type(eps) not in (int, float):
+        refuse(source, "rms_norm_eps", eps, "a number")
+    return Llama3Config(
+        size("max_position_embeddings"), size("vocab_size"), size("num_hidden_layers"), NH, NKV, C,
+        size("intermediate_size"), theta, scaling, eps, bool(settings.get("tie_word_embeddings", False)),
+    )  # fmt: skip
+
+
+def rope(source: Path, settings: dict) -> tuple[float, float]:
+    """RoPE's theta and scaling factor, 0 for none. Before transformers 5, theta stood beside what is rope_parameters
+    today, and that was called rope_scaling."""
+    where = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
+    found = settings.get(where) or {}
+    if not isinstance(found, dict):
+        refuse(source, where, found, "an object")
+    found = {"rope_theta": settings.get("rope_theta", 1e4), "factor": 0.0, "partial_rotary_factor": 1} | found
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        refuse(source, f"{where}.rope_type", kind, " or ".join(ROPE_TYPES))
+    required = {"partial_rotary_factor": 1}
+    if kind == "llama3":
+        required |= {name: value for name, value in LLAMA3_SCALING.items() if name not in ("rope_type", "factor")}
+    for name, value in required.items():
+        if found.get(name) != value:
+            refuse(source, f"{where}.{name}", found.get(name), f"{value:g}")
+    for name in ("rope_theta", "factor"):
+        if type(found[name]) not in (int, float):
+            refuse(source, f"{where}.{name}", found[name], "a number")
+    if kind == "llama3" and found["factor"] < 1:
+        refuse(source, f"{where}.factor", found["factor"], "a number from 1 on")
+    return found["rope_theta"], found["factor"] if kind == "llama3" else 0.0
+
+
+def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of transformers' tensors for a model of these sizes."""
+    starts, _ = layout(config.parameters(), config.sizes(), align=1)
+    hollow = {name: np.broadcast_to(np.float32(0), shape) for name, (_, shape) in starts.items()}  # without memory
+    return {name: shape for name, _, shape in named_tensors(config, hollow)}
+
+
+def check_tensors(source: Path, config: Config, tensors: dict[str, object]) -> None:
+    """Raises UserError where a tensor is missing, of another shape or kind, or one that the model does not have."""
+    wanted = shapes_of(config)
+    for name, shape in wanted.items():
+        found = tuple(tensors[name].get_shape()) if name in tensors else None
+        if found != shape:
+            found = f"is {found}" if found is not None else "is missing"
+            raise UserError(f"{source}: tensor {name} {found}; a {config.NAME} of these sizes has it as {shape}")
+        if tensors[name].get_dtype() not in PRECISIONS:
+            kind = tensors[name].get_dtype()
+            raise UserError(f"{source}: tensor {name} is of type {kind}; {', '.join(PRECISIONS)} are supported")
+    unknown = tensors.keys() - wanted.keys() - {"lm_head.weight"}
     if unknown:
-        raise UserError(f"{source}: tensor {min(unknown)} is none of GPT-2's")
-    if "lm_head.weight" in tensors and not np.array_equal(read(tensors["lm_head.weight"]), views["wte.weight"]):
-        raise UserError(f"{source}: lm_head.weight is not wte.weight; llm.c's GPT-2 has one tensor for both")
-    return params
+        raise UserError(f"{source}: tensor {min(unknown)} is none of {config.NAME}'s")
+    if "lm_head.weight" in tensors.keys() - wanted.keys():
+        name = next(iter(wanted))
+        if not np.array_equal(read(tensors["lm_head.weight"]), read(tensors[name])):
+            raise UserError(f"{source}: lm_head.weight is not {name}; a tied {config.NAME} has one tensor for both")
 
 
 def read(tensor) -> np.ndarray:
     return tensor[:].to(torch.float32).numpy()
 
 
+def write_model(path: Path, config: Config, tensors: dict[str, object]) -> None:
+    """Writes the model, a tensor at a time."""
+    done, total, shown = 0, num_parameters(config), time.monotonic()
+    with new_model(path, config) as ours:
+        for name, view, _ in named_tensors(config, ours):
+            view[...] = read(tensors[name]).reshape(view.shape)
+            done += view.size
+            if time.monotonic() - shown > 3:
+                shown = time.monotonic()
+                print(f"{100 * done // total}% of {total:,} parameters", flush=True)
+
+
+def take_tokenizer_along(source: Path, model: Path, vocab_size: int) -> None:
+    """Puts the tokenizer.json in the directory `source`, if any, beside the model, under the names by which generate.py
+    finds it; says on stderr where the .bin cannot be made of it."""
+    found = source / "tokenizer.json"
+    if not found.is_file():
+        return
+    for path in (found, source / "tokenizer_config.json"):  # which says how a text ends, where that is no common token
+        if path.is_file():
+            beside = model.with_name(f"{model.stem}_{path.name}")
+            with replacing(beside) as file:
+                file.write(path.read_bytes())
+            print(f"wrote {beside}")
+    binary = model.with_name(f"{model.stem}_tokenizer.bin")
+    try:
+        tokenizer = Tokenizer.load(found)
+        if not tokenizer.fits(vocab_size):
+            raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
+        padding = [b"<|unused %d|>" % token for token in range(tokenizer.vocab_size, vocab_size)]
+        write_tokenizer(binary, tokenizer.tokens + padding, tokenizer.eot)
+        print(f"wrote {binary}")
+    except UserError as error:
+        print(f"no {binary}: {error}", file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(description="Turn a GPT-2 of transformers into an llm.c model .bin.")
+    parser = Parser(description="Turn a GPT-2 or a Llama of transformers into an llm.c model .bin.")
     parser.add_argument("source", type=Path, help="a directory with config.json and safetensors, or a safetensors file")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", required=True, help="the .bin to write")
-    parser.add_argument("--heads", type=int, metavar="N", help="attention heads, where no config.json says it")
+    parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")
     args = parser.parse_args(arguments)
-    files, settings = find_files(args.source)
-    tensors = open_tensors(files)
-    config = read_config(args.source, tensors, settings, args.heads)
+    files = find_files(args.source)
+    path = files[0].parent / "config.json"
+    settings = read_json(path) if path.is_file() else {}
+    family = settings.get("model_type", "gpt2")
+    if family == "gpt2":
+        tensors = open_tensors(files, "transformer.")
+        config = gpt2_config(args.source, settings, tensors, args.heads)
+    elif family == "llama":
+        if args.heads:
+            raise UserError("--heads is for a GPT-2 without config.json: leave it out")
+        tensors = open_tensors(files, "model.")
+        config = llama3_config(args.source, settings)
+    else:
+        refuse(args.source, "model_type", family, "gpt2 or llama")
+    config.check(str(args.source))
+    check_tensors(args.source, config, tensors)
+    rows = "; ".join(f"{name} {value}" for name, value in config.rows())
     print(
-        f"importing {args.source}: {config.num_layers} layers, {config.num_heads} heads, {config.channels} channels, "
-        f"{config.vocab_size} tokens, sequences of {config.max_seq_len}; {num_parameters(config):,} parameters",
+        f"importing {args.source}: {config.NAME}, {rows}; {config.vocab_size} tokens, sequences of "
+        f"{config.max_seq_len}; {num_parameters(config):,} parameters",
         flush=True,
     )
-    write_model(args.out, config, read_parameters(args.source, tensors, config))
+    write_model(args.out, config, tensors)
     print(f"wrote {args.out}")
+    take_tokenizer_along(args.source, args.out, config.vocab_size)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

@@ -1,7 +1,8 @@
-"""Trains the model of train_gpt2_fp32.py in PyTorch: same flags, data, initial weights, batches, schedule and AdamW,
-and the same log file, so that dev/plot_log.py can draw the two runs over each other.
+"""Trains the model of train_gpt2_fp32.py, or of another script, in PyTorch: same flags, data, initial weights, batches,
+schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the two runs over each other.
 
     python dev/train_torch.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
+    python dev/train_torch.py --script train_llama3_fp32 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
 
 It neither samples nor writes checkpoints; flags for that are ignored.
 """
@@ -10,35 +11,48 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # the repository, and not dev/, whose profile.py hides Python's
+if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+from llmc import device  # first: it sets what NumPy must find in the environment
 
-from dev.torch_gpt2 import GPT2  # noqa: E402
-from llmc.arguments import parse_arguments  # noqa: E402
-from llmc.checkpoint import read_model  # noqa: E402
-from llmc.dataloader import DataLoader  # noqa: E402
-from llmc.errors import UserError  # noqa: E402
-from llmc.logger import Logger  # noqa: E402
-from llmc.schedule import LearningRateSchedule  # noqa: E402
-from llmc.tokenizer import Tokenizer, find_tokenizer  # noqa: E402
-from train_gpt2_fp32 import random_parameters  # noqa: E402
+import numpy as np  # isort: skip
+import torch
+
+from dev.torch_models import build_torch_model
+from dev.workload import SCRIPTS
+from llmc.arguments import Parser, parse_arguments
+from llmc.checkpoint import read_model
+from llmc.dataloader import DataLoader
+from llmc.logger import Logger
+from llmc.model import Model
+from llmc.program import run_program
+from llmc.schedule import LearningRateSchedule
+from llmc.tensors import Config
+from llmc.tokenizer import Tokenizer, find_tokenizer
+
+
+def first_weights(kind: type[Model], config: Config, seed: int) -> dict[str, np.ndarray]:
+    """The parameters, by name, with which our script would start."""
+    device.use("cpu")
+    model = kind(config, B=1, T=1, inference=True)
+    model.randomize(seed)
+    return {name: getattr(model.params, name) for name, _ in config.parameters()}
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = Parser(add_help=False, allow_abbrev=False)  # --help is the script's
+    parser.add_argument("--script", choices=SCRIPTS, default="train_gpt2_fp32")
+    chosen, flags = parser.parse_known_args()
+    kind = SCRIPTS[chosen.script]
+    args = parse_arguments(kind.Config, flags)
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     tokenizer_path = find_tokenizer(args.data)
-    vocab_size = Tokenizer.load(tokenizer_path).vocab_size if tokenizer_path else 50257
-    if args.random_model is not None:
-        config = args.random_model.config(vocab_size)
-        params = random_parameters(config, args.seed)
-    else:
-        config, params = read_model(args.model)
-    model = GPT2(config, "relu" if args.attention == "relu" else "sdpa")
-    model.load(params)
+    described = kind.Config.described(args.model, Tokenizer.load(tokenizer_path).vocab_size if tokenizer_path else None)
+    config, tensors = (described, None) if described else read_model(args.model, kind.Config)
+    model = build_torch_model(config, "relu" if args.attention == "relu" else "sdpa")
+    model.load(first_weights(kind, config, args.seed) if described else tensors)
     model.to(where)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -90,8 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    run_program(main)

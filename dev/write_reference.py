@@ -22,27 +22,24 @@ import numpy as np
 
 try:
     import torch
-    from transformers import GPT2Config as HFConfig
+    import transformers
     from transformers import GPT2LMHeadModel
 except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
-from dev.huggingface import named_tensors
-from llmc.arguments import Parser, parse_model_descriptor, positive
-from llmc.checkpoint import GPT2Config, num_parameters, write_debug_state, write_model
+from dev.huggingface import config_json, named_tensors
+from llmc.arguments import Parser, positive
+from llmc.checkpoint import write_debug_state, write_model
 from llmc.errors import UserError
+from llmc.program import run_program
+from llmc.tensors import name_tensors, num_parameters
+from train_gpt2_fp32 import GPT2Config
 
 
 def random_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
     """A model of these sizes with random weights, fp32, without dropout."""
     torch.manual_seed(seed)
-    model = GPT2LMHeadModel(
-        HFConfig(
-            n_positions=config.max_seq_len, vocab_size=config.vocab_size, n_embd=config.channels,
-            n_layer=config.num_layers, n_head=config.num_heads, attn_implementation="eager",
-            bos_token_id=None, eos_token_id=None,
-        )
-    ).eval()  # fmt: skip
+    model = GPT2LMHeadModel(transformers.GPT2Config(**config_json(config), attn_implementation="eager")).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -62,10 +59,7 @@ def saved_model(directory: str) -> GPT2LMHeadModel:
 
 def config_of(model: GPT2LMHeadModel) -> GPT2Config:
     theirs = model.config
-    padded = -(-theirs.vocab_size // 128) * 128
-    return GPT2Config(
-        theirs.n_positions, theirs.vocab_size, padded, theirs.n_layer, theirs.n_head, theirs.n_embd
-    )  # fmt: skip
+    return GPT2Config(theirs.n_positions, theirs.vocab_size, theirs.n_layer, theirs.n_head, theirs.n_embd)
 
 
 def flat_parameters(model: GPT2LMHeadModel, gradients: bool = False) -> np.ndarray:
@@ -73,8 +67,8 @@ def flat_parameters(model: GPT2LMHeadModel, gradients: bool = False) -> np.ndarr
     the vocabulary is 0."""
     config = config_of(model)
     flat = np.zeros(num_parameters(config), np.float32)
-    theirs = dict(model.transformer.named_parameters())
-    for name, view in named_tensors(config, flat):
+    theirs = dict(model.named_parameters())
+    for name, view, _ in named_tensors(config, name_tensors(flat, config.parameters(), config.sizes(), align=1)):
         view[...] = (theirs[name].grad if gradients else theirs[name].detach()).cpu().numpy()
     return flat
 
@@ -120,20 +114,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64", help="(%(default)s)")
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     args = parser.parse_args(arguments)
-    descriptor = parse_model_descriptor(args.model)
-    if descriptor is None:
+    config = GPT2Config.described(args.model, args.vocab_size)
+    if config is None:
         raise UserError(f"-e {args.model}: random weights are d12 or layers=2,heads=2,channels=64; use --hf for others")
     name = Path(args.hf).resolve().name if args.hf else args.model
     prefix = args.out or ("gpt2_124M" if name == "d12" else f"gpt2_{name}")
     for path in (f"{prefix}.bin", f"{prefix}_debug_state.bin"):
         if Path(path).exists() and not args.force:
             raise UserError(f"{path} exists already: name another prefix with -o, or add --force to overwrite it")
-    model = saved_model(args.hf) if args.hf else random_model(descriptor.config(args.vocab_size), args.seed)
+    model = saved_model(args.hf) if args.hf else random_model(config, args.seed)
     write_reference(model.to(getattr(torch, args.dtype)), prefix, args.batch_size, args.sequence_length, args.seed)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_program(main)

@@ -1,5 +1,7 @@
-"""dev/bench.py and dev/profile.py as they are run, on a model so small that its times do not matter."""
+"""dev/bench.py and its kin as they are run, on a model so small that its times do not matter; what is kept of their
+measurements, and that README.md shows it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dev import bench
+from dev import bench, bench_llmc, bench_start, ceilings, kept, workload
 from llmc import device
-from llmc.checkpoint import GPT2Config
+from llmc.errors import UserError
+from train_gpt2_fp32 import GPT2, GPT2Config
+from train_llama3_fp32 import Llama3, Llama3Config
 
 ROOT = Path(__file__).parent.parent
-TINY = ["-e", "layers=1,heads=1,channels=16", "-b", "2", "-t", "8", "--vocab-size", "300", "--device", "cpu"]
+BATCH = ["-b", "2", "-t", "8", "--vocab-size", "300", "--device", "cpu"]
+TINY = {
+    "train_gpt2_fp32": ["train_gpt2_fp32", "-e", "layers=1,heads=1,channels=16", *BATCH],
+    "train_llama3_fp32": ["train_llama3_fp32", "-e", "layers=1,heads=2,kv_heads=1,channels=16,hidden=24", *BATCH],
+}
 
 # Speaks like llm.c's trainer for the GPU: a usage without good flags, lines with milliseconds with them.
 LLMC = """#!{python}
@@ -25,8 +33,19 @@ magic, version, count = struct.unpack("3i", open("train.bin", "rb").read(12))
 assert magic == 20240520 and os.path.exists("gpt2_124M.bin")
 steps = (count - 1) // 16
 for step in range(steps):
-    print(f"step {{step + 1:4}}/{{steps}}: train loss 5.0 ({{1000.0 if step == 0 else 12.5}} ms, 1280 tok/s)")
+    print(f"step {{step + 1:4}}/{{steps}}: train loss 5.25 ({{1000.0 if step == 0 else 12.5}} ms, 1280 tok/s)")
 """
+
+
+@pytest.fixture
+def measurements(tmp_path, monkeypatch):
+    """No kept measurements but those that a test makes."""
+    monkeypatch.setattr(kept, "DIRECTORY", tmp_path / "measurements")
+    return tmp_path / "measurements"
+
+
+def row(ms, mebibytes=100.0, trainer="ours", commit="0123456"):
+    return kept.make_row("train_gpt2_fp32 -e d12 -b 4 -t 64", trainer, ms, mebibytes, 256, commit)
 
 
 def run(script, *args, cwd):
@@ -34,84 +53,190 @@ def run(script, *args, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
-def test_bench_times_every_trainer_on_the_same_model(tmp_path):
-    llmc = tmp_path / "train_gpt2fp32cu"
-    llmc.write_text(LLMC.format(python=sys.executable))
-    llmc.chmod(0o755)
-    result = run("bench.py", *TINY, "--steps", "3", "--peers", "eager,eager-sdpa", "--llmc", llmc, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    table = result.stdout.partition("trainer")[2]
-    rows = {line[:40].strip(): line[40:].split() for line in table.splitlines()[1:] if line.strip()}
-    assert list(rows) == [
-        "llm.cupy (softmax)", "PyTorch eager, default AdamW", "PyTorch eager, SDPA, fused AdamW",
-        "llm.c train_gpt2fp32cu",
-    ]  # fmt: skip
-    ours, eager, sdpa, theirs = rows.values()
-    for row in rows.values():
-        ms, rate, ratio = float(row[0]), float(row[1]), float(row[-2])
+@pytest.mark.parametrize("script", TINY)
+def test_bench_times_every_trainer_on_the_same_model(script, capsys):
+    bench.main([*TINY[script], "--steps", "3", "--peers", "eager,eager-sdpa"])
+    printed = capsys.readouterr().out
+    rows = {line[:40].strip(): line[40:].split() for line in printed.partition("trainer")[2].splitlines()[1:]}
+    assert list(rows) == ["llm.cupy (softmax)", "PyTorch eager, default AdamW", "PyTorch eager, SDPA, fused AdamW"]
+    ours, eager, sdpa = rows.values()
+    for found in rows.values():
+        ms, rate, ratio = float(found[0]), float(found[1]), float(found[-2])
         assert rate == pytest.approx(1000 * 2 * 8 / ms, rel=0.01 + 0.01 / ms)
         assert ratio == pytest.approx(ms / float(ours[0]), abs=0.01 + 0.02 * ratio / float(ours[0]))
-    assert theirs[0] == "12.50"
     # The same weights and tokens: the loss before the first update is the same, to rounding.
     assert float(eager[-1]) == pytest.approx(float(ours[-1]), abs=2e-5)
     assert float(sdpa[-1]) == pytest.approx(float(ours[-1]), abs=2e-5)
     for name in ("ceilings: fp32 matrix product", "AdamW's bytes at copy speed", "sum, products at the ceiling"):
-        assert name in result.stdout
+        assert name in printed
 
 
-@pytest.mark.parametrize("attention", ["softmax", "relu"])
-def test_profile_counts_every_kernel_of_a_step(attention, tmp_path):
-    result = run("profile.py", *TINY, "-a", attention, "--steps", "2", "--out", "step.png", cwd=tmp_path)
+def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path):
+    binary = tmp_path / "train_gpt2fp32cu"
+    binary.write_text(LLMC.format(python=sys.executable))
+    binary.chmod(0o755)
+    result = run("bench_llmc.py", binary, *TINY["train_gpt2_fp32"][1:], "--steps", "3", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    table = result.stdout.partition("us a call")[2]
-    rows = {line[:48].strip(): line[48:].split() for line in table.splitlines()[1:]}
-    calls = {
-        "encoder_forward": 1, "layernorm_backward": 3, "gelu_backward": 1, "fused_classifier": 1, "adamw": 1,
-        "matmul_forward 16 x 384 x 16": 1, "matmul_backward_weight 384 x 16 x 16": 1, f"{attention}_forward_kernel": 1,
-        "attention_forward 8 x 8 x 16 x2": 1,
-    }  # fmt: skip
-    assert {name: int(rows[name][0]) for name in calls} == calls
-    assert rows["adamw"][4:6] == [f"{7 * 4 * 25840 / 1e6:.4g}", "MB"]
-    assert rows["matmul_forward 16 x 384 x 16"][4:6] == [f"{2 * 16 * 384 * 16 / 1e9:.4g}", "GFLOP"]
-    assert "not counted" not in result.stdout
-    times = [float(row[2]) for row in rows.values() if len(row) > 3 and row[0].isdigit()]
-    assert times == sorted(times, reverse=True)
-    assert float(rows["sum"][0]) == pytest.approx(sum(times), abs=0.0005 * len(times) + 0.001)
-    assert float(rows["a training step, with the batch and the losses"][0]) > 0
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["step.png"]
+    assert "12.50 ms a step, 1280 tokens/s" in result.stdout and "first loss 5.25" in result.stdout
 
 
-def test_wrong_flags_are_refused_in_one_line(tmp_path):
-    for script, args, words in [
-        ("bench.py", ["--llmc", "missing"], "missing: no such program"),
-        ("bench.py", ["--peers", "eager,jax"], "--peers jax"),
-        ("bench.py", ["-a", "flash"], "-a flash takes heads of"),
-        ("profile.py", ["--out", "step.jpg"], "--out step.jpg"),
-        ("profile.py", ["--out", "missing/step.png"], "no directory missing"),
-    ]:
-        result = run(script, *TINY, *args, cwd=tmp_path)
-        assert result.returncode == 1
-        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and words in result.stderr
+def test_bench_start_stops_its_watch_at_the_first_finished_step():
+    speak = "import time; print('val loss 1'); print('step    1/1: train loss 1', flush=True); time.sleep(1)"
+    assert 0 < bench_start.seconds_to_first_step([sys.executable, "-c", speak], {}) < 1
+    with pytest.raises(UserError, match="finished no step: error: no such file"):
+        bench_start.seconds_to_first_step([sys.executable, "-c", "print('error: no such file')"], {})
+
+
+@pytest.mark.parametrize(
+    ("main", "args", "words"),
+    [
+        (bench_llmc.main, ["missing"], "missing: no such program"),
+        (bench.main, ["--peers", "eager,jax"], "--peers jax"),
+        (bench.main, ["-a", "flash"], "-a flash takes heads of"),
+        (bench.main, ["-e", "gpt2_124M.bin"], "-e gpt2_124M.bin: name one of d12"),
+    ],
+)
+def test_wrong_flags_are_refused(main, args, words):
+    with pytest.raises(UserError, match=words):
+        main([*TINY["train_gpt2_fp32"][1:], *args])
+
+
+def test_what_is_wrong_is_said_in_one_line(tmp_path):
+    result = run("bench.py", "--device", "cpu", "--peers", "jax", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: --peers jax") and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_the_most_frequent_token_has_its_share():
     for V in (257, 50257):
-        tokens = bench.zipf_tokens(200_000, V)
+        tokens = workload.zipf_tokens(200_000, V)
         count = np.bincount(tokens, minlength=V)
         assert len(count) == V
         assert count.max() / len(tokens) == pytest.approx(0.037, abs=0.002)  # 5 standard deviations
 
 
-def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(monkeypatch):
+# What a step must do
+
+
+def limits_of(kind, config, monkeypatch):
+    """The parts of the limit for B 1, T 16, where every product takes 1 ms by itself."""
     device.use("cpu")
-    monkeypatch.setattr(bench, "product_seconds", lambda *args: 0.001)
-    config = GPT2Config(1024, 50257, 50304, 12, 12, 768)
-    ceilings = bench.Ceilings(product=1e12, copy=1e9, description="")
-    ms = dict(bench.limits(config, 1, 16, ceilings))
+    monkeypatch.setattr(ceilings, "product_seconds", lambda *shape: 0.001)
+    model = object.__new__(kind)  # without its buffers
+    model.config, model.B, model.T = config, 1, 16
+    return ceilings.limits(ceilings.work_of(model), ceilings.Ceilings(product=1e12, copy=1e9, description=""))
+
+
+def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(monkeypatch):
+    ms = limits_of(GPT2, GPT2Config(1024, 50257, 12, 12, 768), monkeypatch)
     weights = 12 * 12 * 768**2 + 50304 * 768
     assert ms["linear products at the ceiling"] == pytest.approx(1000 * 6 * 16 * weights / 1e12)
     assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 28 * 124475904 / 1e9)
     assert ms["causal attention at the ceiling"] == pytest.approx(1000 * 7 * 12 * 16 * 16 * 768 / 1e12)
     assert ms["linear products in their own shapes"] == pytest.approx(3 * (4 * 12 + 1))  # 1 ms each
+    # qkv, the heads' outputs, two residuals, the MLP's hidden channels; of each row mean and rstd twice, lse a head.
+    kept_floats = 12 * 16 * ((3 + 1 + 2 + 4) * 768 + 4 + 12)
+    assert ms["kept activations across memory once"] == pytest.approx(1000 * 16 * kept_floats / 1e9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_limit_of_a_llama_counts_what_a_step_must_do(tied, monkeypatch):
+    config = Llama3Config.described(f"layers=2,heads=4,kv_heads=2,channels=64,hidden=96,tied={int(tied)},vocab=300")
+    ms = limits_of(Llama3, config, monkeypatch)
+    layer = (4 + 2 * 2) * 16 * 64 + 64 * 64 + 3 * 96 * 64
+    assert ms["linear products at the ceiling"] == pytest.approx(1000 * 6 * 16 * (2 * layer + 384 * 64) / 1e12)
+    assert ms["linear products in their own shapes"] == pytest.approx(3 * (4 * 2 + 1))
+    parameters = (1 if tied else 2) * 384 * 64 + 2 * (layer + 2 * 64) + 64
+    assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 28 * parameters / 1e9)
+    kept_floats = 2 * 16 * (128 + 64 + 2 * 64 + 2 * 96 + 2 + 4)  # two rstd a row, lse a head
+    assert ms["kept activations across memory once"] == pytest.approx(1000 * 16 * kept_floats / 1e9)
+
+
+# Kept measurements
+
+
+def test_a_run_is_kept_and_compared_with_what_is_kept(measurements, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, "ceilings"))
+    arguments = [*TINY["train_gpt2_fp32"], "--steps", "2", "--peers", "", "--commit", "abc1234"]
+    bench.main([*arguments, "--keep"])
+    (path,) = measurements.iterdir()
+    assert path.name == f"cpu-{device.name().split()[1]}-cores.json"
+    rows = {row["trainer"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["limit", "ours"]
+    assert rows["ours"]["workload"] == "train_gpt2_fp32 -e layers=1,heads=1,channels=16 -b 2 -t 8 --vocab-size 300"
+    assert rows["ours"]["commit"] == "abc1234" and "NumPy" in rows["ours"]["versions"]
+    assert rows["ours"]["tokens_per_second"] == pytest.approx(16_000 / rows["ours"]["ms"], rel=0.001)
+
+    path.write_text(json.dumps({"rows": [row | {"ms": 1e-6} for row in rows.values()]}))
+    capsys.readouterr()
+    bench.main([*arguments, "--compare"])
+    assert f"slower: {rows['ours']['workload']}, llm.cupy: " in capsys.readouterr().out
+
+
+def test_keeping_replaces_the_rows_of_the_same_workload_and_trainer_alone(measurements):
+    kept.keep("Some GPU", [row(10.0), row(20.0, trainer="eager")])
+    kept.keep("Some GPU", [row(9.0, commit="89abcde")])
+    rows = kept.kept_rows("Some GPU")
+    assert [(trainer, rows[key]["ms"], rows[key]["commit"]) for key in rows for trainer in [key[1]]] == [
+        ("eager", 20.0, "0123456"), ("ours", 9.0, "89abcde")
+    ]  # fmt: skip
+    first = (measurements / "some-gpu.json").read_text()
+    kept.keep("Some GPU", list(rows.values()))
+    assert (measurements / "some-gpu.json").read_text() == first
+
+
+def test_more_than_two_percent_is_worse(measurements):
+    kept.keep("Some GPU", [row(10.0)])
+    before = kept.kept_rows("Some GPU")
+    assert kept.worse_than(before, [row(10.19, 101.0)]) == [
+        "nothing has become slower or larger than kept by more than 2%"
+    ]
+    slower, larger = kept.worse_than(before, [row(10.3, 103.0)])
+    assert slower.startswith("slower: train_gpt2_fp32 -e d12 -b 4 -t 64, llm.cupy: 10.3 ms, 3.0% more than 10 of ")
+    assert larger.startswith("larger: ") and "103 MiB, 3.0% more than 100 of " in larger and "(0123456)" in larger
+    assert kept.worse_than(before, [row(99.0, trainer="eager")]) == ["not kept so far: 1 of 1 rows"]
+    assert len(kept.worse_than(before, [row(9.0, float("nan")), row(99.0, trainer="eager")])) == 2
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_what_readme_shows_is_measured_under_the_name_that_it_is_kept_by(kind, monkeypatch):
+    device.use("cpu")
+    monkeypatch.setattr(device, "tf32", lambda: True)
+    parser = workload.make_parser("")
+    for flags, peers in kept.published(kind):
+        assert str(workload.workload_of(parser.parse_args(flags.split()), "")) == flags
+        assert set(peers.split(",")) <= {"", *bench.PEERS}
+
+
+def test_the_suite_is_what_readme_shows(monkeypatch):
+    device.use("cpu")
+    timed = []
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1, 1, ""))
+    monkeypatch.setattr(bench, "bench", lambda workload, args, _: timed.append((str(workload), args.peers)) or [])
+    bench.main(["--device", "cpu", "--suite"])
+    assert timed == kept.published("cpu")
+    timed.clear()
+    bench.main(["--device", "cpu", "--suite", "--peers", ""])
+    assert timed == [(flags, "") for flags, _ in kept.published("cpu")]
+    timed.clear()
+    bench.main(["train_llama3_fp32", "--device", "cpu"])
+    assert timed == [(flags, None) for flags, _ in kept.published("cpu") if "llama3" in flags]
+
+
+def test_readme_shows_what_is_kept():
+    text = (ROOT / "README.md").read_text()
+    assert kept.with_tables(text) == text, "run: python dev/bench.py --readme"
+
+
+def test_a_table_has_a_cell_for_each_measurement(measurements):
+    table = kept.Table("some", "Some GPU", (kept.Column("B 4", "train_gpt2_fp32 -e d12 -b 4 -t 64"),
+                                            kept.Column("B 8", "train_gpt2_fp32 -e d12 -b 8 -t 64")))  # fmt: skip
+    kept.keep("Some GPU", [row(3.456), row(1234.0, None, "eager"), row(2.5, None, "limit")])
+    lines = kept.render(table).splitlines()
+    assert lines[3:6] == [
+        "| **llm.cupy** | **3.46** · 74 k · 100 |  |",
+        "| PyTorch eager | 1234 · 207 |  |",
+        "| limit: products as they run alone, the rest at copy speed | 2.50 |  |",
+    ]
+    assert lines[-1].endswith(" at 0123456.")

@@ -1,37 +1,82 @@
 """Models to and from Hugging Face's transformers: the same weights, the same logits, or one line that says why not."""
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, GPT2Model, LlamaForCausalLM, LlamaModel
 from transformers import GPT2Config as HFConfig
 
-import train_gpt2_fp32 as trainer
 from dev import export_hf, import_hf
-from llmc.checkpoint import GPT2Config, read_model, write_model
+from dev.huggingface import named_tensors
+from generate import kind_of
+from llmc.checkpoint import read_model, write_model
 from llmc.errors import UserError
-from llmc.tokenizer import Tokenizer, write_tokenizer
-from oracle import MODEL_FP32, MODEL_TF32, assert_close, parameters_of, transformers_gpt2
+from llmc.model import build_from_file
+from llmc.tensors import Config, num_parameters
+from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
+from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
 
-SHAPES = [(17, 53, 2, 3, 24), (8, 128, 1, 1, 5), (32, 257, 3, 2, 128)]  # maxT, V, L, NH, C
+GPT2S = [GPT2Config(17, 53, 2, 3, 24), GPT2Config(8, 128, 1, 1, 5), GPT2Config(32, 257, 3, 2, 128)]
+LLAMAS = [
+    Llama3Config(17, 53, 2, 6, 2, 48, 40, rope_theta=1e4, tied=True),
+    Llama3Config(64, 300, 2, 6, 1, 48, 56, rope_theta=5e5, rope_scaling=8.0, tied=False),
+    Llama3Config(33, 128, 1, 6, 6, 36, 64, rope_theta=1e5, norm_eps=1e-3, tied=True),
+    Llama3Config(64, 257, 3, 4, 2, 64, 33, rope_theta=1e3, rope_scaling=32.0, tied=False),
+]
+CONFIGS = GPT2S + LLAMAS
+FAMILIES = [GPT2S[0], LLAMAS[0]]
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def config_of(shape: tuple) -> GPT2Config:
-    max_seq_len, vocab_size, *rest = shape
-    return GPT2Config(max_seq_len, vocab_size, -(-vocab_size // 128) * 128, *rest)
+def name_of(config: Config) -> str:
+    if isinstance(config, GPT2Config):
+        return f"GPT-2 {config.num_heads} of {config.channels}"
+    return f"Llama {config.num_heads}-{config.num_kv_heads} {'tied' if config.tied else 'untied'}"
 
 
-def flat(model) -> np.ndarray:
-    """The parameters of a transformers model as a model file has them, by the tests' own table."""
-    padded = -(-model.config.vocab_size // 128) * 128
-    return np.concatenate([tensor.float().numpy().ravel() for tensor in parameters_of(model, padded).values()])
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+each_family = pytest.mark.parametrize("theirs", FAMILIES, ids=name_of, indirect=True)
+only_gpt2 = pytest.mark.parametrize("theirs", GPT2S[:1], ids=name_of, indirect=True)
+only_llama = pytest.mark.parametrize("theirs", LLAMAS[:1], ids=name_of, indirect=True)
+
+
+def make_model(config: Config):
+    """transformers' model, fp32. A Llama's matrices are large enough for positions to matter to the logits."""
+    model = transformers_model(config).float()
+    if isinstance(config, Llama3Config):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter *= 10
+    return model
+
+
+def flat(model, config: Config) -> np.ndarray:
+    """The parameters of a transformers model, fp32 (num_parameters,) in the order of our table."""
+    return flat_parameters_of(model, config).astype(np.float32)
+
+
+def assert_parameters(config: Config, tensors: dict[str, np.ndarray], model) -> None:
+    """Every number is the same, and what is not transformers' is 0."""
+    theirs = dict(model.named_parameters())
+    for name, view, shape in named_tensors(config, tensors):
+        np.testing.assert_array_equal(view.reshape(shape), theirs.pop(name).detach().float().numpy(), name)
+    assert not theirs
+    for name, tensor in tensors.items():
+        if name not in dict(config.parameters()):
+            assert not tensor.any(), name
+    assert not tensors["wte"][config.vocab_size :].any()
 
 
 def tensors_of(model) -> dict[str, torch.Tensor]:
@@ -39,8 +84,8 @@ def tensors_of(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def theirs():
-    return transformers_gpt2(*SHAPES[0]).float()
+def theirs(request):
+    return make_model(getattr(request, "param", GPT2S[0]))
 
 
 @pytest.fixture
@@ -49,43 +94,95 @@ def saved(theirs, tmp_path):
     return tmp_path / "saved"
 
 
-def imported(source, tmp_path, *flags: str) -> tuple[GPT2Config, np.ndarray]:
-    import_hf.main([str(source), "-o", str(tmp_path / "imported.bin"), *flags])
-    return read_model(tmp_path / "imported.bin")
+def imported(source, tmp_path, *flags: str) -> tuple[Config, dict[str, np.ndarray]]:
+    path = tmp_path / "imported.bin"
+    import_hf.main([str(source), "-o", str(path), *flags])
+    return read_model(path, kind_of(path).Config)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_exported_model_has_the_same_logits_in_transformers(shape, dev, tmp_path, rng):
-    config = config_of(shape)
-    params = flat(transformers_gpt2(*shape).float()).copy()
-    params[config.vocab_size * config.channels : config.padded_vocab_size * config.channels] = 7  # must not matter
+def refusal(source, tmp_path) -> str:
+    with pytest.raises(UserError) as caught:
+        imported(source, tmp_path)
+    assert not (tmp_path / "imported.bin").exists() and not list(tmp_path.glob("*.part"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def change(path: Path, **settings) -> None:
+    """Sets fields of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def our_logits(dev, path: Path, config: Config, tokens: np.ndarray) -> np.ndarray:
+    B, T = tokens.shape
+    model = build_from_file(kind_of(path), path, B, T, "softmax", inference=True)
+    dev.copy_in(model.inputs, tokens)
+    model.forward(B, T)
+    return dev.to_host(model.acts(B, T).logits)[..., : config.vocab_size]
+
+
+def assert_logits(dev, path: Path, config: Config, model, rng) -> None:
+    """Our model in `path` has transformers' logits in float64."""
+    tokens = rng.integers(0, config.vocab_size, (2, config.max_seq_len - 1), dtype=np.int32)
+    with torch.no_grad():
+        wanted = model.double().eval()(torch.tensor(tokens).long()).logits
+    assert_close("logits", our_logits(dev, path, config, tokens), wanted, MODEL_TF32 if dev.tf32() else MODEL_FP32)
+
+
+@every_config
+def test_an_exported_model_has_the_same_logits_in_transformers(config, dev, tmp_path, rng):
+    params = flat(make_model(config), config)
+    params[config.vocab_size * config.channels : config.sizes()["Vp"] * config.channels] = 7  # must not matter
     write_model(tmp_path / "model.bin", config, params)
     export_hf.main([str(tmp_path / "model.bin"), "-o", str(tmp_path / "out")])
-    exported, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert exported.lm_head.weight is exported.transformer.wte.weight
-    B, T = 2, config.max_seq_len - 1
-    tokens = rng.integers(0, config.vocab_size, (B, T), dtype=np.int32)
-    model = trainer.gpt2_build_from_checkpoint(str(tmp_path / "model.bin"), B, T, "softmax", inference=True)
-    dev.copy_in(model.inputs, tokens)
-    trainer.gpt2_forward(model, B, T)
-    logits = dev.to_host(model.acts(B, T).logits)[..., : config.vocab_size]
-    with torch.no_grad():
-        wanted = exported.double().eval()(torch.tensor(tokens).long()).logits
-    assert_close("logits", logits, wanted, MODEL_TF32 if dev.tf32() else MODEL_FP32)
+    tied = exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
+    assert tied == getattr(config, "tied", True)
+    assert type(exported) is (GPT2LMHeadModel if isinstance(config, GPT2Config) else LlamaForCausalLM)
+    assert exported.dtype == torch.float32
+    assert_logits(dev, tmp_path / "model.bin", config, exported, rng)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_transformers_saves_is_imported_and_exported_again_bit_by_bit(shape, tmp_path):
-    theirs = transformers_gpt2(*shape).float()
+@every_config
+def test_an_imported_model_has_the_logits_it_had_in_transformers(config, dev, tmp_path, rng):
+    theirs = make_model(config)
     theirs.save_pretrained(tmp_path / "saved")
-    config, params = imported(tmp_path / "saved", tmp_path)
-    assert config == config_of(shape)
-    np.testing.assert_array_equal(params, flat(theirs))
+    imported(tmp_path / "saved", tmp_path)
+    assert_logits(dev, tmp_path / "imported.bin", config, theirs, rng)
+
+
+@every_config
+def test_what_transformers_saves_is_imported_and_exported_again_bit_by_bit(config, tmp_path):
+    theirs = make_model(config)
+    theirs.save_pretrained(tmp_path / "saved")
+    read, tensors = imported(tmp_path / "saved", tmp_path)
+    assert read == config
+    assert_parameters(config, tensors, theirs)
     export_hf.main([str(tmp_path / "imported.bin")])
-    again = GPT2LMHeadModel.from_pretrained(tmp_path / "imported")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "imported")
     for name, parameter in theirs.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
+    before = (tmp_path / "imported.bin").read_bytes()
+    imported(tmp_path / "imported", tmp_path)
+    assert (tmp_path / "imported.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=name_of)
+def test_named_tensors_are_views_that_can_be_set_of_numpy_and_of_pytorch(config, rng):
+    sizes = config.sizes()
+    zeros = {name: np.zeros([sizes[s] for s in shape], np.float32) for name, shape in config.parameters()}
+    theirs = {name: p.detach() for name, p in make_model(config).named_parameters()}
+    in_torch = {name: torch.from_numpy(tensor.copy()) for name, tensor in zeros.items()}
+    for name, view, shape in named_tensors(config, zeros):
+        assert shape == tuple(theirs[name].shape)
+        view[...] = theirs[name].numpy().reshape(view.shape)
+    for name, view, _ in named_tensors(config, in_torch):
+        view[...] = theirs[name].reshape(view.shape)
+    assert_parameters(config, zeros, make_model(config))
+    for name, tensor in zeros.items():
+        np.testing.assert_array_equal(in_torch[name].numpy(), tensor)
 
 
 @pytest.mark.parametrize(("channels", "heads"), [(768, 12), (1024, 16), (1280, 20), (1600, 25)])
@@ -95,13 +192,22 @@ def test_a_lone_file_of_any_width_of_gpt2_gets_its_heads(channels, heads, tmp_pa
     tensors = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     save_file(tensors, tmp_path / "model.safetensors")
     config, _ = imported(tmp_path / "model.safetensors", tmp_path)
-    assert config == GPT2Config(5, 7, 128, 1, heads, channels)
+    assert config == GPT2Config(5, 7, 1, heads, channels)
 
 
+@only_gpt2
 def test_heads_that_no_config_says_can_be_given(theirs, tmp_path):
     save_file(tensors_of(theirs), tmp_path / "model.safetensors")
     assert imported(tmp_path / "model.safetensors", tmp_path)[0].num_heads == 1
     assert imported(tmp_path / "model.safetensors", tmp_path, "--heads", "3")[0].num_heads == 3
+
+
+@only_llama
+def test_a_llama_says_its_heads_itself(saved, tmp_path):
+    with pytest.raises(UserError, match="--heads"):
+        imported(saved, tmp_path, "--heads", "3")
+    (saved / "config.json").unlink()
+    assert "another model needs a config.json" in refusal(saved, tmp_path)
 
 
 def test_names_without_prefix_and_the_buffers_of_old_files_are_understood(theirs, tmp_path):
@@ -111,82 +217,256 @@ def test_names_without_prefix_and_the_buffers_of_old_files_are_understood(theirs
         old[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 17, 17, dtype=torch.uint8).tril()
         old[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(old, tmp_path / "old" / "model.safetensors")
-    config, params = imported(tmp_path / "old", tmp_path)
-    assert config == config_of(SHAPES[0])
-    np.testing.assert_array_equal(params, flat(theirs))
+    config, tensors = imported(tmp_path / "old", tmp_path)
+    assert config == GPT2S[0]
+    assert_parameters(config, tensors, theirs)
 
 
+@only_llama
+def test_names_without_prefix_and_the_buffers_of_old_llamas_are_understood(theirs, tmp_path):
+    LlamaModel(theirs.config).save_pretrained(tmp_path / "old")
+    old = {name.removeprefix("model."): tensor for name, tensor in tensors_of(theirs).items()}
+    for layer in range(theirs.config.num_hidden_layers):
+        old[f"layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(old, tmp_path / "old" / "model.safetensors")
+    config, tensors = imported(tmp_path / "old", tmp_path)
+    assert config == LLAMAS[0]
+    assert_parameters(config, tensors, theirs)
+
+
+@each_family
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_other_precisions_become_fp32(dtype, theirs, tmp_path):
     theirs.to(dtype).save_pretrained(tmp_path / "saved")
-    np.testing.assert_array_equal(imported(tmp_path / "saved", tmp_path)[1], flat(theirs))
+    assert_parameters(*imported(tmp_path / "saved", tmp_path), theirs)
 
 
-def test_a_model_in_several_files_is_put_together(theirs, tmp_path):
+@each_family
+def test_weights_that_are_no_floats_are_refused(saved, tmp_path):
+    path = saved / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "layers.1" in name or "h.1" in name)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path)
+    assert f"{name} is of type I8" in refusal(saved, tmp_path)
+
+
+@each_family
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_model_in_several_files_is_put_together(indexed, theirs, tmp_path):
     theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    if not indexed:
+        (tmp_path / "saved" / "model.safetensors.index.json").unlink()
     files = sorted((tmp_path / "saved").glob("*.safetensors"))
     assert len(files) > 2
-    np.testing.assert_array_equal(imported(tmp_path / "saved", tmp_path)[1], flat(theirs))
-    files[1].unlink()
-    with pytest.raises(UserError, match="is missing"):
-        imported(tmp_path / "saved", tmp_path)
+    assert_parameters(*imported(tmp_path / "saved", tmp_path), theirs)
+    (tmp_path / "imported.bin").unlink()
+    for missing in (files[1], files[-1]):
+        aside = missing.rename(tmp_path / "aside")
+        assert f"{missing} is missing" in refusal(tmp_path / "saved", tmp_path)
+        aside.rename(missing)
+    if indexed:
+        (tmp_path / "saved" / "model.safetensors.index.json").write_text("{}")
+        assert "no weight_map" in refusal(tmp_path / "saved", tmp_path)
 
 
+@each_family
+def test_a_large_model_is_exported_as_several_files(theirs, saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_hf, "FILE_BYTES", 20_000)
+    imported(saved, tmp_path)
+    export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "out")])
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2 and {path.name for path in files} == set(index["weight_map"].values())
+    assert [path.name for path in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n, _ in
+                                             enumerate(files, start=1)]  # fmt: skip
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in theirs.parameters())
+    for path in files:
+        with safe_open(path, "pt") as file:
+            sizes = [file.get_tensor(name).nbytes for name in file.keys()]
+            assert sum(sizes) <= 20_000 or len(sizes) == 1
+            assert all(index["weight_map"][name] == path.name for name in file.keys())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+    before = (tmp_path / "imported.bin").read_bytes()
+    imported(tmp_path / "out", tmp_path)
+    assert (tmp_path / "imported.bin").read_bytes() == before
+
+
+@each_family
 def test_an_untied_classifier_is_refused_and_a_tied_one_is_not(saved, tmp_path):
     tensors = load_file(saved / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    tensors["lm_head.weight"] = next(tensors[name] for name in tensors if "embed" in name or "wte" in name).clone()
     save_file(tensors, saved / "model.safetensors")
     imported(saved, tmp_path)
+    (tmp_path / "imported.bin").unlink()
     tensors["lm_head.weight"][3, 2] += 1
     save_file(tensors, saved / "model.safetensors")
-    with pytest.raises(UserError, match="lm_head.weight"):
-        imported(saved, tmp_path)
+    assert "lm_head.weight" in refusal(saved, tmp_path)
 
 
+@only_llama
+def test_an_untied_llama_needs_its_classifier(saved, tmp_path):
+    change(saved / "config.json", tie_word_embeddings=False)
+    assert "tensor lm_head.weight is missing" in refusal(saved, tmp_path)
+
+
+@only_gpt2
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("model_type", "llama"), ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
+        ("model_type", "mistral"), ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True),
-        ("n_head", 5),
+        ("n_head", 5), ("quantization_config", {"quant_method": "bitsandbytes"}),
     ],
 )  # fmt: skip
 def test_a_model_that_computes_something_else_is_refused(setting, value, saved, tmp_path):
-    config = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(config | {setting: value}))
-    with pytest.raises(UserError, match="saved.*" + ("5 heads" if setting == "n_head" else setting)):
-        imported(saved, tmp_path)
-    assert not (tmp_path / "imported.bin").exists()
+    change(saved / "config.json", **{setting: value})
+    message = refusal(saved, tmp_path)
+    assert "saved" in message and ("5 heads" if setting == "n_head" else setting) in message
+
+
+@only_llama
+@pytest.mark.parametrize(
+    ("setting", "value", "supported"),
+    [
+        ("model_type", "mistral", "gpt2 or llama is supported"),
+        ("hidden_act", "gelu", "silu is supported"),
+        ("attention_bias", True, "False is supported"),
+        ("mlp_bias", True, "False is supported"),
+        ("pretraining_tp", 2, "1 is supported"),
+        ("quantization_config", {"quant_method": "bitsandbytes", "bits": 4}, "none is supported"),
+        ("head_dim", 16, "hidden_size / num_attention_heads, 48 / 6, is supported"),
+        ("num_key_value_heads", 4, "a divisor of num_attention_heads, 6, is supported"),
+        ("num_attention_heads", 5, "48 channels cannot be split among 5 heads"),
+        ("num_attention_heads", 48, "are odd, and RoPE turns pairs"),
+        ("hidden_size", 0, "a whole number from 1 on is supported"),
+        ("hidden_size", "48", "a whole number from 1 on is supported"),
+        ("intermediate_size", None, "a whole number from 1 on is supported"),
+        ("rms_norm_eps", "1e-5", "a number is supported"),
+        ("rms_norm_eps", -1e-5, "norm_eps is -1e-05; it must be a positive number"),
+    ],
+    ids=str,
+)
+def test_a_llama_that_computes_something_else_is_refused(setting, value, supported, saved, tmp_path):
+    change(saved / "config.json", **{setting: value})
+    if setting == "num_attention_heads":
+        change(saved / "config.json", num_key_value_heads=1, head_dim=None)
+    message = refusal(saved, tmp_path)
+    assert "saved" in message and supported in message
+    assert setting in message or supported.startswith(("48 channels", "are odd", "norm_eps"))
+
+
+SCALED = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+}  # fmt: skip
+NOT_SCALED = replace(LLAMAS[0], rope_theta=7e4)
+SCALED_BY_8 = replace(NOT_SCALED, rope_scaling=8.0)
+
+
+@only_llama
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, NOT_SCALED),
+        ({"rope_parameters": {"rope_theta": 70000}}, NOT_SCALED),
+        ({"rope_theta": 7e4}, NOT_SCALED),
+        ({"rope_theta": 7e4, "rope_scaling": {"type": "default"}}, NOT_SCALED),
+        ({}, replace(NOT_SCALED, rope_theta=1e4)),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4} | SCALED}, SCALED_BY_8),
+        ({"rope_theta": 7e4, "rope_scaling": {"rope_type": "llama3"} | SCALED}, SCALED_BY_8),
+        ({"rope_theta": 7e4, "rope_scaling": {"type": "llama3"} | SCALED}, SCALED_BY_8),
+        ({"rope_theta": 7e4, "rope_scaling": {"rope_type": "llama3"} | SCALED | {"factor": 32}},
+         replace(NOT_SCALED, rope_scaling=32.0)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rope_is_understood_as_every_release_of_transformers_writes_it(settings, config, saved, tmp_path):
+    change(saved / "config.json", **({"rope_parameters": None} | settings))
+    assert imported(saved, tmp_path)[0] == config
+
+
+@only_llama
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("field", "value", "supported"),
+    [
+        ("rope_type", "yarn", "default or llama3"), ("rope_type", "linear", "default or llama3"),
+        ("low_freq_factor", 2.0, "1 is"), ("high_freq_factor", 8.0, "4 is"),
+        ("original_max_position_embeddings", 4096, "8192 is"), ("original_max_position_embeddings", None, "8192 is"),
+        ("factor", 0.5, "a number from 1 on"), ("factor", "8", "a number"), ("rope_theta", "big", "a number"),
+        ("partial_rotary_factor", 0.5, "1 is"),
+    ],
+)  # fmt: skip
+def test_rope_that_turns_otherwise_is_refused(where, field, value, supported, saved, tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5} | SCALED | {field: value}
+    change(saved / "config.json", **({"rope_parameters": None} | {where: rope}))
+    message = refusal(saved, tmp_path)
+    assert f"{where}.{field} is {value!r}" in message and supported in message
 
 
 def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
-    def refusal(source) -> str:
-        with pytest.raises(UserError) as caught:
-            imported(source, tmp_path)
-        assert not (tmp_path / "imported.bin").exists()
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
     path = saved / "model.safetensors"
-    assert "no such file" in refusal(tmp_path / "nowhere")
+    assert "no such file" in refusal(tmp_path / "nowhere", tmp_path)
     tensors = load_file(path)
     save_file({name: tensor for name, tensor in tensors.items() if "h.1.ln_1.bias" not in name}, path)
-    assert "h.1.ln_1.bias is missing" in refusal(saved)
+    assert "h.1.ln_1.bias is missing" in refusal(saved, tmp_path)
     save_file(tensors | {"transformer.h.1.attn.c_attn.weight": torch.zeros(72, 24)}, path)
-    assert "is (72, 24); a GPT-2 of these sizes has it as (24, 72)" in refusal(saved)
+    assert "is (72, 24); a GPT-2 of these sizes has it as (24, 72)" in refusal(saved, tmp_path)
     save_file(tensors | {"transformer.h.0.crossattention.c_attn.weight": torch.zeros(3)}, path)
-    assert "none of GPT-2's" in refusal(saved)
+    assert "none of GPT-2's" in refusal(saved, tmp_path)
     save_file({"a": torch.zeros(3)}, path)
-    assert "no GPT-2" in refusal(saved)
+    assert "no GPT-2" in refusal(saved, tmp_path)
     path.write_bytes(b"\0" * 100)
-    assert "not a whole safetensors file" in refusal(saved)
+    assert "not a whole safetensors file" in refusal(saved, tmp_path)
     path.unlink()
-    assert "no model.safetensors" in refusal(saved)
+    assert "no model.safetensors" in refusal(saved, tmp_path)
     save_file(tensors, path)
     (saved / "config.json").write_text("[")
-    assert "config.json: not a JSON object" in refusal(saved)
+    assert "config.json: not a JSON object" in refusal(saved, tmp_path)
 
 
+@only_llama
+def test_a_damaged_llama_is_refused(saved, tmp_path):
+    path = saved / "model.safetensors"
+    tensors = load_file(path)
+    k = "model.layers.1.self_attn.k_proj.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != k}, path)
+    assert f"{k} is missing" in refusal(saved, tmp_path)
+    save_file(tensors | {k: torch.zeros(48, 48)}, path)
+    assert "is (48, 48); a Llama 3 of these sizes has it as (16, 48)" in refusal(saved, tmp_path)
+    save_file(tensors | {"model.layers.2.mlp.up_proj.weight": torch.zeros(40, 48)}, path)
+    assert "tensor model.layers.2.mlp.up_proj.weight is none of Llama 3's" in refusal(saved, tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "not a whole safetensors file" in refusal(saved, tmp_path)
+
+
+@each_family
+def test_an_import_that_fails_leaves_the_model_that_was_there(saved, tmp_path, monkeypatch):
+    imported(saved, tmp_path)
+    before = (tmp_path / "imported.bin").read_bytes()
+
+    def fail(tensor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(import_hf, "read", fail)
+    with pytest.raises(UserError, match="imported.bin: cannot be written .no space left"):
+        imported(saved, tmp_path)
+    assert (tmp_path / "imported.bin").read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
+
+
+@each_family
+def test_a_long_import_shows_how_far_it_is(saved, tmp_path, monkeypatch, capsys):
+    seconds = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(import_hf.time, "monotonic", lambda: next(seconds))
+    imported(saved, tmp_path)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "% of" in line]
+    percent = [int(line.partition("%")[0]) for line in shown]
+    assert len(shown) > 2 and percent == sorted(percent) and percent[-1] <= 100
+
+
+@each_family
 def test_an_export_never_replaces_what_is_there(saved, tmp_path):
     imported(saved, tmp_path)
     (tmp_path / "out").mkdir()
@@ -197,34 +477,119 @@ def test_an_export_never_replaces_what_is_there(saved, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+# The tokenizer
+
+
 @pytest.fixture
 def bpe(tmp_path) -> Path:
     """A small byte-pair vocabulary, learned from this file by tokens' frequency, as a tokenizer file."""
     import tiktoken._educational as educational
 
-    text = Path(__file__).read_text(encoding="utf-8")
+    text = Path(__file__).read_text(encoding="utf-8")[:12_000]
     learned = educational.bpe_train(text, 320, export_hf.GPT2_PATTERN, visualise=None)
     tokens = sorted(learned, key=learned.get) + [b"<|endoftext|>"]
     write_tokenizer(tmp_path / "bpe.bin", tokens, len(tokens) - 1)
     return tmp_path / "bpe.bin"
 
 
-def test_an_exported_tokenizer_splits_text_as_ours_does(bpe, tmp_path):
+def write_random(path: Path, config: Config, rng) -> None:
+    write_model(path, config, rng.standard_normal(num_parameters(config), np.float32))
+
+
+SAMPLES = ["", " ", "It's the tokenizer's  own test,\n\n  isn't it?", "Größe 日本語 🙂 \t\x00\x7f"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+def test_an_exported_tokenizer_splits_text_as_ours_does(family, bpe, tmp_path, rng):
     tokenizer = Tokenizer.load(bpe)
-    shape = (8, tokenizer.vocab_size, 1, 1, 8)
-    write_model(tmp_path / "model.bin", config_of(shape), flat(transformers_gpt2(*shape).float()))
+    write_random(tmp_path / "model.bin", replace(family, vocab_size=tokenizer.vocab_size), rng)
     export_hf.main([str(tmp_path / "model.bin"), "-o", str(tmp_path / "out"), "--tokenizer", str(bpe)])
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").config.eos_token_id == tokenizer.eot
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.eos_token_id == tokenizer.eot
     assert (len(exported), exported.eos_token_id) == (tokenizer.vocab_size, tokenizer.eot)
-    samples = ["", " ", "It's the tokenizer's  own test,\n\n  isn't it?", "Größe 日本語 🙂 \t\x00\x7f"]
-    for text in [*samples, Path(__file__).read_text(encoding="utf-8").replace("<|endoftext|>", "")]:
+    for text in [*SAMPLES, Path(__file__).read_text(encoding="utf-8").replace("<|endoftext|>", "")]:
         tokens = tokenizer.encode(text)
         assert exported.encode(text) == tokens
         assert exported.decode(tokens) == text
     assert exported.encode("a<|endoftext|>b") == [*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode("b")]
 
 
+@pytest.fixture
+def with_tokenizer(bpe, tmp_path) -> Path:
+    """A Llama as transformers saves one, of more tokens than its tokenizer has, which begins every text with one."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers.processors import TemplateProcessing
+
+    make_model(replace(LLAMAS[0], vocab_size=330)).save_pretrained(tmp_path / "saved")
+    library = Library.from_str(export_hf.tokenizer_json(Tokenizer.load(bpe)))
+    library.add_special_tokens(["<|begin_of_text|>"])
+    begin = library.token_to_id("<|begin_of_text|>")
+    library.post_processor = TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
+    )
+    library.save(str(tmp_path / "saved" / "tokenizer.json"))
+    (tmp_path / "saved" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "chat_template": "x"}')
+    return tmp_path / "saved"
+
+
+def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tmp_path, capsys):
+    capsys.readouterr()
+    config, _ = imported(with_tokenizer, tmp_path)
+    beside = tmp_path / "imported_tokenizer.json"
+    assert beside.read_bytes() == (with_tokenizer / "tokenizer.json").read_bytes()
+    first = Tokenizer.load(with_tokenizer / "tokenizer.json")
+    for tokenizer in (Tokenizer.load(beside), load_model_tokenizer(tmp_path / "imported.bin", config.vocab_size)):
+        assert (tokenizer.tokens, tokenizer.eot, tokenizer.bos) == (first.tokens, 320, 321)
+        for text in SAMPLES:
+            assert tokenizer.encode(text) == first.encode(text)
+    binary = Tokenizer.load(tmp_path / "imported_tokenizer.bin")
+    assert binary.fits(config.vocab_size) and (binary.tokens[:322], binary.eot) == (first.tokens, 320)
+    export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "out")])
+    assert not capsys.readouterr().err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (with_tokenizer / name).read_bytes()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert (exported.bos_token_id, exported.eos_token_id) == (321, 320)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("text") == [321, *first.encode("text")]
+
+
+def test_a_tokenizer_beside_a_model_may_be_named_like_the_librarys_own(with_tokenizer, tmp_path):
+    imported(with_tokenizer, tmp_path)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "imported.bin").rename(tmp_path / "checkpoint" / "model.bin")
+    shutil.copy(with_tokenizer / "tokenizer.json", tmp_path / "checkpoint")
+    export_hf.main([str(tmp_path / "checkpoint"), "-o", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (settings["eos_token"], settings["bos_token"]) == ("<|endoftext|>", "<|begin_of_text|>")
+
+
+def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(with_tokenizer, tmp_path, capsys, monkeypatch):
+    def import_without_tokenizer() -> str:
+        imported(with_tokenizer, tmp_path)
+        assert (tmp_path / "imported_tokenizer.json").is_file()
+        assert not (tmp_path / "imported_tokenizer.bin").exists()
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        return said
+
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "tokenizers", None)
+        assert "pip install tokenizers" in import_without_tokenizer()
+    change(with_tokenizer / "tokenizer.json", decoder=None)
+    assert "byte-level BPE is supported" in import_without_tokenizer()
+    export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "out")])
+    assert "no tokenizer is written" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_said_to_be_anothers(with_tokenizer, tmp_path, capsys):
+    make_model(LLAMAS[0]).save_pretrained(with_tokenizer)
+    imported(with_tokenizer, tmp_path)
+    assert "322 tokens and the model 53" in capsys.readouterr().err
+
+
+@each_family
 def test_a_tokenizer_of_another_vocabulary_is_refused(saved, bpe, tmp_path):
     imported(saved, tmp_path)
     with pytest.raises(UserError, match="321 tokens and .*imported.bin 53"):
@@ -232,13 +597,14 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(saved, bpe, tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "eos"), [(257, 256), (50257, 50256), (300, None)])
-def test_the_end_of_text_token_is_said_where_it_is_known(vocab_size, eos, tmp_path):
-    shape = (4, vocab_size, 1, 1, 2)
-    write_model(tmp_path / "model.bin", config_of(shape), flat(transformers_gpt2(*shape).float()))
+@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+def test_the_end_of_text_token_is_said_where_it_is_known(family, vocab_size, eos, tmp_path, rng):
+    write_random(tmp_path / "model.bin", replace(family, vocab_size=vocab_size), rng)
     export_hf.main([str(tmp_path / "model.bin")])
-    assert GPT2LMHeadModel.from_pretrained(tmp_path / "model").config.eos_token_id == eos
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.eos_token_id == eos
 
 
+@each_family
 def test_both_programs_run_anywhere_and_fail_in_one_line(saved, tmp_path):
     def run(script: str, *flags: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(ROOT / "dev" / script), *flags]

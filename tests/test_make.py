@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dev import kept
+
 ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -61,6 +63,35 @@ def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
 
 def test_an_empty_venv_uses_the_python_given_and_installs_nothing(tmp_path):
     assert make("-n", "test", "PYTHON=mypython", "VENV=", tmp_path=tmp_path).split() == ["mypython", "-m", "pytest"]
+
+
+SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0     |"
+
+
+@pytest.mark.parametrize(
+    ("script", "smi", "model"),
+    [
+        ("train_gpt2_fp32.py", None, "layers=4,heads=4,channels=128"),
+        ("train_llama3_fp32.py", None, "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64"),
+        ("train_llama3_fp32", SMI, "smollm2-135m"),
+    ],
+)
+def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
+    printed = make("train", "PYTHON=echo", "VENV=", f"SCRIPT={script}", "ARGS=-x 5", smi=smi, tmp_path=tmp_path)
+    command = printed.splitlines()[-1].split()  # echo, for Python, says what it was to run
+    assert command[0] == f"{script.removesuffix('.py')}.py"
+    assert command[command.index("-e") + 1] == model and command[command.index("-i") + 1] == "data/python_docs"
+    assert command[-2:] == ["-x", "5"]
+    if smi is None:  # the small models that README.md times on the CPU
+        assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in kept.published("cpu"))
+
+
+@pytest.mark.parametrize("script", ["train_llama3_fp32", "train_llama3_fp32.py"])
+def test_bench_and_profile_take_the_script(script, tmp_path):
+    plan = make("-n", "bench", "profile", "PYTHON=python", "VENV=", f"SCRIPT={script}", "ARGS=-b 2", tmp_path=tmp_path)
+    assert plan.splitlines() == [
+        "python dev/bench.py train_llama3_fp32 -b 2", "python dev/profile_step.py train_llama3_fp32 -b 2"
+    ]  # fmt: skip
 
 
 def test_clean_leaves_data_models_and_source(tmp_path):

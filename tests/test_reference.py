@@ -6,6 +6,8 @@ Where llm.c's published starter pack lies in the repository or in LLMC_STARTER_P
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,13 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-import train_gpt2_fp32 as trainer
 from dev.huggingface import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
-from llmc.arguments import RandomModel
-from llmc.checkpoint import DebugState, read_debug_state, read_model, read_model_header
+from kernels.adamw import adamw_update
+from llmc import cpu
+from llmc.batches import Batches
+from llmc.checkpoint import DebugState, read_debug_state, read_model_header
+from llmc.dataloader import write_tokens
 from llmc.errors import UserError
+from llmc.logger import read_log
+from llmc.model import build_from_file
+from llmc.tensors import name_tensors
+from llmc.tokenizer import write_tokenizer
 from oracle import MODEL_FP32, MODEL_TF32, assert_close
+from train_gpt2_fp32 import GPT2, GPT2Config
 
 LEARNING_RATE, WEIGHT_DECAY, STEPS = 1e-4, 0.01, 10
 
@@ -35,6 +44,7 @@ PUBLISHED_LOSSES = (
     5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080, 0.376511,
 )  # fmt: skip
 
+ROOT = Path(__file__).resolve().parents[1]
 TINY = ["-e", "layers=2,heads=3,channels=48,maxT=20", "--vocab-size", "301", "-b", "3", "-t", "17"]
 
 
@@ -52,35 +62,42 @@ def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.
     """Loads `<prefix>.bin` and its debug state, asserts that all tensors agree, and takes ten steps: their losses, and
     the parameters after the last."""
     tolerance = MODEL_TF32 if dev.tf32() else MODEL_FP32
-    config, _ = read_model(f"{prefix}.bin")
+    config = read_model_header(f"{prefix}.bin", GPT2Config)
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     B, T = state.x.shape
-    model = trainer.gpt2_build_from_checkpoint(f"{prefix}.bin", B, T, attention)
-    trainer.Batches(model, OneBatch(state)).send(0, 0)
+    model = build_from_file(GPT2, f"{prefix}.bin", B, T, attention)
+    Batches(model, OneBatch(state)).send(0, 0)
     dev.copy_in(model.grads_memory, np.full(model.grads_memory.size, np.nan, np.float32))
     acts = model.acts(B, T)
 
     losses = []
     for step in range(STEPS):
-        trainer.gpt2_forward(model, B, T)
+        model.forward(B, T)
         if step == 0:
             logits = dev.to_host(acts.logits)[..., : config.vocab_size]
             assert_close("logits", logits, state.logits, tolerance)
-        trainer.gpt2_loss(model, B, T, 1.0 / (B * T))
+        model.loss(B, T, 1.0 / (B * T))
         losses.append(float(dev.to_host(acts.losses).mean(dtype=np.float64)))
-        trainer.gpt2_zero_grad(model)
-        trainer.gpt2_backward(model, B, T)
+        model.zero_grad()
+        model.backward(B, T)
         if step == 0:
             assert losses[0] == pytest.approx(state.loss, rel=tolerance)
             check_gradients(config, dev.to_host(model.grads_memory), state.grads, tolerance)
-        trainer.gpt2_update(model, LEARNING_RATE, 0.9, 0.999, 1e-8, WEIGHT_DECAY, step + 1)
+        adamw_update(model, LEARNING_RATE, 0.9, 0.999, 1e-8, WEIGHT_DECAY, step + 1)
     return losses, dev.to_host(model.params_memory)
 
 
-def check_gradients(config, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
-    for (name, tensor), (_, wanted) in zip(named_tensors(config, got), named_tensors(config, want), strict=True):
-        assert_close(f"gradient of {name}", tensor, wanted, tolerance)
-    padding = got[config.vocab_size * config.channels : config.padded_vocab_size * config.channels]
+def named(config: GPT2Config, flat: np.ndarray) -> dict[str, np.ndarray]:
+    """A flat buffer's tensors, as transformers names and shapes them."""
+    tensors = name_tensors(flat, config.parameters(), config.sizes(), align=1)
+    return {name: view for name, view, _ in named_tensors(config, tensors)}
+
+
+def check_gradients(config: GPT2Config, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    wanted = named(config, want)
+    for name, tensor in named(config, got).items():
+        assert_close(f"gradient of {name}", tensor, wanted[name], tolerance)
+    padding = got[config.vocab_size * config.channels : config.sizes()["Vp"] * config.channels]
     assert not padding.any(), "the vocabulary's padding has a gradient"
 
 
@@ -103,14 +120,14 @@ def torch_losses(model, x: np.ndarray, y: np.ndarray) -> list[float]:
 def compare_with_torch(dev, prefix: Path, model, parameters_tolerance: float) -> None:
     """`check_reference`, and the losses and parameters of its ten steps beside PyTorch's, which start from `model`."""
     losses, params = check_reference(dev, prefix, "softmax")
-    config = read_model_header(f"{prefix}.bin")
+    config = read_model_header(f"{prefix}.bin", GPT2Config)
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     wanted = torch_losses(model, state.x, state.y)
     assert losses == pytest.approx(wanted, rel=LOSSES_TF32 if dev.tf32() else LOSSES_FP32)
     assert wanted[-1] < wanted[0]
-    wanted_params = flat_parameters(model)
-    for (name, got), (_, want) in zip(named_tensors(config, params), named_tensors(config, wanted_params), strict=True):
-        assert_close(f"{name} after {STEPS} steps", got, want, parameters_tolerance)
+    wanted_params = named(config, flat_parameters(model))
+    for name, tensor in named(config, params).items():
+        assert_close(f"{name} after {STEPS} steps", tensor, wanted_params[name], parameters_tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -122,25 +139,25 @@ def tiny(tmp_path_factory) -> Path:
 
 def test_a_tiny_model_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev, tiny):
     dev.use_tf32(False)
-    model = random_model(RandomModel(2, 3, 48, 20).config(301), 1337).double()
+    model = random_model(GPT2Config(20, 301, 2, 3, 48), 1337).double()
     compare_with_torch(dev, tiny, model, PARAMETERS_TINY)
 
 
 def test_the_check_finds_one_row_of_one_gradient_that_is_wrong(tiny):
-    config = read_model_header(f"{tiny}.bin")
+    config = read_model_header(f"{tiny}.bin", GPT2Config)
     state = read_debug_state(f"{tiny}_debug_state.bin", config)
     wrong = np.array(state.grads)
-    dict(named_tensors(config, wrong))["h.1.mlp.c_fc.weight"][:, 5] *= 1.01
+    named(config, wrong)["transformer.h.1.mlp.c_fc.weight"][:, 5] *= 1.01
     with pytest.raises(AssertionError, match="h.1.mlp.c_fc.weight"):
         check_gradients(config, wrong, state.grads, MODEL_FP32)
 
 
 def test_gpt2_124M_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev):
     """At B1 T64 on the CPU; at B4 T1024 on CUDA, in TF32 where it has that, and there with flash attention too."""
-    if dev.kind() == "cpu" and dev.warp_size() > 1:
+    if dev.kind() == "cpu" and cpu.warp_size() > 1:
         pytest.skip("takes minutes with warps of 32 on the CPU; the tiny model covers them")
     B, T = (4, 1024) if dev.kind() == "cuda" else (1, 64)
-    model = random_model(RandomModel(12, 12, 768).config(50257), 1337)
+    model = random_model(GPT2Config(1024, 50257, 12, 12, 768), 1337)
     model.to("cuda" if torch.cuda.is_available() else "cpu").double()
     with TemporaryDirectory() as directory:  # pytest would keep the gigabyte
         prefix = Path(directory) / "gpt2_124M"
@@ -151,10 +168,10 @@ def test_gpt2_124M_agrees_with_transformers_in_every_tensor_and_for_ten_steps(de
 
 
 def test_a_reference_can_be_made_of_a_model_that_transformers_saved(tmp_path):
-    model = random_model(RandomModel(1, 2, 16, 8).config(50), 3)
+    model = random_model(GPT2Config(8, 50, 1, 2, 16), 3)
     model.save_pretrained(tmp_path / "saved")
     main(["--hf", str(tmp_path / "saved"), "-o", str(tmp_path / "out"), "-b", "2", "-t", "5"])
-    config = read_model_header(tmp_path / "out.bin")
+    config = read_model_header(tmp_path / "out.bin", GPT2Config)
     state = read_debug_state(tmp_path / "out_debug_state.bin", config)
     logits, loss = forward_backward(saved_model(str(tmp_path / "saved")).double(), np.array(state.x), np.array(state.y))
     np.testing.assert_array_equal(state.logits, logits.astype(np.float32))
@@ -167,7 +184,7 @@ def test_a_reference_does_not_overwrite_a_model_unasked(tmp_path):
         main([*TINY, "-o", str(tmp_path / "mine")])
     assert (tmp_path / "mine.bin").read_bytes() == b"precious"
     main([*TINY, "-o", str(tmp_path / "mine"), "--force"])
-    assert read_model_header(tmp_path / "mine.bin").vocab_size == 301
+    assert read_model_header(tmp_path / "mine.bin", GPT2Config).vocab_size == 301
 
 
 @pytest.mark.parametrize(
@@ -187,12 +204,42 @@ def test_what_no_reference_can_be_made_of_is_refused(arguments, message, tmp_pat
 
 
 def test_the_published_starter_pack_gives_the_published_losses(dev):
-    places = [os.environ.get("LLMC_STARTER_PACK"), Path(trainer.__file__).parent]
+    places = [os.environ.get("LLMC_STARTER_PACK"), ROOT]
     needed = ("gpt2_124M.bin", "gpt2_124M_debug_state.bin")
     found = [Path(p) for p in places if p and all((Path(p) / name).is_file() for name in needed)]
     if not found:
         pytest.skip(f"{' and '.join(needed)} are neither in the repository nor in LLMC_STARTER_PACK")
-    if dev.kind() == "cpu" and dev.warp_size() > 1:
+    if dev.kind() == "cpu" and cpu.warp_size() > 1:
         pytest.skip("takes minutes with warps of 32 on the CPU")
     losses, _ = check_reference(dev, found[0] / "gpt2_124M", "softmax")
     assert losses == pytest.approx(PUBLISHED_LOSSES, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "attention"),
+    [
+        ("train_gpt2_fp32", "layers=2,heads=2,channels=32,maxT=64", "softmax"),
+        ("train_llama3_fp32", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,scaling=8", "relu"),
+        ("train_llama3_fp32", "layers=2,heads=4,kv_heads=1,channels=32,hidden=44,tied=0", "softmax"),
+    ],
+)
+def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, attention, tmp_path, rng):
+    write_tokenizer(tmp_path / "data_tokenizer.bin", [bytes([65 + n]) for n in range(61)], 60)
+    for split in ("train", "val"):
+        tokens = rng.integers(0, 61, 2000) ** 2 // 61  # some more often than others: there is something to learn
+        write_tokens(tmp_path / f"data_{split}.bin", tokens.astype(np.uint16))
+    flags = [
+        "-e", model, "-a", attention, "-i", "data", "-b", "2", "-t", "16", "-d", "64", "-x", "9", "-v", "3", "-g", "0",
+        "-l", "1e-2", "-k", "cosine", "-u", "2", "-c", "0.1", "--grad-clip", "0.5", "--device", "cpu",
+    ]  # fmt: skip
+    logs = []
+    for program in ([f"{script}.py"], ["dev/train_torch.py", "--script", script]):
+        command = [sys.executable, ROOT / program[0], *program[1:], *flags, "-o", "log"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        logs.append(read_log(tmp_path / "log"))
+    ours, torchs = logs
+    assert ours.keys() == torchs.keys() == {"trl", "tel"}
+    for name, (steps, losses) in ours.items():
+        np.testing.assert_array_equal(torchs[name][0], steps)
+        np.testing.assert_allclose(torchs[name][1], losses, atol=3e-4)
+        assert losses[-1] < losses[0] - 0.1

@@ -1,0 +1,361 @@
+"""Takes a training step apart: each kernel's time beside what the machine can do.
+
+    python dev/profile_step.py                            # GPT-2 124M at B4 T1024 on a GPU, B4 T64 on the CPU
+    python dev/profile_step.py train_llama3_fp32 -b 2 -a softmax --out softmax.png
+
+Rows are the kernels by their names, and matrix products as sgemm m x n x k, with BLAS's letters for how the operands
+lie: T is transposed. Bytes are counted from a kernel's arguments, each array read once and written once; FLOPs as
+2 m n k, and for flash attention those of the causal half: 2 products forward, 3 in the kernel of dq, 4 in that of dk
+and dv. They are held against the ceilings that dev/ceilings.py measures: a large product, a large copy.
+
+On CUDA a call's time is what passes between two events around it, while earlier work keeps the GPU busy so that the
+host is ahead. Events cost time themselves: what they add to a kernel that does nothing is taken off.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import math
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+
+import matplotlib.pyplot as plt
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from dev.bench import Ours, time_steps
+from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
+from llmc.arguments import positive
+from llmc.errors import UserError
+from llmc.files import replacing
+from llmc.program import run_program
+
+# The arrays among a kernel's arguments that it must move, each as often as it does; what is small beside them is left
+# out: weights of one row, sums of rows, partial sums.
+MOVED = {
+    "layernorm_forward": "inp1 inp2 residual out",
+    "layernorm_backward": "dout inp dinp dinp",
+    "layernorm_transposed": "inp out_T",
+    "rmsnorm_forward": "inp out",
+    "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
+    "rmsnorm_backward": "dout inp dinp dinp",
+    "rmsnorm_transposed": "inp out_T",
+    "gelu_forward": "inp out",
+    "gelu_backward": "dout dout inp out_T",
+    "swiglu_forward": "inp out",
+    "swiglu_backward": "dout inp dinp out_T",
+    "fused_classifier": "logits logits",
+    "add_bias": "out out",
+    "transpose": "inp inp",  # the output may be scratch that is larger
+    "column_partials": "inp",
+    "squares_partials": "x",
+    "adamw": "params params m m v v grads",
+    "fill_zero": "array",
+    # Attention by matrices.
+    "permute": "qkv qkvr",
+    "permute_backward": "dqkvr dqkv",
+    "unpermute": "inp out",
+    "unpermute_backward": "dout dinp",
+}
+
+FLOATS = {
+    "encoder_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
+    "wte_backward": lambda a: a.dout.size + 2 * distinct(a.count) * a.C,
+    "wpe_backward": lambda a: a.dout.size + 2 * a.T * a.C,
+    "add_partials": lambda a: a.P * a.C * sum(out is not None for out in (a.out0, a.out1, a.out2)),
+    "norm": lambda a: a.P,
+    "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
+    # Reads each query head's share, writes the sums of each group's.
+    "flash_attention_group_sum": lambda a: a.dkv_heads.size * (a.NH + a.NKV) / a.NH,
+    # Of a causal matrix half is read, and all is written, zeros and all.
+    "softmax_forward": lambda a: 1.5 * a.att.size,
+    "relu_forward": lambda a: 1.5 * a.att.size,
+    "softmax_backward": lambda a: 2 * a.att.size,
+    "relu_backward": lambda a: 2 * a.att.size,
+}
+
+FLOPS = {
+    "sgemm": lambda a: 2 * a.m * a.n * a.k,
+    "sgemm_strided_batched": lambda a: 2 * a.m * a.n * a.k * a.count,
+    "flash_attention_forward": lambda a: 2 * a.T * a.out.size,
+    "flash_attention_backward_query": lambda a: 3 * a.T * a.out.size,
+    "flash_attention_backward_key": lambda a: 4 * a.T * a.dout.size,
+}
+
+
+def distinct(count) -> int:
+    """How many different tokens a batch has, from `count` of sort_by_token."""
+    return int(np.count_nonzero(device.to_host(count)))
+
+
+def kind_of(kernel: str) -> str:
+    """A kernel's name in the tables above: without the size that it is compiled for."""
+    return re.sub(r"_kernel(_\d+)?$", "", kernel)
+
+
+def label_of(kernel: str, arguments: dict) -> str:
+    """The row that a call belongs to."""
+    if not kernel.startswith("sgemm"):
+        return kind_of(kernel)
+    a = SimpleNamespace(**arguments)
+    letters = "".join("T" if transposed else "N" for transposed in (a.trans_a, a.trans_b))
+    return f"sgemm {a.m} x {a.n} x {a.k} {letters}" + (f" x{a.count}" if "count" in arguments else "")
+
+
+@dataclass
+class Row:
+    """Device calls that are listed together. calls, floats and flops are those of one step."""
+
+    label: str
+    calls: int = 0
+    floats: float = 0.0
+    flops: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # one a step
+    spans: list = field(default_factory=list)           # marks around each call of the step at hand
+
+    def count(self, kernel: str, arguments: dict) -> None:
+        """Adds what one call has to do."""
+        kind, a = kind_of(kernel), SimpleNamespace(**arguments)
+        self.calls += 1
+        for name in MOVED.get(kind, "").split():
+            array = getattr(a, name)
+            self.floats += 0 if array is None else array.size
+        self.floats += FLOATS[kind](a) if kind in FLOATS else 0
+        self.flops += FLOPS[kind](a) if kind in FLOPS else 0
+
+
+def mark():
+    """A mark behind the work that the device has been given, by which `between` tells the time."""
+    if device.kind() == "cpu":
+        return time.perf_counter()
+    import cupy
+
+    event = cupy.cuda.Event()
+    event.record()
+    return event
+
+
+def between(start, end) -> float:
+    """Seconds between two marks that the device has passed."""
+    if device.kind() == "cpu":
+        return end - start
+    import cupy
+
+    return cupy.cuda.get_elapsed_time(start, end) / 1000
+
+
+def event_overhead() -> float:
+    """Seconds that two marks around a kernel that does nothing measure beyond what it takes in a recorded step."""
+    if device.kind() == "cpu":
+        return 0.0
+    import cupy
+
+    nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+    recorded = device.record(lambda: [nothing((1,), (32,), ()) for _ in range(200)])
+    alone = []
+    for _ in range(10):
+        started = time.perf_counter()
+        recorded()
+        device.synchronize()
+        alone.append((time.perf_counter() - started) / 200)
+    keep_busy(0.02)()
+    spans = []
+    for _ in range(200):
+        start = mark()
+        nothing((1,), (32,), ())
+        spans.append((start, mark()))
+    device.synchronize()
+    return max(0.0, float(np.median([between(*span) for span in spans])) - min(alone))
+
+
+def keep_busy(seconds: float) -> Callable[[], None]:
+    """Work that keeps the device busy for about so long, to be launched ahead of what is timed."""
+    if device.kind() == "cpu":
+        return lambda: None
+    n = 4096
+    count = math.ceil(seconds / product_seconds(n, n, n))
+    a, b, c = random_array(n * n), random_array(n * n), device.empty((n * n,))
+    work = device.record(lambda: [device.sgemm(c, a, b, n, n, n) for _ in range(count)])
+    for _ in range(2):  # the second call records it; from then on it is replayed, and an observer does not see it
+        work()
+    device.synchronize()
+    return work
+
+
+def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
+    """The rows of some training steps, not recorded, each with its seconds in every step."""
+    overhead, rows = event_overhead(), {}
+
+    def row(kernel: str, arguments: dict) -> Row:
+        label = label_of(kernel, arguments)
+        return rows.setdefault(label, Row(label))
+
+    def count(kernel: str, arguments: dict, work: Callable[[], None]) -> None:
+        row(kernel, arguments).count(kernel, arguments)
+        work()
+
+    def take_time(kernel: str, arguments: dict, work: Callable[[], None]) -> None:
+        spans, start = row(kernel, arguments).spans, mark()
+        work()
+        spans.append((start, mark()))
+
+    device.use_recording(False)
+    train_step = ours.model.train_step(ours.batches)
+    with device.observe(count):
+        train_step(0, LEARNING_RATE)
+    device.synchronize()
+    device.use_recording(True)
+    with device.observe(take_time):
+        started = time.perf_counter()
+        train_step(1, LEARNING_RATE)
+        launching = time.perf_counter() - started
+    device.synchronize()
+    for found in rows.values():
+        found.spans.clear()
+    busy = keep_busy(1.5 * launching)
+    with device.observe(take_time):
+        for step in range(2, 2 + steps):
+            busy()
+            train_step(step, LEARNING_RATE)
+            device.synchronize()
+            for found in rows.values():
+                found.seconds.append(sum(max(0.0, between(*span) - overhead) for span in found.spans))
+                found.spans.clear()
+    if overhead:
+        print(f"taken off each call for its events: {1e6 * overhead:.2f} us")
+    return list(rows.values())
+
+
+def cache_bytes() -> int:
+    """The size of the last cache before memory: a GPU's L2, a CPU's L3. 0 where it is not known."""
+    if device.kind() == "cuda":
+        from cupy.cuda import runtime
+
+        return runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"]
+    sizes = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[1]) << 10 for text in sizes if (size := re.match(r"(\d+)K", text))), default=0)
+
+
+@dataclass
+class Line:
+    """A row of the table, for one step. share and of_ceiling are fractions; of_ceiling is None where nothing is
+    counted."""
+
+    label: str
+    calls: int
+    microseconds: float  # of one call
+    ms: float            # of all
+    share: float
+    amount: str
+    achieved: str
+    of_ceiling: float | None
+    note: str
+
+
+def lines_of(rows: list[Row], ceilings: Ceilings) -> list[Line]:
+    """The table, longest first."""
+    cache, cache_name = cache_bytes(), "L2" if device.kind() == "cuda" else "L3"
+    total = sum(float(np.median(row.seconds)) for row in rows)
+    lines = []
+    for row in rows:
+        seconds = max(1e-9, float(np.median(row.seconds)))
+        amount, achieved, of_ceiling, note = "-", "-", None, "not counted"
+        if row.flops:
+            rate = row.flops / seconds
+            amount, achieved = f"{row.flops / row.calls / 1e9:.4g} GFLOP", f"{rate / 1e12:.4g} TFLOP/s"
+            of_ceiling, note = rate / ceilings.product, ""
+        elif row.floats:
+            size, rate = 4 * row.floats / row.calls, 4 * row.floats / seconds
+            amount, achieved = f"{size / 1e6:.4g} MB", f"{rate / 1e9:.4g} GB/s"
+            of_ceiling, note = rate / ceilings.copy, f"in {cache_name}" if size <= cache else ""
+        lines.append(
+            Line(
+                row.label, row.calls, 1e6 * seconds / row.calls, 1e3 * seconds, seconds / total,
+                amount, achieved, of_ceiling, note,
+            )  # fmt: skip
+        )
+    return sorted(lines, key=lambda line: -line.ms)
+
+
+COLUMNS = "{:48} {:>5} {:>11} {:>10} {:>6}  {:>13} {:>14} {:>10}  {}"
+
+
+def print_lines(lines: list[Line], step_ms: float) -> None:
+    print(COLUMNS.format("", "calls", "us a call", "ms a step", "share", "each", "achieved", "of ceiling", ""))
+    for line in lines:
+        of_ceiling = "-" if line.of_ceiling is None else f"{100 * line.of_ceiling:.0f}%"
+        numbers = (line.calls, f"{line.microseconds:.1f}", f"{line.ms:.3f}", f"{100 * line.share:.1f}%")
+        print(COLUMNS.format(line.label, *numbers, line.amount, line.achieved, of_ceiling, line.note).rstrip())
+    print(f"{'sum':48} {'':17} {sum(line.ms for line in lines):10.3f}")
+    how = "recorded and replayed" if device.kind() == "cuda" else "with the batch and the losses"
+    print(f"{f'a training step, {how}':48} {'':17} {step_ms:10.3f}", flush=True)
+
+
+def draw(lines: list[Line], title: str, out: Path) -> None:
+    """Bars of milliseconds, coloured by how near the ceiling they are. Raises UserError where `out` is not writable."""
+    shown = [line for line in lines if line.share >= 0.005]
+    figure, axes = plt.subplots(figsize=(10, 1.5 + 0.27 * len(shown)), layout="constrained")
+    colours, scale = matplotlib.colormaps["RdYlGn"], matplotlib.colors.Normalize(0, 1)
+    axes.barh(
+        [line.label for line in shown], [line.ms for line in shown],
+        color=["lightgrey" if line.of_ceiling is None else colours(scale(line.of_ceiling)) for line in shown],
+    )  # fmt: skip
+    for i, line in enumerate(shown):
+        of_ceiling = "" if line.of_ceiling is None else f"{100 * line.of_ceiling:.0f}% "
+        axes.text(line.ms, i, f" {of_ceiling}{line.note}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12, y=0.01)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel("milliseconds a training step")
+    axes.set_title(title, fontsize=10)
+    bar = figure.colorbar(matplotlib.cm.ScalarMappable(scale, colours), ax=axes, fraction=0.03)
+    bar.set_label("of the measured ceiling (matrix product or copy)", fontsize=8)
+    with replacing(out) as file:
+        figure.savefig(file, format="png", dpi=150)
+    plt.close(figure)
+
+
+def profile_step(workload: Workload, steps: int, out: Path) -> None:
+    write_data(workload)
+    ceilings = measure_ceilings()
+    print(f"{device.name()}\n{ceilings.description}", flush=True)
+    ours = Ours(workload)
+    step_ms, _ = time_steps(ours, max(5, steps) if device.kind() == "cuda" else steps)
+    lines = lines_of(rows_of_steps(ours, steps), ceilings)
+    attention = f"{ours.model.attention} attention"
+    title = f"{workload.model}, B {workload.B}, T {workload.T}, {attention} on {device.name()}: {step_ms:.2f} ms a step"
+    print(f"\n{title}\n")
+    print_lines(lines, step_ms)
+    draw(lines, title, out)
+    print(out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser("Time each kernel of a training step beside what the machine can do.")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (10; on the CPU 3)")
+    parser.add_argument("--out", type=Path, default=Path("profile.png"), metavar="PNG", help="picture (%(default)s)")
+    args = parser.parse_args(arguments)
+    if args.out.suffix.lower() != ".png":
+        raise UserError(f"--out {args.out}: the picture is a PNG; give it the suffix .png")
+    if not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+    device.use(args.device)
+    with tempfile.TemporaryDirectory() as directory:
+        profile_step(workload_of(args, directory), args.steps or (10 if device.kind() == "cuda" else 3), args.out)
+
+
+if __name__ == "__main__":
+    run_program(main)

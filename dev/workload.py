@@ -1,0 +1,124 @@
+"""What the benchmarks time: a model script, a batch, weights from a seed, and made-up tokens to train on."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from generate import MODELS
+from llmc.arguments import Parser, add_device_arguments, parse_arguments, positive
+from llmc.checkpoint import write_model
+from llmc.dataloader import DataLoader, write_tokens
+from llmc.errors import UserError
+from llmc.model import Model
+from llmc.run import build_model
+from llmc.tensors import Config
+
+SCRIPTS = {kind.Config.SCRIPT.removesuffix(".py"): kind for kind in MODELS}
+LEARNING_RATE = 3e-4
+SEED = 1337
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every trainer is given: a kind of model and one of it (-e) with its sizes, a batch (B, T), and the prefix of
+    token files. flags: further flags of the model script."""
+
+    kind: type[Model]
+    model: str
+    config: Config
+    B: int
+    T: int
+    data: str
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The flags of dev/bench.py that ask for it: what a measurement is kept under."""
+        script, V = self.kind.Config.SCRIPT.removesuffix(".py"), self.config.vocab_size
+        vocabulary = [] if V == describe(self.kind, self.model, None).vocab_size else ["--vocab-size", str(V)]
+        return " ".join([script, "-e", self.model, "-b", str(self.B), "-t", str(self.T), *vocabulary, *self.flags])
+
+    def script_flags(self) -> list[str]:
+        """The flags of the model script, but for the model."""
+        return ["-b", str(self.B), "-t", str(self.T), "-i", self.data, "--device", device.kind(), *self.flags]
+
+    def build(self) -> Model:
+        """Our model, as the script makes it."""
+        args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
+        return build_model(self.kind, args, SimpleNamespace(vocab_size=self.config.vocab_size))[0]
+
+    def loader(self) -> DataLoader:
+        return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)
+
+
+def make_parser(description: str, any_script: bool = True) -> argparse.ArgumentParser:
+    """A parser with the flags that ask for a workload; where not any_script will do, of GPT-2's."""
+    parser = Parser(description=description, allow_abbrev=False)
+    add = parser.add_argument
+    if any_script:
+        add("script", nargs="?", type=lambda text: Path(text).stem, choices=tuple(SCRIPTS), default="train_gpt2_fp32",
+            help="the model script (%(default)s)")  # fmt: skip
+    else:
+        parser.set_defaults(script="train_gpt2_fp32")
+    add("-e", "--model", metavar="MODEL", help="a model that the script can start from random weights")
+    add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (4)")
+    add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
+    add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
+    add_device_arguments(parser)
+    return parser
+
+
+def workload_of(args: argparse.Namespace, directory: str) -> Workload:
+    """What the flags ask for, on the device in use. Raises UserError where they make no model."""
+    kind = SCRIPTS[args.script]
+    model = args.model or next(iter(kind.Config.PRESETS))
+    config = describe(kind, model, args.vocab_size)
+    T = args.sequence_length or (1024 if device.kind() == "cuda" else 64)
+    flags = (["-a", args.attention] if args.attention != "auto" else []) + ([] if args.tf32 else ["-f", "0"])
+    device.use_tf32(args.tf32)
+    kind.choose_attention(args.attention, config.channels, config.num_heads)  # refuses what the model cannot have
+    return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", tuple(flags))
+
+
+def describe(kind: type[Model], model: str, V: int | None) -> Config:
+    """The sizes of a model, of vocabulary V, or where that is None its own."""
+    config = kind.Config.described(model, V)
+    if config is None:
+        raise UserError(f"-e {model}: name one of {', '.join(kind.Config.PRESETS)}, or describe a model: its weights "
+                        "are made here")  # fmt: skip
+    return config
+
+
+def write_random_model(workload: Workload, path: Path) -> None:
+    """Writes the model that ours starts from."""
+    model = workload.kind(workload.config, 1, 1, "softmax", inference=True)
+    model.randomize(SEED)
+    write_model(path, model.config, model.params_memory)
+
+
+# Tokens
+
+
+def zipf_tokens(count: int, V: int, most: float = 0.037, seed: int = SEED) -> np.ndarray:
+    """`count` tokens below V, of which the one of rank r comes with a probability proportional to 1 / (r + q)
+    (Zipf-Mandelbrot), where q makes the most frequent one as frequent as in English text: 3.7%."""
+    ranks = np.arange(1.0, V + 1)
+    low, high = -1 + 1e-9, 1e9
+    for _ in range(200):
+        q = (low + high) / 2
+        weights = 1 / (ranks + q)
+        low, high = (q, high) if weights[0] / weights.sum() > most else (low, q)
+    random = np.random.default_rng(seed)
+    drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(count), side="right")
+    return random.permutation(V)[np.minimum(drawn, V - 1)]
+
+
+def write_data(workload: Workload) -> None:
+    """Token files for training, of at least 64 batches, and for validation, of one."""
+    batch, V = workload.B * workload.T, workload.config.vocab_size
+    write_tokens(f"{workload.data}_train.bin", zipf_tokens(max(1 << 18, 64 * batch) + 1, V), V)
+    write_tokens(f"{workload.data}_val.bin", zipf_tokens(batch + 1, V, seed=SEED + 1), V)

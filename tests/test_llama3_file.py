@@ -1,0 +1,226 @@
+"""Llama 3's model file: llm.c's version 3, made here byte by byte, and our version 103 for what that cannot say."""
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmc.checkpoint import read_model, read_model_header, write_model
+from llmc.errors import UserError
+from llmc.model import build_from_file
+from llmc.tensors import Config, name_tensors, num_parameters
+from oracle import MODEL_FP32, assert_close, forward, table_of
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3, Llama3Config
+
+TINY = Llama3Config(9, 11, 2, num_heads=6, num_kv_heads=2, channels=24, hidden=20)
+UNTIED = replace(TINY, tied=False)
+
+
+def llm_c_file(
+    maxT=16, V=37, L=2, NH=4, NKV=2, C=64, multiple_of=16, scaled=1, multiplier=1.3, eps=1e-5, theta=5e5, H=224, seed=0
+) -> tuple[bytes, dict[str, np.ndarray]]:
+    """A model as llm.c's train_llama3.py writes it, and its tensors. multiple_of and the multiplier make 3.5 C hidden
+    channels, as in Llama 3.1 8B: 16 * ceil(int(1.3 * int(8 * 64 / 3)) / 16) = 16 * ceil(221 / 16) = 224."""
+    header = struct.pack("<12i", 20240803, 3, maxT, V, L, NH, NKV, C, multiple_of, scaled, 3, 1) + bytes(4 * 244)
+    header += struct.pack("<3f", multiplier, eps, theta) + b"\xab" * (4 * 253)  # what follows is undefined
+    HS = C // NH
+    QKV = (NH + 2 * NKV) * HS
+    shapes = {
+        "wte": (V, C), "lm_head": (V, C), "ln1w": (L, C), "ln1b": (L, C), "qkvw": (L, QKV, C), "qkvb": (L, QKV),
+        "attprojw": (L, C, C), "attprojb": (L, C), "ln2w": (L, C), "ln2b": (L, C), "fcw": (L, 2 * H, C),
+        "fcb": (L, 2 * H), "fcprojw": (L, C, H), "fcprojb": (L, C), "lnfw": (C,), "lnfb": (C,),
+    }  # fmt: skip
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: np.zeros(shape, "<f4") if name.endswith("b") else 0.3 * rng.standard_normal(shape, "<f4")
+        for name, shape in shapes.items()
+    }
+    return header + b"".join(tensor.tobytes() for tensor in tensors.values()), tensors
+
+
+@pytest.fixture
+def llm_c(tmp_path):
+    data, _ = llm_c_file()
+    (tmp_path / "model.bin").write_bytes(data)
+    return tmp_path / "model.bin"
+
+
+def random_parameters(config: Config, rng) -> np.ndarray:
+    return rng.standard_normal(num_parameters(config), np.float32)
+
+
+def refusal(path, kind=Llama3Config) -> str:
+    with pytest.raises(UserError) as caught:
+        read_model(path, kind)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message
+    return message
+
+
+@pytest.mark.parametrize("scaled", [0, 1])
+def test_a_model_of_llm_c_is_read(scaled, tmp_path):
+    data, tensors = llm_c_file(scaled=scaled)
+    (tmp_path / "model.bin").write_bytes(data)
+    config, read = read_model(tmp_path / "model.bin", Llama3Config)
+    assert config == Llama3Config(16, 37, 2, 4, 2, 64, 224, 5e5, 8.0 * scaled, 1e-5, tied=False)
+    assert list(read) == list(tensors)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name], tensor, name)
+
+
+@pytest.mark.parametrize("scaled", [0, 1])
+@pytest.mark.parametrize(("NH", "NKV"), [(4, 1), (4, 2), (4, 4)])
+def test_a_model_of_llm_c_computes_what_the_definition_says(NH, NKV, scaled, dev, tmp_path, rng):
+    maxT, V, B = 24, 37, 2
+    data, _ = llm_c_file(maxT=maxT, NH=NH, NKV=NKV, scaled=scaled)
+    (tmp_path / "model.bin").write_bytes(data)
+    model = build_from_file(Llama3, tmp_path / "model.bin", B, maxT, "softmax", inference=True)
+    tokens = rng.integers(0, V, (B, maxT), dtype=np.int32)
+    dev.copy_in(model.inputs, tokens)
+    model.forward(B, maxT)
+    logits = dev.to_host(model.acts(B, maxT).logits)
+    wanted, _ = forward(model.config, table_of(model.config, dev.to_host(model.params_memory)), tokens, tokens)
+    assert_close("logits", logits[..., :V], wanted, MODEL_FP32)
+    assert not logits[..., V:].any()
+
+
+def test_a_model_of_llm_c_is_written_again_as_one_that_means_the_same(llm_c, tmp_path):
+    config, tensors = read_model(llm_c, Llama3Config)
+    params = np.zeros(num_parameters(config), np.float32)
+    ours = vars(name_tensors(params, config.parameters(), config.sizes(), align=1))
+    for name, _ in config.parameters():
+        ours[name][: len(tensors[name])] = tensors[name]
+    write_model(tmp_path / "again.bin", config, params)
+    assert read_model_header(tmp_path / "again.bin", Llama3Config) == config
+    again, first = (path.read_bytes() for path in (tmp_path / "again.bin", llm_c))
+    assert again[2048:] == first[2048:]
+
+
+def hidden_by_llm_c(header: bytes) -> int:
+    """How llm.c's train_llama3.cu finds the hidden channels, in ints and a float."""
+    C, multiple_of = struct.unpack("<2i", header[28:36])
+    (multiplier,) = np.frombuffer(header, "<f4", 1, offset=1024)
+    hidden = int(multiplier * np.float32(2 * (4 * C) // 3))
+    return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
+
+
+@given(st.integers(1, 2048), st.integers(1, 1 << 16), st.sampled_from([0.0, 8.0]))
+def test_what_llm_c_can_express_is_written_so_that_it_computes_the_same(half_channels, hidden, scaling):
+    config = replace(
+        UNTIED, num_heads=1, num_kv_heads=1, channels=2 * half_channels, hidden=hidden, rope_scaling=scaling
+    )
+    header = config.header().tobytes()
+    assert len(header) == 2048
+    magic, version, *sizes, multiple_of, scaled, major, minor = struct.unpack("<12i", header[:48])
+    assert (magic, version, sizes) == (20240803, 3, [9, 11, 2, 1, 1, 2 * half_channels])
+    assert (scaled, major, minor) == (scaling == 8, 3, 1)
+    assert struct.unpack("<2f", header[1028:1036]) == (np.float32(1e-5), 5e5)
+    assert hidden_by_llm_c(header) == hidden
+    assert Llama3Config.from_header(np.frombuffer(header, "<i4"), "file") == config
+
+
+@pytest.mark.parametrize("other", [{"tied": True}, {"rope_scaling": 32.0}, {"norm_eps": 1e-6}], ids=str)
+def test_what_llm_c_cannot_express_gets_a_version_that_it_refuses(other, tmp_path, rng):
+    config = replace(UNTIED, **other)
+    params = random_parameters(config, rng)
+    write_model(tmp_path / "model.bin", config, params)
+    assert struct.unpack("<2i", (tmp_path / "model.bin").read_bytes()[:8]) == (20240803, 103)
+    read, tensors = read_model(tmp_path / "model.bin", Llama3Config)
+    assert read == config
+    assert ("lm_head" in tensors) == (not config.tied)
+
+
+fp32 = st.floats(2**-20, 2**24, width=32).map(lambda x: float(str(np.float32(x))))  # as it is written in decimals
+
+
+@st.composite
+def configs(draw) -> Llama3Config:
+    number = st.integers(1, 4)
+    NKV, HS = draw(number), 2 * draw(number)
+    NH = NKV * draw(number)
+    return Llama3Config(
+        draw(st.integers(1, 1 << 20)), draw(st.integers(1, 200)), draw(number), NH, NKV, NH * HS,
+        draw(st.integers(1, 99)), draw(fp32), draw(st.sampled_from([0.0, 8.0]) | fp32.filter(lambda x: x >= 1)),
+        draw(st.just(1e-5) | fp32), draw(st.booleans()),
+    )  # fmt: skip
+
+
+@given(config=configs())
+def test_a_model_is_read_back_exactly(config, tmp_path, rng):
+    params = random_parameters(config, rng)
+    write_model(tmp_path / "model.bin", config, params)
+    read, tensors = read_model(tmp_path / "model.bin", Llama3Config)
+    assert read == config
+    wanted = vars(name_tensors(params, config.parameters(), config.sizes(), align=1))
+    for name, tensor in tensors.items():
+        if name in dict(config.parameters()):
+            np.testing.assert_array_equal(tensor, wanted[name][: len(tensor)], name)
+        else:
+            assert not tensor.any(), f"{name} is a bias, which Llama does not have"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        (1, 5, "version 5 (bf16); version 3 or 103 (fp32) is needed"),
+        (1, 4, "version 4 (unknown)"),
+        (2, 0, "max_seq_len is 0"),
+        (3, -1, "vocab_size is -1"),
+        (4, 0, "num_layers is 0"),
+        (4, 3, "truncated or damaged"),
+        (4, 2**31 - 1, "truncated or damaged"),
+        (5, 0, "num_heads is 0"),
+        (5, 5, "64 channels cannot be split among 5 heads"),
+        (5, 64, "heads of 64 / 64 channels are odd"),
+        (6, 0, "num_kv_heads is 0"),
+        (6, 3, "4 heads cannot share 3 key/value heads evenly"),
+        (6, 8, "4 heads cannot share 8 key/value heads evenly"),
+        (7, 0, "channels is 0"),
+        (7, -64, "channels is -64"),
+        (8, 0, "multiple_of 0"),
+        (8, -16, "multiple_of -16"),
+        (256, struct.unpack("<i", struct.pack("<f", float("nan")))[0], "ffn_dim_multiplier nan"),
+        (256, struct.unpack("<i", struct.pack("<f", float("inf")))[0], "ffn_dim_multiplier inf"),
+        (256, struct.unpack("<i", struct.pack("<f", 1e30))[0], "truncated or damaged"),
+        (256, 0, "ffn_dim_multiplier 0"),
+        (257, 0, "norm_eps is 0"),
+        (258, struct.unpack("<i", struct.pack("<f", -5e5))[0], "rope_theta is -500000"),
+    ],
+)
+def test_a_header_that_makes_no_model_is_refused(field, value, words, llm_c):
+    with open(llm_c, "r+b") as file:
+        file.seek(4 * field)
+        file.write(struct.pack("<i", value))
+    assert words in refusal(llm_c)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"), [(13, 0, "hidden is 0"), (259, -1.0, "rope_scaling is -1"), (259, 0.5, "rope_scaling")]
+)
+def test_a_header_of_ours_that_makes_no_model_is_refused(field, value, words, tmp_path, rng):
+    write_model(tmp_path / "model.bin", TINY, random_parameters(TINY, rng))
+    with open(tmp_path / "model.bin", "r+b") as file:
+        file.seek(4 * field)
+        file.write(struct.pack("<f" if field >= 256 else "<i", value))
+    assert words in refusal(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("length", [0, 4, 1023, 1024, 2047, 2048, 5000, -1])
+def test_a_truncated_file_is_refused(length, llm_c):
+    llm_c.write_bytes(llm_c.read_bytes()[:length])
+    message = refusal(llm_c)
+    assert ("is too short for a Llama 3 model" if 0 <= length < 2048 else "truncated or damaged") in message
+
+
+def test_the_two_kinds_of_models_name_each_others_script(tmp_path, rng):
+    gpt2 = GPT2Config(4, 300, 1, 1, 4)
+    for name, config in (("gpt2.bin", gpt2), ("llama3.bin", TINY)):
+        write_model(tmp_path / name, config, random_parameters(config, rng))
+    message = refusal(tmp_path / "gpt2.bin", Llama3Config)
+    assert all(part in message for part in ("not a Llama 3 model", "found a GPT-2 model", "train_gpt2_fp32.py"))
+    message = refusal(tmp_path / "llama3.bin", GPT2Config)
+    assert all(part in message for part in ("not a GPT-2 model", "found a Llama 3 model", "train_llama3_fp32.py"))

@@ -1,0 +1,100 @@
+"""dev/profile_step.py on models so small that their times do not matter, and device.observe, on which it stands."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dev import profile_step
+from kernels.matmul import matmul_forward
+from llmc import device
+from llmc.device import kernel_parameters
+from llmc.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+MODELS = {  # flash attention takes heads of 64 channels; from 1024 rows on there are transpositions
+    "train_gpt2_fp32": "layers=1,heads=2,channels=128",
+    "train_llama3_fp32": "layers=1,heads=2,kv_heads=1,channels=128,hidden=96",
+}
+BATCH = ["-b", "16", "-t", "64", "--vocab-size", "300", "--device", "cpu"]
+
+
+def profile(script, attention, capsys, out):
+    """The rows of the printed table by name, each split into its words."""
+    flags = ["-e", MODELS[script], *BATCH, "-a", attention, "--steps", "1", "--out", str(out)]
+    profile_step.main([script, *flags])
+    table = capsys.readouterr().out.partition("us a call")[2]
+    return {line[:48].strip(): line[48:].split() for line in table.splitlines()[1:]}
+
+
+@pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
+@pytest.mark.parametrize("script", MODELS)
+def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(profile_step, "measure_ceilings", lambda: profile_step.Ceilings(1e12, 1e9, "ceilings"))
+    rows = profile(script, attention, capsys, tmp_path / "step.png")
+    assert not [name for name, words in rows.items() if words[-2:] == ["not", "counted"]]
+    gpt2 = script == "train_gpt2_fp32"
+    calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1}
+    if gpt2:
+        calls |= {"layernorm_backward": 3, "gelu_backward": 1, "sgemm 1024 x 384 x 128 NT": 2}
+    else:
+        calls |= {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1}
+    if attention == "flash":
+        calls |= {"flash_attention_forward": 1, "flash_attention_backward_key": 1}
+    else:  # of heads that share keys, the queries follow one another
+        calls |= {f"{attention}_forward": 1, f"sgemm {'64 x 64 x 64 NT x32' if gpt2 else '128 x 64 x 64 NT x16'}": 2}
+    assert {name: int(rows[name][0]) for name in calls} == calls
+    assert rows["sgemm 1024 x 384 x 128 NT"][4:6] == [f"{2 * 1024 * 384 * 128 / 1e9:.4g}", "GFLOP"]
+    times = [float(row[2]) for row in rows.values() if len(row) > 3 and row[0].isdigit()]
+    assert times == sorted(times, reverse=True)
+    assert float(rows["sum"][0]) == pytest.approx(sum(times), abs=0.0005 * len(times) + 0.001)
+    assert float(rows["a training step, with the batch and the losses"][0]) > 0
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["step.png"]
+
+
+def test_every_kernel_that_there_is_has_a_rule_that_its_parameters_fit():
+    for path in (ROOT / "kernels").glob("*.cu"):
+        for kernel, parameters in kernel_parameters(path).items():
+            kind = profile_step.kind_of(kernel)
+            rules = [rules for rules in (profile_step.MOVED, profile_step.FLOATS, profile_step.FLOPS) if kind in rules]
+            assert len(rules) == 1, kernel
+            assert set(profile_step.MOVED.get(kind, "").split()) <= set(parameters), kernel
+
+
+def test_a_kernel_without_a_rule_is_shown_as_not_counted():
+    row = profile_step.Row("new", seconds=[0.001])
+    row.count("new_kernel", {"out": np.zeros(4, np.float32), "n": 4})
+    device.use("cpu")
+    (line,) = profile_step.lines_of([row], profile_step.Ceilings(1e12, 1e9, ""))
+    assert (line.calls, line.of_ceiling, line.note) == (1, None, "not counted")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [(["--out", "step.jpg"], "--out step.jpg"), (["--out", "no/step.png"], "no directory no")]
+)
+def test_wrong_flags_are_refused(args, words):
+    with pytest.raises(UserError, match=words):
+        profile_step.main([*BATCH, *args])
+
+
+def test_an_observer_sees_launches_products_and_memsets_while_it_is_there(dev):
+    out, inp, weight, bias = (dev.asarray(np.ones(shape, np.float32)) for shape in ((2, 3), (2, 4), (3, 4), (3,)))
+    seen = []
+
+    def observer(name, arguments, work):
+        work()
+        seen.append((name, arguments))
+
+    def work():
+        matmul_forward(out, inp, weight, bias, 1, 2, 4, 3)
+        dev.fill_zero(weight)
+
+    with dev.observe(observer):
+        work()
+    assert [name for name, _ in seen] == ["sgemm", "add_bias_kernel", "fill_zero"]
+    assert [seen[0][1][name] for name in ("m", "n", "k", "trans_b")] == [2, 3, 4, True]
+    assert seen[1][1]["out"] is out and seen[1][1]["OC"] == 3
+    assert (dev.to_host(out) == 5).all() and (dev.to_host(weight) == 0).all()
+    work()
+    assert len(seen) == 3
