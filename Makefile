@@ -17,14 +17,14 @@ CUDA = $(shell nvidia-smi 2>/dev/null | \
 	sed -n -e 's/.*CUDA[A-Za-z ]*Version *: *12.*/12/p' -e 's/.*CUDA[A-Za-z ]*Version *: *1[3-9].*/13/p')
 
 # What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
-SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -x 3000 -v 500 -s 1000 -g 300
+SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300
 TRAIN_GPU = -i data/tiny_shakespeare -b 4 -t 1024
 TRAIN_GPU_OFFLINE = -e d12 -i data/python_docs -b 4 -t 1024
-TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN)
+TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN) -x 3000 -v 500 -s 1000
 TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
 # The same of Llama 3, which has no starter pack.
 TRAIN_LLAMA3_GPU = -e smollm2-135m -i data/python_docs -b 4 -t 1024
-TRAIN_LLAMA3_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN)
+TRAIN_LLAMA3_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
 
 ifeq ($(VENV),)
 PY = $(PYTHON)
@@ -87,17 +87,20 @@ sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU
 		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(KERNEL_TESTS) $(ARGS)
 
 ATTENTIONS = softmax relu flash
+SANITIZED = train_gpt2_fp32.py:layers=2,heads=2,channels=128 \
+	train_llama3_fp32.py:layers=2,heads=2,kv_heads=1,channels=128,hidden=176
 CU13_BIN = $$($(PY) -c "import sysconfig; print(sysconfig.get_path('platlib'))")/nvidia/cu13/bin
-compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each attention
+compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each model and attention
 	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py
 	@PATH="$$PATH:$(CU13_BIN)"; \
 	command -v compute-sanitizer >/dev/null || $(if $(VENV),$(PIP_INSTALL) "nvidia-cuda-sanitizer-api==13.0.*",false) || { \
 		echo "error: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit" >&2; exit 1; }; \
-	for attention in $(ATTENTIONS); do for tool in memcheck racecheck initcheck synccheck; do \
-		echo "compute-sanitizer $$tool, $$attention attention"; \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) train_gpt2_fp32.py --device cuda -a $$attention \
-			-e layers=2,heads=2,channels=128 -i data/python_docs -b 2 -t 64 -x 1 -g 8 || exit 1; \
-	done; done
+	for model in $(SANITIZED); do for attention in $(ATTENTIONS); do \
+		for tool in memcheck racecheck initcheck synccheck; do \
+			echo "compute-sanitizer $$tool, $${model%:*}, $$attention attention"; \
+			compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) $${model%:*} -e $${model#*:} --device cuda \
+				-a $$attention -i data/python_docs -b 2 -t 64 -x 1 -g 8 || exit 1; \
+	done; done; done
 
 lint: $(TEST_ENV) ## check the Python code with ruff
 	$(PY) -m ruff check .
