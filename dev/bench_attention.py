@@ -17,6 +17,7 @@ from kernels.flash_attention import flash_attention_backward, flash_attention_fo
 from llmc import device  # noqa: E402
 from llmc.arguments import Parser, positive  # noqa: E402
 from llmc.errors import UserError  # noqa: E402
+from llmc.program import run_program  # noqa: E402
 
 LAYERS = 3  # sets of arrays, used in turn: a training step does not find a layer's arrays in the cache either
 
@@ -31,29 +32,26 @@ def main() -> None:
     parser.add_argument("-r", type=positive, default=50, metavar="RUNS", help="measurements; the median counts (50)")
     args = parser.parse_args()
     B, T, NH, NKV, C = args.b, args.t, args.n, args.k or args.n, args.n * args.s
-    try:
-        if NH % NKV:
-            raise UserError(f"-k {NKV}: must divide the number of heads, {NH}")
-        device.use("cuda")
-        layers = [arrays(B, T, C, NH, NKV, seed) for seed in range(LAYERS)]
+    if NH % NKV:
+        raise UserError(f"-k {NKV}: must divide the number of heads, {NH}")
+    device.use("cuda")
+    layers = [arrays(B, T, C, NH, NKV, seed) for seed in range(LAYERS)]
 
-        def forward() -> None:
-            for a in layers:
-                flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV)
+    def forward() -> None:
+        for a in layers:
+            flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV)
 
-        def backward() -> None:
-            for a in layers:
-                flash_attention_backward(
-                    a["dqkv"], a.get("dkv_heads"), a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV
-                )
+    def backward() -> None:
+        for a in layers:
+            flash_attention_backward(
+                a["dqkv"], a.get("dkv_heads"), a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV
+            )
 
-        flops = 2 * B * T * T / 2 * C
-        print(f"{device.name()}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {args.s}")
-        for name, work, products in (("forward", forward, 2), ("backward", backward, 5)):
-            us = median_us(work, args.r) / LAYERS
-            print(f"{name:8}  {us:8.1f} us  {products * flops / us * 1e-6:6.1f} TFLOP/s")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    flops = 2 * B * T * T / 2 * C
+    print(f"{device.name()}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {args.s}")
+    for name, work, products in (("forward", forward, 2), ("backward", backward, 5)):
+        us = median_us(work, args.r) / LAYERS
+        print(f"{name:8}  {us:8.1f} us  {products * flops / us * 1e-6:6.1f} TFLOP/s")
 
 
 def arrays(B: int, T: int, C: int, NH: int, NKV: int, seed: int) -> dict:
@@ -89,4 +87,4 @@ def median_us(work, runs: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -18,6 +18,7 @@ from llmc.arguments import Parser
 from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.logger import read_log
+from llmc.program import run_program
 
 
 def plot(logs: list[Path], out: Path) -> None:
@@ -52,12 +53,9 @@ def main() -> None:
     parser.add_argument("logs", metavar="LOG", type=Path, nargs="+")
     parser.add_argument("-o", metavar="PICTURE", dest="out", type=Path, default=Path("loss.png"), help="(%(default)s)")
     args = parser.parse_args()
-    try:
-        plot(args.logs, args.out)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    plot(args.logs, args.out)
     print(args.out)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -54,14 +54,14 @@ def read_model_header(path: str | Path, kind: type[Config]) -> Config:
 def read_model(path: str | Path, kind: type[Config]) -> tuple[Config, dict[str, np.ndarray]]:
     """The model in `path`: its sizes, and the file's tensors by name, in its order, as read-only memory maps, fp32.
 
-    Raises UserError as `read_model_header` does.
+    Raises UserError as `read_model_header` does, and where a tensor that is no parameter is not 0.
     """
     config = read_model_header(path, kind)
-    body = np.memmap(path, dtype="<f4", mode="r", offset=kind.HEADER_BYTES)
-    starts, _ = _file_layout(config)
-    return config, {
-        name: body[start : start + math.prod(shape)].reshape(shape) for name, (start, shape) in starts.items()
-    }
+    tensors = _named_views(np.memmap(path, dtype="<f4", mode="r", offset=kind.HEADER_BYTES), config)
+    for name in tensors.keys() - {name for name, _ in config.parameters()}:
+        if tensors[name].any():
+            raise UserError(f"{path}: {name} is not 0, and a {config.NAME} has none: this is another kind of model")
+    return config, tensors
 
 
 def write_model(path: str | Path, config: Config, params) -> None:
@@ -79,18 +79,23 @@ def new_model(path: str | Path, config: Config) -> Iterator[dict[str, np.ndarray
 
     Raises UserError where the system refuses to write.
     """
-    starts, length = _file_layout(config)
+    _, length = _file_layout(config)
     with replacing(path) as file:
         file.write(config.header().tobytes())
         file.flush()
         os.posix_fallocate(file.fileno(), 0, config.HEADER_BYTES + 4 * length)  # a disk that is full says so here
         body = np.memmap(file, dtype="<f4", mode="r+", offset=config.HEADER_BYTES, shape=(length,))
-        yield {name: body[start : start + math.prod(shape)].reshape(shape) for name, (start, shape) in starts.items()}
+        yield _named_views(body, config)
         body.flush()
 
 
 def _file_layout(config: Config) -> tuple[dict[str, tuple[int, tuple]], int]:
     return layout(config.file_tensors(), config.sizes(), align=1)
+
+
+def _named_views(body: np.ndarray, config: Config) -> dict[str, np.ndarray]:
+    starts, _ = _file_layout(config)
+    return {name: body[start : start + math.prod(shape)].reshape(shape) for name, (start, shape) in starts.items()}
 
 
 def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:

@@ -216,6 +216,12 @@ def test_a_truncated_file_is_refused(length, llm_c):
     assert ("is too short for a Llama 3 model" if 0 <= length < 2048 else "truncated or damaged") in message
 
 
+def test_a_bias_that_is_not_0_is_refused_instead_of_left_out(llm_c):
+    data = llm_c.read_bytes()
+    llm_c.write_bytes(data[:-4] + struct.pack("<f", 1e-3))
+    assert "lnfb is not 0, and a Llama 3 has none" in refusal(llm_c)
+
+
 def test_the_two_kinds_of_models_name_each_others_script(tmp_path, rng):
     gpt2 = GPT2Config(4, 300, 1, 1, 4)
     for name, config in (("gpt2.bin", gpt2), ("llama3.bin", TINY)):

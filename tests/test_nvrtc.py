@@ -1,6 +1,7 @@
 """Every kernel compiles for real GPUs, by the compiler that CuPy uses, on a machine that need not have one."""
 
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,9 @@ CAPABILITIES = (75, 80, 90, 100)  # T4, A100, H100 and H200, B200
 
 # Bytes a thread that a kernel may spill, or keep of a local array in memory; each with its reason.
 MAY_SPILL: dict[str, int] = {}
+
+
+os.environ["CUDA_CACHE_DISABLE"] = "1"  # what comes from NVRTC's cache comes without the assembler's report
 
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:

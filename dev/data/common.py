@@ -1,7 +1,6 @@
 """What the dataset scripts share: fetching, encoding, writing, and how a program of theirs ends."""
 
 import http.client
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,19 +11,15 @@ import numpy as np
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import replacing
+from llmc.program import run_program
 from llmc.tokenizer import Tokenizer, gpt2_encoding, write_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a program; what the user must mend becomes one line on stderr and exit status 1."""
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; run the same command again to go on")
+    """Runs a program that goes on where it was interrupted; what the user must mend becomes one line on stderr."""
+    run_program(main, interrupted="interrupted; run the same command again to go on", interrupted_code=1)
 
 
 def download(url: str, path: Path) -> None:
