@@ -1,7 +1,7 @@
-// Dropout: each number becomes 0 with probability P and is else multiplied by 1 / (1 - P), so that means stay as they are.
+// Dropout: each number becomes 0 with probability P and is else multiplied by 1 / (1 - P), so that means stay the same.
 //
-// Which numbers become 0 is not stored: Philox4x32-10 (Salmon et al., 2011) makes the same random numbers again from what
-// they are for. It turns a counter of four words into four random words under a key of two, by ten rounds of
+// Which numbers become 0 is not stored: Philox4x32-10 (Salmon et al., 2011) makes the same random numbers again from
+// what they are for. It turns a counter of four words into four random words under a key of two, by ten rounds of
 // multiplications. The key is the run's seed; the counter is (group of four numbers, place in the model, step, batch of
 // the step). So backward draws what forward drew, a resumed run what one that never stopped draws, and a CPU what a GPU
 // draws. Seed, step and batch come with the batch, so that a recorded step draws new numbers whenever it is replayed.
@@ -24,8 +24,8 @@ __device__ inline Words philox(Words counter, unsigned key0, unsigned key1) {
     return counter;
 }
 
-// Dropout at one place of a model. `random` holds six words, as Model.random_words makes them: the seed's two, the step,
-// the batch of the step, P in units of 2^-32, and the bits of the float 1 / (1 - P). A negative site drops nothing.
+// Dropout at one place of a model. `random` holds six words, as Model.random_words makes them: the seed's two, the
+// step, the batch of the step, P in units of 2^-32, and the bits of the float 1 / (1 - P). A negative site drops nothing.
 struct Dropout {
     unsigned site, step, batch, key0, key1, threshold;
     float scale;

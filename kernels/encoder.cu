@@ -7,8 +7,8 @@
 // token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
 #include "dropout.cuh"
 
-// One warp a position. Block: (WARP_SIZE, positions). wpe may be null. finish(row, i, n) is what is done with four floats
-// of position n, from channel i on, before they are stored.
+// One warp a position. Block: (WARP_SIZE, positions). wpe may be null. finish(four, n, i) gives what is stored of the
+// four floats of position n from channel i on.
 template <class Finish>
 __device__ inline void forward_positions(float* out, const int* inp, const float* wte, const float* wpe,
                                          int N, int T, int C, Finish finish) {

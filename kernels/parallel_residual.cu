@@ -1,7 +1,7 @@
 // The norm of a residual stream to which two branches are added in parallel. Over the last axis of x (N, C), N = B*T:
 //   x = inp + dropout0(proj0 + bias0) + dropout1(proj1 + bias1),  n = (x - mean) * rstd,
 //   out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
-// Attention and MLP of a block both read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
+// Attention and MLP of a block read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
 // rstd = 1 / sqrt(variance + eps). RMSNorm subtracts no mean: it is the same with mean 0 and without shifts.
 // Backward: with g = weight0 * dout0 + weight1 * dout1,
 //   dx += rstd * (g - mean(g) - n * mean(g * n)), RMSNorm without mean(g);  dproj = dropout(dx);
@@ -13,9 +13,9 @@
 // separately: kernels without it have none of its arithmetic.
 #include "dropout.cuh"
 
-// One warp a row, with the loads of four vectors of each input in flight in each lane. Block: (WARP_SIZE, rows). Shared
-// memory: C floats, rounded up to a multiple of 4, for each row; a lane reads only what it wrote itself. Parameters need
-// not begin at 16 bytes.
+// One warp a row, with four loads of each input in flight in each lane. Block: (WARP_SIZE, rows). Shared memory: C
+// floats, rounded up to a multiple of 4, for each row; a lane reads only what it wrote itself. Parameters need not begin
+// at 16 bytes.
 template <bool DROP>
 __device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1,
                                     float* __restrict__ mean, float* __restrict__ rstd, const float* __restrict__ inp,
@@ -117,8 +117,8 @@ extern "C" __global__ void parallel_residual_dropout_forward_kernel(
 }
 
 // A block takes `rows` rows at once, at most MOST_ROWS, then advances by the whole grid's rows. Its threads share the
-// columns among them, by fours. A thread leaves g and n in shared memory while the block sums up g and g * n of each row,
-// and then finishes the same columns. dinp (N,C) is added to.
+// columns among them, by fours. A thread leaves g and n in shared memory while the block sums up g and g * n of each
+// row, and then finishes the same columns. dinp (N,C) is added to.
 //
 // The columns' sums go to partials (gridDim.x, S, C), those that there are: of dout0 * n, of dout0 (with mean), of
 // dout1 * n, of dout1 (with mean), of dproj0, of dproj1. Up to the last row they are kept in shared memory, or where
@@ -140,8 +140,7 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
     const bool untied = dout1 != nullptr, centred = mean != nullptr;
     const int of_dout1 = centred ? 2 : 1, of_dproj = untied ? 2 * of_dout1 : of_dout1;  // rows of partials
     float* rows_n = rows_g + rows * width;
-    float* block_partials = partials + (size_t)blockIdx.x * S * C;
-    float* sums = keep ? rows_n + rows * width : block_partials;
+    float* sums = keep ? rows_n + rows * width : partials + (size_t)blockIdx.x * S * C;
 
     by_alignment(C % 4 == 0 && is_aligned(weight0) && is_aligned(weight1), [&](auto memory) {
         for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
@@ -190,6 +189,14 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
                 if (untied) add_to_sum(of_dout1, i, sum_d1n);
                 if (untied && centred) add_to_sum(of_dout1 + 1, i, sum_d1);
             }
+            Four dx[MOST_ROWS];
+            auto load_dx = [&](int i) {
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r < count && i < C) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
+                }
+            };
+            load_dx(4 * threadIdx.x);  // on its way while the block sums up
 #pragma unroll
             for (int r = 0; r < MOST_ROWS; r++) {
                 const float warp_g = warp_sum(sum_g[r]), warp_gn = warp_sum(sum_gn[r]);
@@ -205,34 +212,34 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
             __syncthreads();
 
             for (int i = 4 * threadIdx.x; i < C; i += step) {
-                Four dx[MOST_ROWS], sum0 = {}, sum1 = {};
-#pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
-                    if (r < count) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
-                }
+                Four sum0 = {}, sum1 = {};
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
                     const size_t at = start + (size_t)r * C + i;
-                    const Four g = Aligned::load(rows_g + r * width + i, 4), n = Aligned::load(rows_n + r * width + i, 4);
+                    const Four g = Aligned::load(rows_g + r * width + i, 4);
+                    const Four n = Aligned::load(rows_n + r * width + i, 4);
                     const float s = rstd[begin + r];
                     for (int k = 0; k < 4; k++) dx[r].x[k] += s * (g.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
                     memory.store(dinp + at, dx[r], C - i);
-                    Four p0 = dx[r], p1 = dx[r];
-                    if (DROP && dproj0 != nullptr) {
-                        p0 = Dropout(random, site0)(p0, begin + r, i, C);
-                        memory.store(dproj0 + at, p0, C - i);
-                    }
-                    if (DROP && dproj1 != nullptr) {
-                        p1 = Dropout(random, site1)(p1, begin + r, i, C);
-                        memory.store(dproj1 + at, p1, C - i);
-                    }
-                    for (int k = 0; k < 4; k++) sum0.x[k] += p0.x[k], sum1.x[k] += p1.x[k];
+                    // What goes back through a branch's dropout, into the sum for its bias.
+                    auto through = [&](int site, float* dproj, Four& sum) {
+                        Four p = dx[r];
+                        if (DROP && dproj != nullptr) {
+                            p = Dropout(random, site)(p, begin + r, i, C);
+                            memory.store(dproj + at, p, C - i);
+                        }
+                        for (int k = 0; k < 4; k++) sum.x[k] += p.x[k];
+                    };
+                    through(site0, dproj0, sum0);
+                    through(site1, dproj1, sum1);
                 }
+                load_dx(i + step);
                 if (of_dproj < S) add_to_sum(of_dproj, i, sum0);
                 if (of_dproj + 1 < S) add_to_sum(of_dproj + 1, i, sum1);
             }
         }
+        float* block_partials = partials + (size_t)blockIdx.x * S * C;
         for (int i = 4 * threadIdx.x; keep && i < C; i += step) {
             for (int row = 0; row < S; row++) {
                 memory.store(block_partials + row * C + i, memory.load(sums + row * C + i, C - i), C - i);
@@ -246,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_
     const float* __restrict__ dout1, const float* __restrict__ inp, const float* __restrict__ weight0,
     const float* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
     int N, int C, int S, int rows, int keep) {
-    backward_rows<false>(dinp, nullptr, nullptr, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
-                         keep, nullptr, -1, -1);
+    backward_rows<false>(dinp, nullptr, nullptr, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S,
+                         rows, keep, nullptr, -1, -1);
 }
 
 // Sets dproj0 and dproj1 (N,C), those that are given, too.

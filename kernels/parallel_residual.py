@@ -54,7 +54,8 @@ def parallel_residual_backward(
 
     dout0, dout1 (B,T,C) are the gradients of the outputs, inp is the norm's input (forward's residual), mean and rstd
     (B,T) what forward left; scratch holds (MOST_PARTIALS, S C) floats, S <= 6 the number of the gradients (C) wanted.
-    None: what forward had as None, its gradients, and a bias gradient that is not wanted, dbias1 where dbias0 is.
+    None: what forward had as None, its gradients, and a bias gradient that is not wanted, dbias1 where dbias0 is. The
+    arrays must not overlap.
     """
     outs = [out for out in (dweight0, dshift0, dweight1, dshift1) if out is not None]
     biases = [out for out in (dbias0, dbias1) if out is not None]

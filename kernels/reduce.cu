@@ -19,8 +19,8 @@ extern "C" __global__ void column_partials_kernel(float* partials, const float* 
     });
 }
 
-// out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to six outputs (C), one for each grid row y;
-// an output may be null. Those from the S-th on get the last sum. Block: (WARP_SIZE columns, lanes over p).
+// out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to six outputs (C), one for each grid row
+// y; an output may be null. Those from the S-th on get the last sum. Block: (WARP_SIZE columns, lanes over p).
 extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, float* out3, float* out4,
                                                float* out5, const float* partials, int P, int C, int S) {
     __shared__ float of_lane[32][WARP_SIZE];
