@@ -1,5 +1,6 @@
 """Dropout: its random numbers, where and when they are drawn, and whole models that train with it."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +18,16 @@ from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward
 from llmc.batches import Batches
 from llmc.model import Model, build_from_random
 from llmc.tensors import Config
-from models import EVEN, GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ODD, kind_of
+from models import (
+    EVEN,
+    GROUPS_OF_64,
+    HEADS_OF_64,
+    LLAMA_ODD,
+    ODD,
+    PYTHIA_HEADS_OF_64,
+    PYTHIA_ODD,
+    kind_of,
+)
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, model_tolerance, normal
 
 # The random numbers
@@ -153,11 +163,14 @@ def test_a_fused_norm_drops_of_the_projection_and_its_bias_and_passes_the_gradie
 
 # Whole models
 
-each_model = pytest.mark.parametrize(
-    "config, attention", [(ODD, "softmax"), (EVEN, "relu"), (HEADS_OF_64, "flash"), (LLAMA_ODD, "softmax"),
-                          (GROUPS_OF_64, "flash")],
-    ids=["GPT-2", "GPT-2 relu", "GPT-2 flash", "Llama", "Llama flash"],
-)  # fmt: skip
+MODELS = {
+    "GPT-2": (ODD, "softmax"), "GPT-2 relu": (EVEN, "relu"), "GPT-2 flash": (HEADS_OF_64, "flash"),
+    "Llama": (LLAMA_ODD, "softmax"), "Llama flash": (GROUPS_OF_64, "flash"),
+    "Pythia": (PYTHIA_ODD, "softmax"), "Pythia flash": (PYTHIA_HEADS_OF_64, "flash"),
+    "Pythia sequential": (replace(PYTHIA_ODD, parallel=False), "softmax"),
+    "Pythia tied RMSNorm": (replace(PYTHIA_ODD, norm="rms", tied_norm=True), "relu"),
+}  # fmt: skip
+each_model = pytest.mark.parametrize("config, attention", MODELS.values(), ids=MODELS)
 B, T = 2, 11
 
 
@@ -179,7 +192,7 @@ def build(config: Config, attention: str, rate: float, count: int = 1) -> tuple[
 
 def dropping(monkeypatch, config: Config, model: Model) -> None:
     """Makes oracle's definition of the model drop what ours drops: of the second and fourth product of each layer,
-    which add to the residual stream, and of GPT-2's embedding."""
+    which add to the residual stream, and of GPT-2's and Pythia's embedding."""
     drop, C = dropouts(model, training=True), config.channels
     after = [(1, factors(d.attproj, B, T, C), 1, factors(d.fcproj, B, T, C)) for d in drop.layer]
     products = iter([factor for layer in after for factor in layer] + [1])  # the last are the logits
@@ -188,13 +201,15 @@ def dropping(monkeypatch, config: Config, model: Model) -> None:
         return F.linear(x, getattr(weight, "matrix", weight), *bias) * next(products)
 
     monkeypatch.setattr(oracle, "F", SimpleNamespace(**{**vars(F), "linear": linear}))
-    gpt2, embedded = oracle.gpt2, factors(drop.encoded, B, T, C)
+    define = {"GPT-2": oracle.gpt2, "Pythia": oracle.pythia}.get(config.NAME)
+    embedded = factors(drop.encoded, B, T, C)
 
-    def dropping_gpt2(p, tokens, *others):
-        rows = (p["wte"][tokens] + p["wpe"][:T]) * embedded
-        return gpt2({**p, "wte": Rows(p["wte"], rows), "wpe": torch.zeros(T, C)}, tokens, *others)
+    def with_embedding_dropped(p, tokens, *others):
+        rows = (p["wte"][tokens] + (p["wpe"][:T] if "wpe" in p else 0)) * embedded
+        return define({**p, "wte": Rows(p["wte"], rows), "wpe": torch.zeros(T, C)}, tokens, *others)
 
-    monkeypatch.setattr(oracle, "gpt2", dropping_gpt2)
+    if define:
+        monkeypatch.setattr(oracle, define.__name__, with_embedding_dropped)
 
 
 class Rows:

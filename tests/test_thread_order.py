@@ -26,6 +26,7 @@ from models import kind_of
 from oracle import normal
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 ROOT = Path(__file__).parent.parent
 ORDERS = ["forward", "backward", "shuffled"]
@@ -94,6 +95,10 @@ STEPS = {
     "llama, more rows than a pass takes": (Llama3Config(MANY, 1101, 1, 2, 2, 8, 9, tied=False), "softmax", 6, MANY),
     "llama, dropout": (Llama3Config(21, 1101, 1, 3, 1, 30, 37), "softmax", 2, 21, 0.2),
     "llama, flash": (Llama3Config(70, 1101, 1, 2, 1, 128, 80), "flash", 1, 70),
+    "pythia, odd sizes": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6, gelu="erf"), "softmax", 2, 21),
+    "pythia, dropout": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6), "softmax", 2, 21, 0.2),
+    "pythia, tied RMSNorm": (PythiaConfig(21, 1101, 1, 3, 24, norm="rms", tied_norm=True), "softmax", 2, 21),
+    "pythia, sequential, flash": (PythiaConfig(70, 1101, 1, 2, 128, parallel=False), "flash", 1, 70),
     "llama, flash, heads of 128": (Llama3Config(70, 1101, 1, 2, 1, 256, 80), "flash", 1, 70),
 }
 

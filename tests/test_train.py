@@ -21,6 +21,7 @@ from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "train_gpt2_fp32.py"
@@ -30,6 +31,9 @@ MODELS = {
     "llama3": (
         ROOT / "train_llama3_fp32.py", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,maxT=64",
         Llama3Config(64, V, 2, 4, 2, 32, 44),
+    ),
+    "pythia": (
+        ROOT / "train_pythia_fp32.py", "layers=2,heads=4,channels=32,maxT=64", PythiaConfig(64, V, 2, 4, 32)
     ),
 }  # fmt: skip
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
