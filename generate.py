@@ -25,8 +25,9 @@ from llmc.sampler import Sampler, sample
 from llmc.tokenizer import StreamDecoder, load_model_tokenizer
 from train_gpt2_fp32 import GPT2
 from train_llama3_fp32 import Llama3
+from train_pythia_fp32 import Pythia
 
-MODELS: tuple[type[Model], ...] = (GPT2, Llama3)
+MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
 
 
 def kind_of(path: Path) -> type[Model]:

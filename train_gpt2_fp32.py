@@ -17,6 +17,7 @@ import numpy as np  # isort: skip
 from kernels.adamw import adamw_update
 from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import cross_entropy_loss
+from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
 from kernels.flash_attention import choose_attention, flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
@@ -81,6 +82,7 @@ ACTIVATIONS = (
     ("fch_gelu",   ("B", "T", "4C")),                # forward: output of the GELU at hand
     ("fch_gelu_T", ("4C", "B", "T"), "fch_gelu"),    # backward: the same, transposed
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels, before its bias
+    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient
 )  # fmt: skip
 
 FLASH_ACTIVATIONS = (
@@ -173,19 +175,20 @@ class GPT2Config(Config):
         return config
 
 
-def gpt2_forward(model: Model, B: int, T: int) -> None:
-    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs."""
+def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
+    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
     config, params, acts = model.config, model.params, model.acts(B, T)
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
     flash, relu = model.attention == "flash", model.attention == "relu"
+    drop = dropouts(model, training)
 
-    encoder_forward(acts.encoded, model.inputs, params.wte, params.wpe, B, T, C)
+    encoder_forward(acts.encoded, model.inputs, params.wte, params.wpe, B, T, C, drop.encoded)
     p, a = params.layer[0], acts.layer[0]
     layernorm_forward(acts.ln, a.ln1_mean, a.ln1_rstd, acts.encoded, p.ln1w, p.ln1b, B, T, C)
     residual = acts.encoded
 
     for l in range(L):
-        p, a = params.layer[l], acts.layer[l]
+        p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
 
         qkv = a.qkv if flash else acts.qkv
         matmul_forward(qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
@@ -195,8 +198,9 @@ def gpt2_forward(model: Model, B: int, T: int) -> None:
             attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NH, relu)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_forward(
-            a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.attprojb, p.ln2w, p.ln2b, B, T, C
-        )
+            a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.attprojb, p.ln2w, p.ln2b, B, T, C,
+            d.attproj,
+        )  # fmt: skip
 
         matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 4 * C)
         gelu_forward(acts.fch_gelu, a.fch, p.fcb, B * T, 4 * C)
@@ -207,7 +211,7 @@ def gpt2_forward(model: Model, B: int, T: int) -> None:
         else:
             mean, rstd, weight, bias = acts.lnf_mean, acts.lnf_rstd, params.lnfw, params.lnfb
         fused_residual_forward(
-            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, p.fcprojb, weight, bias, B, T, C
+            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, p.fcprojb, weight, bias, B, T, C, d.fcproj
         )
         residual = a.residual3
 
@@ -220,19 +224,23 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
     layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
     transposed: the outputs of layernorm and GELU are recomputed in that layout, from what went into them.
+
+    dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
     flash, relu = model.attention == "flash", model.attention == "relu"
     dresidual, dln, datty, dfch, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dfch, gacts.dqkv
     weight_T, partials = gacts.weight_T, gacts.partials
+    drop = dropouts(model, training=True)
+    dproj = acts.dproj if model.dropout else dresidual
 
     residual = acts.layer[L - 1].residual3
     matmul_backward_inp(dln, acts.logits, params.wte, None, B, T, C, Vp)
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
-        dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,
+        dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C, dproj, drop.layer[L - 1].fcproj,
     )  # fmt: skip
     layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
     matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
@@ -240,18 +248,19 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
-        matmul_backward_inp(dfch, dresidual, p.fcprojw, weight_T, B, T, 4 * C, C)
+        matmul_backward_inp(dfch, dproj, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight_transposed(g.fcprojw, dresidual, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
+        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 4 * C)
         layernorm_backward(
-            dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C
-        )
+            dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
+            dproj, drop.layer[l].attproj,
+        )  # fmt: skip
         layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
         matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
 
-        matmul_backward_inp(datty, dresidual, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dresidual, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         if flash:
             flash_attention_backward(dqkv, None, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NH)
         else:
@@ -260,16 +269,18 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
             )
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, 3 * C)
-        residual, dbias_before = (
-            (acts.layer[l - 1].residual3, grads.layer[l - 1].fcprojb) if l > 0 else (acts.encoded, None)
-        )
+        residual, dbias_before, dropped = (
+            (acts.layer[l - 1].residual3, grads.layer[l - 1].fcprojb, drop.layer[l - 1].fcproj)
+            if l > 0 else (acts.encoded, None, drop.encoded)
+        )  # fmt: skip
         layernorm_backward(
-            dresidual, g.ln1w, g.ln1b, dbias_before, partials, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C
-        )
+            dresidual, g.ln1w, g.ln1b, dbias_before, partials, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C,
+            dproj, dropped,
+        )  # fmt: skip
         layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
         matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
 
-    encoder_backward(grads.wte, grads.wpe, dresidual, model.inputs, model.order, model.count, B, T, C)
+    encoder_backward(grads.wte, grads.wpe, dproj, model.inputs, model.order, model.count, B, T, C)
 
 
 def gpt2_train_step(
@@ -282,7 +293,7 @@ def gpt2_train_step(
     def forward_backward(accumulate: bool) -> None:
         if not accumulate:
             model.zero_grad()
-        gpt2_forward(model, B, T)
+        gpt2_forward(model, B, T, training=True)
         cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
         gpt2_backward(model, B, T, accumulate)
 

@@ -16,6 +16,7 @@ import numpy as np  # isort: skip
 from kernels.adamw import adamw_update
 from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import cross_entropy_loss
+from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
 from kernels.flash_attention import choose_attention, flash_attention_backward, flash_attention_forward
 from kernels.matmul import (
@@ -89,6 +90,7 @@ ACTIVATIONS = (
     ("fch_swiglu",  ("B", "T", "H")),                # forward: output of the SwiGLU at hand
     ("fch_swiglu_T", ("H", "B", "T"), "fch_swiglu"), # backward: the same, transposed
     ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
+    ("dproj",       ("B", "T", "C"), "proj"),        # backward, with dropout: its gradient
 )  # fmt: skip
 
 FLASH_ACTIVATIONS = (
@@ -246,20 +248,21 @@ class Llama3Config(Config):
         return cls(maxT, V, L, NH, NKV, C, hidden, theta, scaling, eps, bool(tied))
 
 
-def llama3_forward(model: Model, B: int, T: int) -> None:
-    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs."""
+def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None:
+    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
     config, params, acts, rope = model.config, model.params, model.acts(B, T), model.constant.rope
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
     HS, eps, Vp = C // NH, config.norm_eps, padded(config.vocab_size)
     QKV = (NH + 2 * NKV) * HS
     flash, relu = model.attention == "flash", model.attention == "relu"
+    drop = dropouts(model, training)
 
     encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C)
     rmsnorm_forward(acts.ln, acts.layer[0].ln1_rstd, acts.encoded, params.layer[0].ln1w, eps, B, T, C)
     residual = acts.encoded
 
     for l in range(L):
-        p, a = params.layer[l], acts.layer[l]
+        p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
 
         qkv = a.qkv if flash else acts.qkv
         matmul_forward(qkv, acts.ln, p.qkvw, None, B, T, C, QKV)
@@ -270,7 +273,7 @@ def llama3_forward(model: Model, B: int, T: int) -> None:
             attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NKV, relu)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_rmsnorm_forward(
-            a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C
+            a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C, d.attproj
         )
 
         matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
@@ -280,7 +283,9 @@ def llama3_forward(model: Model, B: int, T: int) -> None:
             rstd, weight = acts.layer[l + 1].ln1_rstd, params.layer[l + 1].ln1w
         else:
             rstd, weight = acts.lnf_rstd, params.lnfw
-        fused_residual_rmsnorm_forward(a.residual3, acts.ln, rstd, a.residual2, acts.proj, weight, eps, B, T, C)
+        fused_residual_rmsnorm_forward(
+            a.residual3, acts.ln, rstd, a.residual2, acts.proj, weight, eps, B, T, C, d.fcproj
+        )
         residual = a.residual3
 
     matmul_forward(acts.logits, acts.ln, params.wte if config.tied else params.lm_head, None, B, T, C, Vp)
@@ -292,6 +297,8 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
     layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
     transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them.
+
+    dproj is the gradient of what a branch adds to the residual stream: dresidual through its dropout.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
@@ -300,28 +307,35 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     flash, relu = model.attention == "flash", model.attention == "relu"
     dresidual, dln, datty, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dqkv
     dfch, dfch_swiglu, weight_T, partials = gacts.dfch, gacts.dfch_swiglu, gacts.weight_T, gacts.partials
+    drop = dropouts(model, training=True)
+    dproj = acts.dproj if model.dropout else dresidual
     head, dhead = (params.wte, grads.wte) if config.tied else (params.lm_head, grads.lm_head)
 
     residual = acts.layer[L - 1].residual3
     matmul_backward_inp(dln, acts.logits, head, None, B, T, C, Vp)
     device.fill_zero(dresidual)
-    rmsnorm_backward(dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C)
+    rmsnorm_backward(
+        dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
+        dproj, drop.layer[L - 1].fcproj,
+    )  # fmt: skip
     rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
     matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
-        matmul_backward_inp(dfch_swiglu, dresidual, p.fcprojw, weight_T, B, T, H, C)
+        matmul_backward_inp(dfch_swiglu, dproj, p.fcprojw, weight_T, B, T, H, C)
         swiglu_backward(dfch, acts.fch_swiglu_T, dfch_swiglu, a.fch, B * T, H)
-        matmul_backward_weight_transposed(g.fcprojw, dresidual, acts.fch_swiglu_T, B, T, H, C, accumulate)
+        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_swiglu_T, B, T, H, C, accumulate)
         matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 2 * H)
-        rmsnorm_backward(dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+        rmsnorm_backward(
+            dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C, dproj, drop.layer[l].attproj
+        )
         rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
         matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
 
-        matmul_backward_inp(datty, dresidual, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dresidual, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         if flash:
             flash_attention_backward(
                 dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NKV
@@ -332,8 +346,10 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
             )
         rope_backward(dqkv, rope, B, T, NH, NKV, HS)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, QKV)
-        residual = acts.layer[l - 1].residual3 if l > 0 else acts.encoded
-        rmsnorm_backward(dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C)
+        residual, dropped = (acts.layer[l - 1].residual3, drop.layer[l - 1].fcproj) if l > 0 else (acts.encoded, None)
+        rmsnorm_backward(
+            dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C, dproj, dropped
+        )
         rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
         matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
 
@@ -350,7 +366,7 @@ def llama3_train_step(
     def forward_backward(accumulate: bool) -> None:
         if not accumulate:
             model.zero_grad()
-        llama3_forward(model, B, T)
+        llama3_forward(model, B, T, training=True)
         cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
         llama3_backward(model, B, T, accumulate)
 

@@ -146,14 +146,15 @@ def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]]) 
 def export(path: Path, out: Path, given: Path | None) -> None:
     """Writes the directory `out`, which appears whole or not at all. given: the tokenizer's file, where one is.
 
-    Raises UserError where the model cannot be read, the tokenizer is another model's, or `out` cannot be written or
-    holds something already.
+    Raises UserError where the model cannot be read, transformers has none like it, the tokenizer is another model's, or
+    `out` cannot be written or holds something already.
     """
     config, params = read_model(path, kind_of(path).Config)
     tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists already: remove it, or name another directory with -o")
+    content = config_json(config, eot, tokenizer.bos if tokenizer else eot)
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     print(f"exporting {path}: {num_parameters(config):,} parameters", flush=True)
     try:
@@ -162,7 +163,6 @@ def export(path: Path, out: Path, given: Path | None) -> None:
             write_weights(part, list(named_tensors(config, params)))
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
-            content = config_json(config, eot, tokenizer.bos if tokenizer else eot)
             (part / "config.json").write_text(json.dumps(content, indent=2))
             os.replace(part, out)
         finally:
@@ -174,7 +174,7 @@ def export(path: Path, out: Path, given: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn an llm.c model .bin into a directory for transformers.")
-    parser.add_argument("model", type=Path, help="a GPT-2 or Llama 3 .bin, or a checkpoint directory")
+    parser.add_argument("model", type=Path, help="a .bin or a checkpoint directory")
     parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="where to (beside the model, without .bin)")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer, .bin or .json")
     args = parser.parse_args(arguments)

@@ -1,19 +1,24 @@
-"""GPT-2 and Llama 3 as Hugging Face's transformers names, lays out and describes them.
+"""GPT-2, Llama 3 and Pythia as Hugging Face's transformers names, lays out and describes them.
 
 The two sides cut and order the same numbers differently. Theirs has one tensor a layer, ours one with a part for each
 layer. Ours has q, k and v in one tensor, and Llama's up and gate. Their Conv1D keeps a weight of GPT-2 as (in, out),
-the transpose of ours. Their RoPE turns channels i and i + HS/2 of a head together, ours 2i and 2i + 1, so the rows of
-Llama's q and k are in another order. They do not pad the vocabulary.
+the transpose of ours. Their RoPE turns channels i and i + R/2 of a head together, where R of its channels are turned,
+ours 2i and 2i + 1, so the rows of q and k are in another order. Their Pythia, called GPT-NeoX, has the rows of a head's
+q, k and v one after the other, then those of the next head. They do not pad the vocabulary.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+import numpy as np
+
 from kernels.rope import HIGH, LOW, ORIGINAL_LENGTH
+from llmc.errors import UserError
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 # Our tensor, and theirs in the order in which it holds them; {} stands for the layer.
 
@@ -52,6 +57,27 @@ LLAMA3_NAMES = {
     "lnfw": ("model.norm.weight",),
 }
 
+PYTHIA_NAMES = {
+    "wte": ("gpt_neox.embed_in.weight",),
+    "lm_head": ("embed_out.weight",),  # in files; transformers 5 calls its own parameter lm_head
+    "ln1w": ("gpt_neox.layers.{}.input_layernorm.weight",),
+    "ln1b": ("gpt_neox.layers.{}.input_layernorm.bias",),
+    "qkvw": ("gpt_neox.layers.{}.attention.query_key_value.weight",),
+    "qkvb": ("gpt_neox.layers.{}.attention.query_key_value.bias",),
+    "attprojw": ("gpt_neox.layers.{}.attention.dense.weight",),
+    "attprojb": ("gpt_neox.layers.{}.attention.dense.bias",),
+    "ln2w": ("gpt_neox.layers.{}.post_attention_layernorm.weight",),
+    "ln2b": ("gpt_neox.layers.{}.post_attention_layernorm.bias",),
+    "fcw": ("gpt_neox.layers.{}.mlp.dense_h_to_4h.weight",),
+    "fcb": ("gpt_neox.layers.{}.mlp.dense_h_to_4h.bias",),
+    "fcprojw": ("gpt_neox.layers.{}.mlp.dense_4h_to_h.weight",),
+    "fcprojb": ("gpt_neox.layers.{}.mlp.dense_4h_to_h.bias",),
+    "lnfw": ("gpt_neox.final_layer_norm.weight",),
+    "lnfb": ("gpt_neox.final_layer_norm.bias",),
+}
+
+PYTHIA_GELUS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
+
 
 def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[int, ...]]]:
     """The parameters of a model, or their gradients, as transformers sees them: for each of its tensors the name, a
@@ -59,10 +85,15 @@ def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[
 
     tensors: ours by name, in a mapping or as attributes: NumPy's or CuPy's arrays or PyTorch's tensors, those with a
     part for each layer as (L, ...), the vocabulary padded or not. An axis of theirs may be split into several in a
-    view: `view.reshape(shape)` is their tensor, and `view[...] = theirs.reshape(view.shape)` sets ours.
+    view: `view.reshape(shape)` is their tensor, and `view[...] = theirs.reshape(view.shape)` sets ours. A view may be
+    a Reordered, which can do just that.
     """
     tensors = tensors if isinstance(tensors, Mapping) else vars(tensors)
-    names, parts = (LLAMA3_NAMES, llama3_parts) if isinstance(config, Llama3Config) else (GPT2_NAMES, gpt2_parts)
+    names, parts = {
+        GPT2Config: (GPT2_NAMES, gpt2_parts),
+        Llama3Config: (LLAMA3_NAMES, llama3_parts),
+        PythiaConfig: (PYTHIA_NAMES, pythia_parts),
+    }[type(config)]
     for layered, rows in groupby(config.parameters(), lambda row: row[1][0] == "L"):
         ours = [name for name, _ in rows]
         for layer in range(config.num_layers) if layered else (None,):
@@ -71,6 +102,32 @@ def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[
                 for theirs, view in zip(names[name], parts(config, name, tensor), strict=True):
                     split = tuple(view.shape)
                     yield theirs.format(layer), view, (math.prod(split[:-1]), split[-1]) if len(split) > 2 else split
+
+
+class Reordered:
+    """The rows of a tensor in another order, which no view can give."""
+
+    def __init__(self, tensor, order: np.ndarray):
+        self.tensor, self.order = tensor, order
+        self.shape, self.nbytes = tensor.shape, tensor.nbytes
+        self.size = math.prod(tensor.shape)
+
+    def reshape(self, *shape):
+        return self.tensor[self.order].reshape(*shape)
+
+    def __setitem__(self, everything, values) -> None:
+        self.tensor[self.order] = values
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.tensor[self.order], dtype)
+
+
+def transformers_parameters(model) -> dict:
+    """The parameters of a transformers model by the names that they have in files."""
+    return {
+        "embed_out.weight" if model.config.model_type == "gpt_neox" and name == "lm_head.weight" else name: parameter
+        for name, parameter in model.named_parameters()
+    }
 
 
 def gpt2_parts(config: GPT2Config, name: str, tensor) -> list:
@@ -95,9 +152,22 @@ def llama3_parts(config: Llama3Config, name: str, tensor) -> list:
     return [tensor]
 
 
+def pythia_parts(config: PythiaConfig, name: str, tensor) -> list:
+    """One of our tensors, of one layer, as views in the order of theirs."""
+    if name in ("wte", "lm_head"):
+        return [tensor[: config.vocab_size]]
+    if name not in ("qkvw", "qkvb"):
+        return [tensor]
+    NH, R = config.num_heads, config.rotary_channels
+    rows = np.arange(3 * config.channels).reshape(3, NH, -1)  # of q, k, v; of a head; of a channel
+    turned = rows[:2, :, :R].reshape(2, NH, R // 2, 2).swapaxes(2, 3).reshape(2, NH, R)  # from pairs to halves
+    rows[:2, :, :R] = turned.copy()
+    return [Reordered(tensor, rows.swapaxes(0, 1).reshape(-1))]
+
+
 def config_json(config: Config, eot: int | None = None, bos: int | None = None) -> dict:
     """A model in the terms of transformers: what its config.json holds and its config class takes. eot and bos: the
-    tokens that end and begin a text, where they are known."""
+    tokens that end and begin a text, where they are known. Raises UserError for a model that transformers has not."""
     common = {
         "vocab_size": config.vocab_size,
         "bos_token_id": bos,
@@ -122,6 +192,30 @@ def config_json(config: Config, eot: int | None = None, bos: int | None = None) 
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": config.tied,
+        }
+    if isinstance(config, PythiaConfig):
+        if config.norm != "layer" or config.tied_norm:
+            raise UserError(
+                f"transformers' GPT-NeoX has neither RMSNorm nor one norm for both branches; this model has "
+                f"norm={config.norm}, tied_norm={int(config.tied_norm)}"
+            )
+        return common | {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "model_type": "gpt_neox",
+            "max_position_embeddings": config.max_seq_len,
+            "hidden_size": config.channels,
+            "intermediate_size": 4 * config.channels,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "hidden_act": PYTHIA_GELUS[config.gelu],
+            "layer_norm_eps": config.norm_eps,
+            "rotary_pct": config.rotary,
+            "rotary_emb_base": config.rope_theta,
+            "use_parallel_residual": config.parallel,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
         }
     return common | {
         "architectures": ["GPT2LMHeadModel"],

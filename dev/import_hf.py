@@ -1,4 +1,4 @@
-"""Turns a GPT-2 or a Llama of Hugging Face's transformers into an llm.c model.
+"""Turns a GPT-2, a Llama or a GPT-NeoX (Pythia) of Hugging Face's transformers into a model `.bin`.
 
     python dev/import_hf.py DIR -o model.bin                  # what save_pretrained or a download left: config.json and
     python dev/import_hf.py model.safetensors -o model.bin    # safetensors; or, for GPT-2, a safetensors file alone
@@ -16,6 +16,7 @@ import re
 import reprlib
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
@@ -29,7 +30,7 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
-from dev.huggingface import named_tensors, rope_scaling
+from dev.huggingface import PYTHIA_GELUS, named_tensors, rope_scaling
 from llmc.arguments import Parser, positive
 from llmc.checkpoint import new_model
 from llmc.errors import UserError
@@ -39,6 +40,7 @@ from llmc.tensors import Config, layout, num_parameters
 from llmc.tokenizer import Tokenizer, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 # What makes a model compute something else than ours does: the setting, its default, and the values that do not.
 GPT2_SETTINGS = (
@@ -56,11 +58,19 @@ LLAMA_SETTINGS = (
     ("pretraining_tp", 1, (1,)),
     ("quantization_config", None, (None,)),
 )
-ROPE_TYPES = ("default", "llama3")
+NEOX_GELUS = {theirs: ours for ours, theirs in PYTHIA_GELUS.items()} | {"gelu_new": "tanh", "gelu_fast": "tanh"}
+NEOX_SETTINGS = (
+    ("hidden_act", "gelu", tuple(NEOX_GELUS)),
+    ("use_parallel_residual", True, (True, False)),
+    ("attention_bias", True, (True,)),
+    ("tie_word_embeddings", False, (False,)),
+    ("quantization_config", None, (None,)),
+)
+LLAMA_ROPE_TYPES, NEOX_ROPE_TYPES = ("default", "llama3"), ("default",)
 LLAMA3_SCALING = rope_scaling(factor=8.0)  # of which the factor alone may be another
 
 PRECISIONS = ("F32", "F16", "BF16", "F64")
-BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
+BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
 
 SAVE_AGAIN = "save the model again with save_pretrained"
 
@@ -116,7 +126,7 @@ def open_tensors(files: list[Path], prefix: str) -> dict[str, object]:
             raise UserError(f"{path}: not a whole safetensors file ({error})") from None
         for name in file.keys():
             if not BUFFERS.fullmatch(name):
-                named = name.startswith(prefix) or name == "lm_head.weight"
+                named = name.startswith(prefix) or name in ("lm_head.weight", "embed_out.weight")
                 tensors[name if named else prefix + name] = file.get_slice(name)
     return tensors
 
@@ -131,6 +141,22 @@ def check_settings(source: Path, settings: dict, required: tuple) -> None:
         if settings.get(name, default) not in values:
             supported = " or ".join("none" if value is None else str(value) for value in values)
             refuse(source, name, settings[name], supported)
+
+
+def number(source: Path, settings: dict, name: str, default: float) -> float:
+    """A setting that is a number. Raises UserError where it is something else."""
+    value = settings.get(name, default)
+    if type(value) not in (int, float):
+        refuse(source, name, value, "a number")
+    return float(value)
+
+
+def size(source: Path, settings: dict, name: str, default: int | None = None) -> int:
+    """A setting that is a size. Raises UserError where it is missing or something else."""
+    value = default if settings.get(name) is None else settings[name]
+    if type(value) is not int or value < 1:
+        refuse(source, name, value, "a whole number from 1 on")
+    return value
 
 
 def gpt2_config(source: Path, settings: dict, tensors: dict[str, object], heads: int | None) -> GPT2Config:
@@ -150,51 +176,63 @@ def gpt2_config(source: Path, settings: dict, tensors: dict[str, object], heads:
 def llama3_config(source: Path, settings: dict) -> Llama3Config:
     """The sizes of a Llama, as its config.json has them. Raises UserError where ours computes something else."""
     check_settings(source, settings, LLAMA_SETTINGS)
-
-    def size(name: str, default: int | None = None) -> int:
-        value = default if settings.get(name) is None else settings[name]
-        if type(value) is not int or value < 1:
-            refuse(source, name, value, "a whole number from 1 on")
-        return value
-
-    C, NH = size("hidden_size"), size("num_attention_heads")
-    NKV, HS = size("num_key_value_heads", NH), size("head_dim", max(1, C // NH))
+    size_of = partial(size, source, settings)
+    C, NH = size_of("hidden_size"), size_of("num_attention_heads")
+    NKV, HS = size_of("num_key_value_heads", NH), size_of("head_dim", max(1, C // NH))
     if NH % NKV:
         refuse(source, "num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
     if HS != C // NH:
         refuse(source, "head_dim", HS, f"hidden_size / num_attention_heads, {C} / {NH},")
-    eps, (theta, scaling) = settings.get("rms_norm_eps", 1e-6), rope(source, settings)
-    if type(eps) not in (int, float):
-        refuse(source, "rms_norm_eps", eps, "a number")
+    eps = number(source, settings, "rms_norm_eps", 1e-6)
+    theta, scaling, _ = rope(source, settings, LLAMA_ROPE_TYPES, settings.get("rope_theta", 1e4))
     return Llama3Config(
-        size("max_position_embeddings"), size("vocab_size"), size("num_hidden_layers"), NH, NKV, C,
-        size("intermediate_size"), theta, scaling, eps, bool(settings.get("tie_word_embeddings", False)),
+        size_of("max_position_embeddings"), size_of("vocab_size"), size_of("num_hidden_layers"), NH, NKV, C,
+        size_of("intermediate_size"), theta, scaling, eps, bool(settings.get("tie_word_embeddings", False)),
     )  # fmt: skip
 
 
-def rope(source: Path, settings: dict) -> tuple[float, float]:
-    """RoPE's theta and scaling factor, 0 for none. Before transformers 5, theta stood beside what is rope_parameters
-    today, and that was called rope_scaling."""
+def pythia_config(source: Path, settings: dict) -> PythiaConfig:
+    """The sizes of a GPT-NeoX, as its config.json has them. Raises UserError where ours computes something else."""
+    check_settings(source, settings, NEOX_SETTINGS)
+    size_of = partial(size, source, settings)
+    C, hidden = size_of("hidden_size"), size_of("intermediate_size")
+    if hidden != 4 * C:
+        refuse(source, "intermediate_size", hidden, f"4 times hidden_size, {C},")
+    theta, rotary = settings.get("rotary_emb_base", 1e4), settings.get("rotary_pct", 0.25)
+    theta, _, rotary = rope(source, settings, NEOX_ROPE_TYPES, theta, rotary)
+    return PythiaConfig(
+        size_of("max_position_embeddings"), size_of("vocab_size"), size_of("num_hidden_layers"),
+        size_of("num_attention_heads"), C, rotary, theta, number(source, settings, "layer_norm_eps", 1e-5),
+        parallel=settings.get("use_parallel_residual", True), gelu=NEOX_GELUS[settings.get("hidden_act", "gelu")],
+    )  # fmt: skip
+
+
+def rope(
+    source: Path, settings: dict, types: tuple[str, ...], theta: float, rotary: float | None = None
+) -> tuple[float, float, float]:
+    """RoPE's theta, scaling factor, 0 for none, and the share of a head that it turns, which is the whole unless a
+    default, `rotary`, is given. Before transformers 5, theta and the share stood beside what is rope_parameters today,
+    and that was called rope_scaling."""
     where = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     found = settings.get(where) or {}
     if not isinstance(found, dict):
         refuse(source, where, found, "an object")
-    found = {"rope_theta": settings.get("rope_theta", 1e4), "factor": 0.0, "partial_rotary_factor": 1} | found
+    found = {"rope_theta": theta, "factor": 0.0, "partial_rotary_factor": 1 if rotary is None else rotary} | found
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        refuse(source, f"{where}.rope_type", kind, " or ".join(ROPE_TYPES))
-    required = {"partial_rotary_factor": 1}
+    if kind not in types:
+        refuse(source, f"{where}.rope_type", kind, " or ".join(types))
+    required = {"partial_rotary_factor": 1} if rotary is None else {}
     if kind == "llama3":
         required |= {name: value for name, value in LLAMA3_SCALING.items() if name not in ("rope_type", "factor")}
     for name, value in required.items():
         if found.get(name) != value:
             refuse(source, f"{where}.{name}", found.get(name), f"{value:g}")
-    for name in ("rope_theta", "factor"):
+    for name in ("rope_theta", "factor", "partial_rotary_factor"):
         if type(found[name]) not in (int, float):
             refuse(source, f"{where}.{name}", found[name], "a number")
     if kind == "llama3" and found["factor"] < 1:
         refuse(source, f"{where}.factor", found["factor"], "a number from 1 on")
-    return found["rope_theta"], found["factor"] if kind == "llama3" else 0.0
+    return found["rope_theta"], found["factor"] if kind == "llama3" else 0.0, found["partial_rotary_factor"]
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
@@ -265,7 +303,7 @@ def take_tokenizer_along(source: Path, model: Path, vocab_size: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(description="Turn a GPT-2 or a Llama of transformers into an llm.c model .bin.")
+    parser = Parser(description="Turn a GPT-2, a Llama or a GPT-NeoX of transformers into a model .bin.")
     parser.add_argument("source", type=Path, help="a directory with config.json and safetensors, or a safetensors file")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", required=True, help="the .bin to write")
     parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")
@@ -277,13 +315,13 @@ def main(arguments: list[str] | None = None) -> None:
     if family == "gpt2":
         tensors = open_tensors(files, "transformer.")
         config = gpt2_config(args.source, settings, tensors, args.heads)
-    elif family == "llama":
+    elif family in ("llama", "gpt_neox"):
         if args.heads:
             raise UserError("--heads is for a GPT-2 without config.json: leave it out")
-        tensors = open_tensors(files, "model.")
-        config = llama3_config(args.source, settings)
+        tensors = open_tensors(files, "model." if family == "llama" else "gpt_neox.")
+        config = (llama3_config if family == "llama" else pythia_config)(args.source, settings)
     else:
-        refuse(args.source, "model_type", family, "gpt2 or llama")
+        refuse(args.source, "model_type", family, "gpt2, llama or gpt_neox")
     config.check(str(args.source))
     check_tensors(args.source, config, tensors)
     rows = "; ".join(f"{name} {value}" for name, value in config.rows())

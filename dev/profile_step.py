@@ -53,8 +53,14 @@ MOVED = {
     "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
     "rmsnorm_backward": "dout inp dinp dinp",
     "rmsnorm_transposed": "inp out_T",
+    "parallel_residual_forward": "inp proj0 proj1 residual out0 out1",
+    "parallel_residual_dropout_forward": "inp proj0 proj1 residual out0 out1",
+    "parallel_residual_backward": "dout0 dout1 inp dinp dinp",
+    "parallel_residual_dropout_backward": "dout0 dout1 inp dinp dinp dproj0 dproj1",
     "gelu_forward": "inp out",
     "gelu_backward": "dout dout inp out_T",
+    "gelu_erf_forward": "inp out",
+    "gelu_erf_backward": "dout dout inp out_T",
     "swiglu_forward": "inp out",
     "swiglu_backward": "dout inp dinp out_T",
     "fused_classifier": "logits logits",
@@ -73,9 +79,10 @@ MOVED = {
 
 FLOATS = {
     "encoder_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
+    "encoder_dropout_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
     "wte_backward": lambda a: a.dout.size + 2 * distinct(a.count) * a.C,
     "wpe_backward": lambda a: a.dout.size + 2 * a.T * a.C,
-    "add_partials": lambda a: a.P * a.C * sum(out is not None for out in (a.out0, a.out1, a.out2)),
+    "add_partials": lambda a: a.P * a.C * sum(getattr(a, f"out{i}") is not None for i in range(6)),
     "norm": lambda a: a.P,
     "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
     # Reads each query head's share, writes the sums of each group's.

@@ -1,6 +1,6 @@
 """The models in PyTorch: what dev/bench.py times ours against, and what dev/train_torch.py trains beside them.
 
-GPT-2 is written plainly here. Llama 3 is transformers' own. Both have `loss` and `load`.
+GPT-2 is written plainly here. Llama 3 and Pythia are transformers' own. All have `loss` and `load`.
 """
 
 import math
@@ -13,10 +13,9 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 import llmc.tensors
-from dev.huggingface import config_json, named_tensors
+from dev.huggingface import config_json, named_tensors, transformers_parameters
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
 
 
 def build_torch_model(config: Config, attention: str = "softmax", padded: bool = False) -> nn.Module:
@@ -30,8 +29,10 @@ def build_torch_model(config: Config, attention: str = "softmax", padded: bool =
     attention: "softmax" by (T, T) matrices, "sdpa" with PyTorch's fused kernel, or "relu" as -a relu.
     padded: give the vocabulary its padding too, in the logits as well. Products are faster then, but the padding takes
     part in the softmax, with logits that start at 0: for GPT-2 the loss starts 0.001 higher.
+
+    Raises UserError for a model that transformers has not.
     """
-    return (Llama3 if isinstance(config, Llama3Config) else GPT2)(config, attention, padded)
+    return (GPT2 if isinstance(config, GPT2Config) else Transformers)(config, attention, padded)
 
 
 def num_rows(config: Config, padded: bool) -> int:
@@ -128,7 +129,7 @@ class GPT2(nn.Module):
 def relu_attention_interface(module, query, key, value, attention_mask, **_) -> tuple[torch.Tensor, None]:
     """`relu_attention` as transformers calls an attention: query (B, NH, T, HS), key and value (B, NKV, T, HS), to
     (B, T, NH, HS)."""
-    groups = module.num_key_value_groups
+    groups = getattr(module, "num_key_value_groups", 1)
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     future, lengths = causal(query.shape[2], query.device)
     return relu_attention(query, key, value, future, lengths).transpose(1, 2), None
@@ -139,16 +140,17 @@ transformers.AttentionInterface.register("llmc_relu", relu_attention_interface)
 TRANSFORMERS_ATTENTION = {"softmax": "eager", "sdpa": "sdpa", "relu": "llmc_relu"}
 
 
-class Llama3(nn.Module):
-    """transformers' LlamaForCausalLM, as `build_torch_model` says."""
+class Transformers(nn.Module):
+    """transformers' LlamaForCausalLM or GPTNeoXForCausalLM, as `build_torch_model` says."""
 
-    def __init__(self, config: Llama3Config, attention: str = "softmax", padded: bool = False):
+    def __init__(self, config: Config, attention: str = "softmax", padded: bool = False):
         super().__init__()
         self.config = config
         settings = config_json(config) | {"vocab_size": num_rows(config, padded), "use_cache": False}
         settings |= {"attn_implementation": TRANSFORMERS_ATTENTION[attention]}
         with no_init_weights():  # a billion random numbers take a while, and `load` replaces them
-            self.transformer = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+            theirs = transformers.AutoConfig.for_model(**settings)
+            self.transformer = transformers.AutoModelForCausalLM.from_config(theirs)
         self.transformer.tie_weights()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -159,6 +161,6 @@ class Llama3(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors) -> None:
-        own = dict(self.transformer.named_parameters())
+        own = transformers_parameters(self.transformer)
         for name, tensor, shape in named_tensors(self.config, tensors):
             fill(own[name], tensor.reshape(shape))

@@ -1,15 +1,17 @@
-// Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C floats; inp (B,T) holds token ids. A model whose positions are
-// rotary (rope.cu) has no wpe.
+// Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C floats, or dropout of that; inp (B,T) holds token ids. A model
+// whose positions are rotary (rope.cu) has no wpe.
 // Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b.
 // Memory-bound: forward reads two rows and writes one for each position.
 //
 // Adding rows to dwte with float atomics would sum in another order on every run. Instead the positions come sorted by
 // token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
-#include "common.cuh"
+#include "dropout.cuh"
 
-// One warp a position. Block: (WARP_SIZE, positions). wpe may be null.
-extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, const float* wte, const float* wpe,
-                                                  int N, int T, int C) {
+// One warp a position. Block: (WARP_SIZE, positions). wpe may be null. finish(four, n, i) gives what is stored of the
+// four floats of position n from channel i on.
+template <class Finish>
+__device__ inline void forward_positions(float* out, const int* inp, const float* wte, const float* wpe,
+                                         int N, int T, int C, Finish finish) {
     const int n = blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= N) return;
     const float* token = wte + (size_t)inp[n] * C;
@@ -20,9 +22,21 @@ extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, co
             Four a = memory.load(token + i, C - i);
             const Four b = position == nullptr ? Four() : memory.load(position + i, C - i);
             for (int k = 0; k < 4; k++) a.x[k] += b.x[k];
-            memory.store(row + i, a, C - i);
+            memory.store(row + i, finish(a, n, i), C - i);
         }
     });
+}
+
+extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, const float* wte, const float* wpe,
+                                                  int N, int T, int C) {
+    forward_positions(out, inp, wte, wpe, N, T, C, [](const Four& a, int n, int i) { return a; });
+}
+
+extern "C" __global__ void encoder_dropout_forward_kernel(float* out, const int* inp, const float* wte,
+                                                          const float* wpe, int N, int T, int C,
+                                                          const int* random, int site) {
+    const Dropout drop(random, site);
+    forward_positions(out, inp, wte, wpe, N, T, C, [&](const Four& a, int n, int i) { return drop(a, n, i, C); });
 }
 
 // order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,

@@ -1,25 +1,30 @@
 """Token and position embeddings: the launchers of encoder.cu."""
 
+from kernels.dropout import Dropout
 from llmc import device
 from llmc.device import ceil_div
 
 cu = device.source(__file__)
 
 
-def encoder_forward(out, inp, wte, wpe, B: int, T: int, C: int) -> None:
-    """out (B,T,C) = wte[inp] + wpe[t]; inp (B,T) int32 token ids, wte (Vp,C), wpe (maxT,C).
+def encoder_forward(out, inp, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None) -> None:
+    """out (B,T,C) = dropout(wte[inp] + wpe[t]); inp (B,T) int32 token ids, wte (Vp,C), wpe (maxT,C).
 
-    wpe None: out = wte[inp], for a model whose positions are not embedded.
+    wpe None: out = dropout(wte[inp]), for a model whose positions are not embedded.
     """
     positions = 8
-    cu.encoder_forward_kernel(
-        (ceil_div(B * T, positions),), (cu.warp_size, positions), (out, inp, wte, wpe, B * T, T, C)
-    )
+    grid, block = (ceil_div(B * T, positions),), (cu.warp_size, positions)
+    args = out, inp, wte, wpe, B * T, T, C
+    if dropout:
+        cu.encoder_dropout_forward_kernel(grid, block, (*args, *dropout))
+    else:
+        cu.encoder_forward_kernel(grid, block, args)
 
 
 def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
     """dwte (Vp,C) += rows of dout (B,T,C) summed by token; dwpe (maxT,C) += dout summed over B.
 
+    dout is the gradient of that sum before its dropout, as the backward pass of the norm behind it gives it (dinp2).
     dwpe is None where there was no wpe. order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
     columns = cu.block(min(256, ceil_div(C, 4)))

@@ -1,19 +1,35 @@
-// GELU, tanh form (Hendrycks & Gimpel 2016): gelu(x) = x/2 * (1 + tanh(u)) = x * sigmoid(2u), which is cheaper,
-// with u = sqrt(2/pi) * (x + 0.044715 x^3) and x = inp + bias, where inp (N, C) is a product without its bias yet and C
-// is 4 times the model's channels: a multiple of 4, although the bias, a parameter, need not begin at 16 bytes.
-// Backward: dinp = dout * gelu'(x), gelu' = s + x * s * (1 - s) * 2 du/dx with s the sigmoid; dbias += sum_rows(dinp).
+// GELU (Hendrycks & Gimpel 2016): gelu(x) = x * P(a standard normal number is below x), in two forms:
+//   tanh: x/2 * (1 + tanh(u)) = x * sigmoid(2u), which is cheaper, with u = sqrt(2/pi) * (x + 0.044715 x^3);
+//   erf: x/2 * (1 + erf(x / sqrt(2))), the definition itself, from which the other is off by 0.0005 at most.
+// x = inp + bias, where inp (N, C) is a product without its bias yet and C is 4 times the model's channels: a multiple of
+// 4, although the bias, a parameter, need not begin at 16 bytes.
+// Backward: dinp = dout * gelu'(x), with s the factor of x in gelu(x) = x * s; dbias += sum_rows(dinp).
+//   tanh: gelu' = s + x * s * (1 - s) * 2 du/dx;  erf: gelu' = s + x * exp(-x^2 / 2) / sqrt(2 pi).
 // Memory-bound: forward reads and writes N*C floats; backward reads two and writes two, one of them gelu(x) transposed:
 // the weight gradient of the next product needs it that way, so forward's output need not be kept.
 #include "common.cuh"
 
-constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
+// The two forms: s = share(x), gelu(x) = x * s and gelu'(x) = gradient(x, s).
+struct Tanh {
+    static constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
+    __device__ static float share(float x) {
+        return 1.0f / (1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
+    }
+    __device__ static float gradient(float x, float s) {
+        const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
+        return s + x * s * (1.0f - s) * slope;
+    }
+};
 
-__device__ inline float gelu_sigmoid(float x) {
-    return 1.0f / (1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
-}
+struct Erf {
+    __device__ static float share(float x) { return 0.5f + 0.5f * erff(0.70710678f * x); }
+    __device__ static float gradient(float x, float s) { return s + 0.39894228f * x * __expf(-0.5f * x * x); }
+};
 
+// Inlined by force: g++ otherwise rounds the tanh form in another way on the CPU device.
 // Block x: a row; thread: four columns of grid column y.
-extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, const float* bias, int C) {
+template <class Gelu>
+__device__ __forceinline__ void forward(float* out, const float* inp, const float* bias, int C) {
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const size_t at = (size_t)blockIdx.x * C + i;
@@ -22,7 +38,7 @@ extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, con
         const Four b = memory.load(bias + i, C - i);
         for (int k = 0; k < 4; k++) {
             const float u = x.x[k] + b.x[k];
-            x.x[k] = u * gelu_sigmoid(u);
+            x.x[k] = u * Gelu::share(u);
         }
         memory.store(out + at, x, C - i);
     });
@@ -30,8 +46,9 @@ extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, con
 
 // A block takes the 64 columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout (N,C) becomes
 // dinp in place, out_T (C,N) is set to the transposed gelu(inp + bias), partials (gridDim.y, C) to the sums of dinp.
-extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float* partials, const float* inp,
-                                                const float* bias, int N, int C, int rows) {
+template <class Gelu>
+__device__ __forceinline__ void backward(float* dout, float* out_T, float* partials, const float* inp,
+                                         const float* bias, int N, int C, int rows) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE, begin = blockIdx.y * rows, end = min(N, begin + rows);
     Four sums[TILE_VECTORS] = {};
@@ -48,9 +65,8 @@ extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float
                     Four x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
                     const Four b = memory.load(bias + i, C - i);
                     for (int k = 0; k < 4; k++) {
-                        const float u = x.x[k] + b.x[k], s = gelu_sigmoid(u);
-                        const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * u * u);
-                        d.x[k] *= s + u * s * (1.0f - s) * slope;
+                        const float u = x.x[k] + b.x[k], s = Gelu::share(u);
+                        d.x[k] *= Gelu::gradient(u, s);
                         x.x[k] = u * s;
                         sums[c].x[k] += d.x[k];
                     }
@@ -72,4 +88,22 @@ extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float
         for (int y = 0; y < TILE_THREADS; y++) total += tile.at[y][column];
         if (i0 + column < C) partials[(size_t)blockIdx.y * C + i0 + column] = total;
     }
+}
+
+extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, const float* bias, int C) {
+    forward<Tanh>(out, inp, bias, C);
+}
+
+extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float* partials, const float* inp,
+                                                const float* bias, int N, int C, int rows) {
+    backward<Tanh>(dout, out_T, partials, inp, bias, N, C, rows);
+}
+
+extern "C" __global__ void gelu_erf_forward_kernel(float* out, const float* inp, const float* bias, int C) {
+    forward<Erf>(out, inp, bias, C);
+}
+
+extern "C" __global__ void gelu_erf_backward_kernel(float* dout, float* out_T, float* partials, const float* inp,
+                                                    const float* bias, int N, int C, int rows) {
+    backward<Erf>(dout, out_T, partials, inp, bias, N, C, rows);
 }

@@ -7,18 +7,18 @@ from llmc.device import ceil_div
 cu = device.source(__file__)
 
 
-def gelu_forward(out, inp, bias, N: int, C: int) -> None:
-    """out (N,C) = gelu(inp + bias); inp is a product without its bias (C) yet."""
-    block = 256
-    cu.gelu_forward_kernel((N, ceil_div(C, 4 * block)), (block,), (out, inp, bias, C))
+def gelu_forward(out, inp, bias, N: int, C: int, erf: bool = False) -> None:
+    """out (N,C) = gelu(inp + bias), in the tanh form or the erf form; inp is a product without its bias (C) yet."""
+    block, kernel = 256, cu.gelu_erf_forward_kernel if erf else cu.gelu_forward_kernel
+    kernel((N, ceil_div(C, 4 * block)), (block,), (out, inp, bias, C))
 
 
-def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int) -> None:
+def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int, erf: bool = False) -> None:
     """dinp (N,C), which comes in as the gradient of the output, is set to that of the input; dbias (C) += its columns.
 
     out_T (C,N) is set to gelu(inp + bias), transposed; scratch holds (MOST_PARTIALS, C) floats.
     """
     side, rows = cu.block(16), rows_per_chunk(N, multiple=64)
-    chunks = ceil_div(N, rows)
-    cu.gelu_backward_kernel((ceil_div(C, 64), chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
+    chunks, kernel = ceil_div(N, rows), cu.gelu_erf_backward_kernel if erf else cu.gelu_backward_kernel
+    kernel((ceil_div(C, 64), chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
     add_partials([dbias], scratch, chunks, C)

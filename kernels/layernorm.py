@@ -1,10 +1,14 @@
 """Layernorm with the residual connection in front of it: the launchers of layernorm.cu."""
 
+from kernels.dropout import Dropout
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS, add_partials
 from llmc import device
 from llmc.device import ceil_div
 
 cu = device.source(__file__)
+
+EPS = 1e-5  # as layernorm.cu has it
 
 
 def layernorm_forward(out, mean, rstd, inp, weight, bias, B: int, T: int, C: int) -> None:
@@ -13,12 +17,18 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias, B: int, T: int, C: int
 
 
 def fused_residual_forward(
-    residual, out, mean, rstd, inp1, inp2, bias2, weight, bias, B: int, T: int, C: int
+    residual, out, mean, rstd, inp1, inp2, bias2, weight, bias, B: int, T: int, C: int, dropout: Dropout | None = None
 ) -> None:
-    """residual (B,T,C) = inp1 + inp2 + bias2, then out, mean and rstd = layernorm of it.
+    """residual (B,T,C) = inp1 + dropout(inp2 + bias2), then out, mean and rstd = layernorm of it.
 
-    inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet.
+    inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet. With dropout the arrays must not overlap.
     """
+    if dropout:  # one branch of the two that a parallel residual takes
+        parallel_residual_forward(
+            residual, out, None, mean, rstd, inp1, inp2, bias2, None, None, weight, bias, None, None, EPS, B, T, C,
+            dropout,
+        )  # fmt: skip
+        return
     launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, B * T, C)
 
 
@@ -34,14 +44,21 @@ def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N
 
 
 def layernorm_backward(
-    dinp, dweight, dbias, dbias2, scratch, dout, inp, weight, mean, rstd, B: int, T: int, C: int
-) -> None:
+    dinp, dweight, dbias, dbias2, scratch, dout, inp, weight, mean, rstd, B: int, T: int, C: int,
+    dinp2=None, dropout: Dropout | None = None,
+) -> None:  # fmt: skip
     """dinp (B,T,C) += the gradient of the layernorm's input; dweight, dbias (C) += those of its parameters.
 
-    dbias2 (C) += the column sums of the new dinp: the gradient of `bias2` of the projection that was added in front
-    (None where there is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds
-    (MOST_PARTIALS, 3C) floats.
+    The projection that was added in front, bias2 included, has the new dinp as its gradient; with `dropout` behind it,
+    dinp2 (B,T,C) = the new dinp through that dropout. dbias2 (C) += the column sums of its gradient (None where there
+    is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds (MOST_PARTIALS, 3C) floats.
     """
+    if dropout:
+        parallel_residual_backward(
+            dinp, dinp2, None, dweight, dbias, None, None, dbias2, None, scratch, dout, None, inp, weight, None, mean,
+            rstd, B, T, C, dropout,
+        )  # fmt: skip
+        return
     warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # so many that each thread has four channels
     warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))

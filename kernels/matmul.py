@@ -23,14 +23,16 @@ ROWS_WORTH_TRANSPOSING = 1024
 MOST_WEIGHTS_WORTH_TRANSPOSING = 12 << 20
 
 
-def matmul_backward_inp(dinp, dout, weight, weight_T, B: int, T: int, C: int, OC: int) -> None:
-    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C). weight_T: scratch for the transposed weight (C,OC); None to do
-    without."""
+def matmul_backward_inp(
+    dinp, dout, weight, weight_T, B: int, T: int, C: int, OC: int, accumulate: bool = False
+) -> None:
+    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += where accumulate: the input had another reader. weight_T:
+    scratch for the transposed weight (C,OC); None to do without."""
     if weight_T is None or B * T < ROWS_WORTH_TRANSPOSING or C * OC > MOST_WEIGHTS_WORTH_TRANSPOSING:
-        device.sgemm(dinp, dout, weight, B * T, C, OC)
+        device.sgemm(dinp, dout, weight, B * T, C, OC, beta=float(accumulate))
     else:
         transpose(weight_T, weight, OC, C)
-        device.sgemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True)
+        device.sgemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=float(accumulate))
 
 
 def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:

@@ -19,18 +19,19 @@ extern "C" __global__ void column_partials_kernel(float* partials, const float* 
     });
 }
 
-// out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to S = 3 outputs (C), one for each grid
-// row y; an output may be null. Block: (WARP_SIZE columns, lanes over p).
-extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, const float* partials,
-                                               int P, int C) {
+// out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to six outputs (C), one for each grid row
+// y; an output may be null. Those from the S-th on get the last sum. Block: (WARP_SIZE columns, lanes over p).
+extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, float* out3, float* out4,
+                                               float* out5, const float* partials, int P, int C, int S) {
     __shared__ float of_lane[32][WARP_SIZE];
-    float* out = blockIdx.y == 0 ? out0 : blockIdx.y == 1 ? out1 : out2;
+    const int y = blockIdx.y, s = min(y, S - 1);
+    float* out = y == 0 ? out0 : y == 1 ? out1 : y == 2 ? out2 : y == 3 ? out3 : y == 4 ? out4 : out5;
     if (out == nullptr) return;
     const int i = blockIdx.x * WARP_SIZE + threadIdx.x;
     float sum = 0.0f;
     if (i < C) {
 #pragma unroll 8
-        for (int p = threadIdx.y; p < P; p += blockDim.y) sum += partials[((size_t)p * gridDim.y + blockIdx.y) * C + i];
+        for (int p = threadIdx.y; p < P; p += blockDim.y) sum += partials[((size_t)p * S + s) * C + i];
     }
     of_lane[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();

@@ -15,15 +15,18 @@ def rows_per_chunk(N: int, multiple: int) -> int:
     return multiple * ceil_div(N, multiple * 256)
 
 
-def add_partials(outs: list, partials, P: int, C: int) -> None:
-    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, len(outs), C).
+def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> None:
+    """outs[s] (C) += the sum over p of partials[p, s], for partials (P, S, C), S = len(outs) by default.
 
-    There are one to three outs; one that is None is left out.
+    There are one to six outs; one that is None is left out. With more than S outs, the last sum is added to all those
+    that remain.
     """
     warp = cu.warp_size
-    padded = (*outs, None, None)[:3]
+    padded = (*outs, *[None] * 5)[:6]
     cu.add_partials_kernel(
-        (ceil_div(C, warp), len(outs)), (warp, cu.block(1024) // cu.block(warp)), (*padded, partials, P, C)
+        (ceil_div(C, warp), len(outs)),
+        (warp, cu.block(1024) // cu.block(warp)),
+        (*padded, partials, P, C, S or len(outs)),
     )
 
 

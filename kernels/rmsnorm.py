@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from kernels.dropout import Dropout
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, row_launch
 from kernels.reduce import MOST_PARTIALS, add_partials
 from llmc import device
 from llmc.device import ceil_div
@@ -11,33 +13,41 @@ cu = device.source(__file__)
 
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
     """out (B,T,C) = inp * rstd * weight, each row by itself; rstd (B,T) = 1 / sqrt(mean(inp^2) + eps) is set too."""
-    grid, block, shared_mem = forward_launch(B * T, C)
+    grid, block, shared_mem = row_launch(cu, B * T, C)
     args = out, rstd, inp, weight, np.float32(eps), B * T, C
     cu.rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
 
 
 def fused_residual_rmsnorm_forward(
-    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int
+    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int, dropout: Dropout | None = None
 ) -> None:
-    """residual (B,T,C) = inp1 + inp2, then out and rstd = rmsnorm of it. The arrays must not overlap."""
-    grid, block, shared_mem = forward_launch(B * T, C)
+    """residual (B,T,C) = inp1 + dropout(inp2), then out and rstd = rmsnorm of it. The arrays must not overlap."""
+    if dropout:  # one branch of the two that a parallel residual takes
+        parallel_residual_forward(
+            residual, out, None, None, rstd, inp1, inp2, None, None, None, weight, None, None, None, eps, B, T, C,
+            dropout,
+        )  # fmt: skip
+        return
+    grid, block, shared_mem = row_launch(cu, B * T, C)
     args = residual, out, rstd, inp1, inp2, weight, np.float32(eps), B * T, C
     cu.fused_residual_rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
 
 
-def forward_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
-    """Grid, block and bytes of shared memory of the forward kernels: a warp a row, four rows a block where they fit."""
-    row_bytes = 16 * ceil_div(C, 4)
-    rows = max(1, min(4, device.shared_memory() // row_bytes))
-    return (ceil_div(N, rows),), (cu.warp_size, rows), rows * row_bytes
-
-
-def rmsnorm_backward(dinp, dweight, scratch, dout, inp, weight, rstd, B: int, T: int, C: int) -> None:
+def rmsnorm_backward(
+    dinp, dweight, scratch, dout, inp, weight, rstd, B: int, T: int, C: int, dinp2=None, dropout: Dropout | None = None
+) -> None:
     """dinp (B,T,C) += the gradient of the rmsnorm's input; dweight (C) += that of its weight.
 
-    dout (B,T,C) is the gradient of the output, inp the input, rstd what forward left; scratch holds (MOST_PARTIALS, C)
-    floats.
+    The projection that was added in front has the new dinp as its gradient; with `dropout` behind it, dinp2 (B,T,C) =
+    the new dinp through that dropout. dout (B,T,C) is the gradient of the output, inp the input, rstd what forward
+    left; scratch holds (MOST_PARTIALS, C) floats.
     """
+    if dropout:
+        parallel_residual_backward(
+            dinp, dinp2, None, dweight, None, None, None, None, None, scratch, dout, None, inp, weight, None, None,
+            rstd, B, T, C, dropout,
+        )  # fmt: skip
+        return
     vectors, row_bytes = ceil_div(C, 4), 2 * 16 * ceil_div(C, 4)
     passes = ceil_div(vectors, 256)  # over the columns, of as few whole warps as that takes
     block = cu.block(32 * ceil_div(vectors, 32 * passes))

@@ -1,38 +1,38 @@
-// Rotary position embedding (Su et al. 2021): channels 2i and 2i+1 of a head (HS) are a pair, which is rotated by the
-// angle a = position * frequency_i:
+// Rotary position embedding (Su et al. 2021): in the first R channels of a head (HS), all of them or a part, channels 2i
+// and 2i+1 are a pair, which is rotated by the angle a = position * frequency_i:
 //   out[2i] = x[2i] * cos a - x[2i+1] * sin a;  out[2i+1] = x[2i] * sin a + x[2i+1] * cos a
 // Queries and keys are rotated, values are not; the position enters q . k only as the distance between the two. These
-// pairs are Meta's; Hugging Face pairs i with i + HS/2, and its weights are reordered when they are read.
+// pairs are Meta's; Hugging Face pairs i with i + R/2, and its weights are reordered when they are read.
 // Backward: a rotation by -a, as the gradient of a rotation is its inverse.
-// Memory-bound: reads and writes the queries and keys once. Cosines and sines come from a table (T, HS/2, 2): a row of
-// it is as long as a head, and all heads of a position use the same row.
+// Memory-bound: reads and writes those channels of queries and keys once. Cosines and sines come from a table (T, R/2, 2):
+// a row of it is as long as what is rotated of a head, and all heads of a position use the same row.
 #include "common.cuh"
 
-// Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. HS is even; direction is 1, or
+// Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even; direction is 1, or
 // -1 for backward. Block (t, b): one position; its threads: (channels by fours, heads).
 extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __restrict__ table, float direction,
-                                       int heads, int all_heads, int HS) {
+                                       int heads, int all_heads, int HS, int R) {
     constexpr int BATCH = 4;  // heads of a thread that are loaded before the first is stored
     const size_t position = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
     float* row = qkv + position * all_heads * HS;
-    const float* angles = table + (size_t)blockIdx.x * HS;
-    by_alignment(HS % 4 == 0, [&](auto memory) {
-        for (int i = 4 * threadIdx.x; i < HS; i += 4 * blockDim.x) {
-            const Four a = memory.load(angles + i, HS - i);  // cos and sin of one pair, then of the next
+    const float* angles = table + (size_t)blockIdx.x * R;
+    by_alignment(HS % 4 == 0 && R % 4 == 0, [&](auto memory) {
+        for (int i = 4 * threadIdx.x; i < R; i += 4 * blockDim.x) {
+            const Four a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
             const float cos0 = a.x[0], sin0 = direction * a.x[1], cos1 = a.x[2], sin1 = direction * a.x[3];
             for (int first = threadIdx.y; first < heads; first += BATCH * blockDim.y) {
                 Four x[BATCH] = {};
 #pragma unroll
                 for (int b = 0; b < BATCH; b++) {
                     const int h = first + b * blockDim.y;
-                    if (h < heads) x[b] = memory.load(row + (size_t)h * HS + i, HS - i);
+                    if (h < heads) x[b] = memory.load(row + (size_t)h * HS + i, R - i);
                 }
 #pragma unroll
                 for (int b = 0; b < BATCH; b++) {
                     const int h = first + b * blockDim.y;
                     const Four out = {{x[b].x[0] * cos0 - x[b].x[1] * sin0, x[b].x[0] * sin0 + x[b].x[1] * cos0,
                                        x[b].x[2] * cos1 - x[b].x[3] * sin1, x[b].x[2] * sin1 + x[b].x[3] * cos1}};
-                    if (h < heads) memory.store(row + (size_t)h * HS + i, out, HS - i);
+                    if (h < heads) memory.store(row + (size_t)h * HS + i, out, R - i);
                 }
             }
         }

@@ -11,13 +11,14 @@ cu = device.source(__file__)
 LOW, HIGH, ORIGINAL_LENGTH = 1.0, 4.0, 8192
 
 
-def rope_table(T: int, HS: int, theta: float, scaling_factor: float | None = None) -> np.ndarray:
-    """fp32 (T, HS/2, 2): cosine and sine of position * frequency_i, with frequency_i = theta^(-2i/HS).
+def rope_table(T: int, R: int, theta: float, scaling_factor: float | None = None) -> np.ndarray:
+    """fp32 (T, R/2, 2): cosine and sine of position * frequency_i, with frequency_i = theta^(-2i/R). R is the number of
+    channels of a head that are rotated.
 
     With a scaling_factor, frequencies of fewer than LOW turns in ORIGINAL_LENGTH positions are divided by it, those of
     more than HIGH turns are kept, and between the two there is a linear transition.
     """
-    frequencies = theta ** (-np.arange(0, HS, 2) / HS)
+    frequencies = theta ** (-np.arange(0, R, 2) / R)
     if scaling_factor is not None:
         turns = ORIGINAL_LENGTH * frequencies / (2 * np.pi)
         kept = np.clip((turns - LOW) / (HIGH - LOW), 0.0, 1.0)
@@ -26,22 +27,23 @@ def rope_table(T: int, HS: int, theta: float, scaling_factor: float | None = Non
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 
 
-def rope_forward(qkv, table, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+def rope_forward(qkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: int | None = None) -> None:
     """Rotates, in place, the NH query and the NKV key heads of qkv (B,T,NH+2*NKV,HS); value heads are untouched.
 
-    table is `rope_table` for at least T positions; the first T count.
+    Of each head the first R channels are rotated, by default all HS. table is `rope_table` of R for at least T
+    positions; the first T count.
     """
-    launch(qkv, table, 1.0, B, T, NH, NKV, HS)
+    launch(qkv, table, 1.0, B, T, NH, NKV, HS, R or HS)
 
 
-def rope_backward(dqkv, table, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+def rope_backward(dqkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: int | None = None) -> None:
     """Rotates the gradients of queries and keys in dqkv (B,T,NH+2*NKV,HS) back, in place: rope_forward's inverse."""
-    launch(dqkv, table, -1.0, B, T, NH, NKV, HS)
+    launch(dqkv, table, -1.0, B, T, NH, NKV, HS, R or HS)
 
 
-def launch(qkv, table, direction: float, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+def launch(qkv, table, direction: float, B: int, T: int, NH: int, NKV: int, HS: int, R: int) -> None:
     """Launch the kernel that forward and backward share, in blocks of some 64 threads: each has several heads."""
-    vectors = min(64, ceil_div(HS, 4))
+    vectors = min(64, ceil_div(R, 4))
     cu.rope_kernel(
-        (T, B), (vectors, 64 // vectors), (qkv, table, np.float32(direction), NH + NKV, NH + 2 * NKV, HS)
+        (T, B), (vectors, 64 // vectors), (qkv, table, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R)
     )

@@ -60,6 +60,14 @@ def fraction(text: str) -> float:
     return value
 
 
+def rate(text: str) -> float:
+    """A number from 0 on and below 1."""
+    value = number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more, and below 1")
+    return value
+
+
 def on_off(text: str) -> bool:
     """0 or 1."""
     if text not in ("0", "1"):
@@ -125,7 +133,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (B*T)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
-        ("--seed", natural, None, "N", "seed: initial weights, sampling, and shuffles the training data"),
+        ("--seed", natural, None, "N", "seed: initial weights, sampling, dropout, and shuffles the data"),
     )
     group(
         "optimisation",
@@ -135,6 +143,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-q --final-fraction", fraction, 0.0, "F", "of the rate, at the end of the schedule (0)"),
         ("-c --weight-decay", non_negative, 0.0, "W", "of the weight matrices (0)"),
         ("--grad-clip", non_negative, 0.0, "NORM", "largest norm of the gradients; 0: not clipped (0)"),
+        ("--dropout", rate, 0.0, "P", "share of the activations dropped in training (0)"),
     )
     group(
         "watching",

@@ -10,7 +10,7 @@ import numpy as np  # isort: skip
 
 from llmc.dataloader import DataLoader, sort_by_token
 from llmc.evaluation import EvalLoader
-from llmc.model import Model
+from llmc.model import RANDOM_WORDS, Model
 
 
 class Batches:
@@ -22,14 +22,16 @@ class Batches:
 
     def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
         self.model, self.loader, self.count = model, loader, count
-        self.batches = device.pinned((2, count, 4, model.B, model.T), np.int32)
+        self.batches = device.pinned((2, count, 4 * model.B * model.T + RANDOM_WORDS), np.int32)
         self.losses = device.pinned((2, count, model.B, model.T), np.float32)
 
     def send(self, step: int, i: int) -> None:
         """The loader's next batch, to model.batch: batch i of a step."""
         batch = self.batches[step % 2, i]
-        self.loader.next_batch(batch[0], batch[1])
-        batch[2:] = np.reshape(sort_by_token(batch[0]), (2, self.model.B, self.model.T))
+        tokens, random = batch[:-RANDOM_WORDS].reshape(4, self.model.B, self.model.T), batch[-RANDOM_WORDS:]
+        self.loader.next_batch(tokens[0], tokens[1])
+        tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, self.model.B, self.model.T))
+        random[:] = self.model.random_words(step, i)
         device.copy_in(self.model.batch, batch)
 
     def fetch_losses(self, step: int, i: int) -> None:

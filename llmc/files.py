@@ -16,12 +16,14 @@ from llmc.errors import UserError
 HEADER_BYTES = 256 * 4
 
 GPT2_MODEL, LLAMA3_MODEL = 20240326, 20240803
+PYTHIA_MODEL = 20230403  # of llm.cupy alone: the day of Pythia's paper, before the first of llm.c's numbers
 DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240327, 20240328, 20240520, 20240522
 TOKENS_32 = 20240801
 
 CONTENTS = {
     GPT2_MODEL: "a GPT-2 model",
     LLAMA3_MODEL: "a Llama 3 model",
+    PYTHIA_MODEL: "a Pythia model",
     DEBUG_STATE: "a debug state",
     TOKENIZER: "a tokenizer",
     TOKENS: "GPT-2 tokens",
@@ -30,7 +32,11 @@ CONTENTS = {
 }
 
 
-TRAINERS = {GPT2_MODEL: "train_gpt2_fp32.py", LLAMA3_MODEL: "train_llama3_fp32.py"}
+TRAINERS = {
+    GPT2_MODEL: "train_gpt2_fp32.py",
+    LLAMA3_MODEL: "train_llama3_fp32.py",
+    PYTHIA_MODEL: "train_pythia_fp32.py",
+}
 
 
 def make_header(*values: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from llmc.errors import UserError
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges
 
 STAGED = 1 << 24  # floats of a weight that are made on the host at a time
+RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
 
 
 class Model:
@@ -28,6 +29,10 @@ class Model:
     The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
     has neither gradients nor moments. norm (2,) is the norm of all gradients and the factor that clips them.
 
+    A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
+    random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
+    and what random_words makes for dropout. dropout is the share of activations that training drops, by dropout_seed.
+
     A subclass is one kind of model. It says:
     Config                    the class of its sizes
     MATRICES                  the parameters that weight decay applies to, and that start as random numbers
@@ -35,7 +40,7 @@ class Model:
     BY_FLASH, BY_MATRICES     the tables of activations and of their gradients, scratch included, with flash attention
                               and with attention by (T, T) matrices; `partials` holds at least 1024 floats
     first_weights, and where it has some, constants
-    choose_attention(kind, C, NH), forward(B, T), loss(B, T, dloss), backward(B, T, accumulate),
+    choose_attention(kind, C, NH), forward(B, T, training), loss(B, T, dloss), backward(B, T, accumulate),
     train_step(batches, weight_decay, grad_clip)
 
     Raises UserError where the device has too little memory.
@@ -70,9 +75,10 @@ class Model:
         self.constant = SimpleNamespace(
             **{name: device.asarray(values) for name, values in self.constants(config, T).items()}
         )
-        # The batch: tokens, what follows each, and for the embedding's gradient what sort_by_token makes of them.
-        self.batch = device.zeros((4, B * T), np.int32)
-        self.inputs, self.targets, self.order, self.count = self.batch
+        self.batch = device.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
+        self.inputs, self.targets, self.order, self.count = self.batch[: 4 * B * T].reshape(4, B * T)
+        self.random = self.batch[4 * B * T :]
+        self.dropout, self.dropout_seed = 0.0, 0
         self.views_of = {}
         if inference:
             return
@@ -103,6 +109,13 @@ class Model:
         """Zeroes the gradients to which backward adds. Those of PRODUCTS it sets, unless told to accumulate."""
         for grads in self.added_to:
             device.fill_zero(grads)
+
+    def random_words(self, step: int, i: int) -> np.ndarray:
+        """What decides in batch i of a step which activations are dropped, as kernels/dropout.cuh reads it: the seed's
+        two words, step, batch, the rate as a threshold for random words, and the bits of the float 1 / (1 - rate)."""
+        seed, threshold = self.dropout_seed % 2**64, min(round(self.dropout * 2**32), 2**32 - 1)
+        scale = np.float32(1 / (1 - self.dropout)).view(np.uint32)
+        return np.array([seed % 2**32, seed >> 32, step, i, threshold, scale], np.uint32).view(np.int32)
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Takes over the parameters of a file, as `read_model` gives them; rows that it lacks become 0."""

@@ -51,6 +51,7 @@ class Run:
         self.tokenizer_path = find_tokenizer(args.data)
         self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
         self.model, state = build_model(kind, args, self.tokenizer)
+        self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
         V = self.model.config.vocab_size
         if self.tokenizer and not self.tokenizer.fits(V):
             raise UserError(
@@ -199,6 +200,7 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
             ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
+            *([("dropout", args.dropout)] if args.dropout else []),
             ("val every, batches", f"{args.val_every} steps, {run.val_batches}"),
             ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
             ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"

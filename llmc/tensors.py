@@ -7,16 +7,20 @@ A table is a tuple of rows (name, shape) in the order of the buffer. A shape is 
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
 import numpy as np
 
 from llmc.errors import UserError
+from llmc.files import make_header
 
 Table = tuple[tuple, ...]
 
 ALIGNMENT = 64  # floats; every activation starts on a 256-byte boundary
+
+# How the value of a field is written in a model's description, by the field's type.
+SPELLINGS = {int: r"\d+", bool: r"\d+", float: r"\d+\.?\d*([eE][+-]?\d+)?", str: r"[a-z]+"}
 
 
 def layout(table: Table, sizes: dict[str, int], align: int) -> tuple[dict[str, tuple[int, tuple]], int]:
@@ -68,7 +72,8 @@ class Config:
     DESCRIPTION        the words of `-e layers=4,heads=4`, each with its field
     PRESETS            named models (`-e d12`), each such a description
     DEFAULT_MODEL      the file that -e stands for by default
-    DEFAULTS           fields that a description may leave out; vocab_size where the data has no tokenizer
+    DEFAULTS           further fields that a description may leave out; vocab_size where the data has no tokenizer
+    CHOICES            the words that a field of type str can be
     FETCH              where such a model can be had
     """
 
@@ -80,6 +85,7 @@ class Config:
     PRESETS: dict[str, str]
     DEFAULT_MODEL: str
     DEFAULTS: dict[str, object]
+    CHOICES: dict[str, tuple[str, ...]] = {}
     FETCH: str
 
     def parameters(self) -> Table:
@@ -100,14 +106,30 @@ class Config:
         raise NotImplementedError
 
     def header(self) -> np.ndarray:
-        """The model file's header, 32-bit words."""
-        raise NotImplementedError
+        """The model file's header, 32-bit words. This one is our own, for a model that llm.c has no file for:
+        int32[256]: MAGIC, version 1, and in their order the fields that are whole numbers, flags, or words, these by
+        their places in CHOICES; float64[128]: the fields that are floats."""
+        values = {field: getattr(self, field.name) for field in fields(self)}
+        ints = [self.CHOICES[f.name].index(x) if f.type is str else x for f, x in values.items() if f.type is not float]
+        floats = np.zeros(128, "<f8")
+        given = [x for f, x in values.items() if f.type is float]
+        floats[: len(given)] = given
+        return np.concatenate([make_header(self.MAGIC, 1, *ints), floats.view("<i4")])
 
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "Config":
         """The sizes that a model file's header holds, int32 (HEADER_BYTES / 4,). Raises UserError, naming `source`, for
         another version; the sizes are not checked yet."""
-        raise NotImplementedError
+        if header[1] != 1:
+            raise UserError(f"{source}: model version {header[1]}; version 1 is needed: {cls.FETCH}")
+        ints, floats, values = iter(header[2:256].tolist()), iter(header[256:].view("<f8").tolist()), {}
+        for field in fields(cls):
+            value = next(floats) if field.type is float else next(ints)
+            if field.type is str:
+                words = dict(enumerate(cls.CHOICES[field.name]))
+                value = words.get(value, str(value))
+            values[field.name] = field.type(value)
+        return cls(**values)
 
     def check(self, source: str) -> None:
         """Raises UserError, naming `source`, for sizes that make no model."""
@@ -115,6 +137,8 @@ class Config:
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise UserError(f"{source}: {field.name} is {value}; it must be at least 1")
+            if field.type is str and value not in self.CHOICES[field.name]:
+                raise UserError(f"{source}: {field.name} is {value}; it can be {' or '.join(self.CHOICES[field.name])}")
         if self.channels % self.num_heads:
             raise UserError(
                 f"{source}: {self.channels} channels cannot be split among {self.num_heads} heads evenly"
@@ -130,18 +154,18 @@ class Config:
         words = cls.PRESETS.get(text, text)
         if "=" not in words:
             return None
-        values = cls.DEFAULTS | ({"vocab_size": vocab_size} if vocab_size else {})
+        values = {field.name: field.default for field in fields(cls) if field.default is not MISSING} | cls.DEFAULTS
+        values |= {"vocab_size": vocab_size} if vocab_size else {}
         types = {field.name: field.type for field in fields(cls)}
         example = next(iter(cls.PRESETS.values()))
         for word in words.split(","):
             name, _, value = word.partition("=")
             field = cls.DESCRIPTION.get(name)
-            number = r"\d+" if types.get(field) in (int, bool) else r"\d+\.?\d*([eE][+-]?\d+)?"
-            if field is None or not re.fullmatch(number, value):
+            if field is None or not re.fullmatch(SPELLINGS[types[field]], value):
                 raise UserError(f"-e {text}: {word} is no part of a model's description, such as {example}")
             if field == "vocab_size" and vocab_size:
                 continue
-            values[field] = types[field](float(value)) if types[field] is not int else int(value)
+            values[field] = bool(int(value)) if types[field] is bool else types[field](value)
         missing = [name for name, field in cls.DESCRIPTION.items() if field not in values]
         if missing:
             raise UserError(f"-e {text}: {missing[0]}=… is missing; a model is described as {example}")

@@ -4,14 +4,17 @@ from llmc.model import Model
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3_fp32 import Llama3, Llama3Config
+from train_pythia_fp32 import Pythia, PythiaConfig
 
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
 ODD = GPT2Config(32, 101, 2, 3, 21)
 EVEN = GPT2Config(32, 256, 1, 2, 64)
 HEADS_OF_64 = GPT2Config(80, 101, 2, 2, 128)
 LLAMA_ODD = Llama3Config(32, 101, 2, 6, 2, 36, 41, tied=False)  # heads of 6
+PYTHIA_ODD = PythiaConfig(32, 101, 2, 3, 21, rotary=0.6)  # heads of 7, of which 4 channels are rotated
+PYTHIA_HEADS_OF_64 = PythiaConfig(80, 101, 2, 2, 128)
 GROUPS_OF_64 = Llama3Config(80, 101, 1, 4, 2, 256, 90, tied=False)
 
 
 def kind_of(config: Config) -> type[Model]:
-    return {GPT2Config: GPT2, Llama3Config: Llama3}[type(config)]
+    return {GPT2Config: GPT2, Llama3Config: Llama3, PythiaConfig: Pythia}[type(config)]

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import GPT2Config as HFGPT2Config
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers import LlamaConfig as HFLlamaConfig
 
-from dev.huggingface import named_tensors
+from dev.huggingface import named_tensors, transformers_parameters
 from llmc.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 # Largest relative Frobenius error against float64. fp32 rounds at 6e-8: the sum over a row that a kernel takes keeps
 # well inside 1e-5, and a model's gradient has passed through some hundred of those. TF32 keeps 10 bits of each factor
@@ -236,6 +237,40 @@ def llama3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Llama3Confi
     return F.linear(norm(x, p["lnfw"]), p["wte" if config.tied else "lm_head"])
 
 
+def pythia(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: PythiaConfig, kind: str) -> torch.Tensor:
+    """Pythia's forward pass: logits (B, T, Vp). Of each head the first R channels turn, by pairs of neighbours."""
+    C, NH, HS = config.channels, config.num_heads, config.channels // config.num_heads
+    (B, T), R = tokens.shape, int(config.rotary * HS)
+    angles = torch.arange(T).double()[:, None] * config.rope_theta ** -(torch.arange(0, R, 2).double() / R)
+    turns = torch.polar(torch.ones(()).double(), angles)  # (T, R/2) complex numbers of size 1
+
+    def norm(x, name, *l):
+        if config.norm == "rms":
+            return x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * p[f"{name}w"][l]
+        return F.layer_norm(x, (C,), p[f"{name}w"][l], p[f"{name}b"][l], eps=config.norm_eps)
+
+    def attend(x, l):
+        heads = F.linear(x, p["qkvw"][l], p["qkvb"][l]).view(B, T, 3 * NH, HS)
+        qk, v = heads.split((2 * NH, NH), dim=2)
+        pairs = torch.view_as_complex(qk[..., :R].reshape(B, T, 2 * NH, R // 2, 2).contiguous())
+        qk = torch.cat([torch.view_as_real(pairs * turns[:, None]).flatten(-2), qk[..., R:]], dim=-1)
+        h = attention(torch.cat([qk, v], dim=2).flatten(2), NH, kind)
+        return F.linear(h, p["attprojw"][l], p["attprojb"][l])
+
+    def mlp(x, l):
+        h = F.gelu(F.linear(x, p["fcw"][l], p["fcb"][l]), approximate="none" if config.gelu == "erf" else "tanh")
+        return F.linear(h, p["fcprojw"][l], p["fcprojb"][l])
+
+    x = p["wte"][tokens]
+    for l in range(config.num_layers):
+        if config.parallel:
+            x = x + attend(norm(x, "ln1", l), l) + mlp(norm(x, "ln1" if config.tied_norm else "ln2", l), l)
+        else:
+            x = x + attend(norm(x, "ln1", l), l)
+            x = x + mlp(norm(x, "ln2", l), l)
+    return F.linear(norm(x, "lnf"), p["lm_head"])
+
+
 def rope_angles(config: Llama3Config, T: int) -> torch.Tensor:
     """The angle (T, HS/2) of each pair of channels at each position, with Llama 3.1's scaling of the frequencies."""
     HS = config.channels // config.num_heads
@@ -251,7 +286,7 @@ def forward(
     config: Config, params: dict[str, torch.Tensor], tokens, targets, kind: str = "softmax"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits (B, T, V) without the padded vocabulary, and the mean loss of the targets (B, T)."""
-    definition = {GPT2Config: gpt2, Llama3Config: llama3}[type(config)]
+    definition = {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia}[type(config)]
     tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
     logits = definition(params, tokens, config, kind)[..., : config.vocab_size]
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -307,7 +342,9 @@ def transformers_model(config: Config, seed: int = 0) -> PreTrainedModel:
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        kind = {GPT2Config: transformers_gpt2, Llama3Config: transformers_llama}[type(config)]
+        kind = {
+            GPT2Config: transformers_gpt2, Llama3Config: transformers_llama, PythiaConfig: transformers_pythia
+        }[type(config)]  # fmt: skip
         model = kind(config).double()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -340,6 +377,20 @@ def transformers_llama(config: Llama3Config) -> LlamaForCausalLM:
     ))  # fmt: skip
 
 
+def transformers_pythia(config: PythiaConfig) -> GPTNeoXForCausalLM:
+    assert config.norm == "layer" and not config.tied_norm
+    return GPTNeoXForCausalLM(GPTNeoXConfig(
+        max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+        intermediate_size=4 * config.channels, hidden_act={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
+        layer_norm_eps=config.norm_eps, use_parallel_residual=config.parallel, tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary
+        },
+        attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
+    ))  # fmt: skip
+
+
 def transformers_loss(model: PreTrainedModel, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's logits (B, T, V) for tokens (B, T), and the mean loss of the targets, ready for .backward()."""
     tokens, targets = (torch.as_tensor(ids, dtype=torch.long, device=model.device) for ids in (tokens, targets))
@@ -351,7 +402,7 @@ def flat_parameters_of(model: PreTrainedModel, config: Config, gradients: bool =
     """The model's parameters, or the gradients that backward left in it, float64 (num_parameters,) in the order of our
     table; the rows of the padded vocabulary are zeros."""
     flat = np.zeros(num_parameters(config))
-    theirs = dict(model.named_parameters())
+    theirs = transformers_parameters(model)
     for name, view, _ in named_tensors(config, name_tensors(flat, config.parameters(), config.sizes(), align=1)):
         values = theirs[name].grad if gradients else theirs[name].detach()
         view[...] = values.numpy().reshape(view.shape)

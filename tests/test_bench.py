@@ -20,6 +20,7 @@ BATCH = ["-b", "2", "-t", "8", "--vocab-size", "300", "--device", "cpu"]
 TINY = {
     "train_gpt2_fp32": ["train_gpt2_fp32", "-e", "layers=1,heads=1,channels=16", *BATCH],
     "train_llama3_fp32": ["train_llama3_fp32", "-e", "layers=1,heads=2,kv_heads=1,channels=16,hidden=24", *BATCH],
+    "train_pythia_fp32": ["train_pythia_fp32", "-e", "layers=1,heads=2,channels=16", *BATCH],
 }
 
 # Speaks like llm.c's trainer for the GPU: a usage without good flags, lines with milliseconds with them.

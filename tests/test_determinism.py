@@ -24,13 +24,16 @@ from llmc.tensors import Config
 from models import kind_of
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 STEPS, B, T = 20, 2, 21
 # Wide enough that products are shared out among threads, and layernorm's rows among blocks.
 GPT2 = GPT2Config(64, 317, 2, 2, 128)  # heads of 64, which flash attention takes
 LLAMA3 = Llama3Config(64, 317, 1, 4, 2, 256, 352)
+PYTHIA = PythiaConfig(64, 317, 2, 2, 128)
 MODELS = {
     "softmax": (GPT2, "softmax"), "relu": (GPT2, "relu"), "flash": (GPT2, "flash"),
+    "pythia-softmax": (PYTHIA, "softmax"), "pythia-flash": (PYTHIA, "flash"),
     "llama-softmax": (LLAMA3, "softmax"), "llama-flash": (LLAMA3, "flash"),
 }  # fmt: skip
 

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from draws import factors, words
+from kernels.dropout import Dropout
 from kernels.encoder import encoder_backward, encoder_forward
 from llmc.dataloader import sort_by_token
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
@@ -41,6 +43,18 @@ def check(dev, tokens: np.ndarray, C: int, V: int) -> None:
 def test_encoder_equals_embedding_of_tokens_and_positions(dev, B, T, C, V):
     rng = np.random.default_rng(V)
     check(dev, rng.integers(0, V, (B, T), dtype=np.int32), C, V)
+
+
+@pytest.mark.parametrize("C", [64, 13])
+@pytest.mark.parametrize("positions", [True, False])
+def test_the_embedding_is_dropped(dev, C, positions):
+    rng = np.random.default_rng(C)
+    B, T, V = 3, 9, 20
+    tokens, wte, wpe = rng.integers(0, V, (B, T), dtype=np.int32), normal(rng, V, C), normal(rng, T, C)
+    with guarded(dev) as memory:
+        drop, out, rows = Dropout(memory.read(words(0.3)), 0), memory.write((B, T, C)), memory.read(wpe)
+        encoder_forward(out, memory.read(tokens), memory.read(wte), rows if positions else None, B, T, C, drop)
+    assert_close("dropped", out, (wte[tokens] + wpe * positions) * factors(drop, B, T, C).numpy(), KERNEL_FP32)
 
 
 @pytest.mark.parametrize("C", [64, 13])

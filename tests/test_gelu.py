@@ -1,6 +1,7 @@
-"""gelu.cu against PyTorch's tanh-approximated gelu, with the bias in front of it."""
+"""gelu.cu against PyTorch's gelu in both forms, with the bias in front of it."""
 
 import numpy as np
+import pytest
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from kernels.reduce import MOST_PARTIALS
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 # In a model C is 4 times an odd number of channels, or more, and the bias then need not begin at 16 bytes.
+each_form = pytest.mark.parametrize("form", ["tanh", "none"])  # PyTorch's name of the erf form is "none"
 any_shape = given(N=st.integers(1, 150), C=st.integers(1, 150), shift=st.integers(0, 3))
 
 
@@ -27,27 +29,31 @@ def make(N: int, C: int) -> tuple:
     return inp, normal(rng, C), normal(rng, N, C)
 
 
+@each_form
 @any_shape
 @examples
-def test_gelu_forward_adds_the_bias_first(dev, N, C, shift):
+def test_gelu_forward_adds_the_bias_first(dev, form, N, C, shift):
     inp, bias, _ = make(N, C)
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         out = memory.write((N, C))
-        gelu_forward(out, memory.read(inp), parameters.read(bias), N, C)
-    assert_close("gelu", out, F.gelu(leaf(inp) + leaf(bias), approximate="tanh"), KERNEL_FP32)
+        gelu_forward(out, memory.read(inp), parameters.read(bias), N, C, form == "none")
+    assert_close("gelu", out, F.gelu(leaf(inp) + leaf(bias), approximate=form), KERNEL_FP32)
 
 
+@each_form
 @any_shape
 @examples
-def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_writes_the_output_transposed(dev, N, C, shift):
+def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_writes_the_output_transposed(
+    dev, form, N, C, shift
+):
     inp, bias, dout = make(N, C)
     before = normal(np.random.default_rng(C), C)
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         dinp, dbias = memory.update(dout), parameters.update(before)
         out_T, scratch = memory.write((C, N)), memory.scratch((MOST_PARTIALS, C))
-        gelu_backward(dinp, dbias, out_T, scratch, memory.read(inp), parameters.read(bias), N, C)
+        gelu_backward(dinp, dbias, out_T, scratch, memory.read(inp), parameters.read(bias), N, C, form == "none")
     inp64, bias64 = leaf(inp), leaf(bias)
-    out = F.gelu(inp64 + bias64, approximate="tanh")
+    out = F.gelu(inp64 + bias64, approximate=form)
     (out * leaf(dout).detach()).sum().backward()
     assert_close("dinp", dinp, inp64.grad, KERNEL_FP32)
     # Compared together with what is added up: a column's gradients may cancel to next to nothing.
@@ -56,13 +62,14 @@ def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_writes_t
     assert_close("gelu transposed", out_T, out.T, KERNEL_FP32)
 
 
-def test_gelu_of_huge_numbers_is_themselves_or_zero(dev):
+@each_form
+def test_gelu_of_huge_numbers_is_themselves_or_zero(dev, form):
     inp = np.array([[-1e4, -80, -20, 20, 80, 1e4]], dtype=np.float32)
     with guarded(dev) as memory:
         out, x, bias = memory.write((1, 6)), memory.read(inp), memory.read(np.zeros(6, np.float32))
         dinp, dbias = memory.update(np.ones((1, 6), np.float32)), memory.update(np.zeros(6, np.float32))
         out_T, scratch = memory.write((6, 1)), memory.scratch((MOST_PARTIALS, 6))
-        gelu_forward(out, x, bias, 1, 6)
-        gelu_backward(dinp, dbias, out_T, scratch, x, bias, 1, 6)
+        gelu_forward(out, x, bias, 1, 6, form == "none")
+        gelu_backward(dinp, dbias, out_T, scratch, x, bias, 1, 6, form == "none")
     assert dev.to_host(out).tolist() == [[0, 0, 0, 20, 80, 1e4]]
     assert dev.to_host(dinp).tolist() == [[0, 0, 0, 1, 1, 1]]

@@ -19,14 +19,16 @@ from llmc.tokenizer import write_tokenizer
 from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
 LLAMA = Llama3Config(40, 257, 2, 4, 2, 32, 48, rope_scaling=8.0)
+PYTHIA = PythiaConfig(40, 257, 2, 2, 32)
 EOT = 256
 
 
-@pytest.fixture(scope="module", params=[CONFIG, LLAMA], ids=lambda config: config.NAME)
+@pytest.fixture(scope="module", params=[CONFIG, LLAMA, PYTHIA], ids=lambda config: config.NAME)
 def theirs(request):
     """transformers' model of 257 byte tokens, with opinions: weights as they start out would make all tokens about as
     likely, or have each repeat itself."""
@@ -40,7 +42,7 @@ def theirs(request):
 
 @pytest.fixture
 def config(theirs):
-    return CONFIG if theirs.config.model_type == "gpt2" else LLAMA
+    return {"gpt2": CONFIG, "llama": LLAMA, "gpt_neox": PYTHIA}[theirs.config.model_type]
 
 
 @pytest.fixture

@@ -12,11 +12,20 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, GPT2Model, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2LMHeadModel,
+    GPT2Model,
+    GPTNeoXForCausalLM,
+    GPTNeoXModel,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers import GPT2Config as HFConfig
 
 from dev import export_hf, import_hf
-from dev.huggingface import named_tensors
+from dev.huggingface import named_tensors, transformers_parameters
 from generate import kind_of
 from llmc.checkpoint import read_model, write_model
 from llmc.errors import UserError
@@ -26,6 +35,7 @@ from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 GPT2S = [GPT2Config(17, 53, 2, 3, 24), GPT2Config(8, 128, 1, 1, 5), GPT2Config(32, 257, 3, 2, 128)]
 LLAMAS = [
@@ -34,27 +44,40 @@ LLAMAS = [
     Llama3Config(33, 128, 1, 6, 6, 36, 64, rope_theta=1e5, norm_eps=1e-3, tied=True),
     Llama3Config(64, 257, 3, 4, 2, 64, 33, rope_theta=1e3, rope_scaling=32.0, tied=False),
 ]
-CONFIGS = GPT2S + LLAMAS
-FAMILIES = [GPT2S[0], LLAMAS[0]]
+PYTHIAS = [
+    PythiaConfig(17, 53, 2, 3, 24, rotary=0.5, gelu="erf"),
+    PythiaConfig(40, 300, 2, 3, 21, rotary=0.6, parallel=False),  # heads of 7, of which 4 channels are turned
+    PythiaConfig(33, 128, 1, 2, 32, rotary=1.0, rope_theta=500.0, norm_eps=1e-3),
+    PythiaConfig(64, 257, 3, 4, 128, gelu="erf", parallel=False),
+]
+CONFIGS = GPT2S + LLAMAS + PYTHIAS
+FAMILIES = [GPT2S[0], LLAMAS[0], PYTHIAS[0]]
+CLASSES = {GPT2Config: GPT2LMHeadModel, Llama3Config: LlamaForCausalLM, PythiaConfig: GPTNeoXForCausalLM}
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def name_of(config: Config) -> str:
     if isinstance(config, GPT2Config):
         return f"GPT-2 {config.num_heads} of {config.channels}"
+    if isinstance(config, PythiaConfig):
+        order = "parallel" if config.parallel else "sequential"
+        return f"Pythia {config.num_heads} of {config.channels} {order} {config.gelu}"
     return f"Llama {config.num_heads}-{config.num_kv_heads} {'tied' if config.tied else 'untied'}"
 
 
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 each_family = pytest.mark.parametrize("theirs", FAMILIES, ids=name_of, indirect=True)
+each_tied = pytest.mark.parametrize("theirs", FAMILIES[:2], ids=name_of, indirect=True)
 only_gpt2 = pytest.mark.parametrize("theirs", GPT2S[:1], ids=name_of, indirect=True)
+only_pythia = pytest.mark.parametrize("theirs", PYTHIAS[:1], ids=name_of, indirect=True)
 only_llama = pytest.mark.parametrize("theirs", LLAMAS[:1], ids=name_of, indirect=True)
 
 
 def make_model(config: Config):
-    """transformers' model, fp32. A Llama's matrices are large enough for positions to matter to the logits."""
+    """transformers' model, fp32. Where positions are rotations, matrices are large enough for them to matter to the
+    logits."""
     model = transformers_model(config).float()
-    if isinstance(config, Llama3Config):
+    if not isinstance(config, GPT2Config):
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -69,7 +92,7 @@ def flat(model, config: Config) -> np.ndarray:
 
 def assert_parameters(config: Config, tensors: dict[str, np.ndarray], model) -> None:
     """Every number is the same, and what is not transformers' is 0."""
-    theirs = dict(model.named_parameters())
+    theirs = transformers_parameters(model)
     for name, view, shape in named_tensors(config, tensors):
         np.testing.assert_array_equal(view.reshape(shape), theirs.pop(name).detach().float().numpy(), name)
     assert not theirs
@@ -80,7 +103,7 @@ def assert_parameters(config: Config, tensors: dict[str, np.ndarray], model) -> 
 
 
 def tensors_of(model) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in transformers_parameters(model).items()}
 
 
 @pytest.fixture
@@ -139,8 +162,8 @@ def test_an_exported_model_has_the_same_logits_in_transformers(config, dev, tmp_
     exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tied = exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
-    assert tied == getattr(config, "tied", True)
-    assert type(exported) is (GPT2LMHeadModel if isinstance(config, GPT2Config) else LlamaForCausalLM)
+    assert tied == getattr(config, "tied", isinstance(config, GPT2Config))
+    assert type(exported) is CLASSES[type(config)]
     assert exported.dtype == torch.float32
     assert_logits(dev, tmp_path / "model.bin", config, exported, rng)
 
@@ -173,7 +196,7 @@ def test_what_transformers_saves_is_imported_and_exported_again_bit_by_bit(confi
 def test_named_tensors_are_views_that_can_be_set_of_numpy_and_of_pytorch(config, rng):
     sizes = config.sizes()
     zeros = {name: np.zeros([sizes[s] for s in shape], np.float32) for name, shape in config.parameters()}
-    theirs = {name: p.detach() for name, p in make_model(config).named_parameters()}
+    theirs = {name: p.detach() for name, p in transformers_parameters(make_model(config)).items()}
     in_torch = {name: torch.from_numpy(tensor.copy()) for name, tensor in zeros.items()}
     for name, view, shape in named_tensors(config, zeros):
         assert shape == tuple(theirs[name].shape)
@@ -231,6 +254,20 @@ def test_names_without_prefix_and_the_buffers_of_old_llamas_are_understood(their
     save_file(old, tmp_path / "old" / "model.safetensors")
     config, tensors = imported(tmp_path / "old", tmp_path)
     assert config == LLAMAS[0]
+    assert_parameters(config, tensors, theirs)
+
+
+@only_pythia
+def test_names_without_prefix_and_the_buffers_of_old_pythias_are_understood(theirs, tmp_path):
+    GPTNeoXModel(theirs.config).save_pretrained(tmp_path / "old")
+    old = {name.removeprefix("gpt_neox."): tensor for name, tensor in tensors_of(theirs).items()}
+    for layer in range(theirs.config.num_hidden_layers):
+        old[f"layers.{layer}.attention.bias"] = torch.ones(1, 1, 17, 17, dtype=torch.uint8).tril()
+        old[f"layers.{layer}.attention.masked_bias"] = torch.tensor(-1e9)
+        old[f"layers.{layer}.attention.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(old, tmp_path / "old" / "model.safetensors")
+    config, tensors = imported(tmp_path / "old", tmp_path)
+    assert config == PYTHIAS[0]
     assert_parameters(config, tensors, theirs)
 
 
@@ -293,7 +330,7 @@ def test_a_large_model_is_exported_as_several_files(theirs, saved, tmp_path, mon
     assert (tmp_path / "imported.bin").read_bytes() == before
 
 
-@each_family
+@each_tied
 def test_an_untied_classifier_is_refused_and_a_tied_one_is_not(saved, tmp_path):
     tensors = load_file(saved / "model.safetensors")
     tensors["lm_head.weight"] = next(tensors[name] for name in tensors if "embed" in name or "wte" in name).clone()
@@ -330,7 +367,7 @@ def test_a_model_that_computes_something_else_is_refused(setting, value, saved, 
 @pytest.mark.parametrize(
     ("setting", "value", "supported"),
     [
-        ("model_type", "mistral", "gpt2 or llama is supported"),
+        ("model_type", "mistral", "gpt2, llama or gpt_neox is supported"),
         ("hidden_act", "gelu", "silu is supported"),
         ("attention_bias", True, "False is supported"),
         ("mlp_bias", True, "False is supported"),
@@ -403,6 +440,69 @@ def test_rope_that_turns_otherwise_is_refused(where, field, value, supported, sa
     change(saved / "config.json", **({"rope_parameters": None} | {where: rope}))
     message = refusal(saved, tmp_path)
     assert f"{where}.{field} is {value!r}" in message and supported in message
+
+
+@only_pythia
+@pytest.mark.parametrize(
+    ("setting", "value", "supported"),
+    [
+        ("hidden_act", "relu", "gelu_pytorch_tanh or gelu or gelu_new or gelu_fast is supported"),
+        ("attention_bias", False, "True is supported"),
+        ("use_parallel_residual", "yes", "True or False is supported"),
+        ("tie_word_embeddings", True, "False is supported"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "none is supported"),
+        ("intermediate_size", 95, "4 times hidden_size, 24, is supported"),
+        ("layer_norm_eps", "1e-5", "a number is supported"),
+        ("num_hidden_layers", None, "a whole number from 1 on is supported"),
+        ("num_attention_heads", 5, "24 channels cannot be split among 5 heads"),
+        ("rope_parameters", {"rope_type": "linear", "factor": 2.0}, "default is supported"),
+        ("rope_parameters", {"rope_theta": "big"}, "a number is supported"),
+        ("rope_parameters", {"partial_rotary_factor": "all"}, "a number is supported"),
+        ("rope_parameters", {"partial_rotary_factor": 0.4}, "an even number of them"),  # 3 channels of 8
+        ("rope_parameters", {"partial_rotary_factor": 0.1}, "at least 2"),
+    ],
+    ids=str,
+)
+def test_a_pythia_that_computes_something_else_is_refused(setting, value, supported, saved, tmp_path):
+    change(saved / "config.json", **{setting: value})
+    message = refusal(saved, tmp_path)
+    assert "saved" in message and supported in message
+    assert setting in message or "heads" in message or "rotary" in message
+
+
+@only_pythia
+@pytest.mark.parametrize(
+    ("settings", "config"),
+    [
+        ({"rotary_pct": 0.75, "rotary_emb_base": 500}, replace(PYTHIAS[0], rotary=0.75, rope_theta=500.0)),
+        ({}, replace(PYTHIAS[0], rotary=0.25)),
+        ({"rope_parameters": {"rope_theta": 70.0}, "rotary_pct": 1}, replace(PYTHIAS[0], rotary=1.0, rope_theta=70.0)),
+        ({"rope_parameters": {"partial_rotary_factor": 0.75, "rope_type": "default"}, "rotary_pct": 0.25},
+         replace(PYTHIAS[0], rotary=0.75)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rotary_is_understood_as_every_release_of_transformers_writes_it(settings, config, saved, tmp_path):
+    change(saved / "config.json", **({"rope_parameters": None} | settings))
+    assert imported(saved, tmp_path)[0] == config
+
+
+@only_pythia
+@pytest.mark.parametrize(
+    ("act", "gelu"),
+    [("gelu", "erf"), ("gelu_new", "tanh"), ("gelu_fast", "tanh"), ("gelu_pytorch_tanh", "tanh"), (None, "erf")],
+)
+def test_a_pythia_has_the_gelu_that_its_config_asks_for(act, gelu, saved, tmp_path):
+    change(saved / "config.json", hidden_act=act)
+    assert imported(saved, tmp_path)[0].gelu == gelu
+
+
+@pytest.mark.parametrize("variant", [{"norm": "rms"}, {"tied_norm": True}], ids=str)
+def test_a_pythia_that_transformers_does_not_have_is_not_exported(variant, tmp_path, rng):
+    write_random(tmp_path / "model.bin", replace(PYTHIAS[0], **variant), rng)
+    with pytest.raises(UserError, match="neither RMSNorm nor one norm for both"):
+        export_hf.main([str(tmp_path / "model.bin")])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
 
 
 def test_damaged_or_foreign_files_are_refused(saved, tmp_path):

@@ -60,6 +60,17 @@ def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, with_scratc
     assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
 
 
+@pytest.mark.parametrize("T", [5, ROWS_WORTH_TRANSPOSING])
+def test_matmul_backward_adds_to_the_gradient_of_an_input_that_had_another_reader(product_dev, T):
+    B, C, OC = 1, 12, 7
+    _, weight, _, dout = make(B, T, C, OC)
+    before = normal(np.random.default_rng(T), B, T, C)
+    with guarded(product_dev) as memory:
+        dinp, weight_T = memory.update(before), memory.scratch((C, OC))
+        matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), weight_T, B, T, C, OC, accumulate=True)
+    assert_close("dinp", dinp, leaf(before) + leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
+
+
 def test_a_large_weight_is_not_transposed(dev, monkeypatch):
     B, T, C, OC = 1, ROWS_WORTH_TRANSPOSING, 4, 8
     _, weight, _, dout = make(B, T, C, OC)

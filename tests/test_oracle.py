@@ -11,13 +11,17 @@ import oracle
 from llmc.tensors import padded
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 V = 61
 GPT2 = GPT2Config(10, V, 2, 3, 24)
+PYTHIA = PythiaConfig(10, V, 2, 3, 24, rotary=0.5)
 LLAMA3 = Llama3Config(10, V, 2, 6, 2, 24, 40, tied=False)
 CONFIGS = {
     "gpt2": GPT2, "llama": LLAMA3, "llama, tied and scaled": replace(LLAMA3, tied=True, rope_scaling=32.0),
     "llama, one key": replace(LLAMA3, num_kv_heads=1, norm_eps=1e-3, rope_theta=1e4),
+    "pythia": PYTHIA, "pythia, sequential": replace(PYTHIA, parallel=False, gelu="erf", norm_eps=1e-3),
+    "pythia, whole heads": replace(PYTHIA, rotary=1.0, rope_theta=50.0),
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 MODELS = {  # flash attention takes heads of 64 channels; from 1024 rows on there are transpositions
     "train_gpt2_fp32": "layers=1,heads=2,channels=128",
     "train_llama3_fp32": "layers=1,heads=2,kv_heads=1,channels=128,hidden=96",
+    "train_pythia_fp32": "layers=1,heads=2,channels=128,gelu=erf",
 }
 BATCH = ["-b", "16", "-t", "64", "--vocab-size", "300", "--device", "cpu"]
 
@@ -33,16 +34,17 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
     monkeypatch.setattr(profile_step, "measure_ceilings", lambda: profile_step.Ceilings(1e12, 1e9, "ceilings"))
     rows = profile(script, attention, capsys, tmp_path / "step.png")
     assert not [name for name, words in rows.items() if words[-2:] == ["not", "counted"]]
-    gpt2 = script == "train_gpt2_fp32"
-    calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1}
-    if gpt2:
-        calls |= {"layernorm_backward": 3, "gelu_backward": 1, "sgemm 1024 x 384 x 128 NT": 2}
-    else:
-        calls |= {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1}
+    llama = script == "train_llama3_fp32"
+    calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1} | {
+        "train_gpt2_fp32": {"layernorm_backward": 3, "gelu_backward": 1, "sgemm 1024 x 384 x 128 NT": 2},
+        "train_llama3_fp32": {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1},
+        "train_pythia_fp32": {"parallel_residual_backward": 2, "gelu_erf_backward": 1, "rope": 2,
+                              "sgemm 1024 x 384 x 128 NT": 2},
+    }[script]  # fmt: skip
     if attention == "flash":
         calls |= {"flash_attention_forward": 1, "flash_attention_backward_key": 1}
     else:  # of heads that share keys, the queries follow one another
-        calls |= {f"{attention}_forward": 1, f"sgemm {'64 x 64 x 64 NT x32' if gpt2 else '128 x 64 x 64 NT x16'}": 2}
+        calls |= {f"{attention}_forward": 1, f"sgemm {'128 x 64 x 64 NT x16' if llama else '64 x 64 x 64 NT x32'}": 2}
     assert {name: int(rows[name][0]) for name in calls} == calls
     assert rows["sgemm 1024 x 384 x 128 NT"][4:6] == [f"{2 * 1024 * 384 * 128 / 1e9:.4g}", "GFLOP"]
     times = [float(row[2]) for row in rows.values() if len(row) > 3 and row[0].isdigit()]

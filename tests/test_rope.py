@@ -13,52 +13,59 @@ from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 THETA = 1e4
 
-# Heads of an even size, query heads in groups that share a key head, and a table for more positions than there are.
+# Heads of which an even number of channels is rotated and further ones may follow, query heads in groups that share a
+# key head, and a table for more positions than there are.
 any_shape = given(
     B=st.integers(1, 3), T=st.integers(1, 12), NKV=st.integers(1, 3), group=st.integers(1, 4),
-    half=st.integers(1, 40), spare=st.integers(0, 3),
+    half=st.integers(1, 40), further=st.integers(0, 9), spare=st.integers(0, 3),
 )  # fmt: skip
 
 
 def examples(test):
-    for B, T, NKV, group, half, spare in [
-        (2, 5, 3, 3, 32, 2), (1, 3, 8, 4, 32, 0), (1, 2, 2, 3, 64, 1), (2, 4, 1, 1, 1, 0), (1, 6, 2, 1, 3, 5),
-        (1, 3, 1, 7, 5, 0), (1, 2, 1, 2, 131, 0),
+    for B, T, NKV, group, half, further, spare in [
+        (2, 5, 3, 3, 32, 0, 2), (1, 3, 8, 4, 32, 0, 0), (1, 2, 2, 3, 64, 0, 1), (2, 4, 1, 1, 1, 0, 0),
+        (1, 6, 2, 1, 3, 0, 5), (1, 3, 1, 7, 5, 0, 0), (1, 2, 1, 2, 131, 0, 0),
+        (2, 3, 12, 1, 8, 48, 0), (1, 2, 4, 1, 4, 24, 1), (1, 3, 2, 2, 3, 2, 0), (1, 3, 2, 2, 3, 6, 0),
+        (2, 2, 3, 1, 2, 3, 0),
     ]:  # fmt: skip
-        test = example(B=B, T=T, NKV=NKV, group=group, half=half, spare=spare)(test)
+        test = example(B=B, T=T, NKV=NKV, group=group, half=half, further=further, spare=spare)(test)
     return test
 
 
 def turned(qkv: torch.Tensor, table: np.ndarray, NKV: int) -> torch.Tensor:
-    """qkv (B,T,heads,HS) with all heads but the last NKV multiplied by e^(i angle), each pair a complex number."""
-    T, heads = qkv.shape[1:3]
-    pairs = torch.view_as_complex(qkv.unflatten(-1, (-1, 2)))
+    """qkv (B,T,heads,HS) with all heads but the last NKV multiplied by e^(i angle), each pair a complex number,
+    in the channels that the table (T,R/2,2) has angles for."""
+    T, heads, R = *qkv.shape[1:3], 2 * table.shape[1]
+    pairs = torch.view_as_complex(qkv[..., :R].unflatten(-1, (-1, 2)).contiguous())
     turns = torch.view_as_complex(torch.tensor(table[:T], dtype=torch.float64))[:, None]
     pairs = torch.cat([pairs[:, :, : heads - NKV] * turns, pairs[:, :, heads - NKV :]], dim=2)
-    return torch.view_as_real(pairs).flatten(-2)
+    return torch.cat([torch.view_as_real(pairs).flatten(-2), qkv[..., R:]], dim=-1)
 
 
 @any_shape
 @examples
-def test_rope_turns_the_pairs_of_queries_and_keys_and_leaves_values_alone(dev, B, T, NKV, group, half, spare):
-    NH, HS = NKV * group, 2 * half
-    qkv, table = normal(np.random.default_rng([B, T, NH, HS]), B, T, NH + 2 * NKV, HS), rope_table(T + spare, HS, THETA)
+def test_rope_turns_the_pairs_of_queries_and_keys_and_leaves_values_alone(
+    dev, B, T, NKV, group, half, further, spare
+):
+    NH, R, HS = NKV * group, 2 * half, 2 * half + further
+    qkv, table = normal(np.random.default_rng([B, T, NH, HS]), B, T, NH + 2 * NKV, HS), rope_table(T + spare, R, THETA)
     with guarded(dev) as memory:
         ours = memory.update(qkv)
-        rope_forward(ours, memory.read(table), B, T, NH, NKV, HS)
+        rope_forward(ours, memory.read(table), B, T, NH, NKV, HS, R)
+    assert (dev.to_host(ours)[..., R:] == qkv[..., R:]).all()
     assert_close("turned", ours, turned(leaf(qkv), table, NKV), KERNEL_FP32)
     assert (dev.to_host(ours)[:, :, NH + NKV :] == qkv[:, :, NH + NKV :]).all()
 
 
 @any_shape
 @examples
-def test_rope_backward_is_the_gradient(dev, B, T, NKV, group, half, spare):
-    NH, HS = NKV * group, 2 * half
-    rng, table = np.random.default_rng([B, T, NH, HS]), rope_table(T + spare, HS, THETA)
+def test_rope_backward_is_the_gradient(dev, B, T, NKV, group, half, further, spare):
+    NH, R, HS = NKV * group, 2 * half, 2 * half + further
+    rng, table = np.random.default_rng([B, T, NH, HS]), rope_table(T + spare, R, THETA)
     qkv, dout = leaf(normal(rng, B, T, NH + 2 * NKV, HS)), normal(rng, B, T, NH + 2 * NKV, HS)
     with guarded(dev) as memory:
         ours = memory.update(dout)
-        rope_backward(ours, memory.read(table), B, T, NH, NKV, HS)
+        rope_backward(ours, memory.read(table), B, T, NH, NKV, HS, R)
     (turned(qkv, table, NKV) * leaf(dout).detach()).sum().backward()
     assert_close("dqkv", ours, qkv.grad, KERNEL_FP32)
     assert (dev.to_host(ours)[:, :, NH + NKV :] == dout[:, :, NH + NKV :]).all()

@@ -6,23 +6,27 @@ one thread reads that another wrote without a barrier between them then differs.
 
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kernels.dropout import Dropout
 from kernels.encoder import encoder_backward
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
 from llmc import cpu, device
 from llmc.batches import Batches
 from llmc.dataloader import sort_by_token
-from llmc.model import build_from_random
+from llmc.model import Model, build_from_random
 from llmc.tensors import Config
 from models import kind_of
 from oracle import normal
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 ROOT = Path(__file__).parent.parent
 ORDERS = ["forward", "backward", "shuffled"]
@@ -66,11 +70,12 @@ class OneBatch:
         inputs.reshape(-1)[: inputs.size // 2] = 5
 
 
-def training_step(config: Config, attention: str, B: int, T: int):
+def training_step(config: Config, attention: str, B: int, T: int, dropout: float = 0.0):
     """A function that makes a model and trains it for a step; its buffers begin as zeros every time."""
 
     def work():
         model = build_from_random(kind_of(config), config, B, T, attention, seed=1)
+        model.dropout = dropout
         for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
             memory.fill(0)
         model.train_step(Batches(model, OneBatch()), weight_decay=0.1, grad_clip=0.1)(0, 1e-3)
@@ -82,22 +87,57 @@ MANY = ROWS_WORTH_TRANSPOSING // 6 + 1
 STEPS = {
     "softmax, odd sizes": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21),
     "softmax, more rows than a pass takes": (GPT2Config(MANY, 1101, 1, 1, 8), "softmax", 6, MANY),
+    "softmax, dropout": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21, 0.2),
     "relu": (GPT2Config(37, 1101, 1, 2, 40), "relu", 1, 37),
     "flash, heads of 64": (GPT2Config(70, 1101, 1, 1, 64), "flash", 1, 70),
     "flash, heads of 128": (GPT2Config(70, 1101, 1, 1, 128), "flash", 1, 70),
     "llama, odd sizes": (Llama3Config(21, 1101, 1, 3, 1, 30, 37), "softmax", 2, 21),
     "llama, more rows than a pass takes": (Llama3Config(MANY, 1101, 1, 2, 2, 8, 9, tied=False), "softmax", 6, MANY),
+    "llama, dropout": (Llama3Config(21, 1101, 1, 3, 1, 30, 37), "softmax", 2, 21, 0.2),
     "llama, flash": (Llama3Config(70, 1101, 1, 2, 1, 128, 80), "flash", 1, 70),
+    "pythia, odd sizes": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6, gelu="erf"), "softmax", 2, 21),
+    "pythia, dropout": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6), "softmax", 2, 21, 0.2),
+    "pythia, tied RMSNorm": (PythiaConfig(21, 1101, 1, 3, 24, norm="rms", tied_norm=True), "softmax", 2, 21),
+    "pythia, sequential, flash": (PythiaConfig(70, 1101, 1, 2, 128, parallel=False), "flash", 1, 70),
     "llama, flash, heads of 128": (Llama3Config(70, 1101, 1, 2, 1, 256, 80), "flash", 1, 70),
 }
 
 
+def parallel_residual(N: int, C: int, dropout: float):
+    """A function that takes a parallel residual forward and back."""
+
+    def work():
+        rng = np.random.default_rng(3)
+        words = Model.random_words(SimpleNamespace(dropout=dropout, dropout_seed=1), 0, 0)
+        drops = [Dropout(words, site) if dropout else None for site in range(2)]
+        outputs, vectors = [np.zeros((N, C), np.float32) for _ in range(5)], [normal(rng, C) for _ in range(12)]
+        residual, out0, out1, dproj0, dproj1 = outputs
+        mean, rstd, scratch = (np.zeros(shape, np.float32) for shape in (N, N, (MOST_PARTIALS, 6 * C)))
+        (b0, b1, w0, s0, w1, s1), sums = vectors[:6], vectors[6:]
+        inp, proj0, proj1, dinp, dout0, dout1 = (normal(rng, N, C) for _ in range(6))
+        parallel_residual_forward(
+            residual, out0, out1, mean, rstd, inp, proj0, b0, proj1, b1, w0, s0, w1, s1, 1e-5, 1, N, C, *drops
+        )
+        parallel_residual_backward(
+            dinp, dproj0, dproj1, *sums, scratch, dout0, dout1, residual, w0, w1, mean, rstd, 1, N, C, *drops
+        )
+
+    return work
+
+
+WORKS = {name: training_step(*step) for name, step in STEPS.items()} | {
+    "parallel residual": parallel_residual(9, 33, 0.0),
+    "parallel residual, several rows and passes": parallel_residual(200, 1300, 0.0),
+    "parallel residual, dropout": parallel_residual(200, 1300, 0.2),
+    "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
+}
+
 launched: set[str] = set()
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, monkeypatch, step):
-    forward, backward, shuffled = results_by_order(launches, monkeypatch, training_step(*STEPS[step]))
+@pytest.mark.parametrize("name", WORKS)
+def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, monkeypatch, name):
+    forward, backward, shuffled = results_by_order(launches, monkeypatch, WORKS[name])
     for others in (backward, shuffled):
         for (name, checksum), (name_there, checksum_there) in zip(forward, others, strict=True):
             assert name == name_there

@@ -21,6 +21,7 @@ from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "train_gpt2_fp32.py"
@@ -30,6 +31,9 @@ MODELS = {
     "llama3": (
         ROOT / "train_llama3_fp32.py", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,maxT=64",
         Llama3Config(64, V, 2, 4, 2, 32, 44),
+    ),
+    "pythia": (
+        ROOT / "train_pythia_fp32.py", "layers=2,heads=4,channels=32,maxT=64", PythiaConfig(64, V, 2, 4, 32)
     ),
 }  # fmt: skip
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
@@ -201,6 +205,23 @@ def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(an
         shutil.rmtree(folder / "run")
 
 
+def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder):
+    folder = any_folder
+    plain = run(folder, *LONG, "-x", "5")
+    shutil.rmtree(folder / "run")
+    whole = run(folder, *LONG, "-x", "5", "-n", "1", "--dropout", "0.25")
+    row = f"| {'dropout':21} | {'0.25':50} |"
+    assert row in whole.splitlines() and "dropout" not in plain
+    first = [re.search(r"^val loss .*$", out, re.M)[0] for out in (plain, whole)]
+    assert first[0] == first[1] and steps_of(plain)[1] != steps_of(whole)[1]
+    want, losses = checkpoint_bytes(folder, 5), steps_of(whole)
+    for later in (3, 4, 5):
+        shutil.rmtree(folder / "run" / f"step_{later:08d}")
+    out = run(folder, *LONG, "-x", "5", "-y", "1", "--dropout", "0.25")
+    assert steps_of(out) == {step: losses[step] for step in (3, 4, 5)}
+    assert checkpoint_bytes(folder, 5) == want
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, name):
     whole = run(folder, *LONG, "-x", "60")
@@ -286,6 +307,7 @@ USAGE = [
     (["-l", "nan"], "-l/--learning-rate: nan must be"),
     (["-x", "-1"], "-x/--max-steps: -1 must be"),
     (["-q", "2"], "-q/--final-fraction: 2 must lie between 0 and 1"),
+    (["--dropout", "1"], "--dropout: 1 must be 0 or more, and below 1"),
     (["-k", "zigzag"], "-k/--schedule: .*zigzag.*cosine"),
     (["-a", "magic"], "-a/--attention: .*magic.*relu"),
     (["-y", "yes"], "-y/--resume: yes must be 0 or 1"),

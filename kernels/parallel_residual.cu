@@ -1,0 +1,269 @@
+// The norm of a residual stream to which two branches are added in parallel. Over the last axis of x (N, C), N = B*T:
+//   x = inp + dropout0(proj0 + bias0) + dropout1(proj1 + bias1),  n = (x - mean) * rstd,
+//   out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
+// Attention and MLP of a block read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
+// rstd = 1 / sqrt(variance + eps). RMSNorm subtracts no mean: it is the same with mean 0 and without shifts.
+// Backward: with g = weight0 * dout0 + weight1 * dout1,
+//   dx += rstd * (g - mean(g) - n * mean(g * n)), RMSNorm without mean(g);  dproj = dropout(dx);
+//   dweight += sum_rows(dout * n);  dshift += sum_rows(dout);  dbias += sum_rows(dproj)
+// Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory; backward
+// reads dout0, dout1, x and the old dx and writes dx, and dproj where there is dropout.
+//
+// What a model lacks is a null pointer, which costs a branch that all threads take together. Dropout is compiled
+// separately: kernels without it have none of its arithmetic.
+#include "dropout.cuh"
+
+// One warp a row, with four loads of each input in flight in each lane. Block: (WARP_SIZE, rows). Shared memory: C
+// floats, rounded up to a multiple of 4, for each row; a lane reads only what it wrote itself. Parameters need not begin
+// at 16 bytes.
+template <bool DROP>
+__device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1,
+                                    float* __restrict__ mean, float* __restrict__ rstd, const float* __restrict__ inp,
+                                    const float* __restrict__ proj0, const float* __restrict__ bias0,
+                                    const float* __restrict__ proj1, const float* __restrict__ bias1,
+                                    const float* __restrict__ weight0, const float* __restrict__ shift0,
+                                    const float* __restrict__ weight1, const float* __restrict__ shift1,
+                                    float eps, int N, int C, const int* __restrict__ random, int site0, int site1) {
+    constexpr int BATCH = 4, STEP = 4 * WARP_SIZE;
+    DYNAMIC_SHARED(float, rows);
+    const int n = blockIdx.x * blockDim.y + threadIdx.y;
+    if (n >= N) return;
+    const size_t start = (size_t)n * C;
+    float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
+    const bool aligned = C % 4 == 0 && is_aligned(bias0) && is_aligned(bias1) && is_aligned(weight0) &&
+                         is_aligned(shift0) && is_aligned(weight1) && is_aligned(shift1);
+
+    by_alignment(aligned, [&](auto memory) {
+        // x += dropout(proj + bias)
+        auto add = [&](Four& x, Four proj, const float* bias, int i, int site) {
+            if (bias != nullptr) {
+                const Four b = memory.load(bias + i, C - i);
+                for (int k = 0; k < 4; k++) proj.x[k] += b.x[k];
+            }
+            if (DROP) proj = Dropout(random, site)(proj, n, i, C);
+            for (int k = 0; k < 4; k++) x.x[k] += proj.x[k];
+        };
+        float sum = 0.0f;
+        for (int first = 4 * threadIdx.x; first < C; first += BATCH * STEP) {
+            Four x[BATCH] = {}, p0[BATCH] = {}, p1[BATCH] = {};
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                const int i = first + b * STEP;
+                if (i >= C) continue;
+                x[b] = memory.load(inp + start + i, C - i);
+                if (proj0 != nullptr) p0[b] = memory.load(proj0 + start + i, C - i);
+                if (proj1 != nullptr) p1[b] = memory.load(proj1 + start + i, C - i);
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                const int i = first + b * STEP;
+                if (i >= C) continue;
+                if (proj0 != nullptr) add(x[b], p0[b], bias0, i, site0);
+                if (proj1 != nullptr) add(x[b], p1[b], bias1, i, site1);
+                if (proj0 != nullptr) memory.store(residual + start + i, x[b], C - i);
+                Aligned::store(row + i, x[b], 4);
+                sum += (x[b].x[0] + x[b].x[1]) + (x[b].x[2] + x[b].x[3]);  // 0 past the end of the row
+            }
+        }
+        const float m = mean != nullptr ? warp_sum(sum) / C : 0.0f;
+
+        sum = 0.0f;
+        for (int i = 4 * threadIdx.x; i < C; i += STEP) {
+            const Four x = Aligned::load(row + i, 4);
+            for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
+        }
+        const float s = rsqrtf(warp_sum(sum) / C + eps);
+
+        // out = n * weight + shift
+        auto scale = [&](float* out, const Four& n, const float* weight, const float* shift, int i) {
+            const Four w = memory.load(weight + i, C - i);
+            const Four b = shift != nullptr ? memory.load(shift + i, C - i) : Four();
+            Four y;
+            for (int k = 0; k < 4; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
+            memory.store(out + start + i, y, C - i);
+        };
+#pragma unroll 2
+        for (int i = 4 * threadIdx.x; i < C; i += STEP) {
+            Four x = Aligned::load(row + i, 4);
+            for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m);
+            scale(out0, x, weight0, shift0, i);
+            if (out1 != nullptr) scale(out1, x, weight1, shift1, i);
+        }
+        if (threadIdx.x == 0) {
+            if (mean != nullptr) mean[n] = m;
+            rstd[n] = s;
+        }
+    });
+}
+
+extern "C" __global__ void parallel_residual_forward_kernel(
+    float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1, float* __restrict__ mean,
+    float* __restrict__ rstd, const float* __restrict__ inp, const float* __restrict__ proj0,
+    const float* __restrict__ bias0, const float* __restrict__ proj1, const float* __restrict__ bias1,
+    const float* __restrict__ weight0, const float* __restrict__ shift0, const float* __restrict__ weight1,
+    const float* __restrict__ shift1, float eps, int N, int C) {
+    forward_rows<false>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
+                        shift1, eps, N, C, nullptr, -1, -1);
+}
+
+extern "C" __global__ void parallel_residual_dropout_forward_kernel(
+    float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1, float* __restrict__ mean,
+    float* __restrict__ rstd, const float* __restrict__ inp, const float* __restrict__ proj0,
+    const float* __restrict__ bias0, const float* __restrict__ proj1, const float* __restrict__ bias1,
+    const float* __restrict__ weight0, const float* __restrict__ shift0, const float* __restrict__ weight1,
+    const float* __restrict__ shift1, float eps, int N, int C, const int* __restrict__ random, int site0, int site1) {
+    forward_rows<true>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
+                       shift1, eps, N, C, random, site0, site1);
+}
+
+// A block takes `rows` rows at once, at most MOST_ROWS, then advances by the whole grid's rows. Its threads share the
+// columns among them, by fours. A thread leaves g and n in shared memory while the block sums up g and g * n of each
+// row, and then finishes the same columns. dinp (N,C) is added to.
+//
+// The columns' sums go to partials (gridDim.x, S, C), those that there are: of dout0 * n, of dout0 (with mean), of
+// dout1 * n, of dout1 (with mean), of dproj0, of dproj1. Up to the last row they are kept in shared memory, or where
+// that is too small (keep = 0), in partials.
+// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of 4, and S such rows to keep the sums.
+constexpr int MOST_ROWS = 4, MOST_THREADS = 256;
+
+template <bool DROP>
+__device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict__ dproj0, float* __restrict__ dproj1,
+                                     float* __restrict__ partials, const float* __restrict__ dout0,
+                                     const float* __restrict__ dout1, const float* __restrict__ inp,
+                                     const float* __restrict__ weight0, const float* __restrict__ weight1,
+                                     const float* __restrict__ mean, const float* __restrict__ rstd, int N, int C,
+                                     int S, int rows, int keep, const int* __restrict__ random, int site0, int site1) {
+    __shared__ float of_warp[2][MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_g[MOST_ROWS], mean_gn[MOST_ROWS];
+    DYNAMIC_SHARED(float, rows_g);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    const int width = 4 * ceil_div(C, 4), step = 4 * blockDim.x;
+    const bool untied = dout1 != nullptr, centred = mean != nullptr;
+    const int of_dout1 = centred ? 2 : 1, of_dproj = untied ? 2 * of_dout1 : of_dout1;  // rows of partials
+    float* rows_n = rows_g + rows * width;
+    float* sums = keep ? rows_n + rows * width : partials + (size_t)blockIdx.x * S * C;
+
+    by_alignment(C % 4 == 0 && is_aligned(weight0) && is_aligned(weight1), [&](auto memory) {
+        for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
+            const size_t start = (size_t)begin * C;
+            const int count = min(rows, N - begin);
+            auto add_to_sum = [&](int row, int i, Four sum) {
+                if (begin >= gridDim.x * rows) {  // go on with the sums of the rows before
+                    const Four before = memory.load(sums + row * C + i, C - i);
+                    for (int k = 0; k < 4; k++) sum.x[k] += before.x[k];
+                }
+                memory.store(sums + row * C + i, sum, C - i);
+            };
+
+            float sum_g[MOST_ROWS] = {}, sum_gn[MOST_ROWS] = {};
+            for (int i = 4 * threadIdx.x; i < C; i += step) {
+                const Four w0 = memory.load(weight0 + i, C - i), w1 = untied ? memory.load(weight1 + i, C - i) : Four();
+                Four d0[MOST_ROWS] = {}, d1[MOST_ROWS] = {}, n[MOST_ROWS] = {};
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r >= count) continue;
+                    d0[r] = memory.load(dout0 + start + (size_t)r * C + i, C - i);
+                    if (untied) d1[r] = memory.load(dout1 + start + (size_t)r * C + i, C - i);
+                    n[r] = memory.load(inp + start + (size_t)r * C + i, C - i);
+                }
+                Four sum_d0 = {}, sum_d0n = {}, sum_d1 = {}, sum_d1n = {};
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r >= count) continue;
+                    const float m = centred ? mean[begin + r] : 0.0f, s = rstd[begin + r];
+                    Four g;
+                    for (int k = 0; k < 4; k++) {
+                        n[r].x[k] = (n[r].x[k] - m) * s;
+                        g.x[k] = d0[r].x[k] * w0.x[k] + d1[r].x[k] * w1.x[k];  // 0 past the end of the row, where d is
+                        sum_g[r] += g.x[k];
+                        sum_gn[r] += g.x[k] * n[r].x[k];
+                        sum_d0.x[k] += d0[r].x[k];
+                        sum_d1.x[k] += d1[r].x[k];
+                        sum_d0n.x[k] += d0[r].x[k] * n[r].x[k];
+                        sum_d1n.x[k] += d1[r].x[k] * n[r].x[k];
+                    }
+                    Aligned::store(rows_g + r * width + i, g, 4);
+                    Aligned::store(rows_n + r * width + i, n[r], 4);
+                }
+                add_to_sum(0, i, sum_d0n);
+                if (centred) add_to_sum(1, i, sum_d0);
+                if (untied) add_to_sum(of_dout1, i, sum_d1n);
+                if (untied && centred) add_to_sum(of_dout1 + 1, i, sum_d1);
+            }
+            Four dx[MOST_ROWS];
+            auto load_dx = [&](int i) {
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r < count && i < C) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
+                }
+            };
+            load_dx(4 * threadIdx.x);  // on its way while the block sums up
+#pragma unroll
+            for (int r = 0; r < MOST_ROWS; r++) {
+                const float warp_g = warp_sum(sum_g[r]), warp_gn = warp_sum(sum_gn[r]);
+                if (lane == 0) of_warp[0][warp][r] = warp_g, of_warp[1][warp][r] = warp_gn;
+            }
+            __syncthreads();
+            for (int r = threadIdx.x; r < count; r += blockDim.x) {
+                float g = 0.0f, gn = 0.0f;
+                for (int w = 0; w < warps; w++) g += of_warp[0][w][r], gn += of_warp[1][w][r];
+                mean_g[r] = centred ? g / C : 0.0f;
+                mean_gn[r] = gn / C;
+            }
+            __syncthreads();
+
+            for (int i = 4 * threadIdx.x; i < C; i += step) {
+                Four sum0 = {}, sum1 = {};
+#pragma unroll
+                for (int r = 0; r < MOST_ROWS; r++) {
+                    if (r >= count) continue;
+                    const size_t at = start + (size_t)r * C + i;
+                    const Four g = Aligned::load(rows_g + r * width + i, 4);
+                    const Four n = Aligned::load(rows_n + r * width + i, 4);
+                    const float s = rstd[begin + r];
+                    for (int k = 0; k < 4; k++) dx[r].x[k] += s * (g.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
+                    memory.store(dinp + at, dx[r], C - i);
+                    // What goes back through a branch's dropout, into the sum for its bias.
+                    auto through = [&](int site, float* dproj, Four& sum) {
+                        Four p = dx[r];
+                        if (DROP && dproj != nullptr) {
+                            p = Dropout(random, site)(p, begin + r, i, C);
+                            memory.store(dproj + at, p, C - i);
+                        }
+                        for (int k = 0; k < 4; k++) sum.x[k] += p.x[k];
+                    };
+                    through(site0, dproj0, sum0);
+                    through(site1, dproj1, sum1);
+                }
+                load_dx(i + step);
+                if (of_dproj < S) add_to_sum(of_dproj, i, sum0);
+                if (of_dproj + 1 < S) add_to_sum(of_dproj + 1, i, sum1);
+            }
+        }
+        float* block_partials = partials + (size_t)blockIdx.x * S * C;
+        for (int i = 4 * threadIdx.x; keep && i < C; i += step) {
+            for (int row = 0; row < S; row++) {
+                memory.store(block_partials + row * C + i, memory.load(sums + row * C + i, C - i), C - i);
+            }
+        }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_backward_kernel(
+    float* __restrict__ dinp, float* __restrict__ partials, const float* __restrict__ dout0,
+    const float* __restrict__ dout1, const float* __restrict__ inp, const float* __restrict__ weight0,
+    const float* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
+    int N, int C, int S, int rows, int keep) {
+    backward_rows<false>(dinp, nullptr, nullptr, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S,
+                         rows, keep, nullptr, -1, -1);
+}
+
+// Sets dproj0 and dproj1 (N,C), those that are given, too.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_dropout_backward_kernel(
+    float* __restrict__ dinp, float* __restrict__ dproj0, float* __restrict__ dproj1, float* __restrict__ partials,
+    const float* __restrict__ dout0, const float* __restrict__ dout1, const float* __restrict__ inp,
+    const float* __restrict__ weight0, const float* __restrict__ weight1, const float* __restrict__ mean,
+    const float* __restrict__ rstd, int N, int C, int S, int rows, int keep, const int* __restrict__ random,
+    int site0, int site1) {
+    backward_rows<true>(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
+                        keep, random, site0, site1);
+}

@@ -1,0 +1,30 @@
+"""What dropout draws, read back from the device."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from kernels.dropout import Dropout
+from llmc import device
+from llmc.model import Model
+from oracle import to_numpy
+
+cu = device.source(Path(__file__).parent / "cu" / "dropout.cu")
+
+
+def words(rate: float, seed: int = 3, step: int = 5, i: int = 0) -> np.ndarray:
+    """A model's words for dropout at this rate, int32 (6,)."""
+    return Model.random_words(SimpleNamespace(dropout=rate, dropout_seed=seed), step, i)
+
+
+def factors(dropout: Dropout | None, *shape: int) -> torch.Tensor | float:
+    """What an array (..., C) is multiplied by, float64 of that shape: 0 or 1 / (1 - rate)."""
+    if dropout is None:
+        return 1.0
+    out = device.empty(shape)
+    C = shape[-1]
+    cu.dropout_ones_kernel((out.size // C,), (cu.block(32),), (out, C, dropout.random, dropout.site))
+    device.synchronize()
+    return torch.from_numpy(to_numpy(out).astype(np.float64))
