@@ -22,9 +22,12 @@ TRAIN_GPU = -i data/tiny_shakespeare -b 4 -t 1024
 TRAIN_GPU_OFFLINE = -e d12 -i data/python_docs -b 4 -t 1024
 TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN) -x 3000 -v 500 -s 1000
 TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
-# The same of Llama 3, which has no starter pack.
-TRAIN_LLAMA3_GPU = -e smollm2-135m -i data/python_docs -b 4 -t 1024
-TRAIN_LLAMA3_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
+# The same of the models that have no starter pack, with a GPU and without one.
+TRAIN_train_llama3_fp32_GPU = -e smollm2-135m -i data/python_docs -b 4 -t 1024
+TRAIN_train_llama3_fp32_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
+TRAIN_train_pythia_fp32_GPU = -e pythia-160m -i data/python_docs -b 4 -t 1024
+TRAIN_train_pythia_fp32_CPU = -e layers=4,heads=4,channels=128,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
+WITHOUT_STARTER_PACK = $(TRAIN_$(NAME)_$(if $(CUDA),GPU,CPU))
 
 ifeq ($(VENV),)
 PY = $(PYTHON)
@@ -48,10 +51,10 @@ help: ## list these targets
 		printf '  make %-18s %s\n' "$$target" "$$does"; done
 
 train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GPU, a small model without one
-	@if [ "$(NAME)" = train_llama3_fp32 ]; then \
-		flags="$(if $(CUDA),$(TRAIN_LLAMA3_GPU),$(TRAIN_LLAMA3_CPU)) $(if $(MODEL),-e $(MODEL))"; \
+	@if [ -n "$(WITHOUT_STARTER_PACK)" ]; then \
+		flags="$(WITHOUT_STARTER_PACK) $(if $(MODEL),-e $(MODEL))"; \
 	elif [ "$(NAME)" != train_gpt2_fp32 ]; then \
-		echo "error: SCRIPT=$(SCRIPT): 'make train' knows train_gpt2_fp32.py and train_llama3_fp32.py" >&2; \
+		echo "error: SCRIPT=$(SCRIPT): 'make train' knows train_gpt2_fp32.py, train_llama3_fp32.py and train_pythia_fp32.py" >&2; \
 		exit 1; \
 	elif [ -z "$(CUDA)$(MODEL)" ]; then \
 		echo "No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU."; \
@@ -88,7 +91,8 @@ sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU
 
 ATTENTIONS = softmax relu flash
 SANITIZED = train_gpt2_fp32.py:layers=2,heads=2,channels=128 \
-	train_llama3_fp32.py:layers=2,heads=2,kv_heads=1,channels=128,hidden=176
+	train_llama3_fp32.py:layers=2,heads=2,kv_heads=1,channels=128,hidden=176 \
+	train_pythia_fp32.py:layers=2,heads=2,channels=128
 CU13_BIN = $$($(PY) -c "import sysconfig; print(sysconfig.get_path('platlib'))")/nvidia/cu13/bin
 compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each model and attention
 	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py

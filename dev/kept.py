@@ -78,12 +78,19 @@ TABLES = (
         ),
     ),
     Table(
+        "pythia", "NVIDIA H200",
+        (
+            Column("Pythia 160M, B 4, T 1024", "train_pythia_fp32 -e pythia-160m -b 4 -t 1024", "compile-graphs"),
+        ),
+    ),
+    Table(
         "cpu", "CPU, 2 cores",
         (
             Column("GPT-2 124M, B 4, T 64", "train_gpt2_fp32 -e d12 -b 4 -t 64", "eager,eager-sdpa"),
             Column("small GPT-2", f"train_gpt2_fp32 -e layers=4,heads=4,channels=128 {SMALL}", "eager,eager-sdpa"),
             Column("small Llama", "train_llama3_fp32 -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 "
                    f"{SMALL}", "eager,eager-sdpa"),
+            Column("small Pythia", f"train_pythia_fp32 -e layers=4,heads=4,channels=128,maxT=64 {SMALL}", "eager"),
         ),
     ),
 )  # fmt: skip

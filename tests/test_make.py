@@ -74,6 +74,8 @@ SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0
         ("train_gpt2_fp32.py", None, "layers=4,heads=4,channels=128"),
         ("train_llama3_fp32.py", None, "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64"),
         ("train_llama3_fp32", SMI, "smollm2-135m"),
+        ("train_pythia_fp32.py", None, "layers=4,heads=4,channels=128,maxT=64"),
+        ("train_pythia_fp32", SMI, "pythia-160m"),
     ],
 )
 def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
