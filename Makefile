@@ -44,7 +44,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train test bench profile sanitize compute-sanitizer lint clean
+.PHONY: help train test test-all bench profile sanitize compute-sanitizer lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -76,6 +76,9 @@ train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GP
 
 test: $(TEST_ENV) ## set up and run the tests, on the CPU and, where there is one, the GPU
 	$(PY) -m pytest $(ARGS)
+
+test-all: $(TEST_ENV) ## the same with the tests that take long, such as GPT-2 124M's ten steps: before a release
+	$(PY) -m pytest -m "long or not long" $(ARGS)
 
 bench: $(TEST_ENV) ## time a training step beside PyTorch's
 	$(PY) dev/bench.py $(NAME) $(ARGS)

@@ -1,8 +1,11 @@
 """Every kernel compiles for real GPUs, by the compiler that CuPy uses, on a machine that need not have one."""
 
+import contextlib
 import functools
+import itertools
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,18 @@ def compiled(path: Path, capability: int) -> dict[str, tuple[int, int, int]]:
     # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
     options = (*device.NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
     return compile_kernels(device.cuda_source(path), path.name, options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_compiled():
+    """Compiles on all cores what the tests will ask for: NVRTC lets go of the interpreter's lock."""
+
+    def compile_one(pair: tuple[Path, int]) -> None:
+        with contextlib.suppress(pytest.fail.Exception):  # the test compiles it again, and says why it failed
+            compiled(*pair)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, itertools.product(KERNELS, CAPABILITIES)))
 
 
 def test_there_are_kernels_to_compile():

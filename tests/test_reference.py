@@ -152,6 +152,7 @@ def test_the_check_finds_one_row_of_one_gradient_that_is_wrong(tiny):
         check_gradients(config, wrong, state.grads, MODEL_FP32)
 
 
+@pytest.mark.long
 def test_gpt2_124M_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev):
     """At B1 T64 on the CPU; at B4 T1024 on CUDA, in TF32 where it has that, and there with flash attention too."""
     if dev.kind() == "cpu" and cpu.warp_size() > 1:
@@ -215,14 +216,18 @@ def test_the_published_starter_pack_gives_the_published_losses(dev):
     assert losses == pytest.approx(PUBLISHED_LOSSES, abs=0.01)
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("script", "model", "attention"),
     [
         ("train_gpt2_fp32", "layers=2,heads=2,channels=32,maxT=64", "softmax"),
         ("train_llama3_fp32", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,scaling=8", "relu"),
-        ("train_llama3_fp32", "layers=2,heads=4,kv_heads=1,channels=32,hidden=44,tied=0", "softmax"),
-        ("train_pythia_fp32", "layers=2,heads=4,channels=32", "softmax"),
-        ("train_pythia_fp32", "layers=2,heads=2,channels=32,parallel=0,gelu=erf", "relu"),
+        long("train_llama3_fp32", "layers=2,heads=4,kv_heads=1,channels=32,hidden=44,tied=0", "softmax"),
+        long("train_pythia_fp32", "layers=2,heads=4,channels=32", "softmax"),
+        long("train_pythia_fp32", "layers=2,heads=2,channels=32,parallel=0,gelu=erf", "relu"),
     ],
 )
 def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, attention, tmp_path, rng):
