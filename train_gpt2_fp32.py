@@ -329,6 +329,7 @@ class GPT2(Model):
         deviations["attprojw"] = deviations["fcprojw"] = 0.02 / sqrt(2 * config.num_layers)
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 
+
 def main() -> None:
     run = Run(GPT2, parse_arguments(GPT2Config))
     train_step = run.model.train_step(run.batches, run.args.weight_decay, run.args.grad_clip)

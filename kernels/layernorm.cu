@@ -50,11 +50,11 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
     });
 }
 
-// A block takes as many rows as it has warps, and then goes on by the whole grid. First a warp a row finds the two means
-// and leaves dout and n in shared memory; then a thread with four columns walks down the rows. dinp (N,C) is added to.
-// The columns' sums go to partials (gridDim.x, 3, C): of dout * n, of dout, and of the new dinp, which is the bias
-// gradient of the projection that fed the residual stream. Shared memory: 2 rows of C floats, rounded up to a multiple
-// of 4, a warp.
+// A block takes as many rows as it has warps, then advances by gridDim.x times as many. First a warp a row finds the
+// two means and leaves dout and n in shared memory; then a thread with four columns walks down the rows. dinp (N,C) is
+// added to. The columns' sums go to partials (gridDim.x, 3, C): of dout * n, of dout, and of the new dinp, which is the
+// bias gradient of the projection that fed the residual stream. Shared memory: 2 rows of C floats, rounded up to a
+// multiple of 4, a warp.
 extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partials, const float* dout, const float* inp,
                                                      const float* weight, const float* mean, const float* rstd,
                                                      int N, int C) {

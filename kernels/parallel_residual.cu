@@ -116,7 +116,7 @@ extern "C" __global__ void parallel_residual_dropout_forward_kernel(
                        shift1, eps, N, C, random, site0, site1);
 }
 
-// A block takes `rows` rows at once, at most MOST_ROWS, then advances by the whole grid's rows. Its threads share the
+// A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Its threads share the
 // columns among them, by fours. A thread leaves g and n in shared memory while the block sums up g and g * n of each
 // row, and then finishes the same columns. dinp (N,C) is added to.
 //

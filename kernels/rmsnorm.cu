@@ -75,7 +75,7 @@ extern "C" __global__ void fused_residual_rmsnorm_forward_kernel(float* __restri
     forward_rows<true>(residual, out, rstd, inp1, inp2, weight, eps, N, C);
 }
 
-// A block takes `rows` rows at once, then advances by the whole grid's rows. Its threads share the columns among them,
+// A block takes `rows` rows at once, then advances by gridDim.x * rows. Its threads share the columns among them,
 // by fours. A thread leaves what it read of dout and x in shared memory while the block sums up g * x of each row, and
 // then finishes the same columns. dinp (N,C) is added to; the columns' sums of dout * n go to partials (gridDim.x, C).
 // Shared memory: 2 * rows rows of C floats, rounded up to a multiple of 4. At most MOST_ROWS rows.

@@ -1,4 +1,4 @@
-"""A step of training, the same for every model."""
+"""The step of training that the GPT-2 and Llama 3 scripts show, for a model whose script need not show it again."""
 
 from collections.abc import Callable
 

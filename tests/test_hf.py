@@ -16,11 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2LMHeadModel,
-    GPT2Model,
     GPTNeoXForCausalLM,
-    GPTNeoXModel,
     LlamaForCausalLM,
-    LlamaModel,
 )
 from transformers import GPT2Config as HFConfig
 
@@ -53,6 +50,7 @@ PYTHIAS = [
 CONFIGS = GPT2S + LLAMAS + PYTHIAS
 FAMILIES = [GPT2S[0], LLAMAS[0], PYTHIAS[0]]
 CLASSES = {GPT2Config: GPT2LMHeadModel, Llama3Config: LlamaForCausalLM, PythiaConfig: GPTNeoXForCausalLM}
+MASK = torch.ones(1, 1, 17, 17, dtype=torch.uint8).tril()  # a causal one, as old files hold
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -233,41 +231,29 @@ def test_a_llama_says_its_heads_itself(saved, tmp_path):
     assert "another model needs a config.json" in refusal(saved, tmp_path)
 
 
-def test_names_without_prefix_and_the_buffers_of_old_files_are_understood(theirs, tmp_path):
-    GPT2Model(theirs.config).save_pretrained(tmp_path / "old")  # for its config.json
-    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors_of(theirs).items()}
-    for layer in range(theirs.config.n_layer):
-        old[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 17, 17, dtype=torch.uint8).tril()
-        old[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-    save_file(old, tmp_path / "old" / "model.safetensors")
-    config, tensors = imported(tmp_path / "old", tmp_path)
-    assert config == GPT2S[0]
-    assert_parameters(config, tensors, theirs)
-
-
-@only_llama
-def test_names_without_prefix_and_the_buffers_of_old_llamas_are_understood(theirs, tmp_path):
-    LlamaModel(theirs.config).save_pretrained(tmp_path / "old")
-    old = {name.removeprefix("model."): tensor for name, tensor in tensors_of(theirs).items()}
+@pytest.mark.parametrize(
+    "theirs, buffers",
+    [
+        (GPT2S[0], {"h.{}.attn.bias": MASK, "h.{}.attn.masked_bias": torch.tensor(-1e4)}),
+        (LLAMAS[0], {"layers.{}.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        (PYTHIAS[0], {
+            "layers.{}.attention.bias": MASK,
+            "layers.{}.attention.masked_bias": torch.tensor(-1e9),
+            "layers.{}.attention.rotary_emb.inv_freq": torch.ones(2),
+        }),
+    ],
+    ids=[name_of(config) for config in FAMILIES],
+    indirect=["theirs"],
+)  # fmt: skip
+def test_names_without_prefix_and_the_buffers_of_old_files_are_understood(theirs, buffers, request, tmp_path):
+    type(theirs.base_model)(theirs.config).save_pretrained(tmp_path / "old")  # for its config.json
+    old = {name.removeprefix(f"{theirs.base_model_prefix}."): tensor for name, tensor in tensors_of(theirs).items()}
+    assert not old.keys() & tensors_of(theirs).keys() - {"lm_head.weight", "embed_out.weight"}
     for layer in range(theirs.config.num_hidden_layers):
-        old[f"layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        old |= {name.format(layer): buffer.clone() for name, buffer in buffers.items()}
     save_file(old, tmp_path / "old" / "model.safetensors")
     config, tensors = imported(tmp_path / "old", tmp_path)
-    assert config == LLAMAS[0]
-    assert_parameters(config, tensors, theirs)
-
-
-@only_pythia
-def test_names_without_prefix_and_the_buffers_of_old_pythias_are_understood(theirs, tmp_path):
-    GPTNeoXModel(theirs.config).save_pretrained(tmp_path / "old")
-    old = {name.removeprefix("gpt_neox."): tensor for name, tensor in tensors_of(theirs).items()}
-    for layer in range(theirs.config.num_hidden_layers):
-        old[f"layers.{layer}.attention.bias"] = torch.ones(1, 1, 17, 17, dtype=torch.uint8).tril()
-        old[f"layers.{layer}.attention.masked_bias"] = torch.tensor(-1e9)
-        old[f"layers.{layer}.attention.rotary_emb.inv_freq"] = torch.ones(2)
-    save_file(old, tmp_path / "old" / "model.safetensors")
-    config, tensors = imported(tmp_path / "old", tmp_path)
-    assert config == PYTHIAS[0]
+    assert config == request.node.callspec.params["theirs"]
     assert_parameters(config, tensors, theirs)
 
 
