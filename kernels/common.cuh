@@ -118,6 +118,20 @@ struct Tile {
     __device__ void put(int row, int column, const Four& v) {
         for (int k = 0; k < 4; k++) at[row][column + k] = v.x[k];
     }
+
+    // Puts value(n, i, c) wherever the thread has a vector inside an (N, C) matrix, for the tile at row n0 and column i0:
+    // its four floats are row n, columns i to i + 3, and it is the thread's vector number c of the row.
+    template <class Value>
+    __device__ void fill(int n0, int i0, int N, int C, Value value) {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS; r++) {
+            const int row = threadIdx.y + r * TILE_THREADS;
+            for (int c = 0; c < TILE_VECTORS; c++) {
+                const int column = 4 * (threadIdx.x + c * TILE_THREADS);
+                if (n0 + row < N && i0 + column < C) put(row, column, value(n0 + row, i0 + column, c));
+            }
+        }
+    }
 };
 
 // Writes the tile that was read at row n0 and column i0 of an (N, C) matrix to the transposed (C, N) matrix. The caller

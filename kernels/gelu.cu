@@ -55,25 +55,19 @@ __device__ __forceinline__ void backward(float* dout, float* out_T, float* parti
 
     for (int n0 = begin; n0 < end; n0 += TILE) {
         by_alignment(C % 4 == 0 && is_aligned(bias), [&](auto memory) {
-#pragma unroll
-            for (int r = 0; r < TILE_ROWS; r++) {
-                const int row = threadIdx.y + r * TILE_THREADS;
-                for (int c = 0; c < TILE_VECTORS; c++) {
-                    const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
-                    if (n0 + row >= end || i >= C) continue;
-                    const size_t at = (size_t)(n0 + row) * C + i;
-                    Four x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
-                    const Four b = memory.load(bias + i, C - i);
-                    for (int k = 0; k < 4; k++) {
-                        const float u = x.x[k] + b.x[k], s = Gelu::share(u);
-                        d.x[k] *= Gelu::gradient(u, s);
-                        x.x[k] = u * s;
-                        sums[c].x[k] += d.x[k];
-                    }
-                    memory.store(dout + at, d, C - i);
-                    tile.put(row, column, x);
+            tile.fill(n0, i0, end, C, [&](int n, int i, int c) {
+                const size_t at = (size_t)n * C + i;
+                Four x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
+                const Four b = memory.load(bias + i, C - i);
+                for (int k = 0; k < 4; k++) {
+                    const float u = x.x[k] + b.x[k], s = Gelu::share(u);
+                    d.x[k] *= Gelu::gradient(u, s);
+                    x.x[k] = u * s;
+                    sums[c].x[k] += d.x[k];
                 }
-            }
+                memory.store(dout + at, d, C - i);
+                return x;
+            });
         });
         __syncthreads();
         store_transposed(out_T, tile, n0, i0, N, C);

@@ -127,18 +127,12 @@ extern "C" __global__ void layernorm_transposed_kernel(float* out_T, const float
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
     by_alignment(C % 4 == 0, [&](auto memory) {
-#pragma unroll
-        for (int r = 0; r < TILE_ROWS; r++) {
-            const int row = threadIdx.y + r * TILE_THREADS, n = n0 + row;
-            for (int c = 0; c < TILE_VECTORS; c++) {
-                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
-                if (n >= N || i >= C) continue;
-                Four x = memory.load(inp + (size_t)n * C + i, C - i);
-                const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
-                for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - mean[n]) * w.x[k] + b.x[k];
-                tile.put(row, column, x);
-            }
-        }
+        tile.fill(n0, i0, N, C, [&](int n, int i, int) {
+            Four x = memory.load(inp + (size_t)n * C + i, C - i);
+            const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
+            for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - mean[n]) * w.x[k] + b.x[k];
+            return x;
+        });
     });
     __syncthreads();
     store_transposed(out_T, tile, n0, i0, N, C);

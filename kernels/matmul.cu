@@ -20,14 +20,7 @@ extern "C" __global__ void transpose_kernel(float* out, const float* inp, int N,
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
     by_alignment(C % 4 == 0 && is_aligned(inp), [&](auto memory) {
-#pragma unroll
-        for (int r = 0; r < TILE_ROWS; r++) {
-            const int row = threadIdx.y + r * TILE_THREADS;
-            for (int c = 0; c < TILE_VECTORS; c++) {
-                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
-                if (n0 + row < N && i < C) tile.put(row, column, memory.load(inp + (size_t)(n0 + row) * C + i, C - i));
-            }
-        }
+        tile.fill(n0, i0, N, C, [&](int n, int i, int) { return memory.load(inp + (size_t)n * C + i, C - i); });
     });
     __syncthreads();
     store_transposed(out, tile, n0, i0, N, C);

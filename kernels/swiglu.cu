@@ -29,27 +29,21 @@ extern "C" __global__ void swiglu_backward_kernel(float* __restrict__ dinp, floa
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
     by_alignment(C % 4 == 0, [&](auto memory) {
-#pragma unroll
-        for (int r = 0; r < TILE_ROWS; r++) {
-            const int row = threadIdx.y + r * TILE_THREADS, n = n0 + row;
-            for (int c = 0; c < TILE_VECTORS; c++) {
-                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
-                if (n >= N || i >= C) continue;
-                const size_t at = 2 * (size_t)n * C + i;  // of up; gate is C further
-                Four up = memory.load(inp + at, C - i), gate = memory.load(inp + at + C, C - i);
-                Four d = memory.load(dout + (size_t)n * C + i, C - i);
-                Four out;
-                for (int k = 0; k < 4; k++) {
-                    const float g = gate.x[k], s = sigmoid(g), silu = g * s;
-                    out.x[k] = silu * up.x[k];
-                    gate.x[k] = d.x[k] * up.x[k] * (s + silu * (1.0f - s));
-                    up.x[k] = d.x[k] * silu;
-                }
-                memory.store(dinp + at, up, C - i);
-                memory.store(dinp + at + C, gate, C - i);
-                tile.put(row, column, out);
+        tile.fill(n0, i0, N, C, [&](int n, int i, int) {
+            const size_t at = 2 * (size_t)n * C + i;  // of up; gate is C further
+            Four up = memory.load(inp + at, C - i), gate = memory.load(inp + at + C, C - i);
+            Four d = memory.load(dout + (size_t)n * C + i, C - i);
+            Four out;
+            for (int k = 0; k < 4; k++) {
+                const float g = gate.x[k], s = sigmoid(g), silu = g * s;
+                out.x[k] = silu * up.x[k];
+                gate.x[k] = d.x[k] * up.x[k] * (s + silu * (1.0f - s));
+                up.x[k] = d.x[k] * silu;
             }
-        }
+            memory.store(dinp + at, up, C - i);
+            memory.store(dinp + at + C, gate, C - i);
+            return out;
+        });
     });
     __syncthreads();
     store_transposed(out_T, tile, n0, i0, N, C);
