@@ -35,8 +35,10 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
 
     if (threadIdx.x == 0) losses[n] = logf(row_sum) + row_largest - target_logit;
     const float scale = dloss / row_sum;
+    // From the row's end to its start: what was read last is the likeliest to be in L2 still.
 #pragma unroll 4
-    for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
+    for (int i = 4 * ((V - 1) / (4 * blockDim.x) * blockDim.x + threadIdx.x); i >= 0; i -= 4 * blockDim.x) {
+        if (i >= V) continue;
         Four x = Aligned::load(i < cached ? cache + i : row + i, 4);
         for (int k = 0; k < 4; k++) x.x[k] = __expf(x.x[k] - row_largest) * scale;
         if (i + 4 > V) {
