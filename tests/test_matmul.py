@@ -74,8 +74,8 @@ def test_matmul_backward_adds_to_the_gradient_of_an_input_that_had_another_reade
 def test_a_large_weight_is_not_transposed(dev, monkeypatch):
     B, T, C, OC = 1, ROWS_WORTH_TRANSPOSING, 4, 8
     _, weight, _, dout = make(B, T, C, OC)
-    for most, unused in ((C * OC, False), (C * OC - 1, True)):
-        monkeypatch.setattr("kernels.matmul.MOST_WEIGHTS_WORTH_TRANSPOSING", most)
+    for most, unused in ((C * OC + 1, False), (C * OC, True)):
+        monkeypatch.setattr("kernels.matmul.MOST_WEIGHTS_A_ROW", most / (B * T))
         with guarded(dev) as memory:
             dinp, weight_T = memory.write((B, T, C)), memory.scratch((C, OC))
             matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), weight_T, B, T, C, OC)
