@@ -15,11 +15,10 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 import numpy as np  # isort: skip
 
 from kernels.adamw import adamw_update
-from kernels.attention import attention_backward, attention_forward
+from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
-from kernels.flash_attention import choose_attention, flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
@@ -37,10 +36,11 @@ from llmc.files import GPT2_MODEL, make_header
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.run import Run
-from llmc.tensors import Config, Table, padded
+from llmc.tensors import Config, padded
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
 # A third word names an earlier tensor, no longer needed, whose place this one takes.
+# The tensors inside attention are in kernels/causal_attention.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding, and the weight of the classifier
@@ -85,19 +85,6 @@ ACTIVATIONS = (
     ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient
 )  # fmt: skip
 
-FLASH_ACTIVATIONS = (
-    ("qkv",        ("L", "B", "T", "3C")),
-    ("lse",        ("L", "B", "NH", "T")),           # log of the softmax's denominator
-)  # fmt: skip
-
-MATRIX_ACTIVATIONS = (
-    ("qkvr",       ("L", "3C", "B", "T")),           # q, k, v: (3, B, NH, T, HS)
-    ("att",        ("L", "B", "NH", "T", "T")),
-    ("qkv",        ("B", "T", "3C")),                # scratch: q, k, v before they are permuted
-    ("atty_r",     ("B", "NH", "T", "HS"), "proj"),  # forward: the heads' outputs, one head after another
-    ("datty_r",    ("B", "NH", "T", "HS"), "proj"),  # backward: their gradients
-)  # fmt: skip
-
 ACTIVATION_GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
     ("dln",        ("B", "T", "C")),                 # of the output of the layernorm at hand
@@ -106,15 +93,6 @@ ACTIVATION_GRADIENTS = (
     ("dqkv",       ("B", "T", "3C"), "dfch"),
     ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
     ("partials",   ("P", "4C")),                     # sums of blocks, before they are added up
-)  # fmt: skip
-
-FLASH_GRADIENTS = (
-    ("dsum",       ("B", "NH", "T")),                # of datty * atty over a head's channels
-)  # fmt: skip
-
-MATRIX_GRADIENTS = (
-    ("dqkvr",      ("3C", "B", "T")),
-    ("datt",       ("B", "NH", "T", "T")),
 )  # fmt: skip
 
 
@@ -128,7 +106,7 @@ class GPT2Config(Config):
     num_heads: int    # (NH)
     channels: int     # (C)
 
-    NAME, SCRIPT, MAGIC = "GPT-2", "train_gpt2_fp32.py", GPT2_MODEL
+    NAME, SCRIPT, MAGIC, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", GPT2_MODEL, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"
     }  # fmt: skip
@@ -143,18 +121,8 @@ class GPT2Config(Config):
     DEFAULT_MODEL = "gpt2_124M.bin"
     FETCH = "fetch it with dev/download_starter_pack.sh, or start from random weights with -e d12 (d6, d24, d36, d48)"
 
-    def parameters(self) -> Table:
-        return PARAMETERS
-
     def sizes(self) -> dict[str, int]:
-        C, NH = self.channels, self.num_heads
-        return {
-            "Vp": padded(self.vocab_size), "maxT": self.max_seq_len, "L": self.num_layers, "NH": NH, "HS": C // NH,
-            "C": C, "3C": 3 * C, "4C": 4 * C, "P": MOST_PARTIALS,
-        }  # fmt: skip
-
-    def rows(self) -> list[tuple[str, object]]:
-        return [("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}")]
+        return super().sizes() | {"P": MOST_PARTIALS}
 
     def header(self) -> np.ndarray:
         return make_header(GPT2_MODEL, 3, *astuple(self), padded(self.vocab_size))
@@ -178,8 +146,7 @@ class GPT2Config(Config):
 def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
     """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
     config, params, acts = model.config, model.params, model.acts(B, T)
-    L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    flash, relu = model.attention == "flash", model.attention == "relu"
+    L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
     drop = dropouts(model, training)
 
     encoder_forward(acts.encoded, model.inputs, params.wte, params.wpe, B, T, C, drop.encoded)
@@ -190,12 +157,9 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
 
-        qkv = a.qkv if flash else acts.qkv
+        qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
-        if flash:
-            flash_attention_forward(a.atty, a.lse, qkv, B, T, C, NH, NH)
-        else:
-            attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NH, relu)
+        causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_forward(
             a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.attprojb, p.ln2w, p.ln2b, B, T, C,
@@ -228,8 +192,7 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
     dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    flash, relu = model.attention == "flash", model.attention == "relu"
+    L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
     dresidual, dln, datty, dfch, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dfch, gacts.dqkv
     weight_T, partials = gacts.weight_T, gacts.partials
     drop = dropouts(model, training=True)
@@ -261,12 +224,7 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
         matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
-        if flash:
-            flash_attention_backward(dqkv, None, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NH)
-        else:
-            attention_backward(
-                dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, C, NH, NH, relu
-            )
+        causal_attention_backward(dqkv, datty, model, l, B, T)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, 3 * C)
         residual, dbias_before, dropped = (
@@ -310,15 +268,13 @@ def gpt2_train_step(
     return train_step
 
 
-class GPT2(Model):
+class GPT2(CausalModel):
     """GPT-2, as llmc/ needs to know it."""
 
     Config = GPT2Config
     MATRICES = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("wte", "qkvw", "attprojw", "fcw", "fcprojw")
-    BY_FLASH = ACTIVATIONS + FLASH_ACTIVATIONS, ACTIVATION_GRADIENTS + FLASH_GRADIENTS
-    BY_MATRICES = ACTIVATIONS + MATRIX_ACTIVATIONS, ACTIVATION_GRADIENTS + MATRIX_GRADIENTS
-    choose_attention = staticmethod(choose_attention)
+    ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
     forward, loss, backward, train_step = gpt2_forward, cross_entropy_loss, gpt2_backward, gpt2_train_step
 
     @classmethod

@@ -14,11 +14,10 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 import numpy as np  # isort: skip
 
 from kernels.adamw import adamw_update
-from kernels.attention import attention_backward, attention_forward
+from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
-from kernels.flash_attention import choose_attention, flash_attention_backward, flash_attention_forward
 from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
@@ -36,10 +35,11 @@ from llmc.files import LLAMA3_MODEL, make_header
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.run import Run
-from llmc.tensors import Config, Table, padded
+from llmc.tensors import Config, Table, padded, without
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
 # A third word names an earlier tensor, no longer needed, whose place this one takes.
+# The tensors inside attention are in kernels/causal_attention.py.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C")),                    # token embedding, and where `tied` the weight of the classifier
@@ -93,19 +93,6 @@ ACTIVATIONS = (
     ("dproj",       ("B", "T", "C"), "proj"),        # backward, with dropout: its gradient
 )  # fmt: skip
 
-FLASH_ACTIVATIONS = (
-    ("qkv",         ("L", "B", "T", "QKV")),         # q and k rotated
-    ("lse",         ("L", "B", "NH", "T")),          # log of the softmax's denominator
-)  # fmt: skip
-
-MATRIX_ACTIVATIONS = (
-    ("qkvr",        ("L", "QKV", "B", "T")),         # q (B, NH, T, HS), k and v (B, NKV, T, HS), q and k rotated
-    ("att",         ("L", "B", "NH", "T", "T")),
-    ("qkv",         ("B", "T", "QKV")),              # scratch: q, k, v before they are permuted
-    ("atty_r",      ("B", "NH", "T", "HS"), "proj"), # forward: the heads' outputs, one head after another
-    ("datty_r",     ("B", "NH", "T", "HS"), "proj"), # backward: their gradients
-)  # fmt: skip
-
 ACTIVATION_GRADIENTS = (
     ("dresidual",   ("B", "T", "C")),                # of the residual stream, from the last layer down to the first
     ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
@@ -115,16 +102,6 @@ ACTIVATION_GRADIENTS = (
     ("dqkv",        ("B", "T", "QKV")),
     ("weight_T",    ("W", "C")),                     # the weight at hand, transposed
     ("partials",    ("P", "C")),                     # sums of blocks, before they are added up
-)  # fmt: skip
-
-FLASH_GRADIENTS = (
-    ("dsum",        ("B", "NH", "T")),               # of datty * atty over a head's channels
-    ("dkv_heads",   ("B", "T", "2C")),               # each query head's share of dk and dv
-)  # fmt: skip
-
-MATRIX_GRADIENTS = (
-    ("dqkvr",       ("QKV", "B", "T")),
-    ("datt",        ("B", "NH", "T", "T")),
 )  # fmt: skip
 
 
@@ -153,7 +130,7 @@ class Llama3Config(Config):
     norm_eps: float = 1e-5
     tied: bool = True    # the classifier's weight is wte
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES = "Llama 3", "train_llama3_fp32.py", LLAMA3_MODEL, 2048
+    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Llama 3", "train_llama3_fp32.py", LLAMA3_MODEL, 2048, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",
@@ -173,28 +150,25 @@ class Llama3Config(Config):
     DEFAULT_MODEL = "llama3.2_1B.bin"
     FETCH = "make one from Hugging Face's with dev/import_hf.py, or start from random weights with -e smollm2-135m"
 
-    def parameters(self) -> Table:
-        return self.without_head(PARAMETERS)
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def absent(self) -> frozenset[str]:
+        return super().absent | ({"lm_head"} if self.tied else set())
 
     def file_tensors(self) -> Table:
-        return self.without_head(FILE)
-
-    def without_head(self, table: Table) -> Table:
-        """The table, without lm_head where there is none."""
-        return tuple(row for row in table if row[0] != "lm_head" or not self.tied)
+        return without(FILE, self.absent)
 
     def sizes(self) -> dict[str, int]:
-        C, NH, H = self.channels, self.num_heads, self.hidden
-        QKV = (NH + 2 * self.num_kv_heads) * (C // NH)
-        return {
-            "V": self.vocab_size, "Vp": padded(self.vocab_size), "L": self.num_layers, "NH": NH, "HS": C // NH,
-            "C": C, "2C": 2 * C, "QKV": QKV, "H": H, "2H": 2 * H, "W": max(QKV, 2 * H), "P": MOST_PARTIALS,
-        }  # fmt: skip
+        sizes, H = super().sizes(), self.hidden
+        return sizes | {"H": H, "W": max(sizes["QKV"], 2 * H), "P": MOST_PARTIALS}
 
     def rows(self) -> list[tuple[str, object]]:
         scaling = f"scaled by {self.rope_scaling:g}" if self.rope_scaling else "not scaled"
         return [
-            ("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}"),
+            *super().rows(),
             ("key/value heads", self.num_kv_heads),
             ("hidden channels", self.hidden),
             ("RoPE", f"theta {self.rope_theta:g}, {scaling}"),
@@ -212,10 +186,7 @@ class Llama3Config(Config):
             raise UserError(
                 f"{source}: heads of {self.channels} / {self.num_heads} channels are odd, and RoPE turns pairs"
             )
-        for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UserError(f"{source}: {name} is {getattr(self, name)}; it must be a positive number")
-        if not (self.rope_scaling == 0 or 1 <= self.rope_scaling < float("inf")):
+        if 0 < self.rope_scaling < 1:
             raise UserError(f"{source}: rope_scaling is {self.rope_scaling}; it must be 0 (none) or at least 1")
 
     def header(self) -> np.ndarray:
@@ -254,7 +225,6 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
     HS, eps, Vp = C // NH, config.norm_eps, padded(config.vocab_size)
     QKV = (NH + 2 * NKV) * HS
-    flash, relu = model.attention == "flash", model.attention == "relu"
     drop = dropouts(model, training)
 
     encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C)
@@ -264,13 +234,10 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
 
-        qkv = a.qkv if flash else acts.qkv
+        qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, None, B, T, C, QKV)
         rope_forward(qkv, rope, B, T, NH, NKV, HS)
-        if flash:
-            flash_attention_forward(a.atty, a.lse, qkv, B, T, C, NH, NKV)
-        else:
-            attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NKV, relu)
+        causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_rmsnorm_forward(
             a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C, d.attproj
@@ -304,7 +271,6 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
     HS, Vp, rope = C // NH, padded(config.vocab_size), model.constant.rope
     QKV = (NH + 2 * NKV) * HS
-    flash, relu = model.attention == "flash", model.attention == "relu"
     dresidual, dln, datty, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dqkv
     dfch, dfch_swiglu, weight_T, partials = gacts.dfch, gacts.dfch_swiglu, gacts.weight_T, gacts.partials
     drop = dropouts(model, training=True)
@@ -336,14 +302,7 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
         matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
-        if flash:
-            flash_attention_backward(
-                dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NKV
-            )
-        else:
-            attention_backward(
-                dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, C, NH, NKV, relu
-            )
+        causal_attention_backward(dqkv, datty, model, l, B, T)
         rope_backward(dqkv, rope, B, T, NH, NKV, HS)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, QKV)
         residual, dropped = (acts.layer[l - 1].residual3, drop.layer[l - 1].fcproj) if l > 0 else (acts.encoded, None)
@@ -383,14 +342,12 @@ def llama3_train_step(
     return train_step
 
 
-class Llama3(Model):
+class Llama3(CausalModel):
     """Llama 3, as llmc/ needs to know it."""
 
     Config = Llama3Config
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
-    BY_FLASH = ACTIVATIONS + FLASH_ACTIVATIONS, ACTIVATION_GRADIENTS + FLASH_GRADIENTS
-    BY_MATRICES = ACTIVATIONS + MATRIX_ACTIVATIONS, ACTIVATION_GRADIENTS + MATRIX_GRADIENTS
-    choose_attention = staticmethod(choose_attention)
+    ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
     forward, loss, backward, train_step = llama3_forward, cross_entropy_loss, llama3_backward, llama3_train_step
 
     @property

@@ -7,18 +7,19 @@ x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP 
 is sequential, it is GPT-2's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import sqrt
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
 import numpy as np  # isort: skip
 
-from kernels.attention import attention_backward, attention_forward
+from kernels.adamw import adamw_update
+from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
-from kernels.flash_attention import choose_attention, flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.matmul import (
     matmul_backward_bias,
@@ -27,20 +28,21 @@ from kernels.matmul import (
     matmul_backward_weight_transposed,
     matmul_forward,
 )
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
 from kernels.rope import rope_backward, rope_forward, rope_table
-from kernels.stream import norm_backward, norm_forward, norm_transposed
-from kernels.training import train_step
 from llmc.arguments import parse_arguments
+from llmc.batches import Batches
 from llmc.errors import UserError
 from llmc.files import PYTHIA_MODEL
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.run import Run
-from llmc.tensors import Config, Table, padded
+from llmc.tensors import Config, padded
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
-# A third word names an earlier tensor, no longer needed, whose place this one takes.
+# A third word names an earlier tensor, no longer needed, whose place this one takes; there it lies behind a fourth.
+# The tensors inside attention are in kernels/causal_attention.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
@@ -76,53 +78,30 @@ ACTIVATIONS = (
     ("losses",     ("B", "T")),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take, and keeps its
     # gradients where the outputs of forward were that nothing needs any more.
-    ("wide",       ("B", "T", "W")),                 # room for each of the next three
+    ("wide",       ("B", "T", "W")),                 # room for the logits, or for two tensors of 4C channels
     ("logits",     ("B", "T", "Vp"), "wide"),        # and then their gradient
-    ("dfch",       ("B", "T", "4C"), "wide"),        # of the GELU's output, which becomes that of its input
-    ("dqkv",       ("B", "T", "3C"), "wide"),
+    ("fch_gelu",   ("B", "T", "4C"), "wide"),        # forward: output of the GELU at hand
+    ("fch_gelu_T", ("4C", "B", "T"), "wide"),        # backward: the same, transposed
+    ("ln_T",       ("C", "B", "T"), "wide"),         # backward: ln1 or ln2, transposed
+    ("atty_T",     ("C", "B", "T"), "wide"),         # backward: atty, transposed
+    ("dfch",       ("B", "T", "4C"), "wide", "fch_gelu"),  # of the GELU's output, which becomes that of its input
+    ("dqkv",       ("B", "T", "3C"), "wide", "fch_gelu"),
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm at hand, in front of the attention
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
     ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm at hand, in front of the MLP
     ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
-    ("attproj",    ("B", "T", "C")),                 # forward: the attention's projection, before its bias
-    ("dattproj",   ("B", "T", "C"), "attproj"),      # backward, with dropout: of the same
-    ("dencoded",   ("B", "T", "C"), "attproj"),      # backward, with dropout: of encoded
-    ("fch_gelu",   ("B", "T", "4C")),                # forward: output of the GELU at hand
-    ("fch_gelu_T", ("4C", "B", "T"), "fch_gelu"),    # backward: the same, transposed
-    ("ln_T",       ("C", "B", "T"), "fch_gelu"),     # backward: ln1 or ln2, transposed
-    ("atty_T",     ("C", "B", "T"), "fch_gelu"),     # backward: atty, transposed
+    ("proj",       ("B", "T", "C")),                 # forward: the attention's projection, before its bias
+    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient, at last that of encoded
     ("fcproj",     ("B", "T", "C")),                 # forward: the MLP's projection, before its bias
-    ("dfcproj",    ("B", "T", "C"), "fcproj"),       # backward, with dropout: of the same
-)  # fmt: skip
-
-FLASH_ACTIVATIONS = (
-    ("qkv",        ("L", "B", "T", "3C")),           # q and k rotated
-    ("lse",        ("L", "B", "NH", "T")),           # log of the softmax's denominator
-)  # fmt: skip
-
-MATRIX_ACTIVATIONS = (
-    ("qkvr",       ("L", "3C", "B", "T")),           # q, k, v: (3, B, NH, T, HS), q and k rotated
-    ("att",        ("L", "B", "NH", "T", "T")),
-    ("qkv",        ("B", "T", "3C"), "wide"),        # scratch: q, k, v before they are permuted
-    ("atty_r",     ("B", "NH", "T", "HS"), "attproj"),   # forward: the heads' outputs, one head after another
-    ("datty_r",    ("B", "NH", "T", "HS"), "fch_gelu"),  # backward: their gradients
+    ("lnf_T",      ("C", "B", "T"), "fcproj"),       # backward: output of the last norm, transposed
+    ("dfcproj",    ("B", "T", "C"), "fcproj"),       # backward, with dropout: of fcproj
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
-    ("scratch",    ("S",)),                          # room for each of the next two
-    ("weight_T",   ("4C", "C"), "scratch"),          # the weight at hand, transposed
-    ("partials",   ("P", "6C"), "scratch"),          # sums of blocks, before they are added up
-)  # fmt: skip
-
-FLASH_GRADIENTS = (
-    ("dsum",       ("B", "NH", "T")),                # of datty * atty over a head's channels
-)  # fmt: skip
-
-MATRIX_GRADIENTS = (
-    ("dqkvr",      ("3C", "B", "T")),
-    ("datt",       ("B", "NH", "T", "T")),
+    ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
+    ("partials",   ("P", "6C")),                     # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -148,7 +127,7 @@ class PythiaConfig(Config):
     parallel: bool = True  # the MLP reads what the attention reads, and not what it adds
     gelu: str = "tanh"   # or "erf"
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES = "Pythia", "train_pythia_fp32.py", PYTHIA_MODEL, 2048
+    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Pythia", "train_pythia_fp32.py", PYTHIA_MODEL, 2048, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len",
         "rotary": "rotary", "theta": "rope_theta", "eps": "norm_eps", "norm": "norm", "tied_norm": "tied_norm",
@@ -166,77 +145,81 @@ class PythiaConfig(Config):
     DEFAULT_MODEL = "pythia_160M.bin"
     FETCH = "make one from Hugging Face's with dev/import_hf.py, or start from random weights with -e pythia-160m"
 
-    def present(self, table: Table) -> Table:
-        """The rows of a table that this model has."""
-        absent = {"ln1b", "ln2b", "lnfb", "ln1_mean", "ln2_mean", "lnf_mean"} if self.norm == "rms" else set()
+    @property
+    def absent(self) -> frozenset[str]:
+        absent = super().absent
+        absent |= {"ln1b", "ln2b", "lnfb", "ln1_mean", "ln2_mean", "lnf_mean"} if self.norm == "rms" else set()
         absent |= {"ln2w", "ln2b"} if self.tied_norm else set()
-        absent |= {"residual2", "ln2_mean", "ln2_rstd"} if self.parallel else set()
-        return tuple(row for row in table if row[0] not in absent)
-
-    def parameters(self) -> Table:
-        return self.present(PARAMETERS)
+        return absent | ({"residual2", "ln2_mean", "ln2_rstd"} if self.parallel else set())
 
     @property
     def rotary_channels(self) -> int:
         return int(self.rotary * (self.channels // self.num_heads))
 
     def sizes(self) -> dict[str, int]:
-        C, NH, Vp, P = self.channels, self.num_heads, padded(self.vocab_size), MOST_PARTIALS
-        return {
-            "Vp": Vp, "L": self.num_layers, "NH": NH, "HS": C // NH, "C": C, "3C": 3 * C, "4C": 4 * C, "6C": 6 * C,
-            "W": max(Vp, 4 * C), "P": P, "S": max(4 * C * C, 6 * C * P),
-        }  # fmt: skip
+        return super().sizes() | {"P": MOST_PARTIALS, "W": max(padded(self.vocab_size), 8 * self.channels)}
 
     def rows(self) -> list[tuple[str, object]]:
         R, HS = self.rotary_channels, self.channels // self.num_heads
         norm = {"layer": "LayerNorm", "rms": "RMSNorm"}[self.norm] + (", one for both" if self.tied_norm else "")
         return [
-            ("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}"),
+            *super().rows(),
             ("RoPE", f"{R} channels of {HS}, theta {self.rope_theta:g}"),
             ("attention and MLP", f"{'parallel' if self.parallel else 'sequential'}, {norm}, GELU by {self.gelu}"),
         ]
 
     def check(self, source: str) -> None:
         super().check(source)
-        if not (0 < self.rotary <= 1 and self.rotary_channels >= 2 and self.rotary_channels % 2 == 0):
-            raise UserError(
-                f"{source}: rotary {self.rotary:g} of a head of {self.channels} / {self.num_heads} channels must be an "
-                "even number of them, as RoPE turns pairs, and at least 2"
-            )
-        if not (0 < self.rope_theta < inf and 0 < self.norm_eps < inf):
-            raise UserError(f"{source}: rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be positive")
+        R, HS = self.rotary_channels, self.channels // self.num_heads
+        if self.rotary > 1 or R < 2 or R % 2:
+            raise UserError(f"{source}: rotary {self.rotary:g} is {R} of a head's {HS} channels; it must be 2, 4, …")
         if self.tied_norm and not self.parallel:
             raise UserError(f"{source}: tied_norm needs parallel: a sequential block's two norms read different things")
 
 
+def norms_before(config: PythiaConfig, acts, l: int, *tensors) -> tuple:
+    """Mean and rstd of the rows in front of layer l, or behind the last, and of each of `tensors`, parameters or their
+    gradients, a list of (weight, shift) of the norms there: two in front of an untied parallel layer, else one."""
+    if l == config.num_layers:
+        return acts.lnf_mean, acts.lnf_rstd, *([(t.lnfw, t.lnfb)] for t in tensors)
+    a, layers, two = acts.layer[l], [t.layer[l] for t in tensors], config.parallel and not config.tied_norm
+    return a.ln1_mean, a.ln1_rstd, *([(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][: 1 + two] for t in layers)
+
+
 def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None:
     """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
-    config, params, acts, parallel = model.config, model.params, model.acts(B, T), model.config.parallel
+    config, params, acts = model.config, model.params, model.acts(B, T)
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    HS, R, flash, relu = C // NH, config.rotary_channels, model.attention == "flash", model.attention == "relu"
-    drop = dropouts(model, training)
+    HS, R = C // NH, config.rotary_channels
+    drop, eps, outs = dropouts(model, training), config.norm_eps, (acts.ln1, acts.ln2)
 
     encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C, drop.encoded)
-    norm_forward(model, acts, 0, drop, B, T)
+    mean, rstd, norms = norms_before(config, acts, 0, params)
+    parallel_residual_forward(None, outs, mean, rstd, acts.encoded, [], norms, eps, B, T, C)
+    residual = acts.encoded
 
     for l in range(L):
-        p, a = params.layer[l], acts.layer[l]
+        p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
 
-        qkv = a.qkv if flash else acts.qkv
+        qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
         rope_forward(qkv, model.constant.rope, B, T, NH, NH, HS, R)
-        if flash:
-            flash_attention_forward(a.atty, a.lse, qkv, B, T, C, NH, NH)
-        else:
-            attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NH, relu)
-        matmul_forward(acts.attproj, a.atty, p.attprojw, None, B, T, C, C)
-        if not parallel:
-            norm_forward(model, acts, 2 * l + 1, drop, B, T)
+        causal_attention_forward(model, l, B, T)
+        matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
+        branches = [(acts.proj, p.attprojb, d.attproj)]
+        if not config.parallel:
+            parallel_residual_forward(
+                a.residual2, [acts.ln2], a.ln2_mean, a.ln2_rstd, residual, branches, [(p.ln2w, p.ln2b)], eps, B, T, C
+            )
+            residual, branches = a.residual2, []
 
         matmul_forward(a.fch, acts.ln1 if config.tied_norm else acts.ln2, p.fcw, None, B, T, C, 4 * C)
         gelu_forward(acts.fch_gelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
         matmul_forward(acts.fcproj, acts.fch_gelu, p.fcprojw, None, B, T, 4 * C, C)
-        norm_forward(model, acts, l + 1 if parallel else 2 * l + 2, drop, B, T)
+        branches.append((acts.fcproj, p.fcprojb, d.fcproj))
+        mean, rstd, norms = norms_before(config, acts, l + 1, params)
+        parallel_residual_forward(a.residual3, outs, mean, rstd, residual, branches, norms, eps, B, T, C)
+        residual = a.residual3
 
     matmul_forward(acts.logits, acts.ln1, params.lm_head, None, B, T, C, Vp)
 
@@ -250,69 +233,97 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    HS, R, flash, relu = C // NH, config.rotary_channels, model.attention == "flash", model.attention == "relu"
+    HS, R = C // NH, config.rotary_channels
     dresidual, dfch, dqkv, datty, dln1, dln2 = gacts.dresidual, acts.dfch, acts.dqkv, acts.datty, acts.dln1, acts.dln2
     weight_T, partials, drop = gacts.weight_T, gacts.partials, dropouts(model, training=True)
     parallel, tied = config.parallel, config.tied_norm
-    dencoded, dattproj, dfcproj = (
-        (acts.dencoded, acts.dattproj, acts.dfcproj) if model.dropout else (dresidual, dresidual, dresidual)
-    )
-    last = L if parallel else 2 * L
+    dproj, dfcproj = (acts.dproj, acts.dfcproj) if model.dropout else (dresidual, dresidual)
 
+    def before(l: int) -> tuple:
+        """The residual stream in front of layer l, or behind the last. For each branch that it was the last to take up:
+        its gradient, that of its bias, and its dropout."""
+        if l == 0:
+            return acts.encoded, [(dproj, None, drop.encoded)]
+        g, d = grads.layer[l - 1], drop.layer[l - 1]
+        branches = [(dproj, g.attprojb, d.attproj), (dfcproj, g.fcprojb, d.fcproj)]
+        return acts.layer[l - 1].residual3, branches if parallel else branches[1:]
+
+    residual, branches = before(L)
+    mean, rstd, norms, dnorms = norms_before(config, acts, L, params, grads)
     matmul_backward_inp(dln1, acts.logits, params.lm_head, None, B, T, C, Vp)
-    norm_transposed(model, acts, last, False, B, T)
-    matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
+    norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
+    matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
-    norm_backward(model, acts, last, drop, dln1, None, B, T)
+    parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
-        in_front, of_mlp = (l, l) if parallel else (2 * l, 2 * l + 1)
+        residual, branches = before(l)
+        mean, rstd, norms, dnorms = norms_before(config, acts, l, params, grads)
 
         matmul_backward_inp(dfch, dfcproj, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
         matmul_backward_weight_transposed(g.fcprojw, dfcproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln2, dfch, p.fcw, weight_T, B, T, C, 4 * C)
-        norm_transposed(model, acts, of_mlp, parallel and not tied, B, T)
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
-        if not parallel:
-            norm_backward(model, acts, of_mlp, drop, dln2, None, B, T)
-
-        matmul_backward_inp(datty, dattproj, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dattproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
-        if flash:
-            flash_attention_backward(dqkv, None, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NH)
+        if parallel:
+            norm_transposed(acts.ln_T, residual, norms[-1], mean, rstd, B, T, C)
         else:
-            attention_backward(
-                dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, C, NH, NH, relu
-            )
+            norm_transposed(acts.ln_T, a.residual2, (p.ln2w, p.ln2b), a.ln2_mean, a.ln2_rstd, B, T, C)
+            parallel_residual_backward(
+                dresidual, [(dproj, g.attprojb, drop.layer[l].attproj)], [(g.ln2w, g.ln2b)], partials, [dln2],
+                a.residual2, [(p.ln2w, p.ln2b)], a.ln2_mean, a.ln2_rstd, B, T, C,
+            )  # fmt: skip
+        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
+
+        matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        causal_attention_backward(dqkv, datty, model, l, B, T)
         rope_backward(dqkv, model.constant.rope, B, T, NH, NH, HS, R)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln2 if tied else dln1, dqkv, p.qkvw, weight_T, B, T, C, 3 * C, accumulate=tied)
-        norm_transposed(model, acts, in_front, False, B, T)
+        norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
         matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
-        dout0, dout1 = (dln2, None) if tied else (dln1, dln2 if parallel else None)
-        norm_backward(model, acts, in_front, drop, dout0, dout1, B, T)
+        douts = [dln2] if tied else [dln1, dln2]
+        parallel_residual_backward(dresidual, branches, dnorms, partials, douts, residual, norms, mean, rstd, B, T, C)
 
-    encoder_backward(grads.wte, None, dencoded, model.inputs, model.order, model.count, B, T, C)
+    encoder_backward(grads.wte, None, dproj, model.inputs, model.order, model.count, B, T, C)
 
 
-class Pythia(Model):
+def pythia_train_step(
+    model: Model, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
+) -> Callable[[int, float], None]:
+    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
+    step's batches, then AdamW. A GPU records its launches once and replays them."""
+    B, T = model.B, model.T
+
+    def forward_backward(accumulate: bool) -> None:
+        if not accumulate:
+            model.zero_grad()
+        pythia_forward(model, B, T, training=True)
+        cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
+        pythia_backward(model, B, T, accumulate)
+
+    first_batch = device.record(lambda: forward_backward(accumulate=False))
+    further_batch = device.record(lambda: forward_backward(accumulate=True))
+
+    def train_step(step: int, learning_rate: float) -> None:
+        for i in range(batches.count):
+            batches.send(step, i)
+            first_batch() if i == 0 else further_batch()
+            batches.fetch_losses(step, i)
+        adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)
+
+    return train_step
+
+
+class Pythia(CausalModel):
     """Pythia, as llmc/ needs to know it."""
 
     Config = PythiaConfig
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("lm_head", "qkvw", "attprojw", "fcw", "fcprojw")  # an embedding alone only has rows added to it
-    choose_attention = staticmethod(choose_attention)
-    forward, loss, backward, train_step = pythia_forward, cross_entropy_loss, pythia_backward, train_step
-
-    @property
-    def BY_FLASH(self) -> tuple[Table, Table]:
-        return self.config.present(ACTIVATIONS + FLASH_ACTIVATIONS), ACTIVATION_GRADIENTS + FLASH_GRADIENTS
-
-    @property
-    def BY_MATRICES(self) -> tuple[Table, Table]:
-        return self.config.present(ACTIVATIONS + MATRIX_ACTIVATIONS), ACTIVATION_GRADIENTS + MATRIX_GRADIENTS
+    ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
+    forward, loss, backward, train_step = pythia_forward, cross_entropy_loss, pythia_backward, pythia_train_step
 
     @classmethod
     def first_weights(cls, config: PythiaConfig) -> tuple[dict[str, float], dict[str, float]]:

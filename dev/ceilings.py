@@ -13,7 +13,7 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 import numpy as np  # isort: skip
 
 from llmc.model import Model
-from llmc.tensors import num_parameters, padded
+from llmc.tensors import num_parameters, padded, shape_of, without
 
 
 def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: bool = True) -> float:
@@ -112,16 +112,16 @@ def work_of(model: Model) -> Work:
     products = []
     for name, symbols in config.parameters():
         if name in model.PRODUCTS:
-            *count, outputs, inputs = (sizes[symbol] for symbol in symbols)
+            *count, outputs, inputs = shape_of(symbols, sizes)
             products.append((outputs, inputs, math.prod(count)))
-    kept = [symbols for _, symbols, *_ in model.BY_FLASH[0] if symbols[0] == "L"]
+    kept = [symbols for _, symbols, *_ in without(model.tables("flash")[0], config.absent) if symbols[0] == "L"]
     return Work(
         N=B * T,
         products=tuple(products),
         # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
         attention=7.0 * config.num_layers * B * T * T * config.channels,
         parameters=num_parameters(config),
-        kept=sum(math.prod(sizes[symbol] for symbol in symbols) for symbols in kept),
+        kept=sum(math.prod(shape_of(symbols, sizes)) for symbols in kept),
         logits=B * T * padded(config.vocab_size),
     )
 

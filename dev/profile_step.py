@@ -52,7 +52,7 @@ MOVED = {
     "rmsnorm_forward": "inp out",
     "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
     "rmsnorm_backward": "dout inp dinp dinp",
-    "rmsnorm_transposed": "inp out_T",
+    "norm_transposed": "inp out_T",
     "parallel_residual_forward": "inp proj0 proj1 residual out0 out1",
     "parallel_residual_dropout_forward": "inp proj0 proj1 residual out0 out1",
     "parallel_residual_backward": "dout0 dout1 inp dinp dinp",

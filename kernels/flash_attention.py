@@ -17,20 +17,6 @@ def supported(C: int, NH: int) -> bool:
     return C % NH == 0 and C // NH in HEAD_SIZES
 
 
-def choose_attention(kind: str, C: int, NH: int) -> str:
-    """What -a `kind` stands for in a model with NH query heads of C / NH channels: "auto" is flash attention if that is
-    supported and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
-    if kind == "flash" and not supported(C, NH):
-        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {C // NH}: use -a softmax")
-    if kind == "flash" and device.kind() == "cuda" and not device.tf32():
-        raise UserError(
-            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no -f 0; use -a softmax"
-        )
-    if kind == "auto":
-        return "flash" if supported(C, NH) and device.kind() == "cuda" and device.tf32() else "softmax"
-    return kind
-
-
 def flash_attention_forward(out, lse, qkv, B: int, T: int, C: int, NH: int, NKV: int) -> None:
     """out (B,T,C) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values, of
     HS = C / NH channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.

@@ -25,9 +25,8 @@ def fused_residual_forward(
     """
     if dropout:  # one branch of the two that a parallel residual takes
         parallel_residual_forward(
-            residual, out, None, mean, rstd, inp1, inp2, bias2, None, None, weight, bias, None, None, EPS, B, T, C,
-            dropout,
-        )  # fmt: skip
+            residual, [out], mean, rstd, inp1, [(inp2, bias2, dropout)], [(weight, bias)], EPS, B, T, C
+        )
         return
     launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, B * T, C)
 
@@ -55,8 +54,8 @@ def layernorm_backward(
     """
     if dropout:
         parallel_residual_backward(
-            dinp, dinp2, None, dweight, dbias, None, None, dbias2, None, scratch, dout, None, inp, weight, None, mean,
-            rstd, B, T, C, dropout,
+            dinp, [(dinp2, dbias2, dropout)], [(dweight, dbias)], scratch, [dout], inp, [(weight, None)], mean, rstd,
+            B, T, C,
         )  # fmt: skip
         return
     warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)

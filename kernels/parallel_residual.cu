@@ -13,23 +13,20 @@
 // separately: kernels without it have none of its arithmetic.
 #include "dropout.cuh"
 
-// One warp a row, with four loads of each input in flight in each lane. Block: (WARP_SIZE, rows). Shared memory: C
-// floats, rounded up to a multiple of 4, for each row; a lane reads only what it wrote itself. Parameters need not begin
-// at 16 bytes.
+// One block a row; one-dimensional. A thread has two loads of each input in flight. Shared memory: C floats, rounded up
+// to a multiple of 4, each thread touching only its own. Parameters need not begin at 16 bytes.
 template <bool DROP>
-__device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1,
+__device__ inline void forward_row(float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1,
                                     float* __restrict__ mean, float* __restrict__ rstd, const float* __restrict__ inp,
                                     const float* __restrict__ proj0, const float* __restrict__ bias0,
                                     const float* __restrict__ proj1, const float* __restrict__ bias1,
                                     const float* __restrict__ weight0, const float* __restrict__ shift0,
                                     const float* __restrict__ weight1, const float* __restrict__ shift1,
-                                    float eps, int N, int C, const int* __restrict__ random, int site0, int site1) {
-    constexpr int BATCH = 4, STEP = 4 * WARP_SIZE;
-    DYNAMIC_SHARED(float, rows);
-    const int n = blockIdx.x * blockDim.y + threadIdx.y;
-    if (n >= N) return;
+                                    float eps, int C, const int* __restrict__ random, int site0, int site1) {
+    constexpr int BATCH = 2;
+    DYNAMIC_SHARED(float, row);
+    const int n = blockIdx.x, step = 4 * blockDim.x;
     const size_t start = (size_t)n * C;
-    float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
     const bool aligned = C % 4 == 0 && is_aligned(bias0) && is_aligned(bias1) && is_aligned(weight0) &&
                          is_aligned(shift0) && is_aligned(weight1) && is_aligned(shift1);
 
@@ -44,11 +41,11 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
             for (int k = 0; k < 4; k++) x.x[k] += proj.x[k];
         };
         float sum = 0.0f;
-        for (int first = 4 * threadIdx.x; first < C; first += BATCH * STEP) {
+        for (int first = 4 * threadIdx.x; first < C; first += BATCH * step) {
             Four x[BATCH] = {}, p0[BATCH] = {}, p1[BATCH] = {};
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-                const int i = first + b * STEP;
+                const int i = first + b * step;
                 if (i >= C) continue;
                 x[b] = memory.load(inp + start + i, C - i);
                 if (proj0 != nullptr) p0[b] = memory.load(proj0 + start + i, C - i);
@@ -56,7 +53,7 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
             }
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-                const int i = first + b * STEP;
+                const int i = first + b * step;
                 if (i >= C) continue;
                 if (proj0 != nullptr) add(x[b], p0[b], bias0, i, site0);
                 if (proj1 != nullptr) add(x[b], p1[b], bias1, i, site1);
@@ -65,14 +62,14 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
                 sum += (x[b].x[0] + x[b].x[1]) + (x[b].x[2] + x[b].x[3]);  // 0 past the end of the row
             }
         }
-        const float m = mean != nullptr ? warp_sum(sum) / C : 0.0f;
+        const float m = mean != nullptr ? block_sum(sum) / C : 0.0f;
 
         sum = 0.0f;
-        for (int i = 4 * threadIdx.x; i < C; i += STEP) {
+        for (int i = 4 * threadIdx.x; i < C; i += step) {
             const Four x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
         }
-        const float s = rsqrtf(warp_sum(sum) / C + eps);
+        const float s = rsqrtf(block_sum(sum) / C + eps);
 
         // out = n * weight + shift
         auto scale = [&](float* out, const Four& n, const float* weight, const float* shift, int i) {
@@ -83,7 +80,7 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
             memory.store(out + start + i, y, C - i);
         };
 #pragma unroll 2
-        for (int i = 4 * threadIdx.x; i < C; i += STEP) {
+        for (int i = 4 * threadIdx.x; i < C; i += step) {
             Four x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m);
             scale(out0, x, weight0, shift0, i);
@@ -101,9 +98,9 @@ extern "C" __global__ void parallel_residual_forward_kernel(
     float* __restrict__ rstd, const float* __restrict__ inp, const float* __restrict__ proj0,
     const float* __restrict__ bias0, const float* __restrict__ proj1, const float* __restrict__ bias1,
     const float* __restrict__ weight0, const float* __restrict__ shift0, const float* __restrict__ weight1,
-    const float* __restrict__ shift1, float eps, int N, int C) {
-    forward_rows<false>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
-                        shift1, eps, N, C, nullptr, -1, -1);
+    const float* __restrict__ shift1, float eps, int C) {
+    forward_row<false>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
+                        shift1, eps, C, nullptr, -1, -1);
 }
 
 extern "C" __global__ void parallel_residual_dropout_forward_kernel(
@@ -111,9 +108,9 @@ extern "C" __global__ void parallel_residual_dropout_forward_kernel(
     float* __restrict__ rstd, const float* __restrict__ inp, const float* __restrict__ proj0,
     const float* __restrict__ bias0, const float* __restrict__ proj1, const float* __restrict__ bias1,
     const float* __restrict__ weight0, const float* __restrict__ shift0, const float* __restrict__ weight1,
-    const float* __restrict__ shift1, float eps, int N, int C, const int* __restrict__ random, int site0, int site1) {
-    forward_rows<true>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
-                       shift1, eps, N, C, random, site0, site1);
+    const float* __restrict__ shift1, float eps, int C, const int* __restrict__ random, int site0, int site1) {
+    forward_row<true>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
+                       shift1, eps, C, random, site0, site1);
 }
 
 // A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Its threads share the
@@ -124,7 +121,7 @@ extern "C" __global__ void parallel_residual_dropout_forward_kernel(
 // dout1 * n, of dout1 (with mean), of dproj0, of dproj1. Up to the last row they are kept in shared memory, or where
 // that is too small (keep = 0), in partials.
 // Shared memory: 2 * rows rows of C floats, rounded up to a multiple of 4, and S such rows to keep the sums.
-constexpr int MOST_ROWS = 4, MOST_THREADS = 256;
+constexpr int MOST_ROWS = 4, MOST_THREADS = 512;
 
 template <bool DROP>
 __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict__ dproj0, float* __restrict__ dproj1,
@@ -248,7 +245,7 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
     });
 }
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_backward_kernel(
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_backward_kernel(
     float* __restrict__ dinp, float* __restrict__ partials, const float* __restrict__ dout0,
     const float* __restrict__ dout1, const float* __restrict__ inp, const float* __restrict__ weight0,
     const float* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
@@ -258,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_
 }
 
 // Sets dproj0 and dproj1 (N,C), those that are given, too.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_dropout_backward_kernel(
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dropout_backward_kernel(
     float* __restrict__ dinp, float* __restrict__ dproj0, float* __restrict__ dproj1, float* __restrict__ partials,
     const float* __restrict__ dout0, const float* __restrict__ dout1, const float* __restrict__ inp,
     const float* __restrict__ weight0, const float* __restrict__ weight1, const float* __restrict__ mean,
@@ -266,4 +263,26 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) parallel_residual_
     int site0, int site1) {
     backward_rows<true>(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
                         keep, random, site0, site1);
+}
+
+// out_T (C,N) = the transposed out of forward, from its residual inp and the mean (or null) and rstd it left. A block
+// takes one tile.
+extern "C" __global__ void norm_transposed_kernel(float* __restrict__ out_T, const float* __restrict__ inp,
+                                                  const float* __restrict__ weight, const float* __restrict__ shift,
+                                                  const float* __restrict__ mean, const float* __restrict__ rstd,
+                                                  int N, int C) {
+    __shared__ Tile tile;
+    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    by_alignment(C % 4 == 0 && is_aligned(weight) && is_aligned(shift), [&](auto memory) {
+        tile.fill(n0, i0, N, C, [&](int n, int i, int) {
+            const float m = mean != nullptr ? mean[n] : 0.0f;
+            const Four w = memory.load(weight + i, C - i);
+            const Four b = shift != nullptr ? memory.load(shift + i, C - i) : Four();
+            Four x = memory.load(inp + (size_t)n * C + i, C - i);
+            for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - m) * w.x[k] + b.x[k];
+            return x;
+        });
+    });
+    __syncthreads();
+    store_transposed(out_T, tile, n0, i0, N, C);
 }

@@ -11,20 +11,23 @@ cu = device.source(__file__)
 
 
 def parallel_residual_forward(
-    residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1, shift1, eps: float,
-    B: int, T: int, C: int, dropout0: Dropout | None = None, dropout1: Dropout | None = None,
-) -> None:  # fmt: skip
-    """residual (B,T,C) = inp + dropout0(proj0 + bias0) + dropout1(proj1 + bias1), and with n its normalised rows,
-    out0 (B,T,C) = n * weight0 + shift0 and out1 (B,T,C) = n * weight1 + shift1. mean, rstd (B,T) are set too.
+    residual, outs, mean, rstd, inp, branches, norms, eps: float, B: int, T: int, C: int
+) -> None:
+    """residual (B,T,C) = inp + the sum of dropout(proj + bias) over up to two branches (proj (B,T,C), bias (C),
+    dropout), and with n its normalised rows, out (B,T,C) = n * weight + shift for each out of outs and its norm (weight
+    (C), shift (C)). There are one or two norms; with one, only the first out is written. mean, rstd (B,T) are set too.
 
-    proj0, proj1 (B,T,C) are the branches' projections without their biases (C). What does not exist is None: out1,
-    weight1 and shift1 where both branches read out0; mean and the shifts for RMSNorm, which subtracts no mean; a bias;
-    proj1; both projections and residual where the stream is inp itself. The arrays must not overlap.
+    None: mean and the shifts for RMSNorm, which subtracts no mean; a bias; a dropout; and residual, where there are no
+    branches and inp is the stream. The arrays must not overlap.
     """
-    grid, block, shared_mem = row_launch(cu, B * T, C)
+    (proj0, bias0, dropout0), (proj1, bias1, dropout1) = pair(branches, (None, None, None))
+    (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
+    out0, out1 = pair(outs[: len(norms)])
+    block = cu.block(min(1024, 32 * ceil_div(C, 256)))  # a thread for each eight channels, in whole warps
+    grid, block, shared_mem = (B * T,), (block,), 16 * ceil_div(C, 4)
     args = (
         residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1, shift1,
-        np.float32(eps), B * T, C,
+        np.float32(eps), C,
     )  # fmt: skip
     if dropout0 or dropout1:
         args += random_and_sites(dropout0, dropout1)
@@ -33,43 +36,42 @@ def parallel_residual_forward(
         cu.parallel_residual_forward_kernel(grid, block, args, shared_mem=shared_mem)
 
 
-def row_launch(cu: device.Source, N: int, C: int) -> tuple[tuple, tuple, int]:
-    """Grid, block and bytes of shared memory for a kernel that gives each of N rows a warp and C floats of shared
-    memory: four rows a block where they fit."""
-    row_bytes = 16 * ceil_div(C, 4)
-    rows = max(1, min(4, device.shared_memory() // row_bytes))
-    return (ceil_div(N, rows),), (cu.warp_size, rows), rows * row_bytes
+def pair(given: list, absent=None) -> list:
+    """Two of what is given, `absent` for those that are not."""
+    return [*given, absent, absent][:2]
 
 
 def parallel_residual_backward(
-    dinp, dproj0, dproj1, dweight0, dshift0, dweight1, dshift1, dbias0, dbias1, scratch, dout0, dout1, inp,
-    weight0, weight1, mean, rstd, B: int, T: int, C: int, dropout0: Dropout | None = None,
-    dropout1: Dropout | None = None,
-) -> None:  # fmt: skip
-    """dinp (B,T,C) += the gradient of the norm's input; the gradients of weights and shifts (C) are added to.
+    dinp, branches, dnorms, scratch, douts, inp, norms, mean, rstd, B: int, T: int, C: int
+) -> None:
+    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C), which is forward's residual, from douts, those of
+    the outs (B,T,C), as many of them as there are norms; for each norm, dnorms has (dweight (C), dshift (C)), which are
+    added to.
 
-    dproj0, dproj1 (B,T,C) = the new dinp through the dropout of their branch: the gradients of the projections. Where a
-    branch has no dropout the new dinp is that gradient, and dproj is not set. dbias0, dbias1 (C) += the column sums of
-    those gradients.
+    For each branch that forward added, branches has (dproj (B,T,C), dbias (C), dropout): dproj = the new dinp through
+    the dropout; without a dropout the new dinp itself is that gradient, and dproj is not set. dbias += its column sums.
 
-    dout0, dout1 (B,T,C) are the gradients of the outputs, inp is the norm's input (forward's residual), mean and rstd
-    (B,T) what forward left; scratch holds (MOST_PARTIALS, S C) floats, S <= 6 the number of the gradients (C) wanted.
-    None: what forward had as None, its gradients, and a bias gradient that is not wanted, dbias1 where dbias0 is. The
-    arrays must not overlap.
+    norms, mean and rstd as forward had them or left them; scratch holds (MOST_PARTIALS, S C) floats, S <= 6 the number
+    of gradients (C). None: what forward had as None, its gradient, and a dbias that is not wanted, the second where the
+    first is. The arrays must not overlap.
     """
-    outs = [out for out in (dweight0, dshift0, dweight1, dshift1) if out is not None]
+    (dproj0, dbias0, dropout0), (dproj1, dbias1, dropout1) = pair(branches, (None, None, None))
+    (weight0, _), (weight1, _) = pair(norms, (None, None))
+    dout0, dout1 = pair(douts[: len(norms)])
+    outs = [out for dnorm in dnorms for out in dnorm if out is not None]
     biases = [out for out in (dbias0, dbias1) if out is not None]
     dropped = dropout0 is not None or dropout1 is not None
     S = len(outs) + (len(biases) if dropped else min(1, len(biases)))  # without dropout both biases have the same sum
 
     vectors, row_bytes = ceil_div(C, 4), 16 * ceil_div(C, 4)
-    passes = ceil_div(vectors, 256)  # over the columns, of as few whole warps as that takes
-    block = cu.block(32 * ceil_div(vectors, 32 * passes))
-    room = device.shared_memory() // 2 - 2048  # two blocks share a multiprocessor
+    passes = ceil_div(vectors, 512)  # over the columns, of as few whole warps as that takes
+    threads = 32 * ceil_div(vectors, 32 * passes)
+    blocks = 2 if threads <= 256 else 1  # that share a multiprocessor
+    room = device.shared_memory() // blocks - 2048
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
-    chunks = min(ceil_div(B * T, rows), 2 * device.multiprocessors(), MOST_PARTIALS)
-    shared_mem = (2 * rows + S * keep) * row_bytes
+    chunks = min(ceil_div(B * T, rows), blocks * device.multiprocessors(), MOST_PARTIALS)
+    block, shared_mem = cu.block(threads), (2 * rows + S * keep) * row_bytes
     args = dout0, dout1, inp, weight0, weight1, mean, rstd, B * T, C, S, rows, int(keep)
     if dropped:
         args = dinp, dproj0 if dropout0 else None, dproj1 if dropout1 else None, scratch, *args
@@ -78,6 +80,15 @@ def parallel_residual_backward(
     else:
         cu.parallel_residual_backward_kernel((chunks,), (block,), (dinp, scratch, *args), shared_mem=shared_mem)
     add_partials(outs + biases, scratch, chunks, C, S)
+
+
+def norm_transposed(out_T, inp, norm, mean, rstd, B: int, T: int, C: int) -> None:
+    """out_T (C,B*T) = an out of parallel_residual_forward, transposed, recomputed from the residual that it left, its
+    norm (weight (C), shift (C)), mean and rstd. RMSNorm has None for mean and shift."""
+    side = cu.block(16)
+    cu.norm_transposed_kernel(
+        (ceil_div(C, 64), ceil_div(B * T, 64)), (side, side), (out_T, inp, *norm, mean, rstd, B * T, C)
+    )
 
 
 def random_and_sites(dropout0: Dropout | None, dropout1: Dropout | None) -> tuple:

@@ -10,33 +10,37 @@
 // `__restrict__` tells the compiler that no array overlaps another, so that it may move loads ahead of stores.
 #include "common.cuh"
 
-// One warp a row, with eight loads of four floats in flight in each lane. Block: (WARP_SIZE, rows). Shared memory: C
-// floats, rounded up to a multiple of 4, for each row; a lane reads only what it wrote itself. x = inp1, or with ADD:
-// x = residual = inp1 + inp2. The weight is a parameter and need not begin at 16 bytes.
+// The sum over a row, which has a warp to itself or the whole block.
+__device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
+
+// The block has one warp a row, (WARP_SIZE, rows), or several for a single long row, (warps * WARP_SIZE, 1). A thread has
+// eight loads of four floats in flight. Shared memory: C floats, rounded up to a multiple of 4, for each row; a thread
+// reads only what it wrote itself. x = inp1, or with ADD: x = residual = inp1 + inp2. The weight is a parameter and need
+// not begin at 16 bytes.
 template <bool ADD>
 __device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out, float* __restrict__ rstd,
                                     const float* __restrict__ inp1, const float* __restrict__ inp2,
                                     const float* __restrict__ weight, float eps, int N, int C) {
-    constexpr int BATCH = ADD ? 4 : 8, STEP = 4 * WARP_SIZE;
+    constexpr int BATCH = ADD ? 4 : 8;
     DYNAMIC_SHARED(float, rows);
-    const int n = blockIdx.x * blockDim.y + threadIdx.y;
+    const int n = blockIdx.x * blockDim.y + threadIdx.y, step = 4 * blockDim.x;
     if (n >= N) return;
     const size_t start = (size_t)n * C;
     float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
 
     by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
         float sum = 0.0f;
-        for (int first = 4 * threadIdx.x; first < C; first += BATCH * STEP) {
+        for (int first = 4 * threadIdx.x; first < C; first += BATCH * step) {
             Four x[BATCH] = {}, y[BATCH] = {};
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-                const int i = first + b * STEP;
+                const int i = first + b * step;
                 if (i < C) x[b] = memory.load(inp1 + start + i, C - i);
                 if (ADD && i < C) y[b] = memory.load(inp2 + start + i, C - i);
             }
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
-                const int i = first + b * STEP;
+                const int i = first + b * step;
                 for (int k = 0; k < 4; k++) {
                     if (ADD) x[b].x[k] += y[b].x[k];
                     sum += x[b].x[k] * x[b].x[k];  // 0 past the end of the row
@@ -45,10 +49,10 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
                 if (ADD && i < C) memory.store(residual + start + i, x[b], C - i);
             }
         }
-        const float s = rsqrtf(warp_sum(sum) / C + eps);
+        const float s = rsqrtf(row_sum(sum) / C + eps);
 
 #pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < C; i += STEP) {
+        for (int i = 4 * threadIdx.x; i < C; i += step) {
             Four x = Aligned::load(row + i, 4);
             const Four w = memory.load(weight + i, C - i);
             for (int k = 0; k < 4; k++) x.x[k] = s * x.x[k] * w.x[k];
@@ -150,29 +154,4 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
             }
         }
     });
-}
-
-// out_T (C,N) = the transposed output of forward, recomputed from its input and the rstd it left. A block takes one
-// tile.
-extern "C" __global__ void rmsnorm_transposed_kernel(float* __restrict__ out_T, const float* __restrict__ inp,
-                                                     const float* __restrict__ weight, const float* __restrict__ rstd,
-                                                     int N, int C) {
-    __shared__ Tile tile;
-    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
-    by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
-#pragma unroll
-        for (int r = 0; r < TILE_ROWS; r++) {
-            const int row = threadIdx.y + r * TILE_THREADS, n = n0 + row;
-            for (int c = 0; c < TILE_VECTORS; c++) {
-                const int column = 4 * (threadIdx.x + c * TILE_THREADS), i = i0 + column;
-                if (n >= N || i >= C) continue;
-                Four x = memory.load(inp + (size_t)n * C + i, C - i);
-                const Four w = memory.load(weight + i, C - i);
-                for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * x.x[k] * w.x[k];
-                tile.put(row, column, x);
-            }
-        }
-    });
-    __syncthreads();
-    store_transposed(out_T, tile, n0, i0, N, C);
 }

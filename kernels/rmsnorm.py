@@ -3,7 +3,7 @@
 import numpy as np
 
 from kernels.dropout import Dropout
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, row_launch
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS, add_partials
 from llmc import device
 from llmc.device import ceil_div
@@ -13,7 +13,7 @@ cu = device.source(__file__)
 
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
     """out (B,T,C) = inp * rstd * weight, each row by itself; rstd (B,T) = 1 / sqrt(mean(inp^2) + eps) is set too."""
-    grid, block, shared_mem = row_launch(cu, B * T, C)
+    grid, block, shared_mem = row_launch(B * T, C)
     args = out, rstd, inp, weight, np.float32(eps), B * T, C
     cu.rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
 
@@ -24,13 +24,19 @@ def fused_residual_rmsnorm_forward(
     """residual (B,T,C) = inp1 + dropout(inp2), then out and rstd = rmsnorm of it. The arrays must not overlap."""
     if dropout:  # one branch of the two that a parallel residual takes
         parallel_residual_forward(
-            residual, out, None, None, rstd, inp1, inp2, None, None, None, weight, None, None, None, eps, B, T, C,
-            dropout,
-        )  # fmt: skip
+            residual, [out], None, rstd, inp1, [(inp2, None, dropout)], [(weight, None)], eps, B, T, C
+        )
         return
-    grid, block, shared_mem = row_launch(cu, B * T, C)
+    grid, block, shared_mem = row_launch(B * T, C)
     args = residual, out, rstd, inp1, inp2, weight, np.float32(eps), B * T, C
     cu.fused_residual_rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
+
+
+def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
+    """Grid, block and bytes of shared memory for the forward kernels: four rows a block and a warp for each, or where
+    rows are long, a block for each whose threads have sixteen channels."""
+    rows, threads = (4, cu.warp_size) if C <= 1024 else (1, cu.block(min(1024, 32 * ceil_div(C, 512))))
+    return (ceil_div(N, rows),), (threads, rows), rows * 16 * ceil_div(C, 4)
 
 
 def rmsnorm_backward(
@@ -44,8 +50,8 @@ def rmsnorm_backward(
     """
     if dropout:
         parallel_residual_backward(
-            dinp, dinp2, None, dweight, None, None, None, None, None, scratch, dout, None, inp, weight, None, None,
-            rstd, B, T, C, dropout,
+            dinp, [(dinp2, None, dropout)], [(dweight, None)], scratch, [dout], inp, [(weight, None)], None, rstd,
+            B, T, C,
         )  # fmt: skip
         return
     vectors, row_bytes = ceil_div(C, 4), 2 * 16 * ceil_div(C, 4)
@@ -64,7 +70,4 @@ def rmsnorm_backward(
 
 def rmsnorm_transposed(out_T, inp, weight, rstd, B: int, T: int, C: int) -> None:
     """out_T (C,B*T) = the output of rmsnorm_forward, transposed, recomputed from its input and the rstd it left."""
-    side = cu.block(16)
-    cu.rmsnorm_transposed_kernel(
-        (ceil_div(C, 64), ceil_div(B * T, 64)), (side, side), (out_T, inp, weight, rstd, B * T, C)
-    )
+    norm_transposed(out_T, inp, (weight, None), None, rstd, B, T, C)

@@ -37,8 +37,10 @@ class Model:
     Config                    the class of its sizes
     MATRICES                  the parameters that weight decay applies to, and that start as random numbers
     PRODUCTS                  those whose gradient begins as a matrix product, which sets it unless told to accumulate
-    BY_FLASH, BY_MATRICES     the tables of activations and of their gradients, scratch included, with flash attention
-                              and with attention by (T, T) matrices; `partials` holds at least 1024 floats
+    ACTIVATIONS, ACTIVATION_GRADIENTS
+                              the tables of activations and of their gradients, scratch included; `partials` holds at
+                              least 1024 floats
+    ATTENTION_TABLES          how both go on, for each kind of attention
     first_weights, and where it has some, constants
     choose_attention(kind, C, NH), forward(B, T, training), loss(B, T, dloss), backward(B, T, accumulate),
     train_step(batches, weight_decay, grad_clip)
@@ -49,18 +51,18 @@ class Model:
     Config: type[Config]
     MATRICES: tuple[str, ...]
     PRODUCTS: tuple[str, ...]
-    BY_FLASH: tuple[Table, Table]
-    BY_MATRICES: tuple[Table, Table]
+    ACTIVATIONS: Table
+    ACTIVATION_GRADIENTS: Table
+    ATTENTION_TABLES: dict[str, tuple[Table, Table]]
 
     def __init__(self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False):
         self.config, self.B, self.T, self.attention = config, B, T, attention
-        self.acts_table, grads_acts_table = self.BY_FLASH if attention == "flash" else self.BY_MATRICES
-        sizes = config.sizes() | {"B": B, "T": T}
-        n = num_parameters(config)
-        lengths = {"parameters": n, "activations": layout(self.acts_table, sizes, ALIGNMENT)[1]}
+        self.acts_table, grads_acts_table = self.tables(attention)
+        sizes, absent, n = config.sizes() | {"B": B, "T": T}, config.absent, num_parameters(config)
+        lengths = {"parameters": n, "activations": layout(self.acts_table, sizes, ALIGNMENT, absent)[1]}
         if not inference:
             lengths |= {"gradients": n, "AdamW m": n, "AdamW v": n}
-            lengths["activation gradients"] = layout(grads_acts_table, sizes, ALIGNMENT)[1]
+            lengths["activation gradients"] = layout(grads_acts_table, sizes, ALIGNMENT, absent)[1]
         self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths.items()}
         free, _ = device.memory()
         if 4 * sum(lengths.values()) > free:
@@ -71,7 +73,7 @@ class Model:
         buffers = {name: device.empty((length,)) for name, length in lengths.items()}
         self.params_memory = buffers["parameters"]
         self.acts_memory = buffers["activations"]
-        self.params = name_tensors(self.params_memory, config.parameters(), sizes, align=1)
+        self.params = name_tensors(self.params_memory, config.PARAMETERS, sizes, 1, absent)
         self.constant = SimpleNamespace(
             **{name: device.asarray(values) for name, values in self.constants(config, T).items()}
         )
@@ -86,8 +88,8 @@ class Model:
             buffers[name] for name in ("gradients", "AdamW m", "AdamW v")
         )
         self.grads_acts_memory = buffers["activation gradients"]
-        self.grads = name_tensors(self.grads_memory, config.parameters(), sizes, align=1)
-        self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes)
+        self.grads = name_tensors(self.grads_memory, config.PARAMETERS, sizes, 1, absent)
+        self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes, absent=absent)
         self.norm = device.zeros((2,))
         device.fill_zero(self.m_memory)
         device.fill_zero(self.v_memory)
@@ -98,11 +100,19 @@ class Model:
             if not product
         ]
 
+    @classmethod
+    def tables(cls, attention: str) -> tuple[Table, Table]:
+        """The tables of activations and of their gradients with this kind of attention."""
+        activations, gradients = cls.ATTENTION_TABLES[attention]
+        return cls.ACTIVATIONS + activations, cls.ACTIVATION_GRADIENTS + gradients
+
     def acts(self, B: int, T: int) -> SimpleNamespace:
         """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""
         if (B, T) not in self.views_of:
             sizes = self.config.sizes() | {"B": B, "T": T}
-            self.views_of[B, T] = name_tensors(self.acts_memory, self.acts_table, sizes)
+            self.views_of[B, T] = name_tensors(
+                self.acts_memory, self.acts_table, sizes, absent=self.config.absent
+            )
         return self.views_of[B, T]
 
     def zero_grad(self) -> None:

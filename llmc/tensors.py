@@ -1,8 +1,9 @@
 """Tables of tensors: how a flat buffer is divided among them, and what can be counted from them.
 
 A table is a tuple of rows (name, shape) in the order of the buffer. A shape is a tuple of symbols, such as ("B", "T",
-"C"), which a dict of sizes turns into numbers. A tensor whose shape begins with "L" has one part for each layer. A row
-(name, shape, owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed.
+"3C"), which a dict of sizes turns into numbers; a symbol may begin with a factor. A tensor whose shape begins with "L"
+has one part for each layer. A row (name, shape, owner) takes the place of an earlier tensor, at a time when what that
+one held is no longer needed; a row (name, shape, owner, other) lies in the owner's place behind the other tensor there.
 """
 
 import math
@@ -23,15 +24,31 @@ ALIGNMENT = 64  # floats; every activation starts on a 256-byte boundary
 SPELLINGS = {int: r"\d+", bool: r"\d+", float: r"\d+\.?\d*([eE][+-]?\d+)?", str: r"[a-z]+"}
 
 
-def layout(table: Table, sizes: dict[str, int], align: int) -> tuple[dict[str, tuple[int, tuple]], int]:
-    """For each tensor its start in the buffer and its shape, and the length of the buffer, in floats."""
+def shape_of(symbols: tuple[str, ...], sizes: dict[str, int]) -> tuple[int, ...]:
+    """The numbers that a table's shape stands for."""
+    factors = [re.fullmatch(r"(\d*)(.+)", symbol).groups() for symbol in symbols]
+    return tuple(int(factor or 1) * sizes[symbol] for factor, symbol in factors)
+
+
+def without(table: Table, absent: frozenset[str]) -> Table:
+    """The rows of a table but for those of the given names."""
+    return tuple(row for row in table if row[0] not in absent)
+
+
+def layout(
+    table: Table, sizes: dict[str, int], align: int, absent: frozenset[str] = frozenset()
+) -> tuple[dict[str, tuple[int, tuple]], int]:
+    """For each tensor that is not absent its start in the buffer and its shape, and the length of the buffer, in
+    floats."""
     starts, end = {}, 0
-    for name, symbols, *owner in table:
-        shape = tuple(sizes[symbol] for symbol in symbols)
+    for name, symbols, *owner in without(table, absent):
+        shape = shape_of(symbols, sizes)
         if owner:
-            start, owned = starts[owner[0]]
-            if math.prod(shape) > math.prod(owned):
-                raise ValueError(f"{name} {shape} does not fit where {owner[0]} {owned} is")
+            owned, owned_shape = starts[owner[0]]
+            start, before = starts[owner[-1]]
+            start += math.prod(before) if len(owner) > 1 else 0
+            if start + math.prod(shape) > owned + math.prod(owned_shape):
+                raise ValueError(f"{name} {shape} does not fit where {owner[0]} {owned_shape} is")
             starts[name] = start, shape
             continue
         start = -(-end // align) * align
@@ -40,13 +57,19 @@ def layout(table: Table, sizes: dict[str, int], align: int) -> tuple[dict[str, t
     return starts, end
 
 
-def name_tensors(buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT) -> SimpleNamespace:
+def name_tensors(
+    buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT, absent: frozenset[str] = frozenset()
+) -> SimpleNamespace:
     """The tensors of a table as views into a flat buffer: `.wte`, and with a part for each layer both `.qkvw` (all
-    layers) and `.layer[l].qkvw`."""
-    starts, _ = layout(table, sizes, align)
+    layers) and `.layer[l].qkvw`. Those that are absent are None."""
+    starts, _ = layout(table, sizes, align, absent)
     tensors = {name: buffer[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in starts.items()}
-    layered = [name for name, symbols, *_ in table if symbols[0] == "L"]
-    layers = [SimpleNamespace(**{name: tensors[name][l] for name in layered}) for l in range(sizes["L"])]
+    tensors = {name: tensors.get(name) for name, *_ in table}
+    layered = {name: tensors[name] for name, symbols, *_ in table if symbols[0] == "L"}
+    layers = [
+        SimpleNamespace(**{name: None if parts is None else parts[l] for name, parts in layered.items()})
+        for l in range(sizes["L"])
+    ]
     return SimpleNamespace(**tensors, layer=layers)
 
 
@@ -69,6 +92,7 @@ class Config:
     NAME, SCRIPT       what the model is called, and the program that trains it
     MAGIC              the number that its files begin with
     HEADER_BYTES       the length of their header
+    PARAMETERS         the table of all parameters that such models can have, in the order of the buffer
     DESCRIPTION        the words of `-e layers=4,heads=4`, each with its field
     PRESETS            named models (`-e d12`), each such a description
     DEFAULT_MODEL      the file that -e stands for by default
@@ -81,6 +105,7 @@ class Config:
     SCRIPT: str
     MAGIC: int
     HEADER_BYTES = 1024
+    PARAMETERS: Table
     DESCRIPTION: dict[str, str]
     PRESETS: dict[str, str]
     DEFAULT_MODEL: str
@@ -88,9 +113,19 @@ class Config:
     CHOICES: dict[str, tuple[str, ...]] = {}
     FETCH: str
 
+    @property
+    def kv_heads(self) -> int:
+        """The heads of keys and values."""
+        return self.num_heads
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """The tensors of the tables that this model does not have."""
+        return frozenset({"dkv_heads"} if self.kv_heads == self.num_heads else ())
+
     def parameters(self) -> Table:
         """The parameters, in the order of the buffer."""
-        raise NotImplementedError
+        return without(self.PARAMETERS, self.absent)
 
     def file_tensors(self) -> Table:
         """The tensors in a model file, in its order. One that is no parameter is 0 there; one with fewer rows than the
@@ -98,12 +133,17 @@ class Config:
         return self.parameters()
 
     def sizes(self) -> dict[str, int]:
-        """What the symbols in the tables stand for, but for the batch's."""
-        raise NotImplementedError
+        """What the symbols in the tables stand for, but for the batch's. These are the sizes that every model has; a
+        subclass adds its own."""
+        C, NH, V, HS = self.channels, self.num_heads, self.vocab_size, self.channels // self.num_heads
+        return {
+            "V": V, "Vp": padded(V), "maxT": self.max_seq_len, "L": self.num_layers, "NH": NH, "HS": HS, "C": C,
+            "QKV": (NH + 2 * self.kv_heads) * HS,
+        }  # fmt: skip
 
     def rows(self) -> list[tuple[str, object]]:
         """The sizes as the start-up table shows them."""
-        raise NotImplementedError
+        return [("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}")]
 
     def header(self) -> np.ndarray:
         """The model file's header, 32-bit words. This one is our own, for a model that llm.c has no file for:
@@ -137,6 +177,9 @@ class Config:
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise UserError(f"{source}: {field.name} is {value}; it must be at least 1")
+            zero = field.default == 0  # what can be left out by a 0, and is by default
+            if field.type is float and not (0 < value < math.inf or zero and value == 0):
+                raise UserError(f"{source}: {field.name} is {value}; it must be a positive number{' or 0' * zero}")
             if field.type is str and value not in self.CHOICES[field.name]:
                 raise UserError(f"{source}: {field.name} is {value}; it can be {' or '.join(self.CHOICES[field.name])}")
         if self.channels % self.num_heads:

@@ -22,7 +22,7 @@ from llmc.checkpoint import (
     write_model,
 )
 from llmc.errors import UserError
-from llmc.tensors import num_parameters, padded
+from llmc.tensors import num_parameters, padded, shape_of
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 
@@ -116,7 +116,7 @@ def test_a_model_that_is_made_in_place_appears_whole_or_not_at_all(tmp_path, par
 def read_model_shapes() -> list[np.ndarray]:
     """An array of each tensor's shape, in the order of the file."""
     sizes = TINY.sizes()
-    return [np.empty([sizes[symbol] for symbol in shape]) for _, shape in TINY.parameters()]
+    return [np.empty(shape_of(shape, sizes)) for _, shape in TINY.parameters()]
 
 
 def test_a_missing_model_is_refused_with_the_remedy(tmp_path):

@@ -27,7 +27,7 @@ from generate import kind_of
 from llmc.checkpoint import read_model, write_model
 from llmc.errors import UserError
 from llmc.model import build_from_file
-from llmc.tensors import Config, num_parameters
+from llmc.tensors import Config, num_parameters, shape_of
 from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
@@ -193,7 +193,7 @@ def test_what_transformers_saves_is_imported_and_exported_again_bit_by_bit(confi
 @pytest.mark.parametrize("config", FAMILIES, ids=name_of)
 def test_named_tensors_are_views_that_can_be_set_of_numpy_and_of_pytorch(config, rng):
     sizes = config.sizes()
-    zeros = {name: np.zeros([sizes[s] for s in shape], np.float32) for name, shape in config.parameters()}
+    zeros = {name: np.zeros(shape_of(shape, sizes), np.float32) for name, shape in config.parameters()}
     theirs = {name: p.detach() for name, p in transformers_parameters(make_model(config)).items()}
     in_torch = {name: torch.from_numpy(tensor.copy()) for name, tensor in zeros.items()}
     for name, view, shape in named_tensors(config, zeros):
@@ -444,8 +444,8 @@ def test_rope_that_turns_otherwise_is_refused(where, field, value, supported, sa
         ("rope_parameters", {"rope_type": "linear", "factor": 2.0}, "default is supported"),
         ("rope_parameters", {"rope_theta": "big"}, "a number is supported"),
         ("rope_parameters", {"partial_rotary_factor": "all"}, "a number is supported"),
-        ("rope_parameters", {"partial_rotary_factor": 0.4}, "an even number of them"),  # 3 channels of 8
-        ("rope_parameters", {"partial_rotary_factor": 0.1}, "at least 2"),
+        ("rope_parameters", {"partial_rotary_factor": 0.4}, "it must be 2, 4, …"),  # 3 channels of 8
+        ("rope_parameters", {"partial_rotary_factor": 0.1}, "it must be 2, 4, …"),
     ],
     ids=str,
 )

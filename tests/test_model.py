@@ -8,8 +8,9 @@ import pytest
 
 import oracle
 from kernels.adamw import adamw_update
+from kernels.causal_attention import choose_attention
 from kernels.classifier import cross_entropy_loss
-from kernels.flash_attention import choose_attention, supported
+from kernels.flash_attention import supported
 from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import sort_by_token
@@ -17,7 +18,7 @@ from llmc.errors import UserError
 from llmc.generation import next_logits, print_sample
 from llmc.model import Model, build_from_file, build_from_random
 from llmc.sampler import Sampler
-from llmc.tensors import ALIGNMENT, Config, layout, name_tensors, num_parameters, ranges
+from llmc.tensors import ALIGNMENT, Config, layout, name_tensors, num_parameters, ranges, without
 from llmc.tokenizer import Tokenizer
 from models import EVEN, GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ODD, PYTHIA_HEADS_OF_64, PYTHIA_ODD, kind_of
 from oracle import assert_close, guarded, model_tolerance, normal
@@ -276,15 +277,18 @@ def test_parameter_tensors_follow_one_another_as_in_their_table(config):
 @each_config
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
     model, sizes = kind_of(config)(config, 2, 11), config.sizes() | {"B": 2, "T": 11}
-    for table in (*model.BY_FLASH, *model.BY_MATRICES):
+    for table in (*model.tables("flash"), *model.tables("softmax")):
+        table = without(table, config.absent)
         starts, length = layout(table, sizes, ALIGNMENT)
         end = 0
         for name, _, *owner in table:
             start, shape = starts[name]
-            assert start % 64 == 0
+            assert start % (64 if len(owner) < 2 else 4) == 0
             if owner:
                 owner_start, owner_shape = starts[owner[0]]
-                assert start == owner_start and np.prod(shape) <= np.prod(owner_shape)
+                before, before_shape = starts[owner[1]] if len(owner) > 1 else (owner_start, (0,))
+                assert start == before + np.prod(before_shape) and before >= owner_start
+                assert start + np.prod(shape) <= owner_start + np.prod(owner_shape)
             else:
                 assert start >= end
                 end = start + int(np.prod(shape))
@@ -293,7 +297,21 @@ def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_i
 
 def test_a_tensor_that_does_not_fit_where_it_is_to_lie_is_an_error():
     with pytest.raises(ValueError, match=r"b \(5,\) does not fit where a \(4,\) is"):
-        layout((("a", ("4",)), ("b", ("5",), "a")), {"4": 4, "5": 5}, 1)
+        layout((("a", ("N",)), ("b", ("M",), "a")), {"N": 4, "M": 5}, 1)
+    with pytest.raises(ValueError, match=r"c \(2,\) does not fit where a \(4,\) is"):
+        layout((("a", ("2N",)), ("b", ("3",), "a"), ("c", ("N",), "a", "b")), {"N": 2, "3": 3}, 1)
+
+
+def test_a_row_may_lie_behind_another_in_its_owners_place():
+    table = ("a", ("3N",)), ("b", ("N",), "a"), ("c", ("2N",), "a", "b"), ("d", ("N",))
+    assert layout(table, {"N": 2}, 4) == ({"a": (0, (6,)), "b": (0, (2,)), "c": (2, (4,)), "d": (8, (2,))}, 10)
+
+
+def test_what_a_model_does_not_have_is_none_and_takes_no_room():
+    table = ("a", ("N",)), ("b", ("L", "N")), ("c", ("L", "N"))
+    tensors = name_tensors(np.arange(6.0), table, {"N": 2, "L": 2}, 1, frozenset({"b"}))
+    assert tensors.b is None and tensors.layer[1].b is None
+    assert tensors.layer[1].c.tolist() == [4, 5]
 
 
 @each_config

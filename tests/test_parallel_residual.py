@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draws import factors, words
 from kernels.dropout import Dropout
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
@@ -89,11 +89,9 @@ def check_forward(
             name: [optional(parameters.read, values) for values in getattr(case, name)]
             for name in ("biases", "weights", "shifts")
         }
-        (p0, p1), (b0, b1), (w0, w1), (s0, s1) = map(pair, (projs, *ours.values()))
-        parallel_residual_forward(
-            residual, *pair(outs), mean, rstd, memory.read(case.inp), p0, b0, p1, b1, w0, s0, w1, s1, EPS, B, T, C,
-            *case.dropouts,
-        )  # fmt: skip
+        added = list(zip(projs, ours["biases"], case.dropouts, strict=False))
+        norms = list(zip(ours["weights"], ours["shifts"], strict=True))
+        parallel_residual_forward(residual, outs, mean, rstd, memory.read(case.inp), added, norms, EPS, B, T, C)
     case.define()
     if branches:
         assert_close("residual", residual, case.x, KERNEL_FP32)
@@ -119,6 +117,22 @@ def test_forward_takes_fewer_branches_and_none_with_a_bias(dev, variant, branche
     check_forward(dev, variant, 2, 7, 44, 0, branches, biases)
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@any_shape
+@examples
+def test_an_output_is_recomputed_transposed(dev, norm, B, T, C, shift):
+    with guarded(dev) as memory, guarded(dev, shift) as parameters:
+        case = Case(memory, f"{norm} untied 0,0", B, T, C)
+        case.define()
+        x, mean, rstd = (tensor.detach().float().numpy() for tensor in (case.x, case.mean, case.rstd))
+        out_T, second = memory.write((C, B * T)), (case.weights[1], case.shifts[1])
+        norm_transposed(
+            out_T, memory.read(x), [optional(parameters.read, values) for values in second],
+            memory.read(mean[..., 0]) if case.centred else None, memory.read(rstd[..., 0]), B, T, C,
+        )  # fmt: skip
+    assert_close("out_T", out_T, case.outs[1].detach().reshape(B * T, C).T, KERNEL_FP32)
+
+
 def check_backward(dev, variant: str, B: int, T: int, C: int, shift: int, biases: int = 2, branches: int = 2) -> None:
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         case = Case(memory, variant, B, T, C, branches)
@@ -138,15 +152,15 @@ def check_backward(dev, variant: str, B: int, T: int, C: int, shift: int, biases
             name: pair([parameters.update(values) for values in arrays[: count[name]]])
             for name, arrays in before.items()
         }
-        (dw0, dw1), (ds0, ds1), (db0, db1) = ours.values()
         sums = sum(count.values())
         mean = memory.read(case.mean.detach()[..., 0].float().numpy()) if case.centred else None
         x = case.x.detach().float().numpy()
+        added = list(zip(dprojs, ours["biases"], case.dropouts, strict=True))[:branches]
+        dnorms = list(zip(ours["weights"], ours["shifts"], strict=True))[: case.outputs]
+        norms = [(parameters.read(weight), None) for weight in case.weights]
         parallel_residual_backward(
-            dinp, *dprojs, dw0, ds0, dw1, ds1, db0, db1, memory.scratch((MOST_PARTIALS, sums * C)),
-            *pair([memory.read(dout) for dout in douts]), memory.read(x),
-            *pair([parameters.read(weight) for weight in case.weights]), mean,
-            memory.read(case.rstd.detach()[..., 0].float().numpy()), B, T, C, *case.dropouts,
+            dinp, added, dnorms, memory.scratch((MOST_PARTIALS, sums * C)), [memory.read(dout) for dout in douts],
+            memory.read(x), norms, mean, memory.read(case.rstd.detach()[..., 0].float().numpy()), B, T, C,
         )  # fmt: skip
     assert_close("dinp", dinp, case.leaves["inp"].grad, KERNEL_FP32)
     for i, dproj in enumerate(dprojs):

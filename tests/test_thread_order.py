@@ -15,7 +15,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import encoder_backward
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
 from llmc import cpu, device
 from llmc.batches import Batches
@@ -110,16 +110,17 @@ def parallel_residual(N: int, C: int, dropout: float):
         rng = np.random.default_rng(3)
         words = Model.random_words(SimpleNamespace(dropout=dropout, dropout_seed=1), 0, 0)
         drops = [Dropout(words, site) if dropout else None for site in range(2)]
-        outputs, vectors = [np.zeros((N, C), np.float32) for _ in range(5)], [normal(rng, C) for _ in range(12)]
-        residual, out0, out1, dproj0, dproj1 = outputs
+        vectors, out_T = [normal(rng, C) for _ in range(12)], np.zeros((C, N), np.float32)
+        residual, out0, out1, dproj0, dproj1 = (np.zeros((N, C), np.float32) for _ in range(5))
         mean, rstd, scratch = (np.zeros(shape, np.float32) for shape in (N, N, (MOST_PARTIALS, 6 * C)))
-        (b0, b1, w0, s0, w1, s1), sums = vectors[:6], vectors[6:]
+        b0, b1, w0, s0, w1, s1, db0, db1, dw0, ds0, dw1, ds1 = vectors
         inp, proj0, proj1, dinp, dout0, dout1 = (normal(rng, N, C) for _ in range(6))
-        parallel_residual_forward(
-            residual, out0, out1, mean, rstd, inp, proj0, b0, proj1, b1, w0, s0, w1, s1, 1e-5, 1, N, C, *drops
-        )
+        branches, norms = [(proj0, b0, drops[0]), (proj1, b1, drops[1])], [(w0, s0), (w1, s1)]
+        parallel_residual_forward(residual, [out0, out1], mean, rstd, inp, branches, norms, 1e-5, 1, N, C)
+        norm_transposed(out_T, residual, norms[1], mean, rstd, 1, N, C)
+        dbranches, dnorms = [(dproj0, db0, drops[0]), (dproj1, db1, drops[1])], [(dw0, ds0), (dw1, ds1)]
         parallel_residual_backward(
-            dinp, dproj0, dproj1, *sums, scratch, dout0, dout1, residual, w0, w1, mean, rstd, 1, N, C, *drops
+            dinp, dbranches, dnorms, scratch, [dout0, dout1], residual, norms, mean, rstd, 1, N, C
         )
 
     return work
@@ -127,8 +128,8 @@ def parallel_residual(N: int, C: int, dropout: float):
 
 WORKS = {name: training_step(*step) for name, step in STEPS.items()} | {
     "parallel residual": parallel_residual(9, 33, 0.0),
-    "parallel residual, several rows and passes": parallel_residual(200, 1300, 0.0),
-    "parallel residual, dropout": parallel_residual(200, 1300, 0.2),
+    "parallel residual, several rows and passes": parallel_residual(200, 2100, 0.0),
+    "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
     "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
 }
 

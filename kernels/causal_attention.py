@@ -1,0 +1,90 @@
+"""Causal self-attention as a layer of a model: its kinds, the tensors that each needs, and the choice among them.
+
+softmax and relu make (T, T) matrices (attention.py); flash is softmax without them, in TF32 (flash_attention.py).
+"""
+
+from kernels.attention import attention_backward, attention_forward
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
+from llmc import device
+from llmc.errors import UserError
+from llmc.model import Model
+
+# A model's tables go on with these. It has rows of its own for `atty` (L,B,T,C), the heads' outputs side by side, and
+# for `proj` (B,T,C), whose place is free while attention runs.
+
+FLASH_ACTIVATIONS = (
+    ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
+    ("lse",         ("L", "B", "NH", "T")),          # log of the softmax's denominator
+)  # fmt: skip
+
+FLASH_GRADIENTS = (
+    ("dsum",        ("B", "NH", "T")),               # of datty * atty over a head's channels
+    ("dkv_heads",   ("B", "T", "2C")),               # where query heads share keys: each one's share of dk and dv
+)  # fmt: skip
+
+MATRIX_ACTIVATIONS = (
+    ("qkvr",        ("L", "QKV", "B", "T")),         # q (B, NH, T, HS), then k and v (B, NKV, T, HS)
+    ("att",         ("L", "B", "NH", "T", "T")),
+    ("qkv",         ("B", "T", "QKV")),              # scratch: q, k, v before they are permuted
+    ("atty_r",      ("B", "NH", "T", "HS"), "proj"), # forward: the heads' outputs, one head after another
+    ("datty_r",     ("B", "NH", "T", "HS"), "proj"), # backward: their gradients
+)  # fmt: skip
+
+MATRIX_GRADIENTS = (
+    ("dqkvr",       ("QKV", "B", "T")),
+    ("datt",        ("B", "NH", "T", "T")),
+)  # fmt: skip
+
+
+def choose_attention(kind: str, C: int, NH: int) -> str:
+    """What -a `kind` stands for in a model with NH query heads of C / NH channels: "auto" is flash attention if that is
+    supported and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
+    if kind == "flash" and not supported(C, NH):
+        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {C // NH}: use -a softmax")
+    if kind == "flash" and device.kind() == "cuda" and not device.tf32():
+        raise UserError(
+            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no -f 0; use -a softmax"
+        )
+    if kind == "auto":
+        return "flash" if supported(C, NH) and device.kind() == "cuda" and device.tf32() else "softmax"
+    return kind
+
+
+class CausalModel(Model):
+    """A model with this layer."""
+
+    ATTENTION_TABLES = {
+        "softmax": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
+        "relu": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
+        "flash": (FLASH_ACTIVATIONS, FLASH_GRADIENTS),
+    }
+    choose_attention = staticmethod(choose_attention)
+
+
+def attention_input(model: CausalModel, l: int, B: int, T: int):
+    """Where layer l's attention takes its queries, keys and values from, (B,T,QKV): kept for backward, or scratch."""
+    acts = model.acts(B, T)
+    return acts.layer[l].qkv if model.attention == "flash" else acts.qkv
+
+
+def causal_attention_forward(model: CausalModel, l: int, B: int, T: int) -> None:
+    """Sets layer l's atty (B,T,C) to the attention of its attention_input, and what backward needs beside it."""
+    acts, C, NH, NKV = model.acts(B, T), model.config.channels, model.config.num_heads, model.config.kv_heads
+    a, qkv = acts.layer[l], attention_input(model, l, B, T)
+    if model.attention == "flash":
+        flash_attention_forward(a.atty, a.lse, qkv, B, T, C, NH, NKV)
+    else:
+        attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NKV, model.attention == "relu")
+
+
+def causal_attention_backward(dqkv, datty, model: CausalModel, l: int, B: int, T: int) -> None:
+    """dqkv (B,T,QKV) is set to the gradient of layer l's attention_input, from datty (B,T,C), that of its atty."""
+    acts, gacts, config = model.acts(B, T), model.grads_acts, model.config
+    a, C, NH, NKV = acts.layer[l], config.channels, config.num_heads, config.kv_heads
+    if model.attention == "flash":
+        flash_attention_backward(dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NKV)
+    else:
+        attention_backward(
+            dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, C, NH, NKV,
+            model.attention == "relu",
+        )  # fmt: skip
