@@ -127,7 +127,7 @@ extern "C" __global__ void relu_forward_kernel(float* att, float scale, size_t r
         for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
             Four x = {};
             if (s < length) x = memory.load(row + s, T - s);
-            for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? fmaxf(0.0f, x.x[k] * norm) : 0.0f;
+            for (int k = 0; k < 4; k++) x.x[k] = s + k >= length || x.x[k] <= 0.0f ? 0.0f : x.x[k] * norm;  // NaN stays
             memory.store(row + s, x, T - s);
         }
     });
@@ -143,7 +143,7 @@ extern "C" __global__ void relu_backward_kernel(float* datt, const float* att, f
         for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
             Four d = {}, a = {};
             if (s < length) d = memory.load(datt + n * T + s, T - s), a = memory.load(att + n * T + s, T - s);
-            for (int k = 0; k < 4; k++) d.x[k] = s + k < length && a.x[k] > 0.0f ? d.x[k] * norm : 0.0f;
+            for (int k = 0; k < 4; k++) d.x[k] = s + k >= length || a.x[k] <= 0.0f ? 0.0f : d.x[k] * norm;
             memory.store(datt + n * T + s, d, T - s);
         }
     });

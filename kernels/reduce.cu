@@ -63,5 +63,5 @@ extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P
     const float total = sqrtf(block_sum(sum));
     if (threadIdx.x > 0) return;
     norm[0] = total;
-    norm[1] = largest > 0.0f && total > largest ? largest / total : 1.0f;
+    norm[1] = largest == 0.0f || total <= largest ? 1.0f : largest / total;  // NaN where the norm is
 }

@@ -1,0 +1,422 @@
+"""No kernel hides a number that is not finite: where PyTorch's result holds one, so does ours.
+
+One element of one input at a time becomes a NaN, as arithmetic makes them on a GPU (0x7fffffff) and on a CPU, or an
+infinity. The definitions are written out in PyTorch, so that each input of a launcher can be spoiled by itself.
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.adamw import adamw
+from kernels.attention import attention_backward, attention_forward
+from kernels.classifier import fused_classifier
+from kernels.encoder import encoder_backward, encoder_forward
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from kernels.gelu import gelu_backward, gelu_forward
+from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
+from kernels.matmul import (
+    matmul_backward_bias,
+    matmul_backward_inp,
+    matmul_backward_weight,
+    matmul_forward,
+    transpose,
+)
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
+from kernels.reduce import MOST_PARTIALS, global_norm
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
+from kernels.rope import rope_backward, rope_forward, rope_table
+from kernels.swiglu import swiglu_backward, swiglu_forward
+from llmc.dataloader import sort_by_token
+from oracle import attention, normal, to_numpy
+
+PATTERNS = {
+    "nan of a GPU": 0x7FFFFFFF, "quiet nan": 0x7FC00000, "negative nan": 0xFFFFFFFF, "inf": 0x7F800000,
+    "-inf": 0xFF800000,
+}  # fmt: skip
+
+B, T, C, OC, NH, V = 2, 9, 24, 20, 3, 11
+N, HS = B * T, C // NH
+EPS = 1e-5
+TOKENS = np.arange(N, dtype=np.int32).reshape(B, T) % V
+WORDS = torch.from_numpy(TOKENS).long()
+
+
+def normalise(x, eps=EPS, centred=True):
+    mean = x.mean(-1, keepdim=True) if centred else 0.0
+    return (x - mean) * ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def norm_gradients(dinp, dout, inp, weight, mean, rstd):
+    """dinp, dweight and dshift of a norm, whose mean may be 0 and left out of the means (RMSNorm)."""
+    n, g = (inp - (0 if mean is None else mean[..., None])) * rstd[..., None], dout * weight
+    dx = g - n * (g * n).mean(-1, keepdim=True) - (0 if mean is None else g.mean(-1, keepdim=True))
+    return dinp + rstd[..., None] * dx, (dout * n).sum((0, 1)), dout.sum((0, 1))
+
+
+def through(function, inputs: list, dout):
+    """What autograd makes of dout at the inputs of a function."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    return torch.autograd.grad(function(*leaves), leaves, dout)
+
+
+# Launchers by name: the shapes of the inputs that are spoiled; ours, a function of a maker of outputs (`new`) and the
+# inputs on the device, that returns what it wrote; and the definition, of tensors. What a launcher adds to is an input.
+CASES: dict[str, SimpleNamespace] = {}
+
+
+def case(shapes: dict[str, tuple], definition, variant: object = ""):
+    """Adds the function that follows, which is named after its launcher."""
+
+    def add(launch):
+        name = f"{launch.__name__.removeprefix('ours_')} {variant}".strip()
+        CASES[name] = SimpleNamespace(shapes=shapes, launch=launch, definition=definition)
+        return launch
+
+    return add
+
+
+ROWS, VECTOR, STATS = (B, T, C), (C,), (B, T)
+
+
+@case({"wte": (V, C), "wpe": (T, C)}, lambda i: [i.wte[WORDS] + i.wpe])
+def ours_encoder_forward(new, i):
+    out = new(ROWS)
+    encoder_forward(out, new(TOKENS), i.wte, i.wpe, B, T, C)
+    return [out]
+
+
+@case(
+    {"dwte": (V, C), "dwpe": (T, C), "dout": ROWS},
+    lambda i: [i.dwte.index_add(0, WORDS.view(-1), i.dout.view(N, C)), i.dwpe + i.dout.sum(0)],
+)
+def ours_encoder_backward(new, i):
+    order, count = sort_by_token(TOKENS)
+    encoder_backward(i.dwte, i.dwpe, i.dout, new(TOKENS), new(order), new(count), B, T, C)
+    return [i.dwte, i.dwpe]
+
+
+@case({"inp": ROWS, "weight": VECTOR, "bias": VECTOR}, lambda i: [normalise(i.inp) * i.weight + i.bias])
+def ours_layernorm_forward(new, i):
+    out = new(ROWS)
+    layernorm_forward(out, new(STATS), new(STATS), i.inp, i.weight, i.bias, B, T, C)
+    return [out]
+
+
+@case(
+    {"inp1": ROWS, "inp2": ROWS, "bias2": VECTOR, "weight": VECTOR, "bias": VECTOR},
+    lambda i: [i.inp1 + i.inp2 + i.bias2, normalise(i.inp1 + i.inp2 + i.bias2) * i.weight + i.bias],
+)
+def ours_fused_residual_forward(new, i):
+    residual, out = new(ROWS), new(ROWS)
+    fused_residual_forward(
+        residual, out, new(STATS), new(STATS), i.inp1, i.inp2, i.bias2, i.weight, i.bias, B, T, C
+    )
+    return [residual, out]
+
+
+@case(
+    {"dinp": ROWS, "dout": ROWS, "inp": ROWS, "weight": VECTOR, "mean": STATS, "rstd": STATS},
+    lambda i: norm_gradients(i.dinp, i.dout, i.inp, i.weight, i.mean, i.rstd),
+)
+def ours_layernorm_backward(new, i):
+    dweight, dbias, dbias2 = new(np.zeros(C)), new(np.zeros(C)), new(np.zeros(C))
+    layernorm_backward(
+        i.dinp, dweight, dbias, dbias2, new((MOST_PARTIALS, 3 * C)), i.dout, i.inp, i.weight, i.mean, i.rstd, B, T, C
+    )
+    return [i.dinp, dweight, dbias]
+
+
+@case(
+    {"inp": ROWS, "weight": VECTOR, "bias": VECTOR, "mean": STATS, "rstd": STATS},
+    lambda i: [(i.inp - i.mean[..., None]) * i.rstd[..., None] * i.weight + i.bias],
+)
+def ours_layernorm_transposed(new, i):
+    out_T = new((C, N))
+    layernorm_transposed(out_T, i.inp, i.weight, i.bias, i.mean, i.rstd, B, T, C)
+    return [out_T]
+
+
+@case({"inp": ROWS, "weight": VECTOR}, lambda i: [normalise(i.inp, centred=False) * i.weight])
+def ours_rmsnorm_forward(new, i):
+    out = new(ROWS)
+    rmsnorm_forward(out, new(STATS), i.inp, i.weight, EPS, B, T, C)
+    return [out]
+
+
+@case(
+    {"inp1": ROWS, "inp2": ROWS, "weight": VECTOR},
+    lambda i: [i.inp1 + i.inp2, normalise(i.inp1 + i.inp2, centred=False) * i.weight],
+)
+def ours_fused_residual_rmsnorm_forward(new, i):
+    residual, out = new(ROWS), new(ROWS)
+    fused_residual_rmsnorm_forward(residual, out, new(STATS), i.inp1, i.inp2, i.weight, EPS, B, T, C)
+    return [residual, out]
+
+
+@case(
+    {"dinp": ROWS, "dout": ROWS, "inp": ROWS, "weight": VECTOR, "rstd": STATS},
+    lambda i: norm_gradients(i.dinp, i.dout, i.inp, i.weight, None, i.rstd)[:2],
+)
+def ours_rmsnorm_backward(new, i):
+    dweight = new(np.zeros(C))
+    rmsnorm_backward(i.dinp, dweight, new((MOST_PARTIALS, C)), i.dout, i.inp, i.weight, i.rstd, B, T, C)
+    return [i.dinp, dweight]
+
+
+@case({"inp": ROWS, "weight": VECTOR, "rstd": STATS}, lambda i: [i.inp * i.rstd[..., None] * i.weight])
+def ours_rmsnorm_transposed(new, i):
+    out_T = new((C, N))
+    rmsnorm_transposed(out_T, i.inp, i.weight, i.rstd, B, T, C)
+    return [out_T]
+
+
+@case(
+    {"inp": ROWS, "weight": VECTOR, "shift": VECTOR, "mean": STATS, "rstd": STATS},
+    lambda i: [(i.inp - i.mean[..., None]) * i.rstd[..., None] * i.weight + i.shift],
+)
+def ours_norm_transposed(new, i):
+    out_T = new((C, N))
+    norm_transposed(out_T, i.inp, (i.weight, i.shift), i.mean, i.rstd, B, T, C)
+    return [out_T]
+
+
+def parallel_definition(i):
+    x = i.inp + i.proj0 + i.bias0 + i.proj1
+    return [x, normalise(x) * i.weight0 + i.shift0, normalise(x) * i.weight1]
+
+
+@case(
+    {"inp": ROWS, "proj0": ROWS, "bias0": VECTOR, "proj1": ROWS, "weight0": VECTOR, "shift0": VECTOR,
+     "weight1": VECTOR}, parallel_definition,
+)  # fmt: skip
+def ours_parallel_residual_forward(new, i):
+    outs = [new(ROWS) for _ in range(3)]
+    parallel_residual_forward(
+        outs[0], outs[1:], new(STATS), new(STATS), i.inp, [(i.proj0, i.bias0, None), (i.proj1, None, None)],
+        [(i.weight0, i.shift0), (i.weight1, None)], EPS, B, T, C,
+    )  # fmt: skip
+    return outs
+
+
+def parallel_gradients(i):
+    one = norm_gradients(i.dinp, i.dout0, i.inp, i.weight0, i.mean, i.rstd)
+    two = norm_gradients(torch.zeros(ROWS), i.dout1, i.inp, i.weight1, i.mean, i.rstd)
+    return [one[0] + two[0], *one[1:], *two[1:], (one[0] + two[0]).sum((0, 1))]
+
+
+@case(
+    {"dinp": ROWS, "dout0": ROWS, "dout1": ROWS, "inp": ROWS, "weight0": VECTOR, "weight1": VECTOR, "mean": STATS,
+     "rstd": STATS}, parallel_gradients,
+)  # fmt: skip
+def ours_parallel_residual_backward(new, i):
+    sums = [new(np.zeros(C)) for _ in range(5)]
+    parallel_residual_backward(
+        i.dinp, [(None, sums[4], None)], [sums[:2], sums[2:4]], new((MOST_PARTIALS, 5 * C)), [i.dout0, i.dout1], i.inp,
+        [(i.weight0, None), (i.weight1, None)], i.mean, i.rstd, B, T, C,
+    )  # fmt: skip
+    return [i.dinp, *sums]
+
+
+@case({"inp": (N, C), "weight": (OC, C), "bias": (OC,)}, lambda i: [F.linear(i.inp, i.weight, i.bias)])
+def ours_matmul_forward(new, i):
+    out = new((N, OC))
+    matmul_forward(out, i.inp, i.weight, i.bias, B, T, C, OC)
+    return [out]
+
+
+@case({"dout": (N, OC), "weight": (OC, C)}, lambda i: [i.dout @ i.weight])
+def ours_matmul_backward_inp(new, i):
+    dinp = new((N, C))
+    matmul_backward_inp(dinp, i.dout, i.weight, new((C, OC)), B, T, C, OC)
+    return [dinp]
+
+
+@case({"dweight": (OC, C), "dout": (N, OC), "inp": (N, C)}, lambda i: [i.dweight + i.dout.T @ i.inp])
+def ours_matmul_backward_weight(new, i):
+    matmul_backward_weight(i.dweight, i.dout, i.inp, new((C, N)), B, T, C, OC, accumulate=True)
+    return [i.dweight]
+
+
+@case({"dbias": (OC,), "dout": (N, OC)}, lambda i: [i.dbias + i.dout.sum(0)])
+def ours_matmul_backward_bias(new, i):
+    matmul_backward_bias(i.dbias, new((MOST_PARTIALS, OC)), i.dout, B, T, OC)
+    return [i.dbias]
+
+
+@case({"inp": (N, C)}, lambda i: [i.inp.T])
+def ours_transpose(new, i):
+    out = new((C, N))
+    transpose(out, i.inp, N, C)
+    return [out]
+
+
+def gelu(x, form: str):
+    return torch.where(x == -math.inf, 0.0, F.gelu(x, approximate=form))  # and not -inf * 0
+
+
+for form in "tanh", "none":
+
+    @case({"inp": (N, C), "bias": VECTOR}, lambda i, form=form: [gelu(i.inp + i.bias, form)], form)
+    def ours_gelu_forward(new, i, form=form):
+        out = new((N, C))
+        gelu_forward(out, i.inp, i.bias, N, C, erf=form == "none")
+        return [out]
+
+    @case(
+        {"dout": (N, C), "inp": (N, C), "bias": VECTOR},
+        lambda i, form=form: [
+            *through(lambda x, b: F.gelu(x + b, approximate=form), [i.inp, i.bias], i.dout),
+            gelu(i.inp + i.bias, form),
+        ],
+        form,
+    )
+    def ours_gelu_backward(new, i, form=form):
+        dbias, out_T = new(np.zeros(C)), new((C, N))
+        gelu_backward(i.dout, dbias, out_T, new((MOST_PARTIALS, C)), i.inp, i.bias, N, C, erf=form == "none")
+        return [i.dout, dbias, out_T]
+
+
+def swiglu(x):
+    up, gate = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@case({"inp": (N, 2 * C)}, lambda i: [swiglu(i.inp)])
+def ours_swiglu_forward(new, i):
+    out = new((N, C))
+    swiglu_forward(out, i.inp, N, C)
+    return [out]
+
+
+@case({"dout": (N, C), "inp": (N, 2 * C)}, lambda i: [*through(swiglu, [i.inp], i.dout), swiglu(i.inp)])
+def ours_swiglu_backward(new, i):
+    dinp, out_T = new((N, 2 * C)), new((C, N))
+    swiglu_backward(dinp, out_T, i.dout, i.inp, N, C)
+    return [dinp, out_T]
+
+
+def cross_entropy(logits):
+    return F.cross_entropy(logits[:, :V], WORDS.view(-1), reduction="none")
+
+
+@case(
+    {"logits": (N, V + 1)},
+    lambda i: [cross_entropy(i.logits), *through(lambda x: cross_entropy(x).sum(), [i.logits], None)],
+)
+def ours_fused_classifier(new, i):
+    losses = new((N,))
+    fused_classifier(i.logits, losses, 1.0, new(TOKENS), B, T, V, V + 1)
+    return [losses, i.logits]
+
+
+for kind in "softmax", "relu":
+
+    @case({"qkv": (B, T, 3 * C)}, lambda i, kind=kind: [attention(i.qkv, NH, kind)], kind)
+    def ours_attention_forward(new, i, relu=kind == "relu"):
+        out = new(ROWS)
+        attention_forward(out, new((3 * C, B, T)), new((B, NH, T, T)), new(ROWS), i.qkv, B, T, C, NH, NH, relu)
+        return [out]
+
+    @case(
+        {"dout": ROWS, "qkv": (B, T, 3 * C)},
+        lambda i, kind=kind: through(lambda x: attention(x, NH, kind), [i.qkv], i.dout),
+        kind,
+    )
+    def ours_attention_backward(new, i, relu=kind == "relu"):
+        qkvr, att, dqkv = new((3 * C, B, T)), new((B, NH, T, T)), new((B, T, 3 * C))
+        attention_forward(new(ROWS), qkvr, att, new(ROWS), i.qkv, B, T, C, NH, NH, relu)
+        attention_backward(
+            dqkv, new((3 * C, B, T)), new((B, NH, T, T)), new(ROWS), i.dout, qkvr, att, B, T, C, NH, NH, relu
+        )
+        return [dqkv]
+
+
+for head_size, heads, length in (64, 2, 71), (128, 1, 37):
+    channels, all_heads = heads * head_size, (B, length, heads + 2, head_size)
+
+    @case({"qkv": all_heads}, lambda i, NH=heads: [attention(i.qkv.flatten(2), NH, "softmax", 1)], head_size)
+    def ours_flash_attention_forward(new, i, C=channels, NH=heads, T=length):
+        out, lse = new((B, T, C)), new((B, NH, T))
+        flash_attention_forward(out, lse, i.qkv, B, T, C, NH, 1)
+        return [out]
+
+    @case(
+        {"dout": (B, length, channels), "qkv": all_heads},
+        lambda i, NH=heads: through(lambda x: attention(x.flatten(2), NH, "softmax", 1), [i.qkv], i.dout),
+        head_size,
+    )
+    def ours_flash_attention_backward(new, i, C=channels, NH=heads, T=length):
+        out, lse, dqkv = new((B, T, C)), new((B, NH, T)), new(tuple(i.qkv.shape))
+        flash_attention_forward(out, lse, i.qkv, B, T, C, NH, 1)
+        flash_attention_backward(
+            dqkv, new((B, T, 2, C)), new((B, NH, T)), i.dout, out, lse, i.qkv, B, T, C, NH, 1
+        )
+        return [dqkv]
+
+
+def rotated(qkv, direction: float):
+    """Neighbours in q and k turned together, the heads of v as they are."""
+    cos, sin = torch.from_numpy(rope_table(T, HS, 1e4))[:, None].unbind(-1)
+    even, odd = qkv[..., ::2], qkv[..., 1::2]
+    turned = torch.stack([even * cos - direction * odd * sin, odd * cos + direction * even * sin], -1).flatten(-2)
+    return torch.cat([turned[:, :, : 2 * NH], qkv[:, :, 2 * NH :]], 2)
+
+
+for direction, rope in (1, rope_forward), (-1, rope_backward):
+
+    @case({"qkv": (B, T, 3 * NH, HS)}, lambda i, direction=direction: [rotated(i.qkv, direction)], direction)
+    def ours_rope(new, i, rope=rope):
+        rope(i.qkv, new(rope_table(T, HS, 1e4)), B, T, NH, NH, HS)
+        return [i.qkv]
+
+
+def adamw_definition(i):
+    grad = i.grads * i.scale
+    m, v = 0.9 * i.m + 0.1 * grad, 0.999 * i.v.square() + 0.001 * grad.square()
+    return [i.params - 0.1 * (m / (v.sqrt() + 1e-8) + 0.1 * i.params), m, v]
+
+
+@case({"params": (N,), "grads": (N,), "m": (N,), "v": (N,), "scale": (1,)}, adamw_definition)
+def ours_adamw(new, i):
+    v = new(np.square(to_numpy(i.v)))
+    adamw(i.params, i.grads, i.m, v, i.scale, N, 0.1, 0.9, 0.999, 1e-8, 0.1, 1)
+    return [i.params, i.m, v]
+
+
+@case({"x": (N,)}, lambda i: [torch.stack([i.x.norm(), 0.01 / i.x.norm()])])
+def ours_global_norm(new, i):
+    norm = new((2,))
+    global_norm(norm, new((1024,)), i.x, N, 0.01)
+    return [norm]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's products say so
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_finite_is_handed_on(product_dev, name, pattern, rng):
+    dev, what = product_dev, CASES[name]
+
+    def new(values):
+        """An array on the device with these values, or zeros of this shape."""
+        values = np.zeros(values, np.float32) if isinstance(values, tuple) else np.asarray(values)
+        values = values.astype(np.int32 if values.dtype.kind == "i" else np.float32)
+        array = dev.empty(values.shape, values.dtype)
+        dev.copy_in(array, np.ascontiguousarray(values))
+        dev.synchronize()
+        return array
+
+    for spoiled, shape in what.shapes.items():
+        inputs = {name: normal(rng, *shape) for name, shape in what.shapes.items()}
+        at = int(rng.integers(math.prod(shape)))
+        inputs[spoiled].view(np.uint32).reshape(-1)[at] = PATTERNS[pattern]
+        tensors = SimpleNamespace(**{name: torch.from_numpy(values.copy()) for name, values in inputs.items()})
+        outs = what.launch(new, SimpleNamespace(**{name: new(values) for name, values in inputs.items()}))
+        dev.synchronize()
+        for number, (out, want) in enumerate(zip(outs, what.definition(tensors), strict=False)):
+            if not torch.isfinite(want).all():
+                assert not np.isfinite(to_numpy(out)).all(), f"{spoiled}[{at}], output {number}"
