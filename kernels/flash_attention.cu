@@ -48,18 +48,40 @@ __device__ inline float to_tf32(float x) {
     return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
 
-// A NaN with all its bits set, as arithmetic makes it on a GPU, becomes a 0 of the other sign by that, and would be
-// hidden. So each number is looked at once: by the warp that loads it for its own rows, or in the tile on the diagonal,
-// which holds the same rows of what streams by. 0 * x is NaN if x is not finite; `nan` adds that up, and is added to
-// the scale of all of the warp's results.
-__device__ inline void look(float& nan, float x) { nan += 0.0f * x; }
-
-__device__ inline void look(float& nan, const float4& x) { nan += 0.0f * x.x + 0.0f * x.y + 0.0f * x.z + 0.0f * x.w; }
-
 // What it sees.
 __device__ inline float tf32_bits(float x) {
     return __uint_as_float(__float_as_uint(x) & 0xffffe000u);
 }
+
+// A NaN with all its bits set, as arithmetic makes it on a GPU, is made a 0 of the other sign by to_tf32, and would be
+// hidden. So each number is looked at once, by the block that has its row: 0 * x is NaN if x is not finite, and then
+// all of the block's results become NaN, by what is added to their scale. Each warp keeps what it has seen in shared
+// memory, as there is no register to spare. In backward the block of queries looks at q and dout, the block of keys at
+// k and v, and D takes what the first has seen to the second.
+__device__ inline float* nan_of_warps() {
+    __shared__ __align__(16) float nan[WARPS];
+    return nan;
+}
+
+__device__ inline void expect_no_nan() {
+    if (threadIdx.x % 32 == 0) nan_of_warps()[threadIdx.x / 32] = 0.0f;
+    __syncwarp();
+}
+
+__device__ inline float nan_of_block() {
+    const float4 nan = *reinterpret_cast<const float4*>(nan_of_warps());
+    return nan.x + nan.y + nan.z + nan.w;
+}
+
+struct Look {
+    float nan = 0.0f;
+
+    __device__ void at(float x) { nan += 0.0f * x; }
+    __device__ void at(const float4& x) { at(x.x), at(x.y), at(x.z), at(x.w); }
+    __device__ void note() const {
+        if (nan != nan) nan_of_warps()[threadIdx.x / 32] = nan;
+    }
+};
 
 __device__ inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
@@ -190,9 +212,9 @@ __device__ inline void copy_tile(float* tile, const float* rows, int row0, int T
 // Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores: a[k] for columns 16k .. 16k + 15. Zeros from row T
 // on.
 template <int HS, int M>
-__device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* rows, int row0, int T, int stride,
-                                    float& nan) {
+__device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* rows, int row0, int T, int stride) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Look look;
     #pragma unroll
     for (int m = 0; m < M; m++) {
         #pragma unroll
@@ -202,7 +224,7 @@ __device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* r
             for (int k = 0; k < HS / 16; k++) {
                 float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (row < T) x = *reinterpret_cast<const float4*>(rows + (long long)row * stride + 16 * k + 4 * t);
-                look(nan, x);
+                look.at(x);
                 a[k][m][0][h] = to_tf32(x.x);
                 a[k][m][0][h + 2] = to_tf32(x.y);
                 a[k][m][1][h] = to_tf32(x.z);
@@ -210,6 +232,7 @@ __device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* r
             }
         }
     }
+    look.note();
 }
 
 // All columns of such an operand in shared memory, in the order in which the lanes read it; each thread writes what
@@ -241,15 +264,12 @@ struct Operand {
 };
 
 // s (16 M, 8 N) += a tile^T, over columns 16k .. 16k + 15.
-template <int HS, bool LOOK, int M, int N>
+template <int HS, int M, int N>
 __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4], const float* tile, int k,
-                                  const Offsets& offsets, float& nan) {
+                                  const Offsets& offsets) {
     float4 b[N];
     #pragma unroll
-    for (int n = 0; n < N; n++) {
-        b[n] = *reinterpret_cast<const float4*>(tile + offsets.score(k) + 8 * n * HS);
-        if (LOOK) look(nan, b[n]);
-    }
+    for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + offsets.score(k) + 8 * n * HS);
     #pragma unroll
     for (int n = 0; n < N; n++) {
         #pragma unroll
@@ -264,14 +284,13 @@ __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4]
 
 // sum (16 M, HS) += p tile, over rows 8n .. 8n + 7 of the tile; p is rounded. sum is kept transposed: of sum[j][2m +
 // h], a lane has in element 2e + i column 16j + 2g + e of row 16m + 8h + 2t + i.
-template <int HS, bool LOOK, int M, int N>
+template <int HS, int M, int N>
 __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n,
-                               const Offsets& offsets, float& nan) {
+                               const Offsets& offsets) {
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
         const float2 even = *reinterpret_cast<const float2*>(tile + offsets.sum[0](j) + 8 * n * HS);
         const float2 odd = *reinterpret_cast<const float2*>(tile + offsets.sum[1](j) + 8 * n * HS);
-        if (LOOK) look(nan, make_float4(even.x, even.y, odd.x, odd.y));
         const float a[4] = {to_tf32(even.x), to_tf32(even.y), to_tf32(odd.x), to_tf32(odd.y)};
         #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -334,13 +353,13 @@ __device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4],
 template <int HS, int M, bool DIAGONAL>
 __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2], float (&reference)[M][2],
                               const float (&q)[HS / 16][M][2][4], const float (&tiles)[2][TILE_FLOATS],
-                              const Offsets& offsets, float& nan) {
+                              const Offsets& offsets) {
     const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {};
     #pragma unroll
-    for (int k = 0; k < HS / 16; k++) add_scores<HS, DIAGONAL>(p, q[k], keys, k, offsets, nan);
+    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, offsets);
 
     float top[M][2], highest = -INFINITY;
     #pragma unroll
@@ -400,8 +419,21 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 p[m][n][i] = to_tf32(x);
             }
         }
-        add_sum<HS, DIAGONAL>(out, p, values, n, offsets, nan);
+        add_sum<HS>(out, p, values, n, offsets);
     }
+}
+
+// Looks at a tile of keys and values on the diagonal, of which the block has the rows: the whole block at its `first`,
+// when all warps have work to do, and else a warp that has none.
+__device__ inline void look_at_tiles(const float (&tiles)[2][TILE_FLOATS], bool first) {
+    if (!first && threadIdx.x >= 32) return;
+    Look look;
+    #pragma unroll 4
+    for (int i = 4 * threadIdx.x; i < TILE_FLOATS; i += 4 * (first ? THREADS : 32)) {
+        look.at(*reinterpret_cast<const float4*>(tiles[0] + i));
+        look.at(*reinterpret_cast<const float4*>(tiles[1] + i));
+    }
+    look.note();
 }
 
 // Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). A warp has as many queries as a streamed tile has keys,
@@ -430,22 +462,23 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
     };
 
     start(tile, stage);
-    float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {}, nan = 0.0f;
-    load_operand<HS>(q, query, diagonal * ROWS, T, stride, nan);
+    expect_no_nan();
+    float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
+    load_operand<HS>(q, query, diagonal * ROWS, T, stride);
     finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], offsets, nan);
-        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets, nan);
+        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], offsets);
+        look_at_tiles(tiles[stage], tile == first);
+        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
         finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets, nan);
+        attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
         finish();
     }
 
-    nan = warp_sum(nan);
     #pragma unroll
     for (int m = 0; m < M; m++) {
         float inverse[2], scale[2][2];
@@ -454,7 +487,7 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
             const int row = diagonal * ROWS + 16 * m + 8 * h + g;
             sum[m][h] += __shfl_xor_sync(ALL_LANES, sum[m][h], 1);
             sum[m][h] += __shfl_xor_sync(ALL_LANES, sum[m][h], 2);
-            sum[m][h] += nan;
+            sum[m][h] += nan_of_block();
             inverse[h] = 1.0f / sum[m][h];
             if (t == 0 && row < T) lse[(long long)blockIdx.x * T + row] = LN2 * reference[m][h] + logf(sum[m][h]);
         }
@@ -470,8 +503,7 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
 template <int HS, int M, bool DIAGONAL>
 __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Operand<HS, M>& q,
                                            const Operand<HS, M>& dout, const float (&lse)[M][2], const float (&D)[M][2],
-                                           const float (&tiles)[2][TILE_FLOATS], const Offsets& offsets,
-                                           float& nan) {
+                                           const float (&tiles)[2][TILE_FLOATS], const Offsets& offsets) {
     const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -488,9 +520,9 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
     for (int k = 0; k < HS / 16; k++) {
         float a[M][2][4];
         q.get(a, k);
-        add_scores<HS, DIAGONAL>(p, a, keys, k, offsets, nan);
+        add_scores<HS>(p, a, keys, k, offsets);
         dout.get(a, k);
-        add_scores<HS, DIAGONAL>(ds, a, values, k, offsets, nan);
+        add_scores<HS>(ds, a, values, k, offsets);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -503,7 +535,7 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
                 ds[m][n][i] = hidden ? 0.0f : to_tf32(x * ds[m][n][i]);
             }
         }
-        add_sum<HS, false>(dq, ds, keys, n, offsets, nan);
+        add_sum<HS>(dq, ds, keys, n, offsets);
     }
 }
 
@@ -537,13 +569,15 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     };
 
     start(tile, stage);
+    expect_no_nan();
     float* mine = operands + 4 * threadIdx.x;
     const Operand<HS, M> q{mine}, d{mine + Operand<HS, M>::FLOATS};
-    float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2], nan = 0.0f;
+    float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2];
     {
         float a[HS / 16][M][2][4], da[HS / 16][M][2][4];
-        load_operand<HS>(a, query, row0, T, stride, nan);
-        load_operand<HS>(da, dout, row0, T, C, nan);
+        load_operand<HS>(a, query, row0, T, stride);
+        load_operand<HS>(da, dout, row0, T, C);
+        __syncwarp();
         // D is taken of dout as the products see it, so that dp - D vanishes when it should.
         #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -562,9 +596,8 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 }
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 1);
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 2);
+                D[m][h] += nan_of_warps()[warp];
                 if (t == 0 && row < T) dsum[row] = D[m][h];
-                look(nan, row_lse[m][h]);
-                look(nan, D[m][h]);
             }
         }
         q.put(a);
@@ -573,16 +606,24 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], offsets, nan);
-        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets, nan);
+        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], offsets);
+        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
         finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets, nan);
+        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
         finish();
     }
-    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS) + warp_sum(nan));
+    Look look;
+    #pragma unroll
+    for (int m = 0; m < M; m++) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) look.at(row_lse[m][h]), look.at(D[m][h]);
+    }
+    look.note();
+    __syncwarp();
+    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS) + nan_of_block());
 }
 
 // A tile of queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
@@ -590,8 +631,7 @@ template <int HS, int M, bool DIAGONAL>
 __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (&dv)[HS / 16][2 * M][4],
                                          const Operand<HS, M>& k, const Operand<HS, M>& v,
                                          const float (&tiles)[2][TILE_FLOATS],
-                                         const float (&terms)[2][TILE_FLOATS / HS], const Offsets& offsets,
-                                         float& nan) {
+                                         const float (&terms)[2][TILE_FLOATS / HS], const Offsets& offsets) {
     const float *queries = tiles[0], *douts = tiles[1], *lse = terms[0], *D = terms[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -599,7 +639,6 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
     #pragma unroll
     for (int n = 0; n < N; n++) {
         const float2 two = *reinterpret_cast<const float2*>(D + 8 * n + 2 * t);
-        if (DIAGONAL) look(nan, two.x), look(nan, two.y);
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
@@ -610,14 +649,13 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
     for (int j = 0; j < HS / 16; j++) {
         float a[M][2][4];
         k.get(a, j);
-        add_scores<HS, DIAGONAL>(p, a, queries, j, offsets, nan);
+        add_scores<HS>(p, a, queries, j, offsets);
         v.get(a, j);
-        add_scores<HS, DIAGONAL>(ds, a, douts, j, offsets, nan);
+        add_scores<HS>(ds, a, douts, j, offsets);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
         const float2 two = *reinterpret_cast<const float2*>(lse + 8 * n + 2 * t);
-        if (DIAGONAL) look(nan, two.x), look(nan, two.y);
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
@@ -629,8 +667,8 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
                 ds[m][n][i] = to_tf32(x * ds[m][n][i]);
             }
         }
-        add_sum<HS, false>(dv, p, douts, n, offsets, nan);
-        add_sum<HS, false>(dk, ds, queries, n, offsets, nan);
+        add_sum<HS>(dv, p, douts, n, offsets);
+        add_sum<HS>(dk, ds, queries, n, offsets);
     }
 }
 
@@ -670,35 +708,39 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
     };
 
     start(tile, stage);
+    expect_no_nan();
     float* mine = operands + 4 * threadIdx.x;
     const Operand<HS, M> k{mine}, v{mine + Operand<HS, M>::FLOATS};
-    float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {}, nan = 0.0f;
+    float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
     {
         float a[HS / 16][M][2][4], b[HS / 16][M][2][4];
-        load_operand<HS>(a, key, row0, T, stride, nan);
-        load_operand<HS>(b, value, row0, T, stride, nan);
+        load_operand<HS>(a, key, row0, T, stride);
+        load_operand<HS>(b, value, row0, T, stride);
+        Look look;
+        const int row = first * ROWS + threadIdx.x;
+        if (threadIdx.x < WARPS * ROWS && row < T) look.at(lse[row]), look.at(dsum[row]);
+        look.note();
         k.put(a);
         v.put(b);
     }
     finish();
     for (; tile < min(first + WARPS, end); tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], offsets, nan);
-        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets, nan);
+        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
+        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
         finish();
     }
     for (; tile < end; tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets, nan);
+        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
         finish();
     }
     // In both arrays dv lies C floats behind dk: dqkv is written to only if NKV = NH.
     const bool shared_keys = NKV < NH;
     float* to = shared_keys ? dkv_heads + (long long)b * T * 2 * C + head * HS : dqkv + (key - qkv);
     const int to_stride = shared_keys ? 2 * C : stride;
-    nan = warp_sum(nan);
-    store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS) + nan);
-    store_sum<HS>(to + C, dv, row0, T, to_stride, 1.0f + nan);
+    store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS) + nan_of_block());
+    store_sum<HS>(to + C, dv, row0, T, to_stride, 1.0f + nan_of_block());
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
