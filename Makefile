@@ -18,14 +18,14 @@ CUDA = $(shell nvidia-smi 2>/dev/null | \
 
 # What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
 SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300
-TRAIN_GPU = -i data/tiny_shakespeare -b 4 -t 1024
-TRAIN_GPU_OFFLINE = -e d12 -i data/python_docs -b 4 -t 1024
+TRAIN_GPU = --device cuda -i data/tiny_shakespeare -b 4 -t 1024
+TRAIN_GPU_OFFLINE = --device cuda -e d12 -i data/python_docs -b 4 -t 1024
 TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN) -x 3000 -v 500 -s 1000
 TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
 # The same of the models that have no starter pack, with a GPU and without one.
-TRAIN_train_llama3_fp32_GPU = -e smollm2-135m -i data/python_docs -b 4 -t 1024
+TRAIN_train_llama3_fp32_GPU = --device cuda -e smollm2-135m -i data/python_docs -b 4 -t 1024
 TRAIN_train_llama3_fp32_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
-TRAIN_train_pythia_fp32_GPU = -e pythia-160m -i data/python_docs -b 4 -t 1024
+TRAIN_train_pythia_fp32_GPU = --device cuda -e pythia-160m -i data/python_docs -b 4 -t 1024
 TRAIN_train_pythia_fp32_CPU = -e layers=4,heads=4,channels=128,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
 WITHOUT_STARTER_PACK = $(TRAIN_$(NAME)_$(if $(CUDA),GPU,CPU))
 

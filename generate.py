@@ -15,7 +15,7 @@ from pathlib import Path
 from llmc import device  # first: it sets what NumPy must find in the environment
 
 from llmc.arguments import Parser, add_device_arguments, natural, non_negative, positive  # isort: skip
-from llmc.checkpoint import model_path, read_model_header
+from llmc.checkpoint import model_path, read_model_header, read_record
 from llmc.errors import UserError
 from llmc.files import first_word
 from llmc.generation import continuation
@@ -34,6 +34,17 @@ def kind_of(path: Path) -> type[Model]:
     """The kind of the model in a file: GPT-2, for one to refuse it, where it is no model at all."""
     magic = first_word(path)
     return next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
+
+
+def trained_attention(path: Path, asked: str) -> str:
+    """The attention of the model in a checkpoint, where it computes something else than what is asked for by default.
+    Raises UserError for a kind that it was not trained with."""
+    if not (path.name == "model.bin" and (path.parent / "state.json").is_file()):
+        return asked
+    trained = read_record(path.parent)["state"].get("flags", {}).get("attention", asked)
+    if asked != "auto" and (asked == "relu") != (trained == "relu"):
+        raise UserError(f"-a {asked}: {path.parent} was trained with {trained} attention: leave -a out")
+    return "relu" if trained == "relu" else asked
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     T = min(args.context or config.max_seq_len, len(tokens) + args.tokens)
     if len(tokens) > T:
         print(f"the prompt has {len(tokens)} tokens, of which the model sees only the last {T}", file=sys.stderr)
-    attention = kind.choose_attention(args.attention, config.channels, config.num_heads)
+    attention = kind.choose_attention(trained_attention(path, args.attention), config.channels, config.num_heads)
     model = build_from_file(kind, path, 1, T, attention, inference=True)
 
     decoder, sampler = StreamDecoder(tokenizer), Sampler(args.seed)

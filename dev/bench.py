@@ -149,18 +149,18 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
     many are timed as take ten seconds, at least 5 and at most 100."""
     cpu = device.kind() == "cpu"
     warm_up = 2 if cpu else 10
-    timer, running, first_loss = StepTimer(), None, None
+    timer, milliseconds, running, first_loss = StepTimer(), [], None, None
 
     def finish() -> None:
         nonlocal first_loss
         if running is not None:
             step, started, end = running
-            timer.add(started, end.wait())
+            milliseconds.append(timer.add(started, end.wait()))
             loss = trainer.loss(step)
             first_loss = loss if step == 0 else first_loss
 
     def enough() -> bool:
-        timed = timer.milliseconds[warm_up:]
+        timed = milliseconds[warm_up:]
         return len(timed) >= (steps or 100) or steps is None and len(timed) >= 5 and sum(timed) > 10_000
 
     step = 0
@@ -174,7 +174,7 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
             running = None
         step += 1
     device.synchronize()
-    return float(np.median(timer.milliseconds[warm_up:])), first_loss
+    return float(np.median(milliseconds[warm_up:])), first_loss
 
 
 # Memory

@@ -49,7 +49,7 @@ class Workload:
     def build(self) -> Model:
         """Our model, as the script makes it."""
         args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
-        return build_model(self.kind, args, SimpleNamespace(vocab_size=self.config.vocab_size))[0]
+        return build_model(self.kind, args, SimpleNamespace(vocab_size=self.config.vocab_size), None)[0]
 
     def loader(self) -> DataLoader:
         return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)

@@ -164,21 +164,63 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
     return parser
 
 
+# What a checkpoint records of the flags. A run that is resumed keeps those that it is not given again.
+FIXED = (
+    "attention", "tf32", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length",
+    "total_batch_size", "seed",
+)  # fmt: skip
+MAY_CHANGE = ("learning_rate", "weight_decay", "grad_clip", "max_steps", "data", "val_data")  # data by its fingerprint
+
+
 def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
     """The flags of the program that trains models of these sizes, checked one by one and against each other. Exits with
-    code 2 for a wrong flag; raises UserError for values that do not fit together."""
-    args = make_parser(config).parse_args(arguments)
-    args.B, args.T = args.batch_size, args.sequence_length
+    code 2 for a wrong flag; raises UserError for values that do not fit together. `given` are the names of those that
+    were given."""
+    parser = make_parser(config)
+    args = parser.parse_args(arguments)
+    unset = object()
+    given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
+    args.given = frozenset(name for name, value in vars(given).items() if value is not unset)
+    config.described(args.model)  # says what is wrong with a description before anything takes time
+    if (args.resume or args.checkpoint_every) and not args.checkpoint_dir:
+        raise UserError("-y and -n need to know where checkpoints are: add --checkpoint-dir")
+    if not args.resume:
+        complete(args)
+    return args
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Sets what follows from the flags: B, T, val_data, the seeds of weights and of the data's order. Raises UserError
+    for values that do not fit together."""
+    args.B, args.T = B, T = args.batch_size, args.sequence_length
     if args.val_data is None and (Path(args.data).is_file() or any(c in args.data for c in "*?[")):
         raise UserError(f"-i {args.data} names files of training data: name those for validation with -j")
     args.val_data = args.val_data or args.data
     args.shuffle_seed = args.seed
     args.seed = 1337 if args.seed is None else args.seed
-    config.described(args.model)  # says what is wrong with a description before anything takes time
-    if args.total_batch_size and args.total_batch_size % (args.B * args.T):
-        raise UserError(f"-d {args.total_batch_size} is not a multiple of B*T = {args.B * args.T}: change -d, -b or -t")
-    if (args.resume or args.checkpoint_every) and not args.checkpoint_dir:
-        raise UserError("-y and -n need to know where checkpoints are: add --checkpoint-dir")
+    if args.total_batch_size and args.total_batch_size % (B * T):
+        raise UserError(f"-d {args.total_batch_size} is not a multiple of B*T = {B * T}: change -d, -b or -t")
     if args.attention == "flash" and not args.tf32:
         raise UserError("-a flash computes in TF32: leave -f 0 out, or use -a softmax")
-    return args
+
+
+def recorded_flags(args: argparse.Namespace) -> dict[str, object]:
+    """What a checkpoint is to record of the flags, for `resume_flags`."""
+    return {name: getattr(args, name) for name in FIXED + MAY_CHANGE} | {"seed": args.shuffle_seed}
+
+
+def resume_flags(args: argparse.Namespace, recorded: dict[str, object]) -> None:
+    """Gives args what was recorded of flags that were not given. Prints which of those that may change have changed;
+    raises UserError for one that may not."""
+    for name, before in recorded.items():
+        now, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if name not in args.given or name == "attention" and now == "auto":
+            setattr(args, name, before)
+        elif name == "attention" and "relu" not in (before, now):
+            print(f"{flag} was {before} and is now {now}: the same function, rounded in another way")
+        elif now != before and name in MAY_CHANGE:
+            print(f"{flag} was {before} and is now {now}")
+        elif now != before:
+            before, now = (int(x) if isinstance(x, bool) else x for x in (before, now))
+            raise UserError(f"cannot resume: {flag} was {before} and is now {now}; leave it out, or start another run")
+    complete(args)

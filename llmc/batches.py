@@ -51,15 +51,29 @@ class Batches:
         return self.losses[0, 0]
 
 
-def validate(batches: Batches, forward_loss: Callable[[], None], num_batches: int) -> float:
-    """The mean loss over the first num_batches of the validation data."""
+def validate(
+    batches: Batches, forward_loss: Callable[[], None], num_batches: int, stopped: Callable[[], bool] = lambda: False
+) -> float | None:
+    """The mean loss over the first num_batches of the validation data; None where `stopped` before they are through."""
     batches.loader.reset()
-    return sum(batches.run(forward_loss).mean(dtype=np.float64) for _ in range(num_batches)) / num_batches
+    total = 0.0
+    for _ in range(num_batches):
+        if stopped():
+            return None
+        total += batches.run(forward_loss).mean(dtype=np.float64)
+    return float(total / num_batches)
 
 
-def evaluate(batches: Batches, forward_loss: Callable[[], None]) -> float:
-    """The share of multiple-choice questions whose right completion has the lowest mean loss."""
+def evaluate(
+    batches: Batches, forward_loss: Callable[[], None], stopped: Callable[[], bool] = lambda: False
+) -> float | None:
+    """The share of multiple-choice questions whose right completion has the lowest mean loss; None where `stopped`
+    before they are through."""
     questions = batches.loader
     questions.reset()
-    correct = sum(questions.count_correct(batches.run(forward_loss)) for _ in range(questions.num_batches))
+    correct = 0
+    for _ in range(questions.num_batches):
+        if stopped():
+            return None
+        correct += questions.count_correct(batches.run(forward_loss))
     return correct / questions.num_examples

@@ -171,7 +171,7 @@ def write_debug_state(
 # Training checkpoints
 
 OPTIMIZER = 20241121
-OLDER = "resume from an older checkpoint, or remove this one"
+STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 
 
 def save_checkpoint(directory: str | Path, step: int, config: Config, params, m, v, state: dict) -> Path:
@@ -218,9 +218,42 @@ def check_checkpoint_directory(directory: str | Path) -> None:
         raise UserError(f"{directory}: checkpoints cannot be written there; choose another --checkpoint-dir")
 
 
+def checkpoints(directory: str | Path) -> list[Path]:
+    """What is called a checkpoint in `directory`, whole or not, newest first."""
+    directory = Path(directory)
+    found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)] if directory.is_dir() else []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    return int(path.name.removeprefix("step_"))
+
+
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step in `directory` whose files are all there in full length, or None."""
-    return next(iter(_complete_checkpoints(directory)), None)
+    """The checkpoint of the highest step in `directory`, or None where there is none. Raises UserError where one of its
+    files is missing or not of full length, or its state.json damaged; an older one is named, but never taken for it."""
+    newest = next(iter(checkpoints(directory)), None)
+    if newest is not None:
+        for name, expected in read_record(newest)["files"].items():
+            _check_size(newest / name, expected["bytes"], _remedy(newest))
+    return newest
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a checkpoint that is damaged."""
+    older = [other for other in checkpoints(path.parent) if step_of(other) < step_of(path) and _is_complete(other)]
+    if older:
+        return f"to resume from {older[0]}, an older checkpoint that is complete, remove {path}"
+    return f"there is no older checkpoint to resume from: remove {path} to start afresh"
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether its files are all there, in full length."""
+    try:
+        return all((path / name).stat().st_size == of["bytes"] for name, of in _parse_record(path)["files"].items())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return False
 
 
 def load_checkpoint(
@@ -233,62 +266,55 @@ def load_checkpoint(
     against the recorded CRC-32. Raises UserError where a file is missing or damaged.
     """
     path = Path(path)
-    record = _read_record(path)
+    record = read_record(path)
     for name, expected in record["files"].items():
-        _check_size(path / name, expected["bytes"], OLDER)
+        _check_size(path / name, expected["bytes"], _remedy(path))
         if _file_crc32(path / name) != expected["crc32"]:
-            raise UserError(f"{path / name}: damaged (its CRC-32 is not the recorded one); {OLDER}")
+            raise UserError(f"{path / name}: damaged (its CRC-32 is not the recorded one); {_remedy(path)}")
     config, tensors = read_model(path / "model.bin", kind)
     n = num_parameters(config)
     moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
     if moments.size != 2 * n:
-        raise UserError(f"{path / 'optimizer.bin'}: made for another model than model.bin beside it; {OLDER}")
+        raise UserError(f"{path / 'optimizer.bin'}: made for another model than model.bin beside it; {_remedy(path)}")
     return config, tensors, moments[:n], moments[n:], record["state"] | {"step": record["step"]}
 
 
-def prune_checkpoints(directory: str | Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest complete checkpoints, and returns what it removed. 0 keeps all.
+def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
+    """Removes all but the `keep` newest of the complete checkpoints whose state says that they are of this run, and
+    returns what it removed. 0 keeps all.
 
     Raises UserError where the system refuses to.
     """
-    old = _complete_checkpoints(directory)[keep:] if keep > 0 else []
-    for path in old:
+    own = [path for path in checkpoints(directory) if _is_complete(path)] if keep > 0 else []
+    own = [path for path in own if _parse_record(path)["state"].get("run") == run]
+    for path in own[keep:]:
         doomed = path.with_name(f"{path.name}.replaced.part")  # no half-removed directory is ever called a checkpoint
         try:
             os.rename(path, doomed)
         except OSError as error:
             raise UserError(f"{path}: cannot be removed ({error.strerror.lower()})") from None
         _remove(doomed)
-    return old
+    return own[keep:]
 
 
-def _complete_checkpoints(directory: str | Path) -> list[Path]:
-    """Newest first."""
-    complete = []
-    directory = Path(directory)
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if not re.fullmatch(r"step_\d{8,}", path.name):
-            continue
-        try:
-            files = _read_record(path)["files"]
-            if all((path / name).stat().st_size == expected["bytes"] for name, expected in files.items()):
-                complete.append(path)
-        except (UserError, OSError):
-            continue
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
-
-
-def _read_record(path: Path) -> dict:
+def read_record(path: Path) -> dict:
+    """What state.json of a checkpoint holds: its "step", "files", and as "state" what `save_checkpoint` was given.
+    Raises UserError where it is missing or damaged."""
     name = path / "state.json"
     try:
-        record = json.loads(name.read_bytes())
-        intact = record.pop("crc32") == _record_crc32(record) and {"step", "files", "state"} <= record.keys()
+        return _parse_record(path)
     except OSError as error:
-        raise UserError(f"{name}: {error.strerror.lower()}; {path} is not a complete checkpoint") from None
+        raise UserError(
+            f"{name}: {error.strerror.lower()}; {path} is not a complete checkpoint; {_remedy(path)}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        intact = False
-    if not intact:
-        raise UserError(f"{name}: damaged; {OLDER}")
+        raise UserError(f"{name}: damaged; {_remedy(path)}") from None
+
+
+def _parse_record(path: Path) -> dict:
+    record = json.loads((path / "state.json").read_bytes())
+    if record.pop("crc32") != _record_crc32(record) or not {"step", "files", "state"} <= record.keys():
+        raise ValueError("not what was written")
     return record
 
 

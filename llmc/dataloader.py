@@ -10,6 +10,7 @@ each batch starts B*T after the one before, and batches never straddle shards: l
 shuffle seed the order of shards, and of the windows in each, is drawn anew every epoch.
 """
 
+import hashlib
 from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
@@ -21,6 +22,7 @@ from llmc.files import CONTENTS, HEADER_BYTES, TOKENS, TOKENS_32, file_size, mak
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
 CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read
+FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
 
 FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
 
@@ -105,6 +107,17 @@ def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, count
 
 
+def fingerprint(shards: Iterable[np.ndarray]) -> str:
+    """16 hexadecimal digits that tell these tokens from others by the shards' sizes and a few blocks of each."""
+    seen = hashlib.sha256()
+    for tokens in shards:
+        middle = max(0, tokens.size // 2 - FINGERPRINTED // 2)
+        seen.update(tokens.size.to_bytes(8, "little"))
+        for start in (0, middle, max(0, tokens.size - FINGERPRINTED)):
+            seen.update(tokens[start : start + FINGERPRINTED].astype("<u4").tobytes())
+    return seen.hexdigest()[:16]
+
+
 class DataLoader:
     """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), for ever.
 
@@ -113,7 +126,8 @@ class DataLoader:
 
     files: where the data is; of several, those with at least one batch. num_tokens: tokens in all of them.
     num_batches: num_tokens // (B*T), what llm.c calls an epoch. (The walk itself starts anew after the last whole batch
-    of the last shard, which may come a little sooner.)
+    of the last shard, which may come a little sooner: where num_tokens is a multiple of B*T, validation over all
+    batches takes the first one twice, as llm.c's does.) fingerprint: of the data (`fingerprint`).
 
     Raises UserError, naming the file, where one cannot be read, all are shorter than a batch (B*T + 1 tokens), or one
     has a token that is not below vocab_size. Large files are checked for such tokens batch by batch, in `next_batch`.
@@ -136,6 +150,7 @@ class DataLoader:
         self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)
         self.num_tokens = sum(tokens.size for tokens in self.shards)
         self.num_batches = self.num_tokens // (B * T)
+        self.fingerprint = fingerprint(self.shards)
         self.reset()
 
     def reset(self) -> None:
@@ -167,7 +182,7 @@ class DataLoader:
         """Goes to the place that `state()` named. Raises UserError where the data, B, T or the seed are not the same
         as then."""
         for name, value in self._identity().items():
-            if state.get(name) != value:
+            if name in state and state[name] != value:
                 raise UserError(
                     f"cannot resume: {name} of the training data was {state.get(name)} and is now {value}; "
                     "use the same data (-i), -b, -t and --seed as before"
@@ -175,7 +190,8 @@ class DataLoader:
         self._seek(state["epoch"], state["place"], state["batch"])
 
     def _identity(self) -> dict:
-        return {"num_tokens": self.num_tokens, "B": self.B, "T": self.T, "shuffle_seed": self.shuffle_seed}
+        same = {"num_tokens": self.num_tokens, "B": self.B, "T": self.T, "shuffle_seed": self.shuffle_seed}
+        return same | {"fingerprint": self.fingerprint}
 
     def _batches_in(self, shard: int) -> int:
         return (self.shards[shard].size - 1) // (self.B * self.T)

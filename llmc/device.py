@@ -430,26 +430,29 @@ def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: 
 
 
 _device: CudaDevice | CpuDevice | None = None
+_why_not_cuda = ""
 _sources: list[Source] = []
 
 
 def use(kind: str = "auto") -> str:
-    """Choose the device: "cuda", "cpu", or "auto" (CUDA where it works, else the CPU). Returns "cuda" or "cpu".
+    """Choose the device: "cuda", "cpu", or "auto" (CUDA where it works, else the CPU, and `why_not_cuda` says why).
+    Returns "cuda" or "cpu".
 
     Raises UserError where CUDA is asked for and does not work.
     """
-    global _device
+    global _device, _why_not_cuda
     if kind not in ("auto", "cuda", "cpu"):
         raise UserError(f"device {kind!r} is not one of auto, cuda, cpu")
-    device = None
+    device, _why_not_cuda = None, ""
     if kind != "cpu":
         try:
             device = CudaDevice()
         except Exception as error:  # CuPy missing, no driver, no GPU, a driver too old: each its own type
+            words = [line.strip(" =") for line in str(error).splitlines()]
+            _why_not_cuda = next(filter(None, words), type(error).__name__)
             if kind == "cuda":
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 raise UserError(
-                    f"CUDA does not work here ({reason}): install CuPy for your driver (cupy-cuda12x[ctk] or "
+                    f"CUDA does not work here ({_why_not_cuda}): install CuPy for your driver (cupy-cuda12x[ctk] or "
                     "cupy-cuda13x[ctk]), or run with --device cpu"
                 ) from None
     _device = device or CpuDevice()
@@ -472,6 +475,11 @@ def compile_all() -> None:
 def kind() -> str:
     """"cuda" or "cpu"."""
     return _device.kind
+
+
+def why_not_cuda() -> str:
+    """Why "auto" came to mean the CPU, in a line; empty where it did not."""
+    return _why_not_cuda
 
 
 def name() -> str:

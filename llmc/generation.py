@@ -30,12 +30,16 @@ def continuation(model: Model, tokens: list[int], count: int, draw: Callable[[np
         yield tokens[-1]
 
 
-def print_sample(model: Model, tokenizer: Tokenizer | None, sampler: Sampler, count: int) -> None:
+def print_sample(
+    model: Model, tokenizer: Tokenizer | None, sampler: Sampler, count: int, stopped: Callable[[], bool] = lambda: False
+) -> None:
     """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers where there is no
-    tokenizer."""
+    tokenizer. Fewer where `stopped`."""
     first = min(tokenizer.bos if tokenizer else model.config.DEFAULTS["vocab_size"] - 1, model.config.vocab_size - 1)
     decoder = StreamDecoder(tokenizer) if tokenizer else None
     print("generating:\n---")
     for token in continuation(model, [first], count, lambda logits: sample_softmax(logits, sampler.random_f32())):
         print(decoder.push(token) if decoder else f"{token} ", end="", flush=True)
+        if stopped():
+            break
     print((decoder.flush() if decoder else "") + "\n---")

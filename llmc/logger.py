@@ -5,6 +5,8 @@
     s:20 eval:0.2955    accuracy on an evaluation set before step 20
 """
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +16,16 @@ from llmc.files import replacing
 
 
 class Logger:
-    """Appends lines to the file at `path`, each on disk for others to read as soon as it is written; None logs nothing.
+    """Appends lines to the file at `path`, each there for others to read as soon as it is written; None logs nothing.
 
     first_step: the first step that this run will log. Lines of that step and later ones are dropped from a file that is
     already there, so a new run (0) starts it afresh and a resumed run carries on where its checkpoint was made.
-    Raises UserError where the file cannot be written.
+    Raises UserError where the file cannot be opened. A line that cannot be written later on is lost; the first such is
+    said on stdout, and `lost` counts them.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
-        self._file = None
+        self._file, self._path, self.lost = None, path, 0
         if path is None:
             return
         if first_step > 0 and Path(path).is_file():
@@ -30,10 +33,11 @@ class Logger:
             with replacing(path) as file:
                 file.write("".join(kept).encode())
         try:
-            self._file = open(path, "a" if first_step > 0 else "w", buffering=1)
+            self._file = open(path, "ab" if first_step > 0 else "wb", buffering=0)
         except OSError as error:
-            raise _unwritable(path, error) from None
-        self._path = path
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror.lower()}); choose another log file (-o)"
+            ) from None
 
     def log_val(self, step: int, loss: float) -> None:
         self._write(step, "tel", loss)
@@ -47,10 +51,16 @@ class Logger:
     def _write(self, step: int, name: str, value: float) -> None:
         if self._file is None:
             return
+        line = f"s:{step} {name}:{value:.4f}\n".encode()
         try:
-            self._file.write(f"s:{step} {name}:{value:.4f}\n")
+            end = self._file.seek(0, os.SEEK_END)
+            if self._file.write(line) != len(line):
+                self._file.truncate(end)  # a disk that is full took a part of it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise _unwritable(self._path, error) from None
+            self.lost += 1
+            if self.lost == 1:
+                print(f"{self._path}: a line was lost ({error.strerror.lower()}); the run goes on", flush=True)
 
     def close(self) -> None:
         if self._file is not None:
@@ -72,10 +82,6 @@ def read_log(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             steps.append(step)
             numbers.append(value)
     return {name: (np.array(steps, np.int64), np.array(numbers)) for name, (steps, numbers) in series.items()}
-
-
-def _unwritable(path: str | Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror.lower()}); choose another log file (-o)")
 
 
 def _lines(path: str | Path) -> list[str]:

@@ -109,6 +109,8 @@ class Model:
     def acts(self, B: int, T: int) -> SimpleNamespace:
         """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""
         if (B, T) not in self.views_of:
+            for other in self.views_of.keys() - {(self.B, self.T)}:
+                del self.views_of[other]  # a text that is being written asks for each length once
             sizes = self.config.sizes() | {"B": B, "T": T}
             self.views_of[B, T] = name_tensors(
                 self.acts_memory, self.acts_table, sizes, absent=self.config.absent

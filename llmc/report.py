@@ -1,15 +1,20 @@
 """What a run tells the person who watches it, and how that person stops it."""
 
+import os
 import re
 import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 
 from llmc import device
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
-    ("B200", 1125.0), ("H200", 494.5), ("GH200", 494.5), ("H100 PCIe", 378.0), ("H100 NVL", 417.5), ("H100", 494.5),
-    ("A100", 156.0), ("L40S", 183.0), ("L40", 90.5), ("L4", 60.0), ("A40", 74.8), ("A10", 62.5), ("RTX 4090", 82.6),
-    ("RTX 3090", 35.6),
+    ("B200", 1125.0), ("H200 NVL", 417.5), ("H200", 494.5), ("GH200", 494.5), ("H100 PCIe", 378.0),
+    ("H100 NVL", 417.5), ("H100", 494.5), ("A100", 156.0), ("L40S", 183.0), ("L40", 90.5), ("L4", 60.0), ("A40", 74.8),
+    ("A10", 62.5), ("RTX 4090", 82.6), ("RTX 3090", 35.6),
 )  # fmt: skip
 
 
@@ -35,22 +40,29 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
 
 class StepTimer:
     """How long steps take when the next is launched while the device works on the one before: a step lasts from its own
-    launch, or from the end of the one before where that was later, to its end."""
+    launch, or from the end of the one before where that was later, to its end. The first step, which also compiles,
+    counts in averages only while it is alone."""
 
-    def __init__(self):
-        self.milliseconds = []
-        self.last_end = 0.0
+    def __init__(self, last: int = 20):
+        self.steps, self.total, self.last, self.last_end = 0, 0.0, deque(maxlen=last), 0.0
 
     def add(self, started: float, end: float) -> float:
         """Notes a step that was launched and ended at these times (time.perf_counter) and returns its milliseconds."""
-        self.milliseconds.append(1000 * (end - max(started, self.last_end)))
-        self.last_end = end
-        return self.milliseconds[-1]
+        milliseconds = 1000 * (end - max(started, self.last_end))
+        if self.steps == 1:
+            self.total = 0.0
+            self.last.clear()
+        self.steps, self.total, self.last_end = self.steps + 1, self.total + milliseconds, end
+        self.last.append(milliseconds)
+        return milliseconds
 
-    def average(self, last: int = 0) -> float:
-        """The average of all steps, or of the `last` ones; the first, which also compiles, counts only while alone."""
-        timed = self.milliseconds[1:][-last:] or self.milliseconds or [0.0]
-        return sum(timed) / len(timed)
+    def average(self) -> float:
+        """The average of all steps."""
+        return self.total / max(1, self.steps - 1)
+
+    def recent_average(self) -> float:
+        """The average of the last ones."""
+        return sum(self.last) / max(1, len(self.last))
 
 
 def print_step(
@@ -78,17 +90,64 @@ def duration(seconds: float) -> str:
 
 
 class StopRequest:
-    """Ctrl-C and SIGTERM only ask a run to stop, at the end of its step; a second one stops it at once."""
+    """Ctrl-C, SIGTERM and SIGHUP only ask a run to stop, which it does after the step, batch or token at hand; a second
+    one of any kind stops it at once. One that the run was started to ignore, as nohup does with SIGHUP, stays so."""
 
     def __init__(self):
-        self.name = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.number = None
+        self.signals = [
+            number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]  # fmt: skip
+        for number in self.signals:
             signal.signal(number, self.receive)
 
     @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
     def requested(self) -> bool:
-        return self.name is not None
+        return self.number is not None
 
     def receive(self, number, frame) -> None:
-        self.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        self.number = number
+        for each in self.signals:
+            signal.signal(each, signal.SIG_DFL)
+
+
+class Output:
+    """What a run prints to, in the place of `stream`, for as long as the with block lasts. Where the reader has left or
+    the disk is full, the run goes on, if it is also told of `elsewhere`; that is said once on stderr."""
+
+    def __init__(self, stream, elsewhere: str):
+        self.stream, self.elsewhere, self.failed = stream, elsewhere, False
+
+    def __enter__(self) -> None:
+        sys.stdout = self
+
+    def __exit__(self, *exception) -> None:
+        sys.stdout = self.stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.attempt(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self.attempt(self.stream.flush)
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        if self.failed:
+            return
+        try:
+            work()
+        except OSError as error:
+            if not self.elsewhere:
+                raise
+            self.failed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # what is left in the stream goes there
+            with suppress(OSError):
+                reason = (error.strerror or str(error)).lower()
+                print(f"cannot print any more ({reason}): the run goes on, see {self.elsewhere}", file=sys.stderr)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -11,13 +14,17 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
+from llmc.arguments import complete, recorded_flags, resume_flags
 from llmc.batches import Batches, evaluate, validate
 from llmc.checkpoint import (
     check_checkpoint_directory,
+    checkpoints,
     load_checkpoint,
+    model_path,
     newest_checkpoint,
     prune_checkpoints,
     read_model,
+    read_record,
     save_checkpoint,
 )
 from llmc.dataloader import DataLoader
@@ -26,7 +33,7 @@ from llmc.evaluation import EvalLoader
 from llmc.generation import print_sample
 from llmc.logger import Logger
 from llmc.model import Model, build_from_random
-from llmc.report import StepTimer, StopRequest, print_step, print_table
+from llmc.report import Output, StepTimer, StopRequest, print_step, print_table
 from llmc.sampler import Sampler
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import flops_per_token, num_parameters, padded
@@ -46,11 +53,17 @@ class Run:
     def __init__(self, kind: type[Model], args: Namespace):
         self.args = args
         device.use(args.device)
+        checkpoint = find_checkpoint(args)
+        if checkpoint is not None:
+            resume_flags(args, read_record(checkpoint)["state"].get("flags", {}))
         device.use_tf32(args.tf32)
+        if args.tf32 and not device.tf32() and checkpoint is not None:
+            print(f"matrix products were in TF32, which {device.name()} does not have: they go on in fp32")
+        args.tf32 = device.tf32()
         B, T = args.B, args.T
         self.tokenizer_path = find_tokenizer(args.data)
         self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
-        self.model, state = build_model(kind, args, self.tokenizer)
+        self.model, state = build_model(kind, args, self.tokenizer, checkpoint)
         self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
         V = self.model.config.vocab_size
         if self.tokenizer and not self.tokenizer.fits(V):
@@ -80,6 +93,11 @@ class Run:
                     f"the checkpoint in {args.checkpoint_dir} is of step {self.first_step} of {self.steps}: raise -x"
                 )
             train_loader.load_state(state["loader"])
+        self.flags = recorded_flags(args)
+        started = {"model": repr(self.model.config), "data": train_loader.fingerprint} | self.flags
+        self.identity = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
+        if state is not None:
+            self.identity = state.get("run", self.identity)
         self.batches = Batches(self.model, train_loader, self.batch_tokens // (B * T))
         self.validation = Batches(self.model, val_loader)
         self.questions = Batches(self.model, EvalLoader(args.hellaswag, B, T, V)) if args.hellaswag else None
@@ -88,7 +106,9 @@ class Run:
             check_checkpoint_directory(args.checkpoint_dir)
         device.compile_all()
         self.logger = Logger(args.log, self.first_step)
-        print_table(run_table(self))
+        self.output = Output(sys.stdout, " and ".join(str(place) for place in (args.log, args.checkpoint_dir) if place))
+        with self.output:
+            print_table(run_table(self))
 
         def forward_loss() -> None:
             self.model.forward(B, T)
@@ -98,31 +118,44 @@ class Run:
         self.flops = self.batch_tokens * flops_per_token(self.model.config, T)
         self.timer, self.stop = StepTimer(), StopRequest()
         self.running = None  # the step that the device still works on: number, when launched, event at its end
+        self.unsaved = ""    # why the checkpoint that was last due could not be written
 
     def learning_rate(self, step: int) -> float:
         return self.schedule.get_learning_rate(step)
 
     def __iter__(self) -> Iterator[int]:
-        args = self.args
+        with self.output:
+            yield from self.all_steps()
+        if self.unsaved:
+            raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
+        if self.logger.lost:
+            raise UserError(f"{self.args.log} lacks {self.logger.lost} lines that could not be written")
+        if self.stop.requested() and self.stopped_after < self.steps:
+            sys.exit(128 + self.stop.number)
+
+    def all_steps(self) -> Iterator[int]:
+        args, stopped = self.args, self.stop.requested
         for step in range(self.first_step, self.steps + 1):
-            last, stopping = step == self.steps, self.stop.requested
+            last = step == self.steps
             sampler_state = self.sampler.state  # a run that is resumed here samples again what this one is about to
-            if not stopping:  # who is told to stop may soon be killed: saving comes first
-                if last or step % args.val_every == 0:
-                    self.validate(step)
-                if args.sample_tokens and (last or args.sample_every and step > 0 and step % args.sample_every == 0):
-                    self.finish_running_step()
-                    print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens)
-            save = last or stopping or args.checkpoint_every and step % args.checkpoint_every == 0
+            # Who is told to stop may soon be killed: saving comes first.
+            if not stopped() and (last or step % args.val_every == 0):
+                self.validate(step)
+            sample = last or args.sample_every and step > 0 and step % args.sample_every == 0
+            if not stopped() and args.sample_tokens and sample:
+                self.finish_running_step()
+                print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens, stopped)
+            save = last or stopped() or args.checkpoint_every and step % args.checkpoint_every == 0
             if args.checkpoint_dir and save and step > self.first_step:
                 self.save(step, sampler_state)
-            if last or stopping:
+            if last or stopped():
                 break
             started = time.perf_counter()
             yield step
             self.launched(step, started)
         self.finish_running_step()
-        if stopping:
+        self.stopped_after = step
+        if stopped() and not last:
             print(f"stopped by {self.stop.name} after {step} of {self.steps} steps")
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()
@@ -146,32 +179,42 @@ class Run:
         self.running, loss = None, self.batches.mean_loss(step)
         norm = float(self.norms[step % 2, 0]) if self.args.grad_clip else None
         print_step(
-            step + 1, self.steps, loss, norm, self.learning_rate(step), ms, self.timer.average(20), self.batch_tokens,
-            self.flops,
+            step + 1, self.steps, loss, norm, self.learning_rate(step), ms, self.timer.recent_average(),
+            self.batch_tokens, self.flops,
         )  # fmt: skip
         self.logger.log_train(step, loss)
 
     def validate(self, step: int) -> None:
-        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for."""
+        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for; nothing of which is
+        finished when the run is told to stop."""
         self.finish_running_step()
-        loss = validate(self.validation, self.forward_loss, self.val_batches)
+        loss = validate(self.validation, self.forward_loss, self.val_batches, self.stop.requested)
+        if loss is None:
+            return
         print(f"val loss {loss:.6f}", flush=True)
         self.logger.log_val(step, loss)
-        if self.questions:
-            accuracy = evaluate(self.questions, self.forward_loss)
+        accuracy = evaluate(self.questions, self.forward_loss, self.stop.requested) if self.questions else None
+        if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
             self.logger.log_eval(step, accuracy)
 
     def save(self, step: int, sampler_state: int) -> None:
-        """Writes a checkpoint and removes those that are too many."""
+        """Writes a checkpoint and removes those of this run that are too many. Where that fails the run goes on, and
+        the next checkpoint that is due is tried all the same."""
         self.finish_running_step()
         model, directory = self.model, self.args.checkpoint_dir
-        state = {"loader": self.batches.loader.state(), "sampler": sampler_state}
-        path = save_checkpoint(
-            directory, step, model.config, model.params_memory, model.m_memory, model.v_memory, state
-        )
-        print(f"saved {path}", flush=True)
-        prune_checkpoints(directory, self.args.keep)
+        state = {"loader": self.batches.loader.state(), "sampler": sampler_state, "run": self.identity}
+        try:
+            path = save_checkpoint(
+                directory, step, model.config, model.params_memory, model.m_memory, model.v_memory,
+                state | {"flags": self.flags},
+            )  # fmt: skip
+            print(f"saved {path}", flush=True)
+            self.unsaved = ""
+            prune_checkpoints(directory, self.args.keep, self.identity)
+        except UserError as error:
+            self.unsaved = str(error)
+            print(f"not saved: {error}; the run goes on", flush=True)
 
 
 def run_table(run: Run) -> list[list[tuple[str, object]]]:
@@ -181,6 +224,7 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
     return [
         [
             ("device", device.name()),
+            *([("why not CUDA", device.why_not_cuda())] if device.why_not_cuda() else []),
             ("matrix products", "TF32" if device.tf32() else "fp32"),
             ("attention", model.attention),
         ],
@@ -224,18 +268,37 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
     ]  # fmt: skip
 
 
-def build_model(kind: type[Model], args: Namespace, tokenizer: Tokenizer | None) -> tuple[Model, dict | None]:
+def find_checkpoint(args: Namespace) -> Path | None:
+    """The checkpoint that the run goes on from, if any. Raises UserError where it is damaged, or where a new run would
+    be mixed up with the one that has checkpoints in the directory."""
+    if not args.checkpoint_dir:
+        return None
+    if args.resume:
+        newest = newest_checkpoint(args.checkpoint_dir)
+        if newest is None:
+            print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
+            complete(args)
+        return newest
+    there = checkpoints(args.checkpoint_dir)
+    if there:
+        raise UserError(
+            f"{args.checkpoint_dir} has checkpoints of another run, the newest {there[0].name}: go on from it with "
+            "-y 1, or choose another --checkpoint-dir"
+        )
+    return None
+
+
+def build_model(
+    kind: type[Model], args: Namespace, tokenizer: Tokenizer | None, checkpoint: Path | None
+) -> tuple[Model, dict | None]:
     """The model that the flags ask for, and where a run is resumed, the state of its checkpoint."""
-    checkpoint = newest_checkpoint(args.checkpoint_dir) if args.resume else None
-    if args.resume and checkpoint is None:
-        print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
     config = tensors = state = None
     if checkpoint is not None:
         config, tensors, m, v, state = load_checkpoint(checkpoint, kind.Config)
     else:
         config = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
     if config is None:
-        config, tensors = read_model(Path(args.model), kind.Config)
+        config, tensors = read_model(model_path(args.model), kind.Config)
     if args.T > config.max_seq_len:
         raise UserError(f"-t {args.T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
     args.attention = kind.choose_attention(args.attention, config.channels, config.num_heads)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import struct
 import zlib
 from dataclasses import replace
@@ -300,29 +302,41 @@ def test_a_checkpoint_directory_that_cannot_be_made_is_refused(tmp_path, params)
     assert "cannot be written" in refusal(save_checkpoint, tmp_path / "file", 1, TINY, params, params, params, {})
 
 
-def test_the_newest_complete_checkpoint_is_found(tmp_path, params):
+def test_the_newest_checkpoint_is_found(tmp_path, params):
     run = tmp_path / "run"
     assert newest_checkpoint(run) is None
     for step in (5, 100, 20):
         save_checkpoint(run, step, TINY, params, params, params, {})
-    assert newest_checkpoint(run).name == "step_00000100"
-    os.truncate(run / "step_00000100" / "model.bin", 1024)
-    assert newest_checkpoint(run).name == "step_00000020"
-    (run / "step_00000020" / "state.json").write_text("{")
-    assert newest_checkpoint(run).name == "step_00000005"
     (run / "step_00000900.part").mkdir()
     (run / "notes").mkdir()
-    assert newest_checkpoint(run).name == "step_00000005"
+    assert newest_checkpoint(run).name == "step_00000100"
 
 
-def test_pruning_keeps_the_newest(tmp_path, params):
+@pytest.mark.parametrize("name", ["state.json", "model.bin", "optimizer.bin"])
+@pytest.mark.parametrize("damage", ["cut off", "gone"])
+def test_a_damaged_checkpoint_is_never_passed_over_in_silence(tmp_path, params, name, damage):
     run = tmp_path / "run"
-    for step in (1, 2, 3, 10):
+    for step in (5, 20, 100):
         save_checkpoint(run, step, TINY, params, params, params, {})
-    assert prune_checkpoints(run, 0) == []
-    assert [path.name for path in prune_checkpoints(run, 2)] == ["step_00000002", "step_00000001"]
-    assert sorted(os.listdir(run)) == ["step_00000003", "step_00000010"]
-    assert prune_checkpoints(run, 2) == []
+    for step, remedy in ((100, "to resume from .*step_00000020, "), (20, "to resume from .*step_00000005, "),
+                         (5, "there is no older checkpoint")):  # fmt: skip
+        file = run / f"step_{step:08d}" / name
+        os.truncate(file, 100) if damage == "cut off" else os.unlink(file)
+        message = refusal(newest_checkpoint, run)
+        assert re.search(f"{re.escape(str(file))}: .*{remedy}.*remove {file.parent}", message), message
+        if step > 5:
+            shutil.rmtree(file.parent)
+
+
+def test_pruning_keeps_the_newest_and_what_other_runs_have(tmp_path, params):
+    run = tmp_path / "run"
+    for step, identity in ((1, "a"), (2, "b"), (3, "a"), (10, "a"), (2000, "b"), (3000, None)):
+        save_checkpoint(run, step, TINY, params, params, params, {"run": identity} if identity else {})
+    assert prune_checkpoints(run, 0, "a") == []
+    os.truncate(run / "step_00000002" / "model.bin", 10)
+    assert [path.name for path in prune_checkpoints(run, 2, "a")] == ["step_00000001"]
+    assert sorted(path.name for path in run.iterdir()) == [f"step_{step:08d}" for step in (2, 3, 10, 2000, 3000)]
+    assert prune_checkpoints(run, 2, "a") == []
 
 
 def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, params):

@@ -68,8 +68,12 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     assert "is a directory" in refusal(Logger, tmp_path)
 
 
-def test_a_full_disk_is_said_in_one_line():
-    assert "cannot be written" in refusal(Logger("/dev/full").log_train, 0, 1.0)
+def test_a_full_disk_is_said_once_and_counted(capsys):
+    logger = Logger("/dev/full")
+    for step in range(3):
+        logger.log_train(step, 1.0)
+    assert capsys.readouterr().out == "/dev/full: a line was lost (no space left on device); the run goes on\n"
+    assert logger.lost == 3
 
 
 def test_resuming_into_something_that_is_no_log_leaves_it_alone(tmp_path):

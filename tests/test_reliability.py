@@ -1,0 +1,323 @@
+"""What happens to real runs: directories are used twice, flags forgotten, files damaged, disks full, runs killed."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmc.dataloader import DataLoader, write_tokens
+from llmc.logger import read_log
+
+ROOT = Path(__file__).resolve().parents[1]
+V, B, T = 257, 2, 16
+FLAGS = ["-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", str(B), "-t", str(T), "--device", "cpu",
+         "-g", "0", "-m", "2", "-v", "50"]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, rng):
+    for split, count in (("train", 2000), ("val", 400)):
+        write_tokens(tmp_path / f"data_{split}.bin", rng.integers(0, V, count))
+    write_tokenizer(tmp_path / "data_tokenizer.bin")
+    return tmp_path
+
+
+def write_tokenizer(path: Path) -> None:
+    header = np.zeros(256, "<u4")
+    header[:4] = 20240328, 2, V, V - 1
+    path.write_bytes(header.tobytes() + b"".join(bytes([1, i]) for i in range(V - 1)) + b"\x03end")
+
+
+def start(folder: Path, *flags: str, script: str = "train_gpt2_fp32.py", base=FLAGS, **options) -> subprocess.Popen:
+    command = [sys.executable, "-u", str(ROOT / script), *base, *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, text=True, **pipes | options)
+
+
+def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
+    """stdout and stderr of a run that must end with this code."""
+    process = start(folder, *flags, **options)
+    out, error = process.communicate(timeout=200)
+    assert process.returncode == code, (process.returncode, out[-2000:], error)
+    assert "Traceback" not in error
+    return out, error
+
+
+def without(flag: str) -> list[str]:
+    """FLAGS but for this one and its value."""
+    at = FLAGS.index(flag)
+    return FLAGS[:at] + FLAGS[at + 2 :]
+
+
+def contents(folder: Path, step: int) -> list[bytes]:
+    return [(folder / "run" / f"step_{step:08d}" / name).read_bytes() for name in ("model.bin", "optimizer.bin")]
+
+
+def steps(out: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"^step +(\d+)/\d+: train loss (\S+)", out, re.M)}
+
+
+SAVE = ["--checkpoint-dir", "run"]
+
+
+# A directory that is used twice
+
+
+def test_a_new_run_does_not_start_where_another_has_checkpoints(folder):
+    run(folder, *SAVE, "-x", "3", "-n", "1")
+    before = sorted(path.name for path in (folder / "run").iterdir())
+    (folder / "run.log").write_text("s:0 tel:1.0000\n")
+    out, error = run(folder, *SAVE, "-x", "2", "-nk", "1", "-o", "run.log", code=1)
+    assert error == (
+        "error: run has checkpoints of another run, the newest step_00000003: go on from it with -y 1, or choose "
+        "another --checkpoint-dir\n"
+    )
+    assert sorted(path.name for path in (folder / "run").iterdir()) == before and not steps(out)
+    assert (folder / "run.log").read_text() == "s:0 tel:1.0000\n"
+
+
+# What a resumed run computes
+
+
+def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder):
+    settings = ["-a", "relu", "--dropout", "0.1", "-k", "cosine", "-u", "2", "-q", "0.1", "-c", "0.1", "--grad-clip",
+                "0.5", "--seed", "3", "-l", "1e-2", "-d", str(2 * B * T)]  # fmt: skip
+    whole, _ = run(folder, *SAVE, *settings, "-x", "6")
+    want = contents(folder, 6)
+    shutil.rmtree(folder / "run")
+    run(folder, *SAVE, *settings, "-x", "6", "-n", "3")
+    shutil.rmtree(folder / "run" / "step_00000006")
+    bare = ["--device", "cpu", "-g", "0", "-m", "2", "-v", "50"]  # no data, batch, length, model
+    out, _ = run(folder, *SAVE, "-y", "1", base=bare)
+    assert "| attention             | relu " in out
+    assert steps(out) == {step: loss for step, loss in steps(whole).items() if step > 3}
+    assert contents(folder, 6) == want
+
+
+@pytest.mark.parametrize(
+    "flags, was",
+    [
+        (["-a", "relu"], "--attention was softmax and is now relu"), (["-f", "1"], "--tf32 was 0 and is now 1"),
+        (["--dropout", "0.5"], "--dropout was 0.0 and is now 0.5"), (["-k", "linear"], "--schedule was constant"),
+        (["-u", "7"], "--warmup was 0"), (["-q", "1"], "--final-fraction was 0.0"), (["--seed", "4"], "--seed was 3"),
+        (["-b", "4"], "--batch-size was 2"), (["-t", "8"], "--sequence-length was 16"),
+        (["-d", "64"], "--total-batch-size was None and is now 64"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, flags, was):
+    flag = {"-b": "-b", "-t": "-t"}.get(flags[0])
+    out, error = run(finished, *SAVE, "-y", "1", "-x", "9", *flags, code=1, base=without(flag) if flag else FLAGS)
+    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run\n", error), error
+    assert not steps(out)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    for split, count in (("train", 2000), ("val", 400)):
+        write_tokens(folder / f"data_{split}.bin", np.random.default_rng(0).integers(0, V, count))
+    write_tokenizer(folder / "data_tokenizer.bin")
+    run(folder, *SAVE, "-x", "2", "--seed", "3", "-l", "1e-3")
+    return folder
+
+
+def test_what_may_change_is_said(folder):
+    run(folder, *SAVE, "-x", "2", "-l", "1e-3")
+    out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", "-l", "2e-3", "--grad-clip", "1")
+    said = [line for line in out.splitlines() if " is now " in line]
+    assert said == [
+        "--learning-rate was 0.001 and is now 0.002", "--grad-clip was 0.0 and is now 1.0",
+        "--max-steps was 2 and is now 3",
+    ]  # fmt: skip
+    assert list(steps(out)) == [3]
+
+
+def test_other_data_of_the_same_size_is_refused(folder):
+    run(folder, *SAVE, "-x", "2")
+    with open(folder / "data_train.bin", "r+b") as file:
+        file.seek(1024)
+        file.write(b"\x01\x00")
+    _, error = run(folder, *SAVE, "-y", "1", "-x", "3", code=1)
+    assert re.match("error: cannot resume: fingerprint of the training data was .* and is now ", error)
+
+
+@pytest.mark.parametrize("at", [0, 2047, 5000, 9999], ids=str)
+def test_the_fingerprint_sees_every_shard_at_its_ends_and_in_the_middle(tmp_path, at):
+    tokens = np.arange(10_000) % V
+    for shard in range(2):
+        write_tokens(tmp_path / f"a_train_{shard}.bin", tokens)
+        write_tokens(tmp_path / f"b_train_{shard}.bin", tokens)
+    tokens[at] += 1
+    write_tokens(tmp_path / "b_train_1.bin", tokens)
+    prints = [DataLoader(tmp_path / name, "train", B, T, V + 1).fingerprint for name in "ab"]
+    assert prints[0] != prints[1] and all(len(text) == 16 for text in prints)
+
+
+def test_generate_computes_what_the_checkpoint_was_trained_with(folder):
+    run(folder, *SAVE, "-x", "1", "-a", "relu")
+    arguments = ["-e", "run/step_00000001", "-g", "40", "--device", "cpu", "--tokenizer", "data_tokenizer.bin"]
+    texts = [run(folder, *flags, script="generate.py", base=arguments)[0] for flags in ([], ["-a", "relu"])]
+    assert texts[0] == texts[1]
+    _, error = run(folder, "-a", "softmax", script="generate.py", base=arguments, code=1)
+    assert error == "error: -a softmax: run/step_00000001 was trained with relu attention: leave -a out\n"
+
+
+def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder):
+    run(folder, *SAVE, "-x", "2")
+    out, _ = run(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"))
+    assert list(steps(out)) == [1] and "| model                 | run/step_00000002" in out
+
+
+# Damage
+
+
+def test_a_damaged_state_is_said_and_the_older_checkpoint_named_not_taken(folder):
+    run(folder, *SAVE, "-x", "3", "-n", "1", "-o", "run.log")
+    log = (folder / "run.log").read_bytes()
+    (folder / "run" / "step_00000003" / "state.json").write_text("{")
+    _, error = run(folder, *SAVE, "-y", "1", "-x", "5", "-o", "run.log", code=1)
+    assert error == (
+        "error: run/step_00000003/state.json: damaged; to resume from run/step_00000002, an older checkpoint that is "
+        "complete, remove run/step_00000003\n"
+    )
+    assert (folder / "run.log").read_bytes() == log
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("work, begun, flags", [
+    ("validation", "| steps", ["-v", "1", "-m", "1000000"]), ("sampling", "generating:", ["-s", "1", "-g", "1000000"]),
+])  # fmt: skip
+def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, flags):
+    write_tokens(folder / "data_val.bin", rng.integers(0, V, 4_000_000))
+    process = start(folder, *SAVE, "-x", "1000", *flags)
+    for line in process.stdout:
+        if line.startswith(begun):
+            break
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    told = time.monotonic()
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (128 + signal.SIGTERM, "") and time.monotonic() - told < 10
+    assert "val loss" not in out if work == "validation" else "stopped by SIGTERM after 1 of" in out
+
+
+def test_a_second_signal_of_any_kind_stops_at_once(folder):
+    process = start(folder, "-x", "100000", *SAVE)
+    for line in process.stdout:
+        if line.startswith("step    2/"):
+            break
+    process.send_signal(signal.SIGSTOP)  # so that both signals are there when it goes on
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode in (-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+
+
+def test_nohup_is_respected(folder):
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    process = start(folder, "-x", "30", preexec_fn=ignore)
+    for line in process.stdout:
+        if line.startswith("step    2/"):
+            process.send_signal(signal.SIGHUP)
+            break
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "") and max(steps(out)) == 30
+
+
+# Failing to report
+
+
+def test_a_run_with_a_log_goes_on_when_its_reader_leaves(folder):
+    process = start(folder, "-x", "30", "-o", "run.log")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    error = process.stderr.read()
+    assert error == "cannot print any more (broken pipe): the run goes on, see run.log\n"
+    assert read_log(folder / "run.log")["trl"][0].tolist() == list(range(30))
+
+
+def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder):
+    out, error = run(folder, "-x", "5", "-o", "/dev/full", code=1)
+    assert out.count("/dev/full: a line was lost (no space left on device); the run goes on\n") == 1
+    assert error == "error: /dev/full lacks 7 lines that could not be written\n" and max(steps(out)) == 5
+
+
+def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "step_00000002.part").write_text("in the way")
+    out, error = run(folder, *SAVE, "-x", "3", "-n", "1")
+    assert error == "" and out.count("not saved: run/step_00000002: cannot be written (file exists)") == 1
+    assert {path.name for path in (folder / "run").glob("step_*[0-9]")} == {"step_00000001", "step_00000003"}
+
+
+def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_code_tells(folder):
+    run(folder, *SAVE, "-x", "1")
+    want = contents(folder, 1)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    out, error = run(folder, *SAVE, "-y", "1", "-x", "4", "-n", "1", code=1, preexec_fn=limit)
+    assert max(steps(out)) == 4 and out.count("not saved: run/step_") == 3
+    assert re.fullmatch(r"error: the last checkpoint could not be written: run/step_00000004.*\n", error), error
+    assert [path.name for path in (folder / "run").iterdir()] == ["step_00000001"] and contents(folder, 1) == want
+
+
+# Killed
+
+
+def kill_and_resume(folder: Path, kills: int, rng) -> None:
+    """Kills a run that saves every step, so many times at random moments, and lets it end; the end must be the one of a
+    run that was never disturbed."""
+    number = 40 * kills
+    settings = [*SAVE, "--seed", "1", "-n", "1", "-nk", "3", "-x", str(number)]
+    run(folder, *settings)
+    want = contents(folder, number)
+    shutil.rmtree(folder / "run")
+    for _ in range(kills):
+        process, saved = start(folder, *settings, "-y", "1"), 0
+        for line in process.stdout:
+            saved += line.startswith("saved ")
+            if saved and rng.random() < 0.4:
+                break
+        time.sleep(rng.uniform(0, 0.02))  # the next step, or the next checkpoint, is at hand
+        process.kill()
+        process.communicate()
+    assert not (folder / "run" / f"step_{number:08d}").exists()
+    run(folder, *settings, "-y", "1")
+    assert contents(folder, number) == want
+    assert len(list((folder / "run").iterdir())) == 3  # and nothing of what was being written
+
+
+def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng):
+    kill_and_resume(folder, 4, rng)
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_a_hundred_times_ends_as_if_it_had_not_been(folder, rng):
+    kill_and_resume(folder, 100, rng)
+
+
+def test_the_table_says_why_a_run_is_not_on_the_gpu(folder, tmp_path):
+    """`auto` with a CuPy that cannot be imported."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "cupy.py").write_text("raise ImportError('libnvrtc.so.13: cannot open shared object file')")
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "broken")}
+    out, _ = run(folder, "-x", "1", base=without("--device"), env=env)
+    assert "| why not CUDA          | libnvrtc.so.13: cannot open shared object file" in out
+    _, error = run(folder, "-x", "1", "--device", "cuda", base=without("--device"), env=env, code=1)
+    assert error.startswith("error: CUDA does not work here (libnvrtc.so.13: ")
