@@ -139,8 +139,8 @@ def read_debug_state(path: str | Path, config: Config) -> DebugState:
         raise UserError(f"{path}: debug state version {version}; version 2 is needed: {remedy}")
     if B < 1 or T < 1:
         raise UserError(f"{path}: B {B}, T {T} make no batch; {remedy}")
-    sizes = np.array([B * T, B * T, B * T * config.vocab_size, 1, num_parameters(config)], dtype=np.int64)
-    _check_size(path, HEADER_BYTES + 4 * int(sizes.sum()), remedy)
+    sizes = [B * T, B * T, B * T * config.vocab_size, 1, num_parameters(config)]
+    _check_size(path, HEADER_BYTES + 4 * sum(sizes), remedy)
     body = np.memmap(path, dtype="<i4", mode="r", offset=HEADER_BYTES)
     x, y, logits, loss, grads = np.split(body, np.cumsum(sizes)[:-1])
     return DebugState(

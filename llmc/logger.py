@@ -98,8 +98,8 @@ def _parse(path: str | Path, line: str) -> tuple[int, list[tuple[str, float]]]:
     try:
         fields = [field.split(":") for field in line.split()]
         (s, step), *values = fields
-        if s != "s":
-            raise ValueError(s)
+        if s != "s" or not 0 <= int(step) < 1 << 62:
+            raise ValueError(line)
         return int(step), [(name, float(value)) for name, value in values]
     except ValueError:
         raise UserError(f"{path}: not a log line: {line.strip()[:60]!r}; give the log file of a run (-o)") from None

@@ -1,5 +1,7 @@
 """Models, debug states and training checkpoints: written and read back exactly, refused when damaged."""
 
+import errno
+import itertools
 import json
 import os
 import re
@@ -191,6 +193,8 @@ def test_a_debug_state_has_the_layout_of_llm_c_and_is_read_back_exactly(tmp_path
     assert "version 1" in refusal(read_debug_state, path, TINY)
     overwrite(path, 4, struct.pack("<3i", 2, 0, T))
     assert "B 0" in refusal(read_debug_state, path, TINY)
+    overwrite(path, 4, struct.pack("<3i", 2, 2**31 - 1, 2**31 - 1))
+    assert "damaged" in refusal(read_debug_state, path, TINY)
 
 
 def test_a_checkpoint_gives_back_all_it_was_given(tmp_path, params):
@@ -282,6 +286,42 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
         np.testing.assert_array_equal(flat(load_checkpoint(again, GPT2Config)[1]), params - 1)
         last_call += 1
     assert last_call > 10  # three files, two directories and their renames
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full disk", "broken disk"])
+def test_whatever_call_fails_older_checkpoints_stay_and_nothing_else_is_left(tmp_path, params, monkeypatch, number):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        save_checkpoint(run, step, TINY, params + step, params, params, {})
+    calls = fails_at = 0
+
+    def failing(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fails_at:
+                raise OSError(number, os.strerror(number))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "rename", "mkdir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    for fails_at in itertools.count(1):
+        calls = 0
+        try:
+            save_checkpoint(run, 3, TINY, params + 3, params, params, {})
+        except UserError as error:
+            assert os.strerror(number).lower() in str(error) and "\n" not in str(error)
+        newest = newest_checkpoint(run)
+        step = int(newest.name.removeprefix("step_"))
+        np.testing.assert_array_equal(flat(load_checkpoint(newest, GPT2Config)[1]), params + step)
+        assert sorted(os.listdir(run)) == [f"step_{n:08d}" for n in range(1, step + 1)]
+        if calls < fails_at:
+            break
+        if step == 3:
+            shutil.rmtree(newest)
+    assert step == 3 and fails_at > 8
 
 
 def test_what_a_killed_run_left_is_cleared_away_by_the_next_save(checkpoint, params):

@@ -82,6 +82,12 @@ def test_resuming_into_something_that_is_no_log_leaves_it_alone(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "buy milk\n"
 
 
+@pytest.mark.parametrize("step", ["-1", "1.5", "99999999999999999999", "9" * 5000])
+def test_a_step_that_is_none_makes_no_log(tmp_path, step):
+    (tmp_path / "run.log").write_text(f"s:{step} trl:1.0\n")
+    assert "not a log line" in refusal(read_log, tmp_path / "run.log")
+
+
 def test_a_log_is_read_back_by_name(tmp_path):
     path = tmp_path / "main.log"
     write_run(Logger(path), range(5))

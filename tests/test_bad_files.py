@@ -1,0 +1,70 @@
+"""Files that are cut off, changed or made up: taken, or refused in one line. dev/fuzz.py does the same for hours."""
+
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dev.fuzz import check, readers
+
+KINDS = [
+    "gpt2 model", "llama3 model", "pythia model", "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag",
+    "log", "config.json", "safetensors",
+]  # fmt: skip
+WORDS = [struct.pack("<i", n) for n in (0, -1, 1, 2**31 - 1, -(2**31), 65536, 20240326, 20240520)]
+WORDS += [struct.pack("<f", x) for x in (float("nan"), float("inf"), -1.0)] + [b"null", b"1e999", b"[[[[", b'"\\ud800"']
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readers")
+    return folder, readers(folder)
+
+
+def test_every_reader_is_tried(kinds):
+    assert list(kinds[1]) == KINDS
+
+
+@st.composite
+def damages(draw):
+    """A function that damages a file's contents."""
+    steps = []
+    for _ in range(draw(st.integers(1, 3))):
+        kind, place = draw(st.sampled_from(["cut", "bit", "word", "grow", "swap"])), draw(st.floats(0, 1))
+        steps.append((kind, place, draw(st.integers(0, 7)), draw(st.sampled_from(WORDS))))
+
+    def damage(data: bytes) -> bytes:
+        for kind, place, bit, word in steps:
+            at = int(place * len(data))
+            if kind == "cut":
+                data = data[:at]
+            elif kind == "bit" and at < len(data):
+                data = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+            elif kind == "word":  # headers are made of words of four bytes
+                data = data[: at // 4 * 4] + word + data[at // 4 * 4 + len(word) :]
+            elif kind == "grow":
+                data = data[:at] + word * (bit + 1) + data[at:]
+            else:
+                data = data[at:] + data[:at]
+        return data
+
+    return damage
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what a damaged file holds
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
+@given(damage=damages(), header=st.booleans(), whole=st.integers(0, 2))
+def test_a_damaged_file_is_taken_or_refused_in_one_line(kinds, kind, damage, header, whole):
+    folder, (reader, seeds) = kinds[0], kinds[1][kind]
+    data = seeds[whole % len(seeds)]
+    head, body = (data[:64], data[64:]) if header else (data, b"")  # most of what can be wrong stands at the beginning
+    check(reader, folder / "input", damage(head) + body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_file_is_taken_and_an_empty_one_refused(kinds, kind):
+    folder, (reader, seeds) = kinds[0], kinds[1][kind]
+    assert any([check(reader, folder / "input", data) for data in seeds])
+    assert not check(reader, folder / "input", b"") or kind == "log"  # a log may have no line yet
