@@ -428,6 +428,30 @@ def test_libraries_are_cached_by_content_and_by_what_is_included(tmp_path, monke
     assert not list((tmp_path / "cache").glob(".building*"))
 
 
+def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(tmp_path):
+    program = f"""
+from pathlib import Path
+from llmc import cpu
+if {{home!r}} == "none":
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+    Path.home = home
+modules = cpu.compile_all([{str(CU / "basics.cu")!r}, {str(CU / "failures.cu")!r}])
+print(modules[1].kernels[0])
+"""
+    for home, cache, reason in (("there", "/proc/none", "/proc/none/llm.cupy cannot be made"),
+                                ("none", "", "there is no home directory")):  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache, "TMPDIR": str(tmp_path)}
+        env.pop("LLMC_CACHE_DIR", None)
+        command = [sys.executable, "-c", program.replace("{home!r}", repr(home))]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+        assert done.stdout == "assert_kernel\n", done.stderr
+        assert done.stderr == (
+            f"{reason}: each run compiles its kernels anew; set LLMC_CACHE_DIR to a folder that can be written\n"
+        )
+        assert not list(tmp_path.iterdir())
+
+
 def test_processes_that_compile_the_same_file_at_once_do_not_disturb_each_other(tmp_path):
     program = f"""
 import numpy as np

@@ -1,5 +1,6 @@
 """Builds a .cu file into a shared library with the system's C++ compiler, once for each content."""
 
+import atexit
 import functools
 import hashlib
 import json
@@ -9,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,9 +98,10 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         key.update(b"\0" + file.read_bytes())
         if debug or sanitize:  # debug information holds the path
             key.update(str(file).encode())
-    library = _cache_dir() / f"{name}-{key.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
+    for folder in _cache_dirs():
+        library = folder / f"{name}-{key.hexdigest()[:24]}.so"
+        if library.exists():
+            return library
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
         built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
         command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
@@ -167,15 +170,33 @@ def _cpu() -> str:
         return platform.processor() + platform.machine()
 
 
-def _cache_dir() -> Path:
+def _cache_dirs() -> list[Path]:
+    """Where libraries are looked for; new ones go to the last. That is LLMC_CACHE_DIR, or a folder among the user's
+    caches, and where nothing can be written there, one more that goes when the process ends."""
     wish = os.environ.get("LLMC_CACHE_DIR")
-    folder = Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
     try:
+        folder = Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
         folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return [folder]
+        return [folder, _cache_of_this_process(f"{folder} cannot be written")]
     except OSError as error:
-        raise UserError(f"{folder} cannot be made ({error.strerror}): set LLMC_CACHE_DIR to a folder that can be "
-                        "written") from None
-    return folder
+        if wish:
+            raise UserError(
+                f"{wish} cannot be made ({error.strerror}): set LLMC_CACHE_DIR to a folder that can be written"
+            ) from None
+        return [_cache_of_this_process(f"{folder} cannot be made")]
+    except RuntimeError:  # Path.home knows of none
+        return [_cache_of_this_process("there is no home directory")]
+
+
+@functools.cache
+def _cache_of_this_process(reason: str) -> Path:
+    folder = tempfile.mkdtemp(prefix="llm.cupy-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    remedy = "set LLMC_CACHE_DIR to a folder that can be written"
+    print(f"{reason}: each run compiles its kernels anew; {remedy}", file=sys.stderr)
+    return Path(folder)
 
 
 def _with_launch_stubs(path: Path, command: list[str]) -> str:
