@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from llmc.errors import UserError
 
+last_checkpoint = None  # of the run that this program is, set by who saves it
+
 
 def run_program(
     main: Callable[[], None],
@@ -16,7 +18,7 @@ def run_program(
     """Runs `main`, and turns what the user must mend into one line on stderr and exit status 1.
 
     out_of_memory: the remedy to name; interrupted: what to say after Ctrl-C, and the exit status then. A reader of the
-    output who leaves (`| head`) is no error.
+    output who leaves (`| head`) is no error. A GPU that fails is one line too, and the last checkpoint.
     """
     sys.stdout.reconfigure(errors="replace")  # texts may have characters that the terminal lacks
     try:
@@ -24,9 +26,22 @@ def run_program(
     except UserError as error:
         sys.exit(f"error: {error}")
     except MemoryError as error:
-        sys.exit(f"error: out of memory ({error}): {out_of_memory}")
+        sys.exit(f"error: out of memory ({error}): {out_of_memory}{resume_advice()}")
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(interrupted_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
+            raise
+        reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+        if type(error).__name__ in ("CompileException", "NVRTCError"):
+            remedy = "CuPy and its CUDA do not fit together; reinstall cupy-cuda12x[ctk] or cupy-cuda13x[ctk]"
+        else:
+            remedy = "dmesg may name an Xid; nvidia-smi says whether the GPU still answers"
+        sys.exit(f"error: the GPU failed ({reason}): {remedy}{resume_advice()}")
+
+
+def resume_advice() -> str:
+    return f"; the run goes on from {last_checkpoint} with -y 1" if last_checkpoint else ""

@@ -14,6 +14,7 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
+from llmc import program
 from llmc.arguments import complete, recorded_flags, resume_flags
 from llmc.batches import Batches, evaluate, validate
 from llmc.checkpoint import (
@@ -88,6 +89,7 @@ class Run:
         self.first_step = 0
         if state is not None:
             self.first_step, self.sampler.state = state["step"], state["sampler"]
+            program.last_checkpoint = checkpoint
             if self.first_step > self.steps:
                 raise UserError(
                     f"the checkpoint in {args.checkpoint_dir} is of step {self.first_step} of {self.steps}: raise -x"
@@ -210,7 +212,7 @@ class Run:
                 state | {"flags": self.flags},
             )  # fmt: skip
             print(f"saved {path}", flush=True)
-            self.unsaved = ""
+            self.unsaved, program.last_checkpoint = "", path
             prune_checkpoints(directory, self.args.keep, self.identity)
         except UserError as error:
             self.unsaved = str(error)

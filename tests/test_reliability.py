@@ -277,6 +277,33 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
     assert [path.name for path in (folder / "run").iterdir()] == ["step_00000001"] and contents(folder, 1) == want
 
 
+@pytest.mark.parametrize("kind, reason, remedy", [
+    ("CUDARuntimeError", "cudaErrorECCUncorrectable: uncorrectable ECC error encountered", "dmesg may name an Xid"),
+    ("NVRTCError", "NVRTC_ERROR_COMPILATION (6)", "reinstall cupy-cuda12x"),
+])  # fmt: skip
+def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, kind, reason, remedy):
+    (folder / "failing.py").write_text(f"""
+import runpy, sys
+from llmc import device
+import kernels.adamw
+Failure = type({kind!r}, (RuntimeError,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
+real = kernels.adamw.adamw_update
+def update(model, lr, beta1, beta2, eps, decay, t, clip):
+    if t == 5:
+        raise Failure({reason + chr(10) + "more"!r})
+    real(model, lr, beta1, beta2, eps, decay, t, clip)
+kernels.adamw.adamw_update = update
+runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
+""")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    script = str(folder / "failing.py")
+    out, error = run(folder, *SAVE, "-x", "9", "-n", "2", script=script, env=env, code=1)
+    assert error.startswith(f"error: the GPU failed ({reason}): ") and remedy in error and error.count("\n") == 1
+    assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
+    want = list(steps(run(folder, *SAVE, "-x", "9", "-y", "1")[0]))
+    assert want == [5, 6, 7, 8, 9]
+
+
 # Killed
 
 
