@@ -200,7 +200,7 @@ def complete(args: argparse.Namespace) -> None:
     args.seed = 1337 if args.seed is None else args.seed
     if args.total_batch_size and args.total_batch_size % (B * T):
         raise UserError(f"-d {args.total_batch_size} is not a multiple of B*T = {B * T}: change -d, -b or -t")
-    if args.attention == "flash" and not args.tf32:
+    if args.attention == "flash" and "tf32" in args.given and not args.tf32:
         raise UserError("-a flash computes in TF32: leave -f 0 out, or use -a softmax")
 
 

@@ -132,7 +132,7 @@ class Run:
             raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
         if self.logger.lost:
             raise UserError(f"{self.args.log} lacks {self.logger.lost} lines that could not be written")
-        if self.stop.requested() and self.stopped_after < self.steps:
+        if self.stopped_after < self.steps:
             sys.exit(128 + self.stop.number)
 
     def all_steps(self) -> Iterator[int]:
@@ -147,17 +147,18 @@ class Run:
             if not stopped() and args.sample_tokens and sample:
                 self.finish_running_step()
                 print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens, stopped)
-            save = last or stopped() or args.checkpoint_every and step % args.checkpoint_every == 0
+            ends = last or stopped()  # a request from here on is for the next step to hear
+            save = ends or args.checkpoint_every and step % args.checkpoint_every == 0
             if args.checkpoint_dir and save and step > self.first_step:
                 self.save(step, sampler_state)
-            if last or stopped():
+            if ends:
                 break
             started = time.perf_counter()
             yield step
             self.launched(step, started)
         self.finish_running_step()
         self.stopped_after = step
-        if stopped() and not last:
+        if not last:
             print(f"stopped by {self.stop.name} after {step} of {self.steps} steps")
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()

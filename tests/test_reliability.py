@@ -140,6 +140,16 @@ def test_what_may_change_is_said(folder):
     assert list(steps(out)) == [3]
 
 
+def test_flash_attention_is_kept_and_softmax_may_take_its_place(folder):
+    model = ["-e", "layers=1,heads=1,channels=64,maxT=64", *without("-e")]
+    whole, _ = run(folder, *SAVE, "-x", "3", "-n", "1", "-a", "flash", base=model)
+    shutil.rmtree(folder / "run" / "step_00000003")
+    out, _ = run(folder, *SAVE, "-y", "1", base=model)
+    assert "| attention             | flash " in out and steps(out) == {3: steps(whole)[3]}
+    out, _ = run(folder, *SAVE, "-y", "1", "-x", "4", "-a", "softmax", base=model)
+    assert "--attention was flash and is now softmax: the same function" in out and list(steps(out)) == [4]
+
+
 def test_other_data_of_the_same_size_is_refused(folder):
     run(folder, *SAVE, "-x", "2")
     with open(folder / "data_train.bin", "r+b") as file:
