@@ -91,14 +91,12 @@ def duration(seconds: float) -> str:
 
 class StopRequest:
     """Ctrl-C, SIGTERM and SIGHUP only ask a run to stop, which it does after the step, batch or token at hand; a second
-    one of any kind stops it at once. One that the run was started to ignore, as nohup does with SIGHUP, stays so."""
+    one of any kind stops it at once. Under nohup, SIGHUP is no request."""
 
     def __init__(self):
-        self.number = None
-        self.signals = [
-            number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN
-        ]  # fmt: skip
+        self.number, self.signals = None, [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self.signals.append(signal.SIGHUP)
         for number in self.signals:
             signal.signal(number, self.receive)
 
