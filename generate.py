@@ -37,8 +37,8 @@ def kind_of(path: Path) -> type[Model]:
 
 
 def trained_attention(path: Path, asked: str) -> str:
-    """The attention of the model in a checkpoint, where it computes something else than what is asked for by default.
-    Raises UserError for a kind that it was not trained with."""
+    """The attention to use: ReLU where the checkpoint was trained with it, else what was asked for. Raises UserError
+    where that computes something else than what was trained."""
     if not (path.name == "model.bin" and (path.parent / "state.json").is_file()):
         return asked
     trained = read_record(path.parent)["state"].get("flags", {}).get("attention", asked)

@@ -164,12 +164,13 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
     return parser
 
 
-# What a checkpoint records of the flags. A run that is resumed keeps those that it is not given again.
+# What a checkpoint records of the flags, beside tf32 (see Run). A run that is resumed keeps those that it is not given
+# again. Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
 FIXED = (
-    "attention", "tf32", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length",
-    "total_batch_size", "seed",
+    "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
+    "seed",
 )  # fmt: skip
-MAY_CHANGE = ("learning_rate", "weight_decay", "grad_clip", "max_steps", "data", "val_data")  # data by its fingerprint
+MAY_CHANGE = ("learning_rate", "weight_decay", "grad_clip", "max_steps", "data", "val_data")
 
 
 def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
@@ -206,21 +207,26 @@ def complete(args: argparse.Namespace) -> None:
 
 def recorded_flags(args: argparse.Namespace) -> dict[str, object]:
     """What a checkpoint is to record of the flags, for `resume_flags`."""
-    return {name: getattr(args, name) for name in FIXED + MAY_CHANGE} | {"seed": args.shuffle_seed}
+    return {name: getattr(args, name) for name in FIXED + MAY_CHANGE} | {
+        "seed": args.shuffle_seed,
+        "total_batch_size": args.total_batch_size or args.B * args.T,
+        "val_data": None if args.val_data == args.data else args.val_data,
+    }
 
 
 def resume_flags(args: argparse.Namespace, recorded: dict[str, object]) -> None:
     """Gives args what was recorded of flags that were not given. Prints which of those that may change have changed;
     raises UserError for one that may not."""
-    for name, before in recorded.items():
+    for name, before in ((name, recorded[name]) for name in FIXED + MAY_CHANGE if name in recorded):
         now, flag = getattr(args, name), "--" + name.replace("_", "-")
         if name not in args.given or name == "attention" and now == "auto":
             setattr(args, name, before)
+        elif now == before:
+            continue
         elif name == "attention" and "relu" not in (before, now):
             print(f"{flag} was {before} and is now {now}: the same function, rounded in another way")
-        elif now != before and name in MAY_CHANGE:
+        elif name in MAY_CHANGE:
             print(f"{flag} was {before} and is now {now}")
-        elif now != before:
-            before, now = (int(x) if isinstance(x, bool) else x for x in (before, now))
+        else:
             raise UserError(f"cannot resume: {flag} was {before} and is now {now}; leave it out, or start another run")
     complete(args)

@@ -180,7 +180,7 @@ class DataLoader:
 
     def load_state(self, state: dict) -> None:
         """Goes to the place that `state()` named. Raises UserError where the data, B, T or the seed are not the same
-        as then."""
+        as then. States of the first versions have no fingerprint."""
         for name, value in self._identity().items():
             if name in state and state[name] != value:
                 raise UserError(

@@ -53,9 +53,10 @@ class Logger:
             return
         line = f"s:{step} {name}:{value:.4f}\n".encode()
         try:
-            end = self._file.seek(0, os.SEEK_END)
+            end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
             if self._file.write(line) != len(line):
-                self._file.truncate(end)  # a disk that is full took a part of it
+                if end is not None:
+                    self._file.truncate(end)  # a disk that is full took a part of it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.lost += 1

@@ -18,7 +18,7 @@ def run_program(
     """Runs `main`, and turns what the user must mend into one line on stderr and exit status 1.
 
     out_of_memory: the remedy to name; interrupted: what to say after Ctrl-C, and the exit status then. A reader of the
-    output who leaves (`| head`) is no error. A GPU that fails is one line too, and the last checkpoint.
+    output who leaves (`| head`) is no error. A GPU that fails is said in one line too, with the last checkpoint.
     """
     sys.stdout.reconfigure(errors="replace")  # texts may have characters that the terminal lacks
     try:

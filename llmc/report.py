@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from llmc import device
+from llmc.errors import UserError
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -91,7 +92,8 @@ def duration(seconds: float) -> str:
 
 class StopRequest:
     """Ctrl-C, SIGTERM and SIGHUP only ask a run to stop, which it does after the step, batch or token at hand; a second
-    one of any kind stops it at once. Under nohup, SIGHUP is no request."""
+    one stops it at once. But a terminal that is closed may send SIGHUP twice, and that is one request; under nohup
+    SIGHUP is none."""
 
     def __init__(self):
         self.number, self.signals = None, [signal.SIGINT, signal.SIGTERM]
@@ -110,7 +112,8 @@ class StopRequest:
     def receive(self, number, frame) -> None:
         self.number = number
         for each in self.signals:
-            signal.signal(each, signal.SIG_DFL)
+            again = each == number == signal.SIGHUP
+            signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)
 
 
 class Output:
@@ -142,10 +145,11 @@ class Output:
         try:
             work()
         except OSError as error:
-            if not self.elsewhere:
+            if not self.elsewhere and isinstance(error, BrokenPipeError):
                 raise
-            self.failed = True
+            self.failed, reason = True, (error.strerror or str(error)).lower()
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # what is left in the stream goes there
+            if not self.elsewhere:
+                raise UserError(f"cannot print ({reason}); with a log (-o) or checkpoints a run goes on") from None
             with suppress(OSError):
-                reason = (error.strerror or str(error)).lower()
                 print(f"cannot print any more ({reason}): the run goes on, see {self.elsewhere}", file=sys.stderr)

@@ -48,19 +48,21 @@ class Run:
     model: the model to train. batches: the training data on its way to it, with batches.count batches a step.
 
     Making one compiles the kernels and prints the start-up table. Raises UserError for all that can be wrong with
-    flags and files, before anything is written.
+    flags and files, before anything is written. The iteration ends with UserError where the last checkpoint or lines of
+    the log could not be written, and with SystemExit(128 + the signal's number) where the run was told to stop.
     """
 
     def __init__(self, kind: type[Model], args: Namespace):
         self.args = args
         device.use(args.device)
         checkpoint = find_checkpoint(args)
+        recorded = {}
         if checkpoint is not None:
-            resume_flags(args, read_record(checkpoint)["state"].get("flags", {}))
-        device.use_tf32(args.tf32)
-        if args.tf32 and not device.tf32() and checkpoint is not None:
-            print(f"matrix products were in TF32, which {device.name()} does not have: they go on in fp32")
-        args.tf32 = device.tf32()
+            recorded = read_record(checkpoint)["state"].get("flags", {})
+            if not recorded:
+                print(f"{checkpoint} does not say with which flags it was made: those of this command line count")
+            resume_flags(args, recorded)
+        self.use_precision(recorded.get("tf32"))
         B, T = args.B, args.T
         self.tokenizer_path = find_tokenizer(args.data)
         self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
@@ -69,8 +71,8 @@ class Run:
         V = self.model.config.vocab_size
         if self.tokenizer and not self.tokenizer.fits(V):
             raise UserError(
-                f"{self.tokenizer_path} has {self.tokenizer.vocab_size} tokens and the model {args.model} {V}: "
-                "use data (-i) and a model (-e) of the same tokenizer"
+                f"{self.tokenizer_path} has {self.tokenizer.vocab_size} tokens and the model "
+                f"{checkpoint or args.model} {V}: use data (-i) and a model (-e) of the same tokenizer"
             )
         train_loader = DataLoader(args.data, "train", B, T, V, args.shuffle_seed)
         val_loader = DataLoader(args.val_data, "val", B, T, V)
@@ -95,8 +97,8 @@ class Run:
                     f"the checkpoint in {args.checkpoint_dir} is of step {self.first_step} of {self.steps}: raise -x"
                 )
             train_loader.load_state(state["loader"])
-        self.flags = recorded_flags(args)
-        started = {"model": repr(self.model.config), "data": train_loader.fingerprint} | self.flags
+        self.flags = recorded_flags(args) | {"tf32": args.tf32}
+        started = {"model": repr(self.model.config), "fingerprint": train_loader.fingerprint} | self.flags
         self.identity = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
         if state is not None:
             self.identity = state.get("run", self.identity)
@@ -122,6 +124,23 @@ class Run:
         self.running = None  # the step that the device still works on: number, when launched, event at its end
         self.unsaved = ""    # why the checkpoint that was last due could not be written
 
+    def use_precision(self, before: bool | None) -> None:
+        """Products in TF32 or not, as -f says and the device can; where a run is resumed, as they were `before`. Raises
+        UserError for a -f that asks for something else."""
+        args, names = self.args, {True: "TF32", False: "fp32"}
+        if before is not None and "tf32" not in args.given:
+            args.tf32 = before or args.attention == "flash"  # which is in TF32 on any device
+        device.use_tf32(args.tf32)
+        now = device.tf32()
+        if before not in (None, now) and args.attention != "flash":
+            if "tf32" in args.given and args.tf32 != before:
+                raise UserError(
+                    f"cannot resume: products were in {names[before]}, and -f asks for {names[now]}; leave it out, or "
+                    "start another run"
+                )
+            print(f"products were in {names[before]} and are now in {names[now]}, which is what {device.name()} has")
+        args.tf32 = now
+
     def learning_rate(self, step: int) -> float:
         return self.schedule.get_learning_rate(step)
 
@@ -132,7 +151,7 @@ class Run:
             raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
         if self.logger.lost:
             raise UserError(f"{self.args.log} lacks {self.logger.lost} lines that could not be written")
-        if self.stopped_after < self.steps:
+        if self.stopped:
             sys.exit(128 + self.stop.number)
 
     def all_steps(self) -> Iterator[int]:
@@ -141,8 +160,9 @@ class Run:
             last = step == self.steps
             sampler_state = self.sampler.state  # a run that is resumed here samples again what this one is about to
             # Who is told to stop may soon be killed: saving comes first.
+            validated = True
             if not stopped() and (last or step % args.val_every == 0):
-                self.validate(step)
+                validated = self.validate(step)
             sample = last or args.sample_every and step > 0 and step % args.sample_every == 0
             if not stopped() and args.sample_tokens and sample:
                 self.finish_running_step()
@@ -157,8 +177,8 @@ class Run:
             yield step
             self.launched(step, started)
         self.finish_running_step()
-        self.stopped_after = step
-        if not last:
+        self.stopped = not (last and validated)
+        if self.stopped:
             print(f"stopped by {self.stop.name} after {step} of {self.steps} steps")
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()
@@ -187,37 +207,43 @@ class Run:
         )  # fmt: skip
         self.logger.log_train(step, loss)
 
-    def validate(self, step: int) -> None:
-        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for; nothing of which is
-        finished when the run is told to stop."""
+    def validate(self, step: int) -> bool:
+        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Whether it came to
+        an end: it is given up where the run is told to stop."""
         self.finish_running_step()
         loss = validate(self.validation, self.forward_loss, self.val_batches, self.stop.requested)
         if loss is None:
-            return
+            return False
         print(f"val loss {loss:.6f}", flush=True)
         self.logger.log_val(step, loss)
         accuracy = evaluate(self.questions, self.forward_loss, self.stop.requested) if self.questions else None
         if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
             self.logger.log_eval(step, accuracy)
+        return accuracy is not None or not self.questions
 
     def save(self, step: int, sampler_state: int) -> None:
         """Writes a checkpoint and removes those of this run that are too many. Where that fails the run goes on, and
         the next checkpoint that is due is tried all the same."""
         self.finish_running_step()
         model, directory = self.model, self.args.checkpoint_dir
-        state = {"loader": self.batches.loader.state(), "sampler": sampler_state, "run": self.identity}
+        state = {
+            "loader": self.batches.loader.state(), "sampler": sampler_state, "run": self.identity, "flags": self.flags
+        }  # fmt: skip
         try:
             path = save_checkpoint(
-                directory, step, model.config, model.params_memory, model.m_memory, model.v_memory,
-                state | {"flags": self.flags},
-            )  # fmt: skip
-            print(f"saved {path}", flush=True)
-            self.unsaved, program.last_checkpoint = "", path
-            prune_checkpoints(directory, self.args.keep, self.identity)
+                directory, step, model.config, model.params_memory, model.m_memory, model.v_memory, state
+            )
         except UserError as error:
             self.unsaved = str(error)
             print(f"not saved: {error}; the run goes on", flush=True)
+            return
+        self.unsaved, program.last_checkpoint = "", path
+        print(f"saved {path}", flush=True)
+        try:
+            prune_checkpoints(directory, self.args.keep, self.identity)
+        except UserError as error:
+            print(f"an old checkpoint stays: {error}", flush=True)
 
 
 def run_table(run: Run) -> list[list[tuple[str, object]]]:
@@ -295,11 +321,14 @@ def build_model(
     kind: type[Model], args: Namespace, tokenizer: Tokenizer | None, checkpoint: Path | None
 ) -> tuple[Model, dict | None]:
     """The model that the flags ask for, and where a run is resumed, the state of its checkpoint."""
+    described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
     config = tensors = state = None
     if checkpoint is not None:
         config, tensors, m, v, state = load_checkpoint(checkpoint, kind.Config)
+        if "model" in args.given and described not in (None, config):
+            print(f"-e {args.model} does not count: the model is that of {checkpoint}")
     else:
-        config = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
+        config = described
     if config is None:
         config, tensors = read_model(model_path(args.model), kind.Config)
     if args.T > config.max_seq_len:

@@ -196,7 +196,7 @@ class Config:
         Raises UserError for a description with a missing, unknown or senseless part.
         """
         words = cls.PRESETS.get(text, text)
-        if "=" not in words or Path(text).exists():
+        if "=" not in words or text not in cls.PRESETS and Path(text).exists():
             return None
         values = {field.name: field.default for field in fields(cls) if field.default is not MISSING} | cls.DEFAULTS
         values |= {"vocab_size": vocab_size} if vocab_size else {}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmc.checkpoint import read_record
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.logger import read_log
 
@@ -105,11 +106,11 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder):
 @pytest.mark.parametrize(
     "flags, was",
     [
-        (["-a", "relu"], "--attention was softmax and is now relu"), (["-f", "1"], "--tf32 was 0 and is now 1"),
+        (["-a", "relu"], "--attention was softmax and is now relu"),
         (["--dropout", "0.5"], "--dropout was 0.0 and is now 0.5"), (["-k", "linear"], "--schedule was constant"),
         (["-u", "7"], "--warmup was 0"), (["-q", "1"], "--final-fraction was 0.0"), (["--seed", "4"], "--seed was 3"),
         (["-b", "4"], "--batch-size was 2"), (["-t", "8"], "--sequence-length was 16"),
-        (["-d", "64"], "--total-batch-size was None and is now 64"),
+        (["-d", "64"], "--total-batch-size was 32 and is now 64"),
     ],
 )  # fmt: skip
 def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, flags, was):
@@ -127,6 +128,37 @@ def finished(tmp_path_factory):
     write_tokenizer(folder / "data_tokenizer.bin")
     run(folder, *SAVE, "-x", "2", "--seed", "3", "-l", "1e-3")
     return folder
+
+
+def test_precision_is_what_the_device_has_and_flags_given_again_are_no_change(folder):
+    settings = ["-f", "1", "-a", "softmax", "-d", str(B * T), "-x", "2"]
+    run(folder, *SAVE, *settings)
+    out, _ = run(folder, *SAVE, *settings[:-1], "3", "-y", "1")
+    assert [line for line in out.splitlines() if " now " in line] == ["--max-steps was 2 and is now 3"]
+
+
+def test_data_that_has_moved_is_validated_where_it_is_now(folder):
+    run(folder, *SAVE, "-x", "1")
+    for path in folder.glob("data_*"):
+        path.rename(folder / path.name.replace("data", "moved"))
+    out, _ = run(folder, *SAVE, "-x", "2", "-y", "1", "-i", "moved", base=without("-i"))
+    assert "| val data              | moved " in out
+
+
+def test_two_runs_on_other_data_of_the_same_name_have_other_identities(folder, rng):
+    identities = []
+    for _ in range(2):
+        run(folder, *SAVE, "-x", "1")
+        identities.append(read_record(folder / "run" / "step_00000001")["state"]["run"])
+        shutil.rmtree(folder / "run")
+        write_tokens(folder / "data_train.bin", rng.integers(0, V, 2000))
+    assert identities[0] != identities[1]
+
+
+def test_a_preset_is_no_file(folder):
+    (folder / "d6").mkdir()
+    _, error = run(folder, "-e", "d6", "-b", "100000", base=[*without("-e"), "-t", "1024"], code=1)
+    assert "MiB of memory" in error
 
 
 def test_what_may_change_is_said(folder):
@@ -213,38 +245,54 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     for line in process.stdout:
         if line.startswith(begun):
             break
-    time.sleep(0.5)
+    time.sleep(1.0)
     process.send_signal(signal.SIGTERM)
     told = time.monotonic()
-    out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (128 + signal.SIGTERM, "") and time.monotonic() - told < 10
+    out = process.stdout.read()
+    assert (process.wait(timeout=60), process.stderr.read()) == (128 + signal.SIGTERM, "")
+    assert time.monotonic() - told < 10
     assert "val loss" not in out if work == "validation" else "stopped by SIGTERM after 1 of" in out
 
 
-def test_a_second_signal_of_any_kind_stops_at_once(folder):
-    process = start(folder, "-x", "100000", *SAVE)
+@pytest.mark.parametrize("first, second, at_once", [
+    ("SIGTERM", "SIGTERM", True), ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGINT", True), ("SIGHUP", "SIGHUP", False),
+])  # fmt: skip
+def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
+    process = start(folder, "-x", "3", "-d", str(1500 * B * T), *SAVE)  # steps of some seconds
     for line in process.stdout:
-        if line.startswith("step    2/"):
+        if line.startswith("val loss"):
             break
-    process.send_signal(signal.SIGSTOP)  # so that both signals are there when it goes on
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGCONT)
-    process.communicate(timeout=60)
-    assert process.returncode in (-signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+    time.sleep(0.3)
+    process.send_signal(getattr(signal, first))
+    time.sleep(0.3)
+    process.send_signal(getattr(signal, second))
+    process.stdout.read()
+    code = process.wait(timeout=60)
+    assert code == (-getattr(signal, second) if at_once else 128 + getattr(signal, first))
+    assert (folder / "run").exists() != at_once
 
 
 def test_nohup_is_respected(folder):
     def ignore() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-    process = start(folder, "-x", "30", preexec_fn=ignore)
+    process, out = start(folder, "-x", "30", preexec_fn=ignore), ""
     for line in process.stdout:
+        out += line
         if line.startswith("step    2/"):
             process.send_signal(signal.SIGHUP)
-            break
-    out, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (0, "") and max(steps(out)) == 30
+    assert (process.wait(timeout=60), process.stderr.read()) == (0, "") and max(steps(out)) == 30
+
+
+def test_a_last_validation_that_is_cut_short_is_said(folder, rng):
+    write_tokens(folder / "data_val.bin", rng.integers(0, V, 4_000_000))
+    run(folder, *SAVE, "-x", "1", "-m", "1")
+    process = start(folder, *SAVE, "-x", "1", "-m", "1000000", "-y", "1", base=without("-m"))
+    time.sleep(2.0)
+    process.send_signal(signal.SIGTERM)
+    out = process.stdout.read()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after 1 of 1 steps" in out and "val loss" not in out
 
 
 # Failing to report
@@ -258,6 +306,33 @@ def test_a_run_with_a_log_goes_on_when_its_reader_leaves(folder):
     error = process.stderr.read()
     assert error == "cannot print any more (broken pipe): the run goes on, see run.log\n"
     assert read_log(folder / "run.log")["trl"][0].tolist() == list(range(30))
+
+
+def test_a_log_may_be_a_pipe(folder):
+    os.mkfifo(folder / "log")
+    reader = subprocess.Popen(["cat", "log"], cwd=folder, stdout=subprocess.PIPE, text=True)
+    run(folder, "-x", "2", "-o", "log")
+    assert [line.split(":")[1] for line in reader.communicate(timeout=60)[0].splitlines()] == [
+        "0 tel", "0 trl", "1 trl", "2 tel"
+    ]  # fmt: skip
+
+
+def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_line(folder):
+    with open("/dev/full", "w") as full:
+        process = start(folder, "-x", "3", stdout=full)
+        assert (process.wait(timeout=60), process.stderr.read()) == (
+            1, "error: cannot print (no space left on device); with a log (-o) or checkpoints a run goes on\n"
+        )  # fmt: skip
+        process = start(folder, "-x", "3", "-o", "run.log", stdout=full)
+        assert process.wait(timeout=60) == 0 and "the run goes on, see run.log" in process.stderr.read()
+    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_to_save(folder):
+    run(folder, *SAVE, "-x", "1")
+    (folder / "run" / "step_00000001.replaced.part").write_text("in the way")
+    out, error = run(folder, *SAVE, "-x", "2", "-y", "1", "-nk", "1")
+    assert error == "" and "saved run/step_00000002\nan old checkpoint stays: run/step_00000001: " in out
 
 
 def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder):

@@ -234,9 +234,8 @@ def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, 
         if line.startswith("step    3/"):
             process.send_signal(getattr(signal, name))
             break
-    out, error = process.communicate(timeout=100)
-    out = seen + out
-    assert (process.returncode, error) == (128 + getattr(signal, name), "")
+    out, error = seen + process.stdout.read(), process.stderr.read()
+    assert (process.wait(timeout=100), error) == (128 + getattr(signal, name), "")
     stopped = re.search(rf"^stopped by {name} after (\d+) of 60 steps$", out, re.M)
     assert stopped and 3 <= int(stopped[1]) < 60, out
     after = out[out.index(f"step {int(stopped[1]):4}/") :].splitlines()  # it saves at once
