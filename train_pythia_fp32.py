@@ -41,7 +41,7 @@ from llmc.run import Run
 from llmc.tensors import Config, padded
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
-# A third word names an earlier tensor, no longer needed, whose place this one takes; there it lies behind a fourth.
+# A third word names an earlier tensor, no longer needed, whose place this one takes; a fourth, what is before it there.
 # The tensors inside attention are in kernels/causal_attention.py.
 
 PARAMETERS = (                                       # in the order of the model file
@@ -86,10 +86,10 @@ ACTIVATIONS = (
     ("atty_T",     ("C", "B", "T"), "wide"),         # backward: atty, transposed
     ("dfch",       ("B", "T", "4C"), "wide", "fch_gelu"),  # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "wide", "fch_gelu"),
-    ("ln1",        ("B", "T", "C")),                 # forward: output of the norm at hand, in front of the attention
+    ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
-    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1
-    ("ln2",        ("B", "T", "C")),                 # forward: output of the norm at hand, in front of the MLP
+    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1, at first of lnf's output
+    ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
     ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
     ("proj",       ("B", "T", "C")),                 # forward: the attention's projection, before its bias
     ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient, at last that of encoded

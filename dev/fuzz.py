@@ -163,7 +163,7 @@ def check(reader: Callable[[Path], object], path: Path, data: bytes) -> bool:
 
 def main() -> None:
     parser = Parser(description="Feed damaged files to a reader.")
-    parser.add_argument("reader", help="what reads: a kind of file, or a part of its name; all: one after the other")
+    parser.add_argument("reader", help="what reads: a kind of file, or a part of its name")
     parser.add_argument("-n", type=natural, default=200_000, metavar="N", help="inputs (%(default)s)")
     args = parser.parse_args()
     try:

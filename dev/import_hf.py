@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict:
     """The object in a JSON file. Raises UserError where there is none."""
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object; {SAVE_AGAIN}")

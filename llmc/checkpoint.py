@@ -171,6 +171,7 @@ def write_debug_state(
 # Training checkpoints
 
 OPTIMIZER = 20241121
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 
 
@@ -219,9 +220,15 @@ def check_checkpoint_directory(directory: str | Path) -> None:
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """What is called a checkpoint in `directory`, whole or not, newest first."""
+    """What is called a checkpoint in `directory`, whole or not, newest first. Raises UserError where it cannot be
+    read."""
     directory = Path(directory)
-    found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)] if directory.is_dir() else []
+    try:
+        found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)] if directory.is_dir() else []
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be read ({error.strerror.lower()}); choose another --checkpoint-dir"
+        ) from None
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -252,7 +259,7 @@ def _is_complete(path: Path) -> bool:
     """Whether its files are all there, in full length."""
     try:
         return all((path / name).stat().st_size == of["bytes"] for name, of in _parse_record(path)["files"].items())
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (*DAMAGE, OSError):
         return False
 
 
@@ -307,7 +314,7 @@ def read_record(path: Path) -> dict:
         raise UserError(
             f"{name}: {error.strerror.lower()}; {path} is not a complete checkpoint; {_remedy(path)}"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGE:
         raise UserError(f"{name}: damaged; {_remedy(path)}") from None
 
 

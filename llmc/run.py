@@ -160,9 +160,8 @@ class Run:
             last = step == self.steps
             sampler_state = self.sampler.state  # a run that is resumed here samples again what this one is about to
             # Who is told to stop may soon be killed: saving comes first.
-            validated = True
-            if not stopped() and (last or step % args.val_every == 0):
-                validated = self.validate(step)
+            due = last or step % args.val_every == 0
+            validated = not due or not stopped() and self.validate(step)
             sample = last or args.sample_every and step > 0 and step % args.sample_every == 0
             if not stopped() and args.sample_tokens and sample:
                 self.finish_running_step()

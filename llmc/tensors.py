@@ -7,9 +7,9 @@ one held is no longer needed; a row (name, shape, owner, other) lies in the owne
 """
 
 import math
+import os
 import re
 from dataclasses import MISSING, fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -196,7 +196,7 @@ class Config:
         Raises UserError for a description with a missing, unknown or senseless part.
         """
         words = cls.PRESETS.get(text, text)
-        if "=" not in words or text not in cls.PRESETS and Path(text).exists():
+        if "=" not in words or text not in cls.PRESETS and os.path.exists(text):
             return None
         values = {field.name: field.default for field in fields(cls) if field.default is not MISSING} | cls.DEFAULTS
         values |= {"vocab_size": vocab_size} if vocab_size else {}

@@ -64,6 +64,13 @@ def test_a_damaged_file_is_taken_or_refused_in_one_line(kinds, kind, damage, hea
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [b"[", b'{"a":'], ids=["arrays", "objects"])
+def test_what_is_nested_too_deeply_is_refused(kinds, kind, text):
+    folder, (reader, _) = kinds[0], kinds[1][kind]
+    assert not check(reader, folder / "input", text * 100_000) or kind == "log"  # as a line that is not finished
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_file_is_taken_and_an_empty_one_refused(kinds, kind):
     folder, (reader, seeds) = kinds[0], kinds[1][kind]
     assert any([check(reader, folder / "input", data) for data in seeds])

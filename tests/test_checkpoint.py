@@ -368,6 +368,20 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(tmp_path, params, 
             shutil.rmtree(file.parent)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "1", '{"crc32": 0}', "\ud800"], ids=lambda text: text[:9])
+def test_a_state_that_is_no_record_is_damaged(checkpoint, text):
+    (checkpoint / "state.json").write_bytes(text.encode(errors="surrogatepass"))
+    assert "state.json: damaged; there is no older checkpoint" in refusal(newest_checkpoint, checkpoint.parent)
+
+
+def test_a_directory_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    def refused(self):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", refused)
+    assert "cannot be read (permission denied)" in refusal(newest_checkpoint, tmp_path)
+
+
 def test_pruning_keeps_the_newest_and_what_other_runs_have(tmp_path, params):
     run = tmp_path / "run"
     for step, identity in ((1, "a"), (2, "b"), (3, "a"), (10, "a"), (2000, "b"), (3000, None)):

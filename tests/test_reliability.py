@@ -155,6 +155,11 @@ def test_two_runs_on_other_data_of_the_same_name_have_other_identities(folder, r
     assert identities[0] != identities[1]
 
 
+def test_a_description_may_be_longer_than_a_file_name(folder):
+    _, error = run(folder, "-e", "layers=2,layers=2," * 300 + "heads=3", base=without("-e"), code=1)
+    assert "channels=… is missing" in error
+
+
 def test_a_preset_is_no_file(folder):
     (folder / "d6").mkdir()
     _, error = run(folder, "-e", "d6", "-b", "100000", base=[*without("-e"), "-t", "1024"], code=1)
@@ -293,6 +298,17 @@ def test_a_last_validation_that_is_cut_short_is_said(folder, rng):
     out = process.stdout.read()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after 1 of 1 steps" in out and "val loss" not in out
+
+
+def test_a_stop_in_the_last_step_leaves_out_the_last_validation_and_says_so(folder):
+    process, out = start(folder, *SAVE, "-x", "1", "-d", str(1500 * B * T)), ""
+    for line in process.stdout:
+        out += line
+        if line.startswith("val loss"):
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM and out.count("val loss") == 1
+    assert "saved run/step_00000001" in out and "stopped by SIGTERM after 1 of 1 steps" in out
 
 
 # Failing to report

@@ -71,7 +71,7 @@ def main() -> None:
     for number, line in enumerate(lines):
         try:
             examples.append(np.array(encode_example(number, json.loads(line), tokenizer), "<u2"))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{args.jsonl}, line {number + 1}: no HellaSwag example ({error!r})") from None
         if (number + 1) % 1000 == 0:
             print(f"{number + 1:,} of {len(lines):,} examples", flush=True)

@@ -118,5 +118,5 @@ def _read_progress(path: Path, settings: dict[str, int]) -> tuple[int, int, int]
         return progress["done"], progress["skip"], progress["shards"]
     except FileNotFoundError:
         return 0, 0, 0
-    except (KeyError, TypeError, json.JSONDecodeError):
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise UserError(f"{path}: damaged; remove it to begin anew") from None
