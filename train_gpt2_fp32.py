@@ -187,7 +187,8 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
 
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
     layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of layernorm and GELU are recomputed in that layout, from what went into them.
+    transposed: the outputs of layernorm and GELU are recomputed in that layout, from what went into them. Nothing in
+    backward reads a weight's gradient: it is computed beside what follows, until something that it reads changes.
 
     dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
@@ -200,43 +201,52 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
 
     residual = acts.layer[L - 1].residual3
     matmul_backward_inp(dln, acts.logits, params.wte, None, B, T, C, Vp)
+    with device.beside():
+        layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
+        matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
         dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C, dproj, drop.layer[L - 1].fcproj,
     )  # fmt: skip
-    layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
-    matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
         matmul_backward_inp(dfch, dproj, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
+        with device.beside():
+            matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 4 * C)
+        device.join()
+        with device.beside():
+            layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
+            matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
         layernorm_backward(
             dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
             dproj, drop.layer[l].attproj,
         )  # fmt: skip
-        layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        device.join()
+        with device.beside():
+            matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         causal_attention_backward(dqkv, datty, model, l, B, T)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, 3 * C)
+        device.join()
         residual, dbias_before, dropped = (
             (acts.layer[l - 1].residual3, grads.layer[l - 1].fcprojb, drop.layer[l - 1].fcproj)
             if l > 0 else (acts.encoded, None, drop.encoded)
         )  # fmt: skip
+        with device.beside():
+            layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
+            matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
         layernorm_backward(
             dresidual, g.ln1w, g.ln1b, dbias_before, partials, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C,
             dproj, dropped,
         )  # fmt: skip
-        layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
+        device.join()
 
     encoder_backward(grads.wte, grads.wpe, dproj, model.inputs, model.order, model.count, B, T, C)
 

@@ -263,7 +263,8 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
     layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them.
+    transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them. Nothing in
+    backward reads a weight's gradient: it is computed beside what follows, until something that it reads changes.
 
     dproj is the gradient of what a branch adds to the residual stream: dresidual through its dropout.
     """
@@ -279,39 +280,47 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
     residual = acts.layer[L - 1].residual3
     matmul_backward_inp(dln, acts.logits, head, None, B, T, C, Vp)
+    with device.beside():
+        rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
+        matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     rmsnorm_backward(
         dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
         dproj, drop.layer[L - 1].fcproj,
     )  # fmt: skip
-    rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
-    matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
         matmul_backward_inp(dfch_swiglu, dproj, p.fcprojw, weight_T, B, T, H, C)
         swiglu_backward(dfch, acts.fch_swiglu_T, dfch_swiglu, a.fch, B * T, H)
-        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_swiglu_T, B, T, H, C, accumulate)
+        with device.beside():
+            matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_swiglu_T, B, T, H, C, accumulate)
         matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 2 * H)
+        device.join()
+        with device.beside():
+            rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+            matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
         rmsnorm_backward(
             dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C, dproj, drop.layer[l].attproj
         )
-        rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        with device.beside():
+            matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         causal_attention_backward(dqkv, datty, model, l, B, T)
         rope_backward(dqkv, rope, B, T, NH, NKV, HS)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, QKV)
+        device.join()
         residual, dropped = (acts.layer[l - 1].residual3, drop.layer[l - 1].fcproj) if l > 0 else (acts.encoded, None)
+        with device.beside():
+            rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
+            matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
         rmsnorm_backward(
             dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C, dproj, dropped
         )
-        rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
 
+    device.join()
     encoder_backward(grads.wte, None, dresidual, model.inputs, model.order, model.count, B, T, C)
 
 

@@ -90,11 +90,11 @@ ACTIVATIONS = (
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
     ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1, at first of lnf's output
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
+    ("lnf_T",      ("C", "B", "T"), "ln2"),          # backward: output of the last norm, transposed
     ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
     ("proj",       ("B", "T", "C")),                 # forward: the attention's projection, before its bias
     ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient, at last that of encoded
     ("fcproj",     ("B", "T", "C")),                 # forward: the MLP's projection, before its bias
-    ("lnf_T",      ("C", "B", "T"), "fcproj"),       # backward: output of the last norm, transposed
     ("dfcproj",    ("B", "T", "C"), "fcproj"),       # backward, with dropout: of fcproj
 )  # fmt: skip
 
@@ -229,7 +229,8 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
     layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them.
+    transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them. Nothing in
+    backward reads a weight's gradient: it is computed beside what follows, until something that it reads changes.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
@@ -251,10 +252,12 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     residual, branches = before(L)
     mean, rstd, norms, dnorms = norms_before(config, acts, L, params, grads)
     matmul_backward_inp(dln1, acts.logits, params.lm_head, None, B, T, C, Vp)
-    norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
-    matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
+    with device.beside():
+        norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
+        matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
+    device.join()
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -263,28 +266,37 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
         matmul_backward_inp(dfch, dfcproj, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        matmul_backward_weight_transposed(g.fcprojw, dfcproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
+        with device.beside():
+            matmul_backward_weight_transposed(g.fcprojw, dfcproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln2, dfch, p.fcw, weight_T, B, T, C, 4 * C)
-        if parallel:
-            norm_transposed(acts.ln_T, residual, norms[-1], mean, rstd, B, T, C)
-        else:
-            norm_transposed(acts.ln_T, a.residual2, (p.ln2w, p.ln2b), a.ln2_mean, a.ln2_rstd, B, T, C)
+        before_mlp = (residual, norms[-1], mean, rstd) if parallel else (
+            a.residual2, (p.ln2w, p.ln2b), a.ln2_mean, a.ln2_rstd
+        )  # fmt: skip
+        with device.beside():
+            norm_transposed(acts.ln_T, *before_mlp, B, T, C)
+            matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
+        if not parallel:
+            device.join()
             parallel_residual_backward(
                 dresidual, [(dproj, g.attprojb, drop.layer[l].attproj)], [(g.ln2w, g.ln2b)], partials, [dln2],
                 a.residual2, [(p.ln2w, p.ln2b)], a.ln2_mean, a.ln2_rstd, B, T, C,
             )  # fmt: skip
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        device.join()
+        with device.beside():
+            matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         causal_attention_backward(dqkv, datty, model, l, B, T)
         rope_backward(dqkv, model.constant.rope, B, T, NH, NH, HS, R)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln2 if tied else dln1, dqkv, p.qkvw, weight_T, B, T, C, 3 * C, accumulate=tied)
-        norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
-        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
+        device.join()
+        with device.beside():
+            norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
+            matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
         douts = [dln2] if tied else [dln1, dln2]
         parallel_residual_backward(dresidual, branches, dnorms, partials, douts, residual, norms, mean, rstd, B, T, C)
+        device.join()
 
     encoder_backward(grads.wte, None, dproj, model.inputs, model.order, model.count, B, T, C)
 

@@ -10,7 +10,7 @@ from llmc.errors import UserError
 from llmc.model import Model
 
 # A model's tables go on with these. It has rows of its own for `atty` (L,B,T,C), the heads' outputs side by side, and
-# for `proj` (B,T,C), whose place is free while attention runs.
+# for `proj` (B,T,C), whose place is free while attention runs in forward.
 
 FLASH_ACTIVATIONS = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
@@ -27,7 +27,7 @@ MATRIX_ACTIVATIONS = (
     ("att",         ("L", "B", "NH", "T", "T")),
     ("qkv",         ("B", "T", "QKV")),              # scratch: q, k, v before they are permuted
     ("atty_r",      ("B", "NH", "T", "HS"), "proj"), # forward: the heads' outputs, one head after another
-    ("datty_r",     ("B", "NH", "T", "HS"), "proj"), # backward: their gradients
+    ("datty_r",     ("B", "NH", "T", "HS"), "qkv"),  # backward: their gradients
 )  # fmt: skip
 
 MATRIX_GRADIENTS = (

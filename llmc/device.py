@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 # Idle OpenMP threads spin, and steal the cores from the kernels that run next. OpenBLAS's do so too, lose much when a
@@ -113,19 +113,22 @@ class CudaDevice:
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
         self.modules = {}
-        # A stream of our own: the default one can not be captured into a graph.
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        # Streams of our own: the default one can not be captured into a graph. The second is for what is done `beside`
+        # the first, which has priority, because more waits for it.
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.stream.use()
-        self.blas_handle = get_cublas_handle()
+        self.second_stream = cupy.cuda.Stream(non_blocking=True)
+        self.blas_handle, self.second_blas_handle = get_cublas_handle(), cublas.create()
         self.blas = cublas
         self.captured_blas = CapturedBlas(runtime.runtimeGetVersion() // 1000)
-        self.workspace = cupy.empty(CUBLAS_WORKSPACE, np.uint8)
+        self.workspaces = cupy.empty((2, CUBLAS_WORKSPACE), np.uint8)
         self.capturing, self.recording = False, True
         self.use_tf32(True)
 
     def use_tf32(self, on: bool) -> bool:
         self.tf32 = on and self.compute_capability >= 80
-        self.blas.setMathMode(self.blas_handle, 3 if self.tf32 else 0)  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
+        for handle in (self.blas_handle, self.second_blas_handle):
+            self.blas.setMathMode(handle, 3 if self.tf32 else 0)  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
         return self.tf32
 
     def warp_size(self, path: Path) -> int:
@@ -199,8 +202,10 @@ class CudaDevice:
         """The launches of `work` as a CUDA graph; none of them is done."""
         # Each of CuPy's calls sets the handle's stream, and that takes from cuBLAS the workspace that it was given. It
         # needs one: it would otherwise allocate memory, which a capture forbids.
-        self.blas.setStream(self.blas_handle, self.stream.ptr)
-        self.captured_blas.set_workspace(self.blas_handle, self.workspace.data.ptr, self.workspace.nbytes)
+        handles, streams = (self.blas_handle, self.second_blas_handle), (self.stream, self.second_stream)
+        for handle, stream, workspace in zip(handles, streams, self.workspaces, strict=True):
+            self.blas.setStream(handle, stream.ptr)
+            self.captured_blas.set_workspace(handle, workspace.data.ptr, workspace.nbytes)
         self.stream.begin_capture()
         self.capturing = True
         try:
@@ -212,6 +217,31 @@ class CudaDevice:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return Recording(self, work) if self.recording else work
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        if not self.capturing:
+            yield
+            return
+        self.wait_for(self.second_stream, self.stream)
+        first = self.stream, self.blas_handle
+        self.stream, self.blas_handle = self.second_stream, self.second_blas_handle
+        self.stream.use()
+        try:
+            yield
+        finally:
+            self.stream, self.blas_handle = first
+            self.stream.use()
+
+    def join(self) -> None:
+        if self.capturing:
+            self.wait_for(self.stream, self.second_stream)
+
+    def wait_for(self, stream, other) -> None:
+        """Lets a stream wait for all work that another one has been given."""
+        event = self.cupy.cuda.Event(block=False, disable_timing=True)
+        event.record(other)
+        stream.wait_event(event)
 
 
 class CapturedBlas:
@@ -380,6 +410,12 @@ class CpuDevice:
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self) -> None:
+        pass
 
 
 class CpuEvent:
@@ -627,3 +663,16 @@ def record(work: Callable[[], None]) -> Callable[[], None]:
     `work` must give the device the same launches on the same arrays every time, and may not copy to or from the host.
     """
     return _device.record(work)
+
+
+def beside() -> AbstractContextManager[None]:
+    """Within the block, work is given to the device that may be done beside what follows the block, until `join`: it
+    writes nothing which that reads or writes, and reads nothing which that writes. Blocks are done one after another,
+    each after what came before it. A replayed graph has a second stream for them; else they are done where they stand.
+    """
+    return _device.beside()
+
+
+def join() -> None:
+    """What follows is done after all blocks of `beside`. `record` wants none to be left open."""
+    _device.join()
