@@ -320,7 +320,8 @@ def pythia_train_step(
 
     def train_step(step: int, learning_rate: float) -> None:
         for i in range(batches.count):
-            batches.send(step, i)
+            if not batches.send(step, i):
+                return  # the run is told to stop: what this step has added up is dropped
             first_batch() if i == 0 else further_batch()
             batches.fetch_losses(step, i)
         adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)

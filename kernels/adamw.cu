@@ -4,7 +4,8 @@
 // Memory-bound: reads four floats and writes three for each parameter.
 #include "common.cuh"
 
-// grad_scale: one float on the device by which every gradient is multiplied (gradient clipping), or null for 1.
+// grad_scale: one float on the device by which every gradient is multiplied (gradient clipping). Where it is NaN, the step
+// is not taken.
 // What is small beside 1 comes from the host in full precision: complement = 1 - beta (in fp32, 1 - 0.999 would be off by
 // 1e-5 of itself), and correction = 1 - beta^t.
 extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, const float* grad_scale,
@@ -13,8 +14,9 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
                                         float weight_decay) {
     const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
+    const float scale = *grad_scale;
+    if (scale != scale) return;
     const int left = n - i < 4 ? (int)(n - i) : 4;
-    const float scale = grad_scale == nullptr ? 1.0f : *grad_scale;
     by_alignment(left == 4 && is_aligned(params), [&](auto memory) {  // all four buffers are aligned alike
         Four p = memory.load(params + i, left), m4 = memory.load(m + i, left), v4 = memory.load(v + i, left);
         const Four g = memory.load(grads + i, left);

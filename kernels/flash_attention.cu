@@ -56,8 +56,8 @@ __device__ inline float tf32_bits(float x) {
 // A NaN with all its bits set, as arithmetic makes it on a GPU, is made a 0 of the other sign by to_tf32, and would be
 // hidden. So each number is looked at once, by the block that has its row: 0 * x is NaN if x is not finite, and then
 // all of the block's results become NaN, by what is added to their scale. Each warp keeps what it has seen in shared
-// memory, as there is no register to spare. In backward the block of queries looks at q and dout, the block of keys at
-// k and v, and D takes what the first has seen to the second.
+// memory, as there is no register to spare. In backward the block of queries looks at q, dout, lse and D, the block of
+// keys at k and v, and D takes what the first has seen of q and dout to the second.
 __device__ inline float* nan_of_warps() {
     __shared__ __align__(16) float nan[WARPS];
     return nan;
@@ -68,6 +68,7 @@ __device__ inline void expect_no_nan() {
     __syncwarp();
 }
 
+static_assert(WARPS == 4, "nan_of_block loads one number a warp as a float4");
 __device__ inline float nan_of_block() {
     const float4 nan = *reinterpret_cast<const float4*>(nan_of_warps());
     return nan.x + nan.y + nan.z + nan.w;
@@ -578,6 +579,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
         load_operand<HS>(a, query, row0, T, stride);
         load_operand<HS>(da, dout, row0, T, C);
         __syncwarp();
+        Look look;
         // D is taken of dout as the products see it, so that dp - D vanishes when it should.
         #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -598,8 +600,10 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 2);
                 D[m][h] += nan_of_warps()[warp];
                 if (t == 0 && row < T) dsum[row] = D[m][h];
+                look.at(row_lse[m][h]), look.at(D[m][h]);
             }
         }
+        look.note();
         q.put(a);
         d.put(da);
     }
@@ -615,14 +619,6 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
         backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
         finish();
     }
-    Look look;
-    #pragma unroll
-    for (int m = 0; m < M; m++) {
-        #pragma unroll
-        for (int h = 0; h < 2; h++) look.at(row_lse[m][h]), look.at(D[m][h]);
-    }
-    look.note();
-    __syncwarp();
     store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS) + nan_of_block());
 }
 

@@ -55,13 +55,17 @@ extern "C" __global__ void squares_partials_kernel(float* partials, const float*
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
-// One block: norm[0] = sqrt(sum of partials (P)); norm[1] = the factor that brings a gradient of that norm down to at
-// most `largest` (1 where it already is, or where largest is 0).
-extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P, float largest) {
+// One block: norm[0] = sqrt(sum of partials (P)); norm[2] counts the norms that were not finite; norm[1] = the factor
+// that brings a gradient of this norm down to at most `largest` (1 where it already is, or where largest is 0). It is NaN
+// where the norm is not finite, and without skip_nonfinite also where an earlier one was not.
+extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P, float largest, int skip_nonfinite) {
     float sum = 0.0f;
     for (int p = threadIdx.x; p < P; p += blockDim.x) sum += partials[p];
     const float total = sqrtf(block_sum(sum));
     if (threadIdx.x > 0) return;
+    const bool finite = total < INFINITY;
+    if (!finite) norm[2] += 1.0f;
     norm[0] = total;
-    norm[1] = largest == 0.0f || total <= largest ? 1.0f : largest / total;  // NaN where the norm is
+    norm[1] = largest == 0.0f || total <= largest ? 1.0f : largest / total;
+    if (!finite || (norm[2] > 0.0f && !skip_nonfinite)) norm[1] = 0.0f * INFINITY;
 }

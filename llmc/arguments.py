@@ -118,6 +118,8 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
                 options["choices"] = kind
             else:
                 options |= {"type": kind, "metavar": metavar}
+            if kind is on_off:
+                options |= {"nargs": "?", "const": True}  # the flag alone is a yes
             section.add_argument(*names, **options)
 
     group(
@@ -144,6 +146,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-c --weight-decay", non_negative, 0.0, "W", "of the weight matrices (0)"),
         ("--grad-clip", non_negative, 0.0, "NORM", "largest norm of the gradients; 0: not clipped (0)"),
         ("--dropout", rate, 0.0, "P", "share of the activations dropped in training (0)"),
+        ("--skip-nonfinite", on_off, False, "0|1", "leave steps out whose loss or gradients are not finite, and go on"),
     )
     group(
         "watching",
@@ -170,7 +173,7 @@ FIXED = (
     "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
     "seed",
 )  # fmt: skip
-MAY_CHANGE = ("learning_rate", "weight_decay", "grad_clip", "max_steps", "data", "val_data")
+MAY_CHANGE = ("learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data")
 
 
 def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from llmc import device  # first: it sets what NumPy must find in the environment
@@ -18,25 +19,41 @@ class Batches:
 
     The page-locked arrays exist twice, for two steps of `count` batches in flight: one may be filled again when the
     losses of the step before last have been read.
+
+    stopped: says whether the run is told to stop, which also ends a step between two of its batches; dropped: whether
+    it did.
     """
 
     def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
         self.model, self.loader, self.count = model, loader, count
+        self.stopped, self.dropped = (lambda: False), False
+        self.ends = deque(maxlen=2)  # of the step's last two batches
         self.batches = device.pinned((2, count, 4 * model.B * model.T + RANDOM_WORDS), np.int32)
         self.losses = device.pinned((2, count, model.B, model.T), np.float32)
 
-    def send(self, step: int, i: int) -> None:
-        """The loader's next batch, to model.batch: batch i of a step."""
+    def send(self, step: int, i: int) -> bool:
+        """The loader's next batch, to model.batch: batch i of a step. False, and none is sent, where the step is
+        dropped. Two batches of a step are in flight at most, so that it ends soon after it is told to."""
+        if i == 0:
+            self.ends.clear()
+        if len(self.ends) == 2:
+            self.ends[0].wait()
+        if i > 0 and self.stopped():
+            self.dropped = True
+            return False
         batch = self.batches[step % 2, i]
         tokens, random = batch[:-RANDOM_WORDS].reshape(4, self.model.B, self.model.T), batch[-RANDOM_WORDS:]
         self.loader.next_batch(tokens[0], tokens[1])
         tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, self.model.B, self.model.T))
         random[:] = self.model.random_words(step, i)
         device.copy_in(self.model.batch, batch)
+        return True
 
     def fetch_losses(self, step: int, i: int) -> None:
         """Starts the copy of the losses that the model has for batch i of a step."""
         device.copy_out(self.losses[step % 2, i], self.model.acts(self.model.B, self.model.T).losses)
+        if self.count > 2:
+            self.ends.append(device.event())
 
     def mean_loss(self, step: int) -> float:
         """The mean over a step's batches, once the device has finished it."""

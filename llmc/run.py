@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 
 from llmc import device  # first: it sets what NumPy must find in the environment
@@ -68,6 +69,7 @@ class Run:
         self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
         self.model, state = build_model(kind, args, self.tokenizer, checkpoint)
         self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
+        self.model.skip_nonfinite = args.skip_nonfinite
         V = self.model.config.vocab_size
         if self.tokenizer and not self.tokenizer.fits(V):
             raise UserError(
@@ -88,9 +90,10 @@ class Run:
             args.schedule, args.learning_rate, args.warmup, self.steps, args.final_fraction
         )
         self.sampler = Sampler(args.seed)
-        self.first_step = 0
+        self.first_step = self.skipped = 0
         if state is not None:
             self.first_step, self.sampler.state = state["step"], state["sampler"]
+            self.skipped = state.get("skipped", 0)
             program.last_checkpoint = checkpoint
             if self.first_step > self.steps:
                 raise UserError(
@@ -105,7 +108,7 @@ class Run:
         self.batches = Batches(self.model, train_loader, self.batch_tokens // (B * T))
         self.validation = Batches(self.model, val_loader)
         self.questions = Batches(self.model, EvalLoader(args.hellaswag, B, T, V)) if args.hellaswag else None
-        self.norms = device.pinned((2, 2), np.float32)
+        self.norms = device.pinned((2, 3), np.float32)
         if args.checkpoint_dir:
             check_checkpoint_directory(args.checkpoint_dir)
         device.compile_all()
@@ -121,7 +124,8 @@ class Run:
         self.forward_loss = device.record(forward_loss)
         self.flops = self.batch_tokens * flops_per_token(self.model.config, T)
         self.timer, self.stop = StepTimer(), StopRequest()
-        self.running = None  # the step that the device still works on: number, when launched, event at its end
+        self.batches.stopped = self.stop.requested
+        self.running = None  # the step that the device works on: number, position before it, when launched, its end
         self.unsaved = ""    # why the checkpoint that was last due could not be written
 
     def use_precision(self, before: bool | None) -> None:
@@ -158,7 +162,7 @@ class Run:
         args, stopped = self.args, self.stop.requested
         for step in range(self.first_step, self.steps + 1):
             last = step == self.steps
-            sampler_state = self.sampler.state  # a run that is resumed here samples again what this one is about to
+            here = self.position()  # a run that is resumed here samples again what this one is about to
             # Who is told to stop may soon be killed: saving comes first.
             due = last or step % args.val_every == 0
             validated = not due or not stopped() and self.validate(step)
@@ -168,43 +172,65 @@ class Run:
                 print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens, stopped)
             ends = last or stopped()  # a request from here on is for the next step to hear
             save = ends or args.checkpoint_every and step % args.checkpoint_every == 0
-            if args.checkpoint_dir and save and step > self.first_step:
-                self.save(step, sampler_state)
+            if save:
+                self.save(step, here)
             if ends:
                 break
             started = time.perf_counter()
             yield step
-            self.launched(step, started)
+            if self.batches.dropped:
+                self.save(step, here)
+                break
+            self.launched(step, here, started)
         self.finish_running_step()
         self.stopped = not (last and validated)
         if self.stopped:
             print(f"stopped by {self.stop.name} after {step} of {self.steps} steps")
+        if self.skipped:
+            print(f"steps left out because their loss or gradients were not finite: {self.skipped}")
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()
 
-    def launched(self, step: int, started: float) -> None:
+    def position(self) -> dict:
+        """What a run must know, beside its parameters and moments, to go on from here."""
+        return {"loader": self.batches.loader.state(), "sampler": self.sampler.state}
+
+    def launched(self, step: int, before: dict, started: float) -> None:
         """Called when all of a step has been given to the device, which may still be working on it."""
-        if self.args.grad_clip:
-            device.copy_out(self.norms[step % 2], self.model.norm)
-        launched = step, started, device.event()
+        device.copy_out(self.norms[step % 2], self.model.norm)
+        launched = step, before, started, device.event()
         self.finish_running_step()  # the one before, while the device works on this one
         self.running = launched
         if device.kind() == "cpu":
             self.finish_running_step()  # it is over already
 
     def finish_running_step(self) -> None:
-        """Waits for the step that the device works on, if any, and reports it."""
+        """Waits for the step that the device works on, if any, and reports it. Raises UserError for one whose loss or
+        gradients were not finite, unless such steps are skipped: the device has not changed the parameters then, nor
+        does it in the step that it may be working on by now."""
         if self.running is None:
             return
-        step, started, end = self.running
+        step, before, started, end = self.running
         ms = self.timer.add(started, end.wait())
-        self.running, loss = None, self.batches.mean_loss(step)
-        norm = float(self.norms[step % 2, 0]) if self.args.grad_clip else None
+        self.running, loss, norm = None, self.batches.mean_loss(step), float(self.norms[step % 2, 0])
         print_step(
-            step + 1, self.steps, loss, norm, self.learning_rate(step), ms, self.timer.recent_average(),
-            self.batch_tokens, self.flops,
+            step + 1, self.steps, loss, norm if self.args.grad_clip else None, self.learning_rate(step), ms,
+            self.timer.recent_average(), self.batch_tokens, self.flops,
         )  # fmt: skip
         self.logger.log_train(step, loss)
+        if isfinite(norm):
+            return
+        what = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: not finite"
+        if self.args.skip_nonfinite:
+            self.skipped += 1
+            print(f"{what}, so it is left out; {self.skipped} so far", flush=True)
+            return
+        self.save(step, before)
+        raise UserError(
+            f"{what}, so the parameters are left as they were before it. A learning rate that is too high (-l, -u), "
+            "gradients that are not clipped (--grad-clip 1), or damaged weights or data lead there; --skip-nonfinite "
+            f"leaves such steps out; last good checkpoint: {program.last_checkpoint or 'none'}"
+        )
 
     def validate(self, step: int) -> bool:
         """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Whether it came to
@@ -221,14 +247,15 @@ class Run:
             self.logger.log_eval(step, accuracy)
         return accuracy is not None or not self.questions
 
-    def save(self, step: int, sampler_state: int) -> None:
-        """Writes a checkpoint and removes those of this run that are too many. Where that fails the run goes on, and
-        the next checkpoint that is due is tried all the same."""
+    def save(self, step: int, position: dict) -> None:
+        """Writes a checkpoint of where the run was before `step`, if it has trained since it began and is told where
+        to, and removes those of this run that are too many. Where that fails the run goes on, and the next checkpoint
+        that is due is tried all the same."""
         self.finish_running_step()
         model, directory = self.model, self.args.checkpoint_dir
-        state = {
-            "loader": self.batches.loader.state(), "sampler": sampler_state, "run": self.identity, "flags": self.flags
-        }  # fmt: skip
+        if not directory or step == self.first_step:
+            return
+        state = position | {"run": self.identity, "flags": self.flags, "skipped": self.skipped}
         try:
             path = save_checkpoint(
                 directory, step, model.config, model.params_memory, model.m_memory, model.v_memory, state

@@ -57,6 +57,16 @@ def test_the_target_may_stand_anywhere_in_the_row(dev, target):
     assert (dlogits[0, :, target] < 0).all() and (np.delete(dlogits[0, :, :61], target, axis=1) > 0).all()
 
 
+def test_a_loss_that_is_not_finite_has_no_gradient(dev):
+    """With a target of probability 0 the loss is infinite, but softmax - 1 would be as good a number as any."""
+    logits, targets = normal(np.random.default_rng(0), 3, 128), np.array([5, 6, 7], np.int32)
+    logits[1, 6] = -np.inf
+    dlogits, losses = dev.asarray(logits), dev.empty((3,))
+    fused_classifier(dlogits, losses, DLOSS, dev.asarray(targets), 3, 1, 100, 128)
+    assert np.isinf(dev.to_host(losses)).tolist() == [False, True, False]
+    assert np.isnan(dev.to_host(dlogits)[:, :100]).any(1).tolist() == [False, True, False]
+
+
 def test_rows_are_found_beyond_two_to_the_31_elements(dev):
     rows, V, Vp = 43000, 50257, 50304  # row 42691 is the first that lies beyond
     if dev.kind() != "cuda" or dev.memory()[0] < 4.2 * rows * Vp:

@@ -222,6 +222,32 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
     assert_close("m of clipped gradients", model.m_memory, 0.1 * 0.5 * grads, 1e-5)
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@each_model
+def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, attention, skip):
+    (B, T), steps = batch_shape(config), 6
+    model = build(product_dev, config, B, T, attention, flat_parameters(config))
+    model.skip_nonfinite = skip
+    sent = Batches(model, GivenBatches(make_batches(config, steps, B, T)))
+    train_step, buffers = model.train_step(sent), (model.params_memory, model.m_memory, model.v_memory)
+    weight, changes = model.params.lnfw[:1], []
+    for step in range(steps):
+        kept = product_dev.to_host(weight)
+        if step == 3:
+            product_dev.copy_in(weight, np.full(1, np.nan, np.float32))
+        before = [product_dev.to_host(buffer) for buffer in buffers]
+        train_step(step, 1e-3)
+        product_dev.synchronize()
+        after = [product_dev.to_host(buffer) for buffer in buffers]
+        changes.append([not np.array_equal(*pair, equal_nan=True) for pair in zip(before, after, strict=True)])
+        assert np.isfinite(sent.mean_loss(step)) == (step != 3)
+        if step == 3:
+            product_dev.copy_in(weight, kept)
+            product_dev.synchronize()
+    assert changes == [[step < 3 or skip and step > 3] * 3 for step in range(steps)]
+    assert product_dev.to_host(model.norm)[2] == 1
+
+
 @each_model
 def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(product_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)

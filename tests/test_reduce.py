@@ -44,17 +44,33 @@ def test_add_partials_adds_to_each_output_that_is_there(dev, P, C, outs, missing
 def test_global_norm_gives_the_norm_and_the_factor_that_clips_it(dev, n, largest):
     x = normal(np.random.default_rng(n), n)
     with guarded(dev, shift=n % 4) as memory:
-        norm = memory.write(2)
-        global_norm(norm, memory.scratch(1024), memory.read(x), n, largest)
+        norm = memory.update(np.zeros(3, np.float32))
+        global_norm(norm, memory.scratch(1024), memory.read(x), n, largest, False)
     want = np.linalg.norm(x.astype(np.float64))
     assert_close("norm", norm[:1], np.array([want]), KERNEL_FP32)
     factor = min(1.0, largest / want) if largest > 0 else 1.0
-    assert_close("clip factor", norm[1:], np.array([factor]), KERNEL_FP32)
+    assert_close("clip factor", norm[1:2], np.array([factor]), KERNEL_FP32)
+    assert dev.to_host(norm)[2] == 0
 
 
 @pytest.mark.parametrize("largest", [0.0, 1.0])
 def test_a_gradient_of_zeros_is_not_scaled(dev, largest):
     with guarded(dev) as memory:
-        norm = memory.write(2)
-        global_norm(norm, memory.scratch(1024), memory.read(np.zeros(9, np.float32)), 9, largest)
-    assert dev.to_host(norm).tolist() == [0.0, 1.0]
+        norm = memory.update(np.zeros(3, np.float32))
+        global_norm(norm, memory.scratch(1024), memory.read(np.zeros(9, np.float32)), 9, largest, False)
+    assert dev.to_host(norm).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("largest", [0.0, 1.0])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf, -np.inf, 1e20])  # the square of the last is too large
+def test_after_a_norm_that_is_not_finite_gradients_have_no_factor(dev, spoiled, skip, largest):
+    bad, good = np.ones((2, 1000), np.float32)
+    bad[567] = spoiled
+    seen, norm, scratch = [], dev.zeros((3,)), dev.empty((1024,))
+    for x in (good, bad, good, bad):
+        global_norm(norm, scratch, dev.asarray(x), 1000, largest, skip)
+        seen.append(dev.to_host(norm))
+    assert [float(norm[2]) for norm in seen] == [0, 1, 1, 2]
+    assert [bool(np.isfinite(norm[0])) for norm in seen] == [True, False, True, False]
+    assert [bool(np.isfinite(norm[1])) for norm in seen] == [True, False, skip, False]

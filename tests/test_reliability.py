@@ -263,7 +263,9 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     ("SIGTERM", "SIGTERM", True), ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGINT", True), ("SIGHUP", "SIGHUP", False),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
-    process = start(folder, "-x", "3", "-d", str(1500 * B * T), *SAVE)  # steps of some seconds
+    write_tokens(folder / "data_train.bin", np.zeros(5000 * T + 1, np.int64))
+    write_tokens(folder / "data_val.bin", np.zeros(5000 * T + 1, np.int64))
+    process = start(folder, "-x", "3", "-b", "5000", *SAVE)  # batches that take more than a second
     for line in process.stdout:
         if line.startswith("val loss"):
             break
@@ -403,6 +405,95 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
     assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
     want = list(steps(run(folder, *SAVE, "-x", "9", "-y", "1")[0]))
     assert want == [5, 6, 7, 8, 9]
+
+
+# Numbers that are not finite
+
+SPOILED = """
+import runpy, sys
+from llmc import device
+import kernels.classifier
+real, calls = kernels.classifier.fused_classifier, 0
+def spoil(logits, *rest):
+    global calls
+    calls += 1
+    if calls in {calls}:  # the first two are of the first validation
+        logits[0, 0, 0] = float("nan")
+    real(logits, *rest)
+kernels.classifier.fused_classifier = spoil
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def spoiled_run(folder: Path, calls: set[int], *flags: str, code: int) -> tuple[str, str]:
+    """A run with a NaN in the logits of these batches, counted from 1."""
+    text = SPOILED.replace("{calls}", repr(calls)).replace("{script!r}", repr(str(ROOT / "train_gpt2_fp32.py")))
+    (folder / "spoiled.py").write_text(text)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return run(folder, *flags, script=str(folder / "spoiled.py"), env=env, code=code)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(folder, accumulated):
+    flags = [*SAVE, "-d", str(accumulated * B * T), "-l", "1e-2"]
+    run(folder, *flags, "-x", "5")
+    want = contents(folder, 5)
+    shutil.rmtree(folder / "run")
+    out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", "2", code=1)
+    assert error == (
+        "error: step 6: loss nan, gradient norm nan: not finite, so the parameters are left as they were before it. A "
+        "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights "
+        "or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000005\n"
+    )
+    assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want
+    again, _ = run(folder, *flags, "-x", "9", "-y", "1")
+    assert list(steps(again)) == [6, 7, 8, 9]  # the batch that was spoiled comes again
+
+
+def test_a_first_step_that_is_not_finite_writes_nothing(folder):
+    _, error = spoiled_run(folder, {3}, *SAVE, "-x", "3", code=1)
+    assert error.startswith("error: step 1: loss nan") and error.endswith("; last good checkpoint: none\n")
+    assert not (folder / "run").exists()
+
+
+def test_a_rate_that_is_too_high_stops_the_run(folder):
+    out, error = run(folder, *SAVE, "-x", "20", "-l", "1e30", code=1)
+    assert re.match(r"error: step \d+: loss \S+, gradient norm (nan|inf): not finite", error)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(folder):
+    flags = [*SAVE, "--skip-nonfinite", "-l", "1e-2"]
+    out, _ = spoiled_run(folder, {5, 7}, *flags, "-x", "6", "-n", "4", code=0)
+    assert re.findall(r"^step (\d+): loss nan, .* (\d) so far$", out, re.M) == [("3", "1"), ("5", "2")]
+    assert "steps left out because their loss or gradients were not finite: 2\n" in out
+    assert np.isfinite(np.frombuffer(contents(folder, 6)[0][1024:], "<f4")).all()
+    shutil.rmtree(folder / "run" / "step_00000006")
+    out, _ = run(folder, *SAVE, "-y", "1")  # the flag is recorded, and so is the count
+    assert "steps left out because their loss or gradients were not finite: 1\n" in out
+
+
+def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder):
+    flags = [*SAVE, "--seed", "1", "-x", "4"]
+    run(folder, *flags, "-d", str(40 * B * T))
+    want = contents(folder, 4)
+    shutil.rmtree(folder / "run")
+    (folder / "stopping.py").write_text(f"""
+import os, runpy, signal
+import llmc.batches
+real = llmc.batches.Batches.fetch_losses
+def fetch(self, step, i):
+    real(self, step, i)
+    if (step, i) == (2, 6):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (step, i) < (2, 7), "went on after the batch at hand"
+llmc.batches.Batches.fetch_losses = fetch
+runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
+""")
+    env, script = os.environ | {"PYTHONPATH": str(ROOT)}, str(folder / "stopping.py")
+    out, _ = run(folder, *flags, "-d", str(40 * B * T), script=script, env=env, code=128 + signal.SIGTERM)
+    assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps(out)) == [1, 2]
+    run(folder, *flags, "-y", "1")
+    assert contents(folder, 4) == want
 
 
 # Killed
