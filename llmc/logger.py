@@ -1,6 +1,7 @@
 """The log file: llm.c's lines, one number each.
 
     s:20 tel:3.5212     validation loss before step 20
+    s:20 bpb:1.1288     the same in bits per byte of text, where there is a tokenizer
     s:20 trl:3.6107     training loss of step 20
     s:20 eval:0.2955    accuracy on an evaluation set before step 20
 """
@@ -39,8 +40,10 @@ class Logger:
                 f"{path}: cannot be written ({error.strerror.lower()}); choose another log file (-o)"
             ) from None
 
-    def log_val(self, step: int, loss: float) -> None:
+    def log_val(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
         self._write(step, "tel", loss)
+        if bits_per_byte is not None:
+            self._write(step, "bpb", bits_per_byte)
 
     def log_train(self, step: int, loss: float) -> None:
         self._write(step, "trl", loss)

@@ -83,6 +83,11 @@ def print_step(
     print(", ".join(parts), flush=True)
 
 
+def print_validation(loss: float, bits_per_byte: float | None) -> None:
+    """One line for a validation, with bits per byte where they are known."""
+    print(f"val loss {loss:.6f}" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte"), flush=True)
+
+
 def duration(seconds: float) -> str:
     """Such as 1h05m or 2m07s."""
     minutes, seconds = divmod(round(seconds), 60)

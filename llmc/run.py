@@ -34,7 +34,7 @@ from llmc.evaluation import EvalLoader
 from llmc.generation import print_sample
 from llmc.logger import Logger
 from llmc.model import Model, build_from_random
-from llmc.report import Output, StepTimer, StopRequest, print_step, print_table
+from llmc.report import Output, StepTimer, StopRequest, print_step, print_table, print_validation
 from llmc.sampler import Sampler
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import flops_per_token, num_parameters, padded
@@ -74,6 +74,7 @@ class Run:
                 f"{self.tokenizer_path} has {self.tokenizer.vocab_size} tokens and the model "
                 f"{checkpoint or args.model} {V}: use data (-i) and a model (-e) of the same tokenizer"
             )
+        self.text_bytes = self.tokenizer.text_bytes(V) if self.tokenizer else None
         train_loader = DataLoader(args.data, "train", B, T, V, args.shuffle_seed)
         val_loader = DataLoader(args.val_data, "val", B, T, V)
         self.batch_tokens = args.total_batch_size or B * T
@@ -210,11 +211,11 @@ class Run:
         """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Whether it came to
         an end: it is given up where the run is told to stop."""
         self.finish_running_step()
-        loss = validate(self.validation, self.forward_loss, self.val_batches, self.stop.requested)
-        if loss is None:
+        found = validate(self.validation, self.forward_loss, self.val_batches, self.text_bytes, self.stop.requested)
+        if found is None:
             return False
-        print(f"val loss {loss:.6f}", flush=True)
-        self.logger.log_val(step, loss)
+        print_validation(*found)
+        self.logger.log_val(step, *found)
         accuracy = evaluate(self.questions, self.forward_loss, self.stop.requested) if self.questions else None
         if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)

@@ -329,7 +329,7 @@ def test_a_log_may_be_a_pipe(folder):
     reader = subprocess.Popen(["cat", "log"], cwd=folder, stdout=subprocess.PIPE, text=True)
     run(folder, "-x", "2", "-o", "log")
     assert [line.split(":")[1] for line in reader.communicate(timeout=60)[0].splitlines()] == [
-        "0 tel", "0 trl", "1 trl", "2 tel"
+        "0 tel", "0 bpb", "0 trl", "1 trl", "2 tel", "2 bpb"
     ]  # fmt: skip
 
 
@@ -354,7 +354,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_to_save(folder):
 def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder):
     out, error = run(folder, "-x", "5", "-o", "/dev/full", code=1)
     assert out.count("/dev/full: a line was lost (no space left on device); the run goes on\n") == 1
-    assert error == "error: /dev/full lacks 7 lines that could not be written\n" and max(steps(out)) == 5
+    assert error == "error: /dev/full lacks 9 lines that could not be written\n" and max(steps(out)) == 5
 
 
 def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due(folder):
