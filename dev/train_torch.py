@@ -4,7 +4,7 @@ schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the 
     python dev/train_torch.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
     python dev/train_torch.py --script train_llama3_fp32 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
 
-It neither samples nor writes checkpoints; flags for that are ignored.
+It neither samples nor writes checkpoints or TensorBoard's events; flags for that are ignored.
 """
 
 import sys
