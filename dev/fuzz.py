@@ -122,7 +122,7 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
             loader.count_correct(np.zeros((4, 8), np.float32))
 
     found["hellaswag"] = (read_questions, [questions])
-    found["log"] = (read_log, [b"s:0 tel:3.5212\ns:1 trl:3.6107\ns:20 eval:0.2955\n"])
+    found["log"] = (read_log, [b"s:0 tel:3.5212\ns:1 trl:3.6107\ns:20 eval:0.2955\ns:20 bpb:1.1288\n"])
 
     saved = folder / "saved"
     saved.mkdir()

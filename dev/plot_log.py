@@ -1,4 +1,5 @@
-"""Draws training and validation loss over steps, from the log files of one run or several.
+"""Draws training and validation loss over steps, from the log files of one run or several, and below them bits per byte
+of validation text, which compare runs of different vocabularies, where a log has them.
 
     python dev/plot_log.py run.log other.log -o loss.png
 """
@@ -28,18 +29,28 @@ def plot(logs: list[Path], out: Path) -> None:
     for log, run in zip(logs, runs, strict=True):
         if not run.keys() & {"trl", "tel"}:
             raise UserError(f"{log}: no losses in it yet; give the log file of a run (-o)")
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    labels = ["loss (nats a token)"] + ["bits a byte of text"] * any("bpb" in run for run in runs)
+    figure, axes = plt.subplots(
+        len(labels), figsize=(8, 1 + 4 * len(labels)), sharex=True, squeeze=False, layout="constrained"
+    )
+    panels = axes[:, 0]
     for i, (log, run) in enumerate(zip(logs, runs, strict=True)):
         prefix = f"{log}: " if len(logs) > 1 else ""
+        validation = {
+            "color": f"C{i}", "linewidth": 1.8, "label": f"{prefix}validation",
+            "linestyle": "-" if i == 0 else "--",  # so that a run that coincides with the first one does not hide it
+        }  # fmt: skip
         if "trl" in run:
-            axes.plot(*run["trl"], color=f"C{i}", linewidth=0.8, alpha=0.4, label=f"{prefix}training")
+            panels[0].plot(*run["trl"], color=f"C{i}", linewidth=0.8, alpha=0.4, label=f"{prefix}training")
         if "tel" in run:
-            style = "-" if i == 0 else "--"  # so that a run that coincides with the first one does not hide it
-            axes.plot(*run["tel"], color=f"C{i}", linestyle=style, linewidth=1.8, label=f"{prefix}validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+            panels[0].plot(*run["tel"], **validation)
+        if "bpb" in run:
+            panels[1].plot(*run["bpb"], **validation)
+    for panel, label in zip(panels, labels, strict=True):
+        panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    panels[-1].set_xlabel("step")
     suffix = out.suffix.lstrip(".").lower()
     if suffix not in figure.canvas.get_supported_filetypes():
         raise UserError(f"{out}: no picture can be written with that suffix; use .png, .svg or .pdf")

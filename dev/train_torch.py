@@ -4,7 +4,7 @@ schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the 
     python dev/train_torch.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
     python dev/train_torch.py --script train_llama3_fp32 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
 
-It neither samples nor writes checkpoints; flags for that are ignored.
+It neither samples nor writes checkpoints or TensorBoard's events; flags for that are ignored.
 """
 
 import sys
@@ -22,11 +22,13 @@ import torch
 from dev.torch_models import build_torch_model
 from dev.workload import SCRIPTS
 from llmc.arguments import Parser, parse_arguments
+from llmc.batches import bits_per_byte
 from llmc.checkpoint import read_model
 from llmc.dataloader import DataLoader
 from llmc.logger import Logger
 from llmc.model import Model
 from llmc.program import run_program
+from llmc.report import print_validation
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import Config
 from llmc.tokenizer import Tokenizer, find_tokenizer
@@ -49,7 +51,8 @@ def main() -> None:
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     tokenizer_path = find_tokenizer(args.data)
-    described = kind.Config.described(args.model, Tokenizer.load(tokenizer_path).vocab_size if tokenizer_path else None)
+    tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path else None
+    described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
     config, tensors = (described, None) if described else read_model(args.model, kind.Config)
     model = build_torch_model(config, "relu" if args.attention == "relu" else "sdpa")
     model.load(first_weights(kind, config, args.seed) if described else tensors)
@@ -67,6 +70,7 @@ def main() -> None:
     accumulation = (args.total_batch_size or B * T) // (B * T)
     steps = args.max_steps if args.max_steps is not None else train_loader.num_tokens // (accumulation * B * T)
     schedule = LearningRateSchedule(args.schedule, args.learning_rate, args.warmup, steps, args.final_fraction)
+    text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)
     logger = Logger(args.log)
     inputs, targets = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
 
@@ -78,10 +82,14 @@ def main() -> None:
         if step % args.val_every == 0 or step == steps:
             val_loader.reset()
             count = min(val_loader.num_batches, args.val_max_batches)
+            loss, num_bytes = 0.0, 0
             with torch.no_grad():
-                loss = sum(next_loss(val_loader).item() for _ in range(count)) / count
-            print(f"val loss {loss:.6f}", flush=True)
-            logger.log_val(step, loss)
+                for _ in range(count):
+                    loss += next_loss(val_loader).item() / count
+                    num_bytes += int(text_bytes[targets].sum())
+            found = loss, bits_per_byte(loss, count * B * T, num_bytes)
+            print_validation(*found)
+            logger.log_val(step, *found)
         if step == steps:
             break
         started = time.perf_counter()

@@ -154,6 +154,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
         ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
         ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
+        ("--tensorboard", str, None, "DIR", "TensorBoard's events go there: losses, rate, norm, speed, samples"),
         ("--hellaswag", str, None, "FILE", "score this HellaSwag file whenever validating"),
     )
     group(

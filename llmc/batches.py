@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import log
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
@@ -31,6 +32,10 @@ class Batches:
         self.batches = device.pinned((2, count, 4 * model.B * model.T + RANDOM_WORDS), np.int32)
         self.losses = device.pinned((2, count, model.B, model.T), np.float32)
 
+    def tokens(self, step: int, i: int) -> np.ndarray:
+        """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
+        return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.model.B, self.model.T)
+
     def send(self, step: int, i: int) -> bool:
         """The loader's next batch, to model.batch: batch i of a step. False, and none is sent, where the step is
         dropped. Two batches of a step are in flight at most, so that it ends soon after it is told to."""
@@ -41,11 +46,10 @@ class Batches:
         if i > 0 and self.stopped():
             self.dropped = True
             return False
-        batch = self.batches[step % 2, i]
-        tokens, random = batch[:-RANDOM_WORDS].reshape(4, self.model.B, self.model.T), batch[-RANDOM_WORDS:]
+        batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
         self.loader.next_batch(tokens[0], tokens[1])
         tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, self.model.B, self.model.T))
-        random[:] = self.model.random_words(step, i)
+        batch[-RANDOM_WORDS:] = self.model.random_words(step, i)
         device.copy_in(self.model.batch, batch)
         return True
 
@@ -69,16 +73,36 @@ class Batches:
 
 
 def validate(
-    batches: Batches, forward_loss: Callable[[], None], num_batches: int, stopped: Callable[[], bool] = lambda: False
-) -> float | None:
-    """The mean loss over the first num_batches of the validation data; None where `stopped` before they are through."""
+    batches: Batches,
+    forward_loss: Callable[[], None],
+    num_batches: int,
+    text_bytes: np.ndarray | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[float, float | None] | None:
+    """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
+    (`bits_per_byte`), where text_bytes (V,) says how many bytes of text each token stands for; without it None. Not a
+    pair but None where `stopped` before they are through."""
     batches.loader.reset()
-    total = 0.0
+    total, num_bytes = 0.0, 0
     for _ in range(num_batches):
         if stopped():
             return None
         total += batches.run(forward_loss).mean(dtype=np.float64)
-    return float(total / num_batches)
+        if text_bytes is not None:
+            num_bytes += int(text_bytes[batches.tokens(0, 0)[1]].sum())
+    loss, num_tokens = float(total / num_batches), num_batches * batches.model.B * batches.model.T
+    return loss, bits_per_byte(loss, num_tokens, num_bytes)
+
+
+def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
+    """What a mean loss, in nats a token, over num_tokens targets amounts to for each of the num_bytes bytes of text
+    that these targets stand for: all their losses, in bits, over all their bytes. None where they stand for no text.
+
+    It does not depend on how text is divided into tokens, so models with different vocabularies can be compared by it,
+    on the same text. A token that ends a text stands for no byte, but its loss counts: that the text is over is a part
+    of what the model has to say.
+    """
+    return loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
 
 
 def evaluate(

@@ -210,15 +210,6 @@ def save_checkpoint(directory: str | Path, step: int, config: Config, params, m,
     return final
 
 
-def check_checkpoint_directory(directory: str | Path) -> None:
-    """Raises UserError where `save_checkpoint` could not write to `directory`, which need not exist. Makes nothing."""
-    place = Path(directory).absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{directory}: checkpoints cannot be written there; choose another --checkpoint-dir")
-
-
 def checkpoints(directory: str | Path) -> list[Path]:
     """What is called a checkpoint in `directory`, whole or not, newest first. Raises UserError where it cannot be
     read."""

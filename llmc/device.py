@@ -321,7 +321,7 @@ class CpuDevice:
         self.modules = {}
         cpu.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
         cores = cpu.threads()
-        self.pool = ThreadPoolExecutor(cores)
+        self.pool = ThreadPoolExecutor(cores, initializer=lambda: np.seterr(over="ignore", invalid="ignore"))
         self.name = f"CPU, {cores} cores"
 
     def use_tf32(self, on: bool) -> bool:
@@ -402,7 +402,8 @@ class CpuDevice:
         """
         parts = 1 if work < 1 << 18 else 2 if work < 1 << 26 else 8
         shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
-        list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
+        with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU, what is not finite is no one's business here
+            list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
 
     def sgemm_strided_batched(self, c, a, b, m, n, k, trans_a, trans_b, count) -> None:
         a, b, c = matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count), matrix(c, m, n, False, count)

@@ -102,3 +102,13 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({str(error.strerror or error).lower()})") from error
+
+
+def check_directory(directory: str | Path, contents: str, flag: str) -> None:
+    """Raises UserError where `contents` could not be written to the `directory` that `flag` names, which need not
+    exist. Makes nothing."""
+    place = Path(directory).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{directory}: {contents} cannot be written there; choose another {flag}")

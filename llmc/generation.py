@@ -32,14 +32,19 @@ def continuation(model: Model, tokens: list[int], count: int, draw: Callable[[np
 
 def print_sample(
     model: Model, tokenizer: Tokenizer | None, sampler: Sampler, count: int, stopped: Callable[[], bool] = lambda: False
-) -> None:
+) -> str:
     """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers where there is no
-    tokenizer. Fewer where `stopped`."""
+    tokenizer. Fewer where `stopped`. Returns the text."""
     first = min(tokenizer.bos if tokenizer else model.config.DEFAULTS["vocab_size"] - 1, model.config.vocab_size - 1)
     decoder = StreamDecoder(tokenizer) if tokenizer else None
+    text = ""
     print("generating:\n---")
     for token in continuation(model, [first], count, lambda logits: sample_softmax(logits, sampler.random_f32())):
-        print(decoder.push(token) if decoder else f"{token} ", end="", flush=True)
+        piece = decoder.push(token) if decoder else f"{token} "
+        text += piece
+        print(piece, end="", flush=True)
         if stopped():
             break
-    print((decoder.flush() if decoder else "") + "\n---")
+    rest = decoder.flush() if decoder else ""
+    print(rest + "\n---")
+    return text + rest

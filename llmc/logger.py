@@ -1,31 +1,58 @@
-"""The log file: llm.c's lines, one number each.
+"""Where a run's figures are kept: the log file, in llm.c's lines, one number each, and TensorBoard's events.
 
     s:20 tel:3.5212     validation loss before step 20
+    s:20 bpb:1.1288     the same in bits per byte of text, where there is a tokenizer
     s:20 trl:3.6107     training loss of step 20
     s:20 eval:0.2955    accuracy on an evaluation set before step 20
 """
 
 import errno
+import io
 import os
+import socket
+import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import replacing
+from llmc.files import check_directory, replacing
 
 
-class Logger:
+class Reports:
+    """A file that a run reports to. A report that cannot be written is lost: the first such is said on stdout, and
+    `lost` counts them."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._file, self._path, self.lost = None, path, 0
+
+    def _attempt(self, write: Callable[[], None], what: str) -> None:
+        try:
+            write()
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                print(f"{self._path}: {what} was lost ({error.strerror.lower()}); the run goes on", flush=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Logger(Reports):
     """Appends lines to the file at `path`, each there for others to read as soon as it is written; None logs nothing.
 
     first_step: the first step that this run will log. Lines of that step and later ones are dropped from a file that is
     already there, so a new run (0) starts it afresh and a resumed run carries on where its checkpoint was made.
-    Raises UserError where the file cannot be opened. A line that cannot be written later on is lost; the first such is
-    said on stdout, and `lost` counts them.
+    Raises UserError where the file cannot be opened. A line that cannot be written later on is lost.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
-        self._file, self._path, self.lost = None, path, 0
+        super().__init__(path)
         if path is None:
             return
         if first_step > 0 and Path(path).is_file():
@@ -39,8 +66,10 @@ class Logger:
                 f"{path}: cannot be written ({error.strerror.lower()}); choose another log file (-o)"
             ) from None
 
-    def log_val(self, step: int, loss: float) -> None:
+    def log_val(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
         self._write(step, "tel", loss)
+        if bits_per_byte is not None:
+            self._write(step, "bpb", bits_per_byte)
 
     def log_train(self, step: int, loss: float) -> None:
         self._write(step, "trl", loss)
@@ -49,24 +78,92 @@ class Logger:
         self._write(step, "eval", accuracy)
 
     def _write(self, step: int, name: str, value: float) -> None:
-        if self._file is None:
-            return
-        line = f"s:{step} {name}:{value:.4f}\n".encode()
-        try:
-            end = self._file.seek(0, os.SEEK_END) if self._file.seekable() else None
-            if self._file.write(line) != len(line):
-                if end is not None:
-                    self._file.truncate(end)  # a disk that is full took a part of it
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self.lost += 1
-            if self.lost == 1:
-                print(f"{self._path}: a line was lost ({error.strerror.lower()}); the run goes on", flush=True)
-
-    def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            line = f"s:{step} {name}:{value:.4f}\n".encode()
+            self._attempt(lambda: append(self._file, line), "a line")
+
+
+class TensorBoard(Reports):
+    """Writes figures and samples as TensorBoard's events (`tensorboard --logdir`) to a new file in `directory`, there
+    for others to read as soon as they are written; None writes nothing.
+
+    first_step: the first step that this run will report. TensorBoard is told to forget what earlier files in the
+    directory have of that step and later ones; the files themselves stay as they are.
+
+    Makes nothing yet. Raises UserError where the tensorboard package is missing or the directory cannot be written to.
+    Events that cannot be written later on are lost.
+    """
+
+    def __init__(self, directory: str | Path | None, first_step: int = 0) -> None:
+        super().__init__(directory)
+        if directory is None:
+            return
+        try:
+            # Here, because only this flag needs them. Of its writers the one that writes at once, and so can be told
+            # of a failure; tensorboardX, which is smaller, would load PyTorch and its own cuBLAS where it is installed.
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.plugins.text.summary_v2 import text_pb
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError:
+            raise UserError("--tensorboard needs TensorBoard; install it with: pip install tensorboard") from None
+        check_directory(directory, "events", "--tensorboard")
+        self._Event, self._Summary, self._Records = event_pb2.Event, summary_pb2.Summary, RecordWriter
+        self._text = text_pb
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._beginning = self._record(file_version="brain.Event:2") + self._record(step=first_step, session_log=start)
+
+    def log_train(
+        self, step: int, loss: float, norm: float | None, learning_rate: float, tokens_per_second: float,
+        percent_of_peak: float | None,
+    ) -> None:  # fmt: skip
+        """What print_step says of a step; what is None is left out."""
+        self._write_figures(step, {
+            "loss/train": loss, "optimization/norm": norm, "optimization/learning_rate": learning_rate,
+            "speed/tokens_per_second": tokens_per_second, "speed/percent_of_TF32_peak": percent_of_peak,
+        })  # fmt: skip
+
+    def log_val(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
+        self._write_figures(step, {"loss/validation": loss, "loss/bits_per_byte": bits_per_byte})
+
+    def log_eval(self, step: int, accuracy: float) -> None:
+        self._write_figures(step, {"accuracy/hellaswag": accuracy})
+
+    def log_sample(self, step: int, text: str) -> None:
+        """TensorBoard takes text for Markdown, in which indented lines are shown as they are."""
+        if self._path is not None:
+            self._write(step, self._text("sample", textwrap.indent(text, "    ", lambda line: True)))
+
+    def _write_figures(self, step: int, figures: dict[str, float | None]) -> None:
+        if self._path is not None:
+            given = {name: value for name, value in figures.items() if value is not None}
+            values = [self._Summary.Value(tag=name, simple_value=value) for name, value in given.items()]
+            self._write(step, self._Summary(value=values))
+
+    def _write(self, step: int, summary) -> None:
+        def write() -> None:
+            if self._file is None:
+                Path(self._path).mkdir(parents=True, exist_ok=True)
+                name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"  # files are read in this order
+                self._file = open(Path(self._path) / name, "xb", buffering=0)
+            append(self._file, self._beginning + self._record(step=step, summary=summary))
+            self._beginning = b""
+
+        self._attempt(write, "an event")
+
+    def _record(self, **fields) -> bytes:
+        """An event as a record of its file."""
+        record = io.BytesIO()
+        self._Records(record).write(self._Event(wall_time=time.time(), **fields).SerializeToString())
+        return record.getvalue()
+
+
+def append(file: BinaryIO, data: bytes) -> None:
+    """Writes all of data at the end of an unbuffered file, or raises OSError and leaves none of it there."""
+    end = file.seek(0, os.SEEK_END) if file.seekable() else None
+    if file.write(data) != len(data):
+        if end is not None:
+            file.truncate(end)  # a disk that is full took a part of it
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_log(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:

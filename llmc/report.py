@@ -26,6 +26,12 @@ def tf32_peak() -> float | None:
     return next((1e12 * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name())), None)
 
 
+def percent_of_peak(flops: float, ms: float) -> float | None:
+    """How much of the GPU's TF32 ceiling so many operations in so many milliseconds are, or None as `tf32_peak` is."""
+    peak = tf32_peak()
+    return 100 * flops / (ms / 1000) / peak if peak else None
+
+
 def print_table(sections: list[list[tuple[str, object]]]) -> None:
     """llm.c's start-up table: sections of (parameter, value)."""
     rule = "+-----------------------+----------------------------------------------------+"
@@ -68,19 +74,23 @@ class StepTimer:
 
 def print_step(
     step: int, steps: int, loss: float, norm: float | None, learning_rate: float, ms: float, average_ms: float,
-    tokens: int, flops: float,
+    tokens_per_second: float, percent_of_peak: float | None,
 ) -> None:  # fmt: skip
     """One line for a finished step, counted from 1. norm: of the gradients, where it was computed; average_ms: a step's
-    recent average, for the time left; tokens and flops: of a step."""
-    parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {1000 * tokens / ms:.0f} tok/s)"]
+    recent average, for the time left; percent_of_peak: of TF32's, where it is known."""
+    parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {tokens_per_second:.0f} tok/s)"]
     if norm is not None:
         parts.append(f"norm {norm:.4f}")
     parts.append(f"lr {learning_rate:.2e}")
-    peak = tf32_peak()
-    if peak:
-        parts.append(f"{100 * flops / (ms / 1000) / peak:.1f}% of TF32 peak")
+    if percent_of_peak is not None:
+        parts.append(f"{percent_of_peak:.1f}% of TF32 peak")
     parts.append(f"{duration(average_ms / 1000 * (steps - step))} left")
     print(", ".join(parts), flush=True)
+
+
+def print_validation(loss: float, bits_per_byte: float | None) -> None:
+    """One line for a validation, with bits per byte where they are known."""
+    print(f"val loss {loss:.6f}" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte"), flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -19,7 +19,6 @@ from llmc import program
 from llmc.arguments import complete, recorded_flags, resume_flags
 from llmc.batches import Batches, evaluate, validate
 from llmc.checkpoint import (
-    check_checkpoint_directory,
     checkpoints,
     load_checkpoint,
     model_path,
@@ -32,10 +31,19 @@ from llmc.checkpoint import (
 from llmc.dataloader import DataLoader
 from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
+from llmc.files import check_directory
 from llmc.generation import print_sample
-from llmc.logger import Logger
+from llmc.logger import Logger, TensorBoard
 from llmc.model import Model, build_from_random
-from llmc.report import Output, StepTimer, StopRequest, print_step, print_table
+from llmc.report import (
+    Output,
+    StepTimer,
+    StopRequest,
+    percent_of_peak,
+    print_step,
+    print_table,
+    print_validation,
+)
 from llmc.sampler import Sampler
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import flops_per_token, num_parameters, padded
@@ -76,6 +84,7 @@ class Run:
                 f"{self.tokenizer_path} has {self.tokenizer.vocab_size} tokens and the model "
                 f"{checkpoint or args.model} {V}: use data (-i) and a model (-e) of the same tokenizer"
             )
+        self.text_bytes = self.tokenizer.text_bytes(V) if self.tokenizer else None
         train_loader = DataLoader(args.data, "train", B, T, V, args.shuffle_seed)
         val_loader = DataLoader(args.val_data, "val", B, T, V)
         self.batch_tokens = args.total_batch_size or B * T
@@ -110,10 +119,12 @@ class Run:
         self.questions = Batches(self.model, EvalLoader(args.hellaswag, B, T, V)) if args.hellaswag else None
         self.norms = device.pinned((2, 3), np.float32)
         if args.checkpoint_dir:
-            check_checkpoint_directory(args.checkpoint_dir)
+            check_directory(args.checkpoint_dir, "checkpoints", "--checkpoint-dir")
+        self.tensorboard = TensorBoard(args.tensorboard, self.first_step)
         device.compile_all()
         self.logger = Logger(args.log, self.first_step)
-        self.output = Output(sys.stdout, " and ".join(str(place) for place in (args.log, args.checkpoint_dir) if place))
+        places = args.log, args.checkpoint_dir, args.tensorboard
+        self.output = Output(sys.stdout, " and ".join(str(place) for place in places if place))
         with self.output:
             print_table(run_table(self))
 
@@ -155,6 +166,8 @@ class Run:
             raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
         if self.logger.lost:
             raise UserError(f"{self.args.log} lacks {self.logger.lost} lines that could not be written")
+        if self.tensorboard.lost:
+            raise UserError(f"{self.args.tensorboard} lacks {self.tensorboard.lost} events that could not be written")
         if self.stopped:
             sys.exit(128 + self.stop.number)
 
@@ -169,7 +182,8 @@ class Run:
             sample = last or args.sample_every and step > 0 and step % args.sample_every == 0
             if not stopped() and args.sample_tokens and sample:
                 self.finish_running_step()
-                print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens, stopped)
+                text = print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens, stopped)
+                self.tensorboard.log_sample(step, text)
             ends = last or stopped()  # a request from here on is for the next step to hear
             save = ends or args.checkpoint_every and step % args.checkpoint_every == 0
             if save:
@@ -190,6 +204,7 @@ class Run:
             print(f"steps left out because their loss or gradients were not finite: {self.skipped}")
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()
+        self.tensorboard.close()
 
     def position(self) -> dict:
         """What a run must know, beside its parameters and moments, to go on from here."""
@@ -213,11 +228,11 @@ class Run:
         step, before, started, end = self.running
         ms = self.timer.add(started, end.wait())
         self.running, loss, norm = None, self.batches.mean_loss(step), float(self.norms[step % 2, 0])
-        print_step(
-            step + 1, self.steps, loss, norm if self.args.grad_clip else None, self.learning_rate(step), ms,
-            self.timer.recent_average(), self.batch_tokens, self.flops,
-        )  # fmt: skip
+        rate, speed, percent = self.learning_rate(step), 1000 * self.batch_tokens / ms, percent_of_peak(self.flops, ms)
+        shown = norm if self.args.grad_clip else None
+        print_step(step + 1, self.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
         self.logger.log_train(step, loss)
+        self.tensorboard.log_train(step, loss, norm, rate, speed, percent)
         if isfinite(norm):
             return
         what = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: not finite"
@@ -236,15 +251,17 @@ class Run:
         """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Whether it came to
         an end: it is given up where the run is told to stop."""
         self.finish_running_step()
-        loss = validate(self.validation, self.forward_loss, self.val_batches, self.stop.requested)
-        if loss is None:
+        found = validate(self.validation, self.forward_loss, self.val_batches, self.text_bytes, self.stop.requested)
+        if found is None:
             return False
-        print(f"val loss {loss:.6f}", flush=True)
-        self.logger.log_val(step, loss)
+        print_validation(*found)
+        self.logger.log_val(step, *found)
+        self.tensorboard.log_val(step, *found)
         accuracy = evaluate(self.questions, self.forward_loss, self.stop.requested) if self.questions else None
         if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
             self.logger.log_eval(step, accuracy)
+            self.tensorboard.log_eval(step, accuracy)
         return accuracy is not None or not self.questions
 
     def save(self, step: int, position: dict) -> None:
@@ -289,6 +306,7 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
             ("tokenizer", run.tokenizer_path or "none: samples are printed as numbers"),
             ("HellaSwag", args.hellaswag or "none"),
             ("log file", args.log or "none"),
+            *([("TensorBoard", args.tensorboard)] if args.tensorboard else []),
             ("order", "as in the file" if args.shuffle_seed is None else f"shuffled by seed {args.shuffle_seed}"),
         ],
         [

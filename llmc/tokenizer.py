@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiktoken
 
 from llmc.errors import UserError
@@ -40,10 +41,11 @@ SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3, SmolLM2 or Pythi
 
 
 class Tokenizer:
-    """The bytes of every token, the token that ends a text, and the one that begins it: of a `.bin`, the same."""
+    """The bytes of every token, the token that ends a text, and the one that begins it: of a `.bin`, the same. special:
+    the tokens that stand for no text."""
 
     def __init__(self, tokens: list[bytes], eot: int) -> None:
-        self.tokens, self.eot, self.bos = tokens, eot, eot
+        self.tokens, self.eot, self.bos, self.special = tokens, eot, eot, {eot}
 
     @classmethod
     def from_encoding(cls, encoding: tiktoken.Encoding) -> "Tokenizer":
@@ -90,6 +92,17 @@ class Tokenizer:
             raise UserError(f"token {token} is not one of this tokenizer's {self.vocab_size}; use the data's own")
         return self.tokens[token]
 
+    def text_bytes(self, vocab_size: int) -> np.ndarray:
+        """How many bytes of UTF-8 text each token of a model of vocab_size tokens stands for, int64 (vocab_size,): none
+        for special tokens and for the model's padding.
+
+        Special is the token that ends a text, and of a `.json` every token that it calls special. A `.bin` names no
+        other, so there a further special token counts as the text of its name.
+        """
+        lengths = np.zeros(vocab_size, np.int64)
+        lengths[: self.vocab_size] = [0 if n in self.special else len(token) for n, token in enumerate(self.tokens)]
+        return lengths
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that somebody typed in; a special token's name in it is text like any other.
 
@@ -126,6 +139,8 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(tokens, eot)
         self._library = library
         self.bos = next(iter(library.encode("").ids), eot)
+        added_tokens = library.get_added_tokens_decoder()
+        self.special |= {self.bos, *(token for token, added in added_tokens.items() if added.special)}
 
     @classmethod
     def load(cls, path: str | Path) -> "HuggingFaceTokenizer":

@@ -30,7 +30,10 @@ def test_lines_are_llm_cs_and_on_disk_at_once(tmp_path):
     assert path.read_text() == "s:0 tel:5.3255\n"
     logger.log_train(0, np.float32(4.25))
     logger.log_eval(20, 0.29551)
-    assert path.read_text() == "s:0 tel:5.3255\ns:0 trl:4.2500\ns:20 eval:0.2955\n"
+    logger.log_val(40, 3.5, 1.23456)
+    assert path.read_text() == (
+        "s:0 tel:5.3255\ns:0 trl:4.2500\ns:20 eval:0.2955\ns:40 tel:3.5000\ns:40 bpb:1.2346\n"
+    )
     logger.close()
 
 

@@ -423,7 +423,7 @@ def ours_global_norm(new, i):
     return [norm[0]]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's products say so
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_not_finite_is_handed_on(product_dev, name, pattern, rng):

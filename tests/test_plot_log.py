@@ -56,7 +56,26 @@ def test_both_losses_of_every_run_are_drawn_as_logged(logs, tmp_path, monkeypatc
     assert list(lines) == [f"{log}: {what}" for log in logs for what in ("training", "validation")]
     np.testing.assert_allclose(lines[f"{logs[0]}: training"], [(step, 4 - step / 10) for step in range(10)])
     np.testing.assert_allclose(lines[f"{logs[1]}: validation"], [(0, 6), (9, 5)])
-    assert (tmp_path / "loss.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "loss.svg").read_text().startswith("<?xml") and len(figures[0].axes) == 1
+
+
+def test_bits_per_byte_are_drawn_in_a_panel_of_their_own_where_a_log_has_them(logs, tmp_path, monkeypatch):
+    logger = Logger(tmp_path / "c.log")
+    for step, bits in (0, 8.0), (9, 2.5):
+        logger.log_train(step, 5.0)
+        logger.log_val(step, 5.0, bits)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import plot_log
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    plot_log.plot([*logs, tmp_path / "c.log"], tmp_path / "loss.svg")
+    monkeypatch.undo()
+    losses, bits = figures[0].axes
+    plt.close(figures[0])
+    assert len(losses.lines) == 6
+    assert [line.get_label() for line in bits.lines] == [f"{tmp_path / 'c.log'}: validation"]
+    np.testing.assert_array_equal(bits.lines[0].get_xydata(), [(0, 8), (9, 2.5)])
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path):

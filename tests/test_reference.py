@@ -245,7 +245,7 @@ def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, atte
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
         logs.append(read_log(tmp_path / "log"))
     ours, torchs = logs
-    assert ours.keys() == torchs.keys() == {"trl", "tel"}
+    assert ours.keys() == torchs.keys() == {"trl", "tel", "bpb"}
     for name, (steps, losses) in ours.items():
         np.testing.assert_array_equal(torchs[name][0], steps)
         np.testing.assert_allclose(torchs[name][1], losses, atol=3e-4)

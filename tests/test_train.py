@@ -13,7 +13,7 @@ import pytest
 
 from conftest import DEVICES
 from llmc.checkpoint import write_model
-from llmc.dataloader import write_tokens
+from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
 from llmc.schedule import LearningRateSchedule
@@ -111,7 +111,10 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder):
     assert f"| parameters            | {num_parameters(config):<50} |" in lines
     assert table["train tokens"] == "2000 (62 batches)" and table["val tokens"] == "400 (12 batches)"
 
-    validations = [float(loss) for loss in re.findall(r"^val loss (\d+\.\d{6})$", out, re.M)]
+    printed = re.findall(r"^val loss (\d+\.\d{6}), (\d+\.\d{4}) bits/byte$", out, re.M)
+    validations, bits = np.array(printed, float).T
+    targets = open_tokens(folder / "data_val.bin")[1 : 3 * 2 * 16 + 1]  # of three batches; a token is a byte, eot none
+    np.testing.assert_allclose(bits, validations / np.log(2) * len(targets) / (targets != V - 1).sum(), atol=6e-5)
     losses = steps_of(out)
     assert list(losses) == list(range(1, 41)) and len(validations) == 5
     assert abs(losses[1] - np.log(V)) < 0.3 and abs(validations[0] - np.log(V)) < 0.3
@@ -125,7 +128,8 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder):
     assert log["trl"][0].tolist() == list(range(40)) and log["tel"][0].tolist() == [0, 10, 20, 30, 40]
     np.testing.assert_allclose(log["trl"][1], list(losses.values()), atol=6e-5)
     np.testing.assert_allclose(log["tel"][1], validations, atol=6e-5)
-    assert re.match(r"s:0 tel:\d\.\d{4}\ns:0 trl:\d\.\d{4}\n", (folder / "run.log").read_text())
+    np.testing.assert_allclose(log["bpb"][1], bits, atol=1e-9)
+    assert re.match(r"s:0 tel:\d\.\d{4}\ns:0 bpb:\d\.\d{4}\ns:0 trl:\d\.\d{4}\n", (folder / "run.log").read_text())
 
 
 def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_there_is_no_tokenizer(folder):
@@ -133,7 +137,9 @@ def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_the
     params = 0.02 * np.random.default_rng(0).standard_normal(num_parameters(config), dtype=np.float32)
     write_model(folder / "model.bin", config, params)
     (folder / "data_tokenizer.bin").unlink()
-    out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-s", "0")
+    out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-s", "0", "-o", "run.log")
+    assert re.search(r"^val loss \d+\.\d{6}$", out, re.M) and "byte" not in out
+    assert read_log(folder / "run.log").keys() == {"tel", "trl"}
     assert list(steps_of(out)) == list(range(1, 2000 // 100 + 1))
     (ids,) = samples_of(out)
     assert len(ids.split()) == 9 and all(0 <= int(token) < V for token in ids.split())

@@ -1,0 +1,124 @@
+"""Bits per byte: known losses give the known figure, and the same one however a text is divided into tokens."""
+
+import re
+import subprocess
+import sys
+from math import log, log2
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from llmc.batches import Batches, bits_per_byte, validate
+from llmc.checkpoint import write_model
+from llmc.dataloader import DataLoader, write_tokens
+from llmc.model import RANDOM_WORDS
+from llmc.tensors import num_parameters
+from llmc.tokenizer import Tokenizer, byte_letters, write_tokenizer
+from train_gpt2_fp32 import GPT2Config
+
+SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
+BYTES = [bytes([byte]) for byte in range(256)]
+END = b"<|endoftext|>"
+MERGES = [b"th", b"the", b" the", b"in", b"ing", b"er", b" a", b"\xc3\xa9", b"other", b" other"]
+VOCABULARIES = [
+    Tokenizer([*BYTES, END], 256),
+    Tokenizer([*BYTES, *MERGES[:4], END], 260),
+    Tokenizer([*BYTES, *MERGES, END], 266),
+]
+TEXTS = ["the theatre there, then the other", "", "a café: bathing in 你好 🙂, they're", "nothing"]
+
+
+def validate_known(dev, folder, tokens, nats, text_bytes, B, T, num_batches=1):
+    """What `validate` finds for a model whose loss for each token is nats (V,), on the device."""
+    losses, batch = dev.zeros((B, T)), dev.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
+    model = SimpleNamespace(
+        B=B, T=T, batch=batch, random_words=lambda step, i: 0, acts=lambda B, T: SimpleNamespace(losses=losses)
+    )
+    write_tokens(folder / "data_val.bin", np.array(tokens))
+
+    def forward_loss() -> None:
+        targets = dev.to_host(batch)[B * T : 2 * B * T].reshape(B, T)
+        dev.copy_in(losses, nats[targets].astype(np.float32))
+
+    batches = Batches(model, DataLoader(folder / "data", "val", B, T, len(nats)))
+    return validate(batches, forward_loss, num_batches, text_bytes)
+
+
+def as_data(tokenizer: Tokenizer) -> list[int]:
+    """TEXTS as a dataset holds them, and one more end, which is the last target."""
+    return [token for text in TEXTS for token in (tokenizer.eot, *tokenizer.encode(text))] + [tokenizer.eot]
+
+
+@pytest.mark.parametrize("tokenizer", VOCABULARIES, ids=lambda tokenizer: str(tokenizer.vocab_size))
+def test_a_uniform_model_has_the_bits_of_its_tokens_over_the_bytes_of_the_text(dev, tmp_path, tokenizer):
+    V, tokens = tokenizer.vocab_size, as_data(tokenizer)
+    loss, bits = validate_known(dev, tmp_path, tokens, np.full(V, log(V)), tokenizer.text_bytes(V), 1, len(tokens) - 1)
+    num_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert loss == pytest.approx(log(V), rel=1e-6)  # losses are fp32
+    assert bits == pytest.approx(log2(V) * (len(tokens) - 1) / num_bytes, rel=1e-6)
+
+
+def test_a_model_of_bytes_has_the_same_bits_per_byte_in_every_vocabulary(dev, tmp_path, rng):
+    """Where a token is as likely as its bytes one after another, as a byte-level model has them."""
+    p = rng.dirichlet(np.ones(257))  # of each byte, and of the end
+    nats_of_byte, num_bytes = -np.log(p), sum(len(text.encode()) for text in TEXTS)
+    want = sum(nats_of_byte[[*text.encode(), 256]].sum() for text in TEXTS) / log(2) / num_bytes
+    lengths, losses = set(), set()
+    for tokenizer in VOCABULARIES:
+        V, tokens = tokenizer.vocab_size, as_data(tokenizer)
+        nats = np.array([nats_of_byte[list(token)].sum() for token in tokenizer.tokens])
+        nats[tokenizer.eot] = nats_of_byte[256]
+        loss, bits = validate_known(dev, tmp_path, tokens, nats, tokenizer.text_bytes(V), 1, len(tokens) - 1)
+        assert bits == pytest.approx(want, rel=1e-6)
+        lengths.add(len(tokens))
+        losses.add(round(loss, 3))
+    assert len(lengths) == len(losses) == 3  # which the loss a token does not
+
+
+def test_only_the_batches_that_are_evaluated_count_each_as_often_as_it_is(dev, tmp_path, rng):
+    B, T, V = 2, 5, 9
+    text_bytes, nats = np.array([0, 1, 2, 3, 4, 5, 6, 7, 200]), rng.uniform(1, 3, V)
+    tokens = rng.integers(0, V, 4 * B * T)  # three whole batches, then the first again
+    targets = np.concatenate([tokens[1 : 3 * B * T + 1], tokens[1 : B * T + 1]])
+    for num_batches in (1, 2, 3, 4):
+        seen = targets[: num_batches * B * T]
+        loss, bits = validate_known(dev, tmp_path, tokens, nats, text_bytes, B, T, num_batches)
+        assert loss == pytest.approx(nats[seen].mean(), rel=1e-6)
+        assert bits == pytest.approx(nats[seen].sum() / log(2) / text_bytes[seen].sum(), rel=1e-6)
+
+
+def test_without_a_tokenizer_or_any_text_there_are_none(dev, tmp_path):
+    assert validate_known(dev, tmp_path, [0, 1, 0], np.ones(2), None, 1, 2) == (1.0, None)
+    assert validate_known(dev, tmp_path, [0, 1, 0], np.ones(2), np.zeros(2, np.int64), 1, 2) == (1.0, None)
+    assert bits_per_byte(log(2), 6, 3) == 2.0
+
+
+def test_special_tokens_and_padding_stand_for_no_text(tmp_path):
+    write_tokenizer(tmp_path / "t.bin", [b"a", "é".encode(), END, b" the"], 2)
+    assert Tokenizer.load(tmp_path / "t.bin").text_bytes(4).tolist() == [1, 2, 0, 4]
+    library = Library(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.add_tokens(["<|endoftext|>", "   ", AddedToken("<|pad|>", special=True)])  # 256, 257, 258
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").text_bytes(261).tolist() == [1] * 256 + [0, 3, 0, 0, 0]
+
+
+def test_a_run_prints_what_a_uniform_model_must_have(tmp_path, rng):
+    V = 50
+    config = GPT2Config(16, V, 1, 1, 8)
+    write_model(tmp_path / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    lengths = 1 + np.arange(V) % 7
+    write_tokenizer(tmp_path / "data_tokenizer.bin", [b"x" * int(n) for n in lengths], V - 1)
+    lengths[V - 1] = 0
+    tokens = rng.integers(0, V, 1000)
+    for split in ("train", "val"):
+        write_tokens(tmp_path / f"data_{split}.bin", tokens)
+    flags = "-e model.bin -i data -b 3 -t 16 -m 7 -x 0 -g 0 --device cpu".split()
+    done = subprocess.run([sys.executable, SCRIPT, *flags], cwd=tmp_path, capture_output=True, text=True)
+    (line,) = re.findall("^val loss .*$", done.stdout, re.M)
+    n = 3 * 16 * 7
+    assert line == f"val loss {log(V):.6f}, {log2(V) * n / lengths[tokens[1 : n + 1]].sum():.4f} bits/byte"

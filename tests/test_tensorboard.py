@@ -1,0 +1,155 @@
+"""TensorBoard's events, read back by TensorBoard."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from llmc.dataloader import write_tokens
+from llmc.logger import TensorBoard, read_log
+from llmc.tokenizer import write_tokenizer
+
+SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
+FLAGS = "-e layers=1,heads=2,channels=16,maxT=64 -i data -b 2 -t 16 -v 2 -m 2 -s 4 -g 20 --device cpu".split()
+V = 61
+FIGURES = {"loss/train", "optimization/norm", "optimization/learning_rate", "speed/tokens_per_second"}
+
+
+@pytest.fixture
+def folder(tmp_path, rng):
+    for split in ("train", "val"):
+        write_tokens(tmp_path / f"data_{split}.bin", rng.integers(0, V, 500))
+    write_tokenizer(tmp_path / "data_tokenizer.bin", [b"\n", *(bytes([32 + i]) for i in range(1, V))], V - 1)
+    return tmp_path
+
+
+def start(folder: Path, *flags: str, **options) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, SCRIPT, *FLAGS, *flags], cwd=folder, text=True, **pipes | options)
+
+
+def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
+    """stdout and stderr of a run that must end with this code."""
+    process = start(folder, *flags, **options)
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == code, (process.returncode, out, error)
+    return out, error
+
+
+def shown(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[int, str]]:
+    """What TensorBoard shows of a directory: (step, value) of each figure by name, and the samples by step."""
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+    series = {
+        name: [(event.step, make_ndarray(event.tensor_proto).item()) for event in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
+    return series, {step: text.decode() for step, text in series.pop("sample", [])}
+
+
+def samples(out: str) -> list[str]:
+    """The samples that a run has printed, as Markdown that is shown as it stands."""
+    return [re.sub("^", "    ", text, flags=re.M) for text in re.findall(r"generating:\n---\n(.*?)\n---\n", out, re.S)]
+
+
+def test_a_run_that_is_stopped_and_resumed_shows_each_step_once_with_what_it_printed_last(folder):
+    settings = ["-x", "9", "--grad-clip", "1", "-k", "cosine", "-n", "3", "--checkpoint-dir", "run", "-o", "run.log",
+                "--tensorboard", "events/here"]  # fmt: skip
+    whole, _ = run(folder, *settings)
+    assert "| TensorBoard           | events/here  " in whole
+    for step in (6, 9):  # as if it had been killed after the ninth step
+        shutil.rmtree(folder / "run" / f"step_{step:08d}")
+    process, out = start(folder, *settings, "-x", "100000", "-y", "1"), ""
+    for line in process.stdout:
+        out += line
+        if line.startswith("step   20/"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=100) == 128 + signal.SIGTERM
+    last = int(re.search(r"stopped by SIGTERM after (\d+) of", out)[1])
+
+    figures, texts = shown(folder / "events" / "here")
+    assert len(list((folder / "events" / "here").iterdir())) == 2
+    log = read_log(folder / "run.log")
+    for name, theirs in ("trl", "loss/train"), ("tel", "loss/validation"), ("bpb", "loss/bits_per_byte"):
+        np.testing.assert_allclose(figures.pop(theirs), np.transpose(log[name]), atol=6e-5)
+    assert figures.keys() == FIGURES - {"loss/train"}  # and no share of a peak that is not known
+    printed = re.findall(r", (\d+) tok/s\), norm (\S+), lr (\S+),", re.sub(r"(?s)step    4/9.*", "", whole) + out)
+    for name, values in zip(sorted(FIGURES - {"loss/train"}), np.array(printed, float).T[[2, 1, 0]], strict=True):
+        assert [step for step, _ in figures[name]] == list(range(last))
+        np.testing.assert_allclose([value for _, value in figures[name]], values, rtol=6e-3)
+    assert texts == {4 * i: text for i, text in enumerate(samples(out), start=1)}
+
+
+def test_a_new_run_hides_the_one_before_and_what_is_not_known_is_left_out(tmp_path):
+    for speed in (100.0, 200.0):
+        board = TensorBoard(tmp_path)
+        board.log_val(0, 5.0)
+        board.log_train(0, 4.0, 0.5, 1e-3, speed, 12.5)
+        board.log_train(1, float("nan"), None, 1e300, speed, None)
+        if speed == 100:
+            board.log_train(2, 3.0, None, 1e-3, speed, None)
+        board.log_eval(2, 0.25)
+        board.log_sample(2, "# é\n\n *x*")
+        figures, texts = shown(tmp_path)  # before it is closed
+        board.close()
+    assert figures.pop("loss/train")[0] == (0, 4.0)
+    assert figures == {
+        "loss/validation": [(0, 5.0)], "optimization/norm": [(0, 0.5)], "accuracy/hellaswag": [(2, 0.25)],
+        "optimization/learning_rate": [(0, pytest.approx(1e-3)), (1, float("inf"))],
+        "speed/tokens_per_second": [(0, 200.0), (1, 200.0)], "speed/percent_of_TF32_peak": [(0, 12.5)],
+    }  # fmt: skip
+    assert texts == {2: "    # é\n    \n     *x*"}
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    board = TensorBoard(None)
+    board.log_val(0, 5.0, 1.0)
+    board.log_sample(0, "text")
+    board.close()
+    assert list(tmp_path.iterdir()) == [] and board.lost == 0
+
+
+def test_a_full_disk_is_said_once_and_told_by_the_exit_code_and_what_was_written_before_is_shown(folder):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+    out, error = run(folder, "-x", "40", "-g", "0", "--tensorboard", "events", code=1, preexec_fn=limit)
+    assert re.findall(".* lost .*", out) == ["events: an event was lost (no space left on device); the run goes on"]
+    lost = int(re.fullmatch(r"error: events lacks (\d+) events that could not be written\n", error)[1])
+    steps = [step for step, _ in shown(folder / "events")[0]["loss/train"]]
+    assert "step   40/40" in out and 0 < len(steps) < 40 and lost >= 40 - len(steps)
+    assert steps == list(range(len(steps)))
+
+
+def test_what_cannot_work_is_refused_in_one_line_before_anything_is_written(folder):
+    (folder / "run.log").write_text("s:0 tel:1.0000\n")
+    (folder / "broken" / "tensorboard").mkdir(parents=True)
+    (folder / "broken" / "tensorboard" / "__init__.py").write_text("raise ImportError('none here')")
+    before = sorted(folder.rglob("*"))
+    for place, env, message in [
+        ("data_train.bin", {}, "data_train.bin: events cannot be written there; choose another --tensorboard"),
+        ("data_train.bin/x", {}, "data_train.bin/x: events cannot be written there; choose another --tensorboard"),
+        ("events", {"PYTHONPATH": str(folder / "broken"), "PYTHONDONTWRITEBYTECODE": "1"},
+         "--tensorboard needs TensorBoard; install it with: pip install tensorboard"),
+    ]:  # fmt: skip
+        _, error = run(folder, "--tensorboard", place, "-o", "run.log", code=1, env=os.environ | env)
+        assert error == f"error: {message}\n"
+    assert sorted(folder.rglob("*")) == before and (folder / "run.log").read_text() == "s:0 tel:1.0000\n"
+
+
+def test_a_run_whose_reader_leaves_goes_on_for_tensorboard(folder):
+    process = start(folder, "-x", "9", "--tensorboard", "events")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert process.stderr.read() == "cannot print any more (broken pipe): the run goes on, see events\n"
+    assert len(shown(folder / "events")[0]["loss/train"]) == 9
