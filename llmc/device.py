@@ -25,11 +25,20 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import numpy as np  # noqa: E402
 
 from llmc import cpu  # noqa: E402
-from llmc.errors import UserError  # noqa: E402
+from llmc.errors import UserError, first_line  # noqa: E402
 
 NVRTC_OPTIONS = ("--std=c++17",)
 PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
 CUBLAS_WORKSPACE = 32 << 20  # bytes
+
+
+# What to do where CUDA does not work, by a part of what it says.
+CUDA_REMEDY = "install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[ctk])"
+CUDA_REMEDIES = {
+    "InsufficientDriver": "update NVIDIA's driver, or install CuPy for the CUDA that it knows (cupy-cuda12x[ctk])",
+    "NoDevice": "nvidia-smi and CUDA_VISIBLE_DEVICES say which GPUs this program sees",
+    "DevicesUnavailable": "another program has the GPU to itself; nvidia-smi names it",
+}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -485,12 +494,11 @@ def use(kind: str = "auto") -> str:
         try:
             device = CudaDevice()
         except Exception as error:  # CuPy missing, no driver, no GPU, a driver too old: each its own type
-            words = [line.strip(" =") for line in str(error).splitlines()]
-            _why_not_cuda = next(filter(None, words), type(error).__name__)
+            _why_not_cuda = first_line(error)
             if kind == "cuda":
+                remedy = next((CUDA_REMEDIES[part] for part in CUDA_REMEDIES if part in _why_not_cuda), CUDA_REMEDY)
                 raise UserError(
-                    f"CUDA does not work here ({_why_not_cuda}): install CuPy for your driver (cupy-cuda12x[ctk] or "
-                    "cupy-cuda13x[ctk]), or run with --device cpu"
+                    f"CUDA does not work here ({_why_not_cuda}): {remedy}, or run with --device cpu"
                 ) from None
     _device = device or CpuDevice()
     forget_kernels()

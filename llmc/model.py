@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,17 +60,18 @@ class Model:
     def __init__(self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False):
         self.config, self.B, self.T, self.attention = config, B, T, attention
         self.acts_table, grads_acts_table = self.tables(attention)
-        sizes, absent, n = config.sizes() | {"B": B, "T": T}, config.absent, num_parameters(config)
-        lengths = {"parameters": n, "activations": layout(self.acts_table, sizes, ALIGNMENT, absent)[1]}
-        if not inference:
-            lengths |= {"gradients": n, "AdamW m": n, "AdamW v": n}
-            lengths["activation gradients"] = layout(grads_acts_table, sizes, ALIGNMENT, absent)[1]
+        sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
+        lengths = self.lengths(config, B, T, attention, inference)
         self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths.items()}
         free, _ = device.memory()
         if 4 * sum(lengths.values()) > free:
+            fitting = bisect_right(
+                range(1, B), free, key=lambda b: 4 * sum(self.lengths(config, b, T, attention, inference).values())
+            )
+            remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
             raise UserError(
                 f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
-                f"are free on {device.name()}: lower -b or -t, or choose a smaller model (-e)"
+                f"are free on {device.name()}: {remedy}, or choose a smaller model (-e)"
             )
         buffers = {name: device.empty((length,)) for name, length in lengths.items()}
         self.params_memory = buffers["parameters"]
@@ -106,6 +108,17 @@ class Model:
         """The tables of activations and of their gradients with this kind of attention."""
         activations, gradients = cls.ATTENTION_TABLES[attention]
         return cls.ACTIVATIONS + activations, cls.ACTIVATION_GRADIENTS + gradients
+
+    @classmethod
+    def lengths(cls, config: Config, B: int, T: int, attention: str, inference: bool) -> dict[str, int]:
+        """The floats of each buffer."""
+        activations, gradients = cls.tables(attention)
+        sizes, absent, n = config.sizes() | {"B": B, "T": T}, config.absent, num_parameters(config)
+        lengths = {"parameters": n, "activations": layout(activations, sizes, ALIGNMENT, absent)[1]}
+        if not inference:
+            lengths |= {"gradients": n, "AdamW m": n, "AdamW v": n}
+            lengths["activation gradients"] = layout(gradients, sizes, ALIGNMENT, absent)[1]
+        return lengths
 
     def acts(self, B: int, T: int) -> SimpleNamespace:
         """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""

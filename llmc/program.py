@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from llmc.errors import UserError
+from llmc.errors import UserError, first_line
 
 last_checkpoint = None  # of the run that this program is, set by who saves it
 
@@ -26,7 +26,7 @@ def run_program(
     except UserError as error:
         sys.exit(f"error: {error}")
     except MemoryError as error:
-        sys.exit(f"error: out of memory ({error}): {out_of_memory}{resume_advice()}")
+        sys.exit(f"error: out of memory ({first_line(error)}): {out_of_memory}{resume_advice()}")
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(interrupted_code)
@@ -35,12 +35,11 @@ def run_program(
     except Exception as error:
         if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
             raise
-        reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
         if type(error).__name__ in ("CompileException", "NVRTCError"):
             remedy = "CuPy and its CUDA do not fit together; reinstall cupy-cuda12x[ctk] or cupy-cuda13x[ctk]"
         else:
             remedy = "dmesg may name an Xid; nvidia-smi says whether the GPU still answers"
-        sys.exit(f"error: the GPU failed ({reason}): {remedy}{resume_advice()}")
+        sys.exit(f"error: the GPU failed ({first_line(error)}): {remedy}{resume_advice()}")
 
 
 def resume_advice() -> str:

@@ -1,5 +1,6 @@
 """The whole models against their definition in float64: logits, loss, every gradient, and ten AdamW steps."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -364,9 +365,15 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
     monkeypatch.setattr(dev, "memory", lambda: (5 << 20, 64 << 30))
     for name in ("empty", "zeros", "asarray"):
         monkeypatch.setattr(dev, name, no_allocation)
-    with pytest.raises(UserError, match=r"B=64, T=32 needs \d+ MiB.* 5 MiB are free on .*: lower -b or -t") as caught:
-        kind_of(config)(config, 64, 32, attention)
-    assert "\n" not in str(caught.value)
+    kind, needed = kind_of(config), r"needs \d+ MiB.* MiB are free on .*: "
+    with pytest.raises(UserError, match=rf"B=640, T=32 {needed}at most -b \d+ fits, or choose .*\(-e\)$") as caught:
+        kind(config, 640, 32, attention)
+    fitting = int(re.search(r"at most -b (\d+)", str(caught.value))[1])
+    bytes_of = [4 * sum(kind.lengths(config, B, 32, attention, False).values()) for B in (fitting, fitting + 1)]
+    assert bytes_of[0] <= 5 << 20 < bytes_of[1]
+    monkeypatch.setattr(dev, "memory", lambda: (1 << 16, 64 << 30))
+    with pytest.raises(UserError, match=f"B=640, T=32 {needed}-b 1 does not fit either, so lower -t"):
+        kind(config, 640, 32, attention)
 
 
 @pytest.mark.parametrize("config", [EVEN, LLAMA_ODD, PYTHIA_HEADS_OF_64], ids=name_of)

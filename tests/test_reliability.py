@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmc import device
 from llmc.checkpoint import read_record
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.logger import read_log
@@ -388,13 +389,15 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
 @pytest.mark.parametrize("kind, reason, remedy", [
     ("CUDARuntimeError", "cudaErrorECCUncorrectable: uncorrectable ECC error encountered", "dmesg may name an Xid"),
     ("NVRTCError", "NVRTC_ERROR_COMPILATION (6)", "reinstall cupy-cuda12x"),
+    ("OutOfMemoryError", "Out of memory allocating 8,589,934,592 bytes", "lower -b or -t"),
 ])  # fmt: skip
 def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, kind, reason, remedy):
     (folder / "failing.py").write_text(f"""
 import runpy, sys
 from llmc import device
 import kernels.adamw
-Failure = type({kind!r}, (RuntimeError,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
+base = MemoryError if {kind!r} == "OutOfMemoryError" else RuntimeError
+Failure = type({kind!r}, (base,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
 real = kernels.adamw.adamw_update
 def update(model, lr, beta1, beta2, eps, decay, t, clip):
     if t == 5:
@@ -406,7 +409,8 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     script = str(folder / "failing.py")
     out, error = run(folder, *SAVE, "-x", "9", "-n", "2", script=script, env=env, code=1)
-    assert error.startswith(f"error: the GPU failed ({reason}): ") and remedy in error and error.count("\n") == 1
+    what = "out of memory" if kind == "OutOfMemoryError" else "the GPU failed"
+    assert error.startswith(f"error: {what} ({reason}): ") and remedy in error and error.count("\n") == 1
     assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
     want = list(steps(run(folder, *SAVE, "-x", "9", "-y", "1")[0]))
     assert want == [5, 6, 7, 8, 9]
@@ -545,3 +549,72 @@ def test_the_table_says_why_a_run_is_not_on_the_gpu(folder, tmp_path):
     assert "| why not CUDA          | libnvrtc.so.13: cannot open shared object file" in out
     _, error = run(folder, "-x", "1", "--device", "cuda", base=without("--device"), env=env, code=1)
     assert error.startswith("error: CUDA does not work here (libnvrtc.so.13: ")
+    assert error.endswith("): install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[ctk]), or run with "
+                          "--device cpu\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("reason, remedy", [
+    ("cudaErrorNoDevice: no CUDA-capable device is detected", "nvidia-smi and CUDA_VISIBLE_DEVICES say"),
+    ("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version", "update NVIDIA's"),
+    ("cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable", "another program has the GPU"),
+])  # fmt: skip
+def test_a_gpu_that_cannot_be_had_is_one_line_with_the_remedy(folder, reason, remedy):
+    """A CuPy that can be imported and then finds this."""
+    cuda = folder / "cupy" / "cuda"
+    cuda.mkdir(parents=True)
+    (cuda.parent / "__init__.py").write_text("")
+    (cuda / "__init__.py").write_text(f"""
+class cublas: pass
+class runtime:
+    getDeviceProperties = None
+    def getDevice():
+        raise RuntimeError({reason!r})
+""")
+    (cuda / "device.py").write_text("get_cublas_handle = None")
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    out, _ = run(folder, "-x", "0", base=without("--device"), env=env)
+    assert f"| why not CUDA          | {reason} " in out
+    _, error = run(folder, "-x", "0", "--device", "cuda", base=without("--device"), env=env, code=1)
+    assert error.startswith(f"error: CUDA does not work here ({reason}): {remedy}") and error.count("\n") == 1
+
+
+@pytest.mark.long
+def test_twenty_thousand_steps_take_no_more_time_and_memory_than_the_first(folder):
+    """With validation, samples, a log and checkpoints on the way; on the GPU where there is one, by itself."""
+    kind = device.use()
+    flags = ["-x", "20000", "-v", "500", "-m", "2", "-s", "500", "-g", "8", "-o", "run.log", "--seed", "1",
+             "-n", "2000", "-nk", "2", "--grad-clip", "1", "--device", kind]  # fmt: skip
+    process = start(folder, *SAVE, *flags, base=FLAGS[: FLAGS.index("--device")])
+    memory, times = {}, []
+
+    def memory_now() -> list[int]:
+        """Host and device memory in KiB."""
+        resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        used = device.memory()[1] - device.memory()[0] if kind == "cuda" else 0
+        return [int(resident[1]), used >> 10]
+
+    for line in process.stdout:
+        if found := re.match(r"step +(\d+)/20000: .*\(([\d.]+) ms", line):
+            times.append(float(found[2]))
+            if len(times) in (4000, 19999):
+                memory[len(times)] = memory_now()
+    assert process.wait(timeout=60) == 0 and len(times) == 20000
+    early, late = np.median(times[1000:5000]), np.median(times[-4000:])
+    print(f"{kind}: {early:.4f} and {late:.4f} ms a step, {memory} KiB")
+    assert late < 1.1 * early
+    assert all(after <= before + 2048 for before, after in zip(memory[4000], memory[19999], strict=True)), memory
+
+
+def test_the_largest_batch_that_is_named_fits(folder):
+    if device.use() != "cuda":
+        pytest.skip("needs a GPU, whose memory is nobody else's")
+    free = device.memory()[0]
+    ballast = device.empty(((free - (3 << 30)) // 4,))  # 3 GiB are left
+    base = ["-e", "layers=2,heads=4,channels=256,maxT=1024", "-i", "data", "-t", "1024", "-g", "0", "-m", "1",
+            "-x", "3"]  # fmt: skip
+    for split in "train", "val":
+        write_tokens(folder / f"data_{split}.bin", np.zeros(1 << 20, np.int64))
+    _, error = run(folder, "-b", "1000", base=base, code=1)
+    fitting = int(re.search(r"at most -b (\d+) fits", error)[1])
+    run(folder, "-b", str(fitting), base=base)
+    assert fitting > 8 and ballast.nbytes > free // 2
