@@ -48,7 +48,6 @@ from llmc.program import run_program
 MOVED = {
     "layernorm_forward": "inp1 inp2 residual out",
     "layernorm_backward": "dout inp dinp dinp",
-    "layernorm_transposed": "inp out_T",
     "rmsnorm_forward": "inp out",
     "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
     "rmsnorm_backward": "dout inp dinp dinp",

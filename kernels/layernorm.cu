@@ -119,21 +119,3 @@ extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partial
         }
     });
 }
-
-// out_T (C,N) = the transposed output of forward, from its input and the mean and rstd it left. A block takes one tile.
-extern "C" __global__ void layernorm_transposed_kernel(float* out_T, const float* inp, const float* mean,
-                                                       const float* rstd, const float* weight, const float* bias,
-                                                       int N, int C) {
-    __shared__ Tile tile;
-    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
-    by_alignment(C % 4 == 0, [&](auto memory) {
-        tile.fill(n0, i0, N, C, [&](int n, int i, int) {
-            Four x = memory.load(inp + (size_t)n * C + i, C - i);
-            const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
-            for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - mean[n]) * w.x[k] + b.x[k];
-            return x;
-        });
-    });
-    __syncthreads();
-    store_transposed(out_T, tile, n0, i0, N, C);
-}

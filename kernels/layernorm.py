@@ -1,7 +1,7 @@
 """Layernorm with the residual connection in front of it: the launchers of layernorm.cu."""
 
 from kernels.dropout import Dropout
-from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS, add_partials
 from llmc import device
 from llmc.device import ceil_div
@@ -72,8 +72,6 @@ def layernorm_backward(
 
 
 def layernorm_transposed(out_T, inp, weight, bias, mean, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = the output of layernorm_forward, transposed, from its input and the mean and rstd it left."""
-    side = cu.block(16)
-    cu.layernorm_transposed_kernel(
-        (ceil_div(C, 64), ceil_div(B * T, 64)), (side, side), (out_T, inp, mean, rstd, weight, bias, B * T, C)
-    )
+    """out_T (C,B*T) = the output of layernorm_forward, transposed, recomputed from its input and the mean and rstd it
+    left."""
+    norm_transposed(out_T, inp, (weight, bias), mean, rstd, B, T, C)

@@ -67,7 +67,7 @@ def mean_and_rstd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @example(B=1, T=5, C=7)
 @example(B=3, T=43, C=130)
 @example(B=1, T=65, C=129)
-def test_layernorm_is_made_again_transposed(dev, B, T, C):
+def test_layernorm_is_recomputed_transposed(dev, B, T, C):
     rng = np.random.default_rng([B, T, C])
     x, weight, bias = normal(rng, B, T, C), normal(rng, C), normal(rng, C)
     with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
