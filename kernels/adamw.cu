@@ -4,17 +4,17 @@
 // Memory-bound: reads four floats and writes three for each parameter.
 #include "common.cuh"
 
-// grad_scale: one float on the device by which every gradient is multiplied (gradient clipping). Where it is NaN, the step
-// is not taken.
+// norm: what norm_kernel leaves. Every gradient is multiplied by norm[1]; where that is NaN, the step is not taken. A
+// gradient whose square is not finite leaves its parameter as it is, and norm[3] = 1 says so.
 // What is small beside 1 comes from the host in full precision: complement = 1 - beta (in fp32, 1 - 0.999 would be off by
 // 1e-5 of itself), and correction = 1 - beta^t.
-extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, const float* grad_scale,
-                                        size_t n, float lr, float beta1, float beta2, float complement1,
+extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, float* norm, size_t n,
+                                        float lr, float beta1, float beta2, float complement1,
                                         float complement2, float correction1, float correction2, float eps,
                                         float weight_decay) {
     const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
-    const float scale = *grad_scale;
+    const float scale = norm[1];
     if (scale != scale) return;
     const int left = n - i < 4 ? (int)(n - i) : 4;
     by_alignment(left == 4 && is_aligned(params), [&](auto memory) {  // all four buffers are aligned alike
@@ -22,6 +22,10 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
         const Four g = memory.load(grads + i, left);
         for (int k = 0; k < 4; k++) {
             const float grad = scale * g.x[k];
+            if (!(grad * grad < INFINITY)) {
+                norm[3] = 1.0f;
+                continue;
+            }
             m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
             v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
             const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);

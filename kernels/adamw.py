@@ -11,18 +11,18 @@ cu = device.source(__file__)
 
 
 def adamw(
-    params, grads, m, v, grad_scale, n: int,
+    params, grads, m, v, norm, n: int,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, t: int,
 ) -> None:  # fmt: skip
     """One AdamW step over n consecutive floats: params, m and v (n) are updated from grads (n).
 
-    grad_scale: a device array whose one float multiplies every gradient; where it is NaN, nothing changes. t counts
-    steps from 1.
+    norm (4): what global_norm leaves. norm[1] multiplies every gradient; where it is NaN, nothing changes. A gradient
+    whose square is not finite leaves its parameter as it is, and norm[3] = 1 says so. t counts steps from 1.
     """
     block = 256
     scalars = (lr, beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - beta1**t, 1.0 - beta2**t, eps, weight_decay)
     cu.adamw_kernel(
-        (ceil_div(n, 4 * block),), (block,), (params, grads, m, v, grad_scale, n, *map(np.float32, scalars))
+        (ceil_div(n, 4 * block),), (block,), (params, grads, m, v, norm, n, *map(np.float32, scalars))
     )
 
 
@@ -32,13 +32,16 @@ def adamw_update(
     """One AdamW step on all parameters of a model; t counts steps from 1. weight_decay applies to its matrices alone.
 
     grad_clip: the gradients are scaled down to this norm if theirs, which is left in model.norm[0], is larger; 0 leaves
-    them alone. Where their norm is not finite nothing changes, and model.norm[2] counts the step; without
-    model.skip_nonfinite nothing changes in the steps after it either.
+    them alone. Where the norm is not finite nothing changes, nor without model.skip_nonfinite in the steps after it.
+
+    Without grad_clip the norm is only that of norms' and biases' gradients, which are few: a NaN on its way through the
+    layers reaches them all the same. What is left is a weight's gradient that overflows by itself, and leaves its
+    parameter as it is.
     """
     n = model.grads_memory.size
-    global_norm(model.norm, model.grads_acts.partials, model.grads_memory, n, grad_clip, model.skip_nonfinite)
-    grad_scale = model.norm[1:]
+    checked = [model.grads_memory] if grad_clip else model.added_to
+    global_norm(model.norm, model.grads_acts.partials, checked, grad_clip, model.skip_nonfinite)
     for start, end, decayed in model.decay_ranges if weight_decay else [(0, n, False)]:
         buffers = model.params_memory, model.grads_memory, model.m_memory, model.v_memory
         decay = weight_decay if decayed else 0.0
-        adamw(*(x[start:end] for x in buffers), grad_scale, end - start, lr, beta1, beta2, eps, decay, t)
+        adamw(*(x[start:end] for x in buffers), model.norm, end - start, lr, beta1, beta2, eps, decay, t)

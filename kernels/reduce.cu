@@ -55,17 +55,19 @@ extern "C" __global__ void squares_partials_kernel(float* partials, const float*
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
-// One block: norm[0] = sqrt(sum of partials (P)); norm[2] counts the norms that were not finite; norm[1] = the factor
-// that brings a gradient of this norm down to at most `largest` (1 where it already is, or where largest is 0). It is NaN
-// where the norm is not finite, and without skip_nonfinite also where an earlier one was not.
+// One block: norm[0] = sqrt(sum of partials (P)); norm[1] = the factor that brings a gradient of this norm down to at
+// most `largest` (1 where it already is, or where largest is 0). norm[2] counts steps that were not finite: by their norm,
+// or because AdamW has set norm[3], which is 0 again. norm[1] is NaN where the norm is not finite, and without
+// skip_nonfinite also after such a step.
 extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P, float largest, int skip_nonfinite) {
     float sum = 0.0f;
     for (int p = threadIdx.x; p < P; p += blockDim.x) sum += partials[p];
     const float total = sqrtf(block_sum(sum));
     if (threadIdx.x > 0) return;
     const bool finite = total < INFINITY;
-    if (!finite) norm[2] += 1.0f;
     norm[0] = total;
+    norm[2] += norm[3] + (finite ? 0.0f : 1.0f);
+    norm[3] = 0.0f;
     norm[1] = largest == 0.0f || total <= largest ? 1.0f : largest / total;
     if (!finite || (norm[2] > 0.0f && !skip_nonfinite)) norm[1] = 0.0f * INFINITY;
 }

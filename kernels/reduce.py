@@ -41,14 +41,16 @@ def column_sum(out, scratch, inp, N: int, C: int) -> None:
     add_partials([out], scratch, chunks, C)
 
 
-def global_norm(norm, scratch, x, n: int, largest: float, skip_nonfinite: bool) -> None:
-    """norm[0] = the Euclidean norm of the n floats of x; norm[1] = min(1, largest / norm[0]), or 1 if largest is 0;
-    norm[2] += 1 where norm[0] is not finite.
+def global_norm(norm, scratch, arrays: list, largest: float, skip_nonfinite: bool) -> None:
+    """norm[0] = the Euclidean norm of all floats in some flat arrays; norm[1] = min(1, largest / norm[0]), or 1 if
+    largest is 0; norm[2] += 1 where norm[0] is not finite, and += norm[3], which is set to 0.
 
-    norm[1] is NaN where norm[0] is not finite; without skip_nonfinite also from then on, as long as norm[2] is not 0.
-    norm (3) is a device array; scratch holds at least 1024 floats.
+    norm[1] is NaN where norm[0] is not finite; without skip_nonfinite also as long as norm[2] is not 0. norm (4) is a
+    device array; scratch holds at least 1024 floats.
     """
-    block = cu.block(512)
-    blocks = max(1, min(1024, ceil_div(n, 4 * block)))
-    cu.squares_partials_kernel((blocks,), (block,), (scratch, x, n))
-    cu.norm_kernel((1,), (block,), (norm, scratch, blocks, np.float32(largest), int(skip_nonfinite)))
+    block, partials, used = cu.block(512), scratch.reshape(-1), 0
+    for x in arrays:
+        blocks = max(1, min(1024 // len(arrays), ceil_div(x.size, 4 * block)))
+        cu.squares_partials_kernel((blocks,), (block,), (partials[used:], x, x.size))
+        used += blocks
+    cu.norm_kernel((1,), (block,), (norm, partials, used, np.float32(largest), int(skip_nonfinite)))

@@ -28,8 +28,9 @@ class Model:
     acts_memory, grads_acts_memory                    activations and their gradients, and scratch
 
     The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
-    has neither gradients nor moments. norm (3,) is the norm of all gradients, the factor that clips them, and how many
-    steps had a norm that was not finite; skip_nonfinite says whether training goes on after such a step.
+    has neither gradients nor moments. norm (4,): a norm of gradients, the factor that clips them, how many steps were
+    not finite, and whether AdamW left a parameter out (kernels/adamw.py). skip_nonfinite says whether training goes on
+    after such a step.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
@@ -93,7 +94,7 @@ class Model:
         self.grads_acts_memory = buffers["activation gradients"]
         self.grads = name_tensors(self.grads_memory, config.PARAMETERS, sizes, 1, absent)
         self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes, absent=absent)
-        self.norm, self.skip_nonfinite = device.zeros((3,)), False
+        self.norm, self.skip_nonfinite = device.zeros((4,)), False
         device.fill_zero(self.m_memory)
         device.fill_zero(self.v_memory)
         self.decay_ranges = ranges(config.parameters(), sizes, self.MATRICES)

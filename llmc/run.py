@@ -117,7 +117,7 @@ class Run:
         self.batches = Batches(self.model, train_loader, self.batch_tokens // (B * T))
         self.validation = Batches(self.model, val_loader)
         self.questions = Batches(self.model, EvalLoader(args.hellaswag, B, T, V)) if args.hellaswag else None
-        self.norms = device.pinned((2, 3), np.float32)
+        self.norms = device.pinned((2, 4), np.float32)
         if args.checkpoint_dir:
             check_directory(args.checkpoint_dir, "checkpoints", "--checkpoint-dir")
         self.tensorboard = TensorBoard(args.tensorboard, self.first_step)
@@ -201,7 +201,7 @@ class Run:
         if self.stopped:
             print(f"stopped by {self.stop.name} after {step} of {self.steps} steps")
         if self.skipped:
-            print(f"steps left out because their loss or gradients were not finite: {self.skipped}")
+            print(f"steps whose loss or gradients were not finite: {self.skipped}")
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()
         self.tensorboard.close()
@@ -221,30 +221,33 @@ class Run:
 
     def finish_running_step(self) -> None:
         """Waits for the step that the device works on, if any, and reports it. Raises UserError for one whose loss or
-        gradients were not finite, unless such steps are skipped: the device has not changed the parameters then, nor
-        does it in the step that it may be working on by now."""
+        gradients were not finite, unless such steps are skipped: the device has left the parameters as they were, and
+        does so in the step that it may be working on by now."""
         if self.running is None:
             return
         step, before, started, end = self.running
         ms = self.timer.add(started, end.wait())
-        self.running, loss, norm = None, self.batches.mean_loss(step), float(self.norms[step % 2, 0])
+        norm, _, _, overflow = map(float, self.norms[step % 2])
+        self.running, loss = None, self.batches.mean_loss(step)
         rate, speed, percent = self.learning_rate(step), 1000 * self.batch_tokens / ms, percent_of_peak(self.flops, ms)
         shown = norm if self.args.grad_clip else None
         print_step(step + 1, self.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
         self.logger.log_train(step, loss)
-        self.tensorboard.log_train(step, loss, norm, rate, speed, percent)
-        if isfinite(norm):
+        self.tensorboard.log_train(step, loss, shown, rate, speed, percent)
+        if isfinite(norm) and not overflow:
             return
-        what = f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: not finite"
+        left = "so parameters with such a gradient are" if overflow else "so all parameters are"
+        what = f"step {step + 1}: its loss ({loss:g}) or gradients are not finite, {left} left as they were"
         if self.args.skip_nonfinite:
             self.skipped += 1
-            print(f"{what}, so it is left out; {self.skipped} so far", flush=True)
+            print(f"{what}; {self.skipped} such steps so far", flush=True)
             return
-        self.save(step, before)
+        if not overflow:
+            self.save(step, before)
         raise UserError(
-            f"{what}, so the parameters are left as they were before it. A learning rate that is too high (-l, -u), "
-            "gradients that are not clipped (--grad-clip 1), or damaged weights or data lead there; --skip-nonfinite "
-            f"leaves such steps out; last good checkpoint: {program.last_checkpoint or 'none'}"
+            f"{what}. A learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or "
+            "damaged weights or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: "
+            f"{program.last_checkpoint or 'none'}"
         )
 
     def validate(self, step: int) -> bool:

@@ -19,10 +19,10 @@ def check(dev, n: int, lr: float, beta1: float, beta2: float, eps: float, weight
     with guarded(dev, shift=n % 4) as memory:
         params = memory.update(start)
         m, v = memory.update(np.zeros(n, np.float32)), memory.update(np.zeros(n, np.float32))
-        grad_scale = memory.read(np.array([scale], np.float32))
+        norm = memory.read(np.array([0, scale, 0, 0], np.float32))
         for t in range(1, STEPS + 1):
             grad = memory.read(grads[t - 1])
-            adamw(params, grad, m, v, grad_scale, n, lr, beta1, beta2, eps, weight_decay, t)
+            adamw(params, grad, m, v, norm, n, lr, beta1, beta2, eps, weight_decay, t)
     want = leaf(start)
     optimizer = torch.optim.AdamW([want], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
     for grad in grads:
@@ -51,7 +51,23 @@ def test_a_step_whose_gradients_have_no_scale_changes_nothing(dev):
     start = [normal(np.random.default_rng(0), 1030) for _ in range(3)]
     with guarded(dev) as memory:
         params, m, v = (memory.update(values) for values in start)
-        grads, scale = memory.read(np.full(1030, np.nan, np.float32)), memory.read(np.full(1, np.nan, np.float32))
-        adamw(params, grads, m, v, scale, 1030, 0.1, 0.9, 0.999, 1e-8, 0.1, 1)
+        norm = memory.read(np.array([1, np.nan, 0, 0], np.float32))
+        adamw(params, memory.read(start[0]), m, v, norm, 1030, 0.1, 0.9, 0.999, 1e-8, 0.1, 1)
     for ours, before in zip((params, m, v), start, strict=True):
         assert np.array_equal(dev.to_host(ours), before)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e19])
+def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_says_so(dev, value):
+    start = [normal(np.random.default_rng(0), 1030) for _ in range(3)]
+    grads, spoiled = normal(np.random.default_rng(1), 1030), np.array([0, 517, 1027, 1029])
+    grads[spoiled] = value
+    with guarded(dev) as memory:
+        params, m, v = (memory.update(values) for values in start)
+        v = memory.update(np.square(start[2]))
+        norm = memory.update(np.array([1, 1, 0, 0], np.float32))
+        adamw(params, memory.read(grads), m, v, norm, 1030, 0.1, 0.9, 0.999, 1e-8, 0.1, 1)
+    for ours, before in zip((params, m, v), (*start[:2], np.square(start[2])), strict=True):
+        same = dev.to_host(ours) == before
+        assert same[spoiled].all() and not np.delete(same, spoiled).any() and np.isfinite(dev.to_host(ours)).all()
+    assert dev.to_host(norm)[3] == 1

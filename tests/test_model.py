@@ -52,6 +52,9 @@ def name_of(value) -> str:
     return "-".join([value.NAME.replace(" ", ""), f"C{value.channels}{groups}", *form])
 
 
+ONE_OF_EACH = [
+    (ODD, "relu"), (HEADS_OF_64, "flash"), (LLAMA_ODD, "softmax"), (GROUPS_OF_64, "flash"), (PYTHIA_ODD, "softmax")
+]  # fmt: skip
 each_model = pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
 CONFIGS = [ODD, EVEN, HEADS_OF_64, LLAMA_ODD, GROUPS_OF_64, *PYTHIAS]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
@@ -224,7 +227,7 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
 
 
 @pytest.mark.parametrize("skip", [False, True])
-@each_model
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, attention, skip):
     (B, T), steps = batch_shape(config), 6
     model = build(product_dev, config, B, T, attention, flat_parameters(config))
@@ -247,6 +250,37 @@ def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, att
             product_dev.synchronize()
     assert changes == [[step < 3 or skip and step > 3] * 3 for step in range(steps)]
     assert product_dev.to_host(model.norm)[2] == 1
+
+
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
+def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config, attention):
+    """A NaN in something that forward has kept for backward, a layer at a time."""
+    (B, T), flat = batch_shape(config), flat_parameters(config)
+    model = build(product_dev, config, B, T, attention, flat)
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    kept = [row[0] for row in without(model.tables(attention)[0], config.absent) if row[1][0] == "L"]
+    for name in kept:
+        for layer in range(config.num_layers):
+            send(product_dev, model, inputs, targets)
+            model.zero_grad()
+            model.forward(B, T)
+            cross_entropy_loss(model, B, T, 1 / (B * T))
+            spoiled = getattr(model.acts(B, T).layer[layer], name).reshape(-1)[:1]
+            product_dev.copy_in(spoiled, np.full(1, np.nan, np.float32))
+            model.backward(B, T)
+            adamw_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+            norm, _, _, left_out = product_dev.to_host(model.norm)
+            params = product_dev.to_host(model.params_memory)
+            assert np.isfinite(params).all()
+            if np.isfinite(norm):
+                assert left_out, (name, layer)
+            else:
+                assert np.array_equal(params, flat), (name, layer)
+            product_dev.copy_in(model.params_memory, flat)
+            for buffer in (model.m_memory, model.v_memory, model.norm):
+                assert np.isfinite(product_dev.to_host(buffer)[2:]).all()
+                product_dev.fill_zero(buffer)
+            product_dev.synchronize()
 
 
 @each_model

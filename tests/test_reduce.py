@@ -37,28 +37,30 @@ def test_add_partials_adds_to_each_output_that_is_there(dev, P, C, outs, missing
             assert_close("sum of partials", out, leaf(partials).sum(0)[s] + leaf(before)[s], KERNEL_FP32)
 
 
-@given(n=st.integers(1, 5000), largest=st.sampled_from([0.0, 0.1, 1.0, 1e6]))
-@example(n=4096, largest=1.0)
-@example(n=1, largest=1.0)
-@example(n=2_200_003, largest=1.0)  # more than 1024 blocks take in one pass
-def test_global_norm_gives_the_norm_and_the_factor_that_clips_it(dev, n, largest):
-    x = normal(np.random.default_rng(n), n)
+@given(n=st.integers(1, 5000), largest=st.sampled_from([0.0, 0.1, 1.0, 1e6]), parts=st.integers(1, 5))
+@example(n=4096, largest=1.0, parts=1)
+@example(n=1, largest=1.0, parts=1)
+@example(n=2_200_003, largest=1.0, parts=1)  # more than 1024 blocks take in one pass
+@example(n=3_300_003, largest=1.0, parts=3)
+def test_global_norm_gives_the_norm_and_the_factor_that_clips_it(dev, n, largest, parts):
+    rng = np.random.default_rng(n)
+    x, cuts = normal(rng, n), np.sort(rng.integers(0, n, parts - 1))
     with guarded(dev, shift=n % 4) as memory:
-        norm = memory.update(np.zeros(3, np.float32))
-        global_norm(norm, memory.scratch(1024), memory.read(x), n, largest, False)
+        norm = memory.update(np.zeros(4, np.float32))
+        global_norm(norm, memory.scratch((32, 32)), [memory.read(part) for part in np.split(x, cuts)], largest, False)
     want = np.linalg.norm(x.astype(np.float64))
     assert_close("norm", norm[:1], np.array([want]), KERNEL_FP32)
     factor = min(1.0, largest / want) if largest > 0 else 1.0
     assert_close("clip factor", norm[1:2], np.array([factor]), KERNEL_FP32)
-    assert dev.to_host(norm)[2] == 0
+    assert not dev.to_host(norm)[2:].any()
 
 
 @pytest.mark.parametrize("largest", [0.0, 1.0])
 def test_a_gradient_of_zeros_is_not_scaled(dev, largest):
     with guarded(dev) as memory:
-        norm = memory.update(np.zeros(3, np.float32))
-        global_norm(norm, memory.scratch(1024), memory.read(np.zeros(9, np.float32)), 9, largest, False)
-    assert dev.to_host(norm).tolist() == [0.0, 1.0, 0.0]
+        norm = memory.update(np.zeros(4, np.float32))
+        global_norm(norm, memory.scratch(1024), [memory.read(np.zeros(9, np.float32))], largest, False)
+    assert dev.to_host(norm).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("largest", [0.0, 1.0])
@@ -67,10 +69,17 @@ def test_a_gradient_of_zeros_is_not_scaled(dev, largest):
 def test_after_a_norm_that_is_not_finite_gradients_have_no_factor(dev, spoiled, skip, largest):
     bad, good = np.ones((2, 1000), np.float32)
     bad[567] = spoiled
-    seen, norm, scratch = [], dev.zeros((3,)), dev.empty((1024,))
+    seen, norm, scratch = [], dev.zeros((4,)), dev.empty((1024,))
     for x in (good, bad, good, bad):
-        global_norm(norm, scratch, dev.asarray(x), 1000, largest, skip)
+        global_norm(norm, scratch, [dev.asarray(good), dev.asarray(x)], largest, skip)
         seen.append(dev.to_host(norm))
     assert [float(norm[2]) for norm in seen] == [0, 1, 1, 2]
     assert [bool(np.isfinite(norm[0])) for norm in seen] == [True, False, True, False]
     assert [bool(np.isfinite(norm[1])) for norm in seen] == [True, False, skip, False]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_parameter_that_was_left_out_counts_as_a_norm_that_is_not_finite(dev, skip):
+    norm = dev.asarray(np.array([0, 0, 0, 1], np.float32))
+    global_norm(norm, dev.empty((1024,)), [dev.asarray(np.ones(4, np.float32))], 0.0, skip)
+    assert dev.to_host(norm)[[0, 2, 3]].tolist() == [2, 1, 0] and bool(np.isfinite(dev.to_host(norm)[1])) == skip

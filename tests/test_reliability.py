@@ -450,9 +450,9 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
     shutil.rmtree(folder / "run")
     out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", "2", code=1)
     assert error == (
-        "error: step 6: loss nan, gradient norm nan: not finite, so the parameters are left as they were before it. A "
-        "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights "
-        "or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000005\n"
+        "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. A "
+        "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights or "
+        "data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000005\n"
     )
     assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want
     again, _ = run(folder, *flags, "-x", "9", "-y", "1")
@@ -461,24 +461,24 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
 
 def test_a_first_step_that_is_not_finite_writes_nothing(folder):
     _, error = spoiled_run(folder, {3}, *SAVE, "-x", "3", code=1)
-    assert error.startswith("error: step 1: loss nan") and error.endswith("; last good checkpoint: none\n")
+    assert error.startswith("error: step 1: its loss (nan)") and error.endswith("; last good checkpoint: none\n")
     assert not (folder / "run").exists()
 
 
 def test_a_rate_that_is_too_high_stops_the_run(folder):
     out, error = run(folder, *SAVE, "-x", "20", "-l", "1e30", code=1)
-    assert re.match(r"error: step \d+: loss \S+, gradient norm (nan|inf): not finite", error)
+    assert re.match(r"error: step \d+: its loss \(\S+\) or gradients are not finite", error)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(folder):
     flags = [*SAVE, "--skip-nonfinite", "-l", "1e-2"]
     out, _ = spoiled_run(folder, {5, 7}, *flags, "-x", "6", "-n", "4", code=0)
-    assert re.findall(r"^step (\d+): loss nan, .* (\d) so far$", out, re.M) == [("3", "1"), ("5", "2")]
-    assert "steps left out because their loss or gradients were not finite: 2\n" in out
+    assert re.findall(r"^step (\d+): its loss \(nan\).*; (\d) such .*$", out, re.M) == [("3", "1"), ("5", "2")]
+    assert "steps whose loss or gradients were not finite: 2\n" in out
     assert np.isfinite(np.frombuffer(contents(folder, 6)[0][1024:], "<f4")).all()
     shutil.rmtree(folder / "run" / "step_00000006")
     out, _ = run(folder, *SAVE, "-y", "1")  # the flag is recorded, and so is the count
-    assert "steps left out because their loss or gradients were not finite: 1\n" in out
+    assert "steps whose loss or gradients were not finite: 1\n" in out
 
 
 def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder):
