@@ -58,11 +58,8 @@ class Model:
     def __init__(self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False):
         self.config, self.B, self.T, self.attention = config, B, T, attention
         self.acts_table, grads_acts_table = self.tables(attention)
-        sizes, absent, n = config.sizes() | {"B": B, "T": T}, config.absent, num_parameters(config)
-        lengths = {"parameters": n, "activations": layout(self.acts_table, sizes, ALIGNMENT, absent)[1]}
-        if not inference:
-            lengths |= {"gradients": n, "AdamW m": n, "AdamW v": n}
-            lengths["activation gradients"] = layout(grads_acts_table, sizes, ALIGNMENT, absent)[1]
+        sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
+        lengths = self.lengths(config, B, T, attention, inference)
         self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths.items()}
         free, _ = device.memory()
         if 4 * sum(lengths.values()) > free:
@@ -99,6 +96,18 @@ class Model:
             for start, end, product in ranges(config.parameters(), sizes, self.PRODUCTS)
             if not product
         ]
+
+    @classmethod
+    def lengths(cls, config: Config, B: int, T: int, attention: str, inference: bool = False) -> dict[str, int]:
+        """The buffers that a model allocates, by the name of what they hold, in floats."""
+        sizes, n = config.sizes() | {"B": B, "T": T}, num_parameters(config)
+        activations, gradients = (layout(t, sizes, ALIGNMENT, config.absent)[1] for t in cls.tables(attention))
+        if inference:
+            return {"parameters": n, "activations": activations}
+        return {
+            "parameters": n, "activations": activations, "gradients": n, "AdamW m": n, "AdamW v": n,
+            "activation gradients": gradients,
+        }  # fmt: skip
 
     @classmethod
     def tables(cls, attention: str) -> tuple[Table, Table]:
