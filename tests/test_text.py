@@ -24,7 +24,7 @@ from dev import export_hf
 from llmc.arguments import parse_arguments
 from llmc.dataloader import find_token_files, open_tokens
 from llmc.errors import UserError
-from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, load_model_tokenizer
+from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, load_model_tokenizer
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,7 @@ def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
     for texts in found.values():
         assert texts == [text for text in wanted if text in texts]  # in order
     assert "2 binary, 2 damaged, 2 empty, 1 lines empty, 1 not readable, 1 of another kind" in said
-    assert f"documents   12 (train {len(found['train'])}, val {len(found['val'])}), after 0" in said
+    assert f"documents   12 (train {len(found['train'])}, val {len(found['val'])}); duplicates removed: 0" in said
 
 
 def test_html_loses_tags_and_what_no_browser_shows():
@@ -186,7 +186,7 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     said = prepare("a.parquet", "-o", "x", "--tokenizer", "bytes", "--val", "0.4", "--field", "body")
     assert sorted(documents("x", "train") + documents("x", "val")) == sorted(row.replace("\r", "") for row in rows)
     assert "2 rows empty" in said and len(module.units_of(module.find_files(["a.parquet"], Counter()), "body")) > 2
-    assert "50 duplicates" in prepare(
+    assert "duplicates removed: 50" in prepare(
         "a.parquet", "b.parquet.gz", "-o", "y", "--tokenizer", "bytes", "--val", "0.4", "--field", "body"
     )
     message = refusal(prepare, "a.parquet", "-o", "z", "--tokenizer", "bytes")
@@ -204,7 +204,7 @@ def test_duplicates_are_removed_wherever_they_are(prepare, monkeypatch):
     monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
     for name, compared in (("x", text.COMPARED), ("y", 5)):  # one range of hashes, and sixteen
         monkeypatch.setattr(text, "COMPARED", compared)
-        assert "20 duplicates" in prepare("in", "copies", "-o", name, "--tokenizer", "bytes", "--val", "0.3")
+        assert "duplicates removed: 20\n" in prepare("in", "copies", "-o", name, "--tokenizer", "bytes", "--val", "0.3")
         numbers = [[int(text.split()[0]) for text in documents(name, split)] for split in ("train", "val")]
         assert sorted(sum(numbers, [])) == list(range(60)) and all(each == sorted(each) for each in numbers)
     assert contents() and open_tokens("x_train_000000.bin").tolist() == open_tokens("y_train_000000.bin").tolist()
@@ -286,24 +286,33 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monke
     assert "there already" in make("whole")
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_files():
+def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files():
     write_texts("in", range(40), words=300)
     start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 3"
-    code = f"{start}; text.recommend = lambda *args: []; text.main()"
-    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "9999", "--workers", "2"]
+    code = f"{start}; text.recommend = lambda *args: []; text.run(text.main)"
+    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "1999", "--workers", "2"]
     command = [sys.executable, "-c", code, SCRIPTS, *args, "-o"]
     os.makedirs("whole")
     subprocess.run([*command, "whole/x"], check=True, capture_output=True)
-    os.makedirs("killed")
-    for killed_at in ("read/000004.npz", "x_train_000001.bin"):
-        process = subprocess.Popen([*command, "killed/x"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not Path("killed/x_work", killed_at).exists():
+    os.makedirs("stopped")
+    for stopped_at, stop in (("read/000004.npz", signal.SIGKILL), ("x_train_000001.bin", signal.SIGINT)):
+        process = subprocess.Popen(
+            [*command, "stopped/x"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        while process.poll() is None and not Path("stopped/x_work", stopped_at).exists():
             time.sleep(0.001)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        assert not list(Path("killed").glob("x_*.bin"))
-    subprocess.run([*command, "killed/x"], check=True, capture_output=True)
-    assert contents("killed") == contents("whole")
+        if stop == signal.SIGKILL:
+            process.kill()  # the main process alone: the others follow it
+            assert process.wait() == -signal.SIGKILL
+        else:
+            os.killpg(process.pid, signal.SIGINT)  # all of them, as Ctrl-C does
+            said = process.communicate()[1]
+            assert said.endswith("interrupted; run the same command again to go on\n") and "Traceback" not in said
+            assert process.returncode == 1
+        assert not list(Path("stopped").glob("x_*.bin"))
+    subprocess.run([*command, "stopped/x"], check=True, capture_output=True)
+    assert contents("stopped") == contents("whole")
 
 
 def test_a_run_that_goes_on_with_other_options_or_texts_is_refused(prepare, monkeypatch):
@@ -389,11 +398,13 @@ def test_a_vocabulary_or_a_text_that_is_too_small_is_said_and_can_be_mended(prep
     assert "too little text" in refusal(prepare, "in/few", "-o", "y", "--tokenizer", "bytes", "--val", "0.3")
 
 
-def test_as_a_program_it_refuses_in_one_line():
+def test_as_a_program_it_refuses_in_one_line(prepare, capsys):
     assert run("nothing", "-o", "x", "--tokenizer", "bytes", code=1).startswith("error: nothing: no such file")
     for flags in (["--val", "0"], ["--val", "1"], ["--train-tokenizer", "256"], ["--longest", "500000"],
                   ["--tokenizer", "bytes", "--train-tokenizer", "300"]):  # fmt: skip
-        assert run("in", "-o", "x", *flags, code=2).startswith("error: ")
+        with pytest.raises(SystemExit, match="2"):
+            prepare("in", "-o", "x", *flags)
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later():
@@ -424,6 +435,15 @@ def test_a_package_that_is_missing_is_asked_for(prepare, monkeypatch, package):
 
 
 # Tokenizers
+
+
+def test_the_longest_document_can_be_split_even_if_it_is_white_space():
+    import text
+
+    n = text.MOST_CHARACTERS - 1
+    for space in (" ", "\n"):
+        assert len(byte_encoding().encode_ordinary(space * n + "a")) == n + 1
+
 
 AWKWARD = [
     "", " ", "  two  spaces ", "\n\n\n", "tab\there", "it's WE'LL don’t", "naïve café", "你好，世界", "🙂🙃👩‍👩‍👧",

@@ -170,8 +170,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def start_worker() -> None:
-    """Leaves Ctrl-C to the main process, and ends where that one does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Prepares a process, which is to end where the main one does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def follow() -> None:
@@ -190,7 +189,9 @@ def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[An
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
         try:
             for job in jobs:
+                before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which processes inherit: Ctrl-C is not for them
                 waiting.append(pool.submit(work, *job))
+                signal.signal(signal.SIGINT, before)
                 if len(waiting) > 2 * workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -482,7 +483,7 @@ def print_summary(out: Path, summary: dict[str, Any]) -> None:
         return f"{sum(of.values()):,} ({', '.join(f'{name} {number:,}' for name, number in of.items())})"
 
     characters, tokens = sum(summary["characters"].values()), sum(summary["tokens"].values())
-    print(f"documents   {split(summary['documents'])}, after {summary['duplicates']:,} duplicates were removed")
+    print(f"documents   {split(summary['documents'])}; duplicates removed: {summary['duplicates']:,}")
     print(f"skipped     {reasons(summary['skipped']) or 'nothing'}")
     print(f"characters  {split(summary['characters'])}")
     print(f"bytes       {split(summary['bytes'])}, in UTF-8")
