@@ -15,7 +15,7 @@ from pathlib import Path
 from llmc import device  # first: it sets what NumPy must find in the environment
 
 from llmc.arguments import Parser, add_device_arguments, natural, non_negative, positive  # isort: skip
-from llmc.checkpoint import model_path, read_model_header, read_record
+from llmc.checkpoint import model_path, read_model_header, training_flags
 from llmc.errors import UserError
 from llmc.files import first_word
 from llmc.generation import continuation
@@ -36,13 +36,10 @@ def kind_of(path: Path) -> type[Model]:
     return next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
 
 
-def trained_attention(path: Path, asked: str) -> str:
-    """The attention to use: ReLU where the checkpoint was trained with it, else what was asked for. Raises UserError
-    where that computes something else than what was trained."""
-    if not (path.name == "model.bin" and (path.parent / "state.json").is_file()):
-        return asked
-    trained = read_record(path.parent)["state"].get("flags", {}).get("attention", asked)
-    if asked != "auto" and (asked == "relu") != (trained == "relu"):
+def trained_attention(path: Path, trained: str | None, asked: str) -> str:
+    """The attention to use: ReLU where the model was trained with it, else what was asked for. trained: what a
+    checkpoint says. Raises UserError where what was asked for computes something else than what was trained."""
+    if trained and asked != "auto" and (asked == "relu") != (trained == "relu"):
         raise UserError(f"-a {asked}: {path.parent} was trained with {trained} attention: leave -a out")
     return "relu" if trained == "relu" else asked
 
@@ -72,12 +69,14 @@ def main(arguments: list[str] | None = None) -> None:
     config = read_model_header(path, kind.Config)
     if args.context and args.context > config.max_seq_len:
         raise UserError(f"-t {args.context} is above the model's longest sequence, {config.max_seq_len}: lower -t")
-    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer)
+    trained = training_flags(path)
+    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained.get("data"), bool(args.prompt))
     tokens = [tokenizer.bos, *tokenizer.encode(args.prompt)]
     T = min(args.context or config.max_seq_len, len(tokens) + args.tokens)
     if len(tokens) > T:
         print(f"the prompt has {len(tokens)} tokens, of which the model sees only the last {T}", file=sys.stderr)
-    attention = kind.choose_attention(trained_attention(path, args.attention), config.channels, config.num_heads)
+    attention = trained_attention(path, trained.get("attention"), args.attention)
+    attention = kind.choose_attention(attention, config.channels, config.num_heads)
     model = build_from_file(kind, path, 1, T, attention, inference=True)
 
     decoder, sampler = StreamDecoder(tokenizer), Sampler(args.seed)

@@ -3,9 +3,9 @@
     python dev/export_hf.py model.bin -o my_gpt2
     python -c "from transformers import GPT2LMHeadModel; GPT2LMHeadModel.from_pretrained('my_gpt2')"
 
-Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given or found beside the model,
-the tokenizer. The logits are the same, to rounding, for a model that was trained with softmax or flash attention;
-transformers has no ReLU attention.
+Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given, or found beside the model
+or the data that it was trained on, the tokenizer. The logits are the same, to rounding, for a model that was trained
+with softmax or flash attention; transformers has no ReLU attention.
 """
 
 import json
@@ -22,11 +22,11 @@ import numpy as np
 from dev.huggingface import config_json, named_tensors
 from generate import kind_of
 from llmc.arguments import Parser
-from llmc.checkpoint import model_path, read_model
+from llmc.checkpoint import model_path, read_model, training_flags
 from llmc.errors import UserError
 from llmc.program import run_program
 from llmc.tensors import num_parameters
-from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters
+from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters, model_tokenizers
 
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most, if no tensor is larger
 
@@ -65,12 +65,13 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Path | None, Tokenizer | None]:
-    """The tokenizer file that is given, or a .json beside the model, and what it holds.
+    """The tokenizer file that is given, or one of the model or of the data that it was trained on, and what it holds: a
+    .json, or where there is none a .bin, which is taken to split text as GPT-2 does.
 
     Raises UserError where the given one is not for a model of vocab_size tokens; one that is found is left out then.
     """
-    beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
-    for path in [given] if given else filter(Path.is_file, beside):
+    found = model_tokenizers(model, training_flags(model).get("data"))
+    for path in [given] if given else [path for path in found if path.suffix == ".json"] or found:
         try:
             tokenizer = Tokenizer.load(path)
             if tokenizer.fits(vocab_size):

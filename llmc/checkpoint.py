@@ -309,6 +309,14 @@ def read_record(path: Path) -> dict:
         raise UserError(f"{name}: damaged; {_remedy(path)}") from None
 
 
+def training_flags(model: Path) -> dict:
+    """The flags that the model in a checkpoint was trained with, as far as they are recorded; none for a model by
+    itself. Raises UserError as `read_record` does."""
+    if model.name != "model.bin" or not (model.parent / "state.json").is_file():
+        return {}
+    return read_record(model.parent)["state"].get("flags", {})
+
+
 def _parse_record(path: Path) -> dict:
     record = json.loads((path / "state.json").read_bytes())
     if record.pop("crc32") != _record_crc32(record) or not {"step", "files", "state"} <= record.keys():

@@ -105,6 +105,18 @@ class Model:
         ]
 
     @classmethod
+    def lengths(cls, config: Config, B: int, T: int, attention: str, inference: bool = False) -> dict[str, int]:
+        """The buffers that a model allocates, by the name of what they hold, in floats."""
+        sizes, n = config.sizes() | {"B": B, "T": T}, num_parameters(config)
+        activations, gradients = (layout(t, sizes, ALIGNMENT, config.absent)[1] for t in cls.tables(attention))
+        if inference:
+            return {"parameters": n, "activations": activations}
+        return {
+            "parameters": n, "activations": activations, "gradients": n, "AdamW m": n, "AdamW v": n,
+            "activation gradients": gradients,
+        }  # fmt: skip
+
+    @classmethod
     def tables(cls, attention: str) -> tuple[Table, Table]:
         """The tables of activations and of their gradients with this kind of attention."""
         activations, gradients = cls.ATTENTION_TABLES[attention]

@@ -33,6 +33,9 @@ GPT2_PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
 OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # names of what may end a text, or a part of it
 
+# What stands beside a tokenizer.json and may name the token that ends a text; x_config.json beside x_tokenizer.json.
+NEIGHBOURS = ("tokenizer_config.json", "config.json", "generation_config.json")
+
 MOST_TOKENS = 1 << 20  # no vocabulary is as large; a damaged file's may seem so
 
 REMEDY = "fetch gpt2_tokenizer.bin with dev/download_starter_pack.sh, or make one with a script in dev/data/"
@@ -110,9 +113,13 @@ class Tokenizer:
         """
         return self.encoding.encode_ordinary(text)
 
-    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts found somewhere, on all cores; a special token's name in them is text like any other."""
-        return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
+        """The tokens of texts found somewhere; a special token's name in them is text like any other.
+
+        num_threads: as many as there are cores, unless it is given. (The tokenizers library, which reads a .json, heeds
+        TOKENIZERS_PARALLELISM=false in the environment instead.)
+        """
+        return self.encoding.encode_ordinary_batch(texts, num_threads=num_threads or os.cpu_count() or 1)
 
     @cached_property
     def encoding(self) -> tiktoken.Encoding:
@@ -170,13 +177,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that somebody typed in; a special token's name in it stands for that token, as it does
         in transformers."""
-        return self._library.encode(_without_surrogates(text), add_special_tokens=False).ids
+        return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
 
-    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         self._library.encode_special_tokens = True  # as text
         try:
             encodings = self._library.encode_batch_fast(
-                [_without_surrogates(text) for text in texts], add_special_tokens=False
+                [without_surrogates(text) for text in texts], add_special_tokens=False
             )
         finally:
             self._library.encode_special_tokens = False
@@ -273,8 +280,8 @@ def _end_of_text(path: Path, tokens: list[bytes]) -> int:
 def _ends_of_text(path: Path) -> Iterator[Any]:
     """The names and ids of tokens that may end a text, the likeliest first; what a neighbour holds is not checked."""
     yield from TEXT_ENDS
-    prefix = path.name.rpartition("tokenizer.json")[0]  # x_tokenizer.json stands beside x_config.json
-    for neighbour in ("tokenizer_config.json", "config.json", "generation_config.json"):
+    prefix = path.name.rpartition("tokenizer.json")[0]
+    for neighbour in NEIGHBOURS:
         neighbour = path.with_name(prefix + neighbour)
         if neighbour.is_file():
             content = _read_json(neighbour)
@@ -284,7 +291,7 @@ def _ends_of_text(path: Path) -> Iterator[Any]:
     yield from OTHER_ENDS
 
 
-def _without_surrogates(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Text that UTF-8 can hold: halves of characters, of which Python's strings may have some, become U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -342,29 +349,45 @@ def write_tokenizer(path: str | Path, tokens: list[bytes], eot: int) -> None:
 def find_tokenizer(data: str | Path, directory: str | Path = ".") -> Path | None:
     """The tokenizer for a dataset given as prefix, file or glob: its own `<prefix>_tokenizer.bin` or
     `<prefix>_tokenizer.json`, else `gpt2_tokenizer.bin` in `directory`, else None."""
+    files = (*_own_tokenizers(data), Path(directory) / "gpt2_tokenizer.bin")
+    return next((path for path in files if path.is_file()), None)
+
+
+def _own_tokenizers(data: str | Path) -> list[Path]:
+    """Where a dataset's own tokenizer may be, the .bin before the .json."""
     prefix = str(data)
     for split in ("_train", "_val"):
         head, found, tail = prefix.rpartition(split)
         if found and "/" not in tail:
             prefix = head
-    own = [Path(f"{prefix}_tokenizer{suffix}") for suffix in (".bin", ".json")]
-    return next((path for path in (*own, Path(directory) / "gpt2_tokenizer.bin") if path.is_file()), None)
+    return [Path(f"{prefix}_tokenizer{suffix}") for suffix in (".bin", ".json")]
 
 
-def load_model_tokenizer(model: Path, vocab_size: int, file: Path | None = None) -> Tokenizer:
-    """The tokenizer of a model of vocab_size tokens: the file that is named, else what stands beside the model, else
+def model_tokenizers(model: Path, data: str | None = None) -> list[Path]:
+    """The tokenizer files that there are for a model, the best first: beside it `<model>_tokenizer.json`,
+    `tokenizer.json` and `<model>_tokenizer.bin`, then the .json and the .bin of the data that it was trained on. A
+    .json says how a prompt is encoded."""
+    beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
+    beside.append(model.with_name(f"{model.stem}_tokenizer.bin"))
+    return [path for path in beside + (_own_tokenizers(data)[::-1] if data else []) if path.is_file()]
+
+
+def load_model_tokenizer(
+    model: Path, vocab_size: int, file: Path | None = None, data: str | None = None, encodes: bool = False
+) -> Tokenizer:
+    """The tokenizer of a model of vocab_size tokens: the file that is named, else the best of `model_tokenizers`, else
     gpt2_tokenizer.bin in the current directory if it has as many tokens as the model, else what the number of tokens
     suggests: bytes or GPT-2's.
 
-    Beside the model that is `<model>_tokenizer.json`, else `tokenizer.json`, else `<model>_tokenizer.bin`: a .json says
-    how a prompt is encoded. Without the tokenizers library, which reads it, the .bin goes first.
+    data: what the model was trained on, as -i named it. encodes: whether text is to be encoded exactly; a .bin suffices
+    to decode, and goes first where the tokenizers library, which reads a .json, is missing.
 
-    Raises UserError where there is none, or a file that is not for this model.
+    Raises UserError where there is none, a file that is not for this model, or a .json that cannot be read.
     """
-    beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
-    binary = model.with_name(f"{model.stem}_tokenizer.bin")
-    beside.insert(2 if importlib.util.find_spec("tokenizers") else 0, binary)
-    file = file or next((path for path in beside if path.is_file()), None)
+    files = model_tokenizers(model, data)
+    if not encodes and not importlib.util.find_spec("tokenizers"):
+        files.sort(key=lambda path: path.suffix == ".json")
+    file = file or next(iter(files), None)
     if file:
         tokenizer = Tokenizer.load(file)
         if not tokenizer.fits(vocab_size):

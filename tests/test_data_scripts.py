@@ -406,7 +406,9 @@ def test_without_the_datasets_library_the_scripts_say_how_to_get_it(tmp_path, to
         assert result.stderr.startswith("error: ") and "pip install datasets" in result.stderr
 
 
-@pytest.mark.parametrize("script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb"])
+@pytest.mark.parametrize(
+    "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "debian_books"]
+)
 def test_a_wrong_flag_is_refused_in_one_line(script):
     done = subprocess.run([sys.executable, SCRIPTS / f"{script}.py", "--no-such-flag"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

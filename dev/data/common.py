@@ -12,7 +12,7 @@ from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.program import run_program
-from llmc.tokenizer import Tokenizer, gpt2_encoding, write_tokenizer
+from llmc.tokenizer import NEIGHBOURS, Tokenizer, gpt2_encoding, write_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -75,25 +75,39 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
     return Tokenizer.from_encoding(gpt2_encoding()) if path is None else Tokenizer.load(path)
 
 
-def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+def encode_texts(tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
     """The tokens of texts as a dataset holds them: before each the token that begins a text."""
-    return [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_ordinary_batch(texts)]
+    return [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_ordinary_batch(texts, num_threads)]
 
 
-def write_vocabulary(prefix: Path, tokenizer: Tokenizer) -> None:
-    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text.
+def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:
+    """Writes `<prefix>_tokenizer.bin`, so that whoever reads the data can turn it back into text, and where the
+    tokenizer is of a .json, `source`, before it `<prefix>_tokenizer.json`, which encodes prompts as the data.
 
     Its end-of-text token, which the trainer begins its samples with, is the one that stands before each text.
     """
+    if source is not None and source.suffix == ".json":
+        copy_tokenizer(source, prefix.with_name(f"{prefix.name}_tokenizer.json"))
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
     write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
     print(f"{path}: {tokenizer.vocab_size:,} tokens in the vocabulary")
 
 
-def write_dataset(prefix: Path, tokenizer: Tokenizer, train: list[int], val: list[int]) -> None:
-    """Writes `<prefix>_tokenizer.bin`, `<prefix>_train.bin` and, last of all, `<prefix>_val.bin`."""
+def copy_tokenizer(path: Path, to: Path) -> None:
+    """Copies a tokenizer.json, and those files beside it that may say which token ends a text."""
+    head, copied = (file.name.removesuffix("tokenizer.json") for file in (path, to))
+    for source, name in ((path, "tokenizer.json"), *((path.with_name(head + name), name) for name in NEIGHBOURS)):
+        if source.is_file():
+            with replacing(to.with_name(copied + name)) as file:
+                file.write(source.read_bytes())
+
+
+def write_dataset(
+    prefix: Path, tokenizer: Tokenizer, train: list[int], val: list[int], source: Path | None = None
+) -> None:
+    """Writes what `write_vocabulary` does, `<prefix>_train.bin` and, last of all, `<prefix>_val.bin`."""
     make_folder(prefix.parent)
-    write_vocabulary(prefix, tokenizer)
+    write_vocabulary(prefix, tokenizer, source)
     for split, tokens in (("train", train), ("val", val)):
         path = prefix.with_name(f"{prefix.name}_{split}.bin")
         write_tokens(path, np.array(tokens, dtype=np.int64), tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""Large sets of texts from Hugging Face, written as shards of tokens.
+"""Large sets of texts, written as shards of tokens: how a shard is written, and the texts that Hugging Face has.
 
 The work is done a shard at a time and can be stopped at any point: beside the shards, a progress file says how much of
 the texts they hold, and the next run goes on from there.
@@ -57,52 +57,79 @@ def load_texts(name: str, split: str, config: str | None = None, files: list[str
 
 
 def write_shards(texts: Any, args: argparse.Namespace, split: str, first_split: str | None = None) -> None:
-    """Tokenizes texts into `<prefix>_<split>_<number>.bin`, each of args.shard_tokens tokens but the last.
+    """Tokenizes texts into shards of args.shard_tokens tokens.
 
     texts: has a length, and a slice of it has a list of strings under "text". Before each text goes the token
     that begins one. first_split: what shard number 0 is for, where that is not `split`. Goes on where a run that was
     stopped left off. Raises UserError where that run had other settings.
     """
     tokenizer = load_tokenizer(args.tokenizer)
-    _, _, dtype = token_format(tokenizer.vocab_size)
     num_texts = min(len(texts), args.texts or len(texts))
     settings = {"texts": num_texts, "shard_tokens": args.shard_tokens, "vocabulary": tokenizer.vocab_size}
     make_folder(args.out.parent)
-    progress_file = args.out.with_name(f"{args.out.name}_{split}.progress.json")
-    done, skip, shard = _read_progress(progress_file, settings)
-    if done == num_texts:
-        print(f"{progress_file}: all {num_texts:,} texts are done already")
+    writer = ShardWriter(args.out, split, settings, first_split)
+    if writer.done == num_texts:
+        print(f"{writer.progress_file}: all {num_texts:,} texts are done already")
         return
-    write_vocabulary(args.out, tokenizer)
-
-    def write_shard(tokens: np.ndarray, done: int, skip: int) -> None:
-        name = first_split if first_split and shard == 0 else split
-        path = args.out.with_name(f"{args.out.name}_{name}_{shard:06d}.bin")
-        write_tokens(path, tokens, tokenizer.vocab_size)
-        with replacing(progress_file) as file:
-            file.write(json.dumps(settings | {"done": done, "skip": skip, "shards": shard + 1}).encode())
-        tqdm.write(f"{path}: {tokens.size:,} tokens")
-
-    pending: list[np.ndarray] = []  # tokens that are in no shard yet
-    pending_size = 0
-    with tqdm(total=num_texts, initial=done, unit=" texts", mininterval=1) as bar:
-        for start in range(done, num_texts, TEXTS_AT_ONCE):
+    write_vocabulary(args.out, tokenizer, args.tokenizer)
+    with tqdm(total=num_texts, initial=writer.done, unit=" texts", mininterval=1) as bar:
+        for start in range(writer.done, num_texts, TEXTS_AT_ONCE):
             batch = texts[start : min(start + TEXTS_AT_ONCE, num_texts)]["text"]
             for i, ids in enumerate(encode_texts(tokenizer, batch), start):
-                tokens = np.array(ids, dtype)[skip:]
-                skip = 0
-                pending.append(tokens)
-                pending_size += tokens.size
-                while pending_size >= args.shard_tokens:
-                    joined = np.concatenate(pending)
-                    rest = joined[args.shard_tokens :].copy()  # all of it from text i
-                    in_shard = len(ids) - rest.size
-                    write_shard(joined[: args.shard_tokens], *((i, in_shard) if rest.size else (i + 1, 0)))
-                    shard += 1
-                    pending, pending_size = [rest], rest.size
+                writer.add(i, np.array(ids, writer.dtype))
             bar.update(len(batch))
-    if pending_size:
-        write_shard(np.concatenate(pending), num_texts, 0)
+    writer.finish(num_texts)
+
+
+class ShardWriter:
+    """Writes the tokens of items, such as texts, as `<prefix>_<split>_<number>.bin`, each of "shard_tokens" tokens but
+    the last, and beside them `<prefix>_<split>.progress.json`, by which a run that was stopped goes on:
+
+    "done", "skip"   the shards hold so many items, and of the one after them so many tokens
+    "shards"         how many there are
+    and the settings, among them "shard_tokens" and "vocabulary", the number of tokens in it
+
+    first_split: what shard number 0 is for, where that is not `split`. done: items that are not needed any more.
+    Raises UserError where the progress is of other settings.
+    """
+
+    def __init__(self, prefix: Path, split: str, settings: dict[str, int], first_split: str | None = None) -> None:
+        self.prefix, self.split, self.first_split, self.settings = prefix, split, first_split or split, settings
+        self.dtype = token_format(settings["vocabulary"])[2]
+        self.progress_file = prefix.with_name(f"{prefix.name}_{split}.progress.json")
+        self.done, self.skip, self.shards = _read_progress(self.progress_file, settings)
+        self.pending: list[np.ndarray] = []  # tokens that are in no shard yet
+        self.pending_size = 0
+
+    def add(self, item: int, tokens: np.ndarray) -> None:
+        """Takes the tokens of the next item, all of them; those that a shard holds already are left out."""
+        if item < self.done:
+            return
+        at = self.skip if item == self.done else 0
+        while at < tokens.size:
+            piece = tokens[at : at + self.settings["shard_tokens"] - self.pending_size]
+            at += piece.size
+            self.pending.append(piece)
+            self.pending_size += piece.size
+            if self.pending_size == self.settings["shard_tokens"]:
+                self._write(*((item, at) if at < tokens.size else (item + 1, 0)))
+
+    def finish(self, items: int) -> None:
+        """Writes what is left. items: how many there are in all."""
+        if self.pending_size:
+            self._write(items, 0)
+
+    def _write(self, done: int, skip: int) -> None:
+        tokens = np.concatenate(self.pending)
+        name = self.first_split if self.shards == 0 else self.split
+        path = self.prefix.with_name(f"{self.prefix.name}_{name}_{self.shards:06d}.bin")
+        write_tokens(path, tokens, self.settings["vocabulary"])
+        self.pending, self.pending_size = [], 0
+        self.done, self.skip, self.shards = done, skip, self.shards + 1
+        with replacing(self.progress_file) as file:
+            progress = {"done": done, "skip": skip, "shards": self.shards}
+            file.write(json.dumps(self.settings | progress).encode())
+        tqdm.write(f"{path}: {tokens.size:,} tokens")
 
 
 def _read_progress(path: Path, settings: dict[str, int]) -> tuple[int, int, int]:

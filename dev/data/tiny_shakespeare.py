@@ -34,7 +34,7 @@ def main() -> None:
     *speeches, last = read_text(args.text).split("\n\n")
     tokens = list(chain(*encode_texts(tokenizer, [f"{speech}\n\n" for speech in speeches] + [last])))
     num_val = min(32768, len(tokens) // 10)
-    write_dataset(args.out, tokenizer, train=tokens[num_val:], val=tokens[:num_val])
+    write_dataset(args.out, tokenizer, train=tokens[num_val:], val=tokens[:num_val], source=args.tokenizer)
 
 
 if __name__ == "__main__":

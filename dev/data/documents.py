@@ -1,0 +1,452 @@
+"""The documents in files of text: which files there are, and what each of them holds.
+
+    .txt .text .md .markdown .rst   one document a file
+    .html .htm .xhtml               the same, without tags, scripts, styles and navigation
+    .jsonl .ndjson                  one document a line, in a field of the object there
+    .parquet                        one document a row, in a column
+
+All of them may be compressed, as .txt.gz. The encoding of a plain text is what its byte order mark says, else UTF-8
+where it is that, else what charset-normalizer detects. Line ends become "\\n". A document that is longer than the
+caller wants is cut, at an empty line where it has one, so that no more of it than that is held.
+
+The work is divided into units, which do not depend on one another: some files, or a part of a large one.
+"""
+
+import codecs
+import gzip
+import importlib
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from itertools import pairwise
+from typing import Any, BinaryIO
+
+from llmc.errors import UserError
+from llmc.tokenizer import without_surrogates
+
+TEXT, HTML = (".txt", ".text", ".md", ".markdown", ".rst"), (".html", ".htm", ".xhtml")
+LINES, TABLE = (".jsonl", ".ndjson"), (".parquet",)
+KINDS = TEXT + HTML + LINES + TABLE
+
+BLOCK = 1 << 20          # bytes or characters that are read at once
+UNIT = 1 << 23           # bytes of files in a unit of work
+FILES_IN_UNIT = 1000
+MOST_CONTROLS = 0.01     # of the bytes of a text; what has more is binary
+CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape
+
+MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+
+
+class Unreadable(Exception):
+    """Why a file or a line is left out: a reason that many may share."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file; or the lines of a file that begin at bytes start..end-1; or row groups start..end-1 of a .parquet."""
+
+    path: str
+    kind: str  # one of KINDS, whatever the file's name
+    size: int  # bytes to read
+    start: int = 0
+    end: int | None = None
+
+
+def find_files(paths: list[str], skipped: Counter) -> list[tuple[str, str, os.stat_result]]:
+    """The files that paths stand for, as (path, kind, stat), in an order that depends on their names alone.
+
+    A folder stands for all files in and below it, but for hidden ones. A file that is named counts as plain text where
+    its name says nothing. Adds to `skipped` what a folder holds that is of none of the KINDS. Raises UserError for a
+    path that is not there.
+    """
+    found = []
+    for path in paths:
+        if not os.path.isdir(path):
+            try:
+                found.append((path, kind_of(path) or ".txt", os.stat(path)))
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror.lower()}; name files and folders of text") from None
+            continue
+        for folder, folders, names in os.walk(path):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(name for name in names if not name.startswith(".")):
+                file = os.path.join(folder, name)
+                if kind_of(file) is None:
+                    skipped["of another kind"] += 1
+                elif not os.path.isfile(file):  # such as a link to nowhere
+                    skipped["not readable"] += 1
+                else:
+                    found.append((file, kind_of(file), os.stat(file)))
+    return found
+
+
+def kind_of(path: str) -> str | None:
+    """Which of the KINDS a file's name says it is of."""
+    suffix = os.path.splitext(path.lower().removesuffix(".gz"))[1]
+    return suffix if suffix in KINDS else None
+
+
+def units_of(files: list[tuple[str, str, os.stat_result]], field: str) -> list[list[Part]]:
+    """The units of work, in the order of the files. Raises UserError where a file of records lacks the field, a package
+    that reads one is missing, or nothing can be read of a .parquet."""
+    units: list[list[Part]] = []
+    room = files_left = 0
+    for path, kind, stat in files:
+        for part in parts_of(path, kind, stat.st_size, field):
+            if part.size > room or not files_left:
+                units.append([])
+                room, files_left = UNIT, FILES_IN_UNIT
+            units[-1].append(part)
+            room, files_left = room - part.size, files_left - 1
+    return units
+
+
+def parts_of(path: str, kind: str, size: int, field: str) -> list[Part]:
+    """A file as parts of about UNIT bytes, where it can be divided; checks its first record."""
+    packed = path.lower().endswith(".gz")
+    if kind in LINES:
+        check_first_line(path, field)
+    if kind in TABLE:
+        with open_table(path) as table:
+            check_column(path, table, field)
+            groups = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
+        if packed:
+            return [Part(path, kind, size, 0, len(groups))]
+        ends, collected = [0], 0
+        for group, total in enumerate(groups, 1):
+            collected += total
+            if collected >= UNIT or group == len(groups):
+                ends.append(group)
+                collected = 0
+        share = size // max(1, len(groups))
+        return [Part(path, kind, share * (end - start), start, end) for start, end in pairwise(ends)]
+    if size <= UNIT or packed or kind in HTML or not lines_are_bytes(path):
+        return [Part(path, kind, size)]
+    return [Part(path, kind, min(UNIT, size - start), start, start + UNIT) for start in range(0, size, UNIT)]
+
+
+def read_documents(parts: list[Part], field: str, longest: int, skipped: Counter) -> Iterator[str]:
+    """The documents in a unit, none of them blank or longer than `longest` characters. Adds to `skipped`, by reason,
+    the files and lines that hold none."""
+    readers = {kind: read for kinds, read in ((TEXT, read_text), (HTML, read_html), (LINES, read_lines),
+                                              (TABLE, read_table)) for kind in kinds}  # fmt: skip
+    for part in parts:
+        found = False
+        try:
+            for text in readers[part.kind](part, field, longest, skipped):
+                if text.strip():
+                    found = True
+                    yield text
+            if not found and part.start == 0 and (part.kind in TEXT + HTML or part.size == 0):
+                skipped["empty"] += 1
+        except Unreadable as reason:
+            skipped[str(reason)] += 1
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError):
+            skipped["damaged"] += 1
+        except OSError:
+            skipped["not readable"] += 1
+
+
+def open_part(part: Part) -> BinaryIO:
+    """A file that holds the bytes of a part, of one of text or lines, and nothing else."""
+    if part.path.lower().endswith(".gz"):
+        return gzip.open(part.path)
+    file = open(part.path, "rb")
+    if part.end is None:
+        return file
+    with file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()  # it began before
+        if file.tell() >= part.end:
+            return io.BytesIO()
+        lines = file.read(part.end - file.tell())
+        return io.BytesIO(lines if lines.endswith(b"\n") else lines + file.readline())
+
+
+def lines_are_bytes(path: str) -> bool:
+    """Whether a file can be divided after any byte that ends a line: not in UTF-16 and UTF-32."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except OSError:
+        return False  # which is counted when it is read
+    return not any(head.startswith(mark) for mark, encoding in MARKS if encoding != "utf-8-sig")
+
+
+# Plain text and HTML
+
+
+def read_text(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
+    return cut(decoded(part), longest)
+
+
+def read_html(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
+    return cut(without_tags(decoded(part)), longest)
+
+
+def decoded(part: Part) -> Iterator[str]:
+    """The characters of a part, BLOCK at a time. Raises Unreadable where they are no text."""
+    with open_part(part) as file:
+        encoding = detect_encoding(file)
+        file.seek(0)
+        text = io.TextIOWrapper(file, encoding)
+        while block := text.read(BLOCK):
+            yield block
+
+
+def detect_encoding(file: BinaryIO) -> str:
+    """What a file is encoded in, all of which it has been decoded by. Raises Unreadable where it is no text."""
+    head = file.read(4)
+    encoding = next((name for mark, name in MARKS if head.startswith(mark)), "utf-8")
+    if not (wrong := undecodable(file, encoding)):
+        return encoding
+    detect = optional("charset_normalizer", "a text that is not UTF-8").from_bytes
+    best = detect(wrong).best()
+    if best is None:
+        raise Unreadable("binary")
+    if undecodable(file, best.encoding):
+        raise Unreadable("of an unknown encoding")
+    return best.encoding
+
+
+def undecodable(file: BinaryIO, encoding: str) -> bytes:
+    """The first block of a file that is not in an encoding, from its beginning on. Raises Unreadable for binary."""
+    file.seek(0)
+    decoder = codecs.getincrementaldecoder(encoding)()
+    wrong, controls, size = b"", 0, 0
+    while block := file.read(BLOCK):
+        size += len(block)
+        controls += len(block) - len(block.translate(None, CONTROLS))
+        if b"\0" in block and encoding not in ("utf-16", "utf-32"):
+            raise Unreadable("binary")
+        try:
+            wrong or decoder.decode(block)
+        except UnicodeDecodeError:
+            wrong = block
+    try:
+        wrong or decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        file.seek(max(0, size - BLOCK))
+        wrong = file.read()
+    if controls > MOST_CONTROLS * size and encoding not in ("utf-16", "utf-32"):
+        raise Unreadable("binary")
+    return wrong
+
+
+def cut(blocks: Iterable[str], longest: int) -> Iterator[str]:
+    """A text in pieces of at most `longest` characters. A piece ends after the last empty line within it, else after
+    its last line or word; where these lie is the same however the text comes in blocks."""
+    text = ""
+    for block in blocks:
+        text += block
+        start = 0
+        while len(text) - start > longest:
+            end = start + longest
+            for mark in ("\n\n", "\n", " "):
+                found = text.rfind(mark, start + longest // 2, end)
+                if found > 0:
+                    end = found + len(mark)
+                    break
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    if text:
+        yield text
+
+
+def without_tags(blocks: Iterable[str]) -> Iterator[str]:
+    """The text that a browser would show of an HTML document, about."""
+    parser = HTMLText()
+    try:
+        for block in blocks:
+            parser.feed(block)
+            yield parser.taken()
+        parser.close()
+    except AssertionError:  # how html.parser says that a declaration makes no sense
+        raise Unreadable("damaged") from None
+    yield parser.taken()
+
+
+class HTMLText(HTMLParser):
+    """Collects text; the end of a block is a line's end, a paragraph or heading stands between empty lines."""
+
+    HIDDEN = frozenset("script style template title nav noscript svg".split())
+    PARAGRAPHS = frozenset("p h1 h2 h3 h4 h5 h6 pre blockquote ul ol dl table section article".split())
+    LINES = frozenset("br div li dt dd tr hr header footer main aside figure figcaption form address".split())
+    CELLS = frozenset("td th".split())
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.text: list[str] = []
+        self.hidden: list[str] = []  # elements that are open and hide what is in them
+        self.pre = 0                 # how many <pre> are open
+        self.breaks = 2              # line ends at the end of what is written; 2 as well at the very beginning
+        self.space = True            # whether it ends in white space
+
+    def taken(self) -> str:
+        """What has been collected since the last call."""
+        text, self.text = "".join(self.text), []
+        return text
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        if tag in self.HIDDEN:
+            self.hidden.append(tag)
+        self.pre += tag == "pre"
+        self.end_line(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.hidden:
+            del self.hidden[self.hidden.index(tag) :]
+        self.pre = max(0, self.pre - (tag == "pre"))
+        self.end_line(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list) -> None:
+        self.end_line(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.hidden:
+            return
+        if not self.pre:
+            data = re.sub(r"[ \t\n\r\f]+", " ", data)
+            data = data[1:] if self.space and data.startswith(" ") else data
+        if data:
+            self.text.append(data)
+            self.breaks = len(data) - len(data.rstrip("\n"))
+            self.space = data[-1].isspace()
+
+    def end_line(self, tag: str) -> None:
+        """Ends the line, or the paragraph, where a tag does."""
+        wanted = 2 if tag in self.PARAGRAPHS else tag in self.LINES
+        if wanted > self.breaks:
+            if self.text and not self.pre:
+                self.text[-1] = self.text[-1].rstrip(" ")
+            self.text.append("\n" * (wanted - self.breaks))
+            self.breaks, self.space = wanted, True
+        elif tag in self.CELLS and not self.space:
+            self.text.append(" ")
+            self.breaks, self.space = 0, True
+
+
+# Records
+
+
+def read_lines(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
+    """The documents of the lines in a part."""
+    with open_part(part) as file:
+        for line in file:
+            try:
+                text = record_text(line, field)
+            except Unreadable as reason:
+                skipped[f"lines {reason}"] += 1
+                continue
+            if not text.strip():
+                skipped["lines empty"] += 1
+            yield from cut([text], longest)
+
+
+def record_text(line: bytes, field: str) -> str:
+    """The text in a line of JSON, "" for a blank line. Raises Unreadable where there is none."""
+    line = line.removeprefix(codecs.BOM_UTF8)
+    if not line.strip():
+        return ""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise Unreadable("that are no JSON") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise Unreadable(f"without a text in {field}")
+    return without_surrogates(text).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_first_line(path: str, field: str) -> None:
+    """Raises UserError where the first line of a file of records has no text in the field."""
+    try:
+        with open_part(Part(path, LINES[0], 0)) as file:
+            line = next((line for line in file if line.strip()), b"")
+    except (OSError, EOFError, zlib.error):
+        return  # which is counted when it is read
+    try:
+        record_text(line, field)
+    except Unreadable as reason:
+        try:
+            record = json.loads(line.removeprefix(codecs.BOM_UTF8))
+        except (ValueError, RecursionError):
+            raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
+        record = record if isinstance(record, dict) else {}
+        names = [name[:40] for name, value in record.items() if isinstance(value, str)]
+        has = f"texts in {', '.join(names[:9])}: name one with --field" if names else "no texts"
+        raise UserError(f"{path}: its first line is {reason}; it has {has}") from None
+
+
+def open_table(path: str) -> Any:
+    """A pyarrow.parquet.ParquetFile. Raises UserError where there is none in the file."""
+    parquet = optional("pyarrow.parquet", ".parquet")
+    try:
+        if not path.lower().endswith(".gz"):
+            return parquet.ParquetFile(path)
+        unpacked = tempfile.TemporaryFile()  # a table's index is at its end
+        with gzip.open(path) as file:
+            try:
+                shutil.copyfileobj(file, unpacked)
+            except OSError as error:
+                if isinstance(error, gzip.BadGzipFile):
+                    raise
+                reason = (error.strerror or str(error)).lower()
+                raise UserError(
+                    f"{path}: cannot be unpacked in {tempfile.gettempdir()} ({reason}); set TMPDIR to another folder"
+                ) from None
+        return parquet.ParquetFile(unpacked)
+    except UserError:
+        raise
+    except Exception as error:  # Arrow's errors are of several kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: no table can be read from it ({reason}); fetch it again, or leave it out") from None
+
+
+def check_column(path: str, table: Any, field: str) -> None:
+    """Raises UserError where a table has no column of texts of that name."""
+    names = [name for name, kind in zip(table.schema_arrow.names, table.schema_arrow.types, strict=True)
+             if str(kind) in ("string", "large_string", "string_view")]  # fmt: skip
+    if field not in names:
+        has = f"texts in {', '.join(names[:9])}: name one with --field" if names else "no texts"
+        raise UserError(f"{path}: no column of texts is called {field}; it has {has}")
+
+
+def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
+    """The documents of the rows in a part."""
+    with open_table(part.path) as table:
+        batches = table.iter_batches(64, range(part.start, part.end), [field])
+        while True:
+            try:
+                texts = next(batches).column(0).to_pylist()
+            except StopIteration:
+                return
+            except (ValueError, NotImplementedError):  # Arrow's errors are such
+                raise Unreadable("damaged") from None
+            for text in texts:
+                if text is None or not text.strip():
+                    skipped["rows empty"] += 1
+                else:
+                    yield from cut([text.replace("\r\n", "\n").replace("\r", "\n")], longest)
+
+
+def optional(name: str, what: str) -> Any:
+    """A package that only `what` needs. Raises UserError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0].replace("_", "-")
+        raise UserError(f"{what} needs {package}; install it with: pip install {package}") from None

@@ -1,0 +1,559 @@
+"""Your own text as a dataset: files and folders, in any language, to shards of tokens and the tokenizer for them.
+
+    python dev/data/text.py my_texts -o data/mine --train-tokenizer 16384
+
+Reads what documents.py reads. Writes data/mine_{train,val}_<number>.bin, data/mine_tokenizer.bin, where the tokenizer
+has one data/mine_tokenizer.json, and data/mine_summary.json; at the end it says how to train on them.
+
+Documents of the same text are one. Which of them are for validation is decided by a hash of each text alone, so that
+texts that are added later move none across. The work is done in stages:
+
+    read      every document is hashed: 16 bytes of BLAKE2b, its length
+    sort out  the hashes are compared, those of a range at a time, and each document gets its place: train, val, or none
+    learn     with --train-tokenizer, a vocabulary is learned from the training documents
+    encode    the documents are read again and encoded, into shards
+
+In data/mine_work lies what has been done, by which a run that was stopped goes on. All files are moved from there when
+they are complete; until then there is no data/mine_train_000000.bin that could be taken for the whole.
+
+The memory that this takes does not grow with the texts, but with the number of files, whose names it holds. It has
+UNIT bytes of text in each process, a shard, and COMPARED hashes; for learning, the different words of LEARNED bytes of
+text, which are drawn by hash where there is more. The output is the same for any number of processes.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
+
+import numpy as np
+from common import encode_texts, make_folder, run, write_vocabulary
+from documents import Part, find_files, optional, read_documents, units_of
+from recommend import LEAST_TOKENS, recommend
+from shards import ShardWriter
+from tqdm import tqdm
+
+from llmc.arguments import Parser, number, positive
+from llmc.dataloader import open_tokens, token_format
+from llmc.errors import UserError
+from llmc.files import replacing
+from llmc.tokenizer import END_OF_TEXT, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
+
+NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another has been before
+SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained
+COMPARED = 1 << 23             # hashes at a time
+LEARNED = 1 << 30              # bytes of text that a vocabulary is learned from, at most, about
+ENCODED = 1 << 20              # characters that are encoded at a time
+LONGEST_TOKEN = 255            # bytes, as a tokenizer .bin has it
+MOST_CHARACTERS = 400_000      # in a document: what tiktoken is sure to split, even where all of it is white space
+
+
+def share(text: str) -> float:
+    """A number above 0 and below 1."""
+    value = number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
+    return value
+
+
+def vocabulary_size(text: str) -> int:
+    """A number of tokens: the 256 bytes, the one that ends a text, and what is learned."""
+    value = positive(text)
+    if not 257 <= value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} must be from 257 to {1 << 20}")
+    return value
+
+
+def document_length(text: str) -> int:
+    value = positive(text)
+    if not 100 <= value <= MOST_CHARACTERS:
+        raise argparse.ArgumentTypeError(f"{text} must be from 100 to {MOST_CHARACTERS}")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(description="Make a dataset of files and folders of text.")
+    add = parser.add_argument
+    what = "a file, or a folder of .txt, .md, .rst, .html, .jsonl and .parquet, each also as .gz"
+    add("paths", metavar="PATH", nargs="+", help=what)
+    add("-o", "--out", metavar="PREFIX", type=Path, required=True, help="such as data/mine")
+    tokenizers = parser.add_mutually_exclusive_group()
+    what = "gpt2, bytes, or a tokenizer.json or .bin (gpt2)"
+    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help=what)
+    what = "learn a vocabulary of N tokens from the text"
+    tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary_size, help=what)
+    add("--field", metavar="NAME", default="text", help="where .jsonl and .parquet have the text (%(default)s)")
+    add("--val", metavar="F", type=share, default=0.01, help="share of the documents for validation (%(default)s)")
+    what = "characters; a longer document is cut where a line is empty, into several (%(default)s)"
+    add("--longest", metavar="N", type=document_length, default=100_000, help=what)
+    add("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
+    add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
+    return parser
+
+
+# The stages' work on one unit, in whatever process
+
+
+def hash_unit(parts: list[Part], field: str, longest: int) -> tuple[np.ndarray, np.ndarray, Counter]:
+    """Of each document in a unit the hash, uint64 (N, 2), and the numbers of characters and of bytes in UTF-8, int64
+    (N, 2); and what was skipped."""
+    hashes, lengths, skipped = bytearray(), [], Counter()
+    for text in read_documents(parts, field, longest, skipped):
+        data = text.encode()
+        hashes += hashlib.blake2b(data, digest_size=16).digest()
+        lengths.append((len(text), len(data)))
+    return np.frombuffer(bytes(hashes), "<u8").reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 2), skipped
+
+
+def texts_of_unit(parts: list[Part], field: str, longest: int, places: np.ndarray) -> Iterator[tuple[str, int]]:
+    """The documents of a unit with their places, without those that have none. Raises UserError where it does not hold
+    as many documents any more as it did."""
+    found = 0
+    for found, text in enumerate(read_documents(parts, field, longest, Counter()), 1):
+        if found <= places.size and places[found - 1] != NOWHERE:
+            yield text, int(places[found - 1])
+    if found != places.size:
+        raise UserError(f"{parts[0].path} or a file after it has changed meanwhile; run this again with another -o")
+
+
+def encode_unit(
+    parts: list[Part], field: str, longest: int, places: np.ndarray, tokenizer: Path, out: dict[int, Path]
+) -> None:
+    """Writes the tokens of a unit's documents, by their place, to the files `out`: nothing but tokens, of the type that
+    the vocabulary has."""
+    encoder = load_tokenizer(tokenizer)
+    dtype = token_format(encoder.vocab_size)[2]
+    threads = 1 if multiprocessing.parent_process() else None
+    try:
+        with ExitStack() as stack:
+            files = {place: stack.enter_context(open(path, "wb")) for place, path in out.items()}
+
+            def encode(batch: list[tuple[str, int]]) -> None:
+                tokens = encode_texts(encoder, [text for text, _ in batch], threads)
+                for (_, place), ids in zip(batch, tokens, strict=True):
+                    files[place].write(np.array(ids, dtype).tobytes())
+
+            batch, size = [], 0
+            for text, place in texts_of_unit(parts, field, longest, places):
+                if place in files:
+                    batch.append((text, place))
+                    size += len(text)
+                if size > ENCODED:
+                    encode(batch)
+                    batch, size = [], 0
+            encode(batch)
+    except OSError as error:
+        where = error.filename or tokenizer.parent
+        raise UserError(f"{where}: cannot be written ({str(error.strerror).lower()})") from None
+
+
+@lru_cache(1)
+def load_tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.load(path)
+
+
+def start_worker() -> None:
+    """Prepares a process, which is to end where the main one does."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
+    """What work(*job) returns for each job, in order, done by so many processes; few results wait at a time."""
+    if workers == 1:
+        yield from (work(*job) for job in jobs)
+        return
+    waiting: deque = deque()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
+        try:
+            for job in jobs:
+                before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which processes inherit: Ctrl-C is not for them
+                waiting.append(pool.submit(work, *job))
+                signal.signal(signal.SIGINT, before)
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            why = "a process was killed, perhaps for want of memory"
+            raise UserError(f"{why}: run the same command again, with fewer --workers") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+# The stages
+
+
+class Unsuitable(UserError):
+    """What these texts do not allow with these options: what has been done is of no use."""
+
+
+class Job:
+    """A dataset that is being made in the folder `work`, of units that are read in order."""
+
+    def __init__(self, args: argparse.Namespace, units: list[list[Part]], work: Path) -> None:
+        self.args, self.units, self.work = args, units, work
+        self.prefix = work / args.out.name
+        self.workers = min(args.workers, len(units))
+        self.reading = args.field, args.longest
+        self.read_files = [work / "read" / f"{number:06d}.npz" for number in range(len(units))]
+
+    def progress(self, what: str, done: int = 0) -> tqdm:
+        """A bar for the bytes of all units, of which the first `done` are done."""
+        sizes = [sum(part.size for part in unit) for unit in self.units]
+        return tqdm(
+            total=sum(sizes), initial=sum(sizes[:done]), unit="B", unit_scale=True, desc=what, mininterval=1, delay=1
+        )
+
+    def read(self) -> None:
+        """Hashes all documents, into a file for each unit."""
+        make_folder(self.work / "read")
+        done = sum(file.is_file() for file in self.read_files)  # which are written in order
+        results = in_order(self.workers, hash_unit, ((unit, *self.reading) for unit in self.units[done:]))
+        with self.progress("reading", done) as bar:
+            for file, unit in zip(self.read_files[done:], self.units[done:], strict=True):
+                hashes, lengths, skipped = next(results)
+                data = io.BytesIO()
+                np.savez(data, hashes=hashes, lengths=lengths, skipped=np.array(json.dumps(skipped)))
+                with replacing(file) as opened:
+                    opened.write(data.getvalue())
+                bar.update(sum(part.size for part in unit))
+
+    def sort_out(self, skipped: Counter) -> dict:
+        """Gives every document its place. Returns the figures of the summary; skipped: what was before the reading.
+
+        Raises Unsuitable where there are no documents, or none for one of the splits.
+        """
+        ends = [0]
+        for file in self.read_files:
+            with np.load(file) as unit:
+                ends.append(ends[-1] + len(unit["lengths"]))
+                skipped.update(json.loads(str(unit["skipped"])))
+        self.starts, count = ends[:-1], ends[-1]
+        if not count:
+            why = f" (skipped: {reasons(skipped)})" if skipped else ""
+            raise Unsuitable(f"{named(self.args.paths)}: no text there{why}; name files or folders that hold some")
+        path = self.work / "places"
+        with replacing(path) as file:
+            os.posix_fallocate(file.fileno(), 0, count)  # a disk that is full says so here
+            places = np.memmap(file, np.uint8, "r+", shape=(count,))
+            ranges = -(-count // COMPARED)
+            for number in tqdm(range(ranges), desc="comparing", mininterval=1, delay=1):
+                self._compare(places, number, ranges)
+            places.flush()
+        self.places = np.memmap(path, np.uint8, "r", shape=(count,))
+        totals = np.zeros((3, 3), np.int64)  # of each place: documents, characters, bytes
+        for number, file in enumerate(self.read_files):
+            with np.load(file) as unit:
+                for place in (NOWHERE, TRAIN, VAL):
+                    lengths = unit["lengths"][self.places_of(number) == place]
+                    totals[place] += len(lengths), *lengths.sum(axis=0)
+        for split, place in SPLITS.items():
+            if not totals[place, 0]:
+                characters = int(totals[:, 1].sum())
+                raise Unsuitable(
+                    f"{named(self.args.paths)}: none of {count} documents falls to {split} by --val {self.args.val:g}; "
+                    f"add text, or cut what there is more finely: --val 0.1 --longest {max(100, characters // 200)}"
+                )
+        return {
+            "documents": {split: int(totals[place, 0]) for split, place in SPLITS.items()},
+            "characters": {split: int(totals[place, 1]) for split, place in SPLITS.items()},
+            "bytes": {split: int(totals[place, 2]) for split, place in SPLITS.items()},
+            "duplicates": int(totals[NOWHERE, 0]),
+            "skipped": dict(sorted(skipped.items())),
+        }
+
+    def _compare(self, places: np.ndarray, number: int, ranges: int) -> None:
+        """Gives places to the documents of a range of hashes: those whose hash leaves this number."""
+        hashes, positions = [], []
+        for start, file in zip(self.starts, self.read_files, strict=True):
+            with np.load(file) as unit:
+                found = np.flatnonzero(unit["hashes"][:, 0] % np.uint64(ranges) == number)
+                hashes.append(unit["hashes"][found])
+                positions.append(found + start)
+        hashes, positions = np.concatenate(hashes), np.concatenate(positions)
+        order = np.lexsort(hashes.T)  # equal ones stay in the order of the documents
+        again = order[1:][np.all(hashes[order[1:]] == hashes[order[:-1]], axis=1)]
+        place = np.where(hashes[:, 0] < np.uint64(self.args.val * 2**64), VAL, TRAIN)
+        place[again] = NOWHERE
+        places[positions] = place
+
+    def places_of(self, number: int) -> np.ndarray:
+        """The places of a unit's documents, uint8 (N,)."""
+        end = self.starts[number + 1] if number + 1 < len(self.units) else len(self.places)
+        return np.array(self.places[self.starts[number] : end])
+
+    def make_tokenizer(self, given: Tokenizer | None, train_bytes: int) -> Tokenizer:
+        """Writes the files of the tokenizer: of the one that is given, or of one that is learned. Returns the one to
+        encode with."""
+        binary, source = (self.prefix.with_name(f"{self.prefix.name}_tokenizer.{kind}") for kind in ("bin", "json"))
+        if not binary.is_file():  # which is the last to be written
+            if given is None:
+                with replacing(source) as file:
+                    file.write(self._learn(train_bytes).encode())
+                given = Tokenizer.load(source)
+                write_vocabulary(self.prefix, given)
+            else:
+                write_vocabulary(self.prefix, given, Path(self.args.tokenizer))
+        self.tokenizer_file = source if source.is_file() else binary
+        return Tokenizer.load(self.tokenizer_file)
+
+    def _learn(self, train_bytes: int) -> str:
+        """A tokenizer.json: byte-level BPE as GPT-2's (Radford et al., 2019), learned from the training documents, or
+        where they are more than LEARNED bytes, from some that their hashes choose. Raises Unsuitable where they do not
+        have so many pairs that occur twice."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+
+        size, chosen = self.args.train_tokenizer, min(1.0, LEARNED / train_bytes)
+        library = Library(models.BPE())
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, min_frequency=2, special_tokens=[END_OF_TEXT], max_token_length=LONGEST_TOKEN,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty(),
+        )  # fmt: skip
+
+        def texts() -> Iterator[str]:
+            with self.progress("learning the vocabulary") as bar:
+                for number, unit in enumerate(self.units):
+                    places = self.places_of(number)
+                    with np.load(self.read_files[number]) as read:
+                        places[read["hashes"][:, 1] / 2.0**64 >= chosen] = NOWHERE
+                    for text, place in texts_of_unit(unit, *self.reading, places):
+                        if place == TRAIN:
+                            yield text
+                    bar.update(sum(part.size for part in unit))
+            print(f"merging pairs into {size:,} tokens", flush=True)
+
+        library.train_from_iterator(texts(), trainer)
+        if library.get_vocab_size() < size:
+            raise Unsuitable(
+                f"--train-tokenizer {size}: the text has pairs that occur twice for {library.get_vocab_size()} tokens "
+                "only; lower it to that or less, or add text"
+            )
+        return library.to_str(pretty=True)
+
+    def encode(self, tokenizer: Tokenizer) -> None:
+        """Writes the shards of both splits."""
+        settings = {
+            "units": len(self.units), "shard_tokens": self.args.shard_tokens, "vocabulary": tokenizer.vocab_size
+        }  # fmt: skip
+        writers = {split: ShardWriter(self.prefix, split, settings) for split in SPLITS}
+        first = min(writer.done for writer in writers.values())
+
+        def wanted(number: int) -> dict[str, Path]:
+            """The splits whose shards lack this unit, and where it is encoded to."""
+            return {
+                split: self.work / f"{number:06d}_{split}.tokens"
+                for split, writer in writers.items() if number >= writer.done
+            }  # fmt: skip
+
+        def jobs() -> Iterator[tuple]:
+            for number in range(first, len(self.units)):
+                out = {SPLITS[split]: path for split, path in wanted(number).items()}
+                yield self.units[number], *self.reading, self.places_of(number), self.tokenizer_file, out
+
+        with self.progress("encoding", first) as bar:
+            for number, _ in enumerate(in_order(self.workers, encode_unit, jobs()), first):
+                for split, path in wanted(number).items():
+                    if path.stat().st_size:
+                        writers[split].add(number, np.memmap(path, writers[split].dtype, "r"))
+                    path.unlink()
+                bar.update(sum(part.size for part in self.units[number]))
+        for writer in writers.values():
+            writer.finish(len(self.units))
+
+
+def named(paths: list[str]) -> str:
+    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
+def reasons(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(skipped.items()))
+
+
+# The whole
+
+
+def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that the flags name, None where one is to be learned. Raises UserError where it cannot encode."""
+    if args.train_tokenizer:
+        optional("tokenizers", "--train-tokenizer")
+        return None
+    if args.tokenizer in ("gpt2", "bytes"):
+        return Tokenizer.from_encoding(gpt2_encoding() if args.tokenizer == "gpt2" else byte_encoding())
+    if not Path(args.tokenizer).is_file():
+        raise UserError(f"--tokenizer {args.tokenizer}: no such file; name one, or gpt2 or bytes")
+    tokenizer = Tokenizer.load(args.tokenizer)
+    tokenizer.encode("a")
+    return tokenizer
+
+
+def settings_of(args: argparse.Namespace, files: list[tuple[str, str, os.stat_result]]) -> dict[str, Any]:
+    """What decides the output, by flag."""
+    listed = hashlib.sha256()
+    for path, kind, stat in files:
+        listed.update(json.dumps([path, kind, stat.st_size, stat.st_mtime_ns]).encode())
+    tokenizer = args.tokenizer
+    if Path(tokenizer).is_file():
+        tokenizer += f" (sha256 {hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]})"
+    return {
+        "PATH": f"{len(files)} files (sha256 {listed.hexdigest()[:16]})",
+        "--tokenizer": None if args.train_tokenizer else tokenizer,
+        **{f"--{name.replace('_', '-')}": getattr(args, name)
+           for name in ("train_tokenizer", "field", "val", "longest", "shard_tokens")},
+    }  # fmt: skip
+
+
+def check_settings(place: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError where a dataset was made, or begun, with other settings."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{place} was made with {name} {before.get(name)}, now {value}: use the same options, choose another "
+                "-o, or remove it to begin anew"
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object that a run has written. Raises UserError where it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+        return {"settings": content["settings"], "files": content.get("files", []), **content}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror.lower()}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path}: damaged; remove it to begin anew") from None
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(content, indent=1).encode())
+
+
+@contextmanager
+def locked(work: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder. Raises UserError where one is at work there."""
+    make_folder(work)
+    with open(work / "lock", "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{work}: another run is at work there; wait for it, or choose another -o") from None
+        yield
+
+
+def publish(work: Path, out: Path) -> None:
+    """Moves all files of a dataset to their places, validation and the summary last, and removes the folder."""
+    summary = f"{out.name}_summary.json"
+    try:
+        for name in (*read_json(work / summary)["files"], summary):
+            if (work / name).is_file():  # else it was moved before an interruption
+                os.replace(work / name, out.with_name(name))
+        shutil.rmtree(work)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be moved or removed ({error.strerror.lower()})") from None
+
+
+def print_summary(out: Path, summary: dict[str, Any]) -> None:
+    def split(of: dict[str, int]) -> str:
+        return f"{sum(of.values()):,} ({', '.join(f'{name} {number:,}' for name, number in of.items())})"
+
+    characters, tokens = sum(summary["characters"].values()), sum(summary["tokens"].values())
+    print(f"documents   {split(summary['documents'])}; duplicates removed: {summary['duplicates']:,}")
+    print(f"skipped     {reasons(summary['skipped']) or 'nothing'}")
+    print(f"characters  {split(summary['characters'])}")
+    print(f"bytes       {split(summary['bytes'])}, in UTF-8")
+    print(f"tokens      {split(summary['tokens'])}, {characters / tokens:.2f} characters a token")
+    print(f"vocabulary  {summary['vocabulary']:,}")
+    print(f"files       {', '.join(str(out.with_name(file)) for file in summary['files'])}")
+    print()
+    for line in recommend(out, summary["vocabulary"], *summary["tokens"].values()):
+        print(line)
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    out = args.out
+    if out.is_dir() or not out.name or any(character in str(out) for character in "*?["):
+        raise UserError(f"-o {out}: must be how names of files begin, such as data/mine")
+    skipped: Counter = Counter()
+    files = find_files(args.paths, skipped)
+    given = given_tokenizer(args)
+    settings = settings_of(args, files)
+    summary_file, work = (out.with_name(f"{out.name}_{end}") for end in ("summary.json", "work"))
+    if summary_file.is_file():
+        made = read_json(summary_file)
+        if all(out.with_name(file).is_file() for file in made["files"]):
+            check_settings(f"{out}_*", made["settings"], settings)
+            shutil.rmtree(work, ignore_errors=True)  # where a run was stopped at its very end
+            print(f"{out}_*: all of it is there already")
+            return print_summary(out, made)
+    there = [path for split in SPLITS for path in out.parent.glob(f"{out.name}_{split}*.bin")]
+    if there and not (work / summary_file.name).is_file():
+        raise UserError(f"{there[0]} belongs to another dataset: choose another -o, or remove {out}_*")
+    units = units_of(files, args.field)
+    with locked(work):
+        if (work / "settings.json").is_file():
+            check_settings(str(work), read_json(work / "settings.json")["settings"], settings)
+        write_json(work / "settings.json", {"settings": settings})
+        try:
+            if not (work / summary_file.name).is_file():
+                make(args, units, work, given, settings, skipped)
+        except Unsuitable:
+            shutil.rmtree(work)
+            raise
+        publish(work, out)
+    print_summary(out, read_json(summary_file))
+
+
+def make(
+    args: argparse.Namespace, units: list[list[Part]], work: Path, given: Tokenizer | None, settings: dict[str, Any],
+    skipped: Counter,
+) -> None:  # fmt: skip
+    """Makes all files of the dataset in the folder `work`, the summary last."""
+    job = Job(args, units, work)
+    job.read()
+    summary = job.sort_out(skipped)
+    tokenizer = job.make_tokenizer(given, summary["bytes"]["train"])
+    job.encode(tokenizer)
+    shards = {split: sorted(work.glob(f"{args.out.name}_{split}_*.bin")) for split in SPLITS}
+    tokens = {split: sum(open_tokens(path).size for path in paths) for split, paths in shards.items()}
+    if min(tokens.values()) < LEAST_TOKENS:
+        split = min(tokens, key=tokens.get)
+        raise Unsuitable(
+            f"{named(args.paths)}: too little text: {tokens[split]} tokens for {split}, and a batch takes "
+            f"{LEAST_TOKENS}; add text{', or raise --val' if split == 'val' else ''}"
+        )
+    names = [f"{args.out.name}_{end}" for end in ("tokenizer.json", *NEIGHBOURS, "tokenizer.bin")]
+    names = [name for name in names if (work / name).is_file()]
+    names += [path.name for paths in shards.values() for path in paths]
+    rest = {"tokens": tokens, "vocabulary": tokenizer.vocab_size, "files": names, "settings": settings}
+    write_json(work / f"{args.out.name}_summary.json", summary | rest)
+
+
+if __name__ == "__main__":
+    run(main)

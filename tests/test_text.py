@@ -1,0 +1,589 @@
+"""dev/data/text.py: what a dataset made of files of text holds, and that nothing half-made is taken for one."""
+
+import gzip
+import json
+import os
+import random
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+import generate
+from dev import export_hf
+from llmc.arguments import parse_arguments
+from llmc.dataloader import find_token_files, open_tokens
+from llmc.errors import UserError
+from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, load_model_tokenizer
+from train_gpt2_fp32 import GPT2, GPT2Config
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "dev" / "data"
+EOT = 256
+WORDS = "the theatre of the absurd is bathing in thé weather — naïve café 你好 🙂 1990 it's\n\n\t end".split(" ")
+WORDS += ["".join(random.Random(number).choices("aeiounrst", k=6)) for number in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def prepare(monkeypatch, capsys):
+    """Runs text.py in this process, without measuring the machine; returns what it prints."""
+    import text
+
+    monkeypatch.setattr(text, "recommend", lambda *args: [])
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["text.py", *map(str, args), "--workers", "1"])
+        text.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def refusal(prepare, *args):
+    """What text.py says where it refuses; it leaves nothing."""
+    before = {path.name for path in Path().iterdir()}
+    with pytest.raises(UserError) as caught:
+        prepare(*args)
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in Path().iterdir()} == before
+    return str(caught.value)
+
+
+def run(*args, code=0):
+    """Runs text.py as a program; returns the last line of what it says on stderr."""
+    done = subprocess.run([sys.executable, SCRIPTS / "text.py", *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stderr.splitlines()[-1] if done.stderr else ""
+
+
+def documents(prefix, split):
+    """The documents of a byte-level dataset's split."""
+    tokens = np.concatenate([open_tokens(path) for path in find_token_files(prefix, split)])
+    assert tokens[0] == EOT
+    return [bytes(text.astype(np.uint8)[1:]).decode() for text in np.split(tokens, np.flatnonzero(tokens == EOT)[1:])]
+
+
+def contents(folder="."):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+def write_texts(folder, numbers, words=40):
+    """A file for each number, of its own random words."""
+    Path(folder).mkdir(exist_ok=True)
+    for number in numbers:
+        text = " ".join(random.Random(number).choices(WORDS, k=words))
+        Path(folder, f"{number:03}.txt").write_text(f"{number} {text}", encoding="utf-8")
+
+
+# What is read
+
+
+def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
+    import text
+
+    monkeypatch.setattr(text, "LEAST_TOKENS", 2)
+    os.makedirs("in/sub/.git")
+    german = "Größere Bäche fließen über schöne Wiesen, und süße Äpfel fallen auf grüne Hügel. " * 9
+    files = {
+        "a.txt": b"plain\r\ntext", "b.md": b"# head\n", "c.rst": "naïve 你好\n".encode(),
+        "d.TXT.gz": gzip.compress(b"packed"), "e.txt": "\ufeffmarked".encode(), "f.txt": "wide é".encode("utf-16"),
+        "g.txt": german.encode("cp1252"), "sub/h.htm.gz": gzip.compress(b"<p>first<p>second &amp; <b>third</b>"),
+        "i.jsonl": b'{"text": "one\\ud83d\\r\\nline", "id": 1}\n\n{"text": "two"}', "sub/j.ndjson.gz":
+        gzip.compress(b'{"text": "three"}\n'), "k.txt": b"", "l.md": b" \n\t\n", "m.txt": b"\x00\x01\x02" * 99,
+        "n.txt": b"a gzip\x08\x03\x04\x05\x06 no", "o.pdf": b"%PDF", "p.txt.gz": b"no gzip", ".q.txt": b"hidden",
+        "sub/.git/r.txt": b"hidden", "s.txt.gz": gzip.compress(b"broken off" * 999)[:40],
+    }  # fmt: skip
+    for name, data in files.items():
+        Path("in", name).write_bytes(data)
+    os.symlink("nowhere", "in/t.txt")
+    Path("named").write_text("a file that is named")
+    said = prepare("in", "named", "-o", "x", "--tokenizer", "bytes", "--val", "0.5")
+    wanted = [
+        "plain\ntext", "# head\n", "naïve 你好\n", "packed", "marked", "wide é", german, "one\ufffd\nline", "two",
+        "first\n\nsecond & third", "three", "a file that is named",
+    ]  # fmt: skip
+    found = {split: documents("x", split) for split in ("train", "val")}
+    assert sorted(found["train"] + found["val"]) == sorted(wanted)
+    for texts in found.values():
+        assert texts == [text for text in wanted if text in texts]  # in order
+    assert "2 binary, 2 damaged, 2 empty, 1 lines empty, 1 not readable, 1 of another kind" in said
+    assert f"documents   12 (train {len(found['train'])}, val {len(found['val'])}); duplicates removed: 0" in said
+
+
+def test_html_loses_tags_and_what_no_browser_shows():
+    from documents import without_tags
+
+    page = """<!DOCTYPE html><html><head><title>T</title><style>p {}</style><script>if (a < b) "</p>"</script></head>
+    <body><nav>Home</nav><h1>A  head</h1><p>some <em>text</em>,
+    <a href="x">a&nbsp;link</a>.<br>line<pre>  kept
+      as it is</pre><ul><li>one<li>two</ul><table><tr><td>1</td><td>2</td></tr></table>&lt;tag&gt; &eacute;</body>"""
+    wanted = (
+        "A head\n\nsome text, a\xa0link.\nline\n\n  kept\n      as it is\n\none\ntwo\n\n1 2\n\n<tag> é"
+    )
+    for size in (1, 7, 10**6):
+        pieces = (page[i : i + size] for i in range(0, len(page), size))
+        text = "".join(without_tags(pieces))
+        assert "\n".join(line.rstrip() for line in text.split("\n")) == wanted
+
+
+@given(st.text(st.sampled_from("ab \n"), max_size=300), st.integers(2, 40), st.integers(1, 50))
+def test_cutting_loses_nothing_whatever_the_blocks(text, longest, block):
+    from documents import cut
+
+    pieces = list(cut([text], longest))
+    assert "".join(pieces) == text and all(0 < len(piece) <= longest for piece in pieces)
+    assert pieces == list(cut((text[i : i + block] for i in range(0, len(text), block)), longest))
+    for piece, after in zip(pieces, pieces[1:], strict=False):
+        if "\n\n" in piece[longest // 2 + 1 :]:
+            assert piece.endswith("\n\n") or (piece + after[:1]).endswith("\n\n")
+
+
+@given(st.lists(st.text(st.sampled_from("aé "), max_size=30), min_size=1), st.integers(1, 64), st.booleans())
+def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends):
+    import documents as module
+
+    data = "\n".join(lines) + "\n" * ends
+    Path("a.txt").write_text(data, encoding="utf-8")
+    Path("b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    before, module.UNIT = module.UNIT, unit
+    try:
+        for name in ("a.txt", "b.jsonl"):
+            skipped = Counter()
+            units = module.units_of(module.find_files([name], skipped), "text")
+            texts = [text for parts in units for text in module.read_documents(parts, "text", 1000, skipped)]
+            found = "\n".join(texts).split("\n") if name == "a.txt" else texts
+            assert [line for line in found if line.strip()] == [line for line in lines if line.strip()]
+    finally:
+        module.UNIT = before
+
+
+def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    import documents as module
+    from pyarrow import parquet
+
+    rows = [f"row {number}\r\n" for number in range(50)]
+    columns = {"body": [*rows, None, " "], "id": range(52)}
+    parquet.write_table(arrow.table(columns), "a.parquet", row_group_size=7)
+    Path("b.parquet.gz").write_bytes(gzip.compress(Path("a.parquet").read_bytes()))
+    monkeypatch.setattr(module, "UNIT", 200)
+    said = prepare("a.parquet", "-o", "x", "--tokenizer", "bytes", "--val", "0.4", "--field", "body")
+    assert sorted(documents("x", "train") + documents("x", "val")) == sorted(row.replace("\r", "") for row in rows)
+    assert "2 rows empty" in said and len(module.units_of(module.find_files(["a.parquet"], Counter()), "body")) > 2
+    assert "duplicates removed: 50" in prepare(
+        "a.parquet", "b.parquet.gz", "-o", "y", "--tokenizer", "bytes", "--val", "0.4", "--field", "body"
+    )
+    message = refusal(prepare, "a.parquet", "-o", "z", "--tokenizer", "bytes")
+    assert "no column of texts is called text; it has texts in body: name one with --field" in message
+    Path("c.parquet").write_bytes(b"PAR1 no")
+    assert "c.parquet: no table" in refusal(prepare, "c.parquet", "-o", "z", "--tokenizer", "bytes")
+
+
+def test_duplicates_are_removed_wherever_they_are(prepare, monkeypatch):
+    import documents as module
+    import text
+
+    write_texts("in", range(40))
+    write_texts("copies", range(20, 60))
+    monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
+    for name, compared in (("x", text.COMPARED), ("y", 5)):  # one range of hashes, and sixteen
+        monkeypatch.setattr(text, "COMPARED", compared)
+        assert "duplicates removed: 20\n" in prepare("in", "copies", "-o", name, "--tokenizer", "bytes", "--val", "0.3")
+        numbers = [[int(text.split()[0]) for text in documents(name, split)] for split in ("train", "val")]
+        assert sorted(sum(numbers, [])) == list(range(60)) and all(each == sorted(each) for each in numbers)
+    assert contents() and open_tokens("x_train_000000.bin").tolist() == open_tokens("y_train_000000.bin").tolist()
+
+
+def test_texts_that_are_added_move_none_from_one_split_to_the_other(prepare):
+    write_texts("in", range(0, 200, 2), words=5)
+    prepare("in", "-o", "x", "--tokenizer", "bytes", "--val", "0.2")
+    write_texts("in", range(1, 200, 2), words=5)
+    prepare("in", "-o", "y", "--tokenizer", "bytes", "--val", "0.2")
+    for split in ("train", "val"):
+        assert set(documents("x", split)) <= set(documents("y", split))
+    share = len(documents("y", "val")) / 200
+    assert 0.1 < share < 0.3  # 0.2, with a deviation of 0.03
+    prepare("in", "-o", "z", "--tokenizer", "bytes", "--val", "0.5")
+    assert set(documents("y", "val")) < set(documents("z", "val"))
+
+
+# Restarted, and in parallel
+
+
+def test_any_number_of_processes_writes_the_same_files():
+    write_texts("in", range(60), words=200)
+    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 7"
+    for workers in ("1", "2"):
+        os.mkdir(workers)
+        args = ["in", "-o", f"{workers}/x", "--train-tokenizer", "300", "--shard-tokens", "9999", "--workers", workers]
+        code = f"{start}; text.recommend = lambda *args: []; text.main()"
+        subprocess.run([sys.executable, "-c", code, SCRIPTS, *args, "--val", "0.1"], check=True, capture_output=True)
+    one, two = contents("1"), contents("2")
+    assert len(one) > 5 and one == two
+
+
+@pytest.mark.parametrize("tokenizer", [("--tokenizer", "bytes"), ("--train-tokenizer", "280")])
+def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monkeypatch, tokenizer):
+    import documents as module
+
+    monkeypatch.setattr(module, "FILES_IN_UNIT", 4)
+    write_texts("in", range(15))
+    args = ["../in", *tokenizer, "--val", "0.3", "--shard-tokens", "1500"]
+
+    def make(folder):
+        os.makedirs(folder, exist_ok=True)
+        monkeypatch.chdir(folder)
+        try:
+            return prepare(*args, "-o", "x")
+        finally:
+            monkeypatch.chdir("..")
+
+    make("whole")
+    whole, replace, stops = contents("whole"), os.replace, 0
+    assert sum(name.startswith("x_train") for name in whole) > 1
+    while True:
+        left = stops
+
+        def stopping(source, target):
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            replace(source, target)
+
+        folder = f"part{stops}"
+        monkeypatch.setattr(os, "replace", stopping)
+        try:
+            make(folder)
+            break
+        except KeyboardInterrupt:
+            if not all(whole.get(name) == data for name, data in contents(folder).items()):
+                pytest.fail("something other than the finished files")
+            if any(Path(folder).glob("x_val*")):  # which come last: all else is there
+                assert whole.keys() - contents(folder).keys() <= {"x_val_000000.bin", "x_summary.json"}
+        finally:
+            monkeypatch.setattr(os, "replace", replace)
+        make(folder)
+        assert contents(folder) == whole and not Path(folder, "x_work").exists()
+        stops += 1
+    assert stops >= 12
+    assert "there already" in make("whole")
+
+
+def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files():
+    write_texts("in", range(40), words=300)
+    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 3"
+    code = f"{start}; text.recommend = lambda *args: []; text.run(text.main)"
+    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "1999", "--workers", "2"]
+    command = [sys.executable, "-c", code, SCRIPTS, *args, "-o"]
+    os.makedirs("whole")
+    subprocess.run([*command, "whole/x"], check=True, capture_output=True)
+    os.makedirs("stopped")
+    for stopped_at, stop in (("read/000004.npz", signal.SIGKILL), ("x_train_000001.bin", signal.SIGINT)):
+        process = subprocess.Popen(
+            [*command, "stopped/x"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        while process.poll() is None and not Path("stopped/x_work", stopped_at).exists():
+            time.sleep(0.001)
+        if stop == signal.SIGKILL:
+            process.kill()  # the main process alone: the others follow it
+            assert process.wait() == -signal.SIGKILL
+        else:
+            os.killpg(process.pid, signal.SIGINT)  # all of them, as Ctrl-C does
+            said = process.communicate()[1]
+            assert said.endswith("interrupted; run the same command again to go on\n") and "Traceback" not in said
+            assert process.returncode == 1
+        assert not list(Path("stopped").glob("x_*.bin"))
+    subprocess.run([*command, "stopped/x"], check=True, capture_output=True)
+    assert contents("stopped") == contents("whole")
+
+
+def test_a_run_that_goes_on_with_other_options_or_texts_is_refused(prepare, monkeypatch):
+    import text
+
+    write_texts("in", range(20))
+    args = ["in", "-o", "x", "--val", "0.3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(text.Job, "encode", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(*args, "--tokenizer", "bytes")
+    before = contents("x_work")
+    for more, words in (
+        (["--tokenizer", "bytes", "--val", "0.2"], "--val 0.3, now 0.2"),
+        (["--train-tokenizer", "300"], "--tokenizer bytes, now None"),
+        (["--tokenizer", "bytes", "--longest", "999"], "--longest 100000, now 999"),
+    ):  # fmt: skip
+        message = refusal(prepare, *args, *more)
+        assert "x_work" in message and words in message and "remove it" in message
+    write_texts("in", [77])
+    assert "PATH 20 files" in refusal(prepare, *args, "--tokenizer", "bytes")
+    assert contents("x_work") == before
+    os.unlink("in/077.txt")
+    prepare(*args, "--tokenizer", "bytes")
+    assert "x_* was made with --val 0.3" in refusal(prepare, *args, "--tokenizer", "bytes", "--val", "0.4")
+    os.unlink("x_summary.json")
+    assert "belongs to another dataset" in refusal(prepare, *args, "--tokenizer", "bytes")
+
+
+def test_two_runs_at_the_same_place_do_not_meet(prepare):
+    import text
+
+    write_texts("in", range(20))
+    with text.locked(Path("x_work")):
+        assert "another run" in refusal(prepare, "in", "-o", "x", "--tokenizer", "bytes")
+
+
+# Bad input
+
+
+def test_bad_input_is_said_in_one_line(prepare):
+    os.mkdir("binary")
+    Path("binary/a.txt").write_bytes(bytes(range(256)) * 9)
+    Path("binary/b.md").write_bytes(b"")
+    os.mkdir("empty")
+    Path("one.txt").write_text("\n".join(map(str, range(9999))))
+    Path("a.jsonl").write_text('{"body": "x", "n": 1}\n')
+    Path("b.jsonl").write_text("[1, 2\n")
+    write_texts("in", range(20))
+    Path("none.json").write_text("{}")
+    for args, words in [
+        (["missing"], "missing: no such file"),
+        (["empty"], "empty: no text there"),
+        (["binary"], "binary: no text there (skipped: 1 binary, 1 empty)"),
+        (["a.jsonl"], "without a text in text; it has texts in body: name one with --field"),
+        (["a.jsonl", "--field", "n"], "without a text in n"),
+        (["b.jsonl"], "its first line is no JSON"),
+        (["one.txt"], "none of 1 documents falls to"),
+        (["in", "--tokenizer", "none.json"], "none.json"),
+        (["in", "--tokenizer", "gone.json"], "gone.json: no such file"),
+        (["in", "-o", "in"], "-o in"),
+        (["in", "-o", "x*"], "-o x*"),
+    ]:
+        options = ["-o", "x", "--tokenizer", "bytes"] if "--tokenizer" not in args else ["-o", "x"]
+        message = refusal(prepare, *options, *args)
+        assert words in message
+        if args == ["one.txt"]:  # the remedy is one
+            prepare("one.txt", "-o", "fine", "--tokenizer", "bytes", *message.split("finely: ")[1].split())
+
+
+def test_a_vocabulary_or_a_text_that_is_too_small_is_said_and_can_be_mended(prepare):
+    write_texts("in", range(20))
+    message = refusal(prepare, "in", "-o", "x", "--train-tokenizer", "9999", "--val", "0.3")
+    possible = int(message.split(" for ")[1].split()[0])
+    assert "--train-tokenizer 9999" in message and 300 < possible < 9999
+    prepare("in", "-o", "x", "--train-tokenizer", possible, "--val", "0.3")
+    assert Tokenizer.load("x_tokenizer.bin").vocab_size == possible
+    for number in range(6):
+        Path("in", f"{number:03}.txt").write_text(str(number))
+    (Path("in/few")).mkdir()
+    for number in range(9):
+        Path("in/few", f"{number}.md").write_text(f"small {number}")
+    assert "too little text" in refusal(prepare, "in/few", "-o", "y", "--tokenizer", "bytes", "--val", "0.3")
+
+
+def test_as_a_program_it_refuses_in_one_line(prepare, capsys):
+    assert run("nothing", "-o", "x", "--tokenizer", "bytes", code=1).startswith("error: nothing: no such file")
+    for flags in (["--val", "0"], ["--val", "1"], ["--train-tokenizer", "256"], ["--longest", "500000"],
+                  ["--tokenizer", "bytes", "--train-tokenizer", "300"]):  # fmt: skip
+        with pytest.raises(SystemExit, match="2"):
+            prepare("in", "-o", "x", *flags)
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later():
+    write_texts("in", range(60), words=200)
+    args = ["in", "-o", "x", "--tokenizer", "bytes", "--val", "0.1", "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "text.py", *args], capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: ")
+    assert "cannot be written (file too large)" in done.stderr and "Traceback" not in done.stderr
+    assert not list(Path().glob("x_*.bin"))
+    run(*args)
+    assert len(documents("x", "train")) + len(documents("x", "val")) == 60
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "charset_normalizer", "pyarrow"])
+def test_a_package_that_is_missing_is_asked_for(prepare, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.parquet", None)
+    write_texts("in", range(20))
+    Path("in/a.txt").write_bytes("Größe, Höhe, Übermut".encode("latin-1"))
+    Path("a.parquet").write_bytes(b"PAR1")
+    args = {"tokenizers": ["in", "--train-tokenizer", "300"], "pyarrow": ["a.parquet", "--tokenizer", "bytes"],
+            "charset_normalizer": ["in", "--tokenizer", "bytes"]}[package]  # fmt: skip
+    with pytest.raises(UserError, match=f"pip install {package.replace('_', '-')}"):
+        prepare(*args, "-o", "x")
+
+
+# Tokenizers
+
+
+def test_the_longest_document_can_be_split_even_if_it_is_white_space():
+    import text
+
+    n = text.MOST_CHARACTERS - 1
+    for space in (" ", "\n"):
+        assert len(byte_encoding().encode_ordinary(space * n + "a")) == n + 1
+
+
+AWKWARD = [
+    "", " ", "  two  spaces ", "\n\n\n", "tab\there", "it's WE'LL don’t", "naïve café", "你好，世界", "🙂🙃👩‍👩‍👧",
+    "e\u0301 é", "٣١٤ 3.14159", "a\u200bb", "\u00a0x", "\x00\x7f", "<|endoftext|>", "a<|endoftext|>b", "<|endof",
+    "ﬁ ligature", "\r\nold", "\ud83d half", "ÿ" * 50, "the theatre " * 20, " " * 300 + "end",
+]  # fmt: skip
+
+
+@pytest.fixture
+def trained(prepare):
+    """A dataset with a vocabulary of its own, and the checkpoint of a model that was trained on it for a step."""
+    write_texts("in", range(200), words=60)
+    prepare("in", "-o", "data/mine", "--train-tokenizer", "400", "--val", "0.1")
+    flags = "-i data/mine -e layers=1,heads=1,channels=16 -b 1 -t 64 -x 1 -g 8 --device cpu --checkpoint-dir run"
+    done = subprocess.run(
+        [sys.executable, ROOT / "train_gpt2_fp32.py", *flags.split()], capture_output=True, text=True, check=True
+    )
+    assert "data/mine_tokenizer.bin" in done.stdout and "generating:\n---\n" in done.stdout
+    return Path("run/step_00000001")
+
+
+def test_prompts_are_encoded_as_the_tokenizers_library_does_from_i_alone(trained, capsys):
+    library = tokenizers.Tokenizer.from_file("data/mine_tokenizer.json")
+    ours = load_model_tokenizer(trained / "model.bin", 400, data="data/mine", encodes=True)
+    for prompt in AWKWARD:
+        clean = prompt.replace("\ud83d", "\ufffd")
+        assert ours.encode(prompt) == library.encode(clean, add_special_tokens=False).ids
+    generate.main(["-e", str(trained), "--prompt", "naïve theatre 🙂", "-g", "3", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("naïve theatre 🙂")
+    export_hf.main([str(trained), "-o", "out"])
+    exported = tokenizers.Tokenizer.from_file("out/tokenizer.json")
+    assert exported.to_str() == library.to_str()
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == ours.eot
+    assert json.loads(Path("out/tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+
+
+def test_the_data_is_encoded_as_the_tokenizers_library_does_and_the_bin_decodes_it(trained):
+    library = tokenizers.Tokenizer.from_file("data/mine_tokenizer.json")
+    binary = Tokenizer.load("data/mine_tokenizer.bin")
+    tokens = open_tokens("data/mine_train_000000.bin")
+    texts = b"".join(map(binary.decode, tokens)).decode().split("<|endoftext|>")[1:]
+    assert tokens.tolist() == [token for text in texts for token in (binary.eot, *library.encode(text).ids)]
+    assert binary.tokens == Tokenizer.load("data/mine_tokenizer.json").tokens
+
+
+def test_a_prompt_is_refused_where_it_could_only_be_guessed(trained, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="mine_tokenizer.json.*pip install tokenizers"):
+        generate.main(["-e", str(trained), "--prompt", "the", "-g", "3", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("suffix", ["json", "bin"])
+def test_a_tokenizer_that_is_given_goes_along(prepare, trained, suffix):
+    os.mkdir("other")
+    for kind in ("json", "bin"):
+        os.rename(f"data/mine_tokenizer.{kind}", f"other/tokenizer.{kind}")
+    if suffix == "json":  # whose end of text only a neighbour names
+        content = Path("other/tokenizer.json").read_text().replace("<|endoftext|>", "<|stop|>")
+        Path("other/tokenizer.json").write_text(content)
+        Path("other/tokenizer_config.json").write_text('{"eos_token": "<|stop|>"}')
+    given = Tokenizer.load(f"other/tokenizer.{suffix}")
+    prepare("in", "-o", "data/new", "--tokenizer", f"other/tokenizer.{suffix}", "--val", "0.1")
+    assert Tokenizer.load("data/new_tokenizer.bin").tokens == given.tokens
+    assert Path("data/new_tokenizer.json").exists() == (suffix == "json")
+    tokens = open_tokens("data/new_train_000000.bin").tolist()
+    assert tokens[0] == given.eot and len(tokens) > 1000
+    ours = load_model_tokenizer(Path("none.bin"), 400, data="data/new_train_*.bin", encodes=True)
+    assert isinstance(ours, HuggingFaceTokenizer) == (suffix == "json") and ours.eot == given.eot
+    for prompt in AWKWARD:
+        assert ours.encode(prompt) == given.encode(prompt)
+
+
+# What is advised
+
+
+@pytest.mark.parametrize("kind, speed", [("cpu", 2e11), ("cuda", 4e14)])
+def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, kind, speed):
+    import recommend as module
+
+    for name in ("use", "use_tf32"):
+        monkeypatch.setattr(module.device, name, lambda how: None)
+    monkeypatch.setattr(module.device, "kind", lambda: kind)
+    monkeypatch.setattr(module.device, "name", lambda: "a machine")
+    monkeypatch.setattr(module.device, "memory", lambda: (10**11, 10**11))
+    monkeypatch.setattr(module, "product_seconds", lambda m, n, k: 2 * m * n * k / speed)
+    before = 0
+    for val in (65, 300, 3_000, 10**5, 10**6, 10**8):
+        train = val if val == 65 else 99 * val
+        lines = module.recommend(Path("data/mine"), 16384, train, val)
+        command = shlex.split(lines[-2])
+        assert command[:2] == ["python", "train_gpt2_fp32.py"]
+        args = parse_arguments(GPT2Config, command[2:])
+        assert args.B * args.T < val and args.data == "data/mine"
+        config = GPT2.Config.described(args.model, 16384)
+        size = module.num_parameters(config)
+        seen = args.max_steps * (args.total_batch_size or args.B * args.T)
+        assert seen <= min(20 * size, max(16 * train, 64)) and args.T <= config.max_seq_len
+        assert size >= before
+        before = size
+    assert f"step_{args.max_steps:08d}" in lines[-1]
+    assert before > (5e7 if kind == "cuda" else 2e6)
+
+
+def test_the_command_that_is_advised_trains(tmp_path):
+    write_texts("in", range(300), words=60)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "text.py", "in", "-o", "data/mine", "--tokenizer", "bytes", "--val", "0.1"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    command = shlex.split(done.stdout.split("\n    ")[1])
+    command[:2] = [sys.executable, str(ROOT / command[1])]
+    steps = command.index("-x") + 1
+    command[steps] = "1"
+    trained = subprocess.run([*command, "-b", "1", "-t", "64", "-d", "64", "-g", "2"], capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
+    assert Path("data/mine_run/step_00000001/model.bin").is_file()
+
+
+# The corpus of Debian packages, without the network
+
+
+def test_the_bible_is_unpacked_and_a_package_that_is_not_there_is_left_out(monkeypatch, tmp_path):
+    import struct
+    import zlib
+
+    import debian_books as module
+
+    books = ['<title type="main">Genesis</title> <div sID="gen3" type="x-p"/>In the <w lemma="H7225">beginning</w>'
+             '<note n="1">a <b>note</b></note>.', '<div sID="x" type="x-p"/>And <w>God</w> said é']  # fmt: skip
+    packed = [zlib.compress(book.encode()) for book in books]
+    starts = [0, len(packed[0])]
+    Path("ot.bzz").write_bytes(b"".join(packed))
+    Path("ot.bzs").write_bytes(
+        b"".join(struct.pack("<3I", start, len(data), len(book.encode()))
+                 for start, data, book in zip(starts, packed, books, strict=True))
+    )  # fmt: skip
+    assert list(module.sword_books(Path("ot.bzs"))) == [
+        "<h1>Genesis</h1> <p>In the beginning.", "<p>And God said é"
+    ]  # fmt: skip
+    monkeypatch.setattr(module, "apt", lambda folder, *command, cwd=None: "Depends: python3.11-doc (>= 3), x\n")
+    assert module.package_of(module.Book("python3-doc", "", "", "", r"python3\.\d+-doc"), tmp_path) == "python3.11-doc"
+    assert module.package_of(module.Book("git-doc", "", "", ""), tmp_path) == "git-doc"
+    assert module.package_of(module.Book("a-doc", "", "", "", r"b\d-doc"), tmp_path) is None
