@@ -37,6 +37,8 @@ CUDA_REMEDY = "install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[c
 CUDA_REMEDIES = {
     "InsufficientDriver": "update NVIDIA's driver, or install CuPy for the CUDA that it knows (cupy-cuda12x[ctk])",
     "NoDevice": "nvidia-smi and CUDA_VISIBLE_DEVICES say which GPUs this program sees",
+    "MemoryAllocation": "other programs have taken the GPU's memory; nvidia-smi names them",
+    "ALLOC_FAILED": "other programs have taken the GPU's memory; nvidia-smi names them",
     "DevicesUnavailable": "another program has the GPU to itself; nvidia-smi names it",
 }
 
@@ -127,7 +129,7 @@ class CudaDevice:
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.stream.use()
         self.second_stream = cupy.cuda.Stream(non_blocking=True)
-        self.blas_handle, self.second_blas_handle = get_cublas_handle(), cublas.create()
+        self.blas_handle, self.second_blas_handle = get_cublas_handle(), second_cublas_handle(cublas)
         self.blas = cublas
         self.captured_blas = CapturedBlas(runtime.runtimeGetVersion() // 1000)
         self.workspaces = cupy.empty((2, CUBLAS_WORKSPACE), np.uint8)
@@ -270,6 +272,12 @@ class CapturedBlas:
         self.set_workspace.argtypes = [pointer, pointer, ctypes.c_size_t]
         for function in (self.sgemm, self.sgemmStridedBatched, self.set_workspace):
             function.errcheck = check_cublas
+
+
+@functools.cache
+def second_cublas_handle(cublas) -> int:
+    """A handle beside CuPy's own, made once: each has memory of its own on the device."""
+    return cublas.create()
 
 
 def check_cublas(status: int, function, arguments) -> None:

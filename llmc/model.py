@@ -122,17 +122,6 @@ class Model:
         activations, gradients = cls.ATTENTION_TABLES[attention]
         return cls.ACTIVATIONS + activations, cls.ACTIVATION_GRADIENTS + gradients
 
-    @classmethod
-    def lengths(cls, config: Config, B: int, T: int, attention: str, inference: bool) -> dict[str, int]:
-        """The floats of each buffer."""
-        activations, gradients = cls.tables(attention)
-        sizes, absent, n = config.sizes() | {"B": B, "T": T}, config.absent, num_parameters(config)
-        lengths = {"parameters": n, "activations": layout(activations, sizes, ALIGNMENT, absent)[1]}
-        if not inference:
-            lengths |= {"gradients": n, "AdamW m": n, "AdamW v": n}
-            lengths["activation gradients"] = layout(gradients, sizes, ALIGNMENT, absent)[1]
-        return lengths
-
     def acts(self, B: int, T: int) -> SimpleNamespace:
         """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""
         if (B, T) not in self.views_of:

@@ -451,8 +451,8 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
     out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", "2", code=1)
     assert error == (
         "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. A "
-        "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights or "
-        "data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000005\n"
+        "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights "
+        "or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000005\n"
     )
     assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want
     again, _ = run(folder, *flags, "-x", "9", "-y", "1")
