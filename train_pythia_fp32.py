@@ -78,7 +78,7 @@ ACTIVATIONS = (
     ("losses",     ("B", "T")),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take, and keeps its
     # gradients where the outputs of forward were that nothing needs any more.
-    ("wide",       ("B", "T", "W")),                 # room for the logits, or for two tensors of 4C channels
+    ("wide",       ("B", "T", "W")),                 # room for the logits, or for two of 4C channels and two of C
     ("logits",     ("B", "T", "Vp"), "wide"),        # and then their gradient
     ("fch_gelu",   ("B", "T", "4C"), "wide"),        # forward: output of the GELU at hand
     ("fch_gelu_T", ("4C", "B", "T"), "wide"),        # backward: the same, transposed
@@ -86,16 +86,16 @@ ACTIVATIONS = (
     ("atty_T",     ("C", "B", "T"), "wide"),         # backward: atty, transposed
     ("dfch",       ("B", "T", "4C"), "wide", "fch_gelu"),  # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "wide", "fch_gelu"),
+    ("proj",       ("B", "T", "C"), "wide", "dfch"), # forward: the attention's projection, before its bias
+    ("dproj",      ("B", "T", "C"), "wide", "dfch"), # backward, with dropout: its gradient, at last that of encoded
+    ("fcproj",     ("B", "T", "C"), "wide", "proj"), # forward: the MLP's projection, before its bias
+    ("dfcproj",    ("B", "T", "C"), "wide", "proj"), # backward, with dropout: of fcproj
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
     ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1, at first of lnf's output
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
     ("lnf_T",      ("C", "B", "T"), "ln2"),          # backward: output of the last norm, transposed
     ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
-    ("proj",       ("B", "T", "C")),                 # forward: the attention's projection, before its bias
-    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient, at last that of encoded
-    ("fcproj",     ("B", "T", "C")),                 # forward: the MLP's projection, before its bias
-    ("dfcproj",    ("B", "T", "C"), "fcproj"),       # backward, with dropout: of fcproj
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
@@ -157,7 +157,7 @@ class PythiaConfig(Config):
         return int(self.rotary * (self.channels // self.num_heads))
 
     def sizes(self) -> dict[str, int]:
-        return super().sizes() | {"P": MOST_PARTIALS, "W": max(padded(self.vocab_size), 8 * self.channels)}
+        return super().sizes() | {"P": MOST_PARTIALS, "W": max(padded(self.vocab_size), 10 * self.channels)}
 
     def rows(self) -> list[tuple[str, object]]:
         R, HS = self.rotary_channels, self.channels // self.num_heads
@@ -256,8 +256,8 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
         matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
-    parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
     device.join()
+    parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]

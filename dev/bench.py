@@ -15,7 +15,7 @@ PyTorch trains GPT-2 as dev/torch_models.py has it, and transformers' Llama. It 
 the fused AdamW, gradients set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On
 the CPU, `eager` has its default AdamW and the others the fused one.
 
-Memory: ours is what the device has less of after the steps than before the model was made, and cuBLAS's workspace;
+Memory: ours is what the device has less of after the steps than before the model was made, and cuBLAS's workspaces;
 PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the process's resident memory to its peak.
 """
 
@@ -235,7 +235,7 @@ def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, dict[
     tensors = {name: device.to_host(getattr(model.params, name)) for name, _ in workload.config.parameters()}
     ms, loss = time_steps(trainer, steps)
     if device.kind() == "cuda":
-        mebibytes = (free - device.memory()[0] + device.CUBLAS_WORKSPACE) / 2**20
+        mebibytes = (free - device.memory()[0] + 2 * device.CUBLAS_WORKSPACE) / 2**20
     else:  # less the parameters that are held for the others
         held = sum(tensor.nbytes for tensor in tensors.values())
         mebibytes = resident_mebibytes(peak=True) - resident - held / 2**20

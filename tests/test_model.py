@@ -12,6 +12,7 @@ from kernels.adamw import adamw_update
 from kernels.causal_attention import choose_attention
 from kernels.classifier import cross_entropy_loss
 from kernels.flash_attention import supported
+from llmc import device
 from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import sort_by_token
@@ -337,14 +338,16 @@ def test_parameter_tensors_follow_one_another_as_in_their_table(config):
 
 @each_config
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
+    device.use("cpu")
     model, sizes = kind_of(config)(config, 2, 11), config.sizes() | {"B": 2, "T": 11}
+    behind = 4 if config.channels % 4 == 0 else 1  # floats: with another C, rows are not loaded by fours
     for table in (*model.tables("flash"), *model.tables("softmax")):
         table = without(table, config.absent)
         starts, length = layout(table, sizes, ALIGNMENT)
         end = 0
         for name, _, *owner in table:
             start, shape = starts[name]
-            assert start % (64 if len(owner) < 2 else 4) == 0
+            assert start % (64 if len(owner) < 2 else behind) == 0
             if owner:
                 owner_start, owner_shape = starts[owner[0]]
                 before, before_shape = starts[owner[1]] if len(owner) > 1 else (owner_start, (0,))
