@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
 
     const float loss = logf(row_sum) + row_largest - target_logit;
     if (threadIdx.x == 0) losses[n] = loss;
-    dloss += 0.0f * loss;
+    if (!(loss < INFINITY)) dloss = 0.0f * INFINITY;
     const float scale = dloss / row_sum;
     // From the row's end to its start: what was read last is the likeliest to be in L2 still.
 #pragma unroll 4

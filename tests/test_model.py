@@ -347,7 +347,7 @@ def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_i
         end = 0
         for name, _, *owner in table:
             start, shape = starts[name]
-            assert start % (64 if len(owner) < 2 else behind) == 0
+            assert start % (behind if owner else 64) == 0
             if owner:
                 owner_start, owner_shape = starts[owner[0]]
                 before, before_shape = starts[owner[1]] if len(owner) > 1 else (owner_start, (0,))
