@@ -4,8 +4,10 @@
 // Memory-bound: reads four floats and writes three for each parameter.
 #include "common.cuh"
 
+constexpr float LARGEST = 1.8446743e19f;  // whose square is finite
+
 // norm: what norm_kernel leaves. Every gradient is multiplied by norm[1]; where that is NaN, the step is not taken. A
-// gradient whose square is not finite leaves its parameter as it is, and norm[3] = 1 says so.
+// gradient whose square would not be finite leaves its thread's parameters as they are, and norm[3] = 1 says so.
 // What is small beside 1 comes from the host in full precision: complement = 1 - beta (in fp32, 1 - 0.999 would be off by
 // 1e-5 of itself), and correction = 1 - beta^t.
 extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, float* norm, size_t n,
@@ -21,11 +23,13 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
         Four p = memory.load(params + i, left), m4 = memory.load(m + i, left), v4 = memory.load(v + i, left);
         const Four g = memory.load(grads + i, left);
         for (int k = 0; k < 4; k++) {
-            const float grad = scale * g.x[k];
-            if (!(grad * grad < INFINITY)) {
+            if (!(fabsf(scale * g.x[k]) < LARGEST)) {
                 norm[3] = 1.0f;
-                continue;
+                return;
             }
+        }
+        for (int k = 0; k < 4; k++) {
+            const float grad = scale * g.x[k];
             m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
             v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
             const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);

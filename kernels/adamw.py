@@ -17,7 +17,8 @@ def adamw(
     """One AdamW step over n consecutive floats: params, m and v (n) are updated from grads (n).
 
     norm (4): what global_norm leaves. norm[1] multiplies every gradient; where it is NaN, nothing changes. A gradient
-    whose square is not finite leaves its parameter as it is, and norm[3] = 1 says so. t counts steps from 1.
+    whose square is not finite leaves its parameter, and up to three beside it, as they are, and norm[3] = 1 says so.
+    t counts steps from 1.
     """
     block = 256
     scalars = (lr, beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - beta1**t, 1.0 - beta2**t, eps, weight_decay)

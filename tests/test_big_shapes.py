@@ -14,8 +14,9 @@ from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
 
 B, T, COPIES = 8, 256, 88
-# Both round the same numbers to TF32, but add products up in different orders: a sum may round to its neighbour.
-TOLERANCE = 1e-3
+# Both round the same numbers to TF32, but add products up in different orders: a sum may then round to its neighbour,
+# which is 1e-3 of it away.
+TOLERANCE = 2e-3
 CONFIGS = {  # of one layer, with heads of 64 channels
     "gpt2": GPT2Config(T, 12000, 1, 64, 4096),
     "llama3": Llama3Config(T, 12000, 1, 64, 16, 4096, 8192),
