@@ -35,9 +35,9 @@ def adamw_update(
     grad_clip: the gradients are scaled down to this norm if theirs, which is left in model.norm[0], is larger; 0 leaves
     them alone. Where the norm is not finite nothing changes, nor without model.skip_nonfinite in the steps after it.
 
-    Without grad_clip the norm is only that of norms' and biases' gradients, which are few: a NaN on its way through the
-    layers reaches them all the same. What is left is a weight's gradient that overflows by itself, and leaves its
-    parameter as it is.
+    Without grad_clip the norm is only that of the gradients that backward adds to, which are few: of norms, biases, and
+    embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
+    a weight's gradient that overflows by itself, and leaves its parameter as it is.
     """
     n = model.grads_memory.size
     checked = [model.grads_memory] if grad_clip else model.added_to

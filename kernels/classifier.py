@@ -12,7 +12,8 @@ cu = device.source(__file__)
 def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: int, Vp: int) -> None:
     """losses (B,T) = cross-entropy of each row of logits (B,T,Vp) over its first V entries; targets (B,T) int32.
 
-    logits are overwritten with their gradient for a gradient `dloss` of each loss; the padding gets 0. Vp % 4 == 0.
+    logits are overwritten with their gradient for a gradient `dloss` of each loss; the padding gets 0, and a row whose
+    loss is not finite NaN. Vp % 4 == 0.
     """
     # Half of a multiprocessor's shared memory, so that one block computes while another waits for memory.
     cached = min(Vp, (device.shared_memory() // 2 - 2048) // 16 * 4)

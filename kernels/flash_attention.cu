@@ -603,6 +603,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 look.at(row_lse[m][h]), look.at(D[m][h]);
             }
         }
+        __syncwarp();  // all lanes have read what the operands' look has seen
         look.note();
         q.put(a);
         d.put(da);

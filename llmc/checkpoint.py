@@ -173,6 +173,7 @@ def write_debug_state(
 OPTIMIZER = 20241121
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
+REPLACED = ".replaced.part"        # and what follows it while another is put in its place
 
 
 def save_checkpoint(directory: str | Path, step: int, config: Config, params, m, v, state: dict) -> Path:
@@ -185,9 +186,10 @@ def save_checkpoint(directory: str | Path, step: int, config: Config, params, m,
     directory = Path(directory)
     final = directory / f"step_{step:08d}"
     part = directory / f"{final.name}.part"
-    replaced = directory / f"{final.name}.replaced.part"
+    replaced = directory / f"{final.name}{REPLACED}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _put_back(directory)
         _remove(*directory.glob("step_*.part"))  # what a run that was killed left
         part.mkdir()
         try:
@@ -201,7 +203,10 @@ def save_checkpoint(directory: str | Path, step: int, config: Config, params, m,
             _sync_directory(part)
             if final.exists():
                 os.rename(final, replaced)
-            os.rename(part, final)
+            try:
+                os.rename(part, final)
+            finally:
+                _put_back(directory)
             _sync_directory(directory)
         finally:
             _remove(part, replaced)
@@ -210,11 +215,20 @@ def save_checkpoint(directory: str | Path, step: int, config: Config, params, m,
     return final
 
 
+def _put_back(directory: Path) -> None:
+    """Gives checkpoints their names back that were being replaced by others which never came to be."""
+    for replaced in directory.glob(f"step_*{REPLACED}"):
+        final = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if not final.exists():
+            os.rename(replaced, final)
+
+
 def checkpoints(directory: str | Path) -> list[Path]:
     """What is called a checkpoint in `directory`, whole or not, newest first. Raises UserError where it cannot be
     read."""
     directory = Path(directory)
     try:
+        _put_back(directory)
         found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)] if directory.is_dir() else []
     except OSError as error:
         raise UserError(
@@ -286,7 +300,7 @@ def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
     own = [path for path in checkpoints(directory) if _is_complete(path)] if keep > 0 else []
     own = [path for path in own if _parse_record(path)["state"].get("run") == run]
     for path in own[keep:]:
-        doomed = path.with_name(f"{path.name}.replaced.part")  # no half-removed directory is ever called a checkpoint
+        doomed = path.with_name(f"{path.name}.pruned.part")  # no half-removed directory is ever called a checkpoint
         try:
             os.rename(path, doomed)
         except OSError as error:

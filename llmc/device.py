@@ -34,11 +34,11 @@ CUBLAS_WORKSPACE = 32 << 20  # bytes
 
 # What to do where CUDA does not work, by a part of what it says.
 CUDA_REMEDY = "install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[ctk])"
+GPU_IS_FULL = "other programs have taken the GPU's memory; nvidia-smi names them"
 CUDA_REMEDIES = {
     "InsufficientDriver": "update NVIDIA's driver, or install CuPy for the CUDA that it knows (cupy-cuda12x[ctk])",
     "NoDevice": "nvidia-smi and CUDA_VISIBLE_DEVICES say which GPUs this program sees",
-    "MemoryAllocation": "other programs have taken the GPU's memory; nvidia-smi names them",
-    "ALLOC_FAILED": "other programs have taken the GPU's memory; nvidia-smi names them",
+    "MemoryAllocation": GPU_IS_FULL, "ALLOC_FAILED": GPU_IS_FULL, "Out of memory": GPU_IS_FULL,
     "DevicesUnavailable": "another program has the GPU to itself; nvidia-smi names it",
 }
 
@@ -469,10 +469,16 @@ class ObservedDevice:
         return launch
 
 
-def kernel_parameters(path: Path) -> dict[str, list[str]]:
-    """The kernels that a .cu file declares, each with the names of its parameters."""
+def kernel_declarations(path: Path) -> dict[str, list[str]]:
+    """The kernels that a .cu file declares, each with the declarations of its parameters."""
     declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
-    return {name: [re.findall(r"\w+", one)[-1] for one in parameters.split(",")] for name, parameters in declared}
+    return {name: parameters.split(",") for name, parameters in declared}
+
+
+def kernel_parameters(path: Path) -> dict[str, list[str]]:
+    """The same, each with the names of its parameters."""
+    declared = kernel_declarations(path)
+    return {name: [re.findall(r"\w+", one)[-1] for one in parameters] for name, parameters in declared.items()}
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:

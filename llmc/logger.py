@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from llmc.errors import UserError
+from llmc.errors import UserError, first_line
 from llmc.files import check_directory, replacing
 
 
@@ -104,8 +104,10 @@ class TensorBoard(Reports):
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError:
-            raise UserError("--tensorboard needs TensorBoard; install it with: pip install tensorboard") from None
+        except Exception as error:  # it is missing, or something that it needs is, or does not fit
+            raise UserError(
+                f"--tensorboard needs TensorBoard ({first_line(error)}); install it with: pip install tensorboard"
+            ) from None
         check_directory(directory, "events", "--tensorboard")
         self._Event, self._Summary, self._Records = event_pb2.Event, summary_pb2.Summary, RecordWriter
         self._text = text_pb

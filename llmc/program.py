@@ -20,6 +20,8 @@ def run_program(
     out_of_memory: the remedy to name; interrupted: what to say after Ctrl-C, and the exit status then. A reader of the
     output who leaves (`| head`) is no error. A GPU that fails is said in one line too, with the last checkpoint.
     """
+    if sys.stdout is None:  # closed by who started the program
+        sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # texts may have characters that the terminal lacks
     try:
         main()

@@ -160,6 +160,8 @@ class Output:
             self.failed, reason = True, (error.strerror or str(error)).lower()
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # what is left in the stream goes there
             if not self.elsewhere:
-                raise UserError(f"cannot print ({reason}); with a log (-o) or checkpoints a run goes on") from None
+                raise UserError(
+                    f"cannot print ({reason}); with a log (-o), --tensorboard or checkpoints a run goes on"
+                ) from None
             with suppress(OSError):
                 print(f"cannot print any more ({reason}): the run goes on, see {self.elsewhere}", file=sys.stderr)

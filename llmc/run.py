@@ -49,6 +49,8 @@ from llmc.schedule import LearningRateSchedule
 from llmc.tensors import flops_per_token, num_parameters, padded
 from llmc.tokenizer import Tokenizer, find_tokenizer
 
+MOST_SKIPPED = 20  # steps in a row that are not finite; by then it is not the data
+
 
 class Run:
     """A run as the flags ask for it. Iterated over, it gives each step that is to be trained, counted from 0; between
@@ -57,8 +59,9 @@ class Run:
     model: the model to train. batches: the training data on its way to it, with batches.count batches a step.
 
     Making one compiles the kernels and prints the start-up table. Raises UserError for all that can be wrong with
-    flags and files, before anything is written. The iteration ends with UserError where the last checkpoint or lines of
-    the log could not be written, and with SystemExit(128 + the signal's number) where the run was told to stop.
+    flags and files, before anything is written. The iteration ends with UserError where a step was not finite
+    (`not_finite`) and where the last checkpoint, lines of the log or events for TensorBoard could not be written, and
+    with SystemExit(128 + the signal's number) where the run was told to stop.
     """
 
     def __init__(self, kind: type[Model], args: Namespace):
@@ -99,7 +102,7 @@ class Run:
             args.schedule, args.learning_rate, args.warmup, self.steps, args.final_fraction
         )
         self.sampler = Sampler(args.seed)
-        self.first_step = self.skipped = 0
+        self.first_step = self.skipped = self.skipped_in_a_row = 0
         if state is not None:
             self.first_step, self.sampler.state = state["step"], state["sampler"]
             self.skipped = state.get("skipped", 0)
@@ -137,7 +140,8 @@ class Run:
         self.timer, self.stop = StepTimer(), StopRequest()
         self.batches.stopped = self.stop.requested
         self.running = None  # the step that the device works on: number, position before it, when launched, its end
-        self.unsaved = ""    # why the checkpoint that was last due could not be written
+        self.unsaved, self.saved_step = "", self.first_step  # why the checkpoint last due could not be written
+        self.good_checkpoint = checkpoint                    # the last that was saved while steps were finite
 
     def use_precision(self, before: bool | None) -> None:
         """Products in TF32 or not, as -f says and the device can; where a run is resumed, as they were `before`. Raises
@@ -214,15 +218,14 @@ class Run:
         """Called when all of a step has been given to the device, which may still be working on it."""
         device.copy_out(self.norms[step % 2], self.model.norm)
         launched = step, before, started, device.event()
-        self.finish_running_step()  # the one before, while the device works on this one
+        self.finish_running_step(before)  # the one before, while the device works on this one
         self.running = launched
         if device.kind() == "cpu":
             self.finish_running_step()  # it is over already
 
-    def finish_running_step(self) -> None:
-        """Waits for the step that the device works on, if any, and reports it. Raises UserError for one whose loss or
-        gradients were not finite, unless such steps are skipped: the device has left the parameters as they were, and
-        does so in the step that it may be working on by now."""
+    def finish_running_step(self, after: dict | None = None) -> None:
+        """Waits for the step that the device works on, if any, and reports it. after: the position behind that step,
+        where it is not the present one. Raises UserError as `not_finite` does."""
         if self.running is None:
             return
         step, before, started, end = self.running
@@ -235,19 +238,36 @@ class Run:
         self.logger.log_train(step, loss)
         self.tensorboard.log_train(step, loss, shown, rate, speed, percent)
         if isfinite(norm) and not overflow:
-            return
-        left = "so parameters with such a gradient are" if overflow else "so all parameters are"
-        what = f"step {step + 1}: its loss ({loss:g}) or gradients are not finite, {left} left as they were"
-        if self.args.skip_nonfinite:
+            self.skipped_in_a_row = 0
+        elif overflow:
+            self.not_finite(step, loss, "parameters with such a gradient are left as they were, and the others "
+                            "have taken the step", step + 1, after or self.position())  # fmt: skip
+        else:
+            self.not_finite(step, loss, "all parameters are left as they were", step, before)
+
+    def not_finite(self, step: int, loss: float, kept: str, save_as: int, position: dict) -> None:
+        """Counts a step whose loss or gradients were not finite; raises UserError unless such steps are skipped, or
+        where they are too many in a row. The device holds back the step that it may be working on by now.
+
+        Before that, it saves where the run is, as of step `save_as`, and removes no older checkpoint: the parameters
+        may be the cause."""
+        what = f"step {step + 1}: its loss ({loss:g}) or gradients are not finite, so {kept}"
+        self.skipped_in_a_row += 1
+        if self.args.skip_nonfinite and self.skipped_in_a_row < MOST_SKIPPED:
             self.skipped += 1
             print(f"{what}; {self.skipped} such steps so far", flush=True)
             return
-        if not overflow:
-            self.save(step, before)
+        self.save(save_as, position)
+        skipping = (
+            f"that is so in {MOST_SKIPPED} steps in a row" if self.args.skip_nonfinite
+            else "--skip-nonfinite leaves such steps out"
+        )  # fmt: skip
+        reached = program.last_checkpoint
+        reached = f"; the state that it came to: {reached}" if reached != self.good_checkpoint else ""
         raise UserError(
             f"{what}. A learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or "
-            "damaged weights or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: "
-            f"{program.last_checkpoint or 'none'}"
+            f"damaged weights or data lead there; {skipping}; last good checkpoint: {self.good_checkpoint or 'none'}"
+            f"{reached}"
         )
 
     def validate(self, step: int) -> bool:
@@ -268,12 +288,12 @@ class Run:
         return accuracy is not None or not self.questions
 
     def save(self, step: int, position: dict) -> None:
-        """Writes a checkpoint of where the run was before `step`, if it has trained since it began and is told where
-        to, and removes those of this run that are too many. Where that fails the run goes on, and the next checkpoint
-        that is due is tried all the same."""
+        """Writes a checkpoint of where the run was before `step`, if it has trained since the last one and is told
+        where to, and removes those of this run that are too many, but for a time when steps are being skipped. Where
+        that fails the run goes on, and the next checkpoint that is due is tried all the same."""
         self.finish_running_step()
         model, directory = self.model, self.args.checkpoint_dir
-        if not directory or step == self.first_step:
+        if not directory or step == self.saved_step:
             return
         state = position | {"run": self.identity, "flags": self.flags, "skipped": self.skipped}
         try:
@@ -282,10 +302,13 @@ class Run:
             )
         except UserError as error:
             self.unsaved = str(error)
-            print(f"not saved: {error}; the run goes on", flush=True)
+            print(f"not saved: {error}", flush=True)
             return
-        self.unsaved, program.last_checkpoint = "", path
+        self.unsaved, self.saved_step, program.last_checkpoint = "", step, path
         print(f"saved {path}", flush=True)
+        if self.skipped_in_a_row:
+            return
+        self.good_checkpoint = path
         try:
             prune_checkpoints(directory, self.args.keep, self.identity)
         except UserError as error:

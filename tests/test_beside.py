@@ -1,23 +1,26 @@
 """What a backward pass gives the device to do beside the rest, a graph's second stream does at an unknown time until it
 is joined. So in between nothing else may write what it reads or writes, nor read what it writes."""
 
-import re
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_model import MODELS, name_of
+from test_model import MODELS, ONE_OF_EACH, name_of
 
 from llmc import device
+from llmc.batches import Batches
+from llmc.model import build_from_random
 from llmc.tensors import Config
 from models import kind_of
 
 # The parameters of each kernel and product that it writes: pointers that are not const.
 WRITTEN = {"sgemm": {"c"}, "sgemm_strided_batched": {"c"}, "fill_zero": {"array"}} | {
-    name: {one.split()[-1].lstrip("*") for one in parameters.split(",") if "*" in one and "const" not in one}
+    name: {one.split()[-1].lstrip("*") for one in parameters if "*" in one and "const" not in one}
     for path in (Path(__file__).resolve().parents[1] / "kernels").glob("*.cu")
-    for name, parameters in re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
+    for name, parameters in device.kernel_declarations(path).items()
 }
 
 
@@ -76,6 +79,82 @@ def test_what_is_done_beside_backward_is_left_alone_by_it(config, attention, B, 
     assert not watch.open  # all is joined in the end
     assert watch.blocks == 4 * config.num_layers + 1  # every weight's gradient
     assert watch.overlapped > 0
+
+
+class LazyDevice(device.CpuDevice):
+    """Does nothing before it must, as a GPU may; and what is given `beside`, only where it is joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue, self.late, self.inside, self.done = [], [], False, 0
+        for name in ("copy_in", "copy_out", "fill_zero", "sgemm", "sgemm_strided_batched"):
+            setattr(self, name, partial(self.put, getattr(self, name)))
+
+    def put(self, work, *arguments, **options):
+        (self.late if self.inside else self.queue).append(partial(work, *arguments, **options))
+
+    def kernel(self, path, name):
+        return partial(self.put, super().kernel(path, name))
+
+    @contextmanager
+    def beside(self):
+        self.inside = True
+        yield
+        self.inside = False
+
+    def join(self):
+        self.queue, self.late = self.queue + self.late, []
+
+    def do(self, count):
+        while self.done < count:
+            self.queue[self.done]()
+            self.done += 1
+
+    def synchronize(self):
+        self.do(len(self.queue))
+
+    def event(self):
+        return SimpleNamespace(wait=partial(self.do, len(self.queue)))
+
+    def to_host(self, array):
+        self.synchronize()
+        return super().to_host(array)
+
+
+class Tokens:
+    def __init__(self, vocab_size):
+        self.rng, self.vocab_size = np.random.default_rng(0), vocab_size
+
+    def next_batch(self, inputs, targets):
+        inputs[:], targets[:] = self.rng.integers(0, self.vocab_size, (2, *inputs.shape))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
+def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dropout, monkeypatch):
+    """Steps of three batches, the next given to the device while it has the one before."""
+
+    def trained(kind) -> list[np.ndarray]:
+        monkeypatch.setattr(device, "CpuDevice", kind)
+        device.use("cpu")
+        model = build_from_random(kind_of(config), config, 2, 11, attention, seed=1)
+        model.dropout = dropout
+        batches, losses = Batches(model, Tokens(config.vocab_size), count=3), []
+        train_step, ends = model.train_step(batches, weight_decay=0.1, grad_clip=1.0), []
+        for step in range(4):
+            train_step(step, 1e-2)
+            ends.append(device.event())
+            if step > 0:
+                ends[step - 1].wait()
+                losses.append(batches.mean_loss(step - 1))
+        return [np.array(losses), *map(device.to_host, (model.params_memory, model.m_memory, model.v_memory))]
+
+    real = device.CpuDevice
+    try:
+        lazy = trained(LazyDevice)
+    finally:
+        monkeypatch.undo()
+    assert all(np.array_equal(*pair) for pair in zip(lazy, trained(real), strict=True))
 
 
 def test_a_join_that_is_missing_is_noticed(monkeypatch):

@@ -345,7 +345,8 @@ def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_li
     with open("/dev/full", "w") as full:
         process = start(folder, "-x", "3", stdout=full)
         assert (process.wait(timeout=60), process.stderr.read()) == (
-            1, "error: cannot print (no space left on device); with a log (-o) or checkpoints a run goes on\n"
+            1, "error: cannot print (no space left on device); with a log (-o), --tensorboard or checkpoints a run "
+            "goes on\n"
         )  # fmt: skip
         process = start(folder, "-x", "3", "-o", "run.log", stdout=full)
         assert process.wait(timeout=60) == 0 and "the run goes on, see run.log" in process.stderr.read()
@@ -354,7 +355,7 @@ def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_li
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_to_save(folder):
     run(folder, *SAVE, "-x", "1")
-    (folder / "run" / "step_00000001.replaced.part").write_text("in the way")
+    (folder / "run" / "step_00000001.pruned.part").write_text("in the way")
     out, error = run(folder, *SAVE, "-x", "2", "-y", "1", "-nk", "1")
     assert error == "" and "saved run/step_00000002\nan old checkpoint stays: run/step_00000001: " in out
 
@@ -452,11 +453,69 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
     assert error == (
         "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. A "
         "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights "
-        "or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000005\n"
+        "or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000004; the "
+        "state that it came to: run/step_00000005\n"
     )
     assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want
     again, _ = run(folder, *flags, "-x", "9", "-y", "1")
     assert list(steps(again)) == [6, 7, 8, 9]  # the batch that was spoiled comes again
+
+
+def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder):
+    """Parameters that are too large already, which is what the next step shows."""
+    run(folder, *SAVE, "-n", "2", "-nk", "1", "-x", "4")
+    _, error = run(folder, *SAVE, "-y", "1", "-nk", "1", "-l", "1e37", "-x", "20", code=1)
+    assert error.endswith("; last good checkpoint: run/step_00000004; the state that it came to: run/step_00000005\n")
+    more = ["-l", "1e-3", "-x", "50", "-n", "2", "--skip-nonfinite"]
+    _, error = run(folder, *SAVE, "-y", "1", "-nk", "1", *more, code=1)
+    assert "; that is so in 20 steps in a row; last good checkpoint: run/step_00000005; the state that" in error
+    assert (folder / "run" / "step_00000004").exists()
+    for later in set((folder / "run").iterdir()) - {folder / "run" / "step_00000004"}:
+        shutil.rmtree(later)
+    run(folder, *SAVE, "-y", "1", "-x", "6", "-l", "1e-3")
+
+
+OVERFLOWING = """
+import runpy
+import kernels.adamw
+real = kernels.adamw.adamw_update
+def update(model, lr, beta1, beta2, eps, decay, t, clip=0.0):
+    if t in {steps}:
+        model.grads.qkvw.reshape(-1)[5] = 1e25
+    real(model, lr, beta1, beta2, eps, decay, t, clip)
+kernels.adamw.adamw_update = update
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_a_weights_gradient_that_overflows_leaves_that_weight_alone_and_stops_the_run(folder):
+    """Without clipping nobody has looked at it before; the others have moved, and that is said and saved."""
+    (folder / "overflowing.py").write_text(OVERFLOWING.format(steps={3}, script=str(ROOT / "train_gpt2_fp32.py")))
+    options = {"script": str(folder / "overflowing.py"), "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    _, error = run(folder, *SAVE, "-n", "1", "-x", "6", **options, code=1)
+    assert re.match(
+        r"error: step 3: its loss \(\d\.\d+\) or gradients are not finite, so parameters with such a gradient are "
+        r"left as they were, and the others have taken the step\. .*; last good checkpoint: run/step_00000002; the "
+        r"state that it came to: run/step_00000003\n$", error,
+    ), error  # fmt: skip
+    shutil.rmtree(folder / "run")
+    out, _ = run(folder, *SAVE, "-x", "6", "--skip-nonfinite", **options)
+    assert "steps whose loss or gradients were not finite: 1\n" in out
+    want = contents(folder, 6)
+    shutil.rmtree(folder / "run")
+    _, error = run(folder, *SAVE, "-x", "6", **options, code=1)
+    assert "; last good checkpoint: none; the state that it came to: run/step_00000003\n" in error
+    run(folder, *SAVE, "-x", "6", "-y", "1", **options)
+    assert contents(folder, 6) == want  # the run goes on from where it was
+    _, error = run(folder, *SAVE, "-x", "9", "-y", "1", "--grad-clip", "1", script=str(folder / "overflowing.py"),
+                   env=options["env"] | {})  # fmt: skip
+    assert not error
+
+
+def test_a_checkpoint_is_not_written_twice(folder):
+    """What is dropped by a stop request, or not finite, behind a checkpoint that was due, needs no other."""
+    out, _ = spoiled_run(folder, {3 + 4}, *SAVE, "-n", "4", "-x", "6", code=1)
+    assert out.count("saved run/step_00000004") == 1
 
 
 def test_a_first_step_that_is_not_finite_writes_nothing(folder):
@@ -538,6 +597,15 @@ def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng):
 @pytest.mark.long
 def test_a_run_that_is_killed_a_hundred_times_ends_as_if_it_had_not_been(folder, rng):
     kill_and_resume(folder, 100, rng)
+
+
+def test_a_closed_stdout_is_no_error(folder):
+    command = [sys.executable, str(ROOT / "train_gpt2_fp32.py"), *FLAGS, "-x", "3", "-o", "run.log"]
+    process = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
 
 
 def test_the_table_says_why_a_run_is_not_on_the_gpu(folder, tmp_path):

@@ -139,7 +139,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_anything_is_written(fold
         ("data_train.bin", {}, "data_train.bin: events cannot be written there; choose another --tensorboard"),
         ("data_train.bin/x", {}, "data_train.bin/x: events cannot be written there; choose another --tensorboard"),
         ("events", {"PYTHONPATH": str(folder / "broken"), "PYTHONDONTWRITEBYTECODE": "1"},
-         "--tensorboard needs TensorBoard; install it with: pip install tensorboard"),
+         "--tensorboard needs TensorBoard (none here); install it with: pip install tensorboard"),
     ]:  # fmt: skip
         _, error = run(folder, "--tensorboard", place, "-o", "run.log", code=1, env=os.environ | env)
         assert error == f"error: {message}\n"
