@@ -532,11 +532,11 @@ def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, 
     before = 0
     for val in (65, 300, 3_000, 10**5, 10**6, 10**8):
         train = val if val == 65 else 99 * val
-        lines = module.recommend(Path("data/mine"), 16384, train, val)
+        lines = module.recommend(Path("data/my texts"), 16384, train, val)
         command = shlex.split(lines[-2])
         assert command[:2] == ["python", "train_gpt2_fp32.py"]
         args = parse_arguments(GPT2Config, command[2:])
-        assert args.B * args.T < val and args.data == "data/mine"
+        assert args.B * args.T < val and args.data == "data/my texts"
         config = GPT2.Config.described(args.model, 16384)
         size = module.num_parameters(config)
         seen = args.max_steps * (args.total_batch_size or args.B * args.T)
