@@ -91,6 +91,15 @@ def write_texts(folder, numbers, words=40):
         Path(folder, f"{number:03}.txt").write_text(f"{number} {text}", encoding="utf-8")
 
 
+def read(path, longest=1000):
+    """The documents of a file or folder, and what was skipped."""
+    import documents as module
+
+    skipped = Counter()
+    units = module.units_of(module.find_files([path], skipped), "text")
+    return [text for parts in units for text in module.read_documents(parts, "text", longest, skipped)], skipped
+
+
 # What is read
 
 
@@ -99,7 +108,7 @@ def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
 
     monkeypatch.setattr(text, "LEAST_TOKENS", 2)
     os.makedirs("in/sub/.git")
-    german = "Größere Bäche fließen über schöne Wiesen, und süße Äpfel fallen auf grüne Hügel. " * 9
+    german = GERMAN * 9
     files = {
         "a.txt": b"plain\r\ntext", "b.md": b"# head\n", "c.rst": "naïve 你好\n".encode(),
         "d.TXT.gz": gzip.compress(b"packed"), "e.txt": "\ufeffmarked".encode(), "f.txt": "wide é".encode("utf-16"),
@@ -124,6 +133,68 @@ def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
         assert texts == [text for text in wanted if text in texts]  # in order
     assert "2 binary, 2 damaged, 2 empty, 1 lines empty, 1 not readable, 1 of another kind" in said
     assert f"documents   12 (train {len(found['train'])}, val {len(found['val'])}); duplicates removed: 0" in said
+
+
+def test_links_to_folders_are_followed_once_and_what_cannot_be_opened_is_counted(monkeypatch):
+    scan = os.scandir
+
+    def refusing(folder):
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scan(folder)
+
+    for number, folder in enumerate(("in/sub/deep", "in/locked", "elsewhere")):
+        os.makedirs(folder)
+        Path(folder, "a.txt").write_text(f"text {number}")
+    os.symlink("../..", "in/sub/loop")
+    os.symlink("../elsewhere", "in/linked")
+    os.symlink("self.txt", "in/self.txt")
+    os.mkfifo("in/pipe.txt")
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert read("in") == (["text 2", "text 0"], {"not readable": 3})
+
+
+GERMAN = "Größere Bäche fließen über schöne Wiesen, und süße Äpfel fallen auf grüne Hügel. "
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"
+
+
+@pytest.mark.parametrize("text", [GERMAN * 9, JAPANESE * 9])
+def test_a_text_of_which_a_few_bytes_are_damaged_is_read_without_them(text):
+    data = text.encode()
+    Path("a.txt").write_bytes(data + b"\xff" + data + "ß".encode()[:1])
+    assert read("a.txt", 10**5) == ([text + "\ufffd" + text + "\ufffd"], {})
+    Path("a.txt").write_bytes(b"plain " * 99 + "é".encode("latin-1"))
+    assert read("a.txt") == (["plain " * 99 + "é"], {})
+
+
+@pytest.mark.parametrize("encoding", ["shift-jis", "euc-jp", "utf-8"])
+def test_an_encoding_is_detected_wherever_the_blocks_end(monkeypatch, encoding):
+    import documents as module
+
+    monkeypatch.setattr(module, "SAMPLE", 400)
+    for block in range(500, 504):
+        monkeypatch.setattr(module, "BLOCK", block)
+        Path("a.txt").write_bytes(("plain\n" * 200 + JAPANESE * 40).encode(encoding))
+        assert read("a.txt", 10**5) == (["plain\n" * 200 + JAPANESE * 40], {})
+
+
+@pytest.mark.parametrize("text", ["words and words " * 500, "你好世界" * 800, "a" * 4000 + "\nb\n" * 9 + "é" * 2000])
+def test_a_line_of_any_length_is_divided_into_parts(monkeypatch, text):
+    import documents as module
+
+    monkeypatch.setattr(module, "UNIT", 1000)
+    monkeypatch.setattr(module, "BLOCK", 100)
+    Path("a.txt").write_text(text)
+    sizes = [len(module.open_part(part).read()) for part in module.parts_of("a.txt", ".txt", len(text.encode()), "")]
+    assert len(sizes) > 5 and max(sizes) <= 1100 and sum(sizes) == len(text.encode())
+    texts, _ = read("a.txt", 10**5)
+    assert "".join(texts) == text
+
+
+def test_records_may_begin_with_some_that_have_no_text():
+    lines = ['{"text": null}', "{", '{"text": "one"}', '{"id": 1}', '{"text": "two"}']
+    Path("a.jsonl").write_text("\n".join(lines))
+    assert read("a.jsonl") == (["one", "two"], {"lines without a text in text": 2, "lines that are no JSON": 1})
 
 
 def test_html_loses_tags_and_what_no_browser_shows():
@@ -164,9 +235,7 @@ def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends)
     before, module.UNIT = module.UNIT, unit
     try:
         for name in ("a.txt", "b.jsonl"):
-            skipped = Counter()
-            units = module.units_of(module.find_files([name], skipped), "text")
-            texts = [text for parts in units for text in module.read_documents(parts, "text", 1000, skipped)]
+            texts, _ = read(name)
             found = "\n".join(texts).split("\n") if name == "a.txt" else texts
             assert [line for line in found if line.strip()] == [line for line in lines if line.strip()]
     finally:
@@ -181,6 +250,8 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     rows = [f"row {number}\r\n" for number in range(50)]
     columns = {"body": [*rows, None, " "], "id": range(52)}
     parquet.write_table(arrow.table(columns), "a.parquet", row_group_size=7)
+    parquet.write_table(arrow.table({"text": arrow.array(["x", "y", "x"]).dictionary_encode()}), "few.parquet")
+    assert read("few.parquet")[0] == ["x", "y", "x"]
     Path("b.parquet.gz").write_bytes(gzip.compress(Path("a.parquet").read_bytes()))
     monkeypatch.setattr(module, "UNIT", 200)
     said = prepare("a.parquet", "-o", "x", "--tokenizer", "bytes", "--val", "0.4", "--field", "body")

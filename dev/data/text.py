@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 import numpy as np
 from common import encode_texts, make_folder, run, write_vocabulary
-from documents import Part, find_files, optional, read_documents, units_of
+from documents import File, Part, find_files, optional, read_documents, units_of
 from recommend import LEAST_TOKENS, recommend
 from shards import ShardWriter
 from tqdm import tqdm
@@ -412,11 +412,11 @@ def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return tokenizer
 
 
-def settings_of(args: argparse.Namespace, files: list[tuple[str, str, os.stat_result]]) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace, files: list[File]) -> dict[str, Any]:
     """What decides the output, by flag."""
     listed = hashlib.sha256()
-    for path, kind, stat in files:
-        listed.update(json.dumps([path, kind, stat.st_size, stat.st_mtime_ns]).encode())
+    for file in files:
+        listed.update(json.dumps(file).encode())
     tokenizer = args.tokenizer
     if Path(tokenizer).is_file():
         tokenizer += f" (sha256 {hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]})"
