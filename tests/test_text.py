@@ -413,6 +413,29 @@ def test_a_run_that_goes_on_with_other_options_or_texts_is_refused(prepare, monk
     assert "belongs to another dataset" in refusal(prepare, *args, "--tokenizer", "bytes")
 
 
+def test_what_is_left_of_another_dataset_is_not_taken_for_a_part_of_this(prepare):
+    write_texts("in", range(20))
+    args = ["in", "-o", "x", "--val", "0.3", "--tokenizer"]
+    os.makedirs("x_work/read")  # of a run that was stopped while it removed its folder
+    Path("x_work/read/000000.npz").write_bytes(b"another")
+    Path("x_work/x_tokenizer.bin").write_bytes(b"another")
+    prepare(*args[:-1], "--train-tokenizer", "300")
+    for path in [*Path().glob("x_train*"), *Path().glob("x_val*")]:
+        path.unlink()
+    assert "x_tokenizer.json belongs to another" in refusal(prepare, *args, "bytes")  # by which prompts were encoded
+    prepare(*args, "x_tokenizer.json")
+    assert len(contents()) == 5
+
+
+def test_all_processes_have_ended_with_their_work():
+    import multiprocessing
+
+    import text
+
+    assert list(text.in_order(2, abs, [(-1,), (2,)])) == [1, 2]
+    assert not multiprocessing.active_children()  # for which Python would wait later, and Ctrl-C be a traceback
+
+
 def test_two_runs_at_the_same_place_do_not_meet(prepare):
     import text
 
@@ -434,6 +457,9 @@ def test_bad_input_is_said_in_one_line(prepare):
     Path("b.jsonl").write_text("[1, 2\n")
     write_texts("in", range(20))
     Path("none.json").write_text("{}")
+    Path("tiny.txt").write_text("hello")
+    os.mkfifo("pipe.txt")
+    os.makedirs("y_work/lock")
     for args, words in [
         (["missing"], "missing: no such file"),
         (["empty"], "empty: no text there"),
@@ -442,6 +468,9 @@ def test_bad_input_is_said_in_one_line(prepare):
         (["a.jsonl", "--field", "n"], "without a text in n"),
         (["b.jsonl"], "its first line is no JSON"),
         (["one.txt"], "none of 1 documents falls to"),
+        (["tiny.txt"], "none of 1 documents falls to val by --val 0.01; add text"),
+        (["pipe.txt"], "pipe.txt: neither a file nor a folder"),
+        (["in", "-o", "y"], "y_work: cannot be written to"),
         (["in", "--tokenizer", "none.json"], "none.json"),
         (["in", "--tokenizer", "gone.json"], "gone.json: no such file"),
         (["in", "-o", "in"], "-o in"),
@@ -449,7 +478,7 @@ def test_bad_input_is_said_in_one_line(prepare):
     ]:
         options = ["-o", "x", "--tokenizer", "bytes"] if "--tokenizer" not in args else ["-o", "x"]
         message = refusal(prepare, *options, *args)
-        assert words in message
+        assert words in message and ("finely" in message) == (args == ["one.txt"])
         if args == ["one.txt"]:  # the remedy is one
             prepare("one.txt", "-o", "fine", "--tokenizer", "bytes", *message.split("finely: ")[1].split())
 

@@ -32,6 +32,7 @@ import shutil
 import signal
 import sys
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -50,11 +51,11 @@ from recommend import LEAST_TOKENS, recommend
 from shards import ShardWriter
 from tqdm import tqdm
 
-from llmc.arguments import Parser, number, positive
+from llmc.arguments import Parser, number, positive, whole_number
 from llmc.dataloader import open_tokens, token_format
 from llmc.errors import UserError
 from llmc.files import replacing
-from llmc.tokenizer import END_OF_TEXT, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
+from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
 
 NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another has been before
 SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained
@@ -73,19 +74,16 @@ def share(text: str) -> float:
     return value
 
 
-def vocabulary_size(text: str) -> int:
-    """A number of tokens: the 256 bytes, the one that ends a text, and what is learned."""
-    value = positive(text)
-    if not 257 <= value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} must be from 257 to {1 << 20}")
-    return value
+def within(low: int, high: int) -> Callable[[str], int]:
+    """A type of flag: a whole number from low to high."""
 
+    def check(text: str) -> int:
+        value = whole_number(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} must be from {low} to {high}")
+        return value
 
-def document_length(text: str) -> int:
-    value = positive(text)
-    if not 100 <= value <= MOST_CHARACTERS:
-        raise argparse.ArgumentTypeError(f"{text} must be from 100 to {MOST_CHARACTERS}")
-    return value
+    return check
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -97,12 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
     tokenizers = parser.add_mutually_exclusive_group()
     what = "gpt2, bytes, or a tokenizer.json or .bin (gpt2)"
     tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help=what)
-    what = "learn a vocabulary of N tokens from the text"
-    tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary_size, help=what)
+    what = "learn a vocabulary of N tokens from the text: the bytes, the one that ends a text, and what is learned"
+    size = within(257, MOST_TOKENS - 1)
+    tokenizers.add_argument("--train-tokenizer", metavar="N", type=size, help=what)
     add("--field", metavar="NAME", default="text", help="where .jsonl and .parquet have the text (%(default)s)")
     add("--val", metavar="F", type=share, default=0.01, help="share of the documents for validation (%(default)s)")
     what = "characters; a longer document is cut where a line is empty, into several (%(default)s)"
-    add("--longest", metavar="N", type=document_length, default=100_000, help=what)
+    add("--longest", metavar="N", type=within(100, MOST_CHARACTERS), default=100_000, help=what)
     add("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
     add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     return parser
@@ -114,12 +113,12 @@ def make_parser() -> argparse.ArgumentParser:
 def hash_unit(parts: list[Part], field: str, longest: int) -> tuple[np.ndarray, np.ndarray, Counter]:
     """Of each document in a unit the hash, uint64 (N, 2), and the numbers of characters and of bytes in UTF-8, int64
     (N, 2); and what was skipped."""
-    hashes, lengths, skipped = bytearray(), [], Counter()
+    hashes, lengths, skipped = bytearray(), array("q"), Counter()
     for text in read_documents(parts, field, longest, skipped):
         data = text.encode()
         hashes += hashlib.blake2b(data, digest_size=16).digest()
-        lengths.append((len(text), len(data)))
-    return np.frombuffer(bytes(hashes), "<u8").reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 2), skipped
+        lengths.extend((len(text), len(data)))
+    return np.frombuffer(hashes, "<u8").reshape(-1, 2), np.array(lengths).reshape(-1, 2), skipped
 
 
 def texts_of_unit(parts: list[Part], field: str, longest: int, places: np.ndarray) -> Iterator[tuple[str, int]]:
@@ -200,7 +199,7 @@ def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[An
             why = "a process was killed, perhaps for want of memory"
             raise UserError(f"{why}: run the same command again, with fewer --workers") from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 # The stages
@@ -273,9 +272,10 @@ class Job:
         for split, place in SPLITS.items():
             if not totals[place, 0]:
                 characters = int(totals[:, 1].sum())
+                finely = f", or cut what there is more finely: --val 0.1 --longest {characters // 200}"
                 raise Unsuitable(
                     f"{named(self.args.paths)}: none of {count} documents falls to {split} by --val {self.args.val:g}; "
-                    f"add text, or cut what there is more finely: --val 0.1 --longest {max(100, characters // 200)}"
+                    f"add text{finely if characters >= 100 * 200 else ''}"
                 )
         return {
             "documents": {split: int(totals[place, 0]) for split, place in SPLITS.items()},
@@ -428,13 +428,13 @@ def settings_of(args: argparse.Namespace, files: list[File]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_settings(place: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises UserError where a dataset was made, or begun, with other settings."""
+def check_settings(place: str, remove: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError where a dataset was made, or begun, with other settings. remove: what to, to begin anew."""
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
                 f"{place} was made with {name} {before.get(name)}, now {value}: use the same options, choose another "
-                "-o, or remove it to begin anew"
+                f"-o, or remove {remove} to begin anew"
             )
 
 
@@ -458,12 +458,25 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def locked(work: Path) -> Iterator[None]:
     """Keeps other runs out of a folder. Raises UserError where one is at work there."""
     make_folder(work)
-    with open(work / "lock", "wb") as file:
+    try:
+        file = open(work / "lock", "wb")
+    except OSError as error:
+        raise UserError(f"{work}: cannot be written to ({error.strerror.lower()}); choose another -o") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{work}: another run is at work there; wait for it, or choose another -o") from None
         yield
+
+
+def clear(work: Path) -> None:
+    """Removes what is in the folder, but for the lock."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
 
 
 def publish(work: Path, out: Path) -> None:
@@ -508,17 +521,22 @@ def main() -> None:
     if summary_file.is_file():
         made = read_json(summary_file)
         if all(out.with_name(file).is_file() for file in made["files"]):
-            check_settings(f"{out}_*", made["settings"], settings)
+            check_settings(f"{out}_*", f"{out}_*.bin and .json", made["settings"], settings)
             shutil.rmtree(work, ignore_errors=True)  # where a run was stopped at its very end
             print(f"{out}_*: all of it is there already")
             return print_summary(out, made)
-    there = [path for split in SPLITS for path in out.parent.glob(f"{out.name}_{split}*.bin")]
+    own = Path(args.tokenizer).absolute()  # which may be there already, with what was made of it
+    names = (f"{out.name}_{end}" for end in ("train*.bin", "val*.bin", "tokenizer.*"))
+    there = [path for name in names for path in out.parent.glob(name)]
+    there = [path for path in there if path.absolute() not in (own, own.with_suffix(".bin"))]
     if there and not (work / summary_file.name).is_file():
-        raise UserError(f"{there[0]} belongs to another dataset: choose another -o, or remove {out}_*")
+        raise UserError(f"{there[0]} belongs to another dataset: choose another -o, or remove it")
     units = units_of(files, args.field)
     with locked(work):
         if (work / "settings.json").is_file():
-            check_settings(str(work), read_json(work / "settings.json")["settings"], settings)
+            check_settings(str(work), "it", read_json(work / "settings.json")["settings"], settings)
+        else:
+            clear(work)  # of what was left where a run was stopped while it removed its folder
         write_json(work / "settings.json", {"settings": settings})
         try:
             if not (work / summary_file.name).is_file():
