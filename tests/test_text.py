@@ -297,14 +297,21 @@ def test_texts_that_are_added_move_none_from_one_split_to_the_other(prepare):
 # Restarted, and in parallel
 
 
-def test_any_number_of_processes_writes_the_same_files():
+def in_two_processes(files_in_unit):
+    """The beginning of the command that runs text.py in two processes, without measuring the machine."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import text, documents; "
+    code += f"documents.FILES_IN_UNIT = {files_in_unit}; text.recommend = lambda *args: []; text.run(text.main)"
+    return [sys.executable, "-c", code, "--workers", "2"]
+
+
+def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
+    import documents as module
+
+    monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
     write_texts("in", range(60), words=200)
-    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 7"
-    for workers in ("1", "2"):
-        os.mkdir(workers)
-        args = ["in", "-o", f"{workers}/x", "--train-tokenizer", "300", "--shard-tokens", "9999", "--workers", workers]
-        code = f"{start}; text.recommend = lambda *args: []; text.main()"
-        subprocess.run([sys.executable, "-c", code, SCRIPTS, *args, "--val", "0.1"], check=True, capture_output=True)
+    args = ["in", "--train-tokenizer", "300", "--shard-tokens", "9999", "--val", "0.1", "-o"]
+    prepare(*args, "1/x")
+    subprocess.run([*in_two_processes(7), *args, "2/x"], check=True, capture_output=True)
     one, two = contents("1"), contents("2")
     assert len(one) > 5 and one == two
 
@@ -357,15 +364,12 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monke
     assert "there already" in make("whole")
 
 
-def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files():
+def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files(prepare):
     write_texts("in", range(40), words=300)
-    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 3"
-    code = f"{start}; text.recommend = lambda *args: []; text.run(text.main)"
-    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "1999", "--workers", "2"]
-    command = [sys.executable, "-c", code, SCRIPTS, *args, "-o"]
-    os.makedirs("whole")
-    subprocess.run([*command, "whole/x"], check=True, capture_output=True)
+    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "1999", "-o"]
+    prepare(*args, "whole/x")
     os.makedirs("stopped")
+    command = [*in_two_processes(3), *args]
     for stopped_at, stop in (("read/000004.npz", signal.SIGKILL), ("x_train_000001.bin", signal.SIGINT)):
         process = subprocess.Popen(
             [*command, "stopped/x"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -507,17 +511,17 @@ def test_as_a_program_it_refuses_in_one_line(prepare, capsys):
         assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_later():
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(prepare):
     write_texts("in", range(60), words=200)
-    args = ["in", "-o", "x", "--tokenizer", "bytes", "--val", "0.1", "--workers", "1"]
+    args = ["in", "-o", "x", "--tokenizer", "bytes", "--val", "0.1"]
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "text.py", *args], capture_output=True, text=True,
+        [sys.executable, SCRIPTS / "text.py", *args, "--workers", "1"], capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: ")
     assert "cannot be written (file too large)" in done.stderr and "Traceback" not in done.stderr
     assert not list(Path().glob("x_*.bin"))
-    run(*args)
+    prepare(*args)
     assert len(documents("x", "train")) + len(documents("x", "val")) == 60
 
 

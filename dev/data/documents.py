@@ -31,7 +31,7 @@ from html.parser import HTMLParser
 from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
-from llmc.errors import UserError
+from llmc.errors import UserError, first_line
 from llmc.tokenizer import without_surrogates
 
 TEXT, HTML = (".txt", ".text", ".md", ".markdown", ".rst"), (".html", ".htm", ".xhtml")
@@ -403,7 +403,7 @@ def read_lines(part: Part, field: str, longest: int, skipped: Counter) -> Iterat
                 continue
             if not text.strip():
                 skipped["lines empty"] += 1
-            yield from cut([text], longest)
+            yield from cut([plain_line_ends(text)], longest)
 
 
 def record_text(line: bytes, field: str) -> str:
@@ -418,7 +418,11 @@ def record_text(line: bytes, field: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise Unreadable(f"without a text in {field}")
-    return without_surrogates(text).replace("\r\n", "\n").replace("\r", "\n")
+    return without_surrogates(text)
+
+
+def plain_line_ends(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_lines(path: str, field: str) -> None:
@@ -441,34 +445,32 @@ def check_lines(path: str, field: str) -> None:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError):
         raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
-    names = [name[:40] for name, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
-    has = f"texts in {', '.join(names[:9])}: name one with --field" if names else "no texts"
-    raise UserError(f"{path}: its first line is {reason}; it has {has}")
+    names = [name for name, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
+    raise UserError(f"{path}: its first line is {reason}; {fields(names)}")
+
+
+def fields(names: list[str]) -> str:
+    """Where a file of records has texts."""
+    named = ", ".join(name[:40] for name in names[:9])
+    return f"it has texts in {named}: name one with --field" if names else "it has no texts"
 
 
 def open_table(path: str) -> Any:
     """A pyarrow.parquet.ParquetFile. Raises UserError where there is none in the file."""
     parquet = optional("pyarrow.parquet", ".parquet")
+    packed = path.lower().endswith(".gz")
     try:
-        if not path.lower().endswith(".gz"):
+        if not packed:
             return parquet.ParquetFile(path)
         unpacked = tempfile.TemporaryFile()  # a table's index is at its end
         with gzip.open(path) as file:
-            try:
-                shutil.copyfileobj(file, unpacked)
-            except OSError as error:
-                if isinstance(error, gzip.BadGzipFile):
-                    raise
-                reason = (error.strerror or str(error)).lower()
-                raise UserError(
-                    f"{path}: cannot be unpacked in {tempfile.gettempdir()} ({reason}); set TMPDIR to another folder"
-                ) from None
+            shutil.copyfileobj(file, unpacked)
         return parquet.ParquetFile(unpacked)
-    except UserError:
-        raise
     except Exception as error:  # Arrow's errors are of several kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path}: no table can be read from it ({reason}); fetch it again, or leave it out") from None
+        room = f", or make room in {tempfile.gettempdir()}, where it is unpacked" if packed else ""
+        raise UserError(
+            f"{path}: no table can be read from it ({first_line(error)}); fetch it again, or leave it out{room}"
+        ) from None
 
 
 def check_column(path: str, table: Any, field: str) -> None:
@@ -476,8 +478,7 @@ def check_column(path: str, table: Any, field: str) -> None:
     names = [name for name, kind in zip(table.schema_arrow.names, table.schema_arrow.types, strict=True)
              if re.match("(large_)?string|dictionary<values=(large_)?string", str(kind))]  # fmt: skip
     if field not in names:
-        has = f"texts in {', '.join(names[:9])}: name one with --field" if names else "no texts"
-        raise UserError(f"{path}: no column of texts is called {field}; it has {has}")
+        raise UserError(f"{path}: no column of texts is called {field}; {fields(names)}")
 
 
 def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
@@ -495,7 +496,7 @@ def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterat
                 if text is None or not text.strip():
                     skipped["rows empty"] += 1
                 else:
-                    yield from cut([text.replace("\r\n", "\n").replace("\r", "\n")], longest)
+                    yield from cut([plain_line_ends(text)], longest)
 
 
 def optional(name: str, what: str) -> Any:

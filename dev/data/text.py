@@ -39,6 +39,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another
 SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained
 COMPARED = 1 << 23             # hashes at a time
 LEARNED = 1 << 30              # bytes of text that a vocabulary is learned from, at most, about
-ENCODED = 1 << 20              # characters that are encoded at a time
+ENCODED = 16                   # documents at a time
 LONGEST_TOKEN = 255            # bytes, as a tokenizer .bin has it
 MOST_CHARACTERS = 400_000      # in a document: what tiktoken is sure to split, even where all of it is white space
 
@@ -143,21 +144,11 @@ def encode_unit(
     try:
         with ExitStack() as stack:
             files = {place: stack.enter_context(open(path, "wb")) for place, path in out.items()}
-
-            def encode(batch: list[tuple[str, int]]) -> None:
+            texts = (item for item in texts_of_unit(parts, field, longest, places) if item[1] in files)
+            while batch := list(islice(texts, ENCODED)):
                 tokens = encode_texts(encoder, [text for text, _ in batch], threads)
                 for (_, place), ids in zip(batch, tokens, strict=True):
                     files[place].write(np.array(ids, dtype).tobytes())
-
-            batch, size = [], 0
-            for text, place in texts_of_unit(parts, field, longest, places):
-                if place in files:
-                    batch.append((text, place))
-                    size += len(text)
-                if size > ENCODED:
-                    encode(batch)
-                    batch, size = [], 0
-            encode(batch)
     except OSError as error:
         where = error.filename or tokenizer.parent
         raise UserError(f"{where}: cannot be written ({str(error.strerror).lower()})") from None
@@ -439,14 +430,16 @@ def check_settings(place: str, remove: str, before: dict[str, Any], now: dict[st
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object that a run has written. Raises UserError where it is damaged."""
+    """An object with settings that a run has written. Raises UserError where it is damaged."""
     try:
         content = json.loads(path.read_bytes())
-        return {"settings": content["settings"], "files": content.get("files", []), **content}
+        if isinstance(content["settings"], dict):
+            return content
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path}: damaged; remove it to begin anew") from None
+        pass
+    raise UserError(f"{path}: damaged; remove it to begin anew")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
