@@ -24,7 +24,6 @@ text, which are drawn by hash where there is more. The output is the same for an
 import argparse
 import fcntl
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -206,16 +205,15 @@ class Job:
     def __init__(self, args: argparse.Namespace, units: list[list[Part]], work: Path) -> None:
         self.args, self.units, self.work = args, units, work
         self.prefix = work / args.out.name
-        self.workers = min(args.workers, len(units))
+        self.workers = max(1, min(args.workers, len(units)))
         self.reading = args.field, args.longest
+        self.sizes = [sum(part.size for part in unit) for unit in units]
         self.read_files = [work / "read" / f"{number:06d}.npz" for number in range(len(units))]
 
     def progress(self, what: str, done: int = 0) -> tqdm:
         """A bar for the bytes of all units, of which the first `done` are done."""
-        sizes = [sum(part.size for part in unit) for unit in self.units]
-        return tqdm(
-            total=sum(sizes), initial=sum(sizes[:done]), unit="B", unit_scale=True, desc=what, mininterval=1, delay=1
-        )
+        total, initial = sum(self.sizes), sum(self.sizes[:done])
+        return tqdm(total=total, initial=initial, unit="B", unit_scale=True, desc=what, mininterval=1, delay=1)
 
     def read(self) -> None:
         """Hashes all documents, into a file for each unit."""
@@ -223,25 +221,22 @@ class Job:
         done = sum(file.is_file() for file in self.read_files)  # which are written in order
         results = in_order(self.workers, hash_unit, ((unit, *self.reading) for unit in self.units[done:]))
         with self.progress("reading", done) as bar:
-            for file, unit in zip(self.read_files[done:], self.units[done:], strict=True):
-                hashes, lengths, skipped = next(results)
-                data = io.BytesIO()
-                np.savez(data, hashes=hashes, lengths=lengths, skipped=np.array(json.dumps(skipped)))
-                with replacing(file) as opened:
-                    opened.write(data.getvalue())
-                bar.update(sum(part.size for part in unit))
+            for number, (hashes, lengths, skipped) in enumerate(results, done):
+                with replacing(self.read_files[number]) as file:
+                    np.savez(file, hashes=hashes, lengths=lengths, skipped=np.array(json.dumps(skipped)))
+                bar.update(self.sizes[number])
 
     def sort_out(self, skipped: Counter) -> dict:
         """Gives every document its place. Returns the figures of the summary; skipped: what was before the reading.
 
         Raises Unsuitable where there are no documents, or none for one of the splits.
         """
-        ends = [0]
+        self.ends = [0]  # the number of documents before each unit, and in all
         for file in self.read_files:
             with np.load(file) as unit:
-                ends.append(ends[-1] + len(unit["lengths"]))
+                self.ends.append(self.ends[-1] + len(unit["lengths"]))
                 skipped.update(json.loads(str(unit["skipped"])))
-        self.starts, count = ends[:-1], ends[-1]
+        count = self.ends[-1]
         if not count:
             why = f" (skipped: {reasons(skipped)})" if skipped else ""
             raise Unsuitable(f"{named(self.args.paths)}: no text there{why}; name files or folders that hold some")
@@ -268,18 +263,16 @@ class Job:
                     f"{named(self.args.paths)}: none of {count} documents falls to {split} by --val {self.args.val:g}; "
                     f"add text{finely if characters >= 100 * 200 else ''}"
                 )
-        return {
-            "documents": {split: int(totals[place, 0]) for split, place in SPLITS.items()},
-            "characters": {split: int(totals[place, 1]) for split, place in SPLITS.items()},
-            "bytes": {split: int(totals[place, 2]) for split, place in SPLITS.items()},
-            "duplicates": int(totals[NOWHERE, 0]),
-            "skipped": dict(sorted(skipped.items())),
+        figures = {
+            what: {split: int(totals[place, column]) for split, place in SPLITS.items()}
+            for column, what in enumerate(("documents", "characters", "bytes"))
         }
+        return figures | {"duplicates": int(totals[NOWHERE, 0]), "skipped": dict(sorted(skipped.items()))}
 
     def _compare(self, places: np.ndarray, number: int, ranges: int) -> None:
         """Gives places to the documents of a range of hashes: those whose hash leaves this number."""
         hashes, positions = [], []
-        for start, file in zip(self.starts, self.read_files, strict=True):
+        for start, file in zip(self.ends, self.read_files, strict=False):
             with np.load(file) as unit:
                 found = np.flatnonzero(unit["hashes"][:, 0] % np.uint64(ranges) == number)
                 hashes.append(unit["hashes"][found])
@@ -293,8 +286,7 @@ class Job:
 
     def places_of(self, number: int) -> np.ndarray:
         """The places of a unit's documents, uint8 (N,)."""
-        end = self.starts[number + 1] if number + 1 < len(self.units) else len(self.places)
-        return np.array(self.places[self.starts[number] : end])
+        return np.array(self.places[self.ends[number] : self.ends[number + 1]])
 
     def make_tokenizer(self, given: Tokenizer | None, train_bytes: int) -> Tokenizer:
         """Writes the files of the tokenizer: of the one that is given, or of one that is learned. Returns the one to
@@ -336,7 +328,7 @@ class Job:
                     for text, place in texts_of_unit(unit, *self.reading, places):
                         if place == TRAIN:
                             yield text
-                    bar.update(sum(part.size for part in unit))
+                    bar.update(self.sizes[number])
             print(f"merging pairs into {size:,} tokens", flush=True)
 
         library.train_from_iterator(texts(), trainer)
@@ -373,7 +365,7 @@ class Job:
                     if path.stat().st_size:
                         writers[split].add(number, np.memmap(path, writers[split].dtype, "r"))
                     path.unlink()
-                bar.update(sum(part.size for part in self.units[number]))
+                bar.update(self.sizes[number])
         for writer in writers.values():
             writer.finish(len(self.units))
 
