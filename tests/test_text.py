@@ -178,6 +178,15 @@ def test_an_encoding_is_detected_wherever_the_blocks_end(monkeypatch, encoding):
         assert read("a.txt", 10**5) == (["plain\n" * 200 + JAPANESE * 40], {})
 
 
+def test_what_may_be_of_several_encodings_is_of_the_commonest():
+    spanish = "El señor vivía en España y comía jamón, según decía su compañero, que no había visto la montaña. "
+    portuguese = "Não há ninguém que não saiba que a língua é difícil; o coração tem razões que ninguém conhece. "
+    polish = "Zażółć gęślą jaźń, Litwo, ojczyzno moja, ile cię trzeba cenić, ten tylko się dowie, kto cię stracił. "
+    for text, encoding in ((spanish * 9, "latin-1"), (portuguese * 9, "cp1252"), (polish * 9, "cp1250")):
+        Path("a.txt").write_bytes(text.encode(encoding))
+        assert read("a.txt", 10**5) == ([text], {})
+
+
 @pytest.mark.parametrize("text", ["words and words " * 500, "你好世界" * 800, "a" * 4000 + "\nb\n" * 9 + "é" * 2000])
 def test_a_line_of_any_length_is_divided_into_parts(monkeypatch, text):
     import documents as module

@@ -255,13 +255,15 @@ def detect_encoding(file: BinaryIO) -> str:
     size, characters, wrong, sample = survey(file, encoding)
     if 10 * wrong <= size - characters:  # UTF-8 has a byte more than characters for each that Latin has, or more
         return encoding
-    best = optional("charset_normalizer", "a text that is not UTF-8").from_bytes(sample).best()
-    if best is None:
+    found = list(optional("charset_normalizer", "a text that is not UTF-8").from_bytes(sample))  # the best first
+    best = [match.encoding for match in found if (match.chaos, match.coherence) == (found[0].chaos, found[0].coherence)]
+    if not best:
         raise Unreadable("of an unknown encoding")
-    _, characters, wrong, _ = survey(file, best.encoding)
+    encoding = "cp1252" if "cp1252" in best else best[0]  # of which it is by far the most common
+    _, characters, wrong, _ = survey(file, encoding)
     if wrong > MOST_WRONG * characters:
         raise Unreadable("of an unknown encoding")
-    return best.encoding
+    return encoding
 
 
 def survey(file: BinaryIO, encoding: str) -> tuple[int, int, int, bytes]:

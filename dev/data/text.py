@@ -421,6 +421,15 @@ def check_settings(place: str, remove: str, before: dict[str, Any], now: dict[st
             )
 
 
+def check_free(out: Path, tokenizer: Path) -> None:
+    """Raises UserError where there are files that -i would take for this dataset's, but for those of the tokenizer that
+    is given."""
+    for end in ("train*.bin", "val*.bin", "tokenizer.*"):
+        for path in out.parent.glob(f"{out.name}_{end}"):
+            if path.absolute() not in (tokenizer, tokenizer.with_suffix(".bin")):
+                raise UserError(f"{path} belongs to another dataset: choose another -o, or remove it")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object with settings that a run has written. Raises UserError where it is damaged."""
     try:
@@ -510,12 +519,8 @@ def main() -> None:
             shutil.rmtree(work, ignore_errors=True)  # where a run was stopped at its very end
             print(f"{out}_*: all of it is there already")
             return print_summary(out, made)
-    own = Path(args.tokenizer).absolute()  # which may be there already, with what was made of it
-    names = (f"{out.name}_{end}" for end in ("train*.bin", "val*.bin", "tokenizer.*"))
-    there = [path for name in names for path in out.parent.glob(name)]
-    there = [path for path in there if path.absolute() not in (own, own.with_suffix(".bin"))]
-    if there and not (work / summary_file.name).is_file():
-        raise UserError(f"{there[0]} belongs to another dataset: choose another -o, or remove it")
+    if not (work / summary_file.name).is_file():
+        check_free(out, Path(args.tokenizer).absolute())
     units = units_of(files, args.field)
     with locked(work):
         if (work / "settings.json").is_file():
