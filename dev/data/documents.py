@@ -249,11 +249,11 @@ def decoded(part: Part) -> Iterator[str]:
 
 
 def detect_encoding(file: BinaryIO) -> str:
-    """What a file is encoded in, all of which it has been decoded by. Raises Unreadable where it is no text."""
+    """What a file is encoded in, but for a few damaged bytes. Raises Unreadable where it is no text."""
     head = file.read(4)
     encoding = next((name for mark, name in MARKS if head.startswith(mark)), "utf-8")
     size, characters, wrong, sample = survey(file, encoding)
-    if 10 * wrong <= size - characters:  # UTF-8 has a byte more than characters for each that Latin has, or more
+    if 10 * wrong <= size - characters:  # what is not ASCII takes a byte more than it has characters, or two, or three
         return encoding
     found = list(optional("charset_normalizer", "a text that is not UTF-8").from_bytes(sample))  # the best first
     best = [match.encoding for match in found if (match.chaos, match.coherence) == (found[0].chaos, found[0].coherence)]
