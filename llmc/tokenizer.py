@@ -349,18 +349,18 @@ def write_tokenizer(path: str | Path, tokens: list[bytes], eot: int) -> None:
 def find_tokenizer(data: str | Path, directory: str | Path = ".") -> Path | None:
     """The tokenizer for a dataset given as prefix, file or glob: its own `<prefix>_tokenizer.bin` or
     `<prefix>_tokenizer.json`, else `gpt2_tokenizer.bin` in `directory`, else None."""
-    files = (*_own_tokenizers(data), Path(directory) / "gpt2_tokenizer.bin")
+    files = (*_own_tokenizers(data, ".bin", ".json"), Path(directory) / "gpt2_tokenizer.bin")
     return next((path for path in files if path.is_file()), None)
 
 
-def _own_tokenizers(data: str | Path) -> list[Path]:
-    """Where a dataset's own tokenizer may be, the .bin before the .json."""
-    prefix = str(data)
+def _own_tokenizers(data: str | Path, *suffixes: str) -> list[Path]:
+    """Where a dataset's own tokenizer may be. `data` may be a prefix that itself has the name of a split in it."""
+    heads = [str(data)]
     for split in ("_train", "_val"):
-        head, found, tail = prefix.rpartition(split)
+        head, found, tail = str(data).rpartition(split)
         if found and "/" not in tail:
-            prefix = head
-    return [Path(f"{prefix}_tokenizer{suffix}") for suffix in (".bin", ".json")]
+            heads.append(head)
+    return [Path(f"{head}_tokenizer{suffix}") for head in sorted(heads, key=len, reverse=True) for suffix in suffixes]
 
 
 def model_tokenizers(model: Path, data: str | None = None) -> list[Path]:
@@ -369,7 +369,7 @@ def model_tokenizers(model: Path, data: str | None = None) -> list[Path]:
     .json says how a prompt is encoded."""
     beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
     beside.append(model.with_name(f"{model.stem}_tokenizer.bin"))
-    return [path for path in beside + (_own_tokenizers(data)[::-1] if data else []) if path.is_file()]
+    return [path for path in beside + (_own_tokenizers(data, ".json", ".bin") if data else []) if path.is_file()]
 
 
 def load_model_tokenizer(

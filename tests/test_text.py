@@ -91,6 +91,15 @@ def write_texts(folder, numbers, words=40):
         Path(folder, f"{number:03}.txt").write_text(f"{number} {text}", encoding="utf-8")
 
 
+def read(path, longest=1000):
+    """The documents of a file or folder, and what was skipped."""
+    import documents as module
+
+    skipped = Counter()
+    units = module.units_of(module.find_files([path], skipped), "text")
+    return [text for parts in units for text in module.read_documents(parts, "text", longest, skipped)], skipped
+
+
 # What is read
 
 
@@ -99,7 +108,7 @@ def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
 
     monkeypatch.setattr(text, "LEAST_TOKENS", 2)
     os.makedirs("in/sub/.git")
-    german = "Größere Bäche fließen über schöne Wiesen, und süße Äpfel fallen auf grüne Hügel. " * 9
+    german = GERMAN * 9
     files = {
         "a.txt": b"plain\r\ntext", "b.md": b"# head\n", "c.rst": "naïve 你好\n".encode(),
         "d.TXT.gz": gzip.compress(b"packed"), "e.txt": "\ufeffmarked".encode(), "f.txt": "wide é".encode("utf-16"),
@@ -124,6 +133,77 @@ def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
         assert texts == [text for text in wanted if text in texts]  # in order
     assert "2 binary, 2 damaged, 2 empty, 1 lines empty, 1 not readable, 1 of another kind" in said
     assert f"documents   12 (train {len(found['train'])}, val {len(found['val'])}); duplicates removed: 0" in said
+
+
+def test_links_to_folders_are_followed_once_and_what_cannot_be_opened_is_counted(monkeypatch):
+    scan = os.scandir
+
+    def refusing(folder):
+        if str(folder).endswith("locked"):
+            raise PermissionError(13, "Permission denied", folder)
+        return scan(folder)
+
+    for number, folder in enumerate(("in/sub/deep", "in/locked", "elsewhere")):
+        os.makedirs(folder)
+        Path(folder, "a.txt").write_text(f"text {number}")
+    os.symlink("../..", "in/sub/loop")
+    os.symlink("../elsewhere", "in/linked")
+    os.symlink("self.txt", "in/self.txt")
+    os.mkfifo("in/pipe.txt")
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert read("in") == (["text 2", "text 0"], {"not readable": 3})
+
+
+GERMAN = "Größere Bäche fließen über schöne Wiesen, und süße Äpfel fallen auf grüne Hügel. "
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"
+
+
+@pytest.mark.parametrize("text", [GERMAN * 9, JAPANESE * 9])
+def test_a_text_of_which_a_few_bytes_are_damaged_is_read_without_them(text):
+    data = text.encode()
+    Path("a.txt").write_bytes(data + b"\xff" + data + "ß".encode()[:1])
+    assert read("a.txt", 10**5) == ([text + "\ufffd" + text + "\ufffd"], {})
+    Path("a.txt").write_bytes(b"plain " * 99 + "é".encode("latin-1"))
+    assert read("a.txt") == (["plain " * 99 + "é"], {})
+
+
+@pytest.mark.parametrize("encoding", ["shift-jis", "euc-jp", "utf-8"])
+def test_an_encoding_is_detected_wherever_the_blocks_end(monkeypatch, encoding):
+    import documents as module
+
+    monkeypatch.setattr(module, "SAMPLE", 400)
+    for block in range(500, 504):
+        monkeypatch.setattr(module, "BLOCK", block)
+        Path("a.txt").write_bytes(("plain\n" * 200 + JAPANESE * 40).encode(encoding))
+        assert read("a.txt", 10**5) == (["plain\n" * 200 + JAPANESE * 40], {})
+
+
+def test_what_may_be_of_several_encodings_is_of_the_commonest():
+    spanish = "El señor vivía en España y comía jamón, según decía su compañero, que no había visto la montaña. "
+    portuguese = "Não há ninguém que não saiba que a língua é difícil; o coração tem razões que ninguém conhece. "
+    polish = "Zażółć gęślą jaźń, Litwo, ojczyzno moja, ile cię trzeba cenić, ten tylko się dowie, kto cię stracił. "
+    for text, encoding in ((spanish * 9, "latin-1"), (portuguese * 9, "cp1252"), (polish * 9, "cp1250")):
+        Path("a.txt").write_bytes(text.encode(encoding))
+        assert read("a.txt", 10**5) == ([text], {})
+
+
+@pytest.mark.parametrize("text", ["words and words " * 500, "你好世界" * 800, "a" * 4000 + "\nb\n" * 9 + "é" * 2000])
+def test_a_line_of_any_length_is_divided_into_parts(monkeypatch, text):
+    import documents as module
+
+    monkeypatch.setattr(module, "UNIT", 1000)
+    monkeypatch.setattr(module, "BLOCK", 100)
+    Path("a.txt").write_text(text)
+    sizes = [len(module.open_part(part).read()) for part in module.parts_of("a.txt", ".txt", len(text.encode()), "")]
+    assert len(sizes) > 5 and max(sizes) <= 1100 and sum(sizes) == len(text.encode())
+    texts, _ = read("a.txt", 10**5)
+    assert "".join(texts) == text
+
+
+def test_records_may_begin_with_some_that_have_no_text():
+    lines = ['{"text": null}', "{", '{"text": "one"}', '{"id": 1}', '{"text": "two"}']
+    Path("a.jsonl").write_text("\n".join(lines))
+    assert read("a.jsonl") == (["one", "two"], {"lines without a text in text": 2, "lines that are no JSON": 1})
 
 
 def test_html_loses_tags_and_what_no_browser_shows():
@@ -164,9 +244,7 @@ def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends)
     before, module.UNIT = module.UNIT, unit
     try:
         for name in ("a.txt", "b.jsonl"):
-            skipped = Counter()
-            units = module.units_of(module.find_files([name], skipped), "text")
-            texts = [text for parts in units for text in module.read_documents(parts, "text", 1000, skipped)]
+            texts, _ = read(name)
             found = "\n".join(texts).split("\n") if name == "a.txt" else texts
             assert [line for line in found if line.strip()] == [line for line in lines if line.strip()]
     finally:
@@ -181,6 +259,8 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     rows = [f"row {number}\r\n" for number in range(50)]
     columns = {"body": [*rows, None, " "], "id": range(52)}
     parquet.write_table(arrow.table(columns), "a.parquet", row_group_size=7)
+    parquet.write_table(arrow.table({"text": arrow.array(["x", "y", "x"]).dictionary_encode()}), "few.parquet")
+    assert read("few.parquet")[0] == ["x", "y", "x"]
     Path("b.parquet.gz").write_bytes(gzip.compress(Path("a.parquet").read_bytes()))
     monkeypatch.setattr(module, "UNIT", 200)
     said = prepare("a.parquet", "-o", "x", "--tokenizer", "bytes", "--val", "0.4", "--field", "body")
@@ -226,14 +306,21 @@ def test_texts_that_are_added_move_none_from_one_split_to_the_other(prepare):
 # Restarted, and in parallel
 
 
-def test_any_number_of_processes_writes_the_same_files():
+def in_two_processes(files_in_unit):
+    """The beginning of the command that runs text.py in two processes, without measuring the machine."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import text, documents; "
+    code += f"documents.FILES_IN_UNIT = {files_in_unit}; text.recommend = lambda *args: []; text.run(text.main)"
+    return [sys.executable, "-c", code, "--workers", "2"]
+
+
+def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
+    import documents as module
+
+    monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
     write_texts("in", range(60), words=200)
-    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 7"
-    for workers in ("1", "2"):
-        os.mkdir(workers)
-        args = ["in", "-o", f"{workers}/x", "--train-tokenizer", "300", "--shard-tokens", "9999", "--workers", workers]
-        code = f"{start}; text.recommend = lambda *args: []; text.main()"
-        subprocess.run([sys.executable, "-c", code, SCRIPTS, *args, "--val", "0.1"], check=True, capture_output=True)
+    args = ["in", "--train-tokenizer", "300", "--shard-tokens", "9999", "--val", "0.1", "-o"]
+    prepare(*args, "1/x")
+    subprocess.run([*in_two_processes(7), *args, "2/x"], check=True, capture_output=True)
     one, two = contents("1"), contents("2")
     assert len(one) > 5 and one == two
 
@@ -286,15 +373,12 @@ def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monke
     assert "there already" in make("whole")
 
 
-def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files():
+def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files(prepare):
     write_texts("in", range(40), words=300)
-    start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import text, documents; documents.FILES_IN_UNIT = 3"
-    code = f"{start}; text.recommend = lambda *args: []; text.run(text.main)"
-    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "1999", "--workers", "2"]
-    command = [sys.executable, "-c", code, SCRIPTS, *args, "-o"]
-    os.makedirs("whole")
-    subprocess.run([*command, "whole/x"], check=True, capture_output=True)
+    args = ["in", "--tokenizer", "bytes", "--val", "0.1", "--shard-tokens", "1999", "-o"]
+    prepare(*args, "whole/x")
     os.makedirs("stopped")
+    command = [*in_two_processes(3), *args]
     for stopped_at, stop in (("read/000004.npz", signal.SIGKILL), ("x_train_000001.bin", signal.SIGINT)):
         process = subprocess.Popen(
             [*command, "stopped/x"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -342,6 +426,29 @@ def test_a_run_that_goes_on_with_other_options_or_texts_is_refused(prepare, monk
     assert "belongs to another dataset" in refusal(prepare, *args, "--tokenizer", "bytes")
 
 
+def test_what_is_left_of_another_dataset_is_not_taken_for_a_part_of_this(prepare):
+    write_texts("in", range(20))
+    args = ["in", "-o", "x", "--val", "0.3", "--tokenizer"]
+    os.makedirs("x_work/read")  # of a run that was stopped while it removed its folder
+    Path("x_work/read/000000.npz").write_bytes(b"another")
+    Path("x_work/x_tokenizer.bin").write_bytes(b"another")
+    prepare(*args[:-1], "--train-tokenizer", "300")
+    for path in [*Path().glob("x_train*"), *Path().glob("x_val*")]:
+        path.unlink()
+    assert "x_tokenizer.json belongs to another" in refusal(prepare, *args, "bytes")  # by which prompts were encoded
+    prepare(*args, "x_tokenizer.json")
+    assert len(contents()) == 5
+
+
+def test_all_processes_have_ended_with_their_work():
+    import multiprocessing
+
+    import text
+
+    assert list(text.in_order(2, abs, [(-1,), (2,)])) == [1, 2]
+    assert not multiprocessing.active_children()  # for which Python would wait later, and Ctrl-C be a traceback
+
+
 def test_two_runs_at_the_same_place_do_not_meet(prepare):
     import text
 
@@ -363,6 +470,9 @@ def test_bad_input_is_said_in_one_line(prepare):
     Path("b.jsonl").write_text("[1, 2\n")
     write_texts("in", range(20))
     Path("none.json").write_text("{}")
+    Path("tiny.txt").write_text("hello")
+    os.mkfifo("pipe.txt")
+    os.makedirs("y_work/lock")
     for args, words in [
         (["missing"], "missing: no such file"),
         (["empty"], "empty: no text there"),
@@ -371,6 +481,9 @@ def test_bad_input_is_said_in_one_line(prepare):
         (["a.jsonl", "--field", "n"], "without a text in n"),
         (["b.jsonl"], "its first line is no JSON"),
         (["one.txt"], "none of 1 documents falls to"),
+        (["tiny.txt"], "none of 1 documents falls to val by --val 0.01; add text"),
+        (["pipe.txt"], "pipe.txt: neither a file nor a folder"),
+        (["in", "-o", "y"], "y_work: cannot be written to"),
         (["in", "--tokenizer", "none.json"], "none.json"),
         (["in", "--tokenizer", "gone.json"], "gone.json: no such file"),
         (["in", "-o", "in"], "-o in"),
@@ -378,7 +491,7 @@ def test_bad_input_is_said_in_one_line(prepare):
     ]:
         options = ["-o", "x", "--tokenizer", "bytes"] if "--tokenizer" not in args else ["-o", "x"]
         message = refusal(prepare, *options, *args)
-        assert words in message
+        assert words in message and ("finely" in message) == (args == ["one.txt"])
         if args == ["one.txt"]:  # the remedy is one
             prepare("one.txt", "-o", "fine", "--tokenizer", "bytes", *message.split("finely: ")[1].split())
 
@@ -407,17 +520,17 @@ def test_as_a_program_it_refuses_in_one_line(prepare, capsys):
         assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_later():
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(prepare):
     write_texts("in", range(60), words=200)
-    args = ["in", "-o", "x", "--tokenizer", "bytes", "--val", "0.1", "--workers", "1"]
+    args = ["in", "-o", "x", "--tokenizer", "bytes", "--val", "0.1"]
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "text.py", *args], capture_output=True, text=True,
+        [sys.executable, SCRIPTS / "text.py", *args, "--workers", "1"], capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
     )  # fmt: skip
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: ")
     assert "cannot be written (file too large)" in done.stderr and "Traceback" not in done.stderr
     assert not list(Path().glob("x_*.bin"))
-    run(*args)
+    prepare(*args)
     assert len(documents("x", "train")) + len(documents("x", "val")) == 60
 
 
@@ -532,11 +645,11 @@ def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, 
     before = 0
     for val in (65, 300, 3_000, 10**5, 10**6, 10**8):
         train = val if val == 65 else 99 * val
-        lines = module.recommend(Path("data/mine"), 16384, train, val)
+        lines = module.recommend(Path("data/my texts"), 16384, train, val)
         command = shlex.split(lines[-2])
         assert command[:2] == ["python", "train_gpt2_fp32.py"]
         args = parse_arguments(GPT2Config, command[2:])
-        assert args.B * args.T < val and args.data == "data/mine"
+        assert args.B * args.T < val and args.data == "data/my texts"
         config = GPT2.Config.described(args.model, 16384)
         size = module.num_parameters(config)
         seen = args.max_steps * (args.total_batch_size or args.B * args.T)

@@ -30,6 +30,7 @@ from llmc.tokenizer import (
     find_tokenizer,
     gpt2_encoding,
     load_model_tokenizer,
+    model_tokenizers,
     token_bytes,
     write_tokenizer,
 )
@@ -222,6 +223,12 @@ def test_the_tokenizer_of_a_dataset_is_its_own_or_gpt2s(tmp_path, monkeypatch):
     assert {str(find_tokenizer(data)) for data in spellings} == {"data/x_tokenizer.json"}
     assert str(find_tokenizer("data/y")) == "gpt2_tokenizer.bin"
     assert find_tokenizer("data/y", "data") is None
+    for prefix in ("data/x_values", "data/x_train", "data/x_val_train"):  # which are no splits of data/x
+        for suffix in (".bin", ".json"):
+            write_tokenizer(f"{prefix}_tokenizer{suffix}", [b"a"], 0)
+        for data in (prefix, f"{prefix}_train_*.bin", f"{prefix}_val.bin"):
+            assert str(find_tokenizer(data)) == f"{prefix}_tokenizer.bin"
+            assert str(model_tokenizers(Path("m.bin"), data)[0]) == f"{prefix}_tokenizer.json"
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"])))

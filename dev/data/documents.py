@@ -6,8 +6,9 @@
     .parquet                        one document a row, in a column
 
 All of them may be compressed, as .txt.gz. The encoding of a plain text is what its byte order mark says, else UTF-8
-where it is that, else what charset-normalizer detects. Line ends become "\\n". A document that is longer than the
-caller wants is cut, at an empty line where it has one, so that no more of it than that is held.
+where it is that, else what charset-normalizer detects; what a few damaged bytes stood for becomes U+FFFD. Line ends
+become "\\n". A document that is longer than the caller wants is cut, at an empty line where it has one, so that no more
+of it than that is held.
 
 The work is divided into units, which do not depend on one another: some files, or a part of a large one.
 """
@@ -20,16 +21,17 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
-from llmc.errors import UserError
+from llmc.errors import UserError, first_line
 from llmc.tokenizer import without_surrogates
 
 TEXT, HTML = (".txt", ".text", ".md", ".markdown", ".rst"), (".html", ".htm", ".xhtml")
@@ -37,9 +39,12 @@ LINES, TABLE = (".jsonl", ".ndjson"), (".parquet",)
 KINDS = TEXT + HTML + LINES + TABLE
 
 BLOCK = 1 << 20          # bytes or characters that are read at once
+SAMPLE = 1 << 16         # bytes from which an encoding is detected
+FIRST_LINES = 100        # of records, one of which must have the field
 UNIT = 1 << 23           # bytes of files in a unit of work
 FILES_IN_UNIT = 1000
 MOST_CONTROLS = 0.01     # of the bytes of a text; what has more is binary
+MOST_WRONG = 0.01        # of the characters of a text in the encoding that it seems to have
 CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape
 
 MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
@@ -52,7 +57,10 @@ class Unreadable(Exception):
     """Why a file or a line is left out: a reason that many may share."""
 
 
-@dataclass(frozen=True)
+File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last change in ns
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A file; or the lines of a file that begin at bytes start..end-1; or row groups start..end-1 of a .parquet."""
 
@@ -63,32 +71,60 @@ class Part:
     end: int | None = None
 
 
-def find_files(paths: list[str], skipped: Counter) -> list[tuple[str, str, os.stat_result]]:
-    """The files that paths stand for, as (path, kind, stat), in an order that depends on their names alone.
+def find_files(paths: list[str], skipped: Counter) -> list[File]:
+    """The files that paths stand for, in an order that depends on their names alone.
 
-    A folder stands for all files in and below it, but for hidden ones. A file that is named counts as plain text where
-    its name says nothing. Adds to `skipped` what a folder holds that is of none of the KINDS. Raises UserError for a
-    path that is not there.
+    A folder stands for all files in and below it, links included, but for hidden ones. A file that is named counts as
+    plain text where its name says nothing. Adds to `skipped` what a folder holds that is of none of the KINDS or cannot
+    be opened. Raises UserError for a path that is not there.
     """
     found = []
     for path in paths:
-        if not os.path.isdir(path):
-            try:
-                found.append((path, kind_of(path) or ".txt", os.stat(path)))
-            except OSError as error:
-                raise UserError(f"{path}: {error.strerror.lower()}; name files and folders of text") from None
-            continue
-        for folder, folders, names in os.walk(path):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in sorted(name for name in names if not name.startswith(".")):
-                file = os.path.join(folder, name)
-                if kind_of(file) is None:
-                    skipped["of another kind"] += 1
-                elif not os.path.isfile(file):  # such as a link to nowhere
-                    skipped["not readable"] += 1
-                else:
-                    found.append((file, kind_of(file), os.stat(file)))
+        try:
+            if os.path.isdir(path):
+                found += files_below(path, skipped)
+            elif file := file_at(path, kind_of(path) or ".txt"):
+                found.append(file)
+            else:  # such as a pipe, which cannot be read twice
+                raise UserError(f"{path}: neither a file nor a folder; save what it gives as a file")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror.lower()}; name files and folders of text") from None
     return found
+
+
+def files_below(top: str, skipped: Counter) -> Iterator[File]:
+    """The files of a folder that `find_files` wants."""
+
+    def unreadable(error: OSError) -> None:
+        skipped["not readable"] += 1
+
+    seen = set()  # folders, which links may lead to again
+    for folder, folders, names in os.walk(top, onerror=unreadable, followlinks=True):
+        place = os.stat(folder)
+        if (place.st_dev, place.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((place.st_dev, place.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            kind = kind_of(name)
+            if kind is None:
+                skipped["of another kind"] += 1
+                continue
+            try:
+                file = file_at(os.path.join(folder, name), kind)
+            except OSError:  # such as a link to nowhere
+                file = None
+            if file:
+                yield file
+            else:
+                skipped["not readable"] += 1
+
+
+def file_at(path: str, kind: str) -> File | None:
+    """A file, None for what is there and none."""
+    found = os.stat(path)
+    return (path, kind, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
 def kind_of(path: str) -> str | None:
@@ -97,13 +133,13 @@ def kind_of(path: str) -> str | None:
     return suffix if suffix in KINDS else None
 
 
-def units_of(files: list[tuple[str, str, os.stat_result]], field: str) -> list[list[Part]]:
+def units_of(files: list[File], field: str) -> list[list[Part]]:
     """The units of work, in the order of the files. Raises UserError where a file of records lacks the field, a package
     that reads one is missing, or nothing can be read of a .parquet."""
     units: list[list[Part]] = []
     room = files_left = 0
-    for path, kind, stat in files:
-        for part in parts_of(path, kind, stat.st_size, field):
+    for path, kind, size, _ in files:
+        for part in parts_of(path, kind, size, field):
             if part.size > room or not files_left:
                 units.append([])
                 room, files_left = UNIT, FILES_IN_UNIT
@@ -116,7 +152,7 @@ def parts_of(path: str, kind: str, size: int, field: str) -> list[Part]:
     """A file as parts of about UNIT bytes, where it can be divided; checks its first record."""
     packed = path.lower().endswith(".gz")
     if kind in LINES:
-        check_first_line(path, field)
+        check_lines(path, field)
     if kind in TABLE:
         with open_table(path) as table:
             check_column(path, table, field)
@@ -166,13 +202,19 @@ def open_part(part: Part) -> BinaryIO:
     if part.end is None:
         return file
     with file:
-        if part.start:
-            file.seek(part.start - 1)
-            file.readline()  # it began before
-        if file.tell() >= part.end:
-            return io.BytesIO()
-        lines = file.read(part.end - file.tell())
-        return io.BytesIO(lines if lines.endswith(b"\n") else lines + file.readline())
+        start, end = (line_start(file, at, part.kind in LINES) for at in (part.start, part.end))
+        file.seek(start)
+        return io.BytesIO(file.read(max(0, end - start)))
+
+
+def line_start(file: BinaryIO, at: int, whole: bool) -> int:
+    """Where the first line begins at or after a byte. Unless lines must be whole, in one that goes on for a BLOCK it
+    is where the next word begins, or the next character of UTF-8."""
+    file.seek(max(0, at - 1))
+    line = file.readline(-1 if whole else BLOCK) if at else b""
+    if whole or len(line) < BLOCK or line.endswith(b"\n"):
+        return file.tell()
+    return at - 1 + (line.find(b" ") + 1 or next(i for i in range(1, BLOCK) if line[i] & 0xC0 != 0x80))
 
 
 def lines_are_bytes(path: str) -> bool:
@@ -201,48 +243,58 @@ def decoded(part: Part) -> Iterator[str]:
     with open_part(part) as file:
         encoding = detect_encoding(file)
         file.seek(0)
-        text = io.TextIOWrapper(file, encoding)
+        text = io.TextIOWrapper(file, encoding, errors="replace")
         while block := text.read(BLOCK):
             yield block
 
 
 def detect_encoding(file: BinaryIO) -> str:
-    """What a file is encoded in, all of which it has been decoded by. Raises Unreadable where it is no text."""
+    """What a file is encoded in, but for a few damaged bytes. Raises Unreadable where it is no text."""
     head = file.read(4)
     encoding = next((name for mark, name in MARKS if head.startswith(mark)), "utf-8")
-    if not (wrong := undecodable(file, encoding)):
+    size, characters, wrong, sample = survey(file, encoding)
+    if 10 * wrong <= size - characters:  # what is not ASCII takes a byte more than it has characters, or two, or three
         return encoding
-    detect = optional("charset_normalizer", "a text that is not UTF-8").from_bytes
-    best = detect(wrong).best()
-    if best is None:
-        raise Unreadable("binary")
-    if undecodable(file, best.encoding):
+    found = list(optional("charset_normalizer", "a text that is not UTF-8").from_bytes(sample))  # the best first
+    best = [match.encoding for match in found if (match.chaos, match.coherence) == (found[0].chaos, found[0].coherence)]
+    if not best:
         raise Unreadable("of an unknown encoding")
-    return best.encoding
+    encoding = "cp1252" if "cp1252" in best else best[0]  # of which it is by far the most common
+    _, characters, wrong, _ = survey(file, encoding)
+    if wrong > MOST_WRONG * characters:
+        raise Unreadable("of an unknown encoding")
+    return encoding
 
 
-def undecodable(file: BinaryIO, encoding: str) -> bytes:
-    """The first block of a file that is not in an encoding, from its beginning on. Raises Unreadable for binary."""
+def survey(file: BinaryIO, encoding: str) -> tuple[int, int, int, bytes]:
+    """Of a file that is read in an encoding: its bytes, its characters, how many of them are wrong, and a sample from
+    about the first wrong one on. Raises Unreadable for binary."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    wide = encoding in ("utf-16", "utf-32")
+    size = characters = wrong = controls = 0
+    sample = b""
     file.seek(0)
-    decoder = codecs.getincrementaldecoder(encoding)()
-    wrong, controls, size = b"", 0, 0
-    while block := file.read(BLOCK):
-        size += len(block)
+    block = file.read(BLOCK)
+    while block:
+        more = file.readline(BLOCK) + file.read(BLOCK)
+        text = decoder.decode(block, final=not more)
+        size, characters = size + len(block), characters + len(text)
         controls += len(block) - len(block.translate(None, CONTROLS))
-        if b"\0" in block and encoding not in ("utf-16", "utf-32"):
+        if b"\0" in block and not wide:
             raise Unreadable("binary")
-        try:
-            wrong or decoder.decode(block)
-        except UnicodeDecodeError:
-            wrong = block
-    try:
-        wrong or decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        file.seek(max(0, size - BLOCK))
-        wrong = file.read()
-    if controls > MOST_CONTROLS * size and encoding not in ("utf-16", "utf-32"):
+        found = text.count("\ufffd") - block.count("\ufffd".encode())
+        if found and not sample:
+            at = len(text[: text.find("\ufffd")].encode())
+            around = block + more
+            start = max(around.rfind(b"\n", 0, at) + 1, at - SAMPLE // 2)
+            sample = around[start : start + SAMPLE]
+            if start + SAMPLE < len(around):  # no character must be cut in two
+                sample = sample[: max(sample.rfind(b"\n"), sample.rfind(b" ")) + 1] or sample
+        wrong += found
+        block = more
+    if controls > MOST_CONTROLS * size and not wide:
         raise Unreadable("binary")
-    return wrong
+    return size, characters, wrong, sample
 
 
 def cut(blocks: Iterable[str], longest: int) -> Iterator[str]:
@@ -353,7 +405,7 @@ def read_lines(part: Part, field: str, longest: int, skipped: Counter) -> Iterat
                 continue
             if not text.strip():
                 skipped["lines empty"] += 1
-            yield from cut([text], longest)
+            yield from cut([plain_line_ends(text)], longest)
 
 
 def record_text(line: bytes, field: str) -> str:
@@ -368,61 +420,67 @@ def record_text(line: bytes, field: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise Unreadable(f"without a text in {field}")
-    return without_surrogates(text).replace("\r\n", "\n").replace("\r", "\n")
+    return without_surrogates(text)
 
 
-def check_first_line(path: str, field: str) -> None:
-    """Raises UserError where the first line of a file of records has no text in the field."""
+def plain_line_ends(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_lines(path: str, field: str) -> None:
+    """Raises UserError where none of a file's FIRST_LINES has a text in the field."""
+    found = None
     try:
         with open_part(Part(path, LINES[0], 0)) as file:
-            line = next((line for line in file if line.strip()), b"")
+            for line in islice((line for line in file if line.strip()), FIRST_LINES):
+                try:
+                    record_text(line, field)
+                    return
+                except Unreadable as reason:
+                    found = found or (line, reason)
     except (OSError, EOFError, zlib.error):
         return  # which is counted when it is read
+    if not found:
+        return
+    line, reason = found
     try:
-        record_text(line, field)
-    except Unreadable as reason:
-        try:
-            record = json.loads(line.removeprefix(codecs.BOM_UTF8))
-        except (ValueError, RecursionError):
-            raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
-        record = record if isinstance(record, dict) else {}
-        names = [name[:40] for name, value in record.items() if isinstance(value, str)]
-        has = f"texts in {', '.join(names[:9])}: name one with --field" if names else "no texts"
-        raise UserError(f"{path}: its first line is {reason}; it has {has}") from None
+        record = json.loads(line.removeprefix(codecs.BOM_UTF8))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
+    names = [name for name, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
+    raise UserError(f"{path}: its first line is {reason}; {fields(names)}")
+
+
+def fields(names: list[str]) -> str:
+    """Where a file of records has texts."""
+    named = ", ".join(name[:40] for name in names[:9])
+    return f"it has texts in {named}: name one with --field" if names else "it has no texts"
 
 
 def open_table(path: str) -> Any:
     """A pyarrow.parquet.ParquetFile. Raises UserError where there is none in the file."""
     parquet = optional("pyarrow.parquet", ".parquet")
+    packed = path.lower().endswith(".gz")
     try:
-        if not path.lower().endswith(".gz"):
+        if not packed:
             return parquet.ParquetFile(path)
         unpacked = tempfile.TemporaryFile()  # a table's index is at its end
         with gzip.open(path) as file:
-            try:
-                shutil.copyfileobj(file, unpacked)
-            except OSError as error:
-                if isinstance(error, gzip.BadGzipFile):
-                    raise
-                reason = (error.strerror or str(error)).lower()
-                raise UserError(
-                    f"{path}: cannot be unpacked in {tempfile.gettempdir()} ({reason}); set TMPDIR to another folder"
-                ) from None
+            shutil.copyfileobj(file, unpacked)
         return parquet.ParquetFile(unpacked)
-    except UserError:
-        raise
     except Exception as error:  # Arrow's errors are of several kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path}: no table can be read from it ({reason}); fetch it again, or leave it out") from None
+        room = f", or make room in {tempfile.gettempdir()}, where it is unpacked" if packed else ""
+        raise UserError(
+            f"{path}: no table can be read from it ({first_line(error)}); fetch it again, or leave it out{room}"
+        ) from None
 
 
 def check_column(path: str, table: Any, field: str) -> None:
     """Raises UserError where a table has no column of texts of that name."""
     names = [name for name, kind in zip(table.schema_arrow.names, table.schema_arrow.types, strict=True)
-             if str(kind) in ("string", "large_string", "string_view")]  # fmt: skip
+             if re.match("(large_)?string|dictionary<values=(large_)?string", str(kind))]  # fmt: skip
     if field not in names:
-        has = f"texts in {', '.join(names[:9])}: name one with --field" if names else "no texts"
-        raise UserError(f"{path}: no column of texts is called {field}; it has {has}")
+        raise UserError(f"{path}: no column of texts is called {field}; {fields(names)}")
 
 
 def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
@@ -440,7 +498,7 @@ def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterat
                 if text is None or not text.strip():
                     skipped["rows empty"] += 1
                 else:
-                    yield from cut([text.replace("\r\n", "\n").replace("\r", "\n")], longest)
+                    yield from cut([plain_line_ends(text)], longest)
 
 
 def optional(name: str, what: str) -> Any:

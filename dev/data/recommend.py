@@ -6,6 +6,7 @@ Data-Constrained Language Models", 2023), within one night, and fits in the memo
 sees as many tokens as 16 epochs and the night allow.
 """
 
+import shlex
 from pathlib import Path
 
 from dev.ceilings import product_seconds
@@ -68,11 +69,12 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
     steps = max(1, tokens // update)
     seconds = steps * update * flops_per_token(config, T) / speed
     every = max(1, steps // 20)
+    data, checkpoints = shlex.quote(str(prefix)), shlex.quote(f"{prefix}_run")
     flags = [
-        f"-i {prefix} -e {model} -b {B} -t {T}", *([f"-d {update}"] if update > B * T else []), f"-x {steps}",
+        f"-i {data} -e {model} -b {B} -t {T}", *([f"-d {update}"] if update > B * T else []), f"-x {steps}",
         f"-l {learning_rate:g} -k cosine -u {max(1, steps // 20)} -q 0.1 -c 0.1 --grad-clip 1 --seed 1",
         f"-v {every} -m {max(1, min(val // (B * T), 200))} -s {5 * every} -g 200",
-        f"--checkpoint-dir {prefix}_run -n {5 * every} -nk 2",
+        f"--checkpoint-dir {checkpoints} -n {5 * every} -nk 2",
     ]  # fmt: skip
     parameters = num_parameters(config)
     short = "" if tokens == enough else f", which is what {EPOCHS} epochs and {NIGHT // 3600} hours allow the smallest"
@@ -84,5 +86,5 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
         f"most {EPOCHS} epochs (Muennighoff et al., 2023) and {NIGHT // 3600} hours.",
         "",
         f"    python train_gpt2_fp32.py {' '.join(flags)}",
-        f'    python generate.py -e {prefix}_run/step_{steps:08d} --prompt "Once" -g 200',
+        f'    python generate.py -e {checkpoints}/step_{steps:08d} --prompt "Once" -g 200',
     ]

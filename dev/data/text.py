@@ -24,7 +24,6 @@ text, which are drawn by hash where there is more. The output is the same for an
 import argparse
 import fcntl
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -32,12 +31,14 @@ import shutil
 import signal
 import sys
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +46,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 import numpy as np
 from common import encode_texts, make_folder, run, write_vocabulary
-from documents import Part, find_files, optional, read_documents, units_of
+from documents import File, Part, find_files, optional, read_documents, units_of
 from recommend import LEAST_TOKENS, recommend
 from shards import ShardWriter
 from tqdm import tqdm
 
-from llmc.arguments import Parser, number, positive
+from llmc.arguments import Parser, number, positive, whole_number
 from llmc.dataloader import open_tokens, token_format
 from llmc.errors import UserError
 from llmc.files import replacing
-from llmc.tokenizer import END_OF_TEXT, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
+from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
 
 NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another has been before
 SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained
 COMPARED = 1 << 23             # hashes at a time
 LEARNED = 1 << 30              # bytes of text that a vocabulary is learned from, at most, about
-ENCODED = 1 << 20              # characters that are encoded at a time
+ENCODED = 16                   # documents at a time
 LONGEST_TOKEN = 255            # bytes, as a tokenizer .bin has it
 MOST_CHARACTERS = 400_000      # in a document: what tiktoken is sure to split, even where all of it is white space
 
@@ -73,19 +74,16 @@ def share(text: str) -> float:
     return value
 
 
-def vocabulary_size(text: str) -> int:
-    """A number of tokens: the 256 bytes, the one that ends a text, and what is learned."""
-    value = positive(text)
-    if not 257 <= value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} must be from 257 to {1 << 20}")
-    return value
+def within(low: int, high: int) -> Callable[[str], int]:
+    """A type of flag: a whole number from low to high."""
 
+    def check(text: str) -> int:
+        value = whole_number(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} must be from {low} to {high}")
+        return value
 
-def document_length(text: str) -> int:
-    value = positive(text)
-    if not 100 <= value <= MOST_CHARACTERS:
-        raise argparse.ArgumentTypeError(f"{text} must be from 100 to {MOST_CHARACTERS}")
-    return value
+    return check
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -97,12 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
     tokenizers = parser.add_mutually_exclusive_group()
     what = "gpt2, bytes, or a tokenizer.json or .bin (gpt2)"
     tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help=what)
-    what = "learn a vocabulary of N tokens from the text"
-    tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary_size, help=what)
+    what = "learn a vocabulary of N tokens from the text: the bytes, the one that ends a text, and what is learned"
+    size = within(257, MOST_TOKENS - 1)
+    tokenizers.add_argument("--train-tokenizer", metavar="N", type=size, help=what)
     add("--field", metavar="NAME", default="text", help="where .jsonl and .parquet have the text (%(default)s)")
     add("--val", metavar="F", type=share, default=0.01, help="share of the documents for validation (%(default)s)")
     what = "characters; a longer document is cut where a line is empty, into several (%(default)s)"
-    add("--longest", metavar="N", type=document_length, default=100_000, help=what)
+    add("--longest", metavar="N", type=within(100, MOST_CHARACTERS), default=100_000, help=what)
     add("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
     add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     return parser
@@ -114,12 +113,12 @@ def make_parser() -> argparse.ArgumentParser:
 def hash_unit(parts: list[Part], field: str, longest: int) -> tuple[np.ndarray, np.ndarray, Counter]:
     """Of each document in a unit the hash, uint64 (N, 2), and the numbers of characters and of bytes in UTF-8, int64
     (N, 2); and what was skipped."""
-    hashes, lengths, skipped = bytearray(), [], Counter()
+    hashes, lengths, skipped = bytearray(), array("q"), Counter()
     for text in read_documents(parts, field, longest, skipped):
         data = text.encode()
         hashes += hashlib.blake2b(data, digest_size=16).digest()
-        lengths.append((len(text), len(data)))
-    return np.frombuffer(bytes(hashes), "<u8").reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 2), skipped
+        lengths.extend((len(text), len(data)))
+    return np.frombuffer(hashes, "<u8").reshape(-1, 2), np.array(lengths).reshape(-1, 2), skipped
 
 
 def texts_of_unit(parts: list[Part], field: str, longest: int, places: np.ndarray) -> Iterator[tuple[str, int]]:
@@ -144,21 +143,11 @@ def encode_unit(
     try:
         with ExitStack() as stack:
             files = {place: stack.enter_context(open(path, "wb")) for place, path in out.items()}
-
-            def encode(batch: list[tuple[str, int]]) -> None:
+            texts = (item for item in texts_of_unit(parts, field, longest, places) if item[1] in files)
+            while batch := list(islice(texts, ENCODED)):
                 tokens = encode_texts(encoder, [text for text, _ in batch], threads)
                 for (_, place), ids in zip(batch, tokens, strict=True):
                     files[place].write(np.array(ids, dtype).tobytes())
-
-            batch, size = [], 0
-            for text, place in texts_of_unit(parts, field, longest, places):
-                if place in files:
-                    batch.append((text, place))
-                    size += len(text)
-                if size > ENCODED:
-                    encode(batch)
-                    batch, size = [], 0
-            encode(batch)
     except OSError as error:
         where = error.filename or tokenizer.parent
         raise UserError(f"{where}: cannot be written ({str(error.strerror).lower()})") from None
@@ -200,7 +189,7 @@ def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[An
             why = "a process was killed, perhaps for want of memory"
             raise UserError(f"{why}: run the same command again, with fewer --workers") from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 # The stages
@@ -216,16 +205,15 @@ class Job:
     def __init__(self, args: argparse.Namespace, units: list[list[Part]], work: Path) -> None:
         self.args, self.units, self.work = args, units, work
         self.prefix = work / args.out.name
-        self.workers = min(args.workers, len(units))
+        self.workers = max(1, min(args.workers, len(units)))
         self.reading = args.field, args.longest
+        self.sizes = [sum(part.size for part in unit) for unit in units]
         self.read_files = [work / "read" / f"{number:06d}.npz" for number in range(len(units))]
 
     def progress(self, what: str, done: int = 0) -> tqdm:
         """A bar for the bytes of all units, of which the first `done` are done."""
-        sizes = [sum(part.size for part in unit) for unit in self.units]
-        return tqdm(
-            total=sum(sizes), initial=sum(sizes[:done]), unit="B", unit_scale=True, desc=what, mininterval=1, delay=1
-        )
+        total, initial = sum(self.sizes), sum(self.sizes[:done])
+        return tqdm(total=total, initial=initial, unit="B", unit_scale=True, desc=what, mininterval=1, delay=1)
 
     def read(self) -> None:
         """Hashes all documents, into a file for each unit."""
@@ -233,25 +221,22 @@ class Job:
         done = sum(file.is_file() for file in self.read_files)  # which are written in order
         results = in_order(self.workers, hash_unit, ((unit, *self.reading) for unit in self.units[done:]))
         with self.progress("reading", done) as bar:
-            for file, unit in zip(self.read_files[done:], self.units[done:], strict=True):
-                hashes, lengths, skipped = next(results)
-                data = io.BytesIO()
-                np.savez(data, hashes=hashes, lengths=lengths, skipped=np.array(json.dumps(skipped)))
-                with replacing(file) as opened:
-                    opened.write(data.getvalue())
-                bar.update(sum(part.size for part in unit))
+            for number, (hashes, lengths, skipped) in enumerate(results, done):
+                with replacing(self.read_files[number]) as file:
+                    np.savez(file, hashes=hashes, lengths=lengths, skipped=np.array(json.dumps(skipped)))
+                bar.update(self.sizes[number])
 
     def sort_out(self, skipped: Counter) -> dict:
         """Gives every document its place. Returns the figures of the summary; skipped: what was before the reading.
 
         Raises Unsuitable where there are no documents, or none for one of the splits.
         """
-        ends = [0]
+        self.ends = [0]  # the number of documents before each unit, and in all
         for file in self.read_files:
             with np.load(file) as unit:
-                ends.append(ends[-1] + len(unit["lengths"]))
+                self.ends.append(self.ends[-1] + len(unit["lengths"]))
                 skipped.update(json.loads(str(unit["skipped"])))
-        self.starts, count = ends[:-1], ends[-1]
+        count = self.ends[-1]
         if not count:
             why = f" (skipped: {reasons(skipped)})" if skipped else ""
             raise Unsuitable(f"{named(self.args.paths)}: no text there{why}; name files or folders that hold some")
@@ -273,22 +258,21 @@ class Job:
         for split, place in SPLITS.items():
             if not totals[place, 0]:
                 characters = int(totals[:, 1].sum())
+                finely = f", or cut what there is more finely: --val 0.1 --longest {characters // 200}"
                 raise Unsuitable(
                     f"{named(self.args.paths)}: none of {count} documents falls to {split} by --val {self.args.val:g}; "
-                    f"add text, or cut what there is more finely: --val 0.1 --longest {max(100, characters // 200)}"
+                    f"add text{finely if characters >= 100 * 200 else ''}"
                 )
-        return {
-            "documents": {split: int(totals[place, 0]) for split, place in SPLITS.items()},
-            "characters": {split: int(totals[place, 1]) for split, place in SPLITS.items()},
-            "bytes": {split: int(totals[place, 2]) for split, place in SPLITS.items()},
-            "duplicates": int(totals[NOWHERE, 0]),
-            "skipped": dict(sorted(skipped.items())),
+        figures = {
+            what: {split: int(totals[place, column]) for split, place in SPLITS.items()}
+            for column, what in enumerate(("documents", "characters", "bytes"))
         }
+        return figures | {"duplicates": int(totals[NOWHERE, 0]), "skipped": dict(sorted(skipped.items()))}
 
     def _compare(self, places: np.ndarray, number: int, ranges: int) -> None:
         """Gives places to the documents of a range of hashes: those whose hash leaves this number."""
         hashes, positions = [], []
-        for start, file in zip(self.starts, self.read_files, strict=True):
+        for start, file in zip(self.ends, self.read_files, strict=False):
             with np.load(file) as unit:
                 found = np.flatnonzero(unit["hashes"][:, 0] % np.uint64(ranges) == number)
                 hashes.append(unit["hashes"][found])
@@ -302,8 +286,7 @@ class Job:
 
     def places_of(self, number: int) -> np.ndarray:
         """The places of a unit's documents, uint8 (N,)."""
-        end = self.starts[number + 1] if number + 1 < len(self.units) else len(self.places)
-        return np.array(self.places[self.starts[number] : end])
+        return np.array(self.places[self.ends[number] : self.ends[number + 1]])
 
     def make_tokenizer(self, given: Tokenizer | None, train_bytes: int) -> Tokenizer:
         """Writes the files of the tokenizer: of the one that is given, or of one that is learned. Returns the one to
@@ -345,7 +328,7 @@ class Job:
                     for text, place in texts_of_unit(unit, *self.reading, places):
                         if place == TRAIN:
                             yield text
-                    bar.update(sum(part.size for part in unit))
+                    bar.update(self.sizes[number])
             print(f"merging pairs into {size:,} tokens", flush=True)
 
         library.train_from_iterator(texts(), trainer)
@@ -382,7 +365,7 @@ class Job:
                     if path.stat().st_size:
                         writers[split].add(number, np.memmap(path, writers[split].dtype, "r"))
                     path.unlink()
-                bar.update(sum(part.size for part in self.units[number]))
+                bar.update(self.sizes[number])
         for writer in writers.values():
             writer.finish(len(self.units))
 
@@ -412,11 +395,11 @@ def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return tokenizer
 
 
-def settings_of(args: argparse.Namespace, files: list[tuple[str, str, os.stat_result]]) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace, files: list[File]) -> dict[str, Any]:
     """What decides the output, by flag."""
     listed = hashlib.sha256()
-    for path, kind, stat in files:
-        listed.update(json.dumps([path, kind, stat.st_size, stat.st_mtime_ns]).encode())
+    for file in files:
+        listed.update(json.dumps(file).encode())
     tokenizer = args.tokenizer
     if Path(tokenizer).is_file():
         tokenizer += f" (sha256 {hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]})"
@@ -428,25 +411,36 @@ def settings_of(args: argparse.Namespace, files: list[tuple[str, str, os.stat_re
     }  # fmt: skip
 
 
-def check_settings(place: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises UserError where a dataset was made, or begun, with other settings."""
+def check_settings(place: str, remove: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError where a dataset was made, or begun, with other settings. remove: what to, to begin anew."""
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
                 f"{place} was made with {name} {before.get(name)}, now {value}: use the same options, choose another "
-                "-o, or remove it to begin anew"
+                f"-o, or remove {remove} to begin anew"
             )
 
 
+def check_free(out: Path, tokenizer: Path) -> None:
+    """Raises UserError where there are files that -i would take for this dataset's, but for those of the tokenizer that
+    is given."""
+    for end in ("train*.bin", "val*.bin", "tokenizer.*"):
+        for path in out.parent.glob(f"{out.name}_{end}"):
+            if path.absolute() not in (tokenizer, tokenizer.with_suffix(".bin")):
+                raise UserError(f"{path} belongs to another dataset: choose another -o, or remove it")
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """An object that a run has written. Raises UserError where it is damaged."""
+    """An object with settings that a run has written. Raises UserError where it is damaged."""
     try:
         content = json.loads(path.read_bytes())
-        return {"settings": content["settings"], "files": content.get("files", []), **content}
+        if isinstance(content["settings"], dict):
+            return content
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path}: damaged; remove it to begin anew") from None
+        pass
+    raise UserError(f"{path}: damaged; remove it to begin anew")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -458,12 +452,25 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def locked(work: Path) -> Iterator[None]:
     """Keeps other runs out of a folder. Raises UserError where one is at work there."""
     make_folder(work)
-    with open(work / "lock", "wb") as file:
+    try:
+        file = open(work / "lock", "wb")
+    except OSError as error:
+        raise UserError(f"{work}: cannot be written to ({error.strerror.lower()}); choose another -o") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"{work}: another run is at work there; wait for it, or choose another -o") from None
         yield
+
+
+def clear(work: Path) -> None:
+    """Removes what is in the folder, but for the lock."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
 
 
 def publish(work: Path, out: Path) -> None:
@@ -508,17 +515,18 @@ def main() -> None:
     if summary_file.is_file():
         made = read_json(summary_file)
         if all(out.with_name(file).is_file() for file in made["files"]):
-            check_settings(f"{out}_*", made["settings"], settings)
+            check_settings(f"{out}_*", f"{out}_*.bin and .json", made["settings"], settings)
             shutil.rmtree(work, ignore_errors=True)  # where a run was stopped at its very end
             print(f"{out}_*: all of it is there already")
             return print_summary(out, made)
-    there = [path for split in SPLITS for path in out.parent.glob(f"{out.name}_{split}*.bin")]
-    if there and not (work / summary_file.name).is_file():
-        raise UserError(f"{there[0]} belongs to another dataset: choose another -o, or remove {out}_*")
+    if not (work / summary_file.name).is_file():
+        check_free(out, Path(args.tokenizer).absolute())
     units = units_of(files, args.field)
     with locked(work):
         if (work / "settings.json").is_file():
-            check_settings(str(work), read_json(work / "settings.json")["settings"], settings)
+            check_settings(str(work), "it", read_json(work / "settings.json")["settings"], settings)
+        else:
+            clear(work)  # of what was left where a run was stopped while it removed its folder
         write_json(work / "settings.json", {"settings": settings})
         try:
             if not (work / summary_file.name).is_file():
