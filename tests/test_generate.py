@@ -104,8 +104,8 @@ def test_greedy_text_is_what_transformers_generates(dev, model, theirs, capsys):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_sampled_text_is_drawn_from_the_logits_of_transformers(dev, flags, sampling, model, theirs, capsys):
-    text = written(dev, capsys, "-e", model, "--prompt", "If ", "-g", 60, *flags)
-    assert text == expected(theirs, "If ", 60, **sampling)
+    text = written(dev, capsys, "-e", model, "--prompt", "If ", "-g", 30, *flags)
+    assert text == expected(theirs, "If ", 30, **sampling)
 
 
 def test_without_a_prompt_the_text_follows_end_of_text(dev, model, theirs, capsys):

@@ -47,7 +47,7 @@ PYTHIAS = [
 
 def name_of(value) -> str:
     if not isinstance(value, Config):
-        return value
+        return str(value)
     groups = f"-{value.num_heads}of{value.num_kv_heads}" if hasattr(value, "num_kv_heads") else ""
     form = [value.norm, *(f for f in ("tied_norm", "parallel") if getattr(value, f))] if hasattr(value, "norm") else []
     return "-".join([value.NAME.replace(" ", ""), f"C{value.channels}{groups}", *form])
@@ -171,8 +171,10 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
             assert not product_dev.to_host(getattr(model.grads, name))[config.vocab_size :].any()
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@each_model
+@pytest.mark.parametrize(
+    "config, attention, weight_decay", [(*each, 0.1) for each in MODELS] + [(*each, 0.0) for each in ONE_OF_EACH],
+    ids=name_of,
+)
 def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weight_decay):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     batches = make_batches(config, 10, B, T)
@@ -284,7 +286,7 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config
             product_dev.synchronize()
 
 
-@each_model
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(product_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)

@@ -15,7 +15,8 @@ from llmc import device
 nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed").nvrtc
 
 KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
-CAPABILITIES = (75, 80, 90, 100)  # T4, A100, H100 and H200, B200
+CAPABILITIES = 75, 80, 90  # T4, A100, H100 and H200; and B200
+each_capability = pytest.mark.parametrize("capability", [*CAPABILITIES, pytest.param(100, marks=pytest.mark.long)])
 
 # Bytes a thread that a kernel may spill, or keep of a local array in memory; each with its reason.
 MAY_SPILL: dict[str, int] = {}
@@ -66,14 +67,14 @@ def test_there_are_kernels_to_compile():
     }
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@each_capability
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_every_kernel_of_a_file_compiles(path, capability):
     declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
     assert sorted(compiled(path, capability)) == sorted(declared)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@each_capability
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_kernels_keep_what_they_work_on_in_registers(path, capability):
     spilling = {
