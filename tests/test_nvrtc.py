@@ -15,8 +15,11 @@ from llmc import device
 nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed").nvrtc
 
 KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
-CAPABILITIES = 75, 80, 90  # T4, A100, H100 and H200; and B200
-each_capability = pytest.mark.parametrize("capability", [*CAPABILITIES, pytest.param(100, marks=pytest.mark.long)])
+CAPABILITIES = 75, 90  # T4; H100 and H200
+FURTHER = 80, 100  # A100; B200
+each_capability = pytest.mark.parametrize(
+    "capability", [*CAPABILITIES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER)]
+)
 
 # Bytes a thread that a kernel may spill, or keep of a local array in memory; each with its reason.
 MAY_SPILL: dict[str, int] = {}

@@ -223,7 +223,7 @@ def long(*values):
 @pytest.mark.parametrize(
     ("script", "model", "attention"),
     [
-        ("train_gpt2_fp32", "layers=2,heads=2,channels=32,maxT=64", "softmax"),
+        long("train_gpt2_fp32", "layers=2,heads=2,channels=32,maxT=64", "softmax"),
         ("train_llama3_fp32", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,scaling=8", "relu"),
         long("train_llama3_fp32", "layers=2,heads=4,kv_heads=1,channels=32,hidden=44,tied=0", "softmax"),
         long("train_pythia_fp32", "layers=2,heads=4,channels=32", "softmax"),
