@@ -140,8 +140,9 @@ class Run:
         self.timer, self.stop = StepTimer(), StopRequest()
         self.batches.stopped = self.stop.requested
         self.running = None  # the step that the device works on: number, position before it, when launched, its end
-        self.unsaved, self.saved_step = "", self.first_step  # why the checkpoint last due could not be written
-        self.good_checkpoint = checkpoint                    # the last that was saved while steps were finite
+        self.unsaved = ""                  # why the checkpoint that was last due could not be written
+        self.saved_step = self.first_step  # of the newest checkpoint
+        self.good_checkpoint = checkpoint  # the newest that was saved while steps were finite
 
     def use_precision(self, before: bool | None) -> None:
         """Products in TF32 or not, as -f says and the device can; where a run is resumed, as they were `before`. Raises
@@ -262,12 +263,11 @@ class Run:
             f"that is so in {MOST_SKIPPED} steps in a row" if self.args.skip_nonfinite
             else "--skip-nonfinite leaves such steps out"
         )  # fmt: skip
-        reached = program.last_checkpoint
-        reached = f"; the state that it came to: {reached}" if reached != self.good_checkpoint else ""
+        newest, good = program.last_checkpoint, self.good_checkpoint
+        reached = f"; the state that it came to: {newest}" if newest != good else ""
         raise UserError(
             f"{what}. A learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or "
-            f"damaged weights or data lead there; {skipping}; last good checkpoint: {self.good_checkpoint or 'none'}"
-            f"{reached}"
+            f"damaged weights or data lead there; {skipping}; last good checkpoint: {good or 'none'}{reached}"
         )
 
     def validate(self, step: int) -> bool:
