@@ -1,12 +1,11 @@
 """Trains GPT-2 in fp32: llm.c's train_gpt2_fp32.cu in Python, on an NVIDIA GPU or on the CPU.
 
-The file reads from top to bottom: the tensors, the first weights, forward, backward, and last the training loop. The
+The file reads from top to bottom: the tensors, the first weights, forward, backward, and last the loop over steps. The
 layers are in kernels/, each a .cu file with its launchers beside it; what is the same for every model is in llmc/. In
 shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the heads, HS = C / NH, V the
 vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
 """
 
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from math import sqrt
 
@@ -14,11 +13,11 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from kernels.adamw import adamw_update
 from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
+from kernels.exchange import reduce_gradients
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
@@ -30,7 +29,6 @@ from kernels.matmul import (
 )
 from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import parse_arguments
-from llmc.batches import Batches
 from llmc.errors import UserError
 from llmc.files import GPT2_MODEL, make_header
 from llmc.model import Model
@@ -182,13 +180,14 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
     matmul_forward(acts.logits, acts.ln, params.wte, None, B, T, C, Vp)
 
 
-def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
+def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: bool = True) -> None:
     """Adds the gradients of all parameters to model.grads, from what gpt2_forward and the loss left behind.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of layernorm and GELU are recomputed in that layout, from what went into them. Nothing in
-    backward reads a weight's gradient: it is computed beside what follows, until something that it reads changes.
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
+    the `last` batch of a step they are summed over all ranks, a layer at a time, beside what follows. The layers'
+    backward passes follow in the reverse order of forward. A weight's gradient takes the product's input transposed:
+    the outputs of layernorm and GELU are recomputed in that layout, from what went into them. Nothing in backward reads
+    a weight's gradient: it is computed beside what follows, until something that it reads changes.
 
     dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
@@ -247,36 +246,9 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
             dproj, dropped,
         )  # fmt: skip
         device.join()
+        reduce_gradients(model, last, l)
 
     encoder_backward(grads.wte, grads.wpe, dproj, model.inputs, model.order, model.count, B, T, C)
-
-
-def gpt2_train_step(
-    model: Model, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
-) -> Callable[[int, float], None]:
-    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
-    step's batches, then AdamW. A GPU records its launches once and replays them."""
-    B, T = model.B, model.T
-
-    def forward_backward(accumulate: bool) -> None:
-        if not accumulate:
-            model.zero_grad()
-        gpt2_forward(model, B, T, training=True)
-        cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
-        gpt2_backward(model, B, T, accumulate)
-
-    first_batch = device.record(lambda: forward_backward(accumulate=False))
-    further_batch = device.record(lambda: forward_backward(accumulate=True))
-
-    def train_step(step: int, learning_rate: float) -> None:
-        for i in range(batches.count):
-            if not batches.send(step, i):
-                return  # the run is told to stop: what this step has added up is dropped
-            first_batch() if i == 0 else further_batch()
-            batches.fetch_losses(step, i)
-        adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)
-
-    return train_step
 
 
 class GPT2(CausalModel):
@@ -286,7 +258,7 @@ class GPT2(CausalModel):
     MATRICES = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("wte", "qkvw", "attprojw", "fcw", "fcprojw")
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, loss, backward, train_step = gpt2_forward, cross_entropy_loss, gpt2_backward, gpt2_train_step
+    forward, loss, backward = gpt2_forward, cross_entropy_loss, gpt2_backward
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:

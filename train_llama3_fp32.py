@@ -1,23 +1,22 @@
 """Trains Llama 3 in fp32: RMSNorm, rotary positions, grouped-query attention and SwiGLU, on an NVIDIA GPU or the CPU.
 
 The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
-and last the training loop. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the
-query heads and NKV the heads of keys and values, HS = C / NH their size, QKV = (NH + 2 NKV) HS, H the hidden channels,
-V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
+and last the loop over steps. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH
+the query heads and NKV the heads of keys and values, HS = C / NH their size, QKV = (NH + 2 NKV) HS, H the hidden
+channels, V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
 import numpy as np  # isort: skip
 
-from kernels.adamw import adamw_update
 from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
+from kernels.exchange import reduce_gradients
 from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
@@ -29,7 +28,6 @@ from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rm
 from kernels.rope import rope_backward, rope_forward, rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.arguments import parse_arguments
-from llmc.batches import Batches
 from llmc.errors import UserError
 from llmc.files import LLAMA3_MODEL, make_header
 from llmc.model import Model
@@ -258,13 +256,14 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
     matmul_forward(acts.logits, acts.ln, params.wte if config.tied else params.lm_head, None, B, T, C, Vp)
 
 
-def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
+def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last: bool = True) -> None:
     """Adds the gradients of all parameters to model.grads, from what llama3_forward and the loss left behind.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them. Nothing in
-    backward reads a weight's gradient: it is computed beside what follows, until something that it reads changes.
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
+    the `last` batch of a step they are summed over all ranks, a layer at a time, beside what follows. The layers'
+    backward passes follow in the reverse order of forward. A weight's gradient takes the product's input transposed:
+    the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them. Nothing in backward reads
+    a weight's gradient: it is computed beside what follows, until something that it reads changes.
 
     dproj is the gradient of what a branch adds to the residual stream: dresidual through its dropout.
     """
@@ -288,6 +287,7 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
         dproj, drop.layer[L - 1].fcproj,
     )  # fmt: skip
+    reduce_gradients(model, last, "lm_head")
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -319,37 +319,10 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         rmsnorm_backward(
             dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C, dproj, dropped
         )
+        reduce_gradients(model, last, l)
 
     device.join()
     encoder_backward(grads.wte, None, dresidual, model.inputs, model.order, model.count, B, T, C)
-
-
-def llama3_train_step(
-    model: Model, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
-) -> Callable[[int, float], None]:
-    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
-    step's batches, then AdamW. A GPU records its launches once and replays them."""
-    B, T = model.B, model.T
-
-    def forward_backward(accumulate: bool) -> None:
-        if not accumulate:
-            model.zero_grad()
-        llama3_forward(model, B, T, training=True)
-        cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
-        llama3_backward(model, B, T, accumulate)
-
-    first_batch = device.record(lambda: forward_backward(accumulate=False))
-    further_batch = device.record(lambda: forward_backward(accumulate=True))
-
-    def train_step(step: int, learning_rate: float) -> None:
-        for i in range(batches.count):
-            if not batches.send(step, i):
-                return  # the run is told to stop: what this step has added up is dropped
-            first_batch() if i == 0 else further_batch()
-            batches.fetch_losses(step, i)
-        adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)
-
-    return train_step
 
 
 class Llama3(CausalModel):
@@ -358,7 +331,7 @@ class Llama3(CausalModel):
     Config = Llama3Config
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, loss, backward, train_step = llama3_forward, cross_entropy_loss, llama3_backward, llama3_train_step
+    forward, loss, backward = llama3_forward, cross_entropy_loss, llama3_backward
 
     @property
     def PRODUCTS(self) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
 """Trains Pythia in fp32: attention and MLP side by side on one residual stream, rotary positions in a part of a head.
 
 The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
-and last the training loop. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the
-heads, HS = C / NH their size, R the rotary channels of a head, V the vocabulary and Vp the same padded. A block is
+and last the loop over steps. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH
+the heads, HS = C / NH their size, R the rotary channels of a head, V the vocabulary and Vp the same padded. A block is
 x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP reads ln1(x) too, as in GPT-J; where it
 is sequential, it is GPT-2's.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -15,11 +14,11 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from kernels.adamw import adamw_update
 from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_backward, encoder_forward
+from kernels.exchange import reduce_gradients
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.matmul import (
     matmul_backward_bias,
@@ -32,7 +31,6 @@ from kernels.parallel_residual import norm_transposed, parallel_residual_backwar
 from kernels.reduce import MOST_PARTIALS
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.arguments import parse_arguments
-from llmc.batches import Batches
 from llmc.errors import UserError
 from llmc.files import PYTHIA_MODEL
 from llmc.model import Model
@@ -224,13 +222,14 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
     matmul_forward(acts.logits, acts.ln1, params.lm_head, None, B, T, C, Vp)
 
 
-def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
+def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last: bool = True) -> None:
     """Adds the gradients of all parameters to model.grads, from what pythia_forward and the loss left behind.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them. Nothing in
-    backward reads a weight's gradient: it is computed beside what follows, until something that it reads changes.
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
+    the `last` batch of a step they are summed over all ranks, a layer at a time, beside what follows. The layers'
+    backward passes follow in the reverse order of forward. A weight's gradient takes the product's input transposed:
+    the outputs of norms and GELU are recomputed in that layout, from what went into them. Nothing in backward reads a
+    weight's gradient: it is computed beside what follows, until something that it reads changes.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
@@ -258,6 +257,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     device.fill_zero(dresidual)
     device.join()
     parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
+    reduce_gradients(model, last, "lm_head")
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -297,36 +297,9 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         douts = [dln2] if tied else [dln1, dln2]
         parallel_residual_backward(dresidual, branches, dnorms, partials, douts, residual, norms, mean, rstd, B, T, C)
         device.join()
+        reduce_gradients(model, last, l)
 
     encoder_backward(grads.wte, None, dproj, model.inputs, model.order, model.count, B, T, C)
-
-
-def pythia_train_step(
-    model: Model, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
-) -> Callable[[int, float], None]:
-    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
-    step's batches, then AdamW. A GPU records its launches once and replays them."""
-    B, T = model.B, model.T
-
-    def forward_backward(accumulate: bool) -> None:
-        if not accumulate:
-            model.zero_grad()
-        pythia_forward(model, B, T, training=True)
-        cross_entropy_loss(model, B, T, dloss=1.0 / (batches.count * B * T))
-        pythia_backward(model, B, T, accumulate)
-
-    first_batch = device.record(lambda: forward_backward(accumulate=False))
-    further_batch = device.record(lambda: forward_backward(accumulate=True))
-
-    def train_step(step: int, learning_rate: float) -> None:
-        for i in range(batches.count):
-            if not batches.send(step, i):
-                return  # the run is told to stop: what this step has added up is dropped
-            first_batch() if i == 0 else further_batch()
-            batches.fetch_losses(step, i)
-        adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)
-
-    return train_step
 
 
 class Pythia(CausalModel):
@@ -336,7 +309,7 @@ class Pythia(CausalModel):
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("lm_head", "qkvw", "attprojw", "fcw", "fcprojw")  # an embedding alone only has rows added to it
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, loss, backward, train_step = pythia_forward, cross_entropy_loss, pythia_backward, pythia_train_step
+    forward, loss, backward = pythia_forward, cross_entropy_loss, pythia_backward
 
     @classmethod
     def first_weights(cls, config: PythiaConfig) -> tuple[dict[str, float], dict[str, float]]:

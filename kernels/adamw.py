@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from kernels.exchange import LATE, Range, gather, gather_sums, overlaps, ranges_of, reduce_ranges, without
 from kernels.reduce import global_norm
-from llmc import device
+from llmc import collectives, device, ranks
 from llmc.device import ceil_div
 from llmc.model import Model
 
@@ -38,11 +39,40 @@ def adamw_update(
     Without grad_clip the norm is only that of the gradients that backward adds to, which are few: of norms, biases, and
     embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
+
+    Of several ranks each updates what model.shard says, and then has all parameters. The gradients that are complete
+    only now are summed over the ranks first, as far as the norm needs them, or while the other parameters are updated.
     """
-    n = model.grads_memory.size
-    checked = [model.grads_memory] if grad_clip else model.added_to
-    global_norm(model.norm, model.grads_acts.partials, checked, grad_clip, model.skip_nonfinite)
-    for start, end, decayed in model.decay_ranges if weight_decay else [(0, n, False)]:
-        buffers = model.params_memory, model.grads_memory, model.m_memory, model.v_memory
-        decay = weight_decay if decayed else 0.0
-        adamw(*(x[start:end] for x in buffers), model.norm, end - start, lr, beta1, beta2, eps, decay, t)
+    n, (own, _) = model.grads_memory.size, model.shard
+    checked = [(0, n)] if grad_clip else model.added_to
+    decayed_ranges = model.decay_ranges if weight_decay else [(0, n, False)]
+    partial_sums = model.sharded and not model.bitwise  # of gradients, of which this rank has its shard's alone
+    late = ranges_of(model, *LATE) if ranks.size() > 1 and not model.bitwise else []
+
+    def update(ranges: list[Range]) -> None:
+        for begin, stop, decayed in decayed_ranges:
+            for start, end in overlaps(overlaps([(begin, stop)], [model.shard]), ranges):
+                buffers = model.params_memory[start:end], model.grads_memory[start:end]
+                moments = model.m_memory[start - own : end - own], model.v_memory[start - own : end - own]
+                decay = weight_decay if decayed else 0.0
+                adamw(*buffers, *moments, model.norm, end - start, lr, beta1, beta2, eps, decay, t)
+
+    if model.bitwise:
+        gather_sums(model)
+    reduce_ranges(model, overlaps(late, checked))
+    device.join_communication()
+    if partial_sums:
+        checked = overlaps(checked, [model.shard])
+    global_norm(
+        model.norm, model.grads_acts.partials, [model.grads_memory[start:end] for start, end in checked], grad_clip,
+        model.skip_nonfinite, partial_sums,
+    )  # fmt: skip
+    late = without(late, [(0, n)] if grad_clip else model.added_to)
+    reduce_ranges(model, late)
+    update(without([(0, n)], late))
+    device.join_communication()
+    update(late)
+    if model.sharded:
+        gather(model, model.params_memory)
+        collectives.all_reduce([model.norm[3:]])
+        device.join_communication()

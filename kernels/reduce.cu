@@ -66,7 +66,7 @@ extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P
     if (threadIdx.x > 0) return;
     const bool finite = total < INFINITY;
     norm[0] = total;
-    norm[2] += norm[3] + (finite ? 0.0f : 1.0f);
+    norm[2] += (norm[3] != 0.0f ? 1.0f : 0.0f) + (finite ? 0.0f : 1.0f);
     norm[3] = 0.0f;
     norm[1] = largest == 0.0f || total <= largest ? 1.0f : largest / total;
     if (!finite || (norm[2] > 0.0f && !skip_nonfinite)) norm[1] = 0.0f * INFINITY;

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from llmc import device
+from llmc import collectives, device
 from llmc.device import ceil_div
 
 cu = device.source(__file__)
 
 MOST_PARTIALS = 512  # partial sums a column at most: what scratch buffers must hold
+SQUARES = 1024       # partial sums of a norm at most
 
 
 def rows_per_chunk(N: int, multiple: int) -> int:
@@ -41,16 +42,24 @@ def column_sum(out, scratch, inp, N: int, C: int) -> None:
     add_partials([out], scratch, chunks, C)
 
 
-def global_norm(norm, scratch, arrays: list, largest: float, skip_nonfinite: bool) -> None:
+def global_norm(
+    norm, scratch, arrays: list, largest: float, skip_nonfinite: bool, of_all_ranks: bool = False
+) -> None:
     """norm[0] = the Euclidean norm of all floats in some flat arrays; norm[1] = min(1, largest / norm[0]), or 1 if
-    largest is 0; norm[2] += 1 where norm[0] is not finite, and += norm[3], which is set to 0.
+    largest is 0; norm[2] += 1 where norm[0] is not finite, and += 1 where norm[3] is not 0, which it then is.
 
     norm[1] is NaN where norm[0] is not finite; without skip_nonfinite also as long as norm[2] is not 0. norm (4) is a
-    device array; scratch holds at least 1024 floats.
+    device array; scratch holds at least 1024 floats. of_all_ranks: norm[0] is that of all ranks' arrays together.
     """
     block, partials, used = cu.block(512), scratch.reshape(-1), 0
+    if of_all_ranks:
+        device.fill_zero(partials[:SQUARES])
     for x in arrays:
-        blocks = max(1, min(1024 // len(arrays), ceil_div(x.size, 4 * block)))
+        blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, 4 * block)))
         cu.squares_partials_kernel((blocks,), (block,), (partials[used:], x, x.size))
         used += blocks
+    if of_all_ranks:
+        used = SQUARES
+        collectives.all_reduce([partials[:used]])
+        device.join_communication()
     cu.norm_kernel((1,), (block,), (norm, partials, used, np.float32(largest), int(skip_nonfinite)))

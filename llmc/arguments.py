@@ -5,6 +5,7 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from llmc import ranks
 from llmc.errors import UserError
 from llmc.schedule import SCHEDULES
 from llmc.tensors import Config
@@ -80,6 +81,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, instead of argparse's many."""
+        ranks.fail(f"{message}; --help lists the flags", 2)
         self.exit(2, f"error: {message}; --help lists the flags\n")
 
 
@@ -149,6 +151,12 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("--skip-nonfinite", on_off, False, "0|1", "leave steps out whose loss or gradients are not finite, and go on"),
     )
     group(
+        "several GPUs",
+        ("--gpus", positive, None, "N", "processes to start on this machine, one a GPU (1; see doc/gpus.md)"),
+        ("-z --zero-stage", on_off, False, "0|1", "share AdamW's moments out among the GPUs: ZeRO's stage 1 (0)"),
+        ("--bitwise", on_off, False, "0|1", "the same bits on any number of GPUs, at the price of time and memory (0)"),
+    )
+    group(
         "watching",
         ("-v --val-every", positive, 20, "N", "steps between validations (%(default)s)"),
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
@@ -174,13 +182,22 @@ FIXED = (
     "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
     "seed",
 )  # fmt: skip
-MAY_CHANGE = ("learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data")
+MAY_CHANGE = (
+    "learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data", "zero_stage",
+    "bitwise",
+)  # fmt: skip
+
+# Flags that need not be the same on all ranks: what they name may lie in another place on each machine, or is of no
+# concern to any rank but 0.
+OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
 
 
 def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
     """The flags of the program that trains models of these sizes, checked one by one and against each other. Exits with
     code 2 for a wrong flag; raises UserError for values that do not fit together. `given` are the names of those that
-    were given."""
+    were given. Where this process is one of several ranks that have been started, they meet first."""
+    if arguments is None:
+        ranks.meet()
     parser = make_parser(config)
     args = parser.parse_args(arguments)
     unset = object()
@@ -197,23 +214,39 @@ def parse_arguments(config: type[Config], arguments: list[str] | None = None) ->
 def complete(args: argparse.Namespace) -> None:
     """Sets what follows from the flags: B, T, val_data, the seeds of weights and of the data's order. Raises UserError
     for values that do not fit together."""
-    args.B, args.T = B, T = args.batch_size, args.sequence_length
+    args.B, args.T = args.batch_size, args.sequence_length
     if args.val_data is None and (Path(args.data).is_file() or any(c in args.data for c in "*?[")):
         raise UserError(f"-i {args.data} names files of training data: name those for validation with -j")
     args.val_data = args.val_data or args.data
     args.shuffle_seed = args.seed
     args.seed = 1337 if args.seed is None else args.seed
-    if args.total_batch_size and args.total_batch_size % (B * T):
-        raise UserError(f"-d {args.total_batch_size} is not a multiple of B*T = {B * T}: change -d, -b or -t")
+    check_total_batch_size(args)
     if args.attention == "flash" and "tf32" in args.given and not args.tf32:
         raise UserError("-a flash computes in TF32: leave -f 0 out, or use -a softmax")
+
+
+def check_total_batch_size(args: argparse.Namespace) -> None:
+    """Raises UserError where the ranks cannot share the tokens of a step out in whole batches."""
+    N, product = ranks.size(), "B*T" if ranks.size() == 1 else f"{ranks.size()} ranks * B*T"
+    if args.total_batch_size and args.total_batch_size % (N * args.B * args.T):
+        raise UserError(
+            f"-d {args.total_batch_size} is not a multiple of {product} = {N * args.B * args.T}: change -d, -b or -t"
+        )
+
+
+def check_same_flags(args: argparse.Namespace) -> None:
+    """Raises UserError where another rank was given other flags than rank 0."""
+    flags = {name: value for name, value in vars(args).items() if name not in OF_A_RANK}
+    for name, value in sorted(flags.items()):
+        flag = "--" + name.replace("_", "-")
+        ranks.check_same(flag, value, "start all ranks with the same flags")
 
 
 def recorded_flags(args: argparse.Namespace) -> dict[str, object]:
     """What a checkpoint is to record of the flags, for `resume_flags`."""
     return {name: getattr(args, name) for name in FIXED + MAY_CHANGE} | {
         "seed": args.shuffle_seed,
-        "total_batch_size": args.total_batch_size or args.B * args.T,
+        "total_batch_size": args.total_batch_size or ranks.size() * args.B * args.T,
         "val_data": None if args.val_data == args.data else args.val_data,
     }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import log
 
-from llmc import device  # first: it sets what NumPy must find in the environment
+from llmc import device, ranks  # first: device sets what NumPy must find in the environment
 
 import numpy as np  # isort: skip
 
@@ -18,8 +18,9 @@ from llmc.model import RANDOM_WORDS, Model
 class Batches:
     """Carries batches to the device and their losses back, while the device still works on earlier ones.
 
-    The page-locked arrays exist twice, for two steps of `count` batches in flight: one may be filled again when the
-    losses of the step before last have been read.
+    A step has `count` batches on each rank, step_tokens tokens on all of them together: of the data, in its order, the
+    first batch is rank 0's first, the next rank 1's first, and so on. The page-locked arrays exist twice, for two steps
+    in flight: one may be filled again when the losses of the step before last have been read.
 
     stopped: says whether the run is told to stop, which also ends a step between two of its batches; dropped: whether
     it did.
@@ -27,6 +28,7 @@ class Batches:
 
     def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
         self.model, self.loader, self.count = model, loader, count
+        self.step_tokens = count * ranks.size() * model.B * model.T
         self.stopped, self.dropped = (lambda: False), False
         self.ends = deque(maxlen=2)  # of the step's last two batches
         self.batches = device.pinned((2, count, 4 * model.B * model.T + RANDOM_WORDS), np.int32)
@@ -36,22 +38,32 @@ class Batches:
         """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
         return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.model.B, self.model.T)
 
-    def send(self, step: int, i: int) -> bool:
-        """The loader's next batch, to model.batch: batch i of a step. False, and none is sent, where the step is
-        dropped. Two batches of a step are in flight at most, so that it ends soon after it is told to."""
-        if i == 0:
-            self.ends.clear()
-        if len(self.ends) == 2:
-            self.ends[0].wait()
-        if i > 0 and self.stopped():
-            self.dropped = True
-            return False
+    def of_step(self, step: int) -> Iterator[tuple[bool, bool]]:
+        """For each of a step's batches, once it is on its way to model.batch: whether its gradients are the first of a
+        sum, and whether the sum over the ranks is due, as in the last batch of several ranks; in a bitwise run each
+        batch is by itself. Its losses are fetched when the next is asked for. A step that is dropped has fewer.
+
+        Two batches are in flight at most, so that a step ends soon after it is told to."""
+        alone = self.model.bitwise
+        self.ends.clear()
+        for i in range(self.count):
+            if len(self.ends) == 2:
+                self.ends[0].wait()
+            if i > 0 and self.stopped():
+                self.dropped = True
+                return
+            for r in range(ranks.size()):
+                self.send(step, i) if r == ranks.rank() else self.loader.skip()
+            yield alone or i == 0, alone or i + 1 == self.count and ranks.size() > 1
+            self.fetch_losses(step, i)
+
+    def send(self, step: int, i: int) -> None:
+        """The loader's next batch, to model.batch: batch i of a step."""
         batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
         self.loader.next_batch(tokens[0], tokens[1])
         tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, self.model.B, self.model.T))
-        batch[-RANDOM_WORDS:] = self.model.random_words(step, i)
+        batch[-RANDOM_WORDS:] = self.model.random_words(step, i * ranks.size() + ranks.rank())
         device.copy_in(self.model.batch, batch)
-        return True
 
     def fetch_losses(self, step: int, i: int) -> None:
         """Starts the copy of the losses that the model has for batch i of a step."""
@@ -60,8 +72,10 @@ class Batches:
             self.ends.append(device.event())
 
     def mean_loss(self, step: int) -> float:
-        """The mean over a step's batches, once the device has finished it."""
-        return float(self.losses[step % 2].mean(dtype=np.float64))
+        """The mean over a step's batches on all ranks, once the device has finished it."""
+        of_ranks = ranks.all_gather([float(losses.mean(dtype=np.float64)) for losses in self.losses[step % 2]])
+        means = [of_rank[i] for i in range(self.count) for of_rank in of_ranks]  # in the order of the data
+        return sum(means) / len(means)
 
     def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
         """The losses (B,T) of the next batch, by itself."""
@@ -70,6 +84,21 @@ class Batches:
         self.fetch_losses(0, 0)
         device.synchronize()
         return self.losses[0, 0]
+
+    def each(self, num_batches: int, work: Callable[[], object], stopped: Callable[[], bool]) -> list | None:
+        """What work returns, once for each of the loader's first batches, which the ranks share out among themselves;
+        None where `stopped` before they are through."""
+        self.loader.reset()
+        own = []
+        for i in range(num_batches):
+            if i % ranks.size() == 0 and stopped():
+                return None
+            if i % ranks.size() == ranks.rank():
+                own.append(work())
+            else:
+                self.loader.skip()
+        of_ranks = ranks.all_gather(own)
+        return [of_ranks[i % ranks.size()][i // ranks.size()] for i in range(num_batches)]
 
 
 def validate(
@@ -82,15 +111,15 @@ def validate(
     """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
     (`bits_per_byte`), where text_bytes (V,) says how many bytes of text each token stands for; without it None. Not a
     pair but None where `stopped` before they are through."""
-    batches.loader.reset()
-    total, num_bytes = 0.0, 0
-    for _ in range(num_batches):
-        if stopped():
-            return None
-        total += batches.run(forward_loss).mean(dtype=np.float64)
-        if text_bytes is not None:
-            num_bytes += int(text_bytes[batches.tokens(0, 0)[1]].sum())
-    loss, num_tokens = float(total / num_batches), num_batches * batches.model.B * batches.model.T
+    def work() -> list:
+        loss = float(batches.run(forward_loss).mean(dtype=np.float64))
+        return [loss, 0 if text_bytes is None else int(text_bytes[batches.tokens(0, 0)[1]].sum())]
+
+    found = batches.each(num_batches, work, stopped)
+    if found is None:
+        return None
+    total, num_bytes = (sum(values) for values in zip(*found, strict=True))
+    loss, num_tokens = total / num_batches, num_batches * batches.model.B * batches.model.T
     return loss, bits_per_byte(loss, num_tokens, num_bytes)
 
 
@@ -111,10 +140,7 @@ def evaluate(
     """The share of multiple-choice questions whose right completion has the lowest mean loss; None where `stopped`
     before they are through."""
     questions = batches.loader
-    questions.reset()
-    correct = 0
-    for _ in range(questions.num_batches):
-        if stopped():
-            return None
-        correct += questions.count_correct(batches.run(forward_loss))
-    return correct / questions.num_examples
+    correct = batches.each(
+        questions.num_batches, lambda: questions.count_correct(batches.run(forward_loss)), stopped
+    )
+    return None if correct is None else sum(correct) / questions.num_examples

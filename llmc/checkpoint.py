@@ -179,9 +179,10 @@ REPLACED = ".replaced.part"        # and what follows it while another is put in
 def save_checkpoint(directory: str | Path, step: int, config: Config, params, m, v, state: dict) -> Path:
     """Writes the checkpoint `directory/step_<step>` and returns its path.
 
-    params, m and v are fp32 (num_parameters,), on the host or the device; `state` is anything JSON can hold. All is
-    written and synced in a directory beside, which is then renamed, so the checkpoint appears complete or not at all.
-    One that is already there for the same step is replaced. Raises UserError where the system refuses to write.
+    params, m and v are fp32 (num_parameters,), on the host or the device, or for m and v an iterator over such an array
+    in pieces on the host; `state` is anything JSON can hold. All is written and synced in a directory beside, which is
+    then renamed, so the checkpoint appears complete or not at all. One that is already there for the same step is
+    replaced. Raises UserError where the system refuses to write.
     """
     directory = Path(directory)
     final = directory / f"step_{step:08d}"
@@ -353,8 +354,12 @@ def _file_crc32(path: Path) -> int:
 def _optimizer_pieces(config: Config, m, v) -> Iterator[np.ndarray]:
     yield make_header(OPTIMIZER, 1, *np.array([num_parameters(config)], "<i8").view("<i4"))
     for moment in (m, v):
-        _check_length(moment, config)
-        yield from device.pieces(moment)
+        if isinstance(moment, Iterator):
+            for piece in moment:  # noqa: UP028  (`yield from` would end it where this ends early)
+                yield piece
+        else:
+            _check_length(moment, config)
+            yield from device.pieces(moment)
 
 
 def _write(path: str | Path, pieces: Iterable[np.ndarray]) -> dict:

@@ -167,6 +167,10 @@ class DataLoader:
             self._check_tokens(file, row_tokens)
             inputs[row] = row_tokens[:-1]
             targets[row] = row_tokens[1:]
+        self.skip()
+
+    def skip(self) -> None:
+        """Passes over the next batch."""
         if self._batch + 1 < self._batches_in(self._shard):
             self._batch += 1
         elif self._place + 1 < len(self.shards):

@@ -112,28 +112,32 @@ class CudaKernel:
 class CudaDevice:
     kind = "cuda"
 
-    def __init__(self):
+    def __init__(self, number: int = 0):
         import cupy
         from cupy.cuda import cublas, runtime
         from cupy.cuda.device import get_cublas_handle
 
         self.cupy = cupy
+        count = runtime.getDeviceCount()
+        cupy.cuda.Device(number % count).use()
         self.properties = runtime.getDeviceProperties(runtime.getDevice())
         self.name = self.properties["name"].decode()
+        self.identity = ":".join(f"{self.properties[key]:x}" for key in ("pciDomainID", "pciBusID", "pciDeviceID"))
         self.multiprocessors = self.properties["multiProcessorCount"]
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
         self.modules = {}
         # Streams of our own: the default one can not be captured into a graph. The second is for what is done `beside`
-        # the first, which has priority, because more waits for it.
+        # the first, which has priority, because more waits for it; the third for what other ranks wait for.
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.stream.use()
         self.second_stream = cupy.cuda.Stream(non_blocking=True)
+        self.third_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
         self.blas_handle, self.second_blas_handle = get_cublas_handle(), second_cublas_handle(cublas)
         self.blas = cublas
         self.captured_blas = CapturedBlas(runtime.runtimeGetVersion() // 1000)
         self.workspaces = cupy.empty((2, CUBLAS_WORKSPACE), np.uint8)
-        self.capturing, self.recording = False, True
+        self.capturing, self.recording, self.communicating = False, True, False
         self.use_tf32(True)
 
     def use_tf32(self, on: bool) -> bool:
@@ -170,6 +174,9 @@ class CudaDevice:
 
     def fill_zero(self, array) -> None:
         array.data.memset_async(0, array.nbytes, self.stream)
+
+    def copy(self, dst, src) -> None:
+        dst.data.copy_from_device_async(src.data, src.nbytes, self.stream)
 
     def synchronize(self) -> None:
         self.stream.synchronize()
@@ -217,16 +224,18 @@ class CudaDevice:
         for handle, stream, workspace in zip(handles, streams, self.workspaces, strict=True):
             self.blas.setStream(handle, stream.ptr)
             self.captured_blas.set_workspace(handle, workspace.data.ptr, workspace.nbytes)
+        self.join_communication()
         self.stream.begin_capture()
         self.capturing = True
         try:
             work()
+            self.join_communication()
         finally:
             self.capturing = False
             graph = self.stream.end_capture()
         return graph
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Callable[..., None]) -> Callable[..., None]:
         return Recording(self, work) if self.recording else work
 
     @contextmanager
@@ -247,6 +256,18 @@ class CudaDevice:
     def join(self) -> None:
         if self.capturing:
             self.wait_for(self.stream, self.second_stream)
+
+    def communicate(self, work: Callable[[int], None]) -> None:
+        self.wait_for(self.third_stream, self.stream)
+        if self.capturing:
+            self.wait_for(self.third_stream, self.second_stream)
+        work(self.third_stream.ptr)
+        self.communicating = True
+
+    def join_communication(self) -> None:
+        if self.communicating:
+            self.wait_for(self.stream, self.third_stream)
+            self.communicating = False
 
     def wait_for(self, stream, other) -> None:
         """Lets a stream wait for all work that another one has been given."""
@@ -306,28 +327,31 @@ class CudaEvent:
 
 
 class Recording:
-    """Work on the device that is done over and over: the first call does it, later calls replay it as a CUDA graph.
+    """Work on the device that is done over and over: the first call does it, later calls with the same arguments replay
+    it as a CUDA graph.
 
-    The graph holds the launches with their arguments, so replaying costs the host one call however many kernels there
+    A graph holds the launches with their arguments, so replaying costs the host one call however many kernels there
     are. The first call also loads every kernel, which a capture could not do.
     """
 
-    def __init__(self, device: CudaDevice, work: Callable[[], None]):
+    def __init__(self, device: CudaDevice, work: Callable[..., None]):
         self.device, self.work = device, work
-        self.calls, self.graph = 0, None
+        self.graphs = {}  # by the arguments; None where there was one call
 
-    def __call__(self) -> None:
-        self.calls += 1
-        if self.calls == 1:
-            self.work()
+    def __call__(self, *arguments) -> None:
+        if arguments not in self.graphs:
+            self.graphs[arguments] = None
+            self.work(*arguments)
+            self.device.join_communication()
             return
-        if self.graph is None:
-            self.graph = self.device.capture(self.work)
-        self.graph.launch(self.device.stream)
+        if self.graphs[arguments] is None:
+            self.graphs[arguments] = self.device.capture(lambda: self.work(*arguments))
+        self.graphs[arguments].launch(self.device.stream)
 
 
 class CpuDevice:
     kind = "cpu"
+    identity = ""
     compute_capability = 0
     tf32 = False
     shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
@@ -369,6 +393,9 @@ class CpuDevice:
 
     def fill_zero(self, array) -> None:
         array.fill(0)
+
+    def copy(self, dst, src) -> None:
+        dst[:] = src
 
     def synchronize(self) -> None:
         pass
@@ -435,6 +462,12 @@ class CpuDevice:
     def join(self) -> None:
         pass
 
+    def communicate(self, work: Callable[[int], None]) -> None:
+        raise NotImplementedError("the CPU device has no streams")
+
+    def join_communication(self) -> None:
+        pass
+
 
 class CpuEvent:
     def __init__(self):
@@ -494,9 +527,9 @@ _why_not_cuda = ""
 _sources: list[Source] = []
 
 
-def use(kind: str = "auto") -> str:
+def use(kind: str = "auto", number: int = 0) -> str:
     """Choose the device: "cuda", "cpu", or "auto" (CUDA where it works, else the CPU, and `why_not_cuda` says why).
-    Returns "cuda" or "cpu".
+    Returns "cuda" or "cpu". number: which GPU, of those that this program sees; it starts over where they are fewer.
 
     Raises UserError where CUDA is asked for and does not work.
     """
@@ -506,7 +539,7 @@ def use(kind: str = "auto") -> str:
     device, _why_not_cuda = None, ""
     if kind != "cpu":
         try:
-            device = CudaDevice()
+            device = CudaDevice(number)
         except Exception as error:  # CuPy missing, no driver, no GPU, a driver too old: each its own type
             _why_not_cuda = first_line(error)
             if kind == "cuda":
@@ -544,6 +577,11 @@ def why_not_cuda() -> str:
 def name() -> str:
     """What the device calls itself: "NVIDIA H200", or "CPU, 2 cores"."""
     return _device.name
+
+
+def identity() -> str:
+    """What tells a GPU from the others of its machine; empty on the CPU."""
+    return _device.identity
 
 
 def compute_capability() -> int:
@@ -648,6 +686,11 @@ def fill_zero(array) -> None:
     _device.fill_zero(array)
 
 
+def copy(dst, src) -> None:
+    """Copy a contiguous device array over another of the same size and type."""
+    _device.copy(dst, src)
+
+
 def synchronize() -> None:
     """Wait until all work given to the device is done."""
     _device.synchronize()
@@ -679,11 +722,12 @@ def sgemm_strided_batched(
     _device.sgemm_strided_batched(c, a, b, m, n, k, trans_a, trans_b, count)
 
 
-def record(work: Callable[[], None]) -> Callable[[], None]:
-    """A function that does `work` each time it is called; on CUDA as a replayed graph from the second call on, unless
-    `use_recording` has turned that off.
+def record(work: Callable[..., None]) -> Callable[..., None]:
+    """A function that does `work` each time it is called; on CUDA as a replayed graph, from the second call with the
+    same arguments on, unless `use_recording` has turned that off.
 
-    `work` must give the device the same launches on the same arrays every time, and may not copy to or from the host.
+    For the same arguments `work` must give the device the same launches on the same arrays every time, and may not copy
+    to or from the host.
     """
     return _device.record(work)
 
@@ -699,3 +743,14 @@ def beside() -> AbstractContextManager[None]:
 def join() -> None:
     """What follows is done after all blocks of `beside`. `record` wants none to be left open."""
     _device.join()
+
+
+def communicate(work: Callable[[int], None]) -> None:
+    """Do `work`, given a CUDA stream, which is for what several GPUs do together: it waits for all that the device has
+    been given, and is done beside what follows, until `join_communication`."""
+    _device.communicate(work)
+
+
+def join_communication() -> None:
+    """What follows is done after all work of `communicate`. `record` does so by itself at its end."""
+    _device.join_communication()

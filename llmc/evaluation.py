@@ -67,10 +67,7 @@ class EvalLoader:
         A row holds a context and one of its completions, a target is the token one place on, and what is left of a row
         or a batch is 0.
         """
-        if self._next == self.num_examples:
-            self.reset()
-        self._served = self.examples[self._next : self._next + self.batch_examples]
-        self._next += len(self._served)
+        self.skip()
         inputs.fill(0)
         targets.fill(0)
         row = 0
@@ -80,6 +77,13 @@ class EvalLoader:
                 inputs[row, : len(tokens)] = tokens
                 targets[row, : len(tokens) - 1] = tokens[1:]
                 row += 1
+
+    def skip(self) -> None:
+        """Passes over the next batch."""
+        if self._next == self.num_examples:
+            self.reset()
+        self._served = self.examples[self._next : self._next + self.batch_examples]
+        self._next += len(self._served)
 
     def count_correct(self, losses: np.ndarray) -> int:
         """How many examples of the batch served last are answered right, given its losses, fp32 (B, T).

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-from llmc import device  # first: it sets what NumPy must find in the environment
+from llmc import collectives, device, ranks  # first: device sets what NumPy must find in the environment
 
 import numpy as np  # isort: skip
 
@@ -32,6 +32,10 @@ class Model:
     not finite, and whether AdamW left a parameter out (kernels/adamw.py). skip_nonfinite says whether training goes on
     after such a step.
 
+    Several ranks (llmc/ranks.py) have each a model. shards are the ranges of the flat buffers that belong to each rank,
+    of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
+    alone, and a bitwise one has also sums, of its shard, and received, the same of each rank (kernels/exchange.py).
+
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
     and what random_words makes for dropout. dropout is the share of activations that training drops, by dropout_seed.
@@ -45,8 +49,8 @@ class Model:
                               least 1024 floats
     ATTENTION_TABLES          how both go on, for each kind of attention
     first_weights, and where it has some, constants
-    choose_attention(kind, C, NH), forward(B, T, training), loss(B, T, dloss), backward(B, T, accumulate),
-    train_step(batches, weight_decay, grad_clip)
+    choose_attention(kind, C, NH), forward(B, T, training), loss(B, T, dloss), backward(B, T, accumulate, last),
+    train_step(batches, weight_decay, grad_clip), checksum()
 
     Raises UserError where the device has too little memory.
     """
@@ -58,17 +62,22 @@ class Model:
     ACTIVATION_GRADIENTS: Table
     ATTENTION_TABLES: dict[str, tuple[Table, Table]]
 
-    def __init__(self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False):
+    def __init__(
+        self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False,
+        sharded: bool = False, bitwise: bool = False,
+    ):  # fmt: skip
         self.config, self.B, self.T, self.attention = config, B, T, attention
+        self.sharded, self.bitwise = sharded and ranks.size() > 1, bitwise
         self.acts_table, grads_acts_table = self.tables(attention)
         sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
-        lengths = self.lengths(config, B, T, attention, inference)
+        lengths = self.lengths(config, B, T, attention, inference, self.sharded, bitwise)
         self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths.items()}
         free, _ = device.memory()
         if 4 * sum(lengths.values()) > free:
             fitting = bisect_right(
-                range(1, B), free, key=lambda b: 4 * sum(self.lengths(config, b, T, attention, inference).values())
-            )
+                range(1, B), free,
+                key=lambda b: 4 * sum(self.lengths(config, b, T, attention, inference, sharded, bitwise).values()),
+            )  # fmt: skip
             remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
             raise UserError(
                 f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
@@ -95,26 +104,36 @@ class Model:
         self.grads = name_tensors(self.grads_memory, config.PARAMETERS, sizes, 1, absent)
         self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes, absent=absent)
         self.norm, self.skip_nonfinite = device.zeros((4,)), False
+        self.sums, self.received = buffers.get("sums of batches"), buffers.get("others' gradients")
+        self.shards = shards_of(self.params_memory.size)
+        self.shard = self.shards[ranks.rank()] if self.sharded else (0, self.params_memory.size)  # of the moments here
+        if bitwise:
+            device.fill_zero(self.sums)
         device.fill_zero(self.m_memory)
         device.fill_zero(self.v_memory)
         self.decay_ranges = ranges(config.parameters(), sizes, self.MATRICES)
         self.added_to = [
-            self.grads_memory[start:end]
-            for start, end, product in ranges(config.parameters(), sizes, self.PRODUCTS)
-            if not product
+            (start, end) for start, end, product in ranges(config.parameters(), sizes, self.PRODUCTS) if not product
         ]
 
     @classmethod
-    def lengths(cls, config: Config, B: int, T: int, attention: str, inference: bool = False) -> dict[str, int]:
+    def lengths(
+        cls, config: Config, B: int, T: int, attention: str, inference: bool = False, sharded: bool = False,
+        bitwise: bool = False,
+    ) -> dict[str, int]:  # fmt: skip
         """The buffers that a model allocates, by the name of what they hold, in floats."""
         sizes, n = config.sizes() | {"B": B, "T": T}, num_parameters(config)
         activations, gradients = (layout(t, sizes, ALIGNMENT, config.absent)[1] for t in cls.tables(attention))
         if inference:
             return {"parameters": n, "activations": activations}
+        moments = shard_length(n) if sharded else n
+        exchanged = {"sums of batches": shard_length(n)} if bitwise else {}
+        if bitwise and ranks.size() > 1:
+            exchanged["others' gradients"] = ranks.size() * shard_length(n)
         return {
-            "parameters": n, "activations": activations, "gradients": n, "AdamW m": n, "AdamW v": n,
+            "parameters": n, "activations": activations, "gradients": n, "AdamW m": moments, "AdamW v": moments,
             "activation gradients": gradients,
-        }  # fmt: skip
+        } | exchanged  # fmt: skip
 
     @classmethod
     def tables(cls, attention: str) -> tuple[Table, Table]:
@@ -135,8 +154,25 @@ class Model:
 
     def zero_grad(self) -> None:
         """Zeroes the gradients to which backward adds. Those of PRODUCTS it sets, unless told to accumulate."""
-        for grads in self.added_to:
-            device.fill_zero(grads)
+        for start, end in self.added_to:
+            device.fill_zero(self.grads_memory[start:end])
+
+    def load_checkpoint(self, tensors: Mapping[str, np.ndarray] | None, moments: tuple | None) -> None:
+        """Takes over a checkpoint that rank 0 has read: the parameters, as `read_model` gives them, and AdamW's m and v
+        of all of them, (num_parameters,) each. All ranks must call it, the others with None."""
+        if tensors is not None:
+            self.load(tensors)
+        collectives.broadcast([(self.params_memory, 0)])
+        device.join_communication()
+        for own, values in zip((self.m_memory, self.v_memory), moments or (None, None), strict=True):
+            collectives.scatter(own, self.shard[0], self.params_memory.size, values)
+
+    def whole_moments(self) -> tuple:
+        """AdamW's m and v of all parameters, (num_parameters,) each, as save_checkpoint takes them: where a rank has
+        only its shard, as pieces, all of which every rank must ask for."""
+        if not self.sharded:
+            return self.m_memory, self.v_memory
+        return tuple(collectives.whole(own, self.shards) for own in (self.m_memory, self.v_memory))
 
     def random_words(self, step: int, i: int) -> np.ndarray:
         """What decides in batch i of a step which activations are dropped, as kernels/dropout.cuh reads it: the seed's
@@ -196,6 +232,17 @@ class Model:
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
         """The deviations of MATRICES, which start as normal random numbers, and what others start as, if not 0."""
         raise NotImplementedError
+
+
+def shard_length(n: int) -> int:
+    """How many of n numbers a rank has where they are shared out: a multiple of 4; the last ranks may have fewer."""
+    return 4 * device.ceil_div(n, 4 * ranks.size())
+
+
+def shards_of(n: int) -> list[tuple[int, int]]:
+    """The range of each rank."""
+    length = shard_length(n)
+    return [(min(n, r * length), min(n, (r + 1) * length)) for r in range(ranks.size())]
 
 
 def build_from_file(

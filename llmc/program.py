@@ -2,8 +2,11 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
+from llmc import ranks
 from llmc.errors import UserError, first_line
 
 last_checkpoint = None  # of the run that this program is, set by who saves it
@@ -26,22 +29,34 @@ def run_program(
     try:
         main()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        fail(str(error))
     except MemoryError as error:
-        sys.exit(f"error: out of memory ({first_line(error)}): {out_of_memory}{resume_advice()}")
+        fail(f"out of memory ({first_line(error)}): {out_of_memory}{resume_advice()}")
     except KeyboardInterrupt:
+        ranks.fail(interrupted, interrupted_code)
         print(interrupted, file=sys.stderr)
         sys.exit(interrupted_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ranks.fail("", 0)
     except Exception as error:
+        ranks.give_way()
         if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
+            if ranks.size() > 1:
+                traceback.print_exc()
+                ranks.fail(f"a fault of this program ({type(error).__name__})")
             raise
         if type(error).__name__ in ("CompileException", "NVRTCError"):
             remedy = "CuPy and its CUDA do not fit together; reinstall cupy-cuda12x[ctk] or cupy-cuda13x[ctk]"
         else:
             remedy = "dmesg may name an Xid; nvidia-smi says whether the GPU still answers"
-        sys.exit(f"error: the GPU failed ({first_line(error)}): {remedy}{resume_advice()}")
+        fail(f"the GPU failed ({first_line(error)}): {remedy}{resume_advice()}")
+
+
+def fail(text: str) -> NoReturn:
+    """Ends this program, and where it is one of several ranks the others too, with one line."""
+    ranks.fail(text)
+    sys.exit(f"error: {text}")
 
 
 def resume_advice() -> str:

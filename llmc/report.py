@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -103,10 +104,11 @@ def duration(seconds: float) -> str:
 class StopRequest:
     """Ctrl-C, SIGTERM and SIGHUP only ask a run to stop, which it does after the step, batch or token at hand; a second
     one stops it at once. But a terminal that is closed may send SIGHUP twice, and that is one request; under nohup
-    SIGHUP is none."""
+    SIGHUP is none. To one of several ranks a scheduler and the process that started it may both send a signal: those
+    within a second are one request too."""
 
-    def __init__(self):
-        self.number, self.signals = None, [signal.SIGINT, signal.SIGTERM]
+    def __init__(self, several: bool = False):
+        self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.signals.append(signal.SIGHUP)
         for number in self.signals:
@@ -120,8 +122,13 @@ class StopRequest:
         return self.number is not None
 
     def receive(self, number, frame) -> None:
-        self.number = number
-        for each in self.signals:
+        if self.received is not None:  # only of several ranks
+            if time.monotonic() - self.received > 1 and number != signal.SIGHUP:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.number, self.received = number, time.monotonic()
+        for each in self.signals if not self.several else []:
             again = each == number == signal.SIGHUP
             signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)
 

@@ -7,7 +7,10 @@ import json
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 
@@ -15,8 +18,8 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from llmc import program
-from llmc.arguments import complete, recorded_flags, resume_flags
+from llmc import collectives, program, ranks
+from llmc.arguments import check_same_flags, check_total_batch_size, complete, recorded_flags, resume_flags
 from llmc.batches import Batches, evaluate, validate
 from llmc.checkpoint import (
     checkpoints,
@@ -34,7 +37,7 @@ from llmc.evaluation import EvalLoader
 from llmc.files import check_directory
 from llmc.generation import print_sample
 from llmc.logger import Logger, TensorBoard
-from llmc.model import Model, build_from_random
+from llmc.model import Model
 from llmc.report import (
     Output,
     StepTimer,
@@ -66,18 +69,31 @@ class Run:
 
     def __init__(self, kind: type[Model], args: Namespace):
         self.args = args
-        device.use(args.device)
-        checkpoint = find_checkpoint(args)
-        recorded = {}
+        ranks.start(args.gpus)
+        self.leads = ranks.rank() == 0  # prints, logs, samples and saves
+        check_same_flags(args)
+        device.use(args.device, ranks.local_rank())
+        check_devices(args)
+        collectives.start()
+        checkpoint, recorded = ranks.of_rank_0(lambda: find_checkpoint(args))
         if checkpoint is not None:
-            recorded = read_record(checkpoint)["state"].get("flags", {})
+            checkpoint = Path(checkpoint)
             if not recorded:
                 print(f"{checkpoint} does not say with which flags it was made: those of this command line count")
             resume_flags(args, recorded)
+        elif args.resume:
+            print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
+            complete(args)
+        else:
+            check_total_batch_size(args)
+        if not self.leads:
+            args.log = args.tensorboard = None
         self.use_precision(recorded.get("tf32"))
         B, T = args.B, args.T
         self.tokenizer_path = find_tokenizer(args.data)
         self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
+        seen = self.tokenizer_path and hashlib.sha256(Path(self.tokenizer_path).read_bytes()).hexdigest()[:16]
+        ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
         self.model, state = build_model(kind, args, self.tokenizer, checkpoint)
         self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
         self.model.skip_nonfinite = args.skip_nonfinite
@@ -90,7 +106,10 @@ class Run:
         self.text_bytes = self.tokenizer.text_bytes(V) if self.tokenizer else None
         train_loader = DataLoader(args.data, "train", B, T, V, args.shuffle_seed)
         val_loader = DataLoader(args.val_data, "val", B, T, V)
-        self.batch_tokens = args.total_batch_size or B * T
+        remedy = "use the same data on all machines"
+        ranks.check_same("the fingerprint of the training data (-i)", train_loader.fingerprint, remedy)
+        ranks.check_same("the fingerprint of the validation data (-j)", val_loader.fingerprint, remedy)
+        self.batch_tokens = args.total_batch_size or ranks.size() * B * T
         self.steps = train_loader.num_tokens // self.batch_tokens if args.max_steps is None else args.max_steps
         if self.steps == 0 and args.max_steps is None:
             raise UserError(
@@ -117,11 +136,13 @@ class Run:
         self.identity = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
         if state is not None:
             self.identity = state.get("run", self.identity)
-        self.batches = Batches(self.model, train_loader, self.batch_tokens // (B * T))
+        self.batches = Batches(self.model, train_loader, self.batch_tokens // (ranks.size() * B * T))
         self.validation = Batches(self.model, val_loader)
         self.questions = Batches(self.model, EvalLoader(args.hellaswag, B, T, V)) if args.hellaswag else None
+        of_questions = self.questions.loader.num_examples if self.questions else 0
+        ranks.check_same("the number of --hellaswag's questions", of_questions, remedy)
         self.norms = device.pinned((2, 4), np.float32)
-        if args.checkpoint_dir:
+        if args.checkpoint_dir and self.leads:
             check_directory(args.checkpoint_dir, "checkpoints", "--checkpoint-dir")
         self.tensorboard = TensorBoard(args.tensorboard, self.first_step)
         device.compile_all()
@@ -137,8 +158,8 @@ class Run:
 
         self.forward_loss = device.record(forward_loss)
         self.flops = self.batch_tokens * flops_per_token(self.model.config, T)
-        self.timer, self.stop = StepTimer(), StopRequest()
-        self.batches.stopped = self.stop.requested
+        self.timer, self.stop = StepTimer(), StopRequest(several=ranks.size() > 1)
+        self.batches.stopped = self.told_to_stop
         self.running = None  # the step that the device works on: number, position before it, when launched, its end
         self.unsaved = ""                  # why the checkpoint that was last due could not be written
         self.saved_step = self.first_step  # of the newest checkpoint
@@ -164,9 +185,20 @@ class Run:
     def learning_rate(self, step: int) -> float:
         return self.schedule.get_learning_rate(step)
 
+    def told_to_stop(self) -> bool:
+        """Whether any rank has been told to stop. All ranks must ask alike."""
+        heard = next((number for number in ranks.all_gather(self.stop.number) if number), None)
+        if heard is None:  # but a signal may have come meanwhile, which is for the next time
+            return False
+        self.stop.number = heard
+        return True
+
     def __iter__(self) -> Iterator[int]:
         with self.output:
             yield from self.all_steps()
+        ranks.finish()
+        if self.unsaved and not self.leads:
+            sys.exit(1)
         if self.unsaved:
             raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
         if self.logger.lost:
@@ -177,7 +209,7 @@ class Run:
             sys.exit(128 + self.stop.number)
 
     def all_steps(self) -> Iterator[int]:
-        args, stopped = self.args, self.stop.requested
+        args, stopped = self.args, self.told_to_stop
         for step in range(self.first_step, self.steps + 1):
             last = step == self.steps
             here = self.position()  # a run that is resumed here samples again what this one is about to
@@ -185,10 +217,13 @@ class Run:
             due = last or step % args.val_every == 0
             validated = not due or not stopped() and self.validate(step)
             sample = last or args.sample_every and step > 0 and step % args.sample_every == 0
-            if not stopped() and args.sample_tokens and sample:
+            if args.sample_tokens and sample and not stopped():
                 self.finish_running_step()
-                text = print_sample(self.model, self.tokenizer, self.sampler, args.sample_tokens, stopped)
-                self.tensorboard.log_sample(step, text)
+                if self.leads:
+                    text = print_sample(
+                        self.model, self.tokenizer, self.sampler, args.sample_tokens, self.stop.requested
+                    )
+                    self.tensorboard.log_sample(step, text)
             ends = last or stopped()  # a request from here on is for the next step to hear
             save = ends or args.checkpoint_every and step % args.checkpoint_every == 0
             if save:
@@ -233,7 +268,8 @@ class Run:
         ms = self.timer.add(started, end.wait())
         norm, _, _, overflow = map(float, self.norms[step % 2])
         self.running, loss = None, self.batches.mean_loss(step)
-        rate, speed, percent = self.learning_rate(step), 1000 * self.batch_tokens / ms, percent_of_peak(self.flops, ms)
+        rate, speed = self.learning_rate(step), 1000 * self.batch_tokens / ms
+        percent = percent_of_peak(self.flops / ranks.size(), ms)
         shown = norm if self.args.grad_clip else None
         print_step(step + 1, self.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
         self.logger.log_train(step, loss)
@@ -274,13 +310,18 @@ class Run:
         """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Whether it came to
         an end: it is given up where the run is told to stop."""
         self.finish_running_step()
-        found = validate(self.validation, self.forward_loss, self.val_batches, self.text_bytes, self.stop.requested)
+        if ranks.size() > 1:
+            ranks.check_same(
+                f"the checksum of the parameters before step {step + 1}", self.model.checksum(),
+                "a GPU or its memory may be at fault: go on from an earlier checkpoint without that machine",
+            )  # fmt: skip
+        found = validate(self.validation, self.forward_loss, self.val_batches, self.text_bytes, self.told_to_stop)
         if found is None:
             return False
         print_validation(*found)
         self.logger.log_val(step, *found)
         self.tensorboard.log_val(step, *found)
-        accuracy = evaluate(self.questions, self.forward_loss, self.stop.requested) if self.questions else None
+        accuracy = evaluate(self.questions, self.forward_loss, self.told_to_stop) if self.questions else None
         if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
             self.logger.log_eval(step, accuracy)
@@ -296,19 +337,30 @@ class Run:
         if not directory or step == self.saved_step:
             return
         state = position | {"run": self.identity, "flags": self.flags, "skipped": self.skipped}
-        try:
-            path = save_checkpoint(
-                directory, step, model.config, model.params_memory, model.m_memory, model.v_memory, state
-            )
-        except UserError as error:
-            self.unsaved = str(error)
-            print(f"not saved: {error}", flush=True)
+        m, v = model.whole_moments()
+
+        def write() -> tuple[str, str]:
+            """The path, and what went wrong."""
+            try:
+                return str(save_checkpoint(directory, step, model.config, model.params_memory, m, v, state)), ""
+            except UserError as error:
+                return "", str(error)
+
+        path, self.unsaved = write() if self.leads else ("", "")
+        if model.sharded:
+            for _ in chain(m, v):  # what is left of the pieces, to which all ranks must come
+                pass
+        path, self.unsaved = ranks.all_gather((path, self.unsaved))[0]
+        if self.unsaved:
+            print(f"not saved: {self.unsaved}", flush=True)
             return
-        self.unsaved, self.saved_step, program.last_checkpoint = "", step, path
+        self.saved_step, program.last_checkpoint = step, Path(path)
         print(f"saved {path}", flush=True)
         if self.skipped_in_a_row:
             return
-        self.good_checkpoint = path
+        self.good_checkpoint = Path(path)
+        if not self.leads:
+            return
         try:
             prune_checkpoints(directory, self.args.keep, self.identity)
         except UserError as error:
@@ -325,6 +377,9 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
             *([("why not CUDA", device.why_not_cuda())] if device.why_not_cuda() else []),
             ("matrix products", "TF32" if device.tf32() else "fp32"),
             ("attention", model.attention),
+            *([("ranks", ranks_and_hosts())] if ranks.size() > 1 else []),
+            *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if model.sharded else []),
+            *([("gradients", "summed batch by batch: bitwise")] if model.bitwise else []),
         ],
         [
             ("train data", args.data),
@@ -338,7 +393,7 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
         [
             ("batch size B", args.B),
             ("sequence length T", args.T),
-            ("batches a step", f"{run.batches.count}: {run.batch_tokens} tokens"),
+            ("batches a step", f"{run.batches.count * ranks.size()}: {run.batch_tokens} tokens"),
             ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
@@ -367,24 +422,44 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
     ]  # fmt: skip
 
 
-def find_checkpoint(args: Namespace) -> Path | None:
-    """The checkpoint that the run goes on from, if any. Raises UserError where it is damaged, or where a new run would
-    be mixed up with the one that has checkpoints in the directory."""
+def ranks_and_hosts() -> str:
+    """How many ranks there are, and on which machines."""
+    counts = Counter(ranks.hosts())
+    return f"{ranks.size()}: " + ", ".join(f"{count} on {host}" for host, count in counts.items())
+
+
+def check_devices(args: Namespace) -> None:
+    """Raises UserError where the ranks do not have each a device of its own, and all of one kind."""
+    if ranks.size() == 1:
+        return
+    if device.kind() == "cpu" and args.device == "auto":
+        raise UserError(f"CUDA does not work here ({device.why_not_cuda()}); --device cpu trains on the CPU")
+    ranks.check_same("the device", device.kind(), "choose one for all with --device")
+    gpus = ranks.all_gather([ranks.hosts()[ranks.rank()], device.identity()])
+    first = {}
+    for r, (host, gpu) in enumerate(gpus):
+        if gpu and first.setdefault((host, gpu), r) != r:
+            raise UserError(
+                f"rank {r} on {host} has the same GPU as rank {first[host, gpu]}: there are more ranks than GPUs; "
+                "start fewer (--gpus)"
+            )
+
+
+def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
+    """The checkpoint that the run goes on from, if any, and what it recorded of the flags. Raises UserError where it is
+    damaged, or where a new run would be mixed up with the one that has checkpoints in the directory."""
     if not args.checkpoint_dir:
-        return None
+        return None, {}
     if args.resume:
         newest = newest_checkpoint(args.checkpoint_dir)
-        if newest is None:
-            print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
-            complete(args)
-        return newest
+        return (str(newest), read_record(newest)["state"].get("flags", {})) if newest else (None, {})
     there = checkpoints(args.checkpoint_dir)
     if there:
         raise UserError(
             f"{args.checkpoint_dir} has checkpoints of another run, the newest {there[0].name}: go on from it with "
             "-y 1, or choose another --checkpoint-dir"
         )
-    return None
+    return None, {}
 
 
 def build_model(
@@ -392,9 +467,12 @@ def build_model(
 ) -> tuple[Model, dict | None]:
     """The model that the flags ask for, and where a run is resumed, the state of its checkpoint."""
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
-    config = tensors = state = None
+    config = tensors = moments = state = None
     if checkpoint is not None:
-        config, tensors, m, v, state = load_checkpoint(checkpoint, kind.Config)
+        if ranks.rank() == 0:  # the others need not have it on their machines
+            config, tensors, *moments, state = load_checkpoint(checkpoint, kind.Config)
+        sizes, state = ranks.of_rank_0(lambda: (asdict(config), state))
+        config = kind.Config(**sizes)
         if "model" in args.given and described not in (None, config):
             print(f"-e {args.model} does not count: the model is that of {checkpoint}")
     else:
@@ -404,12 +482,13 @@ def build_model(
     if args.T > config.max_seq_len:
         raise UserError(f"-t {args.T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
     args.attention = kind.choose_attention(args.attention, config.channels, config.num_heads)
-    if tensors is None:
-        return build_from_random(kind, config, args.B, args.T, args.attention, args.seed), None
-    model = kind(config, args.B, args.T, args.attention)
-    model.load(tensors)
-    if state is not None:
-        device.copy_in(model.m_memory, m)
-        device.copy_in(model.v_memory, v)
-        device.synchronize()
+    model = kind(config, args.B, args.T, args.attention, sharded=args.zero_stage, bitwise=args.bitwise)
+    if checkpoint is not None:
+        model.load_checkpoint(tensors, moments)
+    elif tensors is not None:
+        model.load(tensors)
+    else:
+        model.randomize(args.seed)
+    if ranks.size() > 1:
+        ranks.check_same("the checksum of the model", model.checksum(), "use the same -e on all machines")
     return model, state

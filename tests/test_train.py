@@ -271,7 +271,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(folder):
     program = f"""
 import runpy
 from llmc import device
-def use(kind):
+def use(kind, number=0):
     raise KeyboardInterrupt
 device.use = use
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")

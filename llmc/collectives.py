@@ -1,0 +1,200 @@
+"""What all ranks do together with device arrays: sums, broadcasts, exchanges. NCCL does it for GPUs, and gloo, by way
+of PyTorch, for the CPU device.
+
+On CUDA all of it is given to one stream of its own, beside the ones that compute: see `start` and `join`. A step that
+is recorded as a graph records it too. Every rank must ask for the same things in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+
+from llmc import device, ranks  # first: device sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from llmc.errors import UserError, first_line
+
+# Which algorithm NCCL chooses depends on what it measures, and the bits of a sum depend on the algorithm.
+REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+FLOAT32, SUM = 7, 0  # NCCL's numbers for them
+
+Pieces = list[tuple[object, int]]  # device arrays, each with a rank
+
+
+class Nccl:
+    """NCCL through CuPy."""
+
+    def __init__(self):
+        for name, value in REPEATABLE.items():
+            os.environ.setdefault(name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's, of many lines, where it is missing
+            from cupy.cuda import nccl  # here, because one GPU needs no NCCL
+        if not nccl.available:
+            raise UserError("several GPUs need NCCL, which is missing: pip install nvidia-nccl-cu13 (or -cu12)")
+        self.nccl = nccl
+        unique_id = ranks.of_rank_0(lambda: list(nccl.get_unique_id()))
+        self.communicator = nccl.NcclCommunicator(ranks.size(), bytes(unique_id), ranks.rank())
+
+    def group(self, calls: Callable[[int], None]) -> None:
+        """Makes calls, to which it gives the stream, as one."""
+        def work(stream: int) -> None:
+            self.nccl.groupStart()
+            calls(stream)
+            self.nccl.groupEnd()
+
+        device.communicate(work)
+
+    def all_reduce(self, arrays: list) -> None:
+        def calls(stream: int) -> None:
+            for x in arrays:
+                self.communicator.allReduce(x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM, stream)
+
+        self.group(calls)
+
+    def reduce(self, pieces: Pieces) -> None:
+        def calls(stream: int) -> None:
+            for x, root in pieces:
+                self.communicator.reduce(x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM, root, stream)
+
+        self.group(calls)
+
+    def broadcast(self, pieces: Pieces) -> None:
+        def calls(stream: int) -> None:
+            for x, root in pieces:
+                self.communicator.bcast(x.data.ptr, x.size, FLOAT32, root, stream)
+
+        self.group(calls)
+
+    def exchange(self, sent: Pieces, received: Pieces) -> None:
+        def calls(stream: int) -> None:
+            for x, peer in sent:
+                self.communicator.send(x.data.ptr, x.size, FLOAT32, peer, stream)
+            for x, peer in received:
+                self.communicator.recv(x.data.ptr, x.size, FLOAT32, peer, stream)
+
+        self.group(calls)
+
+
+class Gloo:
+    """gloo through PyTorch, which is needed for this alone. All is done when a call returns."""
+
+    def __init__(self):
+        try:
+            import torch
+            import torch.distributed
+        except ImportError as error:
+            raise UserError(
+                f"several processes on the CPU need PyTorch's gloo ({first_line(error)}): pip install torch"
+            ) from None
+        self.torch, self.distributed = torch, torch.distributed
+        host, own = ranks.hosts()[0], None
+        if len(set(ranks.hosts())) == 1:
+            host = "127.0.0.1"
+        if ranks.rank() == 0:
+            own = torch.distributed.TCPStore(host, 0, ranks.size(), is_master=True, wait_for_workers=False)
+        port = ranks.of_rank_0(lambda: own.port)
+        store = own or torch.distributed.TCPStore(host, port, ranks.size(), is_master=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank(), world_size=ranks.size())
+
+    def tensor(self, x: np.ndarray):
+        return self.torch.from_numpy(x)
+
+    def as_one(self, arrays: list[np.ndarray], work: Callable) -> None:
+        """Does work on a tensor of all of them, one behind another: a call takes longer than a few small arrays do."""
+        flat = np.concatenate([x.reshape(-1) for x in arrays])
+        work(self.tensor(flat))
+        for x, values in zip(arrays, np.split(flat, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
+            x.reshape(-1)[:] = values
+
+    def all_reduce(self, arrays: list) -> None:
+        self.as_one(arrays, self.distributed.all_reduce)
+
+    def reduce(self, pieces: Pieces) -> None:
+        for root in range(ranks.size()):
+            arrays = [x for x, r in pieces if r == root]
+            if arrays:
+                self.as_one(arrays, lambda flat, root=root: self.distributed.reduce(flat, root))
+
+    def broadcast(self, pieces: Pieces) -> None:
+        for x, root in pieces:
+            self.distributed.broadcast(self.tensor(x), root)
+
+    def exchange(self, sent: Pieces, received: Pieces) -> None:
+        works = [self.distributed.isend(self.tensor(x), peer) for x, peer in sent]
+        works += [self.distributed.irecv(self.tensor(x), peer) for x, peer in received]
+        for work in works:
+            work.wait()
+
+
+_collectives: Nccl | Gloo | None = None
+
+
+def start() -> None:
+    """Connects the ranks' devices. Raises UserError where the library for that is missing."""
+    global _collectives
+    _collectives = None
+    if ranks.size() > 1:
+        _collectives = Nccl() if device.kind() == "cuda" else Gloo()
+
+
+def all_reduce(arrays: list) -> None:
+    """Starts making each array, contiguous and fp32, the sum of all ranks' arrays, once the work that the device has
+    been given is done. What follows must wait for it with `device.join_communication`, as for all that is here."""
+    if _collectives and arrays:
+        _collectives.all_reduce(arrays)
+
+
+def reduce(pieces: Pieces) -> None:
+    """The same for arrays each of which only one rank needs; those of the others are then anything."""
+    if _collectives and pieces:
+        _collectives.reduce(pieces)
+
+
+def broadcast(pieces: Pieces) -> None:
+    """Starts making each array what it is on one rank."""
+    if _collectives and pieces:
+        _collectives.broadcast(pieces)
+
+
+def exchange(sent: Pieces, received: Pieces) -> None:
+    """Starts sending each of some arrays to one rank, and receiving others, each from one: between two ranks as many
+    of the same sizes, in the same order."""
+    if _collectives and sent + received:
+        _collectives.exchange(sent, received)
+
+
+def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """A flat array of which each rank has its shard, from start to end of shards, piece by piece on the host. All ranks
+    must come to the end of it."""
+    staged = device.empty((min(device.PIECE, shards[0][1]),))
+    for r, (start, end) in enumerate(shards):
+        for at in range(0, end - start, device.PIECE):
+            length = min(device.PIECE, end - start - at)
+            piece = shard[at : at + length] if r == ranks.rank() else staged[:length]
+            broadcast([(piece, r)])
+            device.join_communication()
+            yield device.to_host(piece)
+
+
+def scatter(own, start: int, n: int, values: np.ndarray | None) -> None:
+    """own, the part from `start` on of a flat array (n,), is set to that part of values (n,) on the host, which only
+    rank 0 has."""
+    if _collectives is None:
+        device.copy_in(own, values[start : start + own.size])
+        device.synchronize()
+        return
+    staged = device.empty((min(device.PIECE, n),))
+    for at in range(0, n, device.PIECE):
+        piece = staged[: min(device.PIECE, n - at)]
+        if values is not None:
+            device.copy_in(piece, values[at : at + piece.size])
+        broadcast([(piece, 0)])
+        device.join_communication()
+        begin, end = max(at, start), min(at + piece.size, start + own.size)
+        if begin < end:
+            device.copy(own[begin - start : end - start], piece[begin - at : end - at])
+        device.synchronize()

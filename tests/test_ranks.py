@@ -1,0 +1,549 @@
+"""Several processes train one model, on the CPU device over gloo, and on as many GPUs as there are over NCCL: they find
+one another, compute what one would, save whole checkpoints, and end together."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_evaluation import random_examples, write_evaluation
+
+from conftest import DEVICES
+from llmc import ranks
+from llmc.checkpoint import read_record
+from llmc.dataloader import write_tokens
+from llmc.errors import UserError
+from llmc.logger import read_log
+from llmc.ranks import HELLO, Group, find_place, first_host
+from llmc.run import Run
+from llmc.tokenizer import write_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+V, B, T = 61, 2, 16
+SCRIPTS = {
+    "gpt2": ("train_gpt2_fp32.py", "layers=3,heads=3,channels=36,maxT=64"),
+    "llama3": ("train_llama3_fp32.py", "layers=2,heads=4,kv_heads=2,channels=40,hidden=44,maxT=64"),
+    "pythia": ("train_pythia_fp32.py", "layers=2,heads=2,channels=32,maxT=64"),
+}
+FLAGS = ["-i", "data", "-b", str(B), "-t", str(T), "-g", "0", "-v", "3", "-m", "7", "-l", "1e-2"]
+BATCHES = 6  # a step, which 1, 2 and 3 ranks can share
+GPUS = 0
+if "cuda" in DEVICES:
+    import cupy
+
+    GPUS = cupy.cuda.runtime.getDeviceCount()
+KINDS = ["cpu"] + ["cuda"] * (GPUS > 1)
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, tmp_path) -> Path:
+    """A directory with data, named after the device on which `start` runs."""
+    directory = tmp_path / request.param
+    directory.mkdir()
+    for split, count in (("train", 3000), ("val", 400)):
+        write_tokens(directory / f"data_{split}.bin", np.random.default_rng(count).integers(0, V, count))
+    return directory
+
+
+def most(folder: Path) -> int:
+    """Ranks that fit on the device."""
+    return min(3, GPUS) if folder.name == "cuda" else 3
+
+
+def start(folder: Path, *flags: str, model: str = "gpt2", preexec_fn=None, **env: str) -> subprocess.Popen:
+    script, description = SCRIPTS[model]
+    command = [sys.executable, "-u", str(ROOT / script), "-e", description, "--device", folder.name, *FLAGS, *flags]
+    return subprocess.Popen(
+        command, cwd=folder, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=preexec_fn,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == code, (process.returncode, out[-2000:], error)
+    assert "Traceback" not in error, error
+    return out, error
+
+
+def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
+    return finish(start(folder, *flags, **options), code)
+
+
+def steps(*flags: str, gpus: int = 1, last: int = 6) -> list[str]:
+    """Flags of a run whose step is BATCHES batches, whatever the ranks."""
+    return ["--gpus", str(gpus), "-d", str(BATCHES * B * T), "-x", str(last), *flags]
+
+
+def saved(folder: Path, directory: str, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters and moments of a checkpoint."""
+    place = folder / directory / f"step_{step:08}"
+    return tuple(np.fromfile(place / f"{name}.bin", np.float32, offset=1024) for name in ("model", "optimizer"))
+
+
+def bytes_of(folder: Path, directory: str) -> dict[str, bytes]:
+    place = folder / directory
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*.bin")}
+
+
+# Starting
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({}, None),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+     (3, 8, 1, "node1", 29500)),
+    ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500",
+      "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}, (3, 8, 1, "node1", 29501)),
+    ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", "SLURM_JOB_ID": "7",
+      "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]"}, (5, 6, 2, "gpu07", None)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_JOB_ID": "7"}, None),  # a batch script, outside of srun
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1"}, (1, 2, 1, "127.0.0.1", None)),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # mpirun under Slurm
+     (1, 2, 1, "127.0.0.1", None)),
+    ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "LLMC_JOB": "x",
+      "TORCHELASTIC_USE_AGENT_STORE": "True"}, (1, 2, 1, "a", 29500)),  # of --gpus, in a process of torchrun's
+])  # fmt: skip
+def test_a_rank_finds_its_place_in_what_a_launcher_sets(env, expected):
+    place = find_place(env)
+    if expected is None:
+        assert place is None
+        return
+    assert (place.rank, place.size, place.local_rank, place.address) == expected[:4]
+    assert place.port == expected[4] or expected[4] is None and 20000 <= place.port < 30000
+
+
+@pytest.mark.parametrize("env, message", [
+    ({"RANK": "x", "WORLD_SIZE": "2"}, "rank 'x' of '2'"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT 99999 is not a port"),
+    ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+      "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -x MASTER_ADDR"),
+])  # fmt: skip
+def test_a_place_that_makes_no_sense_is_refused(env, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        find_place(env)
+
+
+@pytest.mark.parametrize("nodes, first", [
+    ("a", "a"), ("a,b", "a"), ("gpu[07-09,12],cpu1", "gpu07"), ("gpu[07-09]-ib,b", "gpu07-ib"),
+    ("n[1,3]", "n1"), ("rack1-n[003]", "rack1-n003"),
+])  # fmt: skip
+def test_the_first_machine_of_slurms_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def torchrun_env(rank: int, size: int, port: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port}  # fmt: skip
+
+
+def slurm_env(rank: int, size: int, port: str) -> dict[str, str]:
+    return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": str(rank),
+            "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost",
+            "MASTER_PORT": port}  # fmt: skip
+
+
+def mpi_env(rank: int, size: int, port: str) -> dict[str, str]:
+    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size), "MASTER_PORT": port,
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(size)}  # fmt: skip
+
+
+@pytest.mark.parametrize("env_of", [
+    slurm_env, pytest.param(torchrun_env, marks=pytest.mark.long), pytest.param(mpi_env, marks=pytest.mark.long)
+])  # fmt: skip
+def test_ranks_that_a_launcher_starts_train_as_one(folder, env_of):
+    """Bit by bit, so that there is something to compare."""
+    flags = steps("--bitwise", "1", last=2)
+    run(folder, *flags, "-o", "one.log")
+    port = free_port()
+    processes = [start(folder, *flags[2:], "-o", "two.log", **env_of(r, 2, port)) for r in range(2)]
+    (out, _), (silent, _) = map(finish, processes)
+    assert f"| ranks                 | 2: 2 on {socket.gethostname()}" in out and silent == ""
+    assert (folder / "one.log").read_bytes() == (folder / "two.log").read_bytes()
+
+
+@pytest.mark.long
+def test_torchrun_itself_starts_ranks(folder):
+    script, description = SCRIPTS["gpt2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+               str(ROOT / script), "-e", description, "--device", folder.name, *FLAGS, *steps(last=2)[2:]]  # fmt: skip
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.count("step    2/2") == 1, done.stderr
+
+
+def test_rank_0_turns_strangers_away_and_listens_no_longer_than_it_must(folder):
+    port = free_port()
+    first = start(folder, "-x", "1", **torchrun_env(0, 2, port))
+    hello = HELLO.pack(b"llm.cupy", b"another run's identity".ljust(32), 1, 2)
+    for said in (b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO.size), hello):
+        for _ in range(200):
+            try:
+                stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        stranger.sendall(said)
+        assert stranger.recv(100) == b""  # closed, and nothing was said
+        stranger.close()
+    second = start(folder, "-x", "1", **torchrun_env(1, 2, port))
+    out, error = finish(first)
+    finish(second)
+    assert error.count("turned away a connection from 127.0.0.1") == 2 and "step    1/1" in out
+
+
+@pytest.mark.parametrize("said", [
+    b"5", b'["value"]', b'{"a": 1}', b"[" * 5000, b"not JSON", b'["failed"]', b'["failed", "why", "x"]', None,
+])  # fmt: skip
+def test_what_a_rank_does_not_understand_ends_it_in_one_line(said, capfd, monkeypatch):
+    """None: more than a message may have."""
+    ours, theirs = socket.socketpair()
+    group = object.__new__(Group)
+    group.rank, group.size, group.peers, group.hosts = 0, 2, {1: ours}, ["a", "b"]
+    group.inbox, group.sending, group.ending = {1: SimpleQueue()}, threading.Lock(), threading.RLock()
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    theirs.sendall(struct.pack(">I", 1 << 30) if said is None else struct.pack(">I", len(said)) + said)
+    with pytest.raises(SystemExit, match="1"):
+        group.listen(1, ours)
+    assert capfd.readouterr().err.startswith("error: rank 1 on b is gone")
+
+
+# The same training
+
+
+@pytest.mark.parametrize("model", [
+    "gpt2", pytest.param("llama3", marks=pytest.mark.long), pytest.param("pythia", marks=pytest.mark.long)
+])  # fmt: skip
+def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder, model, rng):
+    """Losses, validation, answers and checkpoints; with clipping, decay, dropout, and the moments shared out or not."""
+    write_evaluation(folder / "questions.bin", random_examples(rng, 7))
+    found = {}
+    for gpus, zero in ((1, "0"), (2, "1"), (most(folder), "0"))[: 3 if most(folder) > 2 else 2]:
+        name = f"{gpus}"
+        flags = steps(
+            "--bitwise", "1", "-z", zero, "-o", f"{name}.log", "--checkpoint-dir", name, "-n", "3", "--seed", "3",
+            "--grad-clip", "0.5", "-c", "0.1", "--dropout", "0.1", gpus=gpus,
+        )  # fmt: skip
+        out, _ = run(folder, *flags, "-b", "4", "-d", str(BATCHES * 4 * T), "--hellaswag", "questions.bin", model=model)
+        losses = re.findall(r"(?:train loss|val loss|accuracy|norm) ([0-9.]+)", out)
+        found[gpus] = losses, (folder / f"{name}.log").read_bytes(), bytes_of(folder, name)
+    assert len(found[1][0]) == 2 * 6 + 2 * 3 and len(found[1][2]) == 4
+    assert all(one == found[1] for one in found.values())
+
+
+@pytest.mark.parametrize("model", [
+    "gpt2", pytest.param("llama3", marks=pytest.mark.long), pytest.param("pythia", marks=pytest.mark.long)
+])  # fmt: skip
+def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_number(folder, model):
+    """To the bit where there are as many, also with a checkpoint between; else to rounding. A gradient that is summed
+    in another order is off by some 1e-7 of itself; AdamW's first steps divide it by its own size, so parameters that
+    move by 1e-2 a step are compared to 1e-4 of that. In TF32 such a difference may round an operand the other way,
+    by 5e-4 of itself: products are in fp32 here."""
+
+    def train(*flags: str) -> str:
+        return run(folder, "-f", "0", *flags, model=model)[0]
+
+    train(*steps("-o", "one.log", "--checkpoint-dir", "one", last=4))
+    train(*steps("-o", "two.log", "--checkpoint-dir", "two", "-n", "2", "-z", "1", gpus=2, last=4))
+    one, two = read_log(folder / "one.log"), read_log(folder / "two.log")
+    assert one.keys() == two.keys() == {"trl", "tel"}
+    for name in one:
+        assert np.array_equal(one[name][0], two[name][0])
+        assert np.abs(one[name][1] - two[name][1]).max() <= 1.01e-4  # the log's last digit
+    for gpus, flags in ((2, []), (1, []), (most(folder), ["-z", "0"])):
+        directory = f"from_{gpus}_{flags}"
+        shutil.copytree(folder / "two" / "step_00000002", folder / directory / "step_00000002")
+        out = train("--gpus", str(gpus), "-x", "4", "-y", "1", "--checkpoint-dir", directory, *flags)
+        assert f"{BATCHES}: {BATCHES * B * T} tokens" in out  # -d as it was
+        assert read_record(folder / directory / "step_00000004")["state"]["flags"]["zero_stage"] == (not flags)
+        same = bytes_of(folder, f"{directory}/step_00000004") == bytes_of(folder, "two/step_00000004")
+        assert same == (gpus == 2 and not flags)
+        for ours, theirs in zip(saved(folder, directory, 4), saved(folder, "one", 4), strict=True):
+            assert ours.shape == theirs.shape and np.abs(ours - theirs).max() < 1e-6 + 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.long
+def test_two_runs_on_the_same_ranks_are_the_same_to_the_last_bit(folder):
+    for name in "ab":
+        run(folder, *steps("--checkpoint-dir", name, gpus=most(folder)))
+    assert bytes_of(folder, "a") == bytes_of(folder, "b")
+
+
+# Ending together
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    """The processes of the ranks that one with --gpus has started, in their order."""
+    for _ in range(200):
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if len(listed) >= 2:
+            return [int(pid) for pid in listed]
+        time.sleep(0.05)
+    raise AssertionError("no processes were started")
+
+
+def ended(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_takes_the_others_with_it(folder, victim):
+    process = start(folder, "--gpus", "2", "-x", "100000")
+    pids = children(process)
+    while not process.stdout.readline().startswith("step"):
+        pass
+    os.kill(pids[victim], signal.SIGKILL)
+    started = time.monotonic()
+    _, error = process.communicate(timeout=30)
+    assert process.returncode != 0 and time.monotonic() - started < 30 and ended(pids)
+    assert error.startswith(f"error: rank {victim} on {socket.gethostname()} is gone") and error.count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_are_killed_at_random_moments_leave_none_behind(folder, seed):
+    """Also while they start, save or validate; what they have saved is whole."""
+    if folder.name == "cuda" and seed >= 5:
+        pytest.skip("five times on GPUs")
+    rng = np.random.default_rng(seed)
+    gpus = most(folder)
+    kept = ["--checkpoint-dir", "run", "-n", "1", "-nk", "3"]
+    process = start(folder, "--gpus", str(gpus), "-x", "100000", "-z", "1", *kept)
+    pids = children(process)
+    time.sleep(rng.uniform(0, 8 if folder.name == "cpu" else 20))
+    victim = int(rng.integers(len(pids)))
+    os.kill(pids[victim], signal.SIGKILL)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode != 0 and ended(pids) and f"rank {victim}" in error and "Traceback" not in error, error
+    if any((folder / "run").glob("step_????????")):
+        _, error = run(folder, "--gpus", str(gpus), "-y", "1", *kept, "-x", "0", code=1)
+        assert "raise -x" in error
+
+
+def test_a_rank_that_meets_an_error_in_mid_run_is_named_and_no_other(folder):
+    """What the others notice of its end says nothing."""
+    (folder / "sitecustomize.py").write_text(f"""
+import os, sys
+if os.environ.get("RANK") == "1":
+    sys.path.insert(0, {str(ROOT)!r})
+    from llmc.dataloader import DataLoader
+    from llmc.errors import UserError
+    next_batch, calls = DataLoader.next_batch, []
+    def fails(self, inputs, targets):
+        calls.append(0)
+        if len(calls) > 12:
+            raise UserError("a bad token here")
+        next_batch(self, inputs, targets)
+    DataLoader.next_batch = fails
+""")
+    out, error = run(folder, "--gpus", str(most(folder)), "-x", "100000", code=1, PYTHONPATH=str(folder))
+    assert error == f"error: rank 1 on {socket.gethostname()}: a bad token here\n" and "step    2/" in out
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_and_the_ranks_go_on(folder):
+    """The disk is full behind the parameters, in the midst of the moments, which the ranks hand to rank 0."""
+    run(folder, "-x", "1", "--checkpoint-dir", "whole")
+    limit = (folder / "whole" / "step_00000001" / "model.bin").stat().st_size + 20_000
+    process = start(
+        folder, "--gpus", "2", "-z", "1", "-x", "4", "--checkpoint-dir", "run", "-n", "2",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    out, error = finish(process, code=1)
+    assert out.count("not saved: ") == 2 and "step    4/4" in out
+    assert error.startswith("error: the last checkpoint could not be written") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_signal_to_any_rank_stops_all_at_the_same_step_with_a_checkpoint(folder, number):
+    process = start(folder, "--gpus", "2", "-x", "100000", "-z", "1", "--checkpoint-dir", "run")
+    pids = children(process)
+    while not process.stdout.readline().startswith("step"):
+        pass
+    os.kill(pids[1], number)
+    out, error = finish(process, code=128 + number)
+    stopped = re.search(rf"stopped by {number.name} after (\d+) of 100000 steps", out)
+    assert error == "" and ended(pids) and (folder / "run" / f"step_{int(stopped[1]):08}").is_dir()
+
+
+@pytest.mark.parametrize("number, code", [
+    (signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)
+])  # fmt: skip
+def test_a_launcher_hands_signals_on_and_takes_its_ranks_with_it(folder, number, code):
+    process = start(folder, "--gpus", "2", "-x", "100000")
+    pids = children(process)
+    while not process.stdout.readline().startswith("step"):
+        pass
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    for _ in range(100):
+        if ended(pids):
+            break
+        time.sleep(0.1)
+    assert process.returncode == code and ended(pids)
+
+
+def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch):
+    stop = SimpleNamespace(number=None)
+
+    def all_gather(value):
+        stop.number = signal.SIGTERM
+        return [value, None]
+
+    monkeypatch.setattr(ranks, "all_gather", all_gather)
+    run = SimpleNamespace(stop=stop)
+    assert [Run.told_to_stop(run), Run.told_to_stop(run)] == [False, True]
+
+
+@pytest.mark.parametrize("first, second", [
+    ("launcher", "rank"), pytest.param("rank", "launcher", marks=pytest.mark.long)
+])  # fmt: skip
+def test_a_scheduler_may_signal_the_launcher_and_all_ranks_at_once(folder, first, second):
+    process = start(folder, "--gpus", "2", "-x", "100000", "--checkpoint-dir", "run")
+    pids = children(process)
+    while not process.stdout.readline().startswith("step"):
+        pass
+    for one in (first, second):
+        os.kill(process.pid if one == "launcher" else pids[0], signal.SIGTERM)
+    _, error = finish(process, code=143)
+    assert error == "" and any((folder / "run").glob("step_????????"))
+
+
+def test_output_that_nobody_reads_ends_all_ranks_quietly(folder):
+    process = start(folder, "--gpus", "2", "-x", "100000")
+    pids = children(process)
+    while not process.stdout.readline().startswith("step"):
+        pass
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(timeout=30) == 0 and ended(pids)
+
+
+def refused(folder: Path, flags_of, size: int = 2, code: int = 1) -> str:
+    """What is printed on stderr by ranks that are started with flags_of(rank), all of which must end."""
+    port = free_port()
+    processes = [start(folder, *flags_of(r), **torchrun_env(r, size, port)) for r in range(size)]
+    errors = [finish(process, code)[1] for process in processes]
+    assert errors[1:] == [""] * (size - 1) and errors[0].count("\n") == 1, errors
+    return errors[0]
+
+
+@pytest.mark.parametrize("flags_of, code, said", [
+    (lambda r: ["-d", "33"], 1, "-d 33 is not a multiple of 2 ranks * B*T = 64: change -d, -b or -t"),
+    (lambda r: ["--no"] * r, 2, "rank 1 on HOST: unrecognized arguments: --no; --help lists the flags"),
+])  # fmt: skip
+def test_a_wrong_flag_of_any_rank_is_one_line(folder, flags_of, code, said):
+    assert refused(folder, flags_of, code=code) == f"error: {said.replace('HOST', socket.gethostname())}\n"
+
+
+def test_ranks_with_other_flags_end_with_one_line_from_rank_0(folder):
+    error = refused(folder, lambda r: ["-x", "3", "-l", f"1e-{2 + r}"])
+    host = socket.gethostname()
+    said = "--learning-rate is 0.001, and rank 0's is 0.01; start all ranks with the same flags"
+    assert error == f"error: rank 1 on {host}: {said}\n"
+
+
+@pytest.mark.parametrize("what", [
+    "data", *(pytest.param(other, marks=pytest.mark.long) for other in ("model", "missing data", "tokenizer"))
+])  # fmt: skip
+def test_ranks_with_other_data_or_another_model_end_with_one_line_from_rank_0(folder, what):
+    for split, count in (("train", 3000), ("val", 400)):
+        write_tokens(folder / f"other_{split}.bin", np.random.default_rng(9).integers(0, V, count))
+    if what == "tokenizer":
+        write_tokenizer(folder / "data_tokenizer.bin", [bytes([32 + i]) for i in range(V)], eot=V - 1)
+        for split in ("train", "val"):
+            shutil.copy(folder / f"data_{split}.bin", folder / f"without_{split}.bin")
+    if what == "model":
+        for seed in "12":
+            run(folder, "-x", "1", "--seed", seed, "--checkpoint-dir", f"m{seed}")
+    flags = {
+        "data": lambda r: ["-i", ("data", "other")[r]],
+        "model": lambda r: ["-e", f"m{r + 1}/step_00000001/model.bin"],
+        "missing data": lambda r: ["-i", ("data", "nowhere")[r]],
+        "tokenizer": lambda r: ["-i", ("data", "without")[r]],
+    }[what]
+    error = refused(folder, lambda r: ["-x", "1", *flags(r)])
+    assert {
+        "data": "the fingerprint of the training data (-i) is ",
+        "model": "the checksum of the model is ",
+        "missing data": "nowhere_train.bin: no such file",
+        "tokenizer": "the fingerprint of the tokenizer is None, and rank 0's is ",
+    }[what] in error and error.startswith("error: rank 1 on ")
+
+
+def test_what_ranks_cannot_share_is_refused_in_one_line(folder):
+    _, error = run(folder, "--gpus", "2", "-d", str(3 * B * T), code=1)
+    assert error == f"error: -d {3 * B * T} is not a multiple of 2 ranks * B*T = {2 * B * T}: change -d, -b or -t\n"
+    _, error = run(folder, "--gpus", "0", code=2)
+    assert error.count("\n") == 1 and "--gpus" in error
+    error = refused(folder, lambda r: ["--gpus", "3"])
+    assert error == "error: --gpus 3: 2 processes have been started already; leave --gpus out\n"
+
+
+def test_a_port_in_use_is_one_line(folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        _, error = run(folder, code=1, **torchrun_env(0, 2, port))
+    assert error.startswith(f"error: rank 0 cannot listen at port {port} (address already in use): set MASTER_PORT to ")
+
+
+def test_gloo_that_is_missing_is_one_line(folder, tmp_path):
+    if folder.name == "cuda":
+        pytest.skip("gloo is the CPU's")
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    _, error = run(folder, "--gpus", "2", code=1, PYTHONPATH=str(tmp_path))
+    assert error.count("\n") == 1 and "need PyTorch's gloo (no torch here): pip install torch" in error
+
+
+def test_more_ranks_than_gpus_are_refused(folder):
+    if folder.name == "cpu":
+        pytest.skip("the CPU takes any number")
+    _, error = run(folder, "--gpus", str(GPUS + 1), code=1)
+    assert "has the same GPU as rank 0: there are more ranks than GPUs" in error and error.count("\n") == 1
+
+
+def test_a_step_that_is_not_finite_stops_all_ranks_before_the_parameters_change(folder):
+    flags = ["-l", "1e30", "-z", "1", "--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "9"]
+    _, error = run(folder, *flags, code=1)
+    assert error.count("\n") == 1 and re.match(r"error: step \d: its loss \(.*\) or gradients are not finite", error)
+
+
+@pytest.mark.long
+def test_a_rank_without_a_checkpoint_directory_need_not_have_one(folder):
+    """Only rank 0 reads and writes checkpoints: the others may be on machines that do not see them."""
+    run(folder, *steps("--checkpoint-dir", "run", last=2))
+    other = folder.parent / "elsewhere" / folder.name
+    other.mkdir(parents=True)
+    for path in folder.glob("data*"):
+        (other / path.name).write_bytes(path.read_bytes())
+    port = free_port()
+    flags = ["-y", "1", "--checkpoint-dir", "run", "-x", "3"]
+    processes = [start(place, *flags, **torchrun_env(r, 2, port)) for r, place in enumerate((folder, other))]
+    (out, _), _ = map(finish, processes)
+    assert "step    3/3" in out and not (other / "run").exists()
+    assert json.loads((folder / "run" / "step_00000003" / "state.json").read_text())["step"] == 3
