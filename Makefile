@@ -16,6 +16,10 @@ NAME = $(basename $(notdir $(SCRIPT)))
 CUDA = $(shell nvidia-smi 2>/dev/null | \
 	sed -n -e 's/.*CUDA[A-Za-z ]*Version *: *12.*/12/p' -e 's/.*CUDA[A-Za-z ]*Version *: *1[3-9].*/13/p')
 
+# Several GPUs of a machine need NVIDIA's NCCL, which no CuPy wheel brings.
+GPUS = $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+NCCL = $(if $(CUDA),$(if $(filter-out 0 1,$(GPUS)),"nvidia-nccl-cu$(CUDA)>=2.27"))
+
 # What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
 SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300
 TRAIN_GPU = --device cuda -i data/tiny_shakespeare -b 4 -t 1024
@@ -119,9 +123,9 @@ clean: ## remove the virtual environment and caches, never data or models
 $(VENV)/.ready-to-train: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: llm.cupy needs Python 3.10 or later')"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -r requirements.txt $(CUPY_TO_TRAIN)
+	$(PIP_INSTALL) -r requirements.txt $(CUPY_TO_TRAIN) $(NCCL)
 	@touch $@
 
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-train requirements-dev.txt
-	$(PIP_INSTALL) -r requirements.txt -r requirements-dev.txt $(CUPY_TO_TRAIN) $(CUPY_TO_TEST)
+	$(PIP_INSTALL) -r requirements.txt -r requirements-dev.txt $(CUPY_TO_TRAIN) $(CUPY_TO_TEST) $(NCCL)
 	@touch $@

@@ -4,6 +4,7 @@
     python dev/bench.py train_llama3_fp32 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
     python dev/bench.py -b 16 --peers '' --compare   # ours alone, beside what is kept of it
     python dev/bench.py --suite --keep               # all that README.md shows, into dev/measurements/
+    python dev/bench.py --gpus 4                     # ours on 1, 2 and 4 GPUs: dev/scaling.py
     python dev/bench.py --readme                     # times nothing: README.md's tables, from dev/measurements/
 
 All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
@@ -37,6 +38,7 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
+from dev import scaling
 from dev.ceilings import Ceilings, Work, limits, measure_ceilings, print_limits, work_of
 from dev.kept import (
     TRAINERS,
@@ -48,37 +50,14 @@ from dev.kept import (
     update_readme,
     worse_than,
 )
+from dev.timing import Ours, time_steps
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
-from llmc.arguments import positive
-from llmc.batches import Batches
 from llmc.errors import UserError
 from llmc.program import run_program
-from llmc.report import StepTimer
 from llmc.tensors import flops_per_token, num_parameters
 
 PEERS = ("eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs")
 DEFAULT_PEERS = {"cuda": ",".join(PEERS), "cpu": "eager,eager-sdpa"}
-
-# The trainers. launch(step) returns a mark whose wait() gives the time when the step ended; then loss(step) is known.
-
-
-class Ours:
-    """The training step of the model script."""
-
-    def __init__(self, workload: Workload):
-        self.model = workload.build()
-        self.name = f"{TRAINERS['ours']} ({' '.join((self.model.attention, *workload.flags))})"
-        self.batches = Batches(self.model, workload.loader())
-        device.compile_all()
-        self.train_step = self.model.train_step(self.batches)
-
-    def launch(self, step: int):
-        self.train_step(step, LEARNING_RATE)
-        return device.event()
-
-    def loss(self, step: int) -> float:
-        return self.batches.mean_loss(step)
-
 
 class TorchEvent:
     def __init__(self, torch, cuda: bool):
@@ -142,39 +121,6 @@ class Torch:
 
     def loss(self, step: int) -> float:
         return self.host_losses[step % 2].item()
-
-
-def time_steps(trainer, steps: int | None) -> tuple[float, float]:
-    """The median milliseconds of a step after the first few, and the loss of the very first step. Without `steps`, as
-    many are timed as take ten seconds, at least 5 and at most 100."""
-    cpu = device.kind() == "cpu"
-    warm_up = 2 if cpu else 10
-    timer, milliseconds, running, first_loss = StepTimer(), [], None, None
-
-    def finish() -> None:
-        nonlocal first_loss
-        if running is not None:
-            step, started, end = running
-            milliseconds.append(timer.add(started, end.wait()))
-            loss = trainer.loss(step)
-            first_loss = loss if step == 0 else first_loss
-
-    def enough() -> bool:
-        timed = milliseconds[warm_up:]
-        return len(timed) >= (steps or 100) or steps is None and len(timed) >= 5 and sum(timed) > 10_000
-
-    step = 0
-    while not enough():
-        started = time.perf_counter()
-        end = trainer.launch(step)
-        finish()  # the step before, while the device works on this one
-        running = step, started, end
-        if cpu:
-            finish()
-            running = None
-        step += 1
-    device.synchronize()
-    return float(np.median(milliseconds[warm_up:])), first_loss
 
 
 # Memory
@@ -330,8 +276,7 @@ def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> l
 def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[argparse.Namespace]:
     """The flags of each workload: those given, or with --suite those of README.md; on the CPU, where nothing is
     said of the model and the batch, those of the script in README.md."""
-    said = (args.model, args.sequence_length, args.vocab_size) != (None, None, None) or args.batch_size != 4
-    if not args.suite and (said or device.kind() == "cuda"):
+    if not args.suite and (says_what(args) or device.kind() == "cuda"):
         return [args]
     return [
         parser.parse_args(flags.split(), argparse.Namespace(
@@ -341,10 +286,16 @@ def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list
     ]  # fmt: skip
 
 
+def says_what(args: argparse.Namespace) -> bool:
+    """Whether the flags say something of the model and the batch."""
+    said = args.model, args.sequence_length, args.vocab_size, args.batch_size, args.zero_stage, args.bitwise
+    return said != (None, None, None, 4, False, False)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time a training step beside PyTorch's and the machine's limits.")
     add = parser.add_argument
-    add("--steps", type=positive, metavar="N", help="steps to time (what takes 10 s, 5 to 100)")
+    scaling.add_arguments(parser)
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
     add("--suite", action="store_true", help="time all that README.md shows of such a device")
     add("--keep", action="store_true", help="keep what is measured, in dev/measurements/")
@@ -357,6 +308,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if args.keep:
         args.commit = args.commit or commit_at_hand()
+    if args.gpus:
+        scaling.print_scaling(args, says_what(args))
+        return
     device.use(args.device)
     usable_peers(args.peers, args.attention, lambda text: None)  # complains before anything takes time
     kept, rows = kept_rows(device.name()), []

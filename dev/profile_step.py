@@ -35,8 +35,8 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 
 import numpy as np  # isort: skip
 
-from dev.bench import Ours, time_steps
 from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.timing import Ours, time_steps
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
 from llmc.arguments import positive
 from llmc.errors import UserError
@@ -67,6 +67,7 @@ MOVED = {
     "transpose": "inp inp",  # the output may be scratch that is larger
     "column_partials": "inp",
     "squares_partials": "x",
+    "checksum": "x",
     "adamw": "params params m m v v grads",
     "fill_zero": "array",
     # Attention by matrices.
@@ -83,6 +84,7 @@ FLOATS = {
     "wpe_backward": lambda a: a.dout.size + 2 * a.T * a.C,
     "add_partials": lambda a: a.P * a.C * sum(getattr(a, f"out{i}") is not None for i in range(6)),
     "norm": lambda a: a.P,
+    "add_in_order": lambda a: (2 + a.ranks) * a.n,
     "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
     # Reads each query head's share, writes the sums of each group's.
     "flash_attention_group_sum": lambda a: a.dkv_heads.size * (a.NH + a.NKV) / a.NH,

@@ -690,7 +690,10 @@ def test_the_end_of_text_token_is_said_where_it_is_known(family, vocab_size, eos
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.eos_token_id == eos
 
 
-@pytest.mark.parametrize("theirs", [GPT2S[0], LLAMAS[0], PYTHIAS[0]], ids=name_of, indirect=True)
+LATER = [pytest.param(each, marks=pytest.mark.long) for each in (LLAMAS[0], PYTHIAS[0])]
+
+
+@pytest.mark.parametrize("theirs", [GPT2S[0], *LATER], ids=name_of, indirect=True)
 def test_both_programs_run_anywhere_and_fail_in_one_line(saved, tmp_path):
     def run(script: str, *flags: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(ROOT / "dev" / script), *flags]

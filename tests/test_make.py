@@ -50,6 +50,13 @@ def test_the_cupy_wheel_follows_the_driver(smi, wheel, tmp_path):
     assert re.findall(r"cupy-cuda\S*\]", plan) == [wheel]
 
 
+@pytest.mark.parametrize("gpus, wheels", [(1, []), (2, ["nvidia-nccl-cu13"]), (8, ["nvidia-nccl-cu13"])])
+def test_nccl_is_installed_where_there_are_several_gpus(gpus, wheels, tmp_path):
+    listed = "\n".join([SMI, *(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(gpus))])
+    plan = make("-n", "train", f"VENV={tmp_path}/new", smi=listed, tmp_path=tmp_path)
+    assert re.findall(r"nvidia-nccl-cu\d+", plan) == wheels
+
+
 @pytest.mark.parametrize("smi", [None, "| NVIDIA-SMI 450.80.02   Driver Version: 450.80.02   CUDA Version: 11.0     |"])
 def test_without_a_usable_gpu_training_installs_no_cupy(smi, tmp_path):
     plan = make("-n", "train", f"VENV={tmp_path}/new", smi=smi, tmp_path=tmp_path)

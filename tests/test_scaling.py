@@ -1,0 +1,61 @@
+"""What is timed, drawn and estimated of several GPUs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dev.on_paper import LINKS, step_ms
+from dev.timeline import one_step, row_of, without
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_bench_prints_a_table_of_steps_on_one_process_and_several():
+    flags = "--gpus 2 --device cpu -e layers=1,heads=2,channels=16 -b 2 -t 16 --vocab-size 100 --steps 3 --bitwise 1"
+    command = [sys.executable, str(ROOT / "dev" / "bench.py"), *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    head, row = done.stdout.splitlines()
+    assert re.fullmatch(r" +1 GPU +2 GPUs +all gradients' sum", head)
+    assert re.fullmatch(
+        r"train_gpt2_fp32 -b 2 -e layers=1,heads=2,channels=16 -t 16 --vocab-size 100 --bitwise 1 +"
+        r"\d+\.\d\d ms, -?\d+ MiB +\d+\.\d\d ms, -?\d+ MiB, \d+\.\d% +\d+\.\d\d ms", row
+    )  # fmt: skip
+
+
+def test_bench_says_in_one_line_what_does_not_run():
+    command = [sys.executable, str(ROOT / "dev" / "bench.py"), "--gpus", "2", "--device", "cpu", "-e", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "-e nothing: name one of" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name, row", [
+    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
+    ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "matrix products"),
+    ("nvjet_tss_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
+    ("adamw_kernel", "other kernels"),
+])  # fmt: skip
+def test_kernels_are_told_apart_by_name(name, row):
+    assert row_of(name) == row
+
+
+def test_the_middle_one_of_three_steps_is_drawn():
+    kernels = []
+    for begin in (0.0, 10.0, 20.0):
+        spans = {"encoder_forward": (0, 1), "gemm": (2, 5), "ncclAllReduce": (4, 7), "wte_backward": (8, 9)}
+        kernels += [(name, (begin + start, begin + stop)) for name, (start, stop) in spans.items()]
+    rows = one_step(kernels)
+    assert rows == {"NCCL": [(4.0, 7.0)], "matrix products": [(2.0, 5.0)], "other kernels": [(0.0, 1.0), (8.0, 9.0)]}
+    assert without(rows["NCCL"], rows["matrix products"]) == 2.0 and without(rows["NCCL"], []) == 3.0
+
+
+@pytest.mark.parametrize("rate, latency", LINKS.values(), ids=LINKS)
+def test_on_paper_more_gpus_take_longer_and_one_takes_its_own_time(rate, latency):
+    times = [step_ms(16.4, 9.0, 498e6, 154e6, N, rate, latency) for N in (1, 2, 8, 64, 512)]
+    assert times[0] == 16.4 and times == sorted(times)
+    # Two GPUs send each all bytes once; what is late is waited for, the rest where it takes more than 9 ms.
+    late, early = 154e6 / rate * 1e3 + 2e3 * latency, 344e6 / rate * 1e3 + 24e3 * latency
+    assert times[1] == pytest.approx(16.4 + late + max(0.0, early - 9.0))
