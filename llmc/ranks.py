@@ -1,9 +1,10 @@
 """The processes that train one model together: how they find one another, what they say to one another, how they end.
 
-Each has one GPU, but on the CPU device, and a number, its rank. It learns its rank, how many there are and where rank 0
-listens from who started it: torchrun, Slurm's srun, Open MPI's mpirun, or `launch` here, which `--gpus` asks for. Each
-then stays connected to rank 0 for as long as the run lasts, for small values that all must
-know (`all_gather`), and so that all end where one cannot go on. Gradients go another way: llmc/collectives.py.
+Each process has a number, its rank, and one GPU (on the CPU device they share the cores). It learns its rank, how
+many there are and where rank 0 listens from who started it: torchrun, Slurm's srun, Open MPI's mpirun, or `launch`
+here, which `--gpus` asks for. It then stays connected to rank 0 for as long as the run lasts, for small values that
+all must know (`all_gather`), and so that all end where one cannot go on. Gradients go another way:
+llmc/collectives.py.
 
 A connection begins with a message of fixed size in both directions (HELLO), which says to which run and rank it
 belongs; who sends anything else is turned away. All that follows is JSON behind its length in four bytes.

@@ -171,9 +171,8 @@ def mpi_env(rank: int, size: int, port: str) -> dict[str, str]:
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(size)}  # fmt: skip
 
 
-@pytest.mark.parametrize("env_of", [
-    slurm_env, pytest.param(torchrun_env, marks=pytest.mark.long), pytest.param(mpi_env, marks=pytest.mark.long)
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("env_of", [slurm_env, torchrun_env, mpi_env])
 def test_ranks_that_a_launcher_starts_train_as_one(folder, env_of):
     """Bit by bit, so that there is something to compare."""
     flags = steps("--bitwise", "1", last=2)
@@ -367,6 +366,7 @@ if os.environ.get("RANK") == "1":
     assert error == f"error: rank 1 on {socket.gethostname()}: a bad token here\n" and "step    2/" in out
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_cannot_be_written_is_said_and_the_ranks_go_on(folder):
     """The disk is full behind the parameters, in the midst of the moments, which the ranks hand to rank 0."""
     run(folder, "-x", "1", "--checkpoint-dir", "whole")
@@ -392,9 +392,8 @@ def test_a_signal_to_any_rank_stops_all_at_the_same_step_with_a_checkpoint(folde
     assert error == "" and ended(pids) and (folder / "run" / f"step_{int(stopped[1]):08}").is_dir()
 
 
-@pytest.mark.parametrize("number, code", [
-    (signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
 def test_a_launcher_hands_signals_on_and_takes_its_ranks_with_it(folder, number, code):
     process = start(folder, "--gpus", "2", "-x", "100000")
     pids = children(process)
@@ -421,9 +420,8 @@ def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch
     assert [Run.told_to_stop(run), Run.told_to_stop(run)] == [False, True]
 
 
-@pytest.mark.parametrize("first, second", [
-    ("launcher", "rank"), pytest.param("rank", "launcher", marks=pytest.mark.long)
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("first, second", [("launcher", "rank"), ("rank", "launcher")])
 def test_a_scheduler_may_signal_the_launcher_and_all_ranks_at_once(folder, first, second):
     process = start(folder, "--gpus", "2", "-x", "100000", "--checkpoint-dir", "run")
     pids = children(process)
@@ -435,6 +433,7 @@ def test_a_scheduler_may_signal_the_launcher_and_all_ranks_at_once(folder, first
     assert error == "" and any((folder / "run").glob("step_????????"))
 
 
+@pytest.mark.long
 def test_output_that_nobody_reads_ends_all_ranks_quietly(folder):
     process = start(folder, "--gpus", "2", "-x", "100000")
     pids = children(process)
@@ -527,6 +526,7 @@ def test_more_ranks_than_gpus_are_refused(folder):
     assert "has the same GPU as rank 0: there are more ranks than GPUs" in error and error.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_step_that_is_not_finite_stops_all_ranks_before_the_parameters_change(folder):
     flags = ["-l", "1e30", "-z", "1", "--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "9"]
     _, error = run(folder, *flags, code=1)
