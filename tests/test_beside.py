@@ -1,8 +1,11 @@
 """What a backward pass gives the device to do beside the rest, a graph's second stream does at an unknown time until it
-is joined. So in between nothing else may write what it reads or writes, nor read what it writes."""
+is joined. So in between nothing else may write what it reads or writes, nor read what it writes. The same is true of
+the gradients that it hands over to be summed over several ranks."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +13,14 @@ import numpy as np
 import pytest
 from test_model import MODELS, ONE_OF_EACH, name_of
 
-from llmc import device
+from kernels.adamw import adamw_update
+from kernels.exchange import LATE, overlaps, ranges_of, without
+from llmc import collectives, device, ranks
 from llmc.batches import Batches
 from llmc.model import build_from_random
 from llmc.tensors import Config
-from models import kind_of
+from models import ODD, kind_of
+from train_gpt2_fp32 import GPT2
 
 # The parameters of each kernel and product that it writes: pointers that are not const.
 WRITTEN = {"sgemm": {"c"}, "sgemm_strided_batched": {"c"}, "fill_zero": {"array"}} | {
@@ -161,3 +167,57 @@ def test_a_join_that_is_missing_is_noticed(monkeypatch):
     monkeypatch.setattr(Watch, "join", lambda self: None)
     config, attention = MODELS[0]
     assert watched(config, attention, 1, 0.0, monkeypatch).conflicts
+
+
+@pytest.mark.parametrize("sharded, grad_clip", [(False, 0.0), (True, 0.0), (True, 1.0)])
+@pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
+def test_every_gradient_is_sent_once_and_then_left_alone(config, attention, sharded, grad_clip, monkeypatch):
+    """Of all that backward and AdamW do, for three ranks of which this is the second. AdamW reads a gradient once its
+    sum has been waited for."""
+    device.use("cpu")
+    watch, sent, conflicts = Watch(), [], []
+    monkeypatch.setattr(ranks, "size", lambda: 3)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    model = kind_of(config)(replace(config, num_layers=4), 1, 16, attention, sharded=sharded)
+    base = model.grads_memory.__array_interface__["data"][0]
+
+    def note(arrays):
+        for array in arrays:
+            start = (array.__array_interface__["data"][0] - base) // 4
+            if 0 <= start < model.grads_memory.size:
+                sent.append((start, start + array.size))
+
+    def observe(name, arguments, work):
+        watch(name, arguments, work)
+        for value in arguments.values():
+            start = (value.__array_interface__["data"][0] - base) // 4 if isinstance(value, np.ndarray) else -1
+            if 0 <= start < model.grads_memory.size and overlaps([(start, start + value.size)], sent[len(waited) :]):
+                conflicts.append(name)
+            if 0 <= start < model.grads_memory.size and name in ("adamw_kernel", "squares_partials_kernel"):
+                read = [(start, start + (value.size if name == "adamw_kernel" else arguments["n"]))]
+                conflicts.extend((name, one) for one in without(read, waited))
+
+    waited = []
+    monkeypatch.setattr(device, "join_communication", lambda: waited.extend(sent[len(waited) :]))
+    monkeypatch.setattr(collectives, "all_reduce", note)
+    monkeypatch.setattr(collectives, "reduce", lambda pieces: note([array for array, _ in pieces]))
+    with device.observe(observe):
+        model.backward(1, 16)
+        assert not conflicts and not watch.open
+        early = sum(end - start for start, end in sent)
+        adamw_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, grad_clip)
+        assert not conflicts
+    whole = [(0, model.grads_memory.size)]
+    assert sum(end - start for start, end in sent) == sum(end - start for start, end in overlaps(whole, sent))
+    assert sorted(sent)[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(sorted(sent)))
+    assert sorted(sent)[-1][1] == model.grads_memory.size
+    assert early == model.grads_memory.size - sum(end - start for start, end in ranges_of(model, *LATE))
+
+
+def test_a_batch_that_is_not_the_last_sends_nothing(monkeypatch):
+    device.use("cpu")
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setattr(collectives, "all_reduce", lambda arrays: arrays and pytest.fail("sent"))
+    model = GPT2(ODD, 1, 16)
+    with device.observe(lambda name, arguments, work: None):
+        model.backward(1, 16, accumulate=False, last=False)
