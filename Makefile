@@ -78,11 +78,14 @@ train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GP
 	echo "$(PY) $(NAME).py $$flags $(ARGS)"; \
 	exec $(PY) $(NAME).py $$flags $(ARGS)
 
+# One process a core, a file's tests in one after the other; ARGS="-n 0" for a single one, which a debugger needs. With a
+# GPU there is one, whose tests may need all of its memory.
+ON_ALL_CORES = $(if $(CUDA),,-n auto --dist loadfile)
 test: $(TEST_ENV) ## set up and run the tests, on the CPU and, where there is one, the GPU
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(ON_ALL_CORES) $(ARGS)
 
 test-all: $(TEST_ENV) ## the same with the tests that take long, such as GPT-2 124M's ten steps: before a release
-	$(PY) -m pytest -m "long or not long" $(ARGS)
+	$(PY) -m pytest $(ON_ALL_CORES) -m "long or not long" $(ARGS)
 
 bench: $(TEST_ENV) ## time a training step beside PyTorch's
 	$(PY) dev/bench.py $(NAME) $(ARGS)

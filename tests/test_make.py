@@ -69,7 +69,8 @@ def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
 
 
 def test_an_empty_venv_uses_the_python_given_and_installs_nothing(tmp_path):
-    assert make("-n", "test", "PYTHON=mypython", "VENV=", tmp_path=tmp_path).split() == ["mypython", "-m", "pytest"]
+    plan = make("-n", "test", "PYTHON=mypython", "VENV=", tmp_path=tmp_path)
+    assert plan.split() == ["mypython", "-m", "pytest", "-n", "auto", "--dist", "loadfile"]
 
 
 SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0     |"
