@@ -19,11 +19,7 @@ import time
 
 from dev.timing import Ours, time_steps
 from dev.workload import make_parser, workload_of, write_data
-from llmc import (
-    collectives,
-    device,  # first: it sets what NumPy must find in the environment
-    ranks,
-)
+from llmc import collectives, device, ranks
 from llmc.arguments import positive
 from llmc.errors import UserError
 from llmc.program import run_program

@@ -18,13 +18,10 @@ import tempfile
 
 from dev.timing import Ours
 from dev.workload import make_parser, workload_of, write_data
-from llmc import (
-    collectives,
-    device,  # first: it sets what NumPy must find in the environment
-    ranks,
-)
+from llmc import collectives, device, ranks
 from llmc.arguments import positive
 from llmc.errors import UserError
+from llmc.files import replacing
 from llmc.program import run_program
 
 WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
@@ -34,9 +31,11 @@ Span = tuple[float, float]  # milliseconds: begin, end
 
 
 def profile(ours: Ours) -> list[tuple[str, Span]]:
-    """The kernels of some steps, by name, in the order of their beginnings."""
-    import torch
-
+    """The kernels of STEPS steps, with their names. Raises UserError where there is no profiler, or it sees none."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError(f"PyTorch's profiler is needed ({error}): pip install -r requirements-dev.txt") from None
     for step in range(WARM_UP):
         ours.launch(step)
         device.synchronize()
@@ -52,10 +51,11 @@ def profile(ours: Ours) -> list[tuple[str, Span]]:
     kernels = [e for e in events if e.get("cat") == "kernel"]
     if not kernels:
         raise UserError("the profiler has seen no kernels: another program may be profiling this GPU")
-    return sorted((e["name"], (e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)) for e in kernels)
+    return [(e["name"], (e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)) for e in kernels]
 
 
 def row_of(name: str) -> str:
+    """Which of ROWS a kernel belongs to, by its name."""
     lower = name.lower()
     if "nccl" in lower:
         return "NCCL"
@@ -85,6 +85,7 @@ def without(spans: list[Span], others: list[Span]) -> float:
 
 
 def draw(rows: dict[str, list[Span]], title: str, path: str) -> None:
+    """Writes the picture, a PNG; `path` appears whole or not at all."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -98,7 +99,8 @@ def draw(rows: dict[str, list[Span]], title: str, path: str) -> None:
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize=10)
     axes.set_xlim(left=0)
-    figure.savefig(path, dpi=110)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """What all ranks do together with device arrays: sums, broadcasts, exchanges. NCCL does it for GPUs, and gloo, by way
 of PyTorch, for the CPU device.
 
-On CUDA all of it is given to one stream of its own, beside the ones that compute: see `start` and `join`. A step that
-is recorded as a graph records it too. Every rank must ask for the same things in the same order.
+On CUDA all of it is given to one stream of its own, beside the ones that compute (`device.communicate`), and waited for
+by `device.join_communication`. A step that is recorded as a graph records it too. Every rank must ask for the same
+things in the same order.
 """
 
 from __future__ import annotations
@@ -134,11 +135,28 @@ _collectives: Nccl | Gloo | None = None
 
 
 def start() -> None:
-    """Connects the ranks' devices. Raises UserError where the library for that is missing."""
+    """Connects the ranks' devices. Raises UserError where they are not of one kind, or two ranks have the same GPU, and
+    where the library that connects them is missing."""
     global _collectives
     _collectives = None
     if ranks.size() > 1:
+        check_devices()
         _collectives = Nccl() if device.kind() == "cuda" else Gloo()
+
+
+def check_devices() -> None:
+    """Raises UserError where the ranks do not have each a device of its own, and all of one kind."""
+    if device.why_not_cuda():
+        raise UserError(f"CUDA does not work here ({device.why_not_cuda()}); --device cpu trains on the CPU")
+    ranks.check_same("the device", device.kind(), "choose one for all with --device")
+    gpus = ranks.all_gather([ranks.hosts()[ranks.rank()], device.identity()])
+    first = {}
+    for r, (host, gpu) in enumerate(gpus):
+        if gpu and first.setdefault((host, gpu), r) != r:
+            raise UserError(
+                f"rank {r} on {host} has the same GPU as rank {first[host, gpu]}: there are more ranks than GPUs; "
+                "start fewer (--gpus)"
+            )
 
 
 def all_reduce(arrays: list) -> None:

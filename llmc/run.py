@@ -73,7 +73,6 @@ class Run:
         self.leads = ranks.rank() == 0  # prints, logs, samples and saves
         check_same_flags(args)
         device.use(args.device, ranks.local_rank())
-        check_devices(args)
         collectives.start()
         checkpoint, recorded = ranks.of_rank_0(lambda: find_checkpoint(args))
         if checkpoint is not None:
@@ -426,23 +425,6 @@ def ranks_and_hosts() -> str:
     """How many ranks there are, and on which machines."""
     counts = Counter(ranks.hosts())
     return f"{ranks.size()}: " + ", ".join(f"{count} on {host}" for host, count in counts.items())
-
-
-def check_devices(args: Namespace) -> None:
-    """Raises UserError where the ranks do not have each a device of its own, and all of one kind."""
-    if ranks.size() == 1:
-        return
-    if device.kind() == "cpu" and args.device == "auto":
-        raise UserError(f"CUDA does not work here ({device.why_not_cuda()}); --device cpu trains on the CPU")
-    ranks.check_same("the device", device.kind(), "choose one for all with --device")
-    gpus = ranks.all_gather([ranks.hosts()[ranks.rank()], device.identity()])
-    first = {}
-    for r, (host, gpu) in enumerate(gpus):
-        if gpu and first.setdefault((host, gpu), r) != r:
-            raise UserError(
-                f"rank {r} on {host} has the same GPU as rank {first[host, gpu]}: there are more ranks than GPUs; "
-                "start fewer (--gpus)"
-            )
 
 
 def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
