@@ -37,81 +37,12 @@ import numpy as np  # isort: skip
 
 from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
 from dev.timing import Ours, time_steps
+from dev.traffic import floats_of, flops_of, kind_of
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
 from llmc.arguments import positive
 from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.program import run_program
-
-# The arrays among a kernel's arguments that it must move, each as often as it does; what is small beside them is left
-# out: weights of one row, sums of rows, partial sums.
-MOVED = {
-    "layernorm_forward": "inp1 inp2 residual out",
-    "layernorm_backward": "dout inp dinp dinp",
-    "rmsnorm_forward": "inp out",
-    "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
-    "rmsnorm_backward": "dout inp dinp dinp",
-    "norm_transposed": "inp out_T",
-    "parallel_residual_forward": "inp proj0 proj1 residual out0 out1",
-    "parallel_residual_dropout_forward": "inp proj0 proj1 residual out0 out1",
-    "parallel_residual_backward": "dout0 dout1 inp dinp dinp",
-    "parallel_residual_dropout_backward": "dout0 dout1 inp dinp dinp dproj0 dproj1",
-    "gelu_forward": "inp out",
-    "gelu_backward": "dout dout inp out_T",
-    "gelu_erf_forward": "inp out",
-    "gelu_erf_backward": "dout dout inp out_T",
-    "swiglu_forward": "inp out",
-    "swiglu_backward": "dout inp dinp out_T",
-    "fused_classifier": "logits logits",
-    "add_bias": "out out",
-    "transpose": "inp inp",  # the output may be scratch that is larger
-    "column_partials": "inp",
-    "squares_partials": "x",
-    "checksum": "x",
-    "adamw": "params params m m v v grads",
-    "fill_zero": "array",
-    # Attention by matrices.
-    "permute": "qkv qkvr",
-    "permute_backward": "dqkvr dqkv",
-    "unpermute": "inp out",
-    "unpermute_backward": "dout dinp",
-}
-
-FLOATS = {
-    "encoder_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
-    "encoder_dropout_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
-    "wte_backward": lambda a: a.dout.size + 2 * distinct(a.count) * a.C,
-    "wpe_backward": lambda a: a.dout.size + 2 * a.T * a.C,
-    "add_partials": lambda a: a.P * a.C * sum(getattr(a, f"out{i}") is not None for i in range(6)),
-    "norm": lambda a: a.P,
-    "add_in_order": lambda a: (2 + a.ranks) * a.n,
-    "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
-    # Reads each query head's share, writes the sums of each group's.
-    "flash_attention_group_sum": lambda a: a.dkv_heads.size * (a.NH + a.NKV) / a.NH,
-    # Of a causal matrix half is read, and all is written, zeros and all.
-    "softmax_forward": lambda a: 1.5 * a.att.size,
-    "relu_forward": lambda a: 1.5 * a.att.size,
-    "softmax_backward": lambda a: 2 * a.att.size,
-    "relu_backward": lambda a: 2 * a.att.size,
-}
-
-FLOPS = {
-    "sgemm": lambda a: 2 * a.m * a.n * a.k,
-    "sgemm_strided_batched": lambda a: 2 * a.m * a.n * a.k * a.count,
-    "flash_attention_forward": lambda a: 2 * a.T * a.out.size,
-    "flash_attention_backward_query": lambda a: 3 * a.T * a.out.size,
-    "flash_attention_backward_key": lambda a: 4 * a.T * a.dout.size,
-}
-
-
-def distinct(count) -> int:
-    """How many different tokens a batch has, from `count` of sort_by_token."""
-    return int(np.count_nonzero(device.to_host(count)))
-
-
-def kind_of(kernel: str) -> str:
-    """A kernel's name in the tables above: without the size that it is compiled for."""
-    return re.sub(r"_kernel(_\d+)?$", "", kernel)
 
 
 def label_of(kernel: str, arguments: dict) -> str:
@@ -136,13 +67,9 @@ class Row:
 
     def count(self, kernel: str, arguments: dict) -> None:
         """Adds what one call has to do."""
-        kind, a = kind_of(kernel), SimpleNamespace(**arguments)
         self.calls += 1
-        for name in MOVED.get(kind, "").split():
-            array = getattr(a, name)
-            self.floats += 0 if array is None else array.size
-        self.floats += FLOATS[kind](a) if kind in FLOATS else 0
-        self.flops += FLOPS[kind](a) if kind in FLOPS else 0
+        self.floats += floats_of(kernel, arguments)
+        self.flops += flops_of(kernel, arguments)
 
 
 def mark():

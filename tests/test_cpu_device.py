@@ -497,7 +497,7 @@ def test_loops_over_threads_are_vectorised():
     command, version = compiler._compiler()
     if "clang" in version or compiler.platform.machine() != "x86_64":
         pytest.skip("looks for GCC's report on x86-64")
-    flags = compiler._flags(["-DWARP_SIZE=1"], debug=False, sanitize=False)
+    flags = compiler._flags(["-DWARP_SIZE=1"], [])
     stubs = compiler._with_launch_stubs(CU / "basics.cu", [*command, *flags])
     flags += [f"-I{compiler.HERE}", "-fopt-info-loop-optimized", "-fopt-info-vec-optimized"]
     command = [*command, *flags, "-x", "c++", "-S", "-", "-o", "-"]

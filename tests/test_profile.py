@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dev import profile_step
+from dev import profile_step, traffic
 from kernels.matmul import matmul_forward
 from llmc import device
 from llmc.device import kernel_parameters
@@ -58,10 +58,10 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
 def test_every_kernel_that_there_is_has_a_rule_that_its_parameters_fit():
     for path in (ROOT / "kernels").glob("*.cu"):
         for kernel, parameters in kernel_parameters(path).items():
-            kind = profile_step.kind_of(kernel)
-            rules = [rules for rules in (profile_step.MOVED, profile_step.FLOATS, profile_step.FLOPS) if kind in rules]
+            kind = traffic.kind_of(kernel)
+            rules = [rules for rules in (traffic.MOVED, traffic.FLOATS, traffic.FLOPS) if kind in rules]
             assert len(rules) == 1, kernel
-            assert set(profile_step.MOVED.get(kind, "").split()) <= set(parameters), kernel
+            assert set(traffic.MOVED.get(kind, "").split()) <= set(parameters), kernel
 
 
 def test_a_kernel_without_a_rule_is_shown_as_not_counted():

@@ -21,6 +21,15 @@ from llmc.errors import UserError
 
 HERE = Path(__file__).parent
 
+MODES = ("DEBUG", "SANITIZE", "MICROSCOPE")  # LLMC_CPU_DEBUG=1 and so on
+
+# For the microscope GCC calls functions of ours (microscope.h) before each access and in each basic block. Vectors are
+# accessed as a whole (-fno-tree-sra), and each call returns to a place of its own, which tells the line.
+INSTRUMENTED = [
+    "-O2", "-g", "-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-fno-tree-sra", "-fno-tree-vectorize",
+    "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
+]  # fmt: skip
+
 # __launch_bounds__(...) may stand before or after `void`, with parentheses inside; KERNEL finds it rewritten as @...@.
 LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)")
 KERNEL = re.compile(r'extern\s*"C"\s*__global__\s+(?:@(.*?)@\s*)?void\s+(?:@(.*?)@\s*)?(\w+)\s*\(([^()]*)\)\s*\{', re.S)
@@ -70,7 +79,7 @@ def compile_all(paths) -> list[Module]:
 
 def _build_runtime() -> Path:
     # Never sanitised or built with -ffast-math itself: it moves stacks about, and its sums have a fixed order.
-    files = [HERE / "runtime.cpp", HERE / "runtime.h"]
+    files = [HERE / "runtime.cpp", HERE / "runtime.h", HERE / "microscope.h"]
     return _cached("runtime", files, None, lambda command: f'#include "{HERE / "runtime.cpp"}"\n')
 
 
@@ -91,12 +100,12 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
     defines: of a kernel file; None for the runtime.
     """
     cxx, version = _compiler()
-    debug, sanitize = (os.environ.get(f"LLMC_CPU_{mode}", "0") not in ("", "0") for mode in ("DEBUG", "SANITIZE"))
-    flags = _flags(defines, debug, sanitize)
+    modes = [mode for mode in MODES if os.environ.get(f"LLMC_CPU_{mode}", "0") not in ("", "0")]
+    flags = _flags(defines, modes)
     key = hashlib.sha256(json.dumps([version, _cpu(), flags]).encode())
     for file in files:
         key.update(b"\0" + file.read_bytes())
-        if debug or sanitize:  # debug information holds the path
+        if modes:  # debug information holds the path
             key.update(str(file).encode())
     for folder in _cache_dirs():
         library = folder / f"{name}-{key.hexdigest()[:24]}.so"
@@ -108,24 +117,24 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         _run(command, make_text([*cxx, *flags]), files[0])
         # Linked without the flags of the compilation: with -ffast-math among them GCC adds start-up code that
         # makes the whole process flush denormal numbers to zero.
-        link = [flag for flag in flags if flag.startswith("-fsanitize")]
+        link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
         _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
         os.replace(built, library)  # another process may have done the same meanwhile: either file will do
     return library
 
 
-def _flags(defines: list[str] | None, debug: bool, sanitize: bool) -> list[str]:
-    common = ["-std=c++17", "-fPIC", "-pthread", "-DLLMC_CPU"]
-    if sanitize:
-        common.append("-DLLMC_SANITIZE")
+def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
+    common = ["-std=c++17", "-fPIC", "-pthread", "-DLLMC_CPU", *(f"-DLLMC_{mode}" for mode in modes)]
     if defines is None:
         return [*common, "-O2", "-g", "-Wall"]
     # Hidden: several libraries may have functions of the same names.
     common += ["-fvisibility=hidden", "-fno-exceptions"]
     x86 = platform.machine() in ("x86_64", "AMD64")
-    if sanitize:
+    if "MICROSCOPE" in modes:
+        common += INSTRUMENTED
+    elif "SANITIZE" in modes:
         common += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    elif debug:
+    elif "DEBUG" in modes:
         common += ["-O0", "-g3"]
     else:
         # Infinity and NaN stay what they are, and a division by infinity is no product with an estimated reciprocal.

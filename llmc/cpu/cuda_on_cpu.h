@@ -180,20 +180,6 @@ inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* wh
 #endif
 }
 
-// The sum or the maximum over the warp, as five __shfl_xor_sync with 16, 8, 4, 2, 1 give it to every lane, to the last bit.
-inline float cpu_warp_sum(float value, LLMC_HERE) {
-    if (WARP_SIZE == 1) return value;
-    llmc::KeepThread keep;
-    llmc::warp_sum(threadIdx, &value, file, line);
-    return value;
-}
-inline float cpu_warp_max(float value, LLMC_HERE) {
-    if (WARP_SIZE == 1) return value;
-    llmc::KeepThread keep;
-    llmc::warp_max(threadIdx, &value, file, line);
-    return value;
-}
-
 inline void __syncwarp(unsigned mask = 0xffffffffu, LLMC_HERE) {
     char nothing;
     cpu_warp_together(mask, nothing, [](char* const*) {}, "__syncwarp", file, line);
@@ -233,6 +219,32 @@ template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned delt
 template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, LLMC_HERE) {
     return llmc::shuffle<llmc::FromDown>(mask, value, (int)delta, width, "__shfl_down_sync", file, line);
 }
+
+// The sum or the maximum over the warp, as five __shfl_xor_sync with 16, 8, 4, 2, 1 give it to every lane, to the last bit;
+// under the microscope, which is to see the five, by them.
+#ifdef LLMC_MICROSCOPE
+inline float cpu_warp_sum(float value) {
+    for (int lanes = WARP_SIZE / 2; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
+    return value;
+}
+inline float cpu_warp_max(float value) {
+    for (int lanes = WARP_SIZE / 2; lanes; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+    return value;
+}
+#else
+inline float cpu_warp_sum(float value, LLMC_HERE) {
+    if (WARP_SIZE == 1) return value;
+    llmc::KeepThread keep;
+    llmc::warp_sum(threadIdx, &value, file, line);
+    return value;
+}
+inline float cpu_warp_max(float value, LLMC_HERE) {
+    if (WARP_SIZE == 1) return value;
+    llmc::KeepThread keep;
+    llmc::warp_max(threadIdx, &value, file, line);
+    return value;
+}
+#endif
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
     struct Vote { bool yes; unsigned result; } vote = {predicate != 0, 0};

@@ -167,10 +167,11 @@ def _three(dims) -> tuple:
 
 
 class Module:
-    """A compiled .cu file. `warp_size` is its number of lanes in a warp, `kernels` the names that it has."""
+    """A compiled .cu file, `path`, and the library made of it, `library_path`. `warp_size` is its number of lanes in a
+    warp, `kernels` the names that it has."""
 
     def __init__(self, library_path: Path, path: Path, warp_size: int):
-        self.path, self.warp_size = path, warp_size
+        self.library_path, self.path, self.warp_size = library_path, path, warp_size
         self._library = ctypes.CDLL(str(library_path))
         manifest = json.loads(ctypes.string_at(self._address("llmc_manifest")))
         self._parameters = {name: [Parameter(*p) for p in parameters] for name, parameters in manifest.items()}
@@ -203,3 +204,8 @@ def load_runtime(library_path: Path) -> None:
         _runtime = ctypes.CDLL(str(library_path), mode=ctypes.RTLD_GLOBAL)
         _runtime.llmc_launch.argtypes = ctypes.c_void_p, ctypes.c_char_p
         _runtime.llmc_launch.restype = ctypes.c_char_p
+
+
+def runtime() -> ctypes.CDLL:
+    """The runtime, which the first compiled file has loaded."""
+    return _runtime

@@ -190,6 +190,15 @@ struct Worker {                             // an OS thread that runs one block 
 };
 __thread Worker* self;
 
+#ifdef LLMC_MICROSCOPE
+}
+#include "microscope.h"
+namespace llmc {
+const bool EACH_THREAD_IS_A_FIBER = true;   // from its start: the microscope asks which thread it is
+#else
+const bool EACH_THREAD_IS_A_FIBER = false;
+#endif
+
 static std::string numbered(const char* what, Index i) {
     return std::string(what) + " (" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
 }
@@ -344,6 +353,9 @@ static unsigned choose_thread(Worker& w) {
 }
 
 static void release_barrier(Worker& w) {
+#ifdef LLMC_MICROSCOPE
+    microscope::barrier_passed();
+#endif
     for (unsigned warp = 0; warp < w.warps; warp++) w.ready[warp] |= w.at_barrier[warp], w.at_barrier[warp] = 0;
     w.at_barrier_count = 0;
 }
@@ -366,6 +378,10 @@ static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
             return abandon(w, ": lanes of a warp meet at " + waits_at(one) + " and " + waits_at(fibers[i]));
         all[i] = fibers[i].mine;
     }
+#ifdef LLMC_MICROSCOPE
+    microscope::met(w, warp, wanted, one.what);
+    microscope::Pause pause;
+#endif
     one.together(all);
     w.at_meeting[warp] &= ~wanted;
     w.ready[warp] |= wanted;
@@ -442,6 +458,9 @@ static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* fil
 
 void block_wait(Index thread, const char* what, const char* file, int line) {
     Worker& w = *self;
+#ifdef LLMC_MICROSCOPE
+    microscope::wait(__builtin_return_address(0), microscope::BARRIER, what);
+#endif
     if (w.threads == 1) return;
     wait_at(w, thread, what, file, line);
     w.at_barrier[w.current / w.warp_size] |= 1u << w.current % w.warp_size;
@@ -451,6 +470,9 @@ void block_wait(Index thread, const char* what, const char* file, int line) {
 
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line) {
     Worker& w = *self;
+#ifdef LLMC_MICROSCOPE
+    microscope::wait(__builtin_return_address(0), microscope::MEETING, what);
+#endif
     Fiber& me = wait_at(w, thread, what, file, line);
     unsigned warp = w.current / w.warp_size, lane = w.current % w.warp_size;
     me.mask = mask, me.mine = mine, me.together = together;
@@ -507,7 +529,10 @@ static void run_block(Worker& w, uint64_t n) {
     w.builtins.blockIdx = {int(n % grid_dim.x), int(n / grid_dim.x % grid_dim.y), int(n / grid_dim.x / grid_dim.y)};
     w.fibers = false;
     end = {block_dim.x, block_dim.y, block_dim.z};
-    if (job.order == FORWARD) {
+#ifdef LLMC_MICROSCOPE
+    microscope::block_begins(w);
+#endif
+    if (job.order == FORWARD && !EACH_THREAD_IS_A_FIBER) {
         job.kernel->run_threads(job.args, w.builtins, {0, 0, 0});
         if (!w.fibers) return;
         thread_returned(w);
@@ -515,10 +540,13 @@ static void run_block(Worker& w, uint64_t n) {
         if (w.shared_size) memset(w.shared, 0xff, w.shared_size);
         poison_shared(job.kernel);
         begin_fibers(w, 0);
-        w.current = job.order == BACKWARD ? w.threads - 1 : next_random(w) % w.threads;
+        w.current = job.order == FORWARD ? 0 : job.order == BACKWARD ? w.threads - 1 : next_random(w) % w.threads;
         run_thread(w);
     }
     serve(w, nullptr);
+#ifdef LLMC_MICROSCOPE
+    microscope::block_ends(w);
+#endif
 }
 
 static __thread uint64_t block_limit;
@@ -556,6 +584,9 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
         w.shared_size = launch.shared_mem;
         if (w.shared_size && posix_memalign((void**)&w.shared, 128, w.shared_size)) abort();
     }
+#ifdef LLMC_MICROSCOPE
+    microscope::launch_begins(w);
+#endif
     block_limit = limit;
     w.free_stacks = w.stacks;                                   // also those that a failed launch has left behind
     make_context(w.home, take_stack(w), block_loop);
@@ -624,7 +655,7 @@ static std::mutex* launch_mutex = new std::mutex;               // one launch at
 static Pool* pool;                                              // never destroyed: its threads live as long as the process
 
 static unsigned worker_count() {
-#ifdef LLMC_SANITIZE
+#if defined LLMC_SANITIZE || defined LLMC_MICROSCOPE
     return 1;
 #endif
     const char* wish = getenv("LLMC_CPU_THREADS");

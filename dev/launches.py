@@ -1,0 +1,242 @@
+"""Every launcher of kernels/ with arguments to call it with: for the microscope, and for tests of all kernels.
+
+    launch = LAUNCHES["layernorm_backward"]
+    call = launch.prepare(launch.sizes | {"B": 4})    # makes arrays on the device in use
+    call()                                            # may be called again: what it reads and adds to stays finite
+
+A name after a colon tells variants of a launcher apart: attention_forward:relu.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from kernels.adamw import adamw
+from kernels.attention import attention_backward, attention_forward
+from kernels.classifier import fused_classifier
+from kernels.dropout import Dropout
+from kernels.encoder import encoder_backward, encoder_forward
+from kernels.exchange import add_in_order, checksum
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from kernels.gelu import gelu_backward, gelu_forward
+from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
+from kernels.matmul import matmul_backward_bias, matmul_forward, transpose
+from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
+from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
+from kernels.rope import rope_backward, rope_forward, rope_table
+from kernels.swiglu import swiglu_backward, swiglu_forward
+from llmc.dataloader import sort_by_token
+from llmc.errors import UserError
+from llmc.model import Model
+
+EPS = 1e-5
+
+
+@dataclass
+class Launch:
+    """A launcher, the sizes that it takes, the shapes of its arrays, and how its other arguments are made."""
+
+    launcher: Callable
+    sizes: dict[str, int]
+    shapes: dict[str, tuple[str, ...]]
+    others: Callable[[SimpleNamespace, SimpleNamespace], dict] = field(repr=False)
+
+    def prepare(self, sizes: dict[str, int]) -> Callable[[], None]:
+        """A call of the launcher with arrays of these sizes on the device in use, filled with random numbers.
+
+        Raises UserError for a size that the launcher does not have.
+        """
+        for name in sizes:
+            if name not in self.sizes:
+                raise UserError(f"{name}: {self.launcher.__name__} has the sizes {', '.join(self.sizes)}")
+        size = SimpleNamespace(**{**self.sizes, **sizes})
+        rng = np.random.default_rng(1)
+        arrays = {}
+        for name, shape in self.shapes.items():
+            shape = tuple(int(eval(length, {"P": MOST_PARTIALS}, vars(size))) for length in shape)
+            if min(shape) < 1:
+                raise UserError(f"{name} would have the shape {shape}: all sizes must be positive")
+            values = rng.standard_normal(shape, np.float32)
+            arrays[name] = device.asarray(abs(values) if name in ("rstd", "v") else values)
+        given = {**vars(size), **arrays}
+        given |= self.others(size, SimpleNamespace(**arrays))
+        wanted = [name for name in inspect.signature(self.launcher).parameters if name in given]
+        arguments = {name: given[name] for name in wanted}
+        return lambda: self.launcher(**arguments)
+
+
+LAUNCHES: dict[str, Launch] = {}
+
+
+def add(launcher: Callable, sizes: str, shapes: str, others: Callable = lambda size, a: {}, variant: str = "") -> None:
+    """sizes: "B=2 T=8"; shapes: "inp=B,T,C weight=C", of expressions of the sizes; P is MOST_PARTIALS."""
+    name = launcher.__name__ + (f":{variant}" if variant else "")
+    pairs = [word.split("=") for word in shapes.split()]
+    LAUNCHES[name] = Launch(
+        launcher,
+        {key: int(value) for key, value in (word.split("=") for word in sizes.split())},
+        {key: tuple(shape.split(",")) for key, shape in pairs},
+        others,
+    )
+
+
+def tokens(*shape: int, below: int):
+    """Random token ids, of which half are the same one."""
+    ids = np.random.default_rng(2).integers(0, below, shape, np.int32)
+    ids.reshape(-1)[::2] = below // 2
+    return ids
+
+
+def dropout(site: int = 0) -> Dropout:
+    """A fifth is dropped."""
+    return Dropout(device.asarray(Model.random_words(SimpleNamespace(dropout=0.2, dropout_seed=1), 0, 0)), site)
+
+
+def sorted_tokens(size, a) -> dict:
+    inp = tokens(size.B, size.T, below=size.V)
+    order, count = sort_by_token(inp)
+    return {"inp": device.asarray(inp), "order": device.asarray(order), "count": device.asarray(count)}
+
+
+ROWS = "B=2 T=8 C=128"
+add(encoder_forward, ROWS + " V=50", "out=B,T,C wte=V,C wpe=T,C", sorted_tokens)
+add(encoder_forward, ROWS + " V=50", "out=B,T,C wte=V,C wpe=T,C",
+    lambda size, a: sorted_tokens(size, a) | {"dropout": dropout()}, "dropout")
+add(encoder_backward, ROWS + " V=50", "dwte=V,C dwpe=T,C dout=B,T,C", sorted_tokens)
+
+STATS = "mean=B,T rstd=B,T"
+FUSED = "residual=B,T,C out=B,T,C inp1=B,T,C inp2=B,T,C weight=C"
+BACKWARD = "dinp=B,T,C dinp2=B,T,C dout=B,T,C inp=B,T,C weight=C dweight=C"
+add(layernorm_forward, ROWS, f"out=B,T,C {STATS} inp=B,T,C weight=C bias=C")
+add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C")
+add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C", lambda size, a: {"dropout": dropout()}, "dropout")
+add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias=C dbias2=C scratch=P,3*C", lambda size, a: {"dinp2": None})
+add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias=C dbias2=C scratch=P,3*C",
+    lambda size, a: {"dropout": dropout()}, "dropout")
+add(layernorm_transposed, "B=2 T=32 C=64", f"out_T=C,B*T inp=B,T,C weight=C bias=C {STATS}")
+
+
+def epsilon(size, a) -> dict:
+    return {"eps": EPS}
+
+
+add(rmsnorm_forward, ROWS, "out=B,T,C rstd=B,T inp=B,T,C weight=C", epsilon)
+add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd=B,T", epsilon)
+add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd=B,T",
+    lambda size, a: {"eps": EPS, "dropout": dropout()}, "dropout")
+add(rmsnorm_backward, ROWS, f"{BACKWARD} rstd=B,T scratch=P,C", lambda size, a: {"dinp2": None})
+add(rmsnorm_backward, ROWS, f"{BACKWARD} rstd=B,T scratch=P,C", lambda size, a: {"dropout": dropout()}, "dropout")
+add(rmsnorm_transposed, "B=2 T=32 C=64", "out_T=C,B*T inp=B,T,C weight=C rstd=B,T")
+
+BRANCHES = "inp=B,T,C proj0=B,T,C proj1=B,T,C residual=B,T,C out0=B,T,C out1=B,T,C bias0=C bias1=C"
+NORMS = f"weight0=C weight1=C shift0=C shift1=C {STATS}"
+GRADIENTS = (
+    "inp=B,T,C dinp=B,T,C dproj0=B,T,C dproj1=B,T,C dout0=B,T,C dout1=B,T,C scratch=P,6*C "
+    "dbias0=C dbias1=C dweight0=C dweight1=C dshift0=C dshift1=C"
+)
+
+
+def add_parallel_residual(variant: str, drops: bool) -> None:
+    def drop(site: int) -> Dropout | None:
+        return dropout(site) if drops else None
+
+    def forward(size, a) -> dict:
+        return {
+            "outs": [a.out0, a.out1], "eps": EPS, "norms": [(a.weight0, a.shift0), (a.weight1, a.shift1)],
+            "branches": [(a.proj0, a.bias0, drop(0)), (a.proj1, a.bias1, drop(1))],
+        }  # fmt: skip
+
+    def backward(size, a) -> dict:
+        return {
+            "douts": [a.dout0, a.dout1], "dnorms": [(a.dweight0, a.dshift0), (a.dweight1, a.dshift1)],
+            "branches": [(a.dproj0, a.dbias0, drop(0)), (a.dproj1, a.dbias1, drop(1))],
+            "norms": [(a.weight0, None), (a.weight1, None)],
+        }  # fmt: skip
+
+    add(parallel_residual_forward, ROWS, f"{BRANCHES} {NORMS}", forward, variant)
+    add(parallel_residual_backward, ROWS, f"{GRADIENTS} {NORMS}", backward, variant)
+
+
+add_parallel_residual("", drops=False)
+add_parallel_residual("dropout", drops=True)
+add(norm_transposed, "B=2 T=32 C=64", f"out_T=C,B*T inp=B,T,C weight=C shift=C {STATS}",
+    lambda size, a: {"norm": (a.weight, a.shift)})
+
+MATRIX = "N=64 C=128"
+add(matmul_forward, "B=2 T=8 C=64 OC=128", "out=B,T,OC inp=B,T,C weight=OC,C bias=OC")
+add(matmul_backward_bias, "B=2 T=320 OC=128", "dbias=OC scratch=P,OC dout=B,T,OC")
+add(transpose, MATRIX, "out=C,N inp=N,C")
+for erf in False, True:
+    given, variant = (lambda size, a, erf=erf: {"erf": erf}), "erf" if erf else ""
+    add(gelu_forward, MATRIX, "out=N,C inp=N,C bias=C", given, variant)
+    add(gelu_backward, MATRIX, "dinp=N,C dbias=C out_T=C,N scratch=P,C inp=N,C bias=C", given, variant)
+add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
+add(swiglu_backward, MATRIX, "dinp=N,2*C out_T=C,N dout=N,C inp=N,2*C")
+
+add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses=B,T",
+    lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))})
+
+
+def heads(size, a) -> dict:
+    return {"C": size.NH * size.HS}
+
+
+ALL_HEADS = "B,T,NH+2*NKV,HS"
+BY_HEAD = f"qkvr={ALL_HEADS} dqkvr={ALL_HEADS} att=B,NH,T,T datt=B,NH,T,T out_r=B,NH,T,HS dout_r=B,NH,T,HS"
+for relu in False, True:
+    given, variant = (lambda size, a, relu=relu: heads(size, a) | {"relu": relu}), "relu" if relu else ""
+    sizes = "B=1 T=32 NH=4 NKV=4 HS=32"
+    add(attention_forward, sizes, f"out=B,T,NH*HS qkv={ALL_HEADS} {BY_HEAD}", given, variant)
+    add(attention_backward, sizes, f"dqkv={ALL_HEADS} dout=B,T,NH*HS {BY_HEAD}", given, variant)
+for HS in 64, 128:
+    sizes, variant = f"B=1 T=80 NH=2 NKV=1 HS={HS}", "" if HS == 64 else "128"
+    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}", heads, variant)
+    add(
+        flash_attention_backward, sizes,
+        f"dqkv={ALL_HEADS} dkv_heads=B,T,2,NH,HS dsum=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}",
+        heads, variant,
+    )  # fmt: skip
+for rope in rope_forward, rope_backward:
+    name = "qkv" if rope is rope_forward else "dqkv"
+    add(rope, "B=2 T=16 NH=4 NKV=2 HS=32", f"{name}={ALL_HEADS}",
+        lambda size, a: {"table": device.asarray(rope_table(size.T, size.HS, 1e4))})
+
+
+
+def norm() -> dict:
+    return {"norm": device.asarray(np.array([1, 1, 0, 0], np.float32))}
+
+
+RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 1}
+add(adamw, "n=4096", "params=n grads=n m=n v=n", lambda size, a: norm() | RECIPE)
+add(global_norm, "n=4096", "x=n scratch=P,2",
+    lambda size, a: norm() | {"arrays": [a.x], "largest": 1.0, "skip_nonfinite": False})
+add(column_sum, "N=640 C=128", "out=C scratch=P,C inp=N,C")
+add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
+add(add_in_order, "rank=1 N=3 n=1000", "sums=n own=n parts=N,n")
+add(checksum, "n=4096", "params=n", lambda size, a: {"model": SimpleNamespace(params_memory=a.params)})
+
+
+def launch_named(name: str) -> Launch:
+    """Raises UserError for a launcher that there is not, with those that there are."""
+    if name not in LAUNCHES:
+        raise UserError(f"{name}: not a launcher; there are {', '.join(LAUNCHES)}")
+    return LAUNCHES[name]
+
+
+def sizes_of(text: str, launch: Launch) -> dict[str, int]:
+    """A launch's sizes with those that a text such as "B=2,T=8" sets; UserError where it does not say so."""
+    sizes = dict(launch.sizes)
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in sizes or not value.isdecimal() or not 0 < int(value) < 1 << 31:
+            known = ",".join(f"{key}={size}" for key, size in launch.sizes.items())
+            raise UserError(f"--shape {text}: {word!r} is not one of its sizes and a number, as in {known}")
+        sizes[name] = int(value)
+    return sizes

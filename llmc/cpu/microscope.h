@@ -1,0 +1,394 @@
+// What every thread of a launch touches, for dev/microscope.py. A part of runtime.cpp in builds with LLMC_MICROSCOPE.
+//
+// Kernels are compiled with GCC's -fsanitize=thread and -fsanitize-coverage=trace-pc, but linked without their
+// libraries: the functions that the compiler then calls before each access and in each basic block are defined here.
+// They keep a log for each thread. When a block has ended, its logs are replayed warp by warp, as a GPU executes them:
+// all lanes that stand at the same instruction take it together, and lanes that a branch has parted meet again where
+// all of their ways lead (at the branch's immediate post-dominator). What comes out is a list of warp instructions with
+// the addresses of their lanes.
+//
+// Races are found while the threads run, by vector clocks (Flanagan and Freund's FastTrack, PLDI 2009): two accesses of
+// which one writes, by two threads that have met in between at no __syncthreads or __syncwarp, or by two blocks.
+
+#include <algorithm>
+#include <set>
+#include <unordered_map>
+
+extern "C" void* __tls_get_addr(size_t* module_and_offset);
+
+namespace llmc {
+namespace microscope {
+
+enum Kind : uint8_t { LOAD, STORE, ATOMIC, BARRIER, MEETING, VISIT };  // VISIT: a basic block begins
+
+enum Space : int { DEVICE, STATIC_SHARED, DYNAMIC_SHARED };
+// An array that kernels touch. base: of a static shared one its offset among the library's thread-local variables; what
+// the launch gives of dynamic shared memory has neither base nor size here.
+struct Array { char* base; size_t size; Space space; };
+
+struct Event {                              // of one thread
+    char* pc;                               // where the call returns to
+    int64_t offset;                         // in the array
+    int array;
+    Kind kind;
+    uint8_t size;                           // bytes
+};
+
+// What dev/microscope.py reads, as NumPy's STEP and RACE there.
+struct Step {                               // a warp instruction
+    int64_t pc;
+    int32_t block, warp, epoch;             // epoch: barriers that the warp has passed
+    uint32_t mask;                          // lanes that take part
+    int32_t array;
+    uint8_t kind, size, unused[2];
+    int64_t what;                           // of a meeting: its name, a C string
+    int64_t offset[32];                     // bytes from the array's beginning, of each lane
+};
+
+struct Access { int64_t pc; int32_t block, thread; uint8_t kind, unused[7]; };
+struct Race { Access one, other; int32_t array, count; int64_t offset; };
+
+struct Result { const Step* steps; int64_t step_count; const Race* races; int64_t race_count; char* library; int32_t grid[3], block[3]; };
+
+struct Seen { Access access; uint32_t clock; int epoch; };
+struct Word {                               // the accesses to four bytes that a later one may race with
+    Seen written{{0, -1, -1}}, read[2]{{{0, -1, -1}}, {{0, -1, -1}}};   // reads of two different blocks
+    std::vector<Seen> readers;              // in this block since its last barrier
+};
+
+struct State {
+    bool active = false;
+    std::vector<Array> given, arrays;       // arrays: where they lie in this launch
+    std::vector<Event> log[MAX_THREADS];
+    std::vector<Step> steps;
+    std::vector<Race> races;
+    std::map<std::tuple<int64_t, int64_t, int, int>, size_t> race_at;
+    std::vector<std::unordered_map<int64_t, Word>> words;               // of each array, by offset / 4
+    uint32_t clock[MAX_THREADS][32];        // of a thread: what it knows of its warp's lanes
+    int epoch, block;
+    Result result;
+};
+static State state;
+
+// ---- races
+
+static bool ordered(const Seen& before, int thread, int block) {
+    if (before.access.block != block) return false;
+    if (before.access.thread == thread || before.epoch < state.epoch) return true;
+    unsigned warp_size = self->warp_size, there = before.access.thread;
+    return there / warp_size == thread / warp_size && before.clock <= state.clock[thread][there % warp_size];
+}
+
+static void note_race(const Seen& before, const Access& now, int array, int64_t offset) {
+    auto [found, is_new] = state.race_at.insert({{before.access.pc, now.pc, before.access.kind, now.kind}, state.races.size()});
+    if (is_new) state.races.push_back({before.access, now, array, 0, offset});
+    state.races[found->second].count++;
+}
+
+static void look_for_races(const Event& e, int thread) {
+    const bool shared = state.arrays[e.array].space != DEVICE;
+    Access now = {(int64_t)e.pc, state.block, thread, e.kind, {}};
+    Seen seen = {now, state.clock[thread][thread % self->warp_size], state.epoch};
+    for (int64_t at = e.offset / 4; at <= (e.offset + e.size - 1) / 4; at++) {
+        Word& word = state.words[e.array][at];
+        auto against = [&](const Seen& before) {
+            if (before.access.thread < 0 || (before.access.kind == ATOMIC && e.kind == ATOMIC)) return;
+            if (shared && before.access.block != state.block) return;   // another block's own shared memory
+            if (!ordered(before, thread, state.block)) note_race(before, now, e.array, 4 * at);
+        };
+        against(word.written);
+        if (e.kind == LOAD) {
+            if (!word.readers.empty() && (word.readers[0].epoch != state.epoch || word.readers[0].access.block != state.block))
+                word.readers.clear();
+            bool known = false;
+            for (Seen& reader : word.readers) if (reader.access.thread == thread) reader = seen, known = true;
+            if (!known) word.readers.push_back(seen);
+            if (word.read[0].access.block != state.block) word.read[1] = word.read[0], word.read[0] = seen;
+        } else {
+            for (const Seen& reader : word.readers) if (reader.access.block == state.block) against(reader);
+            for (const Seen& reader : word.read) if (reader.access.block != state.block) against(reader);
+            word.readers.clear();
+            word.written = seen;
+        }
+    }
+}
+
+struct Pause {                              // what one lane does for all of a meeting is no thread's own doing
+    bool was = state.active;
+    Pause() { state.active = false; }
+    ~Pause() { state.active = was; }
+};
+
+static void met(Worker& w, unsigned warp, unsigned lanes, const char* what) {
+    if (!state.active || strcmp(what, "__syncwarp")) return;            // a shuffle orders no memory
+    uint32_t joined[32] = {};
+    for (unsigned rest = lanes; rest; rest &= rest - 1)
+        for (unsigned i = 0; i < 32; i++)
+            joined[i] = std::max(joined[i], state.clock[warp * w.warp_size + __builtin_ctz(rest)][i]);
+    for (unsigned rest = lanes; rest; rest &= rest - 1) {
+        unsigned lane = __builtin_ctz(rest);
+        uint32_t* clock = state.clock[warp * w.warp_size + lane];
+        memcpy(clock, joined, sizeof joined);
+        clock[lane]++;
+    }
+}
+
+static void barrier_passed() { state.epoch++; }
+
+// ---- the log
+
+static void note(void* pc, Kind kind, int array, int64_t offset, size_t size) {
+    state.log[self->current].push_back({(char*)pc, offset, array, kind, (uint8_t)size});
+}
+
+static void touch(void* pc, const volatile void* address, size_t size, Kind kind) {
+    if (!state.active || !self || !self->running) return;
+    char* at = (char*)address;
+    for (size_t i = 0; i < state.arrays.size(); i++) {
+        Array& array = state.arrays[i];
+        if ((size_t)(at - array.base) >= array.size) continue;
+        note(pc, kind, i, at - array.base, size);
+        look_for_races(state.log[self->current].back(), self->current);
+        return;
+    }
+}
+
+static void wait(void* pc, Kind kind, const char* what) {
+    if (state.active) note(pc, kind, -1, (int64_t)what, 0);
+}
+
+// ---- the replay of a warp
+
+struct Replay {
+    const Event *at[32], *end[32];
+    int epoch[32] = {}, warp;
+    std::map<char*, char*> meeting_points;  // a basic block's immediate post-dominator; null is the kernel's end
+
+    static bool is_visit(const Event* e) { return e->kind == VISIT; }
+    char* block_of(int lane) { return at[lane] == end[lane] ? nullptr : at[lane]->pc; }
+
+    // Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of the ways that this
+    // warp's lanes have gone.
+    void find_meeting_points(const std::vector<Event>* logs, int lanes) {
+        std::map<char*, std::set<char*>> before;                        // null: the end
+        for (int lane = 0; lane < lanes; lane++) {
+            char* last = nullptr;
+            bool begun = false;
+            for (const Event& e : logs[lane]) {
+                if (e.kind != VISIT) continue;
+                if (begun) before[e.pc].insert(last);
+                last = e.pc, begun = true;
+            }
+            if (begun) before[nullptr].insert(last);
+        }
+        std::map<char*, std::set<char*>> after;
+        for (auto& [block, all] : before) for (char* b : all) after[b].insert(block);
+        std::vector<char*> order;                                       // postorder from the end, against the arrows
+        std::map<char*, int> number;
+        std::vector<std::pair<char*, std::vector<char*>>> path;
+        auto enter = [&](char* block) {
+            number[block] = -1;
+            path.push_back({block, {before[block].begin(), before[block].end()}});
+        };
+        enter(nullptr);
+        while (!path.empty()) {
+            auto& [block, rest] = path.back();
+            if (rest.empty()) {
+                number[block] = order.size();
+                order.push_back(block);
+                path.pop_back();
+            } else {
+                char* next = rest.back();
+                rest.pop_back();
+                if (!number.count(next)) enter(next);
+            }
+        }
+        std::map<char*, char*>& point = meeting_points;
+        point[nullptr] = nullptr;
+        for (bool changed = true; changed;) {
+            changed = false;
+            for (size_t i = order.size() - 1; i-- > 0;) {
+                char* block = order[i];
+                bool any = false;
+                char* common = nullptr;
+                for (char* next : after[block]) {
+                    if (!point.count(next)) continue;
+                    if (!any) { common = next, any = true; continue; }
+                    char* other = next;
+                    while (common != other) {
+                        while (number[common] < number[other]) common = point[common];
+                        while (number[other] < number[common]) other = point[other];
+                    }
+                }
+                if (any && (!point.count(block) || point[block] != common)) point[block] = common, changed = true;
+            }
+        }
+    }
+
+    void emit(unsigned lanes) {
+        const Event& first = *at[__builtin_ctz(lanes)];
+        Step step = {};
+        step.pc = (int64_t)first.pc, step.block = state.block, step.warp = warp, step.kind = first.kind;
+        step.size = first.size, step.array = first.array, step.epoch = epoch[__builtin_ctz(lanes)];
+        if (first.array < 0) step.what = first.offset;
+        for (unsigned rest = lanes; rest; rest &= rest - 1) {
+            int lane = __builtin_ctz(rest);
+            if (at[lane]->array != first.array) continue;               // of another array: a step of its own
+            step.mask |= 1u << lane;
+            if (first.array >= 0) step.offset[lane] = at[lane]->offset;
+            if (first.kind == BARRIER) epoch[lane]++;
+            at[lane]++;
+        }
+        state.steps.push_back(step);
+    }
+
+    // Executes a basic block's instructions, up to the beginning of the next one.
+    void execute(unsigned lanes) {
+        for (unsigned rest = lanes; rest; rest &= rest - 1) at[__builtin_ctz(rest)]++;
+        for (;;) {
+            unsigned waiting = 0, together = 0;
+            char* lowest = nullptr;
+            for (unsigned rest = lanes; rest; rest &= rest - 1) {
+                int lane = __builtin_ctz(rest);
+                if (at[lane] == end[lane] || at[lane]->kind == VISIT) continue;
+                waiting |= 1u << lane;
+                if (!lowest || at[lane]->pc < lowest) lowest = at[lane]->pc, together = 0;
+                if (at[lane]->pc == lowest) together |= 1u << lane;
+            }
+            if (!waiting) return;
+            emit(together);
+        }
+    }
+
+    // From where all `lanes` stand, up to the basic block `stop`.
+    void run(unsigned lanes, char* stop, const std::vector<Event>* logs, int count) {
+        for (;;) {
+            char* block = block_of(__builtin_ctz(lanes));
+            if (block == stop) return;
+            execute(lanes);
+            std::map<char*, unsigned> ways;
+            for (unsigned rest = lanes; rest; rest &= rest - 1)
+                ways[block_of(__builtin_ctz(rest))] |= rest & -rest;
+            if (ways.size() == 1) continue;
+            if (meeting_points.empty()) find_meeting_points(logs, count);
+            char* meeting = meeting_points[block];
+            for (auto& [next, group] : ways) run(group, meeting, logs, count);
+        }
+    }
+};
+
+// ---- a block, a launch
+
+static void block_begins(Worker& w) {
+    if (!state.active) return;
+    Index i = w.builtins.blockIdx, size = w.builtins.gridDim;
+    state.block = i.x + size.x * (i.y + size.y * i.z);
+    state.epoch = 0;
+    for (unsigned t = 0; t < w.threads; t++) {
+        state.log[t].clear();
+        memset(state.clock[t], 0, sizeof state.clock[t]);
+        state.clock[t][t % w.warp_size] = 1;
+    }
+    for (size_t i = 0; i < state.arrays.size(); i++) if (state.arrays[i].space != DEVICE) state.words[i].clear();
+}
+
+static void block_ends(Worker& w) {
+    if (!state.active) return;
+    for (unsigned first = 0; first < w.threads; first += w.warp_size) {
+        Replay replay;
+        unsigned lanes = std::min(w.warp_size, w.threads - first);
+        replay.warp = first / w.warp_size;
+        for (unsigned i = 0; i < lanes; i++) {
+            std::vector<Event>& log = state.log[first + i];
+            replay.at[i] = log.data(), replay.end[i] = log.data() + log.size();
+        }
+        replay.run(0xffffffffu >> (32 - lanes), nullptr, &state.log[first], lanes);
+    }
+}
+
+// Finds the library of a kernel: where it was loaded, and this OS thread's copy of its thread-local variables.
+static void find_library(const Kernel* kernel, char*& base, char*& variables) {
+    struct Found { const Kernel* kernel; char *base, *variables; } found = {kernel, nullptr, nullptr};
+    dl_iterate_phdr([](dl_phdr_info* library, size_t, void* data) {
+        Found& found = *(Found*)data;
+        for (int i = 0; i < library->dlpi_phnum; i++) {
+            const ElfW(Phdr)& segment = library->dlpi_phdr[i];
+            if (segment.p_type != PT_LOAD || (size_t)found.kernel - library->dlpi_addr - segment.p_vaddr >= segment.p_memsz) continue;
+            size_t first[2] = {library->dlpi_tls_modid, 0};            // asking for its address makes the copy
+            found.base = (char*)library->dlpi_addr;
+            found.variables = library->dlpi_tls_modid ? (char*)__tls_get_addr(first) : nullptr;
+            return 1;
+        }
+        return 0;
+    }, &found);
+    base = found.base, variables = found.variables;
+}
+
+static void launch_begins(Worker& w) {
+    if (!state.active) return;
+    char* variables;
+    find_library(w.job->kernel, state.result.library, variables);
+    state.arrays = state.given;
+    for (Array& array : state.arrays) {
+        if (array.space == STATIC_SHARED) array.base = variables + (size_t)array.base;
+        if (array.space == DYNAMIC_SHARED) array.base = w.shared, array.size = w.shared_size;
+    }
+    memcpy(state.result.grid, &w.builtins.gridDim, sizeof(Index));
+    memcpy(state.result.block, &w.builtins.blockDim, sizeof(Index));
+}
+
+}  // namespace microscope
+}  // namespace llmc
+
+// The next launch is watched. What it does to the arrays is there when the end below is called.
+extern "C" void llmc_microscope_begin(const llmc::microscope::Array* arrays, int count) {
+    using namespace llmc::microscope;
+    state.given.assign(arrays, arrays + count);
+    state.words.assign(count, {});
+    state.steps.clear(), state.races.clear(), state.race_at.clear();
+    state.active = true;
+}
+
+extern "C" const llmc::microscope::Result* llmc_microscope_end() {
+    using namespace llmc::microscope;
+    state.active = false;
+    state.words.clear();
+    Result& result = state.result;
+    result.steps = state.steps.data(), result.step_count = state.steps.size();
+    result.races = state.races.data(), result.race_count = state.races.size();
+    return &result;
+}
+
+// ---- what the compiler calls
+
+#define LLMC_ACCESSES(size)                                                                                              \
+    extern "C" void __tsan_read##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::LOAD); }    \
+    extern "C" void __tsan_write##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::STORE); }  \
+    extern "C" void __tsan_unaligned_read##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::LOAD); }   \
+    extern "C" void __tsan_unaligned_write##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::STORE); }
+LLMC_ACCESSES(1)
+LLMC_ACCESSES(2)
+LLMC_ACCESSES(4)
+LLMC_ACCESSES(8)
+LLMC_ACCESSES(16)
+
+extern "C" void __tsan_read_range(void* p, size_t size) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::LOAD); }
+extern "C" void __tsan_write_range(void* p, size_t size) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::STORE); }
+
+// CUDA's atomics are loops of a load and a compare-and-exchange here: the latter stands for the whole.
+#define LLMC_ATOMICS(bits, type)                                                                                         \
+    extern "C" type __tsan_atomic##bits##_load(const volatile type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }   \
+    extern "C" int __tsan_atomic##bits##_compare_exchange_weak(volatile type* p, type* expected, type value, int, int) {       \
+        llmc::microscope::touch(__builtin_return_address(0), p, sizeof *p, llmc::microscope::ATOMIC);                          \
+        return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                     \
+    }
+LLMC_ATOMICS(32, uint32_t)
+LLMC_ATOMICS(64, uint64_t)
+
+extern "C" void __sanitizer_cov_trace_pc() {
+    using namespace llmc::microscope;
+    if (state.active && llmc::self && llmc::self->running) note(__builtin_return_address(0), VISIT, -1, 0, 0);
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
