@@ -8,6 +8,7 @@ A name after a colon tells variants of a launcher apart: attention_forward:relu.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from llmc.errors import UserError
 from llmc.model import Model
 
 EPS = 1e-5
+LARGEST = 1 << 26  # elements of an array
 
 
 @dataclass
@@ -46,22 +48,23 @@ class Launch:
     sizes: dict[str, int]
     shapes: dict[str, tuple[str, ...]]
     others: Callable[[SimpleNamespace, SimpleNamespace], dict] = field(repr=False)
+    needs: tuple[str, ...] = ()  # of the sizes
 
     def prepare(self, sizes: dict[str, int]) -> Callable[[], None]:
         """A call of the launcher with arrays of these sizes on the device in use, filled with random numbers.
 
-        Raises UserError for a size that the launcher does not have.
+        Raises UserError for sizes that the launcher does not take, or whose arrays are larger than LARGEST.
         """
-        for name in sizes:
-            if name not in self.sizes:
-                raise UserError(f"{name}: {self.launcher.__name__} has the sizes {', '.join(self.sizes)}")
         size = SimpleNamespace(**{**self.sizes, **sizes})
+        for need in self.needs:
+            if not eval(need, {}, vars(size)):
+                raise UserError(f"{self.launcher.__name__} needs {need}")
         rng = np.random.default_rng(1)
         arrays = {}
         for name, shape in self.shapes.items():
-            shape = tuple(int(eval(length, {"P": MOST_PARTIALS}, vars(size))) for length in shape)
-            if min(shape) < 1:
-                raise UserError(f"{name} would have the shape {shape}: all sizes must be positive")
+            shape = tuple(eval(length, {"P": MOST_PARTIALS}, vars(size)) for length in shape)
+            if (count := math.prod(shape)) > LARGEST:
+                raise UserError(f"{name} would have {count:,} elements; {LARGEST:,} are the most: lower a size")
             values = rng.standard_normal(shape, np.float32)
             arrays[name] = device.asarray(abs(values) if name in ("rstd", "v") else values)
         given = {**vars(size), **arrays}
@@ -74,7 +77,10 @@ class Launch:
 LAUNCHES: dict[str, Launch] = {}
 
 
-def add(launcher: Callable, sizes: str, shapes: str, others: Callable = lambda size, a: {}, variant: str = "") -> None:
+def add(
+    launcher: Callable, sizes: str, shapes: str, others: Callable = lambda size, a: {}, variant: str = "",
+    needs: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     """sizes: "B=2 T=8"; shapes: "inp=B,T,C weight=C", of expressions of the sizes; P is MOST_PARTIALS."""
     name = launcher.__name__ + (f":{variant}" if variant else "")
     pairs = [word.split("=") for word in shapes.split()]
@@ -83,6 +89,7 @@ def add(launcher: Callable, sizes: str, shapes: str, others: Callable = lambda s
         {key: int(value) for key, value in (word.split("=") for word in sizes.split())},
         {key: tuple(shape.split(",")) for key, shape in pairs},
         others,
+        needs,
     )
 
 
@@ -180,7 +187,8 @@ add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out_T=C,N dout=N,C inp=N,2*C")
 
 add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses=B,T",
-    lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))})
+    lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))},
+    needs=("V <= Vp", "Vp % 4 == 0"))
 
 
 def heads(size, a) -> dict:
@@ -188,24 +196,25 @@ def heads(size, a) -> dict:
 
 
 ALL_HEADS = "B,T,NH+2*NKV,HS"
+GROUPS = ("NH % NKV == 0",)
 BY_HEAD = f"qkvr={ALL_HEADS} dqkvr={ALL_HEADS} att=B,NH,T,T datt=B,NH,T,T out_r=B,NH,T,HS dout_r=B,NH,T,HS"
 for relu in False, True:
     given, variant = (lambda size, a, relu=relu: heads(size, a) | {"relu": relu}), "relu" if relu else ""
     sizes = "B=1 T=32 NH=4 NKV=4 HS=32"
-    add(attention_forward, sizes, f"out=B,T,NH*HS qkv={ALL_HEADS} {BY_HEAD}", given, variant)
-    add(attention_backward, sizes, f"dqkv={ALL_HEADS} dout=B,T,NH*HS {BY_HEAD}", given, variant)
+    add(attention_forward, sizes, f"out=B,T,NH*HS qkv={ALL_HEADS} {BY_HEAD}", given, variant, GROUPS)
+    add(attention_backward, sizes, f"dqkv={ALL_HEADS} dout=B,T,NH*HS {BY_HEAD}", given, variant, GROUPS)
 for HS in 64, 128:
     sizes, variant = f"B=1 T=80 NH=2 NKV=1 HS={HS}", "" if HS == 64 else "128"
-    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}", heads, variant)
+    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}", heads, variant, GROUPS)
     add(
         flash_attention_backward, sizes,
         f"dqkv={ALL_HEADS} dkv_heads=B,T,2,NH,HS dsum=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}",
-        heads, variant,
+        heads, variant, GROUPS,
     )  # fmt: skip
 for rope in rope_forward, rope_backward:
     name = "qkv" if rope is rope_forward else "dqkv"
     add(rope, "B=2 T=16 NH=4 NKV=2 HS=32", f"{name}={ALL_HEADS}",
-        lambda size, a: {"table": device.asarray(rope_table(size.T, size.HS, 1e4))})
+        lambda size, a: {"table": device.asarray(rope_table(size.T, size.HS, 1e4))}, needs=("HS % 2 == 0",))
 
 
 
@@ -219,7 +228,7 @@ add(global_norm, "n=4096", "x=n scratch=P,2",
     lambda size, a: norm() | {"arrays": [a.x], "largest": 1.0, "skip_nonfinite": False})
 add(column_sum, "N=640 C=128", "out=C scratch=P,C inp=N,C")
 add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
-add(add_in_order, "rank=1 N=3 n=1000", "sums=n own=n parts=N,n")
+add(add_in_order, "rank=1 N=3 n=1000", "sums=n own=n parts=N,n", needs=("rank < N",))
 add(checksum, "n=4096", "params=n", lambda size, a: {"model": SimpleNamespace(params_memory=a.params)})
 
 

@@ -20,7 +20,7 @@ from dev.launches import Launch
 from dev.traffic import floats_of
 from llmc import cpu
 from llmc.cpu import compiler
-from llmc.cpu.launch import runtime
+from llmc.cpu.launch import KernelError, runtime
 from llmc.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +142,8 @@ def watch_kernel(name: str, arguments: dict, work: Callable[[], None], file: Pat
     begin((CArray * len(given))(*(CArray(*one) for one in given)), len(given))
     try:
         work()
+    except KernelError as error:
+        raise UserError(str(error)) from None
     finally:
         result = end().contents
     steps, races = copied(result.steps, result.step_count, STEP), copied(result.races, result.race_count, RACE)

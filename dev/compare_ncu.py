@@ -1,0 +1,145 @@
+"""Compares what the microscope counts with what NVIDIA's profiler counts on a GPU: python dev/compare_ncu.py
+
+Every launcher of dev/launches.py runs at its small sizes, once on the GPU under ncu and once under the microscope, and
+tests/data/microscope.json keeps, for each kernel and counter, both numbers and the GPU. ncu must be on the PATH; it may
+lack the permission to read the counters (NVIDIA explains what to do under "ERR_NVGPUCTRPERM").
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import csv
+import json
+import shutil
+import subprocess
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from dev.launches import LAUNCHES
+from dev.watch import FILES, LOAD, STORE, Watched, distinct, passes_of, sectors_of, use_microscope, watch
+from llmc.arguments import Parser
+from llmc.errors import UserError
+from llmc.files import replacing
+from llmc.program import run_program
+
+KEPT = Path(__file__).resolve().parents[1] / "tests" / "data" / "microscope.json"
+
+# Kernels of which a count differs, and why.
+JOINED = "nvcc joins neighbouring accesses of four bytes, such as those to a struct Four, into one of sixteen"
+KEPT_IN_REGISTERS = "what one compiler keeps in a register the other loads again"
+PREDICATED = "ncu counts an unrolled instruction as executed also where all its lanes are switched off"
+COPIED = "cp.async is neither a load nor a store for ncu, and its writes meet other accesses in their banks"
+KNOWN = {
+    "wte_backward_kernel": JOINED,
+    "layernorm_backward_kernel": "?",
+    "rmsnorm_forward_kernel": PREDICATED,
+    "rmsnorm_backward_kernel": JOINED,
+    "parallel_residual_backward_kernel": JOINED,
+    "parallel_residual_dropout_backward_kernel": JOINED,
+    "parallel_residual_dropout_forward_kernel": KEPT_IN_REGISTERS,
+    "fused_classifier_kernel": KEPT_IN_REGISTERS,
+    "flash_attention_forward_kernel_64": COPIED,
+    "flash_attention_backward_query_kernel_64": COPIED,
+    "flash_attention_backward_key_kernel_64": COPIED,
+    "flash_attention_forward_kernel_128": COPIED,
+    "flash_attention_backward_query_kernel_128": COPIED,
+    "flash_attention_backward_key_kernel_128": COPIED,
+}
+
+L1 = "l1tex__"
+COUNTERS = {
+    "global load requests": f"{L1}t_requests_pipe_lsu_mem_global_op_ld.sum",
+    "global load sectors": f"{L1}t_sectors_pipe_lsu_mem_global_op_ld.sum",
+    "global store requests": f"{L1}t_requests_pipe_lsu_mem_global_op_st.sum",
+    "global store sectors": f"{L1}t_sectors_pipe_lsu_mem_global_op_st.sum",
+    "shared loads": "smsp__inst_executed_op_shared_ld.sum",
+    "shared load conflicts": f"{L1}data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    "shared stores": "smsp__inst_executed_op_shared_st.sum",
+    "shared store conflicts": f"{L1}data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    "copies to shared memory": "smsp__inst_executed_op_ldgsts.sum",
+}
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--launch", action="store_true", help="only launch everything once: what ncu watches")
+    args = parser.parse_args()
+    if args.launch:
+        device.use("cuda")
+        for launch in LAUNCHES.values():
+            launch.prepare(launch.sizes)()
+            device.synchronize()
+        return
+    counted = counts_of_ncu()
+    use_microscope()
+    rows, at = [], iter(counted)
+    for name, launch in LAUNCHES.items():
+        for one in watch(launch, launch.sizes):
+            kernel, theirs = next(at)
+            if kernel != one.kernel:
+                raise UserError(f"ncu saw {kernel} where {name} launches {one.kernel}")
+            for counter, ours in counts_of(one).items():
+                row = {"launcher": name, "kernel": kernel, "counter": counter, "ours": ours, "ncu": theirs[counter]}
+                rows.append(row)
+    if next(at, None):
+        raise UserError("ncu saw more kernels than the microscope")
+    device.use("cuda")
+    kept = {"machine": device.name(), "rows": rows}
+    KEPT.parent.mkdir(exist_ok=True)
+    with replacing(KEPT) as file:
+        file.write(json.dumps(kept, indent=None).replace("}, {", "},\n{").encode() + b"\n")
+    agree = [row for row in rows if row["ours"] == row["ncu"]]
+    for row in rows:
+        if row["ours"] != row["ncu"]:
+            print(f"{row['launcher']:36} {row['kernel']:44} {row['counter']:24} {row['ours']:>9,} {row['ncu']:>9,}")
+    print(f"{len(agree)} of {len(rows)} counts agree exactly; {KEPT.name} has all")
+
+
+def counts_of_ncu() -> list[tuple[str, dict[str, int]]]:
+    """The kernels of kernels/ in the order of their launches, with their counters."""
+    if not shutil.which("ncu"):
+        raise UserError("ncu is not on the PATH; it comes with NVIDIA's CUDA toolkit or Nsight Compute")
+    done = subprocess.run(
+        ["ncu", "--clock-control", "none", "--csv", "--print-units", "base",
+         "--kernel-name", "regex:_kernel(_[0-9]+)?$", "--metrics", ",".join(COUNTERS.values()),
+         sys.executable, __file__, "--launch"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if done.returncode or not lines:
+        raise UserError(f"ncu failed: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
+    kernels: dict[str, tuple[str, dict[str, int]]] = {}
+    for row in csv.DictReader(lines):
+        name, metric = row["Kernel Name"].partition("(")[0], row["Metric Name"]
+        counter = next(key for key, value in COUNTERS.items() if value == metric)
+        value = row["Metric Value"].replace(",", "")
+        if name in FILES:  # and not a cuBLAS kernel
+            kernels.setdefault(row["ID"], (name, {}))[1][counter] = int(float(value))
+    return list(kernels.values())
+
+
+def counts_of(watched: Watched) -> dict[str, int]:
+    """The same counters of a launch under the microscope."""
+    steps = watched.steps[watched.steps["array"] >= 0]
+    shared = np.array([array.shared for array in watched.arrays])[steps["array"]]
+    counts = {}
+    for name, kind in ("load", LOAD), ("store", STORE):
+        mine = steps[~shared & (steps["kind"] == kind)]
+        counts[f"global {name} requests"] = len(mine)
+        counts[f"global {name} sectors"] = int(distinct(sectors_of(mine)).sum())
+        mine = steps[shared & (steps["kind"] == kind)]
+        counts[f"shared {name}s"] = len(mine)
+        conflicts = 0
+        for size in np.unique(mine["size"]):
+            passes, least = passes_of(mine[mine["size"] == size], int(size))
+            conflicts += int((passes - least).sum())
+        counts[f"shared {name} conflicts"] = conflicts
+    return counts
+
+
+if __name__ == "__main__":
+    run_program(main)

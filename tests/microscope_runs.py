@@ -1,0 +1,107 @@
+"""What tests/test_microscope.py looks at, as JSON on stdout. A process of its own, since the CPU device's runtime is
+loaded once in a process, and the microscope's is another one."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from dev.compare_ncu import counts_of  # noqa: E402
+from dev.launches import LAUNCHES, sizes_of  # noqa: E402
+from dev.microscope import race_lines  # noqa: E402
+from dev.watch import FILES, use_microscope, watch, watch_kernel  # noqa: E402
+from llmc import cpu, device  # noqa: E402
+
+import numpy as np  # isort: skip  # noqa: E402
+
+# Sizes at which blocks come back to their shared memory, and rows end within a warp.
+HARD = {
+    "encoder_backward": "B=1,T=6,C=1101,V=3", "layernorm_backward": "B=1,T=31,C=261",
+    "layernorm_backward:dropout": "B=1,T=31,C=261", "rmsnorm_backward": "B=1,T=31,C=261",
+    "rmsnorm_backward:dropout": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=31,C=261",
+    "parallel_residual_backward:dropout": "B=1,T=31,C=261", "parallel_residual_forward": "B=1,T=3,C=2101",
+    "fused_residual_forward": "B=1,T=3,C=2101", "rmsnorm_forward": "B=1,T=3,C=2101",
+    "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
+    "flash_attention_forward": "T=161", "flash_attention_backward": "T=161", "global_norm": "n=10001",
+    "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
+    "norm_transposed": "T=67,C=67",
+}  # fmt: skip
+
+# A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
+MUTANTS = [
+    ("common.cuh", 0, "fused_classifier"), ("common.cuh", 1, "parallel_residual_forward"),
+    ("encoder.cu", 0, "encoder_backward"), ("encoder.cu", 1, "encoder_backward"),
+    ("gelu.cu", 0, "gelu_backward"), ("gelu.cu", 1, "gelu_backward"), ("gelu.cu", 2, "gelu_backward"),
+    ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
+    ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"), ("swiglu.cu", 0, "swiglu_backward"),
+    ("rmsnorm.cu", 0, "rmsnorm_backward"), ("rmsnorm.cu", 1, "rmsnorm_backward"),
+]  # fmt: skip
+
+# Kernels of tests/cu: their file, name, block and grid; the first argument is written to.
+BROKEN = [
+    ("missing_barriers.cu", "reverse_kernel", (128,), (1,)),
+    ("missing_barriers.cu", "reads_too_early_kernel", (128,), (1,)),
+    ("missing_barriers.cu", "overwrites_too_early_kernel", (128,), (1,)),
+    ("failures.cu", "with_barrier_kernel", (64,), (1,)),
+    ("failures.cu", "missing_barrier_kernel", (64,), (1,)),
+    ("failures.cu", "blocks_in_order_kernel", (32,), (4,)),
+]  # fmt: skip
+
+
+def main() -> None:
+    use_microscope()
+    found = {"races": {}, "mutants": [], "broken": {}, "counts": []}
+    for name, launch in LAUNCHES.items():
+        for one in watch(launch, launch.sizes):
+            found["races"].setdefault(one.kernel, []).extend(race_lines(one))
+            found["counts"].append([name, one.kernel, counts_of(one)])
+    device._device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
+    for name, shape in HARD.items():
+        for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
+            found["races"][one.kernel].extend(race_lines(one))
+    for file, kernel, block, grid in BROKEN:
+        found["broken"][kernel] = race_lines(watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid))
+    for file, which, name in MUTANTS:
+        with tempfile.TemporaryDirectory() as folder:
+            use_kernels(mutated(Path(folder), file, which))
+            watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
+            races = [line for one in watched for line in race_lines(one)]
+            found["mutants"].append({"file": file, "which": which, "launcher": name, "races": races})
+    json.dump(found, sys.stdout)
+
+
+def watch_broken(file: Path, name: str, block: tuple, grid: tuple):
+    """A kernel of tests/cu under the microscope, on zeros of any size that it may want."""
+    kernel = cpu.compile_source(file).kernel(name)
+    types = {"float*": np.float32, "int*": np.int32}
+    arguments = {}
+    for parameter in kernel.parameters:
+        kind = parameter.type.removeprefix("const ")
+        arguments[parameter.name] = np.zeros(640, types[kind]) if kind in types else {"R": 5, "N": 128}[parameter.name]
+    return watch_kernel(name, arguments, lambda: kernel(grid, block, tuple(arguments.values())), file)
+
+
+def mutated(folder: Path, file: str, which: int) -> Path:
+    """The kernels, copied to a folder, where a file's barrier number `which` is left out."""
+    for path in [*(ROOT / "kernels").glob("*.cu"), *(ROOT / "kernels").glob("*.cuh")]:
+        parts = path.read_text().split("__syncthreads();")
+        if path.name == file:
+            parts[which : which + 2] = [parts[which] + ";" + parts[which + 1]]
+        (folder / path.name).write_text("__syncthreads();".join(parts))
+    return folder
+
+
+def use_kernels(folder: Path) -> None:
+    """Let the launchers take their kernels from another folder."""
+    for source in device._sources:
+        source._path = folder / source._path.name
+        source._forget()
+    for name, path in FILES.items():
+        FILES[name] = folder / path.name
+
+
+if __name__ == "__main__":
+    main()

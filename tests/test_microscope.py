@@ -1,0 +1,128 @@
+"""The microscope: what it counts is what a GPU counts, and no race escapes it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dev import compare_ncu
+from llmc.device import kernel_declarations
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = json.loads(compare_ncu.KEPT.read_text())
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    done = subprocess.run([sys.executable, ROOT / "tests" / "microscope_runs.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def microscope(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "dev" / "microscope.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_no_kernel_has_a_race(runs):
+    assert {kernel: races for kernel, races in runs["races"].items() if races} == {}
+
+
+def test_every_kernel_was_looked_at(runs):
+    there = {name for path in (ROOT / "kernels").glob("*.cu") for name in kernel_declarations(path)}
+    assert set(runs["races"]) == there
+
+
+def test_each_barrier_that_is_left_out_is_found(runs):
+    assert len(runs["mutants"]) >= 10
+    for mutant in runs["mutants"]:
+        assert mutant["races"], f"{mutant['file']} without its barrier {mutant['which']}, seen by {mutant['launcher']}"
+
+
+@pytest.mark.parametrize("kernel, lines", [
+    ("reverse_kernel", None), ("with_barrier_kernel", None),
+    ("reads_too_early_kernel", (8, 10)), ("overwrites_too_early_kernel", (8, 10)), ("missing_barrier_kernel", (24, 25)),
+    ("blocks_in_order_kernel", (37, 37)),
+])  # fmt: skip
+def test_a_race_is_told_with_both_lines_both_threads_and_the_element(runs, kernel, lines):
+    races = runs["broken"][kernel]
+    if lines is None:
+        assert races == []
+        return
+    told = re.compile(
+        r"\w+: \w+\[\d+\]: [\w.]+:(\d+) \((?:load|store) by thread \(.*?\) of block \(.*?\)\) and [\w.]+:(\d+) "
+    )
+    assert {tuple(sorted(map(int, told.match(race).groups()))) for race in races} == {lines}
+
+
+def test_a_race_between_blocks_names_two_blocks(runs):
+    (race,) = runs["broken"]["blocks_in_order_kernel"]
+    assert "x[1]" in race and "of block (0, 0, 0)" in race and "of block (1, 0, 0)" in race
+
+
+def test_what_it_counts_is_what_was_compared_with_a_gpu(runs):
+    compared = {}
+    for row in KEPT["rows"]:
+        compared.setdefault((row["launcher"], row["kernel"]), {})[row["counter"]] = row["ours"]
+    today = {(launcher, kernel): counts for launcher, kernel, counts in runs["counts"]}
+    assert today == compared, "a kernel has changed: run dev/compare_ncu.py on a GPU"
+
+
+def test_it_differs_from_a_gpu_only_where_it_is_known_why():
+    differ = {row["kernel"] for row in KEPT["rows"] if row["ours"] != row["ncu"]}
+    assert differ == set(compare_ncu.KNOWN)
+    agree = [row for row in KEPT["rows"] if row["ours"] == row["ncu"]]
+    assert len(agree) > 0.9 * len(KEPT["rows"])
+    assert len({row["kernel"] for row in KEPT["rows"]} - differ) > 30
+    for row in KEPT["rows"]:  # the transposition tile's conflicts are there on both
+        if row["kernel"] == "transpose_kernel" and "conflicts" in row["counter"]:
+            assert row["ours"] == row["ncu"] > 0
+
+
+def test_the_table_has_the_lines_and_totals_of_a_kernel():
+    done = microscope("transpose", "--shape", "N=64,C=64")
+    assert done.returncode == 0, done.stderr
+    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines()]
+    access = {(row[1], row[2]): row for row in rows if len(row) > 5 and ":" in row[0]}
+    assert access["load 16", "inp"][3:] == ["32", "32.0", "16,384", "512", "100%"]
+    assert access["load 4", "tile"][-1] == access["store 4", "tile"][-1] == "2.0 / 2.00"
+    assert ["inp", "16,384", "16,384", "0", "0"] in rows
+    assert rows[-1][0].startswith("bytes moved: 32,768; each sector once: 32,768; the profile counts 32,768")
+    assert any(row[1:] == ["__syncthreads", "8", "32.0"] for row in rows)
+
+
+def test_lanes_that_a_branch_has_parted_are_counted_together_where_they_meet_again():
+    done = microscope("rmsnorm_forward", "--shape", "B=1,T=1,C=130")
+    (store,) = (line.split() for line in done.stdout.splitlines() if " out " in line and "store" in line)
+    # A lane has four channels, which take a store each, as rows of 130 floats allow no vectors: four stores by 32
+    # lanes, then two by the one lane that has the last two channels.
+    assert store[1:7] == ["store", "4", "out", "6", "21.7", "520"]
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (["layernorm"], "layernorm: not a launcher; there are encoder_forward, "),
+    (["transpose", "--shape", "M=3"], "--shape M=3: 'M=3' is not one of its sizes and a number, as in N=64,C=128"),
+    (["transpose", "--shape", "N=0"], "'N=0' is not one of its sizes"),
+    (["flash_attention_forward", "--shape", "HS=32"], "flash attention takes heads of 64 or 128 channels, not 64 / 2"),
+    (["attention_forward", "--shape", "NKV=3"], "attention_forward needs NH % NKV == 0"),
+    (["layernorm_backward", "--shape", "C=40000"], "layernorm_backward_kernel: 320000 bytes of shared memory, more"),
+    (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements; 67,108,864 are the most"),
+    (["all", "--html", "x.html"], "all: --shape and --html go with a single launcher"),
+])  # fmt: skip
+def test_what_it_cannot_do_is_told_in_a_line(arguments, says):
+    done = microscope(*arguments)
+    assert done.returncode == 1
+    assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_compiler_without_the_instrumentation_is_told_in_a_line(tmp_path):
+    clang = tmp_path / "clang++"
+    clang.write_text("#!/bin/sh\necho clang version 14\n")
+    clang.chmod(0o755)
+    done = microscope("transpose", CXX=str(clang))
+    assert done.returncode == 1
+    assert done.stderr == "error: the microscope needs GCC, whose instrumentation keeps vectors whole: set CXX=g++\n"
