@@ -257,6 +257,7 @@ def test_a_link_restores_what_was_shown(url, visit):
         ("line=layernorm.cu:89", "layernorm.cu:89 store 4 rstd_of"),
         ("kernel=9&block=0&warp=99&step=-3", "layernorm.cu:72 load 4"),
         ("kernel=0&block=0&warp=0&step=x", "layernorm.cu:72 load 4"),
+        ("kernel=length", "layernorm.cu:72 load 4"),
         ("step&&=%%", "layernorm.cu:72 load 4"),
     ],
 )
