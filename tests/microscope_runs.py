@@ -53,11 +53,12 @@ BROKEN = [
 
 def main() -> None:
     use_microscope()
-    found = {"races": {}, "mutants": [], "broken": {}, "counts": []}
+    found = {"races": {}, "mutants": [], "broken": {}, "counts": [], "unplaced": []}
     for name, launch in LAUNCHES.items():
         for one in watch(launch, launch.sizes):
             found["races"].setdefault(one.kernel, []).extend(race_lines(one))
             found["counts"].append([name, one.kernel, counts_of(one)])
+            found["unplaced"] += [one.kernel for place in one.places.values() if not place.line]
     device._device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
     for name, shape in HARD.items():
         for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):

@@ -37,6 +37,10 @@ def test_every_kernel_was_looked_at(runs):
     assert set(runs["races"]) == there
 
 
+def test_every_access_has_a_line(runs):
+    assert runs["unplaced"] == []
+
+
 def test_each_barrier_that_is_left_out_is_found(runs):
     assert len(runs["mutants"]) >= 10
     for mutant in runs["mutants"]:

@@ -24,10 +24,11 @@ HERE = Path(__file__).parent
 MODES = ("DEBUG", "SANITIZE", "MICROSCOPE")  # LLMC_CPU_DEBUG=1 and so on
 
 # For the microscope GCC calls functions of ours (microscope.h) before each access and in each basic block. Vectors are
-# accessed as a whole (-fno-tree-sra), and each call returns to a place of its own, which tells the line.
+# accessed as a whole (-fno-tree-sra), and each call returns to a place of its own, which tells the line (by DWARF 4:
+# of DWARF 5 binutils 2.40 mistakes the files of a text that came through a pipe).
 INSTRUMENTED = [
-    "-O2", "-g", "-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-fno-tree-sra", "-fno-tree-vectorize",
-    "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
+    "-O2", "-g", "-gdwarf-4", "-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-fno-tree-sra",
+    "-fno-tree-vectorize", "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
 ]  # fmt: skip
 
 # __launch_bounds__(...) may stand before or after `void`, with parentheses inside; KERNEL finds it rewritten as @...@.

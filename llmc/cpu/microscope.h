@@ -48,7 +48,14 @@ struct Step {                               // a warp instruction
 struct Access { int64_t pc; int32_t block, thread; uint8_t kind, unused[7]; };
 struct Race { Access one, other; int32_t array, count; int64_t offset; };
 
-struct Result { const Step* steps; int64_t step_count; const Race* races; int64_t race_count; char* library; int32_t grid[3], block[3]; };
+struct Result {                             // of a launch
+    const Step* steps;
+    int64_t step_count;
+    const Race* races;
+    int64_t race_count;
+    char* library;                          // where the kernel's library was loaded
+    int32_t grid[3], block[3];
+};
 
 struct Seen { Access access; uint32_t clock; int epoch; };
 struct Word {                               // the accesses to four bytes that a later one may race with
@@ -80,7 +87,8 @@ static bool ordered(const Seen& before, int thread, int block) {
 }
 
 static void note_race(const Seen& before, const Access& now, int array, int64_t offset) {
-    auto [found, is_new] = state.race_at.insert({{before.access.pc, now.pc, before.access.kind, now.kind}, state.races.size()});
+    auto lines = std::make_tuple(before.access.pc, now.pc, (int)before.access.kind, (int)now.kind);
+    auto [found, is_new] = state.race_at.insert({lines, state.races.size()});
     if (is_new) state.races.push_back({before.access, now, array, 0, offset});
     state.races[found->second].count++;
 }
@@ -98,8 +106,10 @@ static void look_for_races(const Event& e, int thread) {
         };
         against(word.written);
         if (e.kind == LOAD) {
-            if (!word.readers.empty() && (word.readers[0].epoch != state.epoch || word.readers[0].access.block != state.block))
-                word.readers.clear();
+            auto is_old = [&](const Seen& reader) {
+                return reader.epoch != state.epoch || reader.access.block != state.block;
+            };
+            if (!word.readers.empty() && is_old(word.readers[0])) word.readers.clear();
             bool known = false;
             for (Seen& reader : word.readers) if (reader.access.thread == thread) reader = seen, known = true;
             if (!known) word.readers.push_back(seen);
@@ -313,7 +323,8 @@ static void find_library(const Kernel* kernel, char*& base, char*& variables) {
         Found& found = *(Found*)data;
         for (int i = 0; i < library->dlpi_phnum; i++) {
             const ElfW(Phdr)& segment = library->dlpi_phdr[i];
-            if (segment.p_type != PT_LOAD || (size_t)found.kernel - library->dlpi_addr - segment.p_vaddr >= segment.p_memsz) continue;
+            size_t offset = (size_t)found.kernel - library->dlpi_addr - segment.p_vaddr;
+            if (segment.p_type != PT_LOAD || offset >= segment.p_memsz) continue;
             size_t first[2] = {library->dlpi_tls_modid, 0};            // asking for its address makes the copy
             found.base = (char*)library->dlpi_addr;
             found.variables = library->dlpi_tls_modid ? (char*)__tls_get_addr(first) : nullptr;
@@ -361,26 +372,26 @@ extern "C" const llmc::microscope::Result* llmc_microscope_end() {
 
 // ---- what the compiler calls
 
-#define LLMC_ACCESSES(size)                                                                                              \
-    extern "C" void __tsan_read##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::LOAD); }    \
-    extern "C" void __tsan_write##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::STORE); }  \
-    extern "C" void __tsan_unaligned_read##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::LOAD); }   \
-    extern "C" void __tsan_unaligned_write##size(void* p) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::STORE); }
+#define LLMC_SEEN(p, size, kind) llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::kind)
+#define LLMC_ACCESSES(size)                                                             \
+    extern "C" void __tsan_read##size(void* p) { LLMC_SEEN(p, size, LOAD); }            \
+    extern "C" void __tsan_write##size(void* p) { LLMC_SEEN(p, size, STORE); }          \
+    extern "C" void __tsan_unaligned_read##size(void* p) { LLMC_SEEN(p, size, LOAD); }  \
+    extern "C" void __tsan_unaligned_write##size(void* p) { LLMC_SEEN(p, size, STORE); }
 LLMC_ACCESSES(1)
 LLMC_ACCESSES(2)
 LLMC_ACCESSES(4)
 LLMC_ACCESSES(8)
 LLMC_ACCESSES(16)
-
-extern "C" void __tsan_read_range(void* p, size_t size) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::LOAD); }
-extern "C" void __tsan_write_range(void* p, size_t size) { llmc::microscope::touch(__builtin_return_address(0), p, size, llmc::microscope::STORE); }
+extern "C" void __tsan_read_range(void* p, size_t size) { LLMC_SEEN(p, size, LOAD); }
+extern "C" void __tsan_write_range(void* p, size_t size) { LLMC_SEEN(p, size, STORE); }
 
 // CUDA's atomics are loops of a load and a compare-and-exchange here: the latter stands for the whole.
-#define LLMC_ATOMICS(bits, type)                                                                                         \
-    extern "C" type __tsan_atomic##bits##_load(const volatile type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }   \
-    extern "C" int __tsan_atomic##bits##_compare_exchange_weak(volatile type* p, type* expected, type value, int, int) {       \
-        llmc::microscope::touch(__builtin_return_address(0), p, sizeof *p, llmc::microscope::ATOMIC);                          \
-        return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                     \
+#define LLMC_ATOMICS(bits, type)                                                                                           \
+    extern "C" type __tsan_atomic##bits##_load(const volatile type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
+    extern "C" int __tsan_atomic##bits##_compare_exchange_weak(volatile type* p, type* expected, type value, int, int) {   \
+        LLMC_SEEN(p, sizeof *p, ATOMIC);                                                                                   \
+        return __atomic_compare_exchange_n(p, expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                 \
     }
 LLMC_ATOMICS(32, uint32_t)
 LLMC_ATOMICS(64, uint64_t)
