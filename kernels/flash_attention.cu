@@ -48,41 +48,23 @@ __device__ inline float to_tf32(float x) {
     return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
 
+// A NaN with all its bits set, as arithmetic makes it on a GPU, is made a 0 of the other sign by that, and would be
+// hidden. With keep_nan the result is NaN if x or y is: one comparison for two numbers of a row.
+//
+// Each number is compared once, where a warp meets its own rows: q and dout when they are loaded, k and v in forward's
+// tile on the diagonal. There query i meets key and value i, so a NaN in q, k or v is one in lse or out of row i.
+// Backward does not search q, k and v again: what is not finite in lse, out or dout makes D of that row NaN or
+// infinite. The tile on the diagonal hands that on to dq; the block of keys adds 0 * D of its own rows to the scales of
+// dk and dv.
+__device__ inline float to_tf32(float x, float y, bool keep_nan) {
+    const bool unordered = !(x < y || x >= y);
+    return keep_nan && unordered ? __uint_as_float(0x7fc00000u) : to_tf32(x);
+}
+
 // What it sees.
 __device__ inline float tf32_bits(float x) {
     return __uint_as_float(__float_as_uint(x) & 0xffffe000u);
 }
-
-// A NaN with all its bits set, as arithmetic makes it on a GPU, is made a 0 of the other sign by to_tf32, and would be
-// hidden. So each number is looked at once, by the block that has its row: 0 * x is NaN if x is not finite, and then
-// all of the block's results become NaN, by what is added to their scale. Each warp keeps what it has seen in shared
-// memory, as there is no register to spare. In backward the block of queries looks at q, dout, lse and D, the block of
-// keys at k and v, and D takes what the first has seen of q and dout to the second.
-__device__ inline float* nan_of_warps() {
-    __shared__ __align__(16) float nan[WARPS];
-    return nan;
-}
-
-__device__ inline void expect_no_nan() {
-    if (threadIdx.x % 32 == 0) nan_of_warps()[threadIdx.x / 32] = 0.0f;
-    __syncwarp();
-}
-
-static_assert(WARPS == 4, "nan_of_block loads one number a warp as a float4");
-__device__ inline float nan_of_block() {
-    const float4 nan = *reinterpret_cast<const float4*>(nan_of_warps());
-    return nan.x + nan.y + nan.z + nan.w;
-}
-
-struct Look {
-    float nan = 0.0f;
-
-    __device__ void at(float x) { nan += 0.0f * x; }
-    __device__ void at(const float4& x) { at(x.x), at(x.y), at(x.z), at(x.w); }
-    __device__ void note() const {
-        if (nan != nan) nan_of_warps()[threadIdx.x / 32] = nan;
-    }
-};
 
 __device__ inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
@@ -213,9 +195,9 @@ __device__ inline void copy_tile(float* tile, const float* rows, int row0, int T
 // Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores: a[k] for columns 16k .. 16k + 15. Zeros from row T
 // on.
 template <int HS, int M>
-__device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* rows, int row0, int T, int stride) {
+__device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* rows, int row0, int T, int stride,
+                                    bool keep_nan = false) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    Look look;
     #pragma unroll
     for (int m = 0; m < M; m++) {
         #pragma unroll
@@ -225,15 +207,13 @@ __device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* r
             for (int k = 0; k < HS / 16; k++) {
                 float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (row < T) x = *reinterpret_cast<const float4*>(rows + (long long)row * stride + 16 * k + 4 * t);
-                look.at(x);
-                a[k][m][0][h] = to_tf32(x.x);
+                a[k][m][0][h] = to_tf32(x.x, x.y, keep_nan);
                 a[k][m][0][h + 2] = to_tf32(x.y);
-                a[k][m][1][h] = to_tf32(x.z);
+                a[k][m][1][h] = to_tf32(x.z, x.w, keep_nan);
                 a[k][m][1][h + 2] = to_tf32(x.w);
             }
         }
     }
-    look.note();
 }
 
 // All columns of such an operand in shared memory, in the order in which the lanes read it; each thread writes what
@@ -267,19 +247,21 @@ struct Operand {
 // s (16 M, 8 N) += a tile^T, over columns 16k .. 16k + 15.
 template <int HS, int M, int N>
 __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4], const float* tile, int k,
-                                  const Offsets& offsets) {
+                                  const Offsets& offsets, bool keep_nan = false) {
     float4 b[N];
     #pragma unroll
     for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + offsets.score(k) + 8 * n * HS);
     #pragma unroll
     for (int n = 0; n < N; n++) {
         #pragma unroll
-        for (int m = 0; m < M; m++) mma(s[m][n], a[m][0], to_tf32(b[n].x), to_tf32(b[n].y), s[m][n]);
+        for (int m = 0; m < M; m++)
+            mma(s[m][n], a[m][0], to_tf32(b[n].x, b[n].y, keep_nan), to_tf32(b[n].y), s[m][n]);
     }
     #pragma unroll
     for (int n = 0; n < N; n++) {
         #pragma unroll
-        for (int m = 0; m < M; m++) mma(s[m][n], a[m][1], to_tf32(b[n].z), to_tf32(b[n].w), s[m][n]);
+        for (int m = 0; m < M; m++)
+            mma(s[m][n], a[m][1], to_tf32(b[n].z, b[n].w, keep_nan), to_tf32(b[n].w), s[m][n]);
     }
 }
 
@@ -287,12 +269,13 @@ __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4]
 // h], a lane has in element 2e + i column 16j + 2g + e of row 16m + 8h + 2t + i.
 template <int HS, int M, int N>
 __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n,
-                               const Offsets& offsets) {
+                               const Offsets& offsets, bool keep_nan = false) {
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
         const float2 even = *reinterpret_cast<const float2*>(tile + offsets.sum[0](j) + 8 * n * HS);
         const float2 odd = *reinterpret_cast<const float2*>(tile + offsets.sum[1](j) + 8 * n * HS);
-        const float a[4] = {to_tf32(even.x), to_tf32(even.y), to_tf32(odd.x), to_tf32(odd.y)};
+        const float a[4] = {to_tf32(even.x, even.y, keep_nan), to_tf32(even.y),
+                            to_tf32(odd.x, odd.y, keep_nan), to_tf32(odd.y)};
         #pragma unroll
         for (int m = 0; m < M; m++) {
             #pragma unroll
@@ -360,7 +343,7 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {};
     #pragma unroll
-    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, offsets);
+    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, offsets, DIAGONAL);
 
     float top[M][2], highest = -INFINITY;
     #pragma unroll
@@ -420,21 +403,8 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 p[m][n][i] = to_tf32(x);
             }
         }
-        add_sum<HS>(out, p, values, n, offsets);
+        add_sum<HS>(out, p, values, n, offsets, DIAGONAL);
     }
-}
-
-// Looks at a tile of keys and values on the diagonal, of which the block has the rows: the whole block at its `first`,
-// when all warps have work to do, and else a warp that has none.
-__device__ inline void look_at_tiles(const float (&tiles)[2][TILE_FLOATS], bool first) {
-    if (!first && threadIdx.x >= 32) return;
-    Look look;
-    #pragma unroll 4
-    for (int i = 4 * threadIdx.x; i < TILE_FLOATS; i += 4 * (first ? THREADS : 32)) {
-        look.at(*reinterpret_cast<const float4*>(tiles[0] + i));
-        look.at(*reinterpret_cast<const float4*>(tiles[1] + i));
-    }
-    look.note();
 }
 
 // Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). A warp has as many queries as a streamed tile has keys,
@@ -463,14 +433,12 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
     };
 
     start(tile, stage);
-    expect_no_nan();
     float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
-    load_operand<HS>(q, query, diagonal * ROWS, T, stride);
+    load_operand<HS>(q, query, diagonal * ROWS, T, stride, true);
     finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
         if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], offsets);
-        look_at_tiles(tiles[stage], tile == first);
         if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
         finish();
     }
@@ -488,7 +456,6 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
             const int row = diagonal * ROWS + 16 * m + 8 * h + g;
             sum[m][h] += __shfl_xor_sync(ALL_LANES, sum[m][h], 1);
             sum[m][h] += __shfl_xor_sync(ALL_LANES, sum[m][h], 2);
-            sum[m][h] += nan_of_block();
             inverse[h] = 1.0f / sum[m][h];
             if (t == 0 && row < T) lse[(long long)blockIdx.x * T + row] = LN2 * reference[m][h] + logf(sum[m][h]);
         }
@@ -532,8 +499,9 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const bool hidden = DIAGONAL && 8 * n + 2 * t + i % 2 > 16 * m + 8 * (i / 2) + g;
-                const float x = exp2_approx(p[m][n][i] * to_exponent<HS>() - lse[m][i / 2]);
-                ds[m][n][i] = hidden ? 0.0f : to_tf32(x * ds[m][n][i]);
+                const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - lse[m][i / 2]);
+                const float y = x * ds[m][n][i];
+                ds[m][n][i] = to_tf32(y, y, DIAGONAL);
             }
         }
         add_sum<HS>(dq, ds, keys, n, offsets);
@@ -570,16 +538,13 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     };
 
     start(tile, stage);
-    expect_no_nan();
     float* mine = operands + 4 * threadIdx.x;
     const Operand<HS, M> q{mine}, d{mine + Operand<HS, M>::FLOATS};
     float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2];
     {
         float a[HS / 16][M][2][4], da[HS / 16][M][2][4];
         load_operand<HS>(a, query, row0, T, stride);
-        load_operand<HS>(da, dout, row0, T, C);
-        __syncwarp();
-        Look look;
+        load_operand<HS>(da, dout, row0, T, C, true);
         // D is taken of dout as the products see it, so that dp - D vanishes when it should.
         #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -598,13 +563,10 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 }
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 1);
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 2);
-                D[m][h] += nan_of_warps()[warp];
+                D[m][h] = fmaf(0.0f, row_lse[m][h], D[m][h]);  // NaN if lse is not finite
                 if (t == 0 && row < T) dsum[row] = D[m][h];
-                look.at(row_lse[m][h]), look.at(D[m][h]);
             }
         }
-        __syncwarp();  // all lanes have read what the operands' look has seen
-        look.note();
         q.put(a);
         d.put(da);
     }
@@ -620,7 +582,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
         backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
         finish();
     }
-    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS) + nan_of_block());
+    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS));
 }
 
 // A tile of queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
@@ -677,6 +639,7 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
     __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; queries, output gradients
     __shared__ __align__(8) float terms[2][2][ROWS];             // stage; lse and D of the queries
+    __shared__ float nan[THREADS];                               // of each thread: 0, or NaN as D is
     DYNAMIC_SHARED(float, operands);
     const int warp = threadIdx.x / 32;
     const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
@@ -705,7 +668,6 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
     };
 
     start(tile, stage);
-    expect_no_nan();
     float* mine = operands + 4 * threadIdx.x;
     const Operand<HS, M> k{mine}, v{mine + Operand<HS, M>::FLOATS};
     float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
@@ -713,12 +675,10 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
         float a[HS / 16][M][2][4], b[HS / 16][M][2][4];
         load_operand<HS>(a, key, row0, T, stride);
         load_operand<HS>(b, value, row0, T, stride);
-        Look look;
-        const int row = first * ROWS + threadIdx.x;
-        if (threadIdx.x < WARPS * ROWS && row < T) look.at(lse[row]), look.at(dsum[row]);
-        look.note();
         k.put(a);
         v.put(b);
+        const int row = row0 + threadIdx.x % 32;  // for HS = 128 the next warp's, too
+        nan[threadIdx.x] = warp_sum(row < T ? 0.0f * dsum[row] : 0.0f);
     }
     finish();
     for (; tile < min(first + WARPS, end); tile++, stage ^= 1) {
@@ -736,8 +696,8 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
     const bool shared_keys = NKV < NH;
     float* to = shared_keys ? dkv_heads + (long long)b * T * 2 * C + head * HS : dqkv + (key - qkv);
     const int to_stride = shared_keys ? 2 * C : stride;
-    store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS) + nan_of_block());
-    store_sum<HS>(to + C, dv, row0, T, to_stride, 1.0f + nan_of_block());
+    store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS) + nan[threadIdx.x]);
+    store_sum<HS>(to + C, dv, row0, T, to_stride, 1.0f + nan[threadIdx.x]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
