@@ -70,7 +70,9 @@ def parallel_residual_backward(
     room = device.shared_memory() // blocks - 2048
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
-    chunks = min(ceil_div(B * T, rows), blocks * device.multiprocessors(), MOST_PARTIALS)
+    groups = ceil_div(B * T, rows)
+    chunks = min(groups, blocks * device.multiprocessors(), MOST_PARTIALS)
+    chunks = ceil_div(groups, ceil_div(groups, chunks))  # fewer partial sums; no block has more groups
     block, shared_mem = cu.block(threads), (2 * rows + S * keep) * row_bytes
     args = dout0, dout1, inp, weight0, weight1, mean, rstd, B * T, C, S, rows, int(keep)
     if dropped:

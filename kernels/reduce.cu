@@ -28,6 +28,8 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     float* out = y == 0 ? out0 : y == 1 ? out1 : y == 2 ? out2 : y == 3 ? out3 : y == 4 ? out4 : out5;
     if (out == nullptr) return;
     const int i = blockIdx.x * WARP_SIZE + threadIdx.x;
+    const bool adds = threadIdx.y == 0 && i < C;
+    const float before = adds ? out[i] : 0.0f;  // on its way while the block sums up
     float sum = 0.0f;
     if (i < C) {
 #pragma unroll 8
@@ -35,10 +37,10 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     }
     of_lane[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y > 0 || i >= C) return;
+    if (!adds) return;
     float total = 0.0f;
     for (int y = 0; y < blockDim.y; y++) total += of_lane[y][threadIdx.x];
-    out[i] += total;
+    out[i] = before + total;
 }
 
 // partials[block] = sum of x[i]^2 over this block's share of x (n); blocks stride over x together.
