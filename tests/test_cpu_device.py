@@ -283,7 +283,8 @@ def test_lanes_that_meet_at_different_instructions_are_reported(monkeypatch, ord
 @pytest.mark.skipif(SANITIZED, reason="the sanitizer ends the process")
 @pytest.mark.parametrize("name, args, message", [
     ("wild_pointer_kernel", "(np.zeros(4, np.float32), 1 << 44)", "invalid memory access"),
-    ("division_kernel", "(x, 0)", "integer division by zero"),
+    pytest.param("division_kernel", "(x, 0)", "integer division by zero", marks=pytest.mark.skipif(
+        compiler.platform.machine() == "aarch64", reason="there the quotient is 0, and no signal comes")),
     ("recursion_kernel", "(x, 100000)", "invalid memory access"),
 ])
 def test_a_crash_in_a_kernel_is_an_exception(name, args, message):
