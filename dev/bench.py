@@ -1,11 +1,11 @@
 """Times a training step of ours beside PyTorch's, and beside what the machine allows.
 
-    python dev/bench.py                              # GPT-2 124M, B4 T1024; on the CPU, what README.md shows of GPT-2
+    python dev/bench.py                              # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
     python dev/bench.py train_llama3_fp32 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
     python dev/bench.py -b 16 --peers '' --compare   # ours alone, beside what is kept of it
-    python dev/bench.py --suite --keep               # all that README.md shows, into dev/measurements/
+    python dev/bench.py --suite --keep               # all that doc/speed.md shows, into dev/measurements/
     python dev/bench.py --gpus 4                     # ours on 1, 2 and 4 GPUs: dev/scaling.py
-    python dev/bench.py --readme                     # times nothing: README.md's tables, from dev/measurements/
+    python dev/bench.py --tables                     # times nothing: the tables of doc/speed.md, from dev/measurements/
 
 All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
 with its memory to itself. A step is that of the model script: a batch goes to the device, forward, backward, AdamW, and
@@ -47,7 +47,7 @@ from dev.kept import (
     kept_rows,
     make_row,
     published,
-    update_readme,
+    update_tables,
     worse_than,
 )
 from dev.timing import Ours, time_steps
@@ -56,8 +56,8 @@ from llmc.errors import UserError
 from llmc.program import run_program
 from llmc.tensors import flops_per_token, num_parameters
 
-PEERS = ("eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs")
-DEFAULT_PEERS = {"cuda": ",".join(PEERS), "cpu": "eager,eager-sdpa"}
+PEERS = ("eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs", "compile-sdpa-bf16")
+DEFAULT_PEERS = {"cuda": ",".join(PEERS[:-1]), "cpu": "eager,eager-sdpa"}
 
 class TorchEvent:
     def __init__(self, torch, cuda: bool):
@@ -90,6 +90,7 @@ class Torch:
             model = build_torch_model(workload.config, "sdpa" if "sdpa" in peer else attention, padded=self.cuda)
         model.load(tensors)
         self.model_loss = model.loss
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=peer.endswith("bf16"))
         if peer.startswith("compile"):
             mode = "reduce-overhead" if self.graphs else "default"
             self.model_loss = torch.compile(model.loss, mode=mode, dynamic=False)
@@ -112,7 +113,8 @@ class Torch:
         host = self.host_tokens[step % 2]
         host.copy_(self.torch.from_numpy(self.staged))
         tokens, targets = host.to(self.device, non_blocking=True)
-        loss = self.model_loss(tokens, targets)
+        with self.autocast:
+            loss = self.model_loss(tokens, targets)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -274,8 +276,8 @@ def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> l
 
 
 def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The flags of each workload: those given, or with --suite those of README.md; on the CPU, where nothing is
-    said of the model and the batch, those of the script in README.md."""
+    """The flags of each workload: those given, or with --suite those of doc/speed.md; on the CPU, where nothing is
+    said of the model and the batch, those of the script in doc/speed.md."""
     if not args.suite and (says_what(args) or device.kind() == "cuda"):
         return [args]
     return [
@@ -297,14 +299,14 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     scaling.add_arguments(parser)
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
-    add("--suite", action="store_true", help="time all that README.md shows of such a device")
+    add("--suite", action="store_true", help="time all that doc/speed.md shows of such a device")
     add("--keep", action="store_true", help="keep what is measured, in dev/measurements/")
     add("--compare", action="store_true", help="say what has become slower or larger than kept")
     add("--commit", help="the commit to keep it under (what git says)")
-    add("--readme", action="store_true", help="only write README.md's tables anew, from what is kept")
+    add("--tables", action="store_true", help="only write the tables of doc/speed.md anew, from what is kept")
     args = parser.parse_args(arguments)
-    if args.readme:
-        update_readme()
+    if args.tables:
+        update_tables()
         return
     if args.keep:
         args.commit = args.commit or commit_at_hand()

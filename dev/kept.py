@@ -1,5 +1,5 @@
-"""Kept measurements: one JSON file for each machine in dev/measurements/, the tables that README.md shows of them, and
-what has become slower since.
+"""Kept measurements: one JSON file for each machine in dev/measurements/, the tables of doc/speed.md, and what has
+become slower since.
 
 A row is one trainer on one workload: `workload` are the flags of dev/bench.py that measure it again, `trainer` is one
 of TRAINERS. `limit` is no trainer but what no step can be faster than on that machine.
@@ -31,13 +31,14 @@ TRAINERS = {
     "compile": "PyTorch compile",
     "compile-sdpa": "PyTorch compile, SDPA",
     "compile-graphs": "PyTorch compile, CUDA graphs",
+    "compile-sdpa-bf16": "PyTorch compile, SDPA, products in bf16, as nanoGPT trains",
     "limit": "limit",
 }
 
 
 @dataclass(frozen=True)
 class Column:
-    """A workload that README.md shows: its title, the flags of dev/bench.py, and the peers that --suite runs on it."""
+    """A workload of doc/speed.md: its title, the flags of dev/bench.py, and the peers that --suite runs on it."""
 
     title: str
     workload: str
@@ -46,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of README.md, of one machine. variants: further flags with which ours is shown and run as well, on the
+    """A table of doc/speed.md, of one machine. variants: further flags with which ours is shown and run as well, on the
     first column's workload."""
 
     name: str
@@ -61,7 +62,7 @@ TABLES = (
         "gpt2", "NVIDIA H200",
         (
             Column("GPT-2 124M, B 4, T 1024", "train_gpt2_fp32 -e d12 -b 4 -t 1024",
-                   "eager,eager-sdpa,compile,compile-sdpa,compile-graphs"),
+                   "eager,eager-sdpa,compile,compile-sdpa,compile-graphs,compile-sdpa-bf16"),
             Column("B 16, T 1024", "train_gpt2_fp32 -e d12 -b 16 -t 1024", "compile"),
             Column("B 4, T 64", "train_gpt2_fp32 -e d12 -b 4 -t 64", "compile-graphs"),
         ),
@@ -168,7 +169,7 @@ def search(path: str, pattern: str) -> str | None:
 
 
 def commit_at_hand() -> str:
-    """The commit that is checked out, with a + where files differ from it other than kept measurements and README.md.
+    """The commit that is checked out, with a + where files other than measurements and doc/speed.md differ from it.
 
     Raises UserError where git does not tell.
     """
@@ -177,7 +178,7 @@ def commit_at_hand() -> str:
             subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
             for words in (
                 ["rev-parse", "--short=7", "HEAD"],
-                ["status", "--porcelain", "-uno", "--", ".", ":!dev/measurements", ":!README.md"],
+                ["status", "--porcelain", "-uno", "--", ".", ":!dev/measurements", ":!doc/speed.md"],
             )
         )
     except (OSError, subprocess.CalledProcessError):
@@ -206,12 +207,12 @@ def worse_than(kept: dict[tuple[str, str], dict], rows: list[dict]) -> list[str]
     return lines
 
 
-# README.md
+# doc/speed.md
 
 
-def update_readme() -> None:
-    """Writes README.md's speed tables anew from what is kept."""
-    path = ROOT / "README.md"
+def update_tables() -> None:
+    """Writes the tables of doc/speed.md anew from what is kept."""
+    path = ROOT / "doc" / "speed.md"
     text = with_tables(path.read_text())
     with replacing(path) as file:
         file.write(text.encode())
@@ -222,7 +223,7 @@ def with_tables(text: str) -> str:
     for table in TABLES:
         start, end = f"<!-- speed:{table.name} -->", f"<!-- /speed:{table.name} -->"
         if text.count(start) != 1 or text.count(end) != 1:
-            raise UserError(f"README.md: {start} and {end} must each stand there once")
+            raise UserError(f"doc/speed.md: {start} and {end} must each stand there once")
         before, _, rest = text.partition(start)
         text = f"{before}{start}\n{render(table)}{end}{rest.partition(end)[2]}"
     return text

@@ -1,5 +1,5 @@
 """dev/bench.py and its kin as they are run, on a model so small that its times do not matter; what is kept of their
-measurements, and that README.md shows it."""
+measurements, and that doc/speed.md shows it."""
 
 import json
 import subprocess
@@ -201,7 +201,7 @@ def test_more_than_two_percent_is_worse(measurements):
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_what_readme_shows_is_measured_under_the_name_that_it_is_kept_by(kind, monkeypatch):
+def test_what_the_tables_show_is_measured_under_the_name_that_it_is_kept_by(kind, monkeypatch):
     device.use("cpu")
     monkeypatch.setattr(device, "tf32", lambda: True)
     parser = workload.make_parser("")
@@ -210,7 +210,7 @@ def test_what_readme_shows_is_measured_under_the_name_that_it_is_kept_by(kind, m
         assert set(peers.split(",")) <= {"", *bench.PEERS}
 
 
-def test_the_suite_is_what_readme_shows(monkeypatch):
+def test_the_suite_is_what_the_tables_show(monkeypatch):
     device.use("cpu")
     timed = []
     monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1, 1, ""))
@@ -225,9 +225,9 @@ def test_the_suite_is_what_readme_shows(monkeypatch):
     assert timed == [(flags, None) for flags, _ in kept.published("cpu") if "llama3" in flags]
 
 
-def test_readme_shows_what_is_kept():
-    text = (ROOT / "README.md").read_text()
-    assert kept.with_tables(text) == text, "run: python dev/bench.py --readme"
+def test_the_tables_show_what_is_kept():
+    text = (ROOT / "doc" / "speed.md").read_text()
+    assert kept.with_tables(text) == text, "run: python dev/bench.py --tables"
 
 
 def test_a_table_has_a_cell_for_each_measurement(measurements):
