@@ -145,7 +145,7 @@ def table(watched: Watched) -> str:
         if array.shared:
             figures = "", "", f"{line.worst:.1f} / {line.passes / line.least_passes:.2f}"
         else:
-            figures = f"{line.sectors:,}", f"{line.used / (SECTOR * line.sectors):.0%}", ""
+            figures = f"{line.sectors:,}", f"{100 * line.used / (SECTOR * line.sectors):.3g}%", ""
         rows.append((
             str(line.place), f"{KINDS[line.kind]} {line.size}", array.name, f"{line.warps:,}", f"{line.lanes:.1f}",
             f"{line.bytes:,}", *figures,
@@ -233,6 +233,7 @@ def page_of(watched: Watched) -> dict:
     number = {file.name: i for i, file in enumerate(files)}
     of_access = {(x.place.file, x.place.line, x.kind, x.array, x.size): i for i, x in enumerate(lines)}
     of_wait = {(place.file, place.line, what): i for i, (place, what, _, _) in enumerate(waits)}
+    used = sorted({line.array for line in lines})
     steps = watched.steps
     shown = max(1, sum(np.searchsorted(steps["block"], np.unique(steps["block"]), "right") <= MOST_STEPS))
     steps = steps[steps["block"] < shown]
@@ -248,15 +249,19 @@ def page_of(watched: Watched) -> dict:
         rows.append([kind, *(int(step[name]) for name in ("block", "warp", "epoch", "mask")), at_of(step, lanes)])
     return {
         "kernel": watched.kernel, "grid": watched.grid, "block": watched.block,
-        "sources": [{"name": file.name, "text": file.read_text()} for file in files],
-        "arrays": [{"name": a.name, "shared": a.shared, "bytes": a.bytes, "shape": a.shape} for a in watched.arrays],
+        "sources": [{"name": file.name, "text": file.read_text(encoding="utf-8")} for file in files],
+        "arrays": [
+            {"name": a.name, "shared": a.shared, "bytes": a.bytes, "shape": a.shape}
+            for a in (watched.arrays[i] for i in used)
+        ],
         "lines": [
             {
                 "source": number[line.place.file], "line": line.place.line, "kind": KINDS[line.kind], "size": line.size,
-                "array": line.array, "warps": line.warps, "lanes": round(line.lanes, 1), "bytes": line.bytes,
+                "array": used.index(line.array), "warps": line.warps, "lanes": round(line.lanes, 1),
+                "bytes": line.bytes,
                 "through": [f"{function} {file}:{n}" for function, file, n in line.place.frames],
             } | (
-                {"worst": round(line.worst, 2), "mean": round(line.passes / line.least_passes, 2)}
+                {"worst": round(line.worst, 2), "mean": round(line.passes / line.least_passes, 4)}
                 if watched.arrays[line.array].shared else
                 {"sectors": line.sectors, "used": round(line.used / (SECTOR * line.sectors), 4)}
             )

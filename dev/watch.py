@@ -155,7 +155,7 @@ def watch_kernel(name: str, arguments: dict, work: Callable[[], None], file: Pat
         pcs -= (result.library or 0) + 1  # of the call, not of what follows it
     pcs = {int(pc) for pcs in (steps["pc"], races["one"]["pc"], races["other"]["pc"]) for pc in np.unique(pcs)}
     names = {int(what): ctypes.string_at(int(what)).decode() for what in np.unique(steps["what"]) if what}
-    places, floats = places_of(library, tuple(sorted(pcs))), floats_of(name, arguments) if name in FILES else 0.0
+    places, floats = places_of(library, file, tuple(sorted(pcs))), floats_of(name, arguments) if name in FILES else 0.0
     return Watched(
         name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, floats
     )
@@ -183,8 +183,8 @@ def shared_variables(library: Path) -> list[tuple[str, int, int]]:
 
 
 @functools.cache
-def places_of(library: Path, pcs: tuple[int, ...]) -> dict[int, Place]:
-    """Where each address of a library stands in the source."""
+def places_of(library: Path, file: Path, pcs: tuple[int, ...]) -> dict[int, Place]:
+    """Where each address of a library stands in the source, which is `file` and what it includes."""
     if not pcs:
         return {}
     lines = run_tool(["addr2line", "-aCfi", "-e", str(library)], "\n".join(map(hex, pcs))).splitlines()
@@ -192,22 +192,22 @@ def places_of(library: Path, pcs: tuple[int, ...]) -> dict[int, Place]:
     for line in [*lines, "0x"]:
         if line.startswith("0x"):
             if frames:
-                places[pcs[len(places)]] = place_of(list(zip(frames[::2], frames[1::2], strict=True)))
+                places[pcs[len(places)]] = place_of(list(zip(frames[::2], frames[1::2], strict=True)), file)
             frames = []
         else:
             frames.append(line)
     return places
 
 
-def place_of(frames: list[tuple[str, str]]) -> Place:
+def place_of(frames: list[tuple[str, str]], file: Path) -> Place:
     """The line to show for a chain of inlined calls, innermost first."""
     chain = []
     for function, where in frames:
         path, _, line = where.partition(" ")[0].rpartition(":")
         if Path(path).name not in HEADERS and line.isdecimal():
             chain.append((function, Path(path).name, int(line)))
-    if not chain:
-        return Place("?", 0)
+    if not chain:  # the compiler has lost the line
+        return Place(file.name, 1)
     shown = next((frame for frame in chain if not WRAPPERS.match(frame[0])), chain[-1])
     return Place(shown[1], shown[2], tuple(chain))
 

@@ -58,7 +58,7 @@ def main() -> None:
         for one in watch(launch, launch.sizes):
             found["races"].setdefault(one.kernel, []).extend(race_lines(one))
             found["counts"].append([name, one.kernel, counts_of(one)])
-            found["unplaced"] += [one.kernel for place in one.places.values() if not place.line]
+            found["unplaced"] += [one.kernel for place in one.places.values() if not place.frames]
     device._device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
     for name, shape in HARD.items():
         for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
