@@ -13,8 +13,8 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
                                                     const float* inp1, const float* inp2, const float* bias2,
                                                     const float* weight, const float* bias, int C) {
     DYNAMIC_SHARED(float, row);
-    const int n = blockIdx.x, first = 4 * threadIdx.x, step = 4 * blockDim.x;
-    const size_t start = (size_t)n * C;
+    const int first = 4 * threadIdx.x, step = 4 * blockDim.x;
+    const size_t start = (size_t)blockIdx.x * C;
 
     by_alignment(C % 4 == 0, [&](auto memory) {
         float sum = 0.0f;
@@ -44,8 +44,8 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
             memory.store(out + start + i, x, C - i);
         }
         if (threadIdx.x == 0) {
-            mean[n] = m;
-            rstd[n] = s;
+            mean[blockIdx.x] = m;
+            rstd[blockIdx.x] = s;
         }
     });
 }

@@ -25,8 +25,8 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
                                     float eps, int C, const int* __restrict__ random, int site0, int site1) {
     constexpr int BATCH = 2;
     DYNAMIC_SHARED(float, row);
-    const int n = blockIdx.x, step = 4 * blockDim.x;
-    const size_t start = (size_t)n * C;
+    const int step = 4 * blockDim.x;
+    const size_t start = (size_t)blockIdx.x * C;
     const bool aligned = C % 4 == 0 && is_aligned(bias0) && is_aligned(bias1) && is_aligned(weight0) &&
                          is_aligned(shift0) && is_aligned(weight1) && is_aligned(shift1);
 
@@ -37,7 +37,7 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
                 const Four b = memory.load(bias + i, C - i);
                 for (int k = 0; k < 4; k++) proj.x[k] += b.x[k];
             }
-            if (DROP) proj = Dropout(random, site)(proj, n, i, C);
+            if (DROP) proj = Dropout(random, site)(proj, blockIdx.x, i, C);
             for (int k = 0; k < 4; k++) x.x[k] += proj.x[k];
         };
         float sum = 0.0f;
@@ -87,8 +87,8 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
             if (out1 != nullptr) scale(out1, x, weight1, shift1, i);
         }
         if (threadIdx.x == 0) {
-            if (mean != nullptr) mean[n] = m;
-            rstd[n] = s;
+            if (mean != nullptr) mean[blockIdx.x] = m;
+            rstd[blockIdx.x] = s;
         }
     });
 }
