@@ -48,7 +48,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-all bench profile sanitize compute-sanitizer lint clean
+.PHONY: help train test test-all exercise bench profile sanitize compute-sanitizer lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -86,6 +86,9 @@ test: $(TEST_ENV) ## set up and run the tests, on the CPU and, where there is on
 
 test-all: $(TEST_ENV) ## the same with the tests that take long, such as GPT-2 124M's ten steps: before a release
 	$(PY) -m pytest $(ON_ALL_CORES) -m "long or not long" $(ARGS)
+
+exercise: $(TRAIN_ENV) ## make or check the exercise N=3, or list them all: exercises/README.md
+	@$(PY) exercises/check.py $(N)
 
 bench: $(TEST_ENV) ## time a training step beside PyTorch's
 	$(PY) dev/bench.py $(NAME) $(ARGS)

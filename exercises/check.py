@@ -1,0 +1,186 @@
+"""Exercises that check themselves: NumPy and a C++ compiler are all that they need.
+
+    python exercises/check.py        # what there is: solved, open, untried
+    python exercises/check.py 3      # makes exercises/work/03_plane.cu, to be filled in; from then on, checks it
+
+make exercise N=3 does the same. What is in exercises/work is yours: it is never overwritten. To begin an exercise
+again, take your file away.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from exercises.cut import EXERCISES, HERE, WORK, Exercise, start
+from llmc.arguments import Parser
+from llmc.errors import UserError
+from llmc.program import run_program
+
+SOLVED = WORK / ".solved.json"
+SECONDS = 60  # that a check may take
+
+
+def main() -> None:
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("number", nargs="?", help="of an exercise; without it they are listed")
+    args = parser.parse_args()
+    if args.number is None:
+        print_list()
+        return
+    if not args.number.isdecimal() or not 1 <= int(args.number) <= len(EXERCISES):
+        raise UserError(f"there is no exercise {args.number}: they are numbered 1 to {len(EXERCISES)}")
+    exercise = EXERCISES[int(args.number) - 1]
+    work = WORK / exercise.file
+    if not work.exists():
+        begin(exercise, work)
+        return
+    fault, remark = judge(exercise, work)
+    remember(exercise, work, right=not fault)
+    if fault:
+        print(f"{shown(work)} is not right yet.\n\n{fault}")
+        sys.stdout.flush()
+        os._exit(1)  # also where the check still runs
+    print(f"{shown(work)} is right.{f' {remark}' * bool(remark)}\n\n{after(exercise)}")
+
+
+def begin(exercise: Exercise, work: Path) -> None:
+    """Make the learner's file, and say what to do with it."""
+    text = start(exercise)
+    try:
+        WORK.mkdir(exist_ok=True)
+        with open(work, "x") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{shown(work)} cannot be made ({error.strerror})") from None
+    where = f", where it says `Write here` (line {holes_of(text)})" if holes_of(text) else ""
+    print(f"{statement(exercise)}\n\nYour file is {shown(work)}{where}.")
+    print(f"When it is ready: make exercise N={exercise.number}")
+
+
+def holes_of(text: str) -> str:
+    """The numbers of the lines that are to be written, in words; empty where there are none."""
+    return " and ".join(str(i) for i, line in enumerate(text.splitlines(), 1) if "Write here" in line)
+
+
+def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
+    """What is wrong with a solution, empty where nothing is; and a remark on one that is right."""
+    try:
+        text = work.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return f"It cannot be read: {error}", ""
+    if holes_of(text) and text.split() == start(exercise).split():
+        return f"Nothing is written yet in line {holes_of(text)}.", ""
+    result: list[tuple[str, str] | BaseException] = []
+
+    def work_on_it() -> None:
+        try:
+            result.append(run_check(exercise, work))
+        except BaseException as error:
+            result.append(error)
+
+    # A loop without end in a kernel would keep Ctrl-C from the main thread.
+    thread = threading.Thread(target=work_on_it, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if not result:
+        return f"It has not ended after {SECONDS} seconds. Is there a loop that never ends?", ""
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
+    """The same, for any file and without a limit of time."""
+    os.environ |= {"LLMC_CPU_WARP": "32", "LC_ALL": "C"}  # the compiler's messages are looked through, in English
+    from dev.watch import use_microscope  # here: the list does without NumPy
+    from exercises import checks
+
+    if exercise.microscope:
+        use_microscope()
+    else:
+        checks.device.use("cpu")
+    try:
+        return "", getattr(checks, f"check_{exercise.name}")(checks.Lab(path, exercise.microscope))
+    except checks.Wrong as wrong:
+        return str(wrong), ""
+
+
+# ---- what README.md says
+
+
+def sections() -> dict[int, tuple[str, str]]:
+    """Title and text of each exercise, by its number."""
+    parts = re.split(r"^## (\d+)\. (.*)\n", (HERE / "README.md").read_text(), flags=re.MULTILINE)
+    return {int(parts[i]): (parts[i + 1], parts[i + 2].strip()) for i in range(1, len(parts), 3)}
+
+
+def plain(text: str) -> str:
+    """Markdown's links as a terminal shows them."""
+    return re.sub(r"\[([^]]*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", text)
+
+
+def statement(exercise: Exercise) -> str:
+    title, text = sections()[exercise.number]
+    text = text.partition("<details>")[0].strip()
+    return f"{exercise.number}. {title}\n\n{plain(text)}\n\nA hint is in exercises/README.md."
+
+
+def after(exercise: Exercise) -> str:
+    """What to read next."""
+    _, text = sections()[exercise.number]
+    return plain(text.partition("</details>")[2].strip())
+
+
+# ---- what the learner has done
+
+
+def solved() -> dict[str, str]:
+    """Of each exercise that was right, what its file had in it then."""
+    try:
+        return json.loads(SOLVED.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def digest(work: Path) -> str:
+    return hashlib.sha256(work.read_bytes()).hexdigest()
+
+
+def remember(exercise: Exercise, work: Path, right: bool) -> None:
+    known = {name: was for name, was in solved().items() if name != exercise.file}
+    if right:
+        known[exercise.file] = digest(work)
+    new = SOLVED.with_suffix(".new")
+    new.write_text(json.dumps(known, indent=1))
+    os.replace(new, SOLVED)
+
+
+def state(exercise: Exercise) -> str:
+    work = WORK / exercise.file
+    if not work.exists() or work.read_bytes() == start(exercise).encode():
+        return "untried"
+    return "solved" if solved().get(exercise.file) == digest(work) else "open"
+
+
+def print_list() -> None:
+    titles, states = sections(), [state(exercise) for exercise in EXERCISES]
+    for exercise, now in zip(EXERCISES, states, strict=True):
+        title, text = titles[exercise.number]
+        page = re.search(r"\(\.\./(doc/[^)#]*)", text)[1]
+        print(f"  {exercise.number:2}  {title:34} {page:36} {now}")
+    left = [exercise.number for exercise, now in zip(EXERCISES, states, strict=True) if now != "solved"]
+    print(f"\n{f'Next: make exercise N={left[0]}' if left else 'All are solved.'}")
+
+
+def shown(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+if __name__ == "__main__":
+    run_program(main)

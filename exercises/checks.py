@@ -1,0 +1,627 @@
+"""What each exercise must do: check_<name>(lab) raises Wrong with what is wrong, or returns a remark, mostly empty.
+
+Kernels run on the CPU device with warps of 32 lanes. What they write begins as UNWRITTEN and has more of it around, so
+that an element which no thread wrote shows, and one that a thread wrote where it must not.
+"""
+
+import linecache
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+import kernels.adamw
+import kernels.attention
+import kernels.gelu
+import kernels.layernorm
+import kernels.reduce
+from dev.microscope import lines_of, race_lines
+from dev.watch import KINDS, LOAD, MEETING, STEP, Watched, distinct, lanes_of, passes_of, sectors_of, watch_kernel
+from llmc import cpu
+from llmc.device import Source, ceil_div, kernel_declarations
+from llmc.errors import UserError
+
+AROUND = 1024               # elements before and after what a kernel writes
+UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
+KERNEL_FP32 = 2e-5          # of 1 + the value: several roundings to fp32, and the sums of a few hundred numbers
+
+
+class Wrong(Exception):
+    """What is wrong with a solution, in lines for the learner."""
+
+
+# ---- arrays
+
+
+def output(*shape: int, dtype=np.float32) -> np.ndarray:
+    """An array for a kernel to write."""
+    n = int(np.prod(shape))
+    return np.full(n + 2 * AROUND, UNWRITTEN, np.uint32).view(dtype)[AROUND : AROUND + n].reshape(shape)
+
+
+def given(values: np.ndarray) -> np.ndarray:
+    """An array of the same float32 values for a kernel to read or change."""
+    array = output(*values.shape)
+    array[...] = values
+    return array
+
+
+def written(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint32) != UNWRITTEN
+
+
+def expect(
+    name: str, got: np.ndarray, want: np.ndarray, thread: Callable[..., str], tolerance: float = 0.0, case: str = ""
+) -> None:
+    """Wrong unless all of `got`, an output, is `want`, and nothing around it was written. thread: says, given the index
+    of an element, who is to write it; it is asked for indices past the end of one-dimensional arrays too.
+    tolerance: of 1 + the value's size. case: of several, which this is."""
+    touched = np.flatnonzero(got.base.view(np.uint32) != UNWRITTEN) - AROUND
+    past = touched[touched >= got.size]
+    if past.size or (touched.size and touched[0] < 0):
+        at = int(past[0]) if past.size else int(touched[0])
+        whose = f" by {thread(at)}" if past.size and got.ndim == 1 else ""
+        where = "past the end of" if past.size else "before the beginning of"
+        raise Wrong(f"{case}{name}[{at}] was written{whose}: that is {where} the array, which has {got.size} elements")
+    with np.errstate(all="ignore"):
+        good = abs(got.astype(np.float64) - want) <= tolerance * (1 + abs(want))
+    if good.all():
+        return
+    index = tuple(int(i) for i in np.argwhere(~good)[0])
+    found = f"got {number(got[index])}" if written(got)[index] else "nothing was written"
+    at = ", ".join(map(str, index))
+    raise Wrong(
+        f"{case}{name}[{at}]: expected {number(want[index])}, {found}; {thread(*index)} has to write it"
+        f"\n{np.count_nonzero(~good)} of {got.size} elements of {name} are wrong"
+    )
+
+
+def number(x) -> str:
+    return f"{x:.7g}"
+
+
+def in_line(block: int) -> Callable[[int], str]:
+    """Names the thread whose number in the grid is an element's."""
+    return lambda i: f"thread {i % block} of block {i // block}"
+
+
+# ---- a solution
+
+
+class Lab:
+    """A solution in a file, CUDA C++ or Python. microscope: whether every access of its kernels is watched."""
+
+    def __init__(self, path: Path, microscope: bool = False):
+        self.path, self.microscope = path, microscope
+        self.lines = path.read_text().splitlines()
+        if path.suffix == ".cu":
+            self.module = self.compiled()
+        else:
+            self.names: dict = {}
+            self.run(exec, compile_python(path), self.names)
+
+    def compiled(self) -> cpu.Module:
+        try:
+            return cpu.compile_source(self.path)
+        except UserError as error:
+            found = re.search(rf"^{re.escape(str(self.path))}:(\d+):.*?error: (.*)$", str(error), re.MULTILINE)
+            if found:
+                raise Wrong(f"line {found[1]} does not compile: {found[2]}\n{self.quote(int(found[1]))}") from None
+            first = re.search(r"^.*error: .*$", str(error), re.MULTILINE)
+            if first:
+                raise Wrong(f"it does not compile: {first[0]}") from None
+            raise
+
+    def quote(self, line: int) -> str:
+        return f"    {line}: {self.lines[line - 1].strip()}" if 0 < line <= len(self.lines) else ""
+
+    def launch(self, name: str, grid: tuple, block: tuple, **arguments) -> Watched | None:
+        """Launch a kernel; under the microscope, with what was watched, races being Wrong."""
+        try:
+            kernel = self.module.kernel(name)
+        except AttributeError:
+            raise Wrong(f"the file has no kernel {name} any more") from None
+
+        def work() -> None:
+            try:
+                kernel(grid, block, tuple(arguments.values()))
+            except TypeError as error:
+                raise Wrong(f"the kernel's parameters are no longer what they were: {error}") from None
+            except cpu.KernelError as error:
+                raise Wrong(str(error)) from None
+
+        if not self.microscope:
+            work()
+            return None
+        watched = watch_kernel(name, arguments, work, self.path)
+        self.refuse_races(watched)
+        return watched
+
+    def refuse_races(self, watched: Watched) -> None:
+        races = race_lines(watched)
+        if races:
+            pcs = watched.races[:2]["one"]["pc"].tolist() + watched.races[:2]["other"]["pc"].tolist()
+            lines = sorted({watched.places[pc].line for pc in pcs})
+            raise Wrong("\n".join([
+                "threads race: they touch one address, one of them writes, and no barrier lies between",
+                *map(self.quote, lines), *races[:2],
+                *[f"and {len(races) - 2} more pairs of lines"] * (len(races) > 2),
+            ]))  # fmt: skip
+
+    @contextmanager
+    def in_place_of(self, source: Source) -> Iterator[None]:
+        """Within the block, launchers find the kernels of `source` in the solution's file."""
+        path = source._path
+
+        def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:
+            if name in kernel_declarations(self.path):
+                self.refuse_races(watch_kernel(name, arguments, work, self.path))
+            else:
+                work()
+
+        source._path = self.path
+        source._forget()
+        try:
+            with device.observe(observer) if self.microscope else nullcontext():
+                yield
+        except cpu.KernelError as error:
+            raise Wrong(str(error)) from None
+        except (AttributeError, TypeError) as error:  # a kernel that is gone, or takes something else
+            raise Wrong(f"the kernels' names and parameters must stay as they were: {error}") from None
+        finally:
+            source._path = path
+            source._forget()
+
+    def call(self, name: str, *arguments):
+        """What a Python function of the solution returns."""
+        if name not in self.names:
+            raise Wrong(f"the file has no function {name} any more")
+        return self.run(self.names[name], *arguments)
+
+    def run(self, function: Callable, *arguments):
+        try:
+            with np.errstate(over="raise", invalid="raise", divide="raise"):
+                return function(*arguments)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(self.path)), 0)
+            if isinstance(error, NotImplementedError):
+                raise Wrong(f"nothing is written yet in line {line}") from None
+            raise Wrong(f"line {line}: {type(error).__name__}: {error}\n{self.quote(line)}".rstrip()) from None
+
+
+def compile_python(path: Path):
+    try:
+        return compile(path.read_text(), str(path), "exec")
+    except SyntaxError as error:
+        line = linecache.getline(str(path), error.lineno or 0).strip()
+        raise Wrong(f"line {error.lineno} is no Python: {error.msg}\n    {error.lineno}: {line}") from None
+
+
+def normal(*shape: int) -> np.ndarray:
+    """Random numbers that are the same on every run, float32."""
+    return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+
+
+# ---- the exercises
+
+
+def check_who_am_i(lab: Lab) -> str:
+    who = output(5 * 64, dtype=np.int32)
+    lab.launch("who_am_i_kernel", (5,), (64,), who=who)
+    expect("who", who, 1000 * (np.arange(320) // 64) + np.arange(320) % 64, in_line(64))
+    return ""
+
+
+def check_guard(lab: Lab) -> str:
+    for N in 1000, 256, 1:
+        x, out = given(normal(N)), output(N)
+        lab.launch("twice_kernel", (ceil_div(N, 256),), (256,), out=out, x=x, N=N)
+        expect("out", out, 2.0 * x, in_line(256))
+    return ""
+
+
+def check_plane(lab: Lab) -> str:
+    def thread(n: int, c: int) -> str:
+        return f"thread ({c % 32}, {n % 4}) of block ({c // 32}, {n // 4})"
+
+    for N, C in (8, 64), (10, 70), (3, 5):
+        x, bias, out = given(normal(N, C)), given(normal(C)), output(N, C)
+        grid = ceil_div(C, 32), ceil_div(N, 4)
+        lab.launch("add_bias_kernel", grid, (32, 4), out=out, x=x, bias=bias, N=N, C=C)
+        expect("out", out, x + bias, thread)
+    return ""
+
+
+def check_neighbours(lab: Lab) -> str:
+    x, out = given(normal(3 * 128)), output(3 * 128)
+    watched = lab.launch("neighbours_kernel", (3,), (128,), out=out, x=x)
+    padded = np.pad(x.reshape(3, 128).astype(np.float64), ((0, 0), (1, 1)))
+    expect("out", out, (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]).reshape(-1), in_line(128), KERNEL_FP32)
+    expect_loads(watched, "x", x.size)
+    return ""
+
+
+def expect_loads(watched: Watched, array: str, count: int) -> None:
+    """Wrong unless a kernel's threads have read this array so many times, all together."""
+    number = [one.name for one in watched.arrays].index(array)
+    steps = watched.steps[(watched.steps["array"] == number) & (watched.steps["kind"] == LOAD)]
+    loads = int(lanes_of(steps).sum())
+    if loads != count:
+        raise Wrong(f"the numbers are right, but {array} was read {loads} times; {count}, once each, would do")
+
+
+def check_race(lab: Lab) -> str:
+    R = 5
+    x, out = given(normal(R, 128)), output(R)
+    watched = lab.launch("row_sums_kernel", (1,), (128,), out=out, x=x, R=R)
+    expect("out", out, x.astype(np.float64).sum(1), lambda r: "thread 0", KERNEL_FP32)
+    barriers = np.count_nonzero((watched.steps["warp"] == 0) & (watched.steps["kind"] == KINDS.index("barrier"))) / R
+    return f"{barriers:g} barriers a row; 8 are enough." if barriers > 8 else ""
+
+
+def check_shuffle(lab: Lab) -> str:
+    x, out = given(normal(3 * 64)), output(3 * 64)
+    watched = lab.launch("warp_sums_kernel", (3,), (64,), out=out, x=x)
+    sums = x.reshape(6, 32).astype(np.float64).sum(1)
+    expect("out", out, np.repeat(sums, 32), in_line(64), KERNEL_FP32)
+    for warp, lanes in enumerate(out.reshape(6, 32)):
+        if len(set(lanes.tolist())) > 1:
+            raise Wrong(f"warp {warp}: its lanes have not the same bits, but {sorted(set(lanes.tolist()))}")
+    expect_loads(watched, "x", x.size)
+    if any(array.shared and np.any(watched.steps["array"] == i) for i, array in enumerate(watched.arrays)):
+        raise Wrong("the numbers are right, but go through shared memory; lanes can read each other's registers")
+    shuffles = sum("shfl" in watched.names[int(step["what"])] for step in watched.steps if step["kind"] == MEETING) / 6
+    if shuffles > 6:
+        raise Wrong(f"the numbers are right, but a warp shuffles {shuffles:g} times; 5 are enough for 32 lanes")
+    return f"A warp shuffles {shuffles:g} times; 5 are enough." if shuffles > 5 else ""
+
+
+def warp_step(addresses: list[int], size: int) -> np.ndarray:
+    """A warp's access as the microscope would have seen it, whose counting is then used."""
+    step = np.zeros(1, STEP)
+    step["size"], step["mask"] = size, (1 << len(addresses)) - 1
+    step["offset"][0, : len(addresses)] = addresses
+    return step
+
+
+def check_sectors(lab: Lab) -> str:
+    lanes = range(32)
+    for what, addresses, size in (
+        ("lane i reads float i", [4 * i for i in lanes], 4),
+        ("lane i reads float i + 1", [4 * i + 4 for i in lanes], 4),
+        ("lane i reads float 31 - i", [4 * (31 - i) for i in lanes], 4),
+        ("all lanes read float 5", [20] * 32, 4),
+        ("lane i reads float 2 i", [8 * i for i in lanes], 4),
+        ("lane i reads float 768 i, a column of 32 rows", [4 * 768 * i for i in lanes], 4),
+        ("lane i reads the four floats from 4 i on", [16 * i for i in lanes], 16),
+        ("lane i reads the two floats from 2 i + 2 on", [8 * i + 8 for i in lanes], 8),
+        ("lanes 0 to 4 read float i", [4 * i for i in range(5)], 4),
+    ):
+        want = int(distinct(sectors_of(warp_step(addresses, size)))[0])
+        expect_value(what, lab.call("sectors", addresses), want)
+    return ""
+
+
+def expect_value(what: str, got, want) -> None:
+    """Wrong unless a function's result, of whole numbers, is this."""
+    if got != want:
+        raise Wrong(f"{what}: expected {want}, got {got!r}")
+
+
+def check_banks(lab: Lab) -> str:
+    for what, words in (
+        ("lane i reads word i", list(range(32))),
+        ("all lanes read word 5", [5] * 32),
+        ("lane i reads word 2 i", list(range(0, 64, 2))),
+        ("lane i reads word 32 i", list(range(0, 1024, 32))),
+        ("lane i reads word 33 i", list(range(0, 33 * 32, 33))),
+        ("lane i reads word i % 4 * 32", [i % 4 * 32 for i in range(32)]),
+        ("lane i reads word i // 2 + i % 2 * 64", [i // 2 + i % 2 * 64 for i in range(32)]),
+        ("lanes 0 to 2 read words 7, 39 and 8", [7, 39, 8]),
+    ):
+        expect_value(f"passes, {what}", lab.call("passes", words), passes_of_words(words))
+    for stride in range(1, 97):
+        want = passes_of_words([stride * i for i in range(32)])
+        expect_value(f"passes_of_stride({stride})", lab.call("passes_of_stride", stride), want)
+    return ""
+
+
+def passes_of_words(words: list[int]) -> int:
+    return int(passes_of(warp_step([4 * word for word in words], 4), 4)[0][0])
+
+
+def check_bias_gradient(lab: Lab) -> str:
+    N, C = 600, 70  # more rows than kernels/reduce.py adds up in one stage
+    dout, dbias, scratch = given(normal(N, C)), given(normal(C)), output(kernels.reduce.MOST_PARTIALS, C)
+    before, rows = dbias.astype(np.float64), kernels.reduce.rows_per_chunk(N, multiple=8)
+    chunks = ceil_div(N, rows)
+    with lab.in_place_of(kernels.reduce.cu):
+        kernels.reduce.column_sum(dbias, scratch, dout, N, C)
+    padded = np.pad(dout.astype(np.float64), ((0, chunks * rows - N), (0, 0)))
+    partials = output(chunks, C)
+    partials[...] = scratch[:chunks]
+    expect(
+        "partials", partials, padded.reshape(chunks, rows, C).sum(1),
+        lambda p, i: f"column_partials_kernel's thread {i // 4} of block (0, {p})", KERNEL_FP32,
+    )  # fmt: skip
+    expect(
+        "out", dbias, before + padded.sum(0),
+        lambda i: f"add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}", KERNEL_FP32 * 10,
+    )  # fmt: skip
+    return ""
+
+
+def check_layernorm(lab: Lab) -> str:
+    for B, T, C in (2, 3, 64), (1, 4, 130), (1, 2, 1601):
+        x, branch, bias2 = 2 * normal(B * T, C) + 3, normal(1, B * T, C)[0], normal(C)
+        weight, bias = normal(1, C)[0], normal(2, C)[0]
+        for fused in False, True:
+            out, mean, rstd, residual = output(B * T, C), output(B * T), output(B * T), output(B * T, C)
+            parameters = given(weight), given(bias), B, T, C
+            with lab.in_place_of(kernels.layernorm.cu):
+                if fused:
+                    inputs = given(x), given(branch), given(bias2)
+                    kernels.layernorm.fused_residual_forward(residual, out, mean, rstd, *inputs, *parameters)
+                else:
+                    kernels.layernorm.layernorm_forward(out, mean, rstd, given(x), *parameters)
+            sums = x.astype(np.float64) + (branch.astype(np.float64) + bias2 if fused else 0)
+            means, variances = sums.mean(1), sums.var(1)
+            want_rstd = 1 / np.sqrt(variances + 1e-5)
+            want = (sums - means[:, None]) * want_rstd[:, None] * weight + bias
+            expect("mean", mean, means, lambda n: f"thread 0 of block {n}", KERNEL_FP32)
+            expect("rstd", rstd, want_rstd, lambda n: f"thread 0 of block {n}", KERNEL_FP32, f"with C = {C}, ")
+            threads = min(1024, 32 * ceil_div(C, 128))
+            expect(
+                "out", out, want, lambda n, c, threads=threads: f"thread {c // 4 % threads} of block {n}", KERNEL_FP32,
+                f"with C = {C}, ",
+            )  # fmt: skip
+    return ""
+
+
+def check_tf32(lab: Lab) -> str:
+    for x in 1.0, -1.0, 0.5, 1.5, 0.0, 3.140625, -6.5e-20:
+        bits = int(np.float32(x).view(np.uint32))
+        want = bits // 2**31, bits // 2**23 % 256, bits % 2**23
+        expect_value(f"fields({x})", lab.call("fields", np.float32(x)), want)
+    middle = 1 + 2.0**-11  # between 1 and the next number of TF32
+    beside = middle - 2.0**-23, middle + 2.0**-23
+    special = [1, 1 + 2.0**-10, middle, -middle, *beside, 2 - 2.0**-23, 0.1, -1 / 3, 0, 1e-30]
+    x = np.concatenate([np.array(special, np.float32), normal(500)])
+    got = lab.call("to_tf32", x.copy())
+    if not isinstance(got, np.ndarray) or got.dtype != np.float32 or got.shape != x.shape:
+        raise Wrong("to_tf32 has to return a float32 array of the same shape")
+    share, exponent = np.frexp(x.astype(np.float64))  # x = share * 2^exponent, share from 1/2 on: 11 bits are kept
+    want = np.copysign(np.ldexp(np.floor(abs(share) * 2**11 + 0.5), exponent - 11), x)
+    wrong = np.flatnonzero(got != want)
+    if wrong.size:
+        i = wrong[0]
+        shown = [f"{float(value)!r} ({np.float32(value).view(np.uint32):032b})" for value in (x[i], want[i], got[i])]
+        raise Wrong("to_tf32 of {}:\nexpected {}\ngot      {}".format(*shown))
+    return ""
+
+
+def check_transpose(lab: Lab) -> str:
+    def thread(c: int, n: int) -> str:
+        return f"lane {n % 32} of a warp of block ({c // 32}, {n // 32})"
+
+    for N, C in (70, 40), (64, 96):
+        x, out = given(normal(N, C)), output(C, N)
+        grid = ceil_div(C, 32), ceil_div(N, 32)
+        watched = lab.launch("transpose_tile_kernel", grid, (32, 8), out=out, x=x, N=N, C=C)
+        expect("out", out, x.T, thread)
+    for line in lines_of(watched):  # of the matrix whose rows and columns are whole sectors
+        array, where = watched.arrays[line.array], lab.quote(line.place.line)
+        if array.shared and line.worst > 1:
+            raise Wrong(
+                f"the numbers are right, but an access to {array.name} takes up to {line.worst:g} times the passes that"
+                f" it needs (bank conflicts):\n{where}"
+            )
+        least = line.bytes // 32
+        if not array.shared and line.sectors > least:
+            raise Wrong(
+                f"the numbers are right, but of {array.name} {line.sectors} sectors are moved where {least} would do:"
+                f" the lanes of a warp do not touch neighbours here:\n{where}"
+            )
+    return ""
+
+
+def check_gelu(lab: Lab) -> str:
+    for N, C in (70, 68), (5, 7):
+        inp, dout, bias = 2 * normal(N, C), normal(1, N, C)[0], normal(C)
+        dinp, dbias, out_T = given(dout), given(bias), output(C, N)
+        with lab.in_place_of(kernels.gelu.cu):
+            scratch = output(kernels.reduce.MOST_PARTIALS, C)
+            kernels.gelu.gelu_backward(dinp, dbias, out_T, scratch, given(inp), given(bias), N, C)
+        x = inp.astype(np.float64) + bias
+        tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+        slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+        want = dout * (0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * slope)
+
+        def thread(n: int, c: int) -> str:
+            return f"thread ({c % 64 // 4}, {n % 16}) of block ({c // 64}, 0)"
+
+        expect("out_T", out_T, (0.5 * x * (1 + tanh)).T, lambda c, n: thread(n, c) + ", by the tile,", KERNEL_FP32)
+        expect("dinp", dinp, want, thread, KERNEL_FP32)
+        expect("dbias", dbias, bias + want.sum(0), lambda c: "add_partials, from the threads' sums,", KERNEL_FP32 * 10)
+    return ""
+
+
+def check_online_softmax(lab: Lab) -> str:
+    def pair(what: str, got, x: np.ndarray) -> tuple[float, float]:
+        try:
+            largest, total = (float(value) for value in got)
+        except (TypeError, ValueError):
+            raise Wrong(f"{what}: expected two numbers, got {got!r}") from None
+        want = (x.max(), np.exp(x - x.max()).sum()) if x.size else (-np.inf, 0.0)
+        if not (largest == want[0] and abs(total - want[1]) <= 1e-9 * (1 + want[1])):
+            raise Wrong(
+                f"{what}: expected ({number(want[0])}, {number(want[1])}), got ({number(largest)}, {number(total)})"
+            )
+        return largest, total
+
+    x = normal(40).astype(np.float64) * 3
+    for what, values in ("rising", np.sort(x)), ("falling", np.sort(x)[::-1]), ("large", 1000 * x):
+        for width in 1, 7, 40:
+            state = -np.inf, 0.0
+            for i in range(0, 40, width):
+                got, seen = lab.call("fold", *state, values[i : i + width].copy()), values[: i + width]
+                state = pair(f"fold, {what} numbers, {width} at a time, after {seen.size}", got, seen)
+    for what, a, b in ("the smaller first", x[:9] - 800, x[9:]), ("the larger first", x[:9] + 800, x[9:]), (
+        "a EMPTY", x[:0], x
+    ), ("b EMPTY", x, x[:0]), ("both EMPTY", x[:0], x[:0]):  # fmt: skip
+        states = [(one.max(), np.exp(one - one.max()).sum()) if one.size else (-np.inf, 0.0) for one in (a, b)]
+        pair(f"merge, {what}", lab.call("merge", *states), np.concatenate([a, b]))
+    return ""
+
+
+def check_softmax(lab: Lab) -> str:
+    for T, scale in (37, 0.125), (160, 1.0), (40, 60.0):
+        rows = 2 * T
+        scores = normal(2, T, T).reshape(rows, T)
+        att, lengths = given(scores), np.arange(rows) % T + 1
+        with lab.in_place_of(kernels.attention.cu):
+            forward = kernels.attention.cu.softmax_forward_kernel
+            kernels.attention.launch_by_att_row(forward, rows, (att, np.float32(scale), rows, T))
+        with np.errstate(under="ignore"):
+            x = np.where(np.arange(T) < lengths[:, None], scale * scores.astype(np.float64), -np.inf)
+            x = np.exp(x - x.max(1, keepdims=True))
+        want = x / x.sum(1, keepdims=True)
+
+        def thread(n: int, s: int) -> str:
+            return f"lane {s // 4 % 32} of warp {n % 8} of block {n // 8}"
+
+        expect("att", att, want, thread, KERNEL_FP32, f"with T = {T} and scale {scale:g}, ")
+    return ""
+
+
+def tiles_of(k: np.ndarray, v: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tiles of `width` rows, each in place of the one before."""
+    memory = np.empty((2, width, k.shape[1]))
+    for i in range(0, len(k), width):
+        rows = len(k[i : i + width])
+        memory[...] = np.nan
+        memory[0, :rows], memory[1, :rows] = k[i : i + width], v[i : i + width]
+        yield memory[0, :rows], memory[1, :rows]
+    memory[...] = np.nan
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """p, out and lse by whole matrices."""
+    s = scale * q @ k.T
+    largest = s.max(1, keepdims=True)
+    p = np.exp(s - largest)
+    lse = largest[:, 0] + np.log(p.sum(1))
+    p /= p.sum(1, keepdims=True)
+    return p, p @ v, lse
+
+
+def flash_cases() -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray, float, int]]:
+    q, k, v = (normal(i + 2, 8, 4)[i].astype(np.float64) for i in range(3))
+    yield "one tile", q[:3], k, v, 0.5, 8
+    yield "two tiles", q[:3], k, v, 0.5, 4
+    rising = np.concatenate([k[:4], 30 * k[4:]])
+    yield "two tiles, the second with larger scores", q, rising, v, 0.5, 4
+    yield "tiles of 3 rows, large scores", q, 50 * k, v, 1.0, 3
+
+
+def expect_matrix(what: str, got, want: np.ndarray) -> None:
+    """Wrong unless a function's result is this array, to the rounding of float64."""
+    if np.shape(got) != want.shape:
+        raise Wrong(f"{what}: expected an array {want.shape}, got {np.shape(got) or type(got).__name__}")
+    good = abs(np.asarray(got) - want) <= 1e-9 * (1 + abs(want))
+    if not good.all():
+        index = tuple(int(i) for i in np.argwhere(~good)[0])
+        remark = "; a tile was used after the next one had taken its place?" if np.isnan(got[index]) else ""
+        place = ", ".join(map(str, index))
+        raise Wrong(f"{what}[{place}]: expected {number(want[index])}, got {number(got[index])}{remark}")
+
+
+def check_flash_forward(lab: Lab) -> str:
+    for what, q, k, v, scale, width in flash_cases():
+        _, want_out, want_lse = attention(q, k, v, scale)
+        got = lab.call("flash_forward", q.copy(), tiles_of(k, v, width), scale)
+        if not isinstance(got, tuple) or len(got) != 2:
+            raise Wrong(f"flash_forward has to return out and lse, not {type(got).__name__}")
+        expect_matrix(f"{what}: lse", got[1], want_lse)
+        expect_matrix(f"{what}: out", got[0], want_out)
+    return ""
+
+
+def check_flash_backward(lab: Lab) -> str:
+    for what, q, k, v, scale, width in flash_cases():
+        p, out, lse = attention(q, k, v, scale)
+        dout = normal(9, *q.shape)[8].astype(np.float64)
+        dp = dout @ v.T
+        ds = p * (dp - (dp * p).sum(1, keepdims=True))
+        arguments = q.copy(), out.copy(), lse.copy(), dout.copy(), tiles_of(k, v, width), scale
+        got = lab.call("flash_backward", *arguments)
+        try:
+            dq, dkv = got
+            pairs = [(dk, dv) for dk, dv in dkv]
+        except (TypeError, ValueError):
+            raise Wrong("flash_backward has to return dq, and a list with a pair dk, dv for each tile") from None
+        expect_value(f"{what}: the number of pairs dk, dv", len(pairs), ceil_div(len(k), width))
+        expect_matrix(f"{what}: dq", dq, scale * ds @ k)
+        for i, (dk, dv) in enumerate(pairs):
+            tile = slice(i * width, (i + 1) * width)
+            expect_matrix(f"{what}: tile {i}'s dk", dk, scale * ds[:, tile].T @ q)
+            expect_matrix(f"{what}: tile {i}'s dv", dv, p[:, tile].T @ dout)
+    return ""
+
+
+# Where lane 0's elements are, and how far each bit of a lane's number and of i moves an element: (rows, columns).
+FRAGMENTS = {
+    "a": ([(0, 1), (0, 2), (1, 0), (2, 0), (4, 0)], [(8, 0), (0, 4)]),
+    "b": ([(1, 0), (2, 0), (0, 1), (0, 2), (0, 4)], [(4, 0)]),
+    "c": ([(0, 2), (0, 4), (1, 0), (2, 0), (4, 0)], [(0, 1), (8, 0)]),
+}
+
+
+def place(matrix: str, lane: int, i: int) -> tuple[int, int]:
+    of_lane, of_i = FRAGMENTS[matrix]
+    moves = [move for bit, move in enumerate(of_lane) if lane >> bit & 1]
+    moves += [move for bit, move in enumerate(of_i) if i >> bit & 1]
+    return sum(row for row, _ in moves), sum(column for _, column in moves)
+
+
+def check_fragments(lab: Lab) -> str:
+    for matrix, (_, of_i) in FRAGMENTS.items():
+        for lane in range(32):
+            for i in range(1 << len(of_i)):
+                got = lab.call(f"{matrix}_at", lane, i)
+                expect_value(f"row and column of lane {lane}'s {matrix}[{i}]", got, place(matrix, lane, i))
+    for lane in range(32):
+        for i in range(4):
+            row, column = place("c", lane, i)
+            expect_value(f"lane and i of C[{row}][{column}]", lab.call("holder_of_c", row, column), (lane, i))
+    return ""
+
+
+def check_adamw(lab: Lab) -> str:
+    n, lr, beta1, beta2, eps, decay = 1030, 0.1, 0.9, 0.999, 1e-8, 0.1
+    params, m, v = given(normal(n)), given(np.zeros(n, np.float32)), given(np.zeros(n, np.float32))
+    scale = 0.5
+    norm = given(np.array([0, scale, 0, 0], np.float32))
+    want, want_m, want_v = params.astype(np.float64), np.zeros(n), np.zeros(n)
+    for t in 1, 2, 3:
+        grads = normal(t, n)[t - 1]
+        with lab.in_place_of(kernels.adamw.cu):
+            kernels.adamw.adamw(params, given(grads), m, v, norm, n, lr, beta1, beta2, eps, decay, t)
+        g = scale * grads.astype(np.float64)
+        want_m = beta1 * want_m + (1 - beta1) * g
+        want_v = beta2 * want_v + (1 - beta2) * g**2
+        step = want_m / (1 - beta1**t) / (np.sqrt(want_v / (1 - beta2**t)) + eps)
+        want = want - lr * (step + decay * want)
+        for name, got, values in ("m", m, want_m), ("v", v, want_v), ("params", params, want):
+            expect(name, got, values, in_line_of_four, KERNEL_FP32, f"after step {t}, ")
+    return ""
+
+
+def in_line_of_four(i: int) -> str:
+    return f"thread {i // 4 % 256} of block {i // 1024}"

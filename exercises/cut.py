@@ -1,0 +1,233 @@
+"""The exercises, and how their files come about: a solved source, of which some lines are cut out.
+
+A source is a kernel file of the repository, of which the parts that matter are taken, or a file of solutions/. Lines
+are named by quoting them. So nothing is kept twice, and a kernel that changes at such a line breaks the cut at once.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.errors import UserError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+WORK = HERE / "work"
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The lines from the one that reads `first` to the one before the next that reads `until`: a blank one may be the
+    end of the file, and a brace is the one that closes what `first` is in. `text` takes their place, indented alike."""
+
+    first: str
+    until: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """source: under the repository's root; without one it is in solutions/. Of a kernel file its head is taken, down to
+    the #include, and each of `parts`: a function or constant that begins with this text, and the comment above it."""
+
+    name: str
+    holes: tuple[Hole, ...]
+    kind: str = "cu"
+    source: str = ""
+    parts: tuple[str, ...] = ()
+    microscope: bool = False     # the check watches every access
+
+    @property
+    def number(self) -> int:
+        return [exercise.name for exercise in EXERCISES].index(self.name) + 1
+
+    @property
+    def file(self) -> str:
+        return f"{self.number:02}_{self.name}.{self.kind}"
+
+    @property
+    def path(self) -> Path:
+        """The solved source."""
+        return ROOT / self.source if self.source else HERE / "solutions" / self.file
+
+
+def whole(exercise: Exercise) -> str:
+    """The solved exercise as a file of WORK would have it."""
+    text = exercise.path.read_text()
+    if not exercise.parts:
+        return text
+    lines = text.splitlines()
+    include = find(lines, '#include "common.cuh"', exercise)
+    taken = [*lines[:include], '#include "../../kernels/common.cuh"']
+    for part in exercise.parts:
+        begin = end = find(lines, part, exercise, whole_line=False)
+        while lines[begin - 1]:
+            begin -= 1
+        if not code_of(lines[end]).endswith(";"):
+            end = next(i for i in range(end, len(lines)) if lines[i] in ("}", "};"))
+        taken += ["", *lines[begin : end + 1]]
+    return "\n".join(taken) + "\n"
+
+
+def start(exercise: Exercise) -> str:
+    """What the learner begins with: the same with the holes in it."""
+    lines = whole(exercise).splitlines()
+    for hole in exercise.holes:
+        first = find(lines, hole.first, exercise)
+        indent = lines[first][: -len(lines[first].lstrip())]
+        rest = (i for i in range(first, len(lines)) if hole.until in (lines[i].strip(), code_of(lines[i])))
+        last = next((i for i in rest if hole.until != "}" or not lines[i].startswith(indent)), None)
+        if last is None and hole.until:
+            where = f"exercise {exercise.number}: {exercise.path} has no line `{hole.until}` after `{hole.first}`"
+            raise UserError(f"{where}, where exercises/cut.py needs one")
+        lines[first:last] = [indent + line for line in hole.text.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def code_of(line: str) -> str:
+    return line.split("//")[0].strip()
+
+
+def find(lines: list[str], quote: str, exercise: Exercise, whole_line: bool = True) -> int:
+    """The one line that is, or begins with, what is quoted; UserError where there is none, or several."""
+    found = [
+        i for i, line in enumerate(lines)
+        if (quote in (line.strip(), code_of(line)) if whole_line else line.startswith(quote))
+    ]  # fmt: skip
+    if len(found) != 1:
+        where = f"exercise {exercise.number}: {exercise.path}"
+        raise UserError(f"{where} has {len(found)} lines `{quote}`, where exercises/cut.py needs one")
+    return found[0]
+
+
+BODY = "// Write here."
+
+
+def function(first: str) -> Hole:
+    """The body of a Python function, from this line on."""
+    return Hole(first, "", "raise NotImplementedError  # Write here.")
+
+
+EXERCISES = (
+    Exercise("who_am_i", (Hole("const int i = blockIdx.x * blockDim.x + threadIdx.x;", "}", BODY),)),
+    Exercise("guard", (Hole("const int i = blockIdx.x * blockDim.x + threadIdx.x;", "}", BODY),)),
+    Exercise("plane", (Hole("const int c = blockIdx.x * blockDim.x + threadIdx.x;", "}", BODY),)),
+    Exercise(
+        "neighbours", (Hole("const int i = threadIdx.x, at = blockIdx.x * 128 + i;", "}", BODY),), microscope=True
+    ),
+    Exercise(
+        "race",
+        (
+            Hole("__syncthreads();  // the row is complete", "for (int half = 64; half > 0; half /= 2) {"),
+            Hole("__syncthreads();  // this half is complete", "}"),
+        ),
+        microscope=True,
+    ),
+    Exercise("shuffle", (Hole("float sum = x[i];", "}", BODY),), microscope=True),
+    Exercise(
+        "sectors",
+        (function("return len({address // 32 for address in addresses})"),),
+        kind="py",
+    ),
+    Exercise(
+        "banks",
+        (function("banks = [word % 32 for word in set(words)]"), function("return math.gcd(stride, 32)")),
+        kind="py",
+    ),
+    Exercise(
+        "bias_gradient",
+        (
+            Hole("Four sum = {};", "memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);", """\
+Four sum = {};
+// Write here: sum.x[0] to sum.x[3] = the sums of columns i to i + 3 over the rows from `begin` to `end` - 1.
+// memory.load(p, C - i) gives the four floats from p on, with 0 for those past the end of the row."""),
+            Hole("of_lane[threadIdx.y][threadIdx.x] = sum;", "out[i] = before + total;", """\
+// Write here: thread (x, y) has column i's `sum` over every blockDim.y-th of the P chunks. Bring the blockDim.y sums
+// of a column together through of_lane; the thread that `adds` needs their total.
+if (!adds) return;
+float total = 0.0f;"""),
+        ),
+        source="kernels/reduce.cu",
+        parts=(
+            'extern "C" __global__ void column_partials_kernel(', 'extern "C" __global__ void add_partials_kernel(',
+        ),
+        microscope=True,
+    ),
+    Exercise(
+        "layernorm",
+        (
+            Hole("const float m = block_sum(sum) / C;", "if (threadIdx.x == 0) {", """\
+float m = 0.0f, s = 0.0f;
+// Write here: m = the row's mean, s = its rstd, and the row of out.
+// `sum` is what this thread's numbers add up to; block_sum(sum) gives every thread the sum over the block.
+// The thread's numbers wait in `row`, at i = first, first + step, ... : Aligned::load(row + i, 4) gives four. Where C
+// is no multiple of 4, the last four of a row go past its end, and no such number belongs to the variance.
+// memory.load(weight + i, C - i) and memory.store(out + start + i, x, C - i) move four floats, or what is there."""),
+        ),
+        source="kernels/layernorm.cu",
+        parts=('extern "C" __global__ void layernorm_forward_kernel(',),
+    ),
+    Exercise(
+        "tf32",
+        (
+            function("bits = int(np.float32(x).view(np.uint32))"),
+            function("bits = x.view(np.uint32) + np.uint32(0x1000)"),
+        ),
+        kind="py",
+    ),
+    Exercise("transpose", (Hole("__shared__ float tile[32][33];", "}", BODY),), microscope=True),
+    Exercise(
+        "gelu",
+        (
+            Hole("const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);", "}", """\
+// Write here: gelu'(x) in the tanh form; s is share(x).
+return 0.0f;"""),
+            Hole("for (int k = 0; k < 4; k++) {", "memory.store(dout + at, d, C - i);", """\
+// Write here, for each of the thread's four columns, k = 0 to 3: x.x[k], which is inp, becomes gelu(inp + bias);
+// d.x[k], which is dout, becomes the gradient of the input; sums[c].x[k] grows by that. b.x[k] is bias."""),
+        ),
+        source="kernels/gelu.cu",
+        parts=(
+            "struct Tanh {", "__device__ __forceinline__ void backward(",
+            'extern "C" __global__ void gelu_backward_kernel(',
+        ),
+    ),
+    Exercise(
+        "online_softmax",
+        (function("new = max(largest, piece.max())"), function("largest = max(a[0], b[0])")),
+        kind="py",
+    ),
+    Exercise(
+        "softmax",
+        (
+            Hole("float largest = -INFINITY, sum = 0.0f;", "});", """\
+// Write here: row[s] = exp(scale * row[s]) / (the sum of exp(scale * row[j]) over j < length)   for s < length
+//             row[s] = 0                                                                        for length <= s < T
+// Scores may be large: no exponent may be. The warp has the row to itself; its lanes take four columns each, at
+// s = 4 * lane, 4 * lane + 4 * WARP_SIZE, ... memory.load(row + s, T - s) and memory.store(row + s, x, T - s) move
+// four; warp_max(x) and warp_sum(x) give every lane the largest x of the warp's lanes, and their sum."""),
+        ),
+        source="kernels/attention.cu",
+        parts=('extern "C" __global__ void softmax_forward_kernel(',),
+    ),
+    Exercise("flash_forward", (function("largest, total = np.full(len(q), -np.inf), np.zeros(len(q))"),), kind="py"),
+    Exercise("flash_backward", (function("D = (dout * out).sum(axis=1)"),), kind="py"),
+    Exercise(
+        "fragments",
+        (
+            function("return lane // 4 + i % 2 * 8, lane % 4 + i // 2 * 4"),
+            function("return lane % 4 + i * 4, lane // 4"),
+            function("return lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2"),
+            function("return row % 8 * 4 + column // 2, row // 8 * 2 + column % 2"),
+        ),
+        kind="py",
+    ),
+    Exercise(
+        "adamw",
+        (
+            Hole("const float grad = scale * g.x[k];", "}", """\
+// Write here: m4.x[k], v4.x[k] and p.x[k] after the step; the gradient is scale * g.x[k]."""),
+        ),
+        source="kernels/adamw.cu",
+        parts=("constexpr float LARGEST", 'extern "C" __global__ void adamw_kernel('),
+    ),
+)

@@ -1,0 +1,19 @@
+// Exercise 5: find the race.
+//
+//   out[r] = the sum of the 128 numbers of row r of x (R, 128)
+// One block of 128 threads takes row after row. A row waits in `tile`; half of the threads add the other half's
+// numbers to their own, then half of those, and so on, until number 0 is the sum.
+
+extern "C" __global__ void row_sums_kernel(float* out, const float* x, int R) {
+    __shared__ float tile[128];
+    const int i = threadIdx.x;
+    for (int r = 0; r < R; r++) {
+        tile[i] = x[r * 128 + i];
+        __syncthreads();  // the row is complete
+        for (int half = 64; half > 0; half /= 2) {
+            if (i < half) tile[i] += tile[i + half];
+            __syncthreads();  // this half is complete
+        }
+        if (i == 0) out[r] = tile[0];
+    }
+}

@@ -1,0 +1,309 @@
+"""The exercises: each is accepted when it is solved, and refused, with its fault named, when it is not."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exercises import check
+from exercises.cut import EXERCISES, Exercise, Hole, start, whole
+from llmc import cpu
+from llmc.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
+RACE = r"threads race: .*\n    {}: .*\n    {}: .*\n.*tile\[\d+\]: .*thread \(\d+, 0, 0\) of block"
+
+# A fault in a solved exercise: what is replaced, by what, and what the check says of it.
+FAULTS = [
+    ("who_am_i", "1000 * blockIdx.x", "100 * blockIdx.x",
+     r"who\[64\]: expected 1000, got 100; thread 0 of block 1 has to"),
+    ("who_am_i", "+ threadIdx.x;\n    who", "+ threadIdx.x + 1;\n    who",
+     r"who\[320\] was written by thread 0 of block 5"),
+    ("guard", "if (i < N)", "if (i <= N)", r"out\[1000\] was written by thread 232 of block 3: that is past the end"),
+    ("plane", " && c < C", "", r"out\[700\] was written: that is past the end"),
+    ("neighbours", "    __syncthreads();\n", "", RACE.format(11, 12)),
+    ("neighbours", "tile[i - 1]", "x[at - 1]", r"right, but x was read 765 times; 384, once each, would do"),
+    ("race", "            __syncthreads();  // this half is complete\n", "", "threads race"),
+    ("shuffle", "o = 16", "o = 8", r"out\[0\]: expected \S+, got \S+; thread 0 of block 0 has to write it"),
+    ("shuffle", "+= __shfl_xor_", "+= __shfl_down_", r"out\[1\]: expected"),
+    ("sectors", "address // 32", "address // 128", r"lane i reads float i: expected 4, got 1"),
+    ("sectors", "len({address // 32 for address in addresses})", "(max(addresses) - min(addresses)) // 32 + 1",
+     r"lane i reads float i \+ 1: expected 5, got 4"),
+    ("banks", "set(words)", "words", r"passes, all lanes read word 5: expected 1, got 32"),
+    ("banks", "math.gcd(stride, 32)", "stride % 32", r"passes_of_stride\(3\): expected 1, got 3"),
+    ("bias_gradient", "n < end", "n + 1 < end",
+     r"partials\[0, 0\]: expected .*column_partials_kernel's thread 0 of block"),
+    ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*of_lane\[\d+\]"),
+    ("layernorm", "sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;", "sum += (x.x[k] - m) * (x.x[k] - m);",
+     r"with C = 130, rstd\[0\]: expected .* thread 0 of block 0 has to write it"),
+    ("tf32", "0x1000", "0x0fff", r"to_tf32 of 1.00048828125 .*\nexpected 1.0009765625 .*\ngot      1.0 "),
+    ("transpose", "[32][33]", "[32][32]",
+     r"tile takes up to 32 times the passes that it needs \(bank conflicts\):\n    18: "),
+    ("transpose", "n = n0 + threadIdx.x, c = c0 + column;\n", "n = n0 + column, c = c0 + threadIdx.x;\n",
+     r"out\[0, 1\]: expected \S+, got"),
+    ("transpose",
+     "= n0 + threadIdx.x, c = c0 + column;\n        if (n < N && c < C) out[c * N + n] = tile[threadIdx.x][column];",
+     "= n0 + column, c = c0 + threadIdx.x;\n        if (n < N && c < C) out[c * N + n] = tile[column][threadIdx.x];",
+     r"of out 6144 sectors are moved where 768 would do: .*\n    18: "),
+    ("gelu", "s + x * s * (1.0f - s) * slope", "s + x * (1.0f - s) * slope",
+     r"dinp\[0, 0\]: expected .* thread \(0, 0\)"),
+    ("gelu", "sums[c].x[k] += d.x[k];", "sums[c].x[k] = d.x[k];", r"dbias\[0\]: expected"),
+    ("online_softmax", "total * np.exp(largest - new) +", "total +",
+     r"fold, rising numbers, 1 at a time, after 2: expected"),
+    ("online_softmax", "    if largest == -np.inf:\n        return EMPTY\n", "",
+     r"merge, both EMPTY|line 29: FloatingPoint"),
+    ("softmax", "x.x[k] = s + k < length", "x.x[k] = s + k <= length",
+     r"with T = 37 and scale 0.125, att\[0, 1\]: expected 0"),
+    ("softmax", "four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;", "four_largest = 0.0f;",
+     r"with T = 40 and scale 60, att\[\d+, \d+\]: expected 1, got nan"),
+    ("flash_forward", "rescale[:, None] * out + p @ v", "out + p @ v", r"two tiles: out\[\d, \d\]: expected"),
+    ("flash_forward", "for k, v in tiles", "for k, v in list(tiles)", r"after the next one had taken its place\?"),
+    ("flash_backward", "(dout @ v.T - D[:, None])", "(dout @ v.T - (p * (dout @ v.T)).sum(1)[:, None])",
+     r"two tiles: dq\[0, 0\]: expected"),
+    ("fragments", "lane % 4 + i // 2 * 4", "lane % 4 * 2 + i // 2",
+     r"row and column of lane 0's a\[2\]: expected \(0, 4\), got \(0, 1\)"),
+    ("fragments", "row // 8 * 2 + column % 2", "row // 8 + column % 2 * 2",
+     r"lane and i of C\[0\]\[1\]: expected \(0, 1\), got \(0, 2\)"),
+    ("adamw", "v4.x[k] / correction2", "v4.x[k]",
+     r"after step 1, params\[0\]: expected .* thread 0 of block 0 has to write it"),
+]  # fmt: skip
+
+# What the checks say of an exercise in which nothing is written but a comment.
+EMPTY = {
+    "who_am_i": r"who\[0\]: expected 0, nothing was written; thread 0 of block 0",
+    "plane": r"out\[0, 0\]: expected \S+, nothing was written; thread \(0, 0\) of block \(0, 0\)",
+    "race": RACE.format(11, 13),
+    "bias_gradient": r"partials\[0, 0\]: expected",
+    "layernorm": r"mean\[0\]: expected",
+    "gelu": r"out_T\[0, 0\]: expected",
+    "softmax": r"att\[0, 0\]: expected 1, got",
+    "adamw": r"after step 1, m\[0\]: expected",
+}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> dict[tuple, str]:
+    """What is wrong, by (exercise, "solved"), (exercise, "empty") and (exercise, number of FAULTS)."""
+    root = tmp_path_factory.mktemp("root")
+    (root / "kernels").symlink_to(ROOT / "kernels")
+    texts = {(exercise.name, "solved"): whole(exercise) for exercise in EXERCISES}
+    for name, old, *_ in FAULTS:
+        assert whole(BY_NAME[name]).count(old) == 1, f"{name}: `{old}`"
+    texts |= {(name, i): whole(BY_NAME[name]).replace(old, new) for i, (name, old, new, _) in enumerate(FAULTS)}
+    for exercise in EXERCISES:
+        texts[exercise.name, "empty"] = start(exercise) + ("// begun\n" if exercise.kind == "cu" else "# begun\n")
+    files = {}
+    for name, which in texts:
+        files[name, which] = root / "exercises" / f"{name}-{which}" / BY_NAME[name].file
+        files[name, which].parent.mkdir(parents=True)
+        files[name, which].write_text(texts[name, which])
+
+    watched = [key for key in files if BY_NAME[key[0]].microscope]
+    runs = [[BY_NAME[name].number, str(files[name, which])] for name, which in watched]
+    command = [sys.executable, ROOT / "tests" / "exercise_runs.py"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process.stdin.write(json.dumps(runs))
+    process.stdin.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMC_CPU_WARP", "32")
+        patch.setenv("LC_ALL", "C")  # which a check sets
+        plain = {key: path for key, path in files.items() if key not in watched}
+        cpu.compile_all(path for path in plain.values() if path.suffix == ".cu")  # on all cores
+        found = {key: check.run_check(BY_NAME[key[0]], path)[0] for key, path in plain.items()}
+    found |= dict(zip(watched, json.loads(process.stdout.read()), strict=True))
+    assert process.wait() == 0
+    return found
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_solved_exercise_is_right(faults, name):
+    assert faults[name, "solved"] == ""
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_exercise_in_which_nothing_is_written_is_refused(faults, name):
+    fault = faults[name, "empty"]
+    assert re.search(EMPTY.get(name, r"^nothing is written yet in line \d+$|nothing was written; "), fault), fault
+
+
+@pytest.mark.parametrize("i", range(len(FAULTS)), ids=lambda i: f"{FAULTS[i][0]}: {FAULTS[i][2].strip() or 'left out'}")
+def test_a_fault_is_named(faults, i):
+    name, *_, says = FAULTS[i]
+    assert re.search(says, faults[name, i]), faults[name, i]
+    assert len(faults[name, i].splitlines()) < 20
+
+
+def test_every_exercise_has_a_fault_to_be_found():
+    assert {name for name, *_ in FAULTS} == set(BY_NAME)
+
+
+# ---- what the learner sees
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch, capsys):
+    """A folder for what the learner writes. To be called with arguments of exercises/check.py: exit status and text."""
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    work = tmp_path / "exercises" / "work"
+    work.parent.mkdir()
+    monkeypatch.setattr(check, "WORK", work)
+    monkeypatch.setattr(check, "SOLVED", work / ".solved.json")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name in "LLMC_CPU_WARP", "LC_ALL":  # which a check sets
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
+        try:
+            check.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        return status, capsys.readouterr().out
+
+    run.work = work
+    return run
+
+
+def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
+    status, text = learner("7")
+    work = learner.work / "07_sectors.py"
+    assert status == 0 and "7. Sectors" in text and "(line 11)" in text and work.exists()
+    assert "Byte b lies in sector" not in text, "the hint is for who looks for it"
+    assert learner("7") == (1, f"{os.path.relpath(work)} is not right yet.\n\nNothing is written yet in line 11.\n")
+    assert learner()[1].count("untried") == len(EXERCISES)
+
+    wrong = work.read_text().replace("raise NotImplementedError", "return len(set(addresses))")
+    work.write_text(wrong)
+    status, text = learner("7")
+    assert status == 1 and "lane i reads float i: expected 4, got 32" in text
+    assert work.read_text() == wrong
+    assert re.search(r"7  Sectors .* open", learner()[1])
+
+    work.write_text(whole(BY_NAME["sectors"]))
+    status, text = learner("7")
+    assert status == 0 and "07_sectors.py is right." in text and "then exercise 8" in text
+    assert re.search(r"7  Sectors .* solved\n", learner()[1])
+
+    work.write_text(wrong)
+    assert re.search(r"7  Sectors .* open\n", learner()[1]), "it was right, but is not what was right"
+    learner("7")
+    work.write_text(whole(BY_NAME["sectors"]))
+    assert re.search(r"7  Sectors .* open\n", learner()[1]), "what is refused is no longer solved"
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new", "says"),
+    [
+        (1, "threadIdx.x;\n}", "threadIdx.x\n}", r"line 10 does not compile: expected .*\n    10: who\[i\] ="),
+        (2, "out[i] =", "oud[i] =", r"line 9 does not compile: .oud. was not declared .*\n    9: if \(i < N\) oud"),
+        (1, "who_am_i_kernel(int* who)", "who_am_i_kernel(int* who, int n)",
+         r"parameters are no longer what they were"),
+        (1, "who_am_i_kernel", "who_kernel", r"the file has no kernel who_am_i_kernel any more"),
+        (10, "layernorm_forward_kernel", "forward_kernel",
+         r"the kernels' names and parameters must stay .*forward_kernel"),
+        (4, "__sync", "if (i == 3) __shfl_xor_sync(~0u, i, 1); else __sync", r"neighbours_kernel, .*: deadlock:"),
+        (7, "    return len", "    retrun len", r"line 11 is no Python: .*\n    11: retrun"),
+        (7, "// 32", "// 0", r"line 11: ZeroDivisionError: .*\n    11: return len"),
+        (7, "def sectors(", "def sector(", r"the file has no function sectors any more"),
+        (14, "np.exp(piece - new)", "np.exp(piece)", r"line 20: FloatingPointError: overflow|fold, .*: expected"),
+        (16, "return out /", "return out, out /", r"has to return out and lse"),
+    ],
+)
+def test_what_does_not_run_is_said_by_its_line(learner, monkeypatch, number, old, new, says):
+    exercise = EXERCISES[number - 1]
+    monkeypatch.setattr(check, "EXERCISES", tuple(dataclasses.replace(one, microscope=False) for one in EXERCISES))
+    text = whole(exercise)
+    assert old in text
+    learner.work.mkdir()
+    (learner.work / exercise.file).write_text(text.replace(old, new))
+    status, said = learner(str(number))
+    assert status == 1 and re.search(says, said), said
+
+
+def test_a_solution_that_does_not_end_is_given_up(learner, monkeypatch):
+    monkeypatch.setattr(check, "SECONDS", 0.2)
+    monkeypatch.setattr(check, "run_check", lambda exercise, path: time.sleep(5))
+    learner("7")
+    (learner.work / "07_sectors.py").write_text(whole(BY_NAME["sectors"]))
+    status, said = learner("7")
+    assert status == 1 and "Is there a loop that never ends?" in said
+
+
+@pytest.mark.parametrize("number", ["0", "20", "x"])
+def test_a_number_that_no_exercise_has_is_refused_in_one_line(number):
+    done = subprocess.run([sys.executable, ROOT / "exercises/check.py", number], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"error: there is no exercise {number}: they are numbered 1 to {len(EXERCISES)}\n"
+
+
+def test_numpy_is_all_that_the_exercises_import():
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys(["torch", "matplotlib", "cupy", "tiktoken", "transformers", "pytest"])
+sys.path.insert(0, {str(ROOT)!r})
+from exercises import check, checks
+assert check.run_check(check.EXERCISES[6], check.EXERCISES[6].path) == ("", "")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- how they are made
+
+
+def test_the_readme_has_a_section_for_each_exercise():
+    sections = check.sections()
+    assert list(sections) == [exercise.number for exercise in EXERCISES]
+    for number, (_, text) in sections.items():
+        assert re.match(r"Goes with \[[^]]+\]\(\.\./doc/\d\d-[\w-]+\.md\)\.\n\n", text), number
+        assert "<details><summary>Hint</summary>\n\n" in text and "</details>\n\nNext: " in text, number
+        assert re.search(rf"then\sexercise {number + 1}\.$", text) or number == len(EXERCISES), number
+
+
+def test_a_kernel_that_no_longer_has_the_quoted_line_breaks_the_cut():
+    gelu = BY_NAME["gelu"]
+    for hole, says in (
+        (Hole("const float slop = 1.0f;", "}"), "has 0 lines `const float slop = 1.0f;`"),
+        (Hole("__syncthreads();", "}"), "has 3 lines `__syncthreads();`"),
+        (Hole("Four sums[TILE_VECTORS] = {};", "nothing();"), "has no line `nothing();` after `Four sums"),
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            start(dataclasses.replace(gelu, holes=(hole,)))
+    with pytest.raises(UserError, match="has 0 lines `struct Sinh {`"):
+        whole(dataclasses.replace(gelu, parts=("struct Sinh {",)))
+
+
+def test_the_fragments_are_those_of_flash_attentions_instruction(tmp_path):
+    names: dict = {}
+    exec(BY_NAME["fragments"].path.read_text(), names)
+    parts = "constexpr unsigned ALL_LANES", "__device__ inline float tf32_bits(", "__device__ inline void mma("
+    text = whole(Exercise("fragments", (), source="kernels/flash_attention.cu", parts=parts))
+    (tmp_path / "mma.cu").write_text(text.replace("../../kernels", str(ROOT / "kernels")) + """
+extern "C" __global__ void mma_kernel(float* d, const float* a, const float* b, const float* c) {
+    float result[4], lane_a[4], lane_c[4];
+    for (int i = 0; i < 4; i++) lane_a[i] = a[4 * threadIdx.x + i], lane_c[i] = c[4 * threadIdx.x + i];
+    mma(result, lane_a, b[2 * threadIdx.x], b[2 * threadIdx.x + 1], lane_c);
+    for (int i = 0; i < 4; i++) d[4 * threadIdx.x + i] = result[i];
+}
+""")
+    rng = np.random.default_rng(0)
+    A, B, C = (rng.integers(-9, 9, shape).astype(np.float32) for shape in [(16, 8), (8, 8), (16, 8)])
+
+    def spread(matrix: np.ndarray, place, count: int) -> np.ndarray:
+        return np.array([[matrix[place(lane, i)] for i in range(count)] for lane in range(32)], np.float32)
+
+    lanes = spread(A, names["a_at"], 4), spread(B, names["b_at"], 2), spread(C, names["c_at"], 4)
+    result = np.zeros((32, 4), np.float32)
+    cpu.compile_source(tmp_path / "mma.cu").kernel("mma_kernel")((1,), (32,), (result, *lanes))
+    want = A @ B + C
+    assert np.array_equal(result, spread(want, names["c_at"], 4))
+    for row, column in np.ndindex(16, 8):
+        assert result[names["holder_of_c"](row, column)] == want[row, column]
