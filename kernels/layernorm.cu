@@ -55,9 +55,10 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
 // added to. The columns' sums go to partials (gridDim.x, 3, C): of dout * n, of dout, and of the new dinp, which is the
 // bias gradient of the projection that fed the residual stream. Shared memory: 2 rows of C floats, rounded up to a
 // multiple of 4, a warp.
-extern "C" __global__ void layernorm_backward_kernel(float* dinp, float* partials, const float* dout, const float* inp,
-                                                     const float* weight, const float* mean, const float* rstd,
-                                                     int N, int C) {
+extern "C" __global__ void layernorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials,
+                                                     const float* __restrict__ dout, const float* __restrict__ inp,
+                                                     const float* __restrict__ weight, const float* __restrict__ mean,
+                                                     const float* __restrict__ rstd, int N, int C) {
     __shared__ float rstd_of[32], mean_g[32], mean_gn[32];
     DYNAMIC_SHARED(float, rows_d);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
