@@ -8,7 +8,6 @@ A name after a colon tells variants of a launcher apart: attention_forward:relu.
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -37,7 +36,6 @@ from llmc.errors import UserError
 from llmc.model import Model
 
 EPS = 1e-5
-LARGEST = 1 << 26  # elements of an array
 
 
 @dataclass
@@ -50,10 +48,15 @@ class Launch:
     others: Callable[[SimpleNamespace, SimpleNamespace], dict] = field(repr=False)
     needs: tuple[str, ...] = ()  # of the sizes
 
+    def shapes_at(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        """The shape of each array where the sizes are these."""
+        names = {"P": MOST_PARTIALS, **self.sizes, **sizes}
+        return {name: tuple(eval(length, {}, names) for length in shape) for name, shape in self.shapes.items()}
+
     def prepare(self, sizes: dict[str, int]) -> Callable[[], None]:
         """A call of the launcher with arrays of these sizes on the device in use, filled with random numbers.
 
-        Raises UserError for sizes that the launcher does not take, or whose arrays are larger than LARGEST.
+        Raises UserError for sizes that the launcher does not take.
         """
         size = SimpleNamespace(**{**self.sizes, **sizes})
         for need in self.needs:
@@ -61,10 +64,7 @@ class Launch:
                 raise UserError(f"{self.launcher.__name__} needs {need}")
         rng = np.random.default_rng(1)
         arrays = {}
-        for name, shape in self.shapes.items():
-            shape = tuple(eval(length, {"P": MOST_PARTIALS}, vars(size)) for length in shape)
-            if (count := math.prod(shape)) > LARGEST:
-                raise UserError(f"{name} would have {count:,} elements; {LARGEST:,} are the most: lower a size")
+        for name, shape in self.shapes_at(sizes).items():
             values = rng.standard_normal(shape, np.float32)
             arrays[name] = device.asarray(abs(values) if name in ("rstd", "v") else values)
         given = {**vars(size), **arrays}

@@ -5,6 +5,7 @@ LLMC_CPU_MICROSCOPE=1 builds the CPU device for it (llmc/cpu/microscope.h); dev/
 
 import ctypes
 import functools
+import math
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ from llmc.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTOR, BANKS, LANES = 32, 32, 32
+LARGEST = 1 << 26  # elements of an array: every access is kept
 MULTIPROCESSORS = 132  # of an H200: some launchers share out their work among them
 LOAD, STORE, ATOMIC, BARRIER, MEETING = range(5)
 KINDS = ("load", "store", "atomic", "barrier", "meeting")
@@ -105,7 +107,13 @@ def use_microscope() -> None:
 
 
 def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
-    """The kernels that a launcher launches on arrays of these sizes, in their order."""
+    """The kernels that a launcher launches on arrays of these sizes, in their order.
+
+    Raises UserError for sizes that the launcher does not take, and for arrays of more than LARGEST elements.
+    """
+    for name, shape in launch.shapes_at(sizes).items():
+        if math.prod(shape) > LARGEST:
+            raise UserError(f"{name} would have {math.prod(shape):,} elements, at most {LARGEST:,} can be: lower a size")
     watched, call = [], launch.prepare(sizes)
 
     def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:

@@ -114,7 +114,7 @@ def test_lanes_that_a_branch_has_parted_are_counted_together_where_they_meet_aga
     (["flash_attention_forward", "--shape", "HS=32"], "flash attention takes heads of 64 or 128 channels, not 64 / 2"),
     (["attention_forward", "--shape", "NKV=3"], "attention_forward needs NH % NKV == 0"),
     (["layernorm_backward", "--shape", "C=40000"], "layernorm_backward_kernel: 320000 bytes of shared memory, more"),
-    (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements; 67,108,864 are the most"),
+    (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements, at most 67,108,864 can be"),
     (["all", "--html", "x.html"], "all: --shape and --html go with a single launcher"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_told_in_a_line(arguments, says):
