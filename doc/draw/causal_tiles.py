@@ -1,0 +1,68 @@
+"""Flash attention's triangle of tiles for one head: which block does which, and in which order the blocks start."""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from doc.draw.figure import Figure
+
+SOURCE = Path(__file__).resolve().parents[2] / "kernels" / "flash_attention.cu"
+
+
+def constant(name: str) -> int:
+    return int(re.search(rf"^constexpr int {name} = (\d+);", SOURCE.read_text(), re.M)[1])
+
+
+T, HS = 1024, 64
+WARPS, ROWS = constant("WARPS"), constant("TILE_FLOATS") // HS
+TILES, BLOCKS = T // ROWS, T // ROWS // WARPS
+CELL = 9
+SIDE = TILES * CELL
+
+
+def triangle(figure: Figure, x0: int, y0: int, by_query: bool) -> None:
+    """Queries go down, keys to the right. Neighbouring blocks have different shades."""
+    for query in range(TILES):
+        for key in range(query + 1):
+            block = (query if by_query else key) // WARPS
+            fill = "b" if query == key else "a" if block % 2 else "c"
+            figure.rect(x0 + key * CELL, y0 + query * CELL, CELL, CELL, fill, "paper")
+    for block in range(BLOCKS + 1):
+        at = block * WARPS * CELL
+        across, down = (x0, y0 + at, x0 + SIDE, y0 + at), (x0 + at, y0, x0 + at, y0 + SIDE)
+        figure.line(*(across if by_query else down), "faint")
+        if block in (0, BLOCKS):
+            figure.line(*(down if by_query else across), "faint")
+
+
+def draw() -> str:
+    left, right, top = 82, 436, 92
+    figure = Figure(right + SIDE + 14, top + SIDE + 126, "The triangle of causal tiles, and the order of its blocks")
+    figure.text(left, 26, f"forward and dq: {WARPS * ROWS} queries a block", 15, bold=True)
+    figure.text(right, 26, f"dk and dv: {WARPS * ROWS} keys a block", 15, bold=True)
+    figure.text(left + SIDE / 2, top - 10, f"keys 0 … {T - 1}", 13, "middle", "faint")
+    figure.text(right + SIDE / 2, top - 30, f"keys 0 … {T - 1}", 13, "middle", "faint")
+    triangle(figure, left, top, True)
+    triangle(figure, right, top, False)
+    for block in range(BLOCKS):
+        middle, tiles = (block + 0.5) * WARPS * CELL, WARPS * (block + 1)
+        figure.text(left - 8, top + middle + 5, f"y = {BLOCKS - 1 - block}", 13, "end")
+        figure.text(left + SIDE + 5, top + middle + 5, str(tiles), 13, colour="faint")
+        figure.text(right + middle, top - 9, f"y={block}", 12, "middle")
+        figure.text(right + middle, top + SIDE + 16, str(WARPS * BLOCKS - tiles + WARPS), 13, "middle", "faint")
+    y = top + SIDE + 46
+    for i, words in enumerate((
+        "y: blockIdx.y. Blocks start in this order, those with the most tiles first; how many",
+        f"tiles a block streams stands at its end. A square is a tile, {ROWS} queries by {ROWS} keys:",
+        "one warp's work between two barriers.",
+    )):  # fmt: skip
+        figure.text(left, y + 20 * i, words, 14)
+    figure.rect(left, y + 56, 14, 14, "b")
+    figure.text(left + 22, y + 68, "on the diagonal: the only tiles in which queries and keys are compared by number", 14)
+    return figure.svg()
+
+
+if __name__ == "__main__":
+    print(draw())
