@@ -60,7 +60,7 @@ def draw() -> str:
     )):  # fmt: skip
         figure.text(left, y + 20 * i, words, 14)
     figure.rect(left, y + 56, 14, 14, "b")
-    figure.text(left + 22, y + 68, "on the diagonal: the only tiles in which queries and keys are compared by number", 14)
+    figure.text(left + 22, y + 68, "on the diagonal: the only tiles in which queries and keys are compared", 14)
     return figure.svg()
 
 
