@@ -1,15 +1,23 @@
 """What each exercise must do: check_<name>(lab) raises Wrong with what is wrong, or returns a remark, mostly empty.
 
+    python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON
+
 Kernels run on the CPU device with warps of 32 lanes. What they write begins as UNWRITTEN and has more of it around, so
 that an element which no thread wrote shows, and one that a thread wrote where it must not.
 """
 
+import json
 import linecache
+import os
 import re
+import resource
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
@@ -21,18 +29,54 @@ import kernels.gelu
 import kernels.layernorm
 import kernels.reduce
 from dev.microscope import lines_of, race_lines
-from dev.watch import KINDS, LOAD, MEETING, STEP, Watched, distinct, lanes_of, passes_of, sectors_of, watch_kernel
+from dev.watch import (
+    KINDS,
+    LOAD,
+    MEETING,
+    STEP,
+    Watched,
+    distinct,
+    lanes_of,
+    passes_of,
+    sectors_of,
+    use_microscope,
+    watch_kernel,
+)
+from exercises.cut import EXERCISES, Exercise
 from llmc import cpu
 from llmc.device import Source, ceil_div, kernel_declarations
 from llmc.errors import UserError
+from llmc.program import run_program
 
 AROUND = 1024               # elements before and after what a kernel writes
 UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
+MEMORY = 2 << 30            # bytes that a check may have: a loop without end that is watched wants ever more
 KERNEL_FP32 = 2e-5          # of 1 + the value: several roundings to fp32, and the sums of a few hundred numbers
 
 
 class Wrong(Exception):
     """What is wrong with a solution, in lines for the learner."""
+
+
+def main() -> None:
+    number, file, result = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    found = run_check(EXERCISES[int(number) - 1], Path(file))
+    Path(result).write_text(json.dumps(found))
+
+
+def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
+    """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right."""
+    # One block after another, so that a fault shows alike each time; the compiler's messages in English.
+    os.environ |= {"LLMC_CPU_WARP": "32", "LLMC_CPU_THREADS": "1", "LC_ALL": "C"}
+    if exercise.microscope:
+        use_microscope()
+    else:
+        device.use("cpu")
+    try:
+        return "", globals()[f"check_{exercise.name}"](Lab(path, exercise.microscope))
+    except Wrong as wrong:
+        return str(wrong), ""
 
 
 # ---- arrays
@@ -625,3 +669,7 @@ def check_adamw(lab: Lab) -> str:
 
 def in_line_of_four(i: int) -> str:
     return f"thread {i // 4 % 256} of block {i // 1024}"
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from exercises.check import run_check  # noqa: E402
+from exercises.checks import run_check  # noqa: E402
 from exercises.cut import EXERCISES  # noqa: E402
 
 

@@ -6,13 +6,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from exercises import check
+from exercises.checks import run_check
 from exercises.cut import EXERCISES, Exercise, Hole, start, whole
 from llmc import cpu
 from llmc.errors import UserError
@@ -112,12 +112,13 @@ def faults(tmp_path_factory) -> dict[tuple, str]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     process.stdin.write(json.dumps(runs))
     process.stdin.close()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:  # of what a check sets
         patch.setenv("LLMC_CPU_WARP", "32")
-        patch.setenv("LC_ALL", "C")  # which a check sets
+        patch.setenv("LLMC_CPU_THREADS", "1")
+        patch.setenv("LC_ALL", "C")
         plain = {key: path for key, path in files.items() if key not in watched}
         cpu.compile_all(path for path in plain.values() if path.suffix == ".cu")  # on all cores
-        found = {key: check.run_check(BY_NAME[key[0]], path)[0] for key, path in plain.items()}
+        found = {key: run_check(BY_NAME[key[0]], path)[0] for key, path in plain.items()}
     found |= dict(zip(watched, json.loads(process.stdout.read()), strict=True))
     assert process.wait() == 0
     return found
@@ -149,16 +150,13 @@ def test_every_exercise_has_a_fault_to_be_found():
 
 
 @pytest.fixture
-def learner(tmp_path, monkeypatch, capsys):
+def learner(tmp_path, monkeypatch, capfd):
     """A folder for what the learner writes. To be called with arguments of exercises/check.py: exit status and text."""
     (tmp_path / "kernels").symlink_to(ROOT / "kernels")
     work = tmp_path / "exercises" / "work"
     work.parent.mkdir()
     monkeypatch.setattr(check, "WORK", work)
     monkeypatch.setattr(check, "SOLVED", work / ".solved.json")
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    for name in "LLMC_CPU_WARP", "LC_ALL":  # which a check sets
-        monkeypatch.setenv(name, os.environ.get(name, ""))
 
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["check.py", *arguments])
@@ -167,7 +165,7 @@ def learner(tmp_path, monkeypatch, capsys):
             status = 0
         except SystemExit as end:
             status = end.code
-        return status, capsys.readouterr().out
+        return status, capfd.readouterr().out
 
     run.work = work
     return run
@@ -218,9 +216,8 @@ def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
         (16, "return out /", "return out, out /", r"has to return out and lse"),
     ],
 )
-def test_what_does_not_run_is_said_by_its_line(learner, monkeypatch, number, old, new, says):
+def test_what_does_not_run_is_said_by_its_line(learner, number, old, new, says):
     exercise = EXERCISES[number - 1]
-    monkeypatch.setattr(check, "EXERCISES", tuple(dataclasses.replace(one, microscope=False) for one in EXERCISES))
     text = whole(exercise)
     assert old in text
     learner.work.mkdir()
@@ -230,12 +227,26 @@ def test_what_does_not_run_is_said_by_its_line(learner, monkeypatch, number, old
 
 
 def test_a_solution_that_does_not_end_is_given_up(learner, monkeypatch):
-    monkeypatch.setattr(check, "SECONDS", 0.2)
-    monkeypatch.setattr(check, "run_check", lambda exercise, path: time.sleep(5))
+    monkeypatch.setattr(check, "SECONDS", 1)
     learner("7")
-    (learner.work / "07_sectors.py").write_text(whole(BY_NAME["sectors"]))
+    (learner.work / "07_sectors.py").write_text("while True:\n    pass\n")
     status, said = learner("7")
-    assert status == 1 and "Is there a loop that never ends?" in said
+    assert status == 1 and "It has not ended after 1 seconds. Is there a loop that never ends?" in said
+
+
+def test_a_loop_without_end_that_is_watched_takes_no_more_memory_than_it_may(learner):
+    learner("6")
+    endless = "for (int k = 0; k >= 0; k = (k + 1) % 7) out[i] = sum + k;"
+    (learner.work / "06_shuffle.cu").write_text(whole(BY_NAME["shuffle"]).replace("out[i] = sum;", endless))
+    status, said = learner("6")
+    assert status == 1 and "It wants more memory than a check may have." in said
+
+
+def test_what_a_solution_prints_is_printed(learner):
+    learner("7")
+    (learner.work / "07_sectors.py").write_text("print('seen')\n" + whole(BY_NAME["sectors"]))
+    status, said = learner("7")
+    assert status == 0 and said.startswith("seen\n")
 
 
 @pytest.mark.parametrize("number", ["0", "20", "x"])
@@ -250,8 +261,8 @@ def test_numpy_is_all_that_the_exercises_import():
 import sys
 sys.modules |= dict.fromkeys(["torch", "matplotlib", "cupy", "tiktoken", "transformers", "pytest"])
 sys.path.insert(0, {str(ROOT)!r})
-from exercises import check, checks
-assert check.run_check(check.EXERCISES[6], check.EXERCISES[6].path) == ("", "")
+from exercises.checks import EXERCISES, run_check
+assert run_check(EXERCISES[6], EXERCISES[6].path) == ("", "")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
