@@ -112,8 +112,8 @@ def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
     Raises UserError for sizes that the launcher does not take, and for arrays of more than LARGEST elements.
     """
     for name, shape in launch.shapes_at(sizes).items():
-        if math.prod(shape) > LARGEST:
-            raise UserError(f"{name} would have {math.prod(shape):,} elements, at most {LARGEST:,} can be: lower a size")
+        if (count := math.prod(shape)) > LARGEST:
+            raise UserError(f"{name} would have {count:,} elements, at most {LARGEST:,} can be: lower a size")
     watched, call = [], launch.prepare(sizes)
 
     def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:

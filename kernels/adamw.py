@@ -21,7 +21,7 @@ def adamw(
     whose square is not finite leaves its parameter, and up to three beside it, as they are, and norm[3] = 1 says so.
     t counts steps from 1.
     """
-    block = 256
+    block = 256  # on an H200 64 to 512 take as long, 1024 18% longer
     scalars = (lr, beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - beta1**t, 1.0 - beta2**t, eps, weight_decay)
     cu.adamw_kernel(
         (ceil_div(n, 4 * block),), (block,), (params, grads, m, v, norm, n, *map(np.float32, scalars))

@@ -17,7 +17,6 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     const float target_logit = row[target];  // before anyone overwrites it; the reductions' barriers stand between
 
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's share
-#pragma unroll 4
     for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
         Four x = Aligned::load(row + i, 4);
         if (i + 4 > V) {
@@ -39,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     if (!(loss < INFINITY)) dloss = 0.0f * INFINITY;
     const float scale = dloss / row_sum;
     // From the row's end to its start: what was read last is the likeliest to be in L2 still.
-#pragma unroll 4
     for (int i = 4 * ((V - 1) / (4 * blockDim.x) * blockDim.x + threadIdx.x); i >= 0; i -= 4 * blockDim.x) {
         if (i >= V) continue;
         Four x = Aligned::load(i < cached ? cache + i : row + i, 4);

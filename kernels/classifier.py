@@ -15,7 +15,8 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
     logits are overwritten with their gradient for a gradient `dloss` of each loss; the padding gets 0, and a row whose
     loss is not finite NaN. Vp % 4 == 0.
     """
-    # Half of a multiprocessor's shared memory, so that one block computes while another waits for memory.
+    # Half of a multiprocessor's shared memory, so that one block computes while another waits for memory; less what the
+    # reductions and CUDA itself take. On an H200 blocks of 512 threads took 14% longer, of 256 55%.
     cached = min(Vp, (device.shared_memory() // 2 - 2048) // 16 * 4)
     cu.fused_classifier_kernel(
         (B * T,),

@@ -54,7 +54,6 @@ extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, c
             const int i = i0 + 4 * threadIdx.x;
             Four sum = {};
             if (i < C) {
-#pragma unroll 4
                 for (int j = threadIdx.y; j < positions; j += blockDim.y) {
                     const Four d = memory.load(dout + (size_t)position[j] * C + i, C - i);
                     for (int k = 0; k < 4; k++) sum.x[k] += d.x[k];

@@ -33,7 +33,9 @@ def fused_residual_forward(
 
 def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
     """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
-    block = cu.block(min(1024, 32 * ceil_div(C, 128)))  # a thread for each four channels, in whole warps
+    # A thread for each four channels, in whole warps. On an H200 eight took 2 to 3% longer up to C = 768, and as long
+    # from 1024 on.
+    block = cu.block(min(1024, 32 * ceil_div(C, 128)))
     cu.layernorm_forward_kernel(
         (N,),
         (block,),
@@ -60,7 +62,8 @@ def layernorm_backward(
         return
     warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # so many that each thread has four channels
-    warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))
+    warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))  # static shared memory: 384 bytes
+    # Four blocks a multiprocessor, of which some wait for memory: with two an H200 took 6% longer, with eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors(), MOST_PARTIALS)
     cu.layernorm_backward_kernel(
         (chunks,),

@@ -67,7 +67,7 @@ def parallel_residual_backward(
     passes = ceil_div(vectors, 512)  # over the columns, of as few whole warps as that takes
     threads = 32 * ceil_div(vectors, 32 * passes)
     blocks = 2 if threads <= 256 else 1  # that share a multiprocessor
-    room = device.shared_memory() // blocks - 2048
+    room = device.shared_memory() // blocks - 2048  # CUDA takes 1024 bytes of each block's, the sums of warps 544
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
     groups = ceil_div(B * T, rows)
