@@ -39,6 +39,7 @@ else
 PY = $(VENV)/bin/python
 TRAIN_ENV = $(VENV)/.ready-to-train
 TEST_ENV = $(VENV)/.ready-to-test
+BOOK_ENV = $(VENV)/.ready-for-the-book
 endif
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
 
@@ -48,7 +49,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-all exercise bench profile sanitize compute-sanitizer lint clean
+.PHONY: help train test test-all exercise bench profile book sanitize compute-sanitizer lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -96,6 +97,9 @@ bench: $(TEST_ENV) ## time a training step beside PyTorch's
 profile: $(TEST_ENV) ## time each kernel of a training step beside what the machine can do
 	$(PY) dev/profile_step.py $(NAME) $(ARGS)
 
+book: $(BOOK_ENV) ## make the textbook in doc/ a folder of HTML pages: book/index.html
+	$(PY) doc/book.py $(ARGS)
+
 # A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.
 KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu)))
 sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU by g++ under ASan and UBSan
@@ -134,4 +138,8 @@ $(VENV)/.ready-to-train: requirements.txt
 
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-train requirements-dev.txt
 	$(PIP_INSTALL) -r requirements.txt -r requirements-dev.txt $(CUPY_TO_TRAIN) $(CUPY_TO_TEST) $(NCCL)
+	@touch $@
+
+$(VENV)/.ready-for-the-book: $(VENV)/.ready-to-train
+	$(PIP_INSTALL) "pypandoc_binary~=1.15"
 	@touch $@

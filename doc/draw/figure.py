@@ -1,0 +1,60 @@
+"""What the drawings of pages 11 to 13 share: a figure that collects shapes and becomes SVG in both colour schemes."""
+
+from html import escape
+
+LIGHT = {
+    "ink": "#1d2330", "faint": "#667085", "rule": "#c3cad6", "paper": "#ffffff", "a": "#9ec5f4", "b": "#f6c58f",
+    "c": "#a9dbb8", "d": "#d7b8ee", "e": "#f2a9a9", "f": "#e3e7ee",
+}  # fmt: skip
+DARK = {
+    "ink": "#dde2ea", "faint": "#98a2b3", "rule": "#4a5261", "paper": "#14171d", "a": "#2f5f9e", "b": "#8a5a1c",
+    "c": "#2c6b45", "d": "#6a4590", "e": "#8c3b3b", "f": "#343b47",
+}  # fmt: skip
+
+
+def variables(colours: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+class Figure:
+    """Shapes on a transparent sheet of width x height. Fills and strokes are names of colours."""
+
+    def __init__(self, width: float, height: float, title: str):
+        self.width, self.height, self.title, self.shapes = width, height, title, []
+
+    def rect(self, x: float, y: float, w: float, h: float, fill: str = "f", stroke: str = "") -> None:
+        edge = f' stroke="var(--{stroke})"' if stroke else ""
+        place = f'x="{x:.4g}" y="{y:.4g}" width="{w:.4g}" height="{h:.4g}"'
+        self.shapes.append(f'<rect {place} fill="var(--{fill})"{edge}/>')
+
+    def text(
+        self, x: float, y: float, words: str, size: float = 14, anchor: str = "start", colour: str = "ink",
+        turned: int = 0, bold: bool = False,
+    ) -> None:  # fmt: skip
+        turn = f' transform="rotate({turned} {x:.4g} {y:.4g})"' if turned else ""
+        weight = ' font-weight="bold"' if bold else ""
+        self.shapes.append(
+            f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size}" text-anchor="{anchor}" fill="var(--{colour})"'
+            f"{weight}{turn}>{escape(words)}</text>"
+        )
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str = "ink", width: float = 1, dashed: bool = False,
+        arrow: bool = False,
+    ) -> None:  # fmt: skip
+        more = (' stroke-dasharray="4 3"' if dashed else "") + (' marker-end="url(#arrow)"' if arrow else "")
+        self.shapes.append(
+            f'<line x1="{x1:.4g}" y1="{y1:.4g}" x2="{x2:.4g}" y2="{y2:.4g}" stroke="var(--{colour})" '
+            f'stroke-width="{width}"{more}/>'
+        )
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'font-family="sans-serif" role="img">\n<title>{escape(self.title)}</title>\n<style>\n'
+            f"svg {{ {variables(LIGHT)} }}\n"
+            f"@media (prefers-color-scheme: dark) {{ svg {{ {variables(DARK)} }} }}\n</style>\n"
+            '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0 0 L8 4 L0 8 z" fill="var(--ink)"/></marker>\n'
+        )
+        return head + "\n".join(self.shapes) + "\n</svg>\n"

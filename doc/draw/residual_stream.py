@@ -1,0 +1,129 @@
+"""The buffers of one layer, and from which launch until which each holds what somebody still reads.
+
+A step of a small GPT-2 is gone through without computing anything, on a device that only notes which launch was given
+which arrays. Of each array the tensor is found by its address, and the launches of the layer in the middle are drawn.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from doc.draw.figure import Figure
+from train_gpt2_fp32 import GPT2, GPT2Config
+
+LAYERS, LAYER, B, T = 3, 1, 1, 1024
+WIDTH, LEFT, TOP, ROW = 660, 100, 132, 24
+# Rows from top to bottom; of a place that several tensors share, the name that it has first.
+KEPT = ("residual3 before", "qkv", "lse", "atty", "residual2", "fch", "residual3")
+SCRATCH = ("ln", "proj", "fch_gelu", "dresidual", "dln", "dfch", "weight_T")
+WORDS = {
+    "fused_residual": "layernorm", "layernorm_forward_kernel": "layernorm", "sgemm": "product",
+    "flash_attention_forward_kernel": "attention", "gelu_forward": "GELU", "gelu_backward": "GELU",
+    "layernorm_backward": "layernorm", "norm_transposed": "layernorm, T", "flash_attention_backward": "attention",
+    "transpose_kernel": "transpose", "add_bias": "bias", "column_partials": "bias gradient",
+}  # fmt: skip
+WRITTEN = {"sgemm": {"c"}, "fill_zero": {"array"}} | {
+    name: {one.split()[-1].lstrip("*") for one in parameters if "*" in one and "const" not in one}
+    for path in (Path(__file__).resolve().parents[2] / "kernels").glob("*.cu")
+    for name, parameters in device.kernel_declarations(path).items()
+}
+
+
+class Idle(device.CpuDevice):
+    """A device that compiles nothing and computes nothing."""
+
+    def kernel(self, path, name):
+        return lambda *launch, **options: None
+
+    def warp_size(self, path) -> int:
+        return 32
+
+    def use_idle(self) -> None:
+        device._device = self
+        device.forget_kernels()
+
+
+def launches() -> list[tuple[str, dict[str, bool]]]:
+    """Each launch of forward, loss and backward that has a tensor of the layer: what it is called, and the rows that it
+    reads (False) or writes (True)."""
+    before = device._device
+    Idle().use_idle()
+    try:
+        model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), B, T, "flash")
+        acts, gacts = model.acts(B, T), model.grads_acts
+        rows = {"residual3 before": acts.layer[LAYER - 1].residual3}
+        rows |= {name: getattr(acts.layer[LAYER], name) for name in KEPT[1:]}
+        rows |= {name: getattr(gacts, name, None) if hasattr(gacts, name) else getattr(acts, name) for name in SCRATCH}
+        spans = {name: (x.__array_interface__["data"][0], x.nbytes) for name, x in rows.items()}
+        found = []
+
+        def note(name, arguments, work):
+            touched = {}
+            for parameter, value in arguments.items():
+                if not isinstance(value, np.ndarray) or not value.size:
+                    continue
+                address = value.__array_interface__["data"][0]
+                for row, (start, length) in spans.items():
+                    if start <= address < start + length:
+                        touched[row] = touched.get(row, False) or parameter in WRITTEN[name]
+            found.append((name, touched))
+
+        with device.observe(note):
+            model.forward(B, T, training=True)
+            ends = len(found)
+            model.loss(B, T, dloss=1.0)
+            model.backward(B, T)
+    finally:
+        device._device = before
+        device.forget_kernels()
+    return [("forward" if i < ends else "backward", *launch) for i, launch in enumerate(found)]
+
+
+def draw() -> str:
+    all_launches = launches()
+    own = set(KEPT)
+    near = [i for i, (_, _, touched) in enumerate(all_launches) if own & touched.keys()]
+    half = next(k for k, i in enumerate(near) if all_launches[i][0] == "backward")
+    chosen = [*range(near[0], near[half - 1] + 1), None, *range(near[half], near[-1] + 1)]
+    step = (WIDTH - LEFT - 40) / len(chosen)
+    figure = Figure(WIDTH, TOP + ROW * (len(KEPT) + len(SCRATCH)) + 44, "The residual stream through a layer")
+    x_of = {i: LEFT + (k + 0.5) * step for k, i in enumerate(chosen)}
+    for i in chosen:
+        if i is not None:
+            name = all_launches[i][1]
+            word = next((words for start, words in WORDS.items() if name.startswith(start)), "")
+            figure.text(x_of[i] + 4, TOP - 12, word, 11, turned=-62)
+    split = x_of[None]
+    figure.line(split, TOP - 4, split, TOP + ROW * (len(KEPT) + len(SCRATCH)), "rule", 1, dashed=True)
+    for r, row in enumerate((*KEPT, *SCRATCH)):
+        y = TOP + ROW * r + (12 if row in SCRATCH else 0)
+        figure.text(6, y + 13, row, 12 if len(row) > 11 else 13)
+        figure.line(LEFT, y + 9, WIDTH - 8, y + 9, "rule", 0.5)
+        uses = [(i, all_launches[i][2][row]) for i in chosen if i is not None and row in all_launches[i][2]]
+        if row in KEPT:
+            figure.rect(x_of[uses[0][0]] - 3, y + 3, x_of[uses[-1][0]] - x_of[uses[0][0]] + 6, 12, "a")
+        else:
+            groups: list[list[int]] = []
+            for i, written in uses:
+                if written and row != "dresidual" or not groups:
+                    groups.append([])
+                groups[-1].append(i)
+            for group in groups:
+                figure.rect(x_of[group[0]] - 3, y + 3, x_of[group[-1]] - x_of[group[0]] + 6, 12, "b")
+        for i, written in uses:
+            figure.rect(x_of[i] - 2.5, y + 5.5, 5, 7, "ink" if written else "paper", "ink")
+    bottom = TOP + ROW * (len(KEPT) + len(SCRATCH)) + 32
+    figure.text((LEFT + split) / 2, bottom - 8, "forward", 13, "middle", bold=True)
+    figure.text((split + WIDTH) / 2, bottom - 8, "backward", 13, "middle", bold=True)
+    figure.text(6, 20, "blue: kept from forward to backward; orange: scratch, the same for all layers", 13)
+    figure.text(6, 38, "filled: written, or added to; hollow: read; T: transposed", 13)
+    return figure.svg()
+
+
+if __name__ == "__main__":
+    print(draw())

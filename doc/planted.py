@@ -1,0 +1,115 @@
+"""Plants mistakes in a copy of layernorm.cu, one at a time, and shows which checks of page 12 notice each.
+
+    python doc/planted.py              # minutes; needs what the tests need
+    python doc/planted.py --write      # and writes the table into doc/12-trusting-it.md
+
+Every check runs in a process of its own, on the CPU device, and first without a mistake, where all must pass.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+
+from llmc.arguments import Parser
+from llmc.errors import UserError
+from llmc.program import run_program
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "doc" / "12-trusting-it.md"
+MARKERS = "<!-- planted -->", "<!-- end of planted -->"
+
+# What is wrong; a piece of layernorm.cu that is there once, and what takes its place.
+MISTAKES = {
+    "variance divided by C - 1": ("block_sum(sum) / C + 1e-5f", "block_sum(sum) / (C - 1) + 1e-5f"),
+    "`=` where backward adds": ("Four dx = memory.load(p, C - i);", "Four dx = {};"),
+    "mean written one row too far": ("mean[blockIdx.x] = m;", "mean[blockIdx.x + 1] = m;"),
+    "last vector of a ragged row not written": (
+        "memory.store(out + start + i, x, C - i);", "if (i + 3 < C) memory.store(out + start + i, x, C - i);"
+    ),
+    "aligned load of rows that are not": (
+        "Four x = memory.load(inp1 + start + i, C - i);", "Four x = Aligned::load(inp1 + start + i, 4);"
+    ),
+    "NaN clamped to a number": (
+        "            Aligned::store(row + i, x, 4);",
+        "            for (int k = 0; k < 4; k++) x.x[k] = fminf(fmaxf(x.x[k], -1e30f), 1e30f);\n"
+        "            Aligned::store(row + i, x, 4);",
+    ),
+    "no barrier before shared memory is read": (
+        "            __syncthreads();\n            const int count", "            const int count"
+    ),
+    "no barrier before it is written again": ("            __syncthreads();  // the next", "            // the next"),
+}  # fmt: skip
+
+REPORTED = 99  # the exit status of a program that a sanitizer ends
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+RACES = [sys.executable, "dev/microscope.py", "layernorm_backward", "--races", "--shape", "B=8,T=300"]
+CHECKS = {
+    "numbers and guard zones": [*PYTEST, "tests/test_layernorm.py"],
+    "orders of threads": [*PYTEST, "tests/test_thread_order.py", "-k", "again or (softmax and odd and not llama)"],
+    "races": RACES,
+    "NaN": [*PYTEST, "tests/test_nonfinite.py", "-k", "layernorm or fused_residual"],
+    "sanitizers": [*PYTEST, "tests/test_layernorm.py", "-k", "cpu-warp32 and (sets_output or takes_no)"],
+}  # fmt: skip
+
+
+def environment(check: str) -> dict[str, str]:
+    if check != "sanitizers":
+        return dict(os.environ)
+    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return os.environ | {
+        "CXX": "g++", "LLMC_CPU_SANITIZE": "1", "LD_PRELOAD": asan,
+        "ASAN_OPTIONS": f"detect_leaks=0:exitcode={REPORTED}", "UBSAN_OPTIONS": f"exitcode={REPORTED}",
+    }  # fmt: skip
+
+
+def noticed(check: str, folder: Path) -> bool:
+    done = subprocess.run(CHECKS[check], cwd=folder, env=environment(check), capture_output=True, text=True)
+    if "no tests ran" in done.stdout or "deselected" in done.stdout and not re.search(r"passed|failed", done.stdout):
+        raise UserError(f"{check}: no test was chosen")
+    return done.returncode not in (0, 1) if check == "sanitizers" else done.returncode != 0  # 1: only a wrong number
+
+
+def table(folder: Path) -> str:
+    kernel = folder / "kernels" / "layernorm.cu"
+    right = kernel.read_text()
+    rows = [["mistake", *CHECKS], ["---"] * (1 + len(CHECKS))]
+    for mistake, (old, new) in {"none": ("", ""), **MISTAKES}.items():
+        if old and right.count(old) != 1:
+            raise UserError(f"{mistake}: layernorm.cu has `{old.strip()}` {right.count(old)} times, not once")
+        kernel.write_text(right.replace(old, new) if old else right)
+        found = [noticed(check, folder) for check in CHECKS]
+        print(mistake, found, flush=True)
+        if mistake == "none" and any(found):
+            raise UserError("a check fails without any mistake")
+        if mistake != "none":
+            rows.append([mistake, *("noticed" if one else "" for one in found)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> None:
+    parser = Parser(description="Plant mistakes in layernorm.cu and show which checks notice them.")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("kernels", "llmc", "tests", "dev"):
+            shutil.copytree(ROOT / part, Path(folder, part))
+        for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
+            shutil.copy(path, folder)
+        made = table(Path(folder))
+    print(made)
+    if args.write:
+        begin, end = MARKERS
+        text = PAGE.read_text()
+        before, behind = text.partition(begin)[0], text.partition(end)[2]
+        PAGE.write_text(f"{before}{begin}\n{made}\n{end}{behind}")
+
+
+if __name__ == "__main__":
+    run_program(main)

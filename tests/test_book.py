@@ -1,0 +1,489 @@
+"""The book in doc/ and README.md cannot rot: their Python is run, their commands are run or named, their links lead
+somewhere, their quotes of code are in the code, and what scripts write into them is what the scripts write now.
+
+What is a command: each line of a ```sh block, and in indented blocks and `code` each line that begins with one of
+PROGRAMS. A ```sh block is run line by line, from the repository's root in a copy of it. Every other command is in RUN,
+which is run too, or in NOT_RUN, which says why it is not; of those the program, its flags or its target must be there.
+"""
+
+import ast
+import atexit
+import contextlib
+import functools
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from html import unescape
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from _pytest.mark.expression import Expression
+
+ROOT = Path(__file__).resolve().parents[1]
+DOC = ROOT / "doc"
+NAMES = (
+    "01-eight-kernels", "02-what-bounds-a-kernel", "03-sums", "04-layernorm", "05-linear-layers",
+    "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
+    "11-the-step", "12-trusting-it", "13-several-gpus",
+)  # fmt: skip
+# All that the book has: its pages, their answers, and what holds them together. Those not written yet may be linked to.
+BOOK = [DOC / f"{name}.md" for name in (*NAMES, "glossary", "answers", "index")]
+BOOK += [DOC / "answers" / f"{name[:2]}.md" for name in NAMES]
+WRITTEN = [path for path in BOOK if path.exists()]
+TEXTS = sorted({ROOT / "README.md", *DOC.rglob("*.md"), *(ROOT / "exercises").rglob("*.md")})
+
+LADDERS = {
+    "copy", "column_sum", "layernorm_forward", "layernorm_backward", "matmul", "transpose", "gelu",
+    "embedding_backward", "classifier", "softmax", "flash_attention", "adamw",
+}  # fmt: skip
+LANGUAGES = {"python", "sh", "sh gpu", "text", "cuda", "cpp", "c", "make", "diff"}
+
+PROGRAMS = (
+    "python", "python3", "make", "pip", "bash", "gdb", "docker", "torchrun", "srun", "mpirun", "nvidia-smi", "apt-get",
+    "git", "ncu", "ruff", "pytest",
+)  # fmt: skip
+COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S* )*(?:{'|'.join(PROGRAMS)}) \S.*)")
+
+# Commands outside of ```sh blocks, as patterns of fnmatch, without their comments.
+RUN = ["python dev/on_paper.py*"]
+NOT_RUN = {
+    "a target of the Makefile, which tests/test_make.py reads": ["make *"],
+    "tests, which run by themselves": ["*python -m pytest*"],
+    "measured on the H200": [
+        "python dev/bench*", "python dev/scaling.py*", "python dev/timeline.py*", "python dev/profile_step.py*",
+        "python dev/train_torch.py*", "python dev/plot_log.py*", "nvidia-smi *", "python doc/ladder.py*",
+        "python doc/step.py", "ncu *",
+    ],
+    "trains, or reads what was trained: long, or on the H200": [
+        "python train_*_fp32.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",
+    ],
+    "needs several machines": ["torchrun *", "srun *", "mpirun *"],
+    "needs the network": [
+        "pip install *", "apt-get *", "bash dev/download_starter_pack.sh", "docker *", "git clone *",
+        "python dev/data/*",
+    ],
+    "long": ["python dev/fuzz.py *", "python doc/planted.py"],
+    "shown in full in page 12, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
+    "has tests of its own": [
+        "python dev/microscope.py *", "python doc/draw.py*", "python doc/*.py --write", "python exercises/check.py*",
+    ],
+}
+# Lines of ```sh blocks that only make test-all runs: tests, which make test runs by themselves, and what takes longer
+# than a few seconds.
+LONG_LINES = ["*python -m pytest*"]
+
+needs_a_compiler = pytest.mark.skipif(
+    not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
+
+
+# ---- what a page is made of
+
+
+class Block(NamedTuple):
+    """A fenced block: what stands behind its fence, the line on which its text begins, and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+class Link(NamedTuple):
+    """A link or picture: the line it is on, whether it is a picture, its text and its target."""
+
+    line: int
+    picture: bool
+    text: str
+    target: str
+
+
+FENCE = re.compile(r"^(```+)([^\n`]*)\n(.*?)^\1[ \t]*$", re.M | re.S)
+MATHEMATICS = re.compile(r"\$\$.*?\$\$|\$(?=\S)[^$\n]*(?<=\S)\$(?!\d)", re.S)
+SPAN = r"(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
+LINK = re.compile(  # code, which is passed over, or a link, whose text may hold code and brackets
+    rf"{SPAN}|(?P<picture>!?)\[(?P<text>(?:[^\[\]`]|(`+)(?!`).*?(?<!`)\4(?!`)|\[[^\]]*\])*)\]"
+    r"\((?P<target>[^()\s]+)\)", re.S
+)  # fmt: skip
+QUOTE = re.compile(r"(?P<file>[\w.]+)(?::(?P<line>\d+))?: (?P<ticks>`+)(?P<code>.+)(?P=ticks)", re.S)
+
+
+def blanked(pattern: re.Pattern, text: str) -> str:
+    """The text with what the pattern matches taken out, its lines left where they are."""
+    return pattern.sub(lambda found: "\n" * found[0].count("\n"), text)
+
+
+@functools.cache
+def read(path: Path) -> str:
+    return path.read_text()
+
+
+def blocks(path: Path) -> list[Block]:
+    text = read(path)
+    return [Block(m[2].strip(), text.count("\n", 0, m.start()) + 2, m[3]) for m in FENCE.finditer(text)]
+
+
+def line_of(text: str, at: int) -> int:
+    return text.count("\n", 0, at) + 1
+
+
+def links(path: Path) -> list[Link]:
+    """The links of a page, but for those in code and in mathematics."""
+    text = blanked(MATHEMATICS, blanked(FENCE, read(path)))
+    found = [m for m in LINK.finditer(text) if m["target"]]
+    return [Link(line_of(text, m.start()), bool(m["picture"]), m["text"], m["target"]) for m in found]
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link to a heading of the page may end in, as GitHub names it."""
+    found, seen = set(re.findall(r'<a (?:id|name)="([^"]+)"', read(path))), {}
+    for heading in re.findall(r"^#{1,6} +(.+?)[ #]*$", blanked(FENCE, read(path)), re.M):
+        heading = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", unescape(heading).lower()).replace(" ", "-")
+        count = seen[slug] = seen.get(slug, -1) + 1
+        found.add(f"{slug}-{count}" if count else slug)
+    return found
+
+
+def commands(path: Path) -> Iterator[tuple[int, str]]:
+    """The commands of a page that stand outside of ```sh blocks, and in ```sh gpu, without their comments."""
+    text = re.sub(r"[ \t]*\\\n[ \t]*", lambda m: " \0", blanked(FENCE, read(path)))
+    for number, line in enumerate(text.replace(" \0", " ").splitlines(), 1):
+        candidates = [line.strip()] if line.startswith("    ") else [m[0].strip("` ") for m in re.finditer(SPAN, line)]
+        for candidate in candidates:
+            if found := COMMAND.fullmatch(candidate):
+                yield number, without_comment(found[1])
+    for block in blocks(path):
+        if block.language == "sh gpu":
+            yield from lines_of(block)
+
+
+def lines_of(block: Block) -> Iterator[tuple[int, str]]:
+    """The commands of a ```sh block, with their line numbers; one that ends in a backslash goes on in the next line."""
+    begun = ""
+    for number, line in enumerate(block.text.splitlines(), block.line):
+        line = begun + line.strip()
+        begun = line[:-1].rstrip() + " " if line.endswith("\\") else ""
+        if not begun and (command := without_comment(line)):
+            yield number, command
+
+
+def without_comment(line: str) -> str:
+    return re.sub(r"(^|\s+)#(?=\s|$).*", "", line).strip()
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+each_text = pytest.mark.parametrize("path", TEXTS, ids=name_of)
+each_written = pytest.mark.parametrize("path", WRITTEN, ids=name_of)
+PROSE = [path for path in WRITTEN if re.match(r"\d\d", path.name)]
+
+
+# ---- Python
+
+
+WITH_PYTHON = [path for path in PROSE if any(block.language == "python" for block in blocks(path))]
+
+
+@pytest.mark.parametrize("path", WITH_PYTHON, ids=name_of)
+def test_the_python_of_a_page_runs(path, monkeypatch, tmp_path):
+    """A page's blocks in their order, in one namespace. They need NumPy at most, and what is ours."""
+    monkeypatch.chdir(tmp_path)
+    ours = {path.stem for path in ROOT.iterdir()}
+    namespace = {"__name__": path.stem}
+    with contextlib.redirect_stdout(None):
+        for block in blocks(path):
+            if block.language != "python":
+                continue
+            tree = ast.parse("\n" * (block.line - 1) + block.text, str(path))
+            more = [name for name in modules_of(tree) if name not in {"numpy", *sys.stdlib_module_names, *ours}]
+            assert not more, f"{path}: {more} is more than NumPy"
+            exec(compile(tree, str(path), "exec"), namespace)
+
+
+def modules_of(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.partition(".")[0]
+
+
+# ---- commands
+
+
+class Line(NamedTuple):
+    path: Path
+    number: int
+    command: str
+
+
+def lines() -> list:
+    found = []
+    for path in PROSE:
+        for number, command in (line for b in blocks(path) if b.language == "sh" for line in lines_of(b)):
+            long = any(fnmatchcase(command, pattern) for pattern in LONG_LINES)
+            marks = [pytest.mark.long] if long else []
+            found.append(pytest.param(Line(path, number, command), id=f"{name_of(path)}:{number}", marks=marks))
+    return found
+
+
+def writes(command: str) -> bool:
+    """Whether a command may write into the repository. The others run in it, where what they compile is kept."""
+    looks = re.match(r"(LLMC_CPU_\w+=\S+ )*python (dev/microscope|doc/ladder)\.py ", command)
+    return not looks or "--html" in command or "--write" in command or ">" in command
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the repository, with the data that needs no network, in which commands may write what they like."""
+    copy = tmp_path_factory.mktemp("book") / ROOT.name
+    ours = {"README.md", "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt", "conftest.py"}
+    folders = {"dev", "doc", "exercises", "kernels", "llmc", "tests"}
+    copy.mkdir()
+    for path in ROOT.iterdir():
+        if path.name in folders:
+            shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("__pycache__", "*.part"))
+        elif path.name in ours or path.suffix == ".py":
+            shutil.copy(path, copy)
+    assert run("python dev/data/python_docs.py", copy).returncode == 0
+    return copy
+
+
+@functools.cache
+def tools() -> str:
+    """A folder in which `python` is the Python that runs the tests: a program, where there is one, as gdb needs it."""
+    if Path(sys.executable).with_name("python").exists():
+        return str(Path(sys.executable).parent)
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
+    return str(folder)
+
+
+def run(command: str, directory: Path) -> subprocess.CompletedProcess:
+    """What bash makes of a command."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LLMC_CPU_", "PYTEST_", "MAKE"))}
+    environment |= {"PATH": f"{tools()}{os.pathsep}{os.environ['PATH']}", "DEBUGINFOD_URLS": ""}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("line", lines())
+def test_a_command_of_a_page_runs(line, copy):
+    if "gdb " in line.command and (shutil.which("gdb") is None or tools() != str(Path(sys.executable).parent)):
+        pytest.skip("there is no gdb, or no program `python` for it")
+    done = run(line.command, copy if writes(line.command) else ROOT)
+    said = f"{line.command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{line.path}:{line.number}: {said}"
+
+
+@each_text
+def test_every_command_is_run_or_named(path):
+    """A command that is new is put into a ```sh block, into RUN or into NOT_RUN."""
+    known = [*RUN, *(pattern for patterns in NOT_RUN.values() for pattern in patterns)]
+    unknown = [
+        f"{name_of(path)}:{number}: {command}" for number, command in commands(path)
+        if not any(fnmatchcase(command, pattern) for pattern in known)
+    ]  # fmt: skip
+    assert not unknown, "neither run nor in NOT_RUN:\n" + "\n".join(unknown)
+
+
+def outside_of_blocks() -> dict[str, str]:
+    """Those commands of all texts, each with a place where it stands."""
+    return {command: f"{name_of(path)}:{number}" for path in TEXTS for number, command in commands(path)}
+
+
+def test_the_commands_that_readme_and_doc_can_run_are_run(copy):
+    for command, place in outside_of_blocks().items():
+        if any(fnmatchcase(command, pattern) for pattern in RUN):
+            done = run(command.rstrip(" …"), copy)
+            assert done.returncode == 0, f"{place}: {command}\n{done.stderr}"
+
+
+def script_of(command: str) -> tuple[str, list[str]] | None:
+    """The program of ours that a command starts, and the flags that it is given."""
+    words = shlex.split(command)
+    for i, word in enumerate(words):
+        if word.endswith(".py") and "tests/" not in word:
+            return word, [w.partition("=")[0] for w in words[i + 1 :] if re.match(r"--?[a-z]", w)]
+    return None
+
+
+@functools.cache
+def flags_of(path: Path) -> set[str]:
+    """The flags that a program or module quotes, and those of the modules of ours that it imports."""
+    quoted = " ".join(re.findall(r"""["'](--?[a-z][\w -]*)["']""", read(path)))
+    found = {word for word in quoted.split() if word.startswith("-")}
+    for module in re.findall(r"^(?:from|import) ([\w.]+)", read(path), re.M):
+        imported = ROOT / f"{module.replace('.', '/')}.py"
+        found |= flags_of(imported) if imported.exists() else set()
+    return found
+
+
+def test_what_is_not_run_has_its_program_flags_and_target():
+    places = outside_of_blocks()
+    for command, (name, flags) in {c: found for c in places if (found := script_of(c))}.items():
+        assert (ROOT / name).exists(), f"{places[command]}: there is no {name}"
+        for flag in flags:
+            assert flag in flags_of(ROOT / name), f"{places[command]}: {name} has no flag {flag}"
+    targets = set(re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.M))
+    for command, place in places.items():
+        words = [word for word in command.split() if "=" not in word]
+        if words[0] == "make":
+            assert words[1] in targets, f"{place}: there is no target {words[1]}"
+        if words[0] == "bash":
+            assert (ROOT / words[1]).exists(), f"{place}: there is no {words[1]}"
+
+
+def test_the_tests_that_are_named_are_there():
+    """Every `python -m pytest …` selects at least one test, by the names of the functions."""
+    for command, place in outside_of_blocks().items():
+        words = shlex.split(command)
+        if "pytest" not in words:
+            continue
+        words = words[words.index("pytest") :]
+        options = dict(zip(words, words[1:], strict=False))
+        wanted = Expression.compile(options.get("-k", ""))
+        files = [ROOT / word for word in words if word.startswith("tests/")]
+        missing = [name_of(path) for path in files if not path.exists()]
+        assert files and not missing, f"{place}: {command}: {missing or 'no file'}"
+        for path in files:
+            tests = re.findall(r"((?:^@[^\n]*\n|^\)[^\n]*\n|^ [^\n]*\n)*)^def (test_\w+)", read(path), re.M)
+            tests = [name for marks, name in tests if "-m" not in options or "mark.long" in marks + read(path)]
+            chosen = [name for name in tests if "-k" not in options or wanted.evaluate(lambda word, n=name: word in n)]
+            assert chosen, f"{place}: {command} selects nothing of {path.name}"
+
+
+# ---- links, quotes, pictures
+
+
+def source_of(path: Path, target: str) -> Path:
+    return (path.parent / unescape(target).partition("#")[0]).resolve()
+
+
+@each_text
+def test_links_lead_somewhere(path):
+    for link in links(path):
+        place, target = f"{name_of(path)}:{link.line}", link.target
+        if re.match(r"https?://[\w.-]+(/|$)|mailto:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = source_of(path, target) if file else path
+        if there in BOOK and not there.exists():
+            continue
+        assert there.exists(), f"{place}: {target} does not exist"
+        assert ROOT in (there, *there.parents), f"{place}: {target} is outside of the repository"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{place}: {there.name} has no heading #{anchor}"
+        elif anchor:
+            line = re.fullmatch(r"L(\d+)", anchor)
+            assert line and int(line[1]) <= len(read(there).splitlines()), f"{place}: {target}: no such line"
+
+
+@each_text
+def test_quoted_code_is_in_its_file(path):
+    """[file.cu: `code`](../kernels/file.cu): the code stands in that file, on one line."""
+    for link in links(path):
+        if not (quote := QUOTE.fullmatch(link.text)):
+            continue
+        place, file = f"{name_of(path)}:{link.line}", source_of(path, link.target)
+        assert file.name == quote["file"], f"{place}: {link.text} leads to {file.name}"
+        if file in BOOK and not file.exists():
+            continue
+        code = quote["code"].strip() if quote["ticks"] != "`" else quote["code"]
+        numbers = [n for n, line in enumerate(read(file).splitlines(), 1) if code in line]
+        assert numbers, f"{place}: {file.name} does not have `{code}`"
+        if quote["line"]:
+            assert int(quote["line"]) in numbers, f"{place}: `{code}` is on line {numbers[0]} of {file.name}"
+
+
+@each_text
+def test_pictures_have_words_for_those_who_do_not_see_them(path):
+    for link in filter(lambda link: link.picture, links(path)):
+        words = len(link.text.split())
+        assert words > (path in BOOK), f"{name_of(path)}:{link.line}: what does {link.target} show?"
+    assert not re.search(r"<img(?![^>]*\balt=\"[^\"]+\")", read(path)), f"{name_of(path)}: a picture has no alt"
+
+
+# ---- the book as a whole
+
+
+def test_every_page_is_there_and_in_the_contents():
+    contents = {source_of(DOC / "index.md", link.target) for link in links(DOC / "index.md")}
+    for path in BOOK:
+        if path.parent == DOC and path.name != "index.md":
+            assert path in contents, f"doc/index.md does not lead to {path.name}"
+    answers = {source_of(DOC / "answers.md", link.target) for link in links(DOC / "answers.md")}
+    assert answers >= {path for path in BOOK if path.parent.name == "answers"}
+    if missing := [name_of(path) for path in BOOK if not path.exists()]:
+        pytest.skip(f"not written yet: {', '.join(missing)}")
+
+
+@each_written
+def test_fenced_blocks_say_what_they_are(path):
+    for block in blocks(path):
+        assert block.language in LANGUAGES, f"{name_of(path)}:{block.line - 1}: ```{block.language}"
+    odd = re.search(r"^```", blanked(FENCE, read(path)), re.M)
+    assert not odd, f"{name_of(path)}: a fence is left open"
+
+
+@each_written
+def test_ladders_have_their_markers(path):
+    """<!-- ladder: topic -->, the table, <!-- end of ladder -->, each on a line of its own."""
+    topic = None
+    for number, line in enumerate(read(path).splitlines(), 1):
+        place = f"{name_of(path)}:{number}"
+        if begins := re.fullmatch(r"<!-- ladder: (\w+) -->", line):
+            assert topic is None, f"{place}: the ladder {topic} has not ended"
+            topic = begins[1]
+            assert topic in LADDERS, f"{place}: there is no ladder {topic}"
+        elif line == "<!-- end of ladder -->":
+            assert topic, f"{place}: no ladder has begun"
+            topic = None
+        elif "<!--" in line and "ladder" in line:
+            pytest.fail(f"{place}: this marker is none: {line}")
+    assert topic is None, f"{name_of(path)}: the ladder {topic} does not end"
+
+
+@pytest.mark.parametrize("path", [p for p in PROSE if p.parent == DOC], ids=name_of)
+def test_each_page_has_two_exercises_and_their_answers(path):
+    _, _, exercises = blanked(FENCE, read(path)).partition("\n## Exercises\n")
+    number = int(path.name[:2])
+    asked = set(re.findall(rf"\b{number}\.\d+\b", exercises))
+    assert asked >= {f"{number}.1", f"{number}.2"}, f"{name_of(path)}: exercises {number}.1 and {number}.2"
+    answers = DOC / "answers" / f"{number:02}.md"
+    assert answers in BOOK
+    for exercise in asked if answers.exists() else ():
+        heading = rf"^#+ .*\b{re.escape(exercise)}\b"
+        assert re.search(heading, read(answers), re.M), f"{name_of(answers)} has no heading {exercise}"
+
+
+def test_the_glossary_is_as_its_script_writes_it():
+    """Its line numbers are those of the quoted code; python doc/glossary.py --write puts them right."""
+    written = runpy.run_path(str(DOC / "glossary.py"))["with_lines"](read(DOC / "glossary.md"))
+    assert written == read(DOC / "glossary.md"), "python doc/glossary.py --write puts the line numbers right"
+
+
+def test_the_glossary_is_in_order_and_each_term_has_its_place():
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \| (.+) \|$", read(DOC / "glossary.md"), re.M)
+    table = [line for line in read(DOC / "glossary.md").splitlines() if line.startswith("| **")]
+    assert len(rows) == len(table) > 40
+    terms = [re.sub(r"[^a-z0-9 ]", "", term.lower()) for term, _, _ in rows]
+    assert terms == sorted(terms) and len(set(terms)) == len(terms)
+    for term, meaning, place in rows:
+        assert meaning.endswith(".") and len(meaning.split()) > 4, term
+        assert re.match(r"\[[\w.]+:\d+: `", place), f"{term}: no code is quoted"
