@@ -1,0 +1,350 @@
+// Causal attention without (T, T) matrices: out (B, T, NH, 64) = softmax(q k^T / 8) v over the keys up to the query
+// itself, lse (B, NH, T) = log(sum(exp(q k^T / 8))), from qkv (B, T, 3, NH, 64).
+// 2 T^2 * 64 operations a head on 16 T * 64 bytes: bound by arithmetic, once the multipliers can be fed.
+//
+// All rungs go through the keys in order and keep for each query the largest score so far, `top`, the sum of
+// exp(score - top), and that of exp(score - top) * v. Where a larger score comes, both sums are rescaled (online softmax).
+#define WARP_SIZE 32
+#include "tensor_cores.cuh"
+
+constexpr int HS = 64, KEYS = 32;  // of a head; of a tile
+constexpr float SCALE = 0.125f;    // 1 / sqrt(HS)
+
+// Where a block works: blockIdx.x is a head of a sequence, and its rows of q, k and v lie `stride` floats apart.
+struct Head {
+    const float *q, *k, *v;
+    float *out, *lse;
+    int stride, out_stride;
+    __device__ Head(float* out, float* lse, const float* qkv, int T, int NH)
+        : q(qkv + ((size_t)(blockIdx.x / NH) * T * 3 * NH + blockIdx.x % NH) * HS), k(q + NH * HS), v(k + NH * HS),
+          out(out + ((size_t)(blockIdx.x / NH) * T * NH + blockIdx.x % NH) * HS), lse(lse + (size_t)blockIdx.x * T),
+          stride(3 * NH * HS), out_stride(NH * HS) {}
+};
+
+// One thread a query: the query and its sum of values stand in registers, and the thread goes through the keys one by one.
+// The lanes of a warp are at the same key, so that each load is one number for all of them; and each serves one
+// multiplication.
+extern "C" __global__ void __launch_bounds__(64) scalar_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
+    const Head head(out, lse, qkv, T, NH);
+    const int t = 64 * blockIdx.y + threadIdx.x;
+    if (t >= T) return;
+    float q[HS], acc[HS] = {}, top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HS; i++) q[i] = head.q[(size_t)t * head.stride + i];
+    for (int s = 0; s <= t; s++) {
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < HS; i++) score += q[i] * head.k[(size_t)s * head.stride + i];
+        score *= SCALE;
+        if (score > top) {
+            const float factor = __expf(top - score);
+            sum *= factor;
+#pragma unroll
+            for (int i = 0; i < HS; i++) acc[i] *= factor;
+            top = score;
+        }
+        const float p = __expf(score - top);
+        sum += p;
+#pragma unroll
+        for (int i = 0; i < HS; i++) acc[i] += p * head.v[(size_t)s * head.stride + i];
+    }
+#pragma unroll
+    for (int i = 0; i < HS; i++) head.out[(size_t)t * head.out_stride + i] = acc[i] / sum;
+    head.lse[t] = top + logf(sum);
+}
+
+// Tiles in shared memory: a block reads 32 keys and values at a time from device memory for its 64 queries, and then by 16
+// bytes from there. The sums are rescaled once for eight keys, whose scores stand in registers.
+extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
+    __shared__ __align__(16) float keys[KEYS][HS], values[KEYS][HS];
+    const Head head(out, lse, qkv, T, NH);
+    const int t0 = 64 * blockIdx.y, t = t0 + threadIdx.x;
+    float q[HS], acc[HS] = {}, top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HS; i++) q[i] = t < T ? head.q[(size_t)t * head.stride + i] : 0.0f;
+    for (int s0 = 0; s0 < min(t0 + 64, T); s0 += KEYS) {
+        for (int i = threadIdx.x; i < KEYS * HS / 4; i += 64) {
+            const int row = i / (HS / 4), column = i % (HS / 4) * 4;
+            const size_t at = (size_t)(s0 + row) * head.stride + column;
+            Aligned::store(&keys[row][column], s0 + row < T ? Aligned::load(head.k + at, 4) : Four(), 4);
+            Aligned::store(&values[row][column], s0 + row < T ? Aligned::load(head.v + at, 4) : Four(), 4);
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int s8 = 0; s8 < KEYS; s8 += 8) {
+            float p[8], before = top;
+#pragma unroll
+            for (int s = 0; s < 8; s++) {
+                float score = 0.0f;
+#pragma unroll
+                for (int i = 0; i < HS; i += 4) {
+                    const Four k = Aligned::load(&keys[s8 + s][i], 4);
+                    for (int e = 0; e < 4; e++) score += q[i + e] * k.x[e];
+                }
+                p[s] = s0 + s8 + s <= t ? score * SCALE : -INFINITY;
+                top = fmaxf(top, p[s]);
+            }
+            const float factor = __expf(before - top);
+            sum *= factor;
+#pragma unroll
+            for (int i = 0; i < HS; i++) acc[i] *= factor;
+#pragma unroll
+            for (int s = 0; s < 8; s++) {
+                p[s] = __expf(p[s] - top);
+                sum += p[s];
+#pragma unroll
+                for (int i = 0; i < HS; i += 4) {
+                    const Four v = Aligned::load(&values[s8 + s][i], 4);
+                    for (int e = 0; e < 4; e++) acc[i + e] += p[s] * v.x[e];
+                }
+            }
+        }
+        __syncthreads();
+    }
+    if (t >= T) return;
+#pragma unroll
+    for (int i = 0; i < HS; i++) head.out[(size_t)t * head.out_stride + i] = acc[i] / sum;
+    head.lse[t] = top + logf(sum);
+}
+
+// ---- with tensor cores: blocks of four warps with 16 queries each, tiles of 32 keys.
+
+// The place of a float in a tile whose rows are HS floats. Swizzled, the chunks of 16 bytes of row r change places: chunk
+// c is where c ^ (r % 8) would be.
+template <bool SWIZZLED>
+__device__ inline int place(int row, int column) {
+    return row * HS + (SWIZZLED ? column ^ row % 8 * 4 : column);
+}
+
+// `count` rows of an array from row s0 on, rounded to TF32; zeros from row T on.
+template <bool SWIZZLED>
+__device__ inline void load_rows(float* tile, const float* rows, int count, int s0, int T, int stride) {
+    for (int i = threadIdx.x; i < count * HS / 4; i += 128) {
+        const int row = i / (HS / 4), column = i % (HS / 4) * 4;
+        Four x = s0 + row < T ? Aligned::load(rows + (size_t)(s0 + row) * stride + column, 4) : Four();
+        for (int e = 0; e < 4; e++) x.x[e] = to_tf32(x.x[e]);
+        Aligned::store(tile + place<SWIZZLED>(row, column), x, 4);
+    }
+}
+
+// The 16 rows from `row0` on of the result: row g of the fragments is divided by sum[0], row g + 8 by sum[1].
+__device__ inline void store_rows(const Head& head, const float (&acc)[HS / 8][4], const float (&top)[2],
+                                  const float (&sum)[2], int row0, int T) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = row0 + g + 8 * h;
+        if (row >= T) continue;
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++) {
+            *reinterpret_cast<float2*>(head.out + (size_t)row * head.out_stride + 8 * n + 2 * t) =
+                make_float2(acc[n][2 * h] / sum[h], acc[n][2 * h + 1] / sum[h]);
+        }
+        if (t == 0) head.lse[row] = top[h] + logf(sum[h]);
+    }
+}
+
+// Tensor cores through shared memory: scores go there as mma leaves them, two lanes a row turn them into p, and mma fetches
+// them again as its first operand. The rows of scores are a float longer, for their banks.
+extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
+    __shared__ __align__(16) float queries[64 * HS], keys[KEYS * HS], values[KEYS * HS];
+    __shared__ float scores[64][KEYS + 1], factors[64];
+    const Head head(out, lse, qkv, T, NH);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, t0 = 64 * blockIdx.y, y = threadIdx.x / 32 * 16;
+    const int mine = threadIdx.x / 2, half = threadIdx.x % 2 * 16;  // the row of this lane and its neighbour
+    float acc[HS / 8][4] = {}, top = -INFINITY, sum = 0.0f;
+    load_rows<false>(queries, head.q, 64, t0, T, head.stride);
+    for (int s0 = 0; s0 < min(t0 + 64, T); s0 += KEYS) {
+        load_rows<false>(keys, head.k, KEYS, s0, T, head.stride);
+        load_rows<false>(values, head.v, KEYS, s0, T, head.stride);
+        __syncthreads();
+        if (s0 < t0 + y + 16) {  // not all of them above the diagonal
+            float s[KEYS / 8][4] = {};
+#pragma unroll
+            for (int k = 0; k < HS; k += 8) {
+                float a[4];
+                for (int e = 0; e < 4; e++) a[e] = queries[place<false>(y + g + e % 2 * 8, k + t + e / 2 * 4)];
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; n++) {
+                    mma(s[n], a, keys[place<false>(8 * n + g, k + t)], keys[place<false>(8 * n + g, k + t + 4)]);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) {
+                for (int e = 0; e < 4; e++) scores[y + g + e / 2 * 8][8 * n + 2 * t + e % 2] = s[n][e];
+            }
+            __syncwarp();
+            float largest = top, total = 0.0f;
+            for (int i = half; i < half + 16; i++) {
+                scores[mine][i] = s0 + i <= t0 + mine ? scores[mine][i] * SCALE : -INFINITY;
+                largest = fmaxf(largest, scores[mine][i]);
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+            for (int i = half; i < half + 16; i++) {
+                const float p = __expf(scores[mine][i] - largest);
+                total += p;
+                scores[mine][i] = to_tf32(p);
+            }
+            total += __shfl_xor_sync(0xffffffffu, total, 1);
+            const float factor = __expf(top - largest);
+            sum = sum * factor + total;
+            top = largest;
+            if (half == 0) factors[mine] = factor;
+            __syncwarp();
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) {
+                for (int e = 0; e < 4; e++) acc[n][e] *= factors[y + g + e / 2 * 8];
+            }
+#pragma unroll
+            for (int k = 0; k < KEYS; k += 8) {
+                float a[4];
+                for (int e = 0; e < 4; e++) a[e] = scores[y + g + e % 2 * 8][k + t + e / 2 * 4];
+#pragma unroll
+                for (int n = 0; n < HS / 8; n++) {
+                    mma(acc[n], a, values[place<false>(k + t, 8 * n + g)], values[place<false>(k + t + 4, 8 * n + g)]);
+                }
+            }
+        }
+        __syncthreads();
+    }
+    // top and sum of rows g and g + 8 are with the lanes 2g and 2g + 16.
+    float tops[2], sums[2];
+    for (int h = 0; h < 2; h++) {
+        tops[h] = __shfl_sync(0xffffffffu, top, 2 * g + 16 * h);
+        sums[h] = __shfl_sync(0xffffffffu, sum, 2 * g + 16 * h);
+    }
+    store_rows(head, acc, tops, sums, t0 + y, T);
+}
+
+// What a warp keeps of its 16 queries: q as operands of mma, and of rows g and g + 8 the largest score and the lane's
+// share of the sum.
+struct Queries {
+    float q[HS / 8][4], acc[HS / 8][4], top[2], sum[2];
+    __device__ Queries(const float* rows, int row0, int T, int stride) : acc{}, top{-INFINITY, -INFINITY}, sum{} {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int k = 0; k < HS / 8; k++) {
+            for (int e = 0; e < 4; e++) {
+                const int row = row0 + g + e % 2 * 8, column = 8 * k + t + e / 2 * 4;
+                q[k][e] = row < T ? to_tf32(rows[(size_t)row * stride + column]) : 0.0f;
+            }
+        }
+    }
+
+    // A tile of keys and values for queries from row0 on. As a result of q k^T a lane has columns 2t and 2t + 1 of p; as
+    // operand of p v it must have columns t and t + 4. They are the same numbers if the product's column t stands for
+    // key 2t and its column t + 4 for key 2t + 1, in p and in v alike: a sum may be taken in any order.
+    template <bool SWIZZLED, bool ROUND>
+    __device__ void attend(const float* keys, const float* values, int s0, int row0) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const auto at = [](const float* tile, int row, int column) {
+            const float x = tile[place<SWIZZLED>(row, column)];
+            return ROUND ? to_tf32(x) : x;
+        };
+        float p[KEYS / 8][4] = {};
+#pragma unroll
+        for (int k = 0; k < HS / 8; k++) {
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) {
+                mma(p[n], q[k], at(keys, 8 * n + g, 8 * k + t), at(keys, 8 * n + g, 8 * k + t + 4));
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float largest = top[h];
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) {
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    p[n][e] = s0 + 8 * n + 2 * t + e % 2 <= row0 + g + 8 * h ? p[n][e] * SCALE : -INFINITY;
+                    largest = fmaxf(largest, p[n][e]);
+                }
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));  // the four lanes of a row
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+            const float factor = __expf(top[h] - largest);
+            top[h] = largest;
+            sum[h] *= factor;
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) acc[n][2 * h] *= factor, acc[n][2 * h + 1] *= factor;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) {
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    p[n][e] = __expf(p[n][e] - largest);
+                    sum[h] += p[n][e];
+                    p[n][e] = to_tf32(p[n][e]);
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < KEYS / 8; k++) {
+            const float a[4] = {p[k][0], p[k][2], p[k][1], p[k][3]};
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) {
+                mma(acc[n], a, at(values, 8 * k + 2 * t, 8 * n + g), at(values, 8 * k + 2 * t + 1, 8 * n + g));
+            }
+        }
+    }
+
+    __device__ void store(const Head& head, int row0, int T) {
+        for (int h = 0; h < 2; h++) {
+            sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
+            sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
+        }
+        store_rows(head, acc, top, sum, row0, T);
+    }
+};
+
+template <bool SWIZZLED>
+__device__ inline void with_registers(float* out, float* lse, const float* qkv, int T, int NH) {
+    __shared__ __align__(16) float keys[KEYS * HS], values[KEYS * HS];
+    const Head head(out, lse, qkv, T, NH);
+    const int t0 = 64 * blockIdx.y, row0 = t0 + threadIdx.x / 32 * 16;
+    Queries queries(head.q, row0, T, head.stride);
+    for (int s0 = 0; s0 < min(t0 + 64, T); s0 += KEYS) {
+        load_rows<SWIZZLED>(keys, head.k, KEYS, s0, T, head.stride);
+        load_rows<SWIZZLED>(values, head.v, KEYS, s0, T, head.stride);
+        __syncthreads();
+        if (s0 < row0 + 16) queries.attend<SWIZZLED, false>(keys, values, s0, row0);
+        __syncthreads();
+    }
+    queries.store(head, row0, T);
+}
+
+// Scores stay in registers: as mma leaves them they are its next operand, once the keys are taken in another order. The
+// queries' operands stay there too.
+extern "C" __global__ void __launch_bounds__(128)
+registers_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
+    with_registers<false>(out, lse, qkv, T, NH);
+}
+
+// Swizzled tiles: each row has its chunks of 16 bytes in another order, so that the eight rows of an operand lie in
+// different banks. As they were, rows of 64 floats all begin in the same one, and are served one after the other.
+extern "C" __global__ void __launch_bounds__(128)
+swizzled_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
+    with_registers<true>(out, lse, qkv, T, NH);
+}
+
+// Asynchronous copies in two stages: the next tile is on its way while the warps work on this one.
+extern "C" __global__ void __launch_bounds__(128)
+two_stages_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
+    __shared__ __align__(16) float keys[2][KEYS * HS], values[2][KEYS * HS];
+    const Head head(out, lse, qkv, T, NH);
+    const int t0 = 64 * blockIdx.y, row0 = t0 + threadIdx.x / 32 * 16, end = min(t0 + 64, T);
+    const auto start = [&](int s0, int stage) {
+        for (int i = threadIdx.x; i < KEYS * HS / 4; i += 128) {
+            const int row = i / (HS / 4), column = i % (HS / 4) * 4, to = place<true>(row, column);
+            const size_t at = s0 + row < T ? (size_t)(s0 + row) * head.stride + column : 0;
+            copy_four(keys[stage] + to, head.k + at, s0 + row < T);
+            copy_four(values[stage] + to, head.v + at, s0 + row < T);
+        }
+    };
+    start(0, 0);
+    Queries queries(head.q, row0, T, head.stride);
+    for (int s0 = 0, stage = 0; s0 < end; s0 += KEYS, stage ^= 1) {
+        copies_wait();
+        __syncthreads();  // this stage is there for all threads, and all are done with the other
+        if (s0 + KEYS < end) start(s0 + KEYS, stage ^ 1);
+        if (s0 < row0 + 16) queries.attend<true, true>(keys[stage], values[stage], s0, row0);
+    }
+    queries.store(head, row0, T);
+}

@@ -1,0 +1,62 @@
+// What matmul.cu and flash_attention.cu have of a GPU that C++ has no words for: the product of a tensor core and the
+// copy to shared memory that nobody waits for. On the CPU device each has a twin in plain C++.
+#pragma once
+#include "../../kernels/common.cuh"
+
+// TF32 has fp32's exponent and 10 bits of mantissa. A tensor core ignores the 13 bits below; adding half of the last
+// bit that it sees makes that the nearest such number.
+__device__ inline float to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000u); }
+
+// d (16, 8) = a (16, 8) b (8, 8) + d, by the 32 lanes of a warp together. No lane has a matrix: each holds four numbers
+// of a, two of b and four of d, its fragments. With g = lane / 4 and t = lane % 4 they are
+//
+//          of a  column t  t + 4        of b  column g        of d  column 2t  2t + 1
+//   row g          a[0]    a[2]        row t     b0           row g      d[0]    d[1]
+//   row g + 8      a[1]    a[3]    row t + 4     b1           row g + 8  d[2]    d[3]
+//
+// So 8 groups of 4 lanes: a group has two rows of a and of d to itself, and a column of b. The core multiplies each row
+// by each column, 16 x 8 x 8 multiplications in one instruction, where an FMA of the warp does 32.
+__device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+#elif defined(LLMC_CPU)
+    struct Lane { float a[4], b[2], d[4]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    cpu_warp_together(0xffffffffu, mine, [](Lane* const lanes[32]) {
+        const auto seen = [](float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); };
+        float A[16][8], B[8][8];
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; i++) A[g + i % 2 * 8][t + i / 2 * 4] = seen(lanes[lane]->a[i]);
+            for (int i = 0; i < 2; i++) B[t + i * 4][g] = seen(lanes[lane]->b[i]);
+        }
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; i++)
+                for (int k = 0; k < 8; k++) lanes[lane]->d[i] += A[g + i / 2 * 8][k] * B[k][2 * t + i % 2];
+        }
+    }, "mma");
+    for (int i = 0; i < 4; i++) d[i] = mine.d[i];
+#else
+    __trap();  // no TF32 before compute capability 8.0
+#endif
+}
+
+// Starts to copy 16 bytes from device to shared memory, past the registers; zeros if not `inside`. The thread goes on at
+// once, and finds them there after copies_wait.
+__device__ inline void copy_four(float* to, const float* from, bool inside) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+#else
+    Aligned::store(to, inside ? Aligned::load(from, 4) : Four(), 4);
+#endif
+}
+
+__device__ inline void copies_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}

@@ -1,0 +1,486 @@
+"""What the ladders are made of: for each topic its arrays, sizes and reference, and its rungs in their order.
+
+doc/ladder.py climbs them. A topic's sizes have llm.c's names, N is B*T; `a` stands for its arrays and sizes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from llmc import device  # first: it sets what NumPy must find in the environment
+
+import numpy as np  # isort: skip
+
+from kernels import attention
+from kernels.adamw import adamw
+from kernels.classifier import fused_classifier
+from kernels.encoder import encoder_backward
+from kernels.flash_attention import flash_attention_forward
+from kernels.gelu import gelu_forward
+from kernels.layernorm import layernorm_backward, layernorm_forward
+from kernels.matmul import transpose
+from kernels.reduce import MOST_PARTIALS, column_sum
+from llmc.dataloader import sort_by_token
+from llmc.device import ceil_div
+
+Launch = Callable[[device.Source, SimpleNamespace], None]
+
+
+@dataclass
+class Rung:
+    """A kernel of the topic's file, whose comment says its title and idea, or what stands for the end of the ladder."""
+
+    kernel: str
+    launch: Launch              # given the topic's file, its arrays and its sizes
+    idea: str = ""              # of a rung that is no kernel of the file
+    fours: bool = False         # takes only sizes that are multiples of 4
+    tf32: bool = False
+    ordered: bool = True        # sums in a fixed order
+    recorded: bool = True       # timed as a replayed graph
+
+    @property
+    def in_file(self) -> bool:
+        """Whether it is a kernel of the topic's file."""
+        return not self.idea
+
+
+@dataclass
+class Topic:
+    """Arrays as "name=shape" of the sizes: `reads` are inputs, `adds` come in with numbers and are updated, `sets` come
+    in as NaNs, and so does `scratch`."""
+
+    reads: str
+    sets: str
+    adds: str
+    scratch: str
+    odd: dict[str, int]
+    fours: dict[str, int]       # odd multiples of four
+    round: dict[str, int]       # where the microscope counts
+    bench: dict[str, int]       # where a GPU is timed
+    reference: Callable[[SimpleNamespace], dict]
+    bytes: Callable[[SimpleNamespace], float]
+    rungs: list[Rung]
+    flops: Callable[[SimpleNamespace], float] | None = None
+    others: Callable[[SimpleNamespace, dict], dict] = lambda size, given: {}  # arrays that are not just random
+
+
+def grid(n: int, *others: int, block: int = 256) -> tuple:
+    return (ceil_div(n, block), *others)
+
+
+TOPICS: dict[str, Topic] = {}
+
+TOPICS["copy"] = Topic(
+    reads="inp=n", sets="out=n", adds="", scratch="",
+    odd={"n": 1001}, fours={"n": 1004}, round={"n": 8192}, bench={"n": 1 << 26},
+    reference=lambda a: {"out": a.inp},
+    bytes=lambda s: 8 * s.n,
+    rungs=[
+        Rung("run_a_thread_kernel",
+             lambda cu, a: cu.run_a_thread_kernel(grid(a.n, block=32 * 256), (256,), (a.out, a.inp, a.n))),
+        Rung("float_a_thread_kernel", lambda cu, a: cu.float_a_thread_kernel(grid(a.n), (256,), (a.out, a.inp, a.n))),
+        Rung("float4_a_thread_kernel",
+             lambda cu, a: cu.float4_a_thread_kernel(grid(a.n, block=1024), (256,), (a.out, a.inp, a.n)), fours=True),
+        Rung("four_loads_kernel",
+             lambda cu, a: cu.four_loads_kernel(grid(a.n, block=4096), (256,), (a.out, a.inp, a.n)), fours=True),
+        # In a graph a copy is left to the copy engines, which are slower than the multiprocessors.
+        Rung("cudaMemcpyAsync", lambda cu, a: device.copy(a.out, a.inp), "NVIDIA's own.", recorded=False),
+    ],
+)  # fmt: skip
+
+
+def in_chunks(kernel: str, width: int = 1) -> Launch:
+    """64 chunks of rows, then their sums."""
+
+    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+        rows = ceil_div(a.N, 64)
+        chunks = ceil_div(a.N, rows)
+        getattr(cu, kernel)(grid(a.C, chunks, block=64 * width), (64,), (a.scratch, a.inp, a.N, a.C, rows))
+        cu.second_stage_kernel(grid(a.C, block=64), (64,), (a.out, a.scratch, chunks, a.C))
+
+    return launch
+
+
+TOPICS["column_sum"] = Topic(
+    reads="inp=N,C", sets="", adds="out=C", scratch="scratch=P,C",
+    odd={"N": 131, "C": 37}, fours={"N": 131, "C": 36}, round={"N": 640, "C": 128}, bench={"N": 4096, "C": 3072},
+    reference=lambda a: {"out": a.out + a.inp.sum(axis=0)},
+    bytes=lambda s: 4 * s.N * s.C,
+    rungs=[
+        Rung("thread_a_column_kernel",
+             lambda cu, a: cu.thread_a_column_kernel(grid(a.C, block=64), (64,), (a.out, a.inp, a.N, a.C))),
+        Rung("block_a_column_kernel", lambda cu, a: cu.block_a_column_kernel((a.C,), (256,), (a.out, a.inp, a.N, a.C))),
+        Rung("atomics_kernel",
+             lambda cu, a: cu.atomics_kernel(
+                 grid(a.C, 64, block=64), (64,), (a.out, a.inp, a.N, a.C, ceil_div(a.N, 64))), ordered=False),
+        Rung("chunks_kernel", in_chunks("chunks_kernel")),
+        Rung("float4_kernel", in_chunks("float4_kernel", 4), fours=True),
+        Rung("column_sum of kernels/reduce.py", lambda cu, a: column_sum(a.out, a.scratch, a.inp, a.N, a.C),
+             "As many chunks as fill the GPU, and a second stage that shares out the chunks of a column among lanes."),
+    ],
+)  # fmt: skip
+
+
+def normalised(a: SimpleNamespace) -> dict:
+    mean = a.inp.mean(axis=1)
+    rstd = 1 / np.sqrt(a.inp.var(axis=1) + 1e-5)
+    return {"out": (a.inp - mean[:, None]) * rstd[:, None] * a.weight + a.bias, "mean": mean, "rstd": rstd}
+
+
+def layernorm_rung(kernel: str, grid_of: Callable, block: tuple, fours: bool = False) -> Rung:
+    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
+        grid_of(a.N), block, (a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, a.N, a.C)), fours=fours)  # fmt: skip
+
+
+TOPICS["layernorm_forward"] = Topic(
+    reads="inp=N,C weight=C bias=C", sets="out=N,C mean=N rstd=N", adds="", scratch="",
+    odd={"N": 37, "C": 101}, fours={"N": 37, "C": 100}, round={"N": 64, "C": 768}, bench={"N": 4096, "C": 768},
+    reference=normalised,
+    bytes=lambda s: 8 * s.N * s.C,
+    rungs=[
+        layernorm_rung("thread_a_row_kernel", lambda N: grid(N, block=64), (64,)),
+        layernorm_rung("block_a_row_kernel", lambda N: (N,), (256,)),
+        layernorm_rung("warp_a_row_kernel", lambda N: grid(N, block=8), (32, 8)),
+        layernorm_rung("registers_kernel", lambda N: grid(N, block=8), (32, 8), fours=True),
+        Rung("layernorm_forward of kernels/layernorm.py",
+             lambda cu, a: layernorm_forward(a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, 1, a.N, a.C),
+             "A block a row, four channels a thread: rows of any length, which wait in shared memory."),
+    ],
+)  # fmt: skip
+
+
+def layernorm_gradients(a: SimpleNamespace) -> dict:
+    n, g = (a.inp - a.mean[:, None]) * a.rstd[:, None], a.dout * a.weight
+    dx = a.rstd[:, None] * (g - g.mean(axis=1, keepdims=True) - n * (g * n).mean(axis=1, keepdims=True))
+    return {"dinp": a.dinp + dx, "dweight": a.dweight + (a.dout * n).sum(axis=0), "dbias": a.dbias + a.dout.sum(axis=0)}
+
+
+def thread_a_row(cu: device.Source, a: SimpleNamespace) -> None:
+    cu.thread_a_row_kernel(grid(a.N, block=64), (64,), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C))
+    cu.thread_a_column_kernel(
+        grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.dout, a.inp, a.mean, a.rstd, a.N, a.C)
+    )
+
+
+def warp_a_row(cu: device.Source, a: SimpleNamespace) -> None:
+    rows = ceil_div(a.N, 64)
+    chunks = ceil_div(a.N, rows)
+    cu.warp_a_row_kernel(grid(a.N, block=8), (32, 8), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C))
+    cu.chunks_kernel(grid(a.C, chunks, block=64), (64,), (a.scratch, a.dout, a.inp, a.mean, a.rstd, a.N, a.C, rows))
+    cu.second_stage_kernel(grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, chunks, a.C))
+
+
+def one_pass(cu: device.Source, a: SimpleNamespace) -> None:
+    blocks = min(MOST_PARTIALS, a.N)
+    cu.one_pass_kernel((blocks,), (256,), (a.dinp, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C))
+    cu.second_stage_kernel(grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, blocks, a.C))
+
+
+TOPICS["layernorm_backward"] = Topic(
+    reads="dout=N,C inp=N,C weight=C mean=N rstd=N", sets="", adds="dinp=N,C dweight=C dbias=C",
+    scratch="scratch=P,3*C",
+    odd={"N": 37, "C": 101}, fours={"N": 37, "C": 100}, round={"N": 64, "C": 768}, bench={"N": 4096, "C": 768},
+    reference=layernorm_gradients,
+    bytes=lambda s: 16 * s.N * s.C,
+    rungs=[
+        Rung("thread_a_row_kernel", thread_a_row),
+        Rung("atomics_kernel",
+             lambda cu, a: cu.atomics_kernel(grid(a.N, block=8), (32, 8), (
+                 a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)), ordered=False),
+        Rung("warp_a_row_kernel", warp_a_row),
+        Rung("one_pass_kernel", one_pass),
+        Rung("layernorm_backward of kernels/layernorm.py",
+             lambda cu, a: layernorm_backward(
+                 a.dinp, a.dweight, a.dbias, None, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, 1, a.N, a.C),
+             "A warp a row finds the two means, then a thread with four columns walks down the block's rows: two "
+             "barriers for as many rows as there are warps."),
+    ],
+)  # fmt: skip
+
+
+def product_rung(kernel: str, block: tuple, rows: int, columns: int, **options) -> Rung:
+    """A block makes rows x columns elements; the naive one has the rows along x."""
+
+    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+        down, across = ceil_div(a.M, rows), ceil_div(a.N, columns)
+        blocks = (down, across) if kernel == "naive_kernel" else (across, down)
+        getattr(cu, kernel)(blocks, block, (a.c, a.a, a.b, a.M, a.N, a.K))
+
+    return Rung(kernel, launch, **options)
+
+
+def cublas(tf32: bool) -> Launch:
+    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+        before = device.tf32()
+        device.use_tf32(tf32)
+        device.sgemm(a.c, a.a, a.b, a.M, a.N, a.K)
+        device.use_tf32(before)
+
+    return launch
+
+
+TOPICS["matmul"] = Topic(
+    reads="a=M,K b=K,N", sets="c=M,N", adds="", scratch="",
+    odd={"M": 37, "N": 41, "K": 35}, fours={"M": 133, "N": 132, "K": 36},
+    round={"M": 128, "N": 128, "K": 64}, bench={"M": 4096, "N": 3072, "K": 768},
+    reference=lambda a: {"c": a.a @ a.b},
+    bytes=lambda s: 4 * (s.M * s.K + s.K * s.N + s.M * s.N),
+    flops=lambda s: 2 * s.M * s.N * s.K,
+    rungs=[
+        product_rung("naive_kernel", (32, 8), 32, 8),
+        product_rung("coalesced_kernel", (32, 8), 8, 32),
+        product_rung("shared_kernel", (1024,), 32, 32),
+        product_rung("column_of_8_kernel", (512,), 64, 64),
+        product_rung("square_of_8_kernel", (256,), 128, 128),
+        product_rung("vectorised_kernel", (256,), 128, 128, fours=True),
+        product_rung("warp_tiles_kernel", (256,), 128, 128, fours=True),
+        product_rung("mma_kernel", (256,), 128, 128, fours=True, tf32=True),
+        product_rung("two_stages_kernel", (256,), 128, 128, fours=True, tf32=True),
+        Rung("cuBLAS in fp32", cublas(False), "NVIDIA's own, without tensor cores."),
+        Rung("cuBLAS in TF32", cublas(True), "NVIDIA's own, which training uses.", tf32=True),
+    ],
+)  # fmt: skip
+
+TOPICS["transpose"] = Topic(
+    reads="inp=N,C", sets="out=C,N", adds="", scratch="",
+    odd={"N": 67, "C": 45}, fours={"N": 68, "C": 44}, round={"N": 128, "C": 128}, bench={"N": 4096, "C": 3072},
+    reference=lambda a: {"out": a.inp.T},
+    bytes=lambda s: 8 * s.N * s.C,
+    rungs=[
+        Rung("rows_in_kernel", lambda cu, a: cu.rows_in_kernel(
+            (ceil_div(a.C, 32), ceil_div(a.N, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("rows_out_kernel", lambda cu, a: cu.rows_out_kernel(
+            (ceil_div(a.N, 32), ceil_div(a.C, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("tile_kernel", lambda cu, a: cu.tile_kernel(
+            (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("padded_tile_kernel", lambda cu, a: cu.padded_tile_kernel(
+            (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("transpose of kernels/matmul.py", lambda cu, a: transpose(a.out, a.inp, a.N, a.C),
+             "Tiles of 64 x 64, which device memory gives and takes by 16 bytes."),
+    ],
+)  # fmt: skip
+
+
+def gelu(a: SimpleNamespace) -> dict:
+    x = a.inp + a.bias
+    return {"out": 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))}
+
+
+TOPICS["gelu"] = Topic(
+    reads="inp=N,C bias=C", sets="out=N,C", adds="", scratch="",
+    odd={"N": 5, "C": 301}, fours={"N": 5, "C": 300}, round={"N": 8, "C": 1024}, bench={"N": 4096, "C": 3072},
+    reference=gelu,
+    bytes=lambda s: 8 * s.N * s.C,
+    rungs=[
+        Rung("formula_kernel", lambda cu, a: cu.formula_kernel(
+            grid(a.N * a.C), (256,), (a.out, a.inp, a.bias, a.N * a.C, a.C))),
+        Rung("sigmoid_kernel", lambda cu, a: cu.sigmoid_kernel(
+            (a.N, ceil_div(a.C, 256)), (256,), (a.out, a.inp, a.bias, a.C))),
+        Rung("float4_kernel", lambda cu, a: cu.float4_kernel(
+            (a.N, ceil_div(a.C, 1024)), (256,), (a.out, a.inp, a.bias, a.C)), fours=True),
+        Rung("gelu_forward of kernels/gelu.py", lambda cu, a: gelu_forward(a.out, a.inp, a.bias, a.N, a.C),
+             "The same, for any C and any place of the bias."),
+    ],
+)  # fmt: skip
+
+
+def tokens(size: SimpleNamespace, given: dict) -> dict:
+    """Token ids much as texts have them: the commonest is a tenth of all, and most are rare (Zipf)."""
+    inp = (np.random.default_rng(2).zipf(1.1, size.N) % size.V).astype(np.int32)
+    order, count = sort_by_token(inp)
+    return {"inp": inp, "order": order, "count": count}
+
+
+def embedding_gradient(a: SimpleNamespace) -> dict:
+    dwte = a.dwte.copy()
+    np.add.at(dwte, a.inp, a.dout)
+    return {"dwte": dwte}
+
+
+def different_tokens(size: SimpleNamespace) -> int:
+    return int(np.count_nonzero(tokens(size, {})["count"]))
+
+
+TOPICS["embedding_backward"] = Topic(
+    reads="dout=N,C", sets="", adds="dwte=V,C", scratch="",
+    odd={"N": 71, "C": 37, "V": 29}, fours={"N": 71, "C": 36, "V": 29}, round={"N": 128, "C": 256, "V": 100},
+    bench={"N": 4096, "C": 768, "V": 50257},
+    reference=embedding_gradient, others=tokens,
+    bytes=lambda s: 4 * s.C * (s.N + 2 * different_tokens(s)),
+    rungs=[
+        Rung("thread_a_channel_kernel", lambda cu, a: cu.thread_a_channel_kernel(
+            grid(a.C, block=64), (64,), (a.dwte, a.dout, a.inp, a.N, a.C))),
+        Rung("atomics_kernel", lambda cu, a: cu.atomics_kernel(
+            (a.N, ceil_div(a.C, 256)), (256,), (a.dwte, a.dout, a.inp, a.C)), ordered=False),
+        Rung("sorted_kernel", lambda cu, a: cu.sorted_kernel(
+            (a.N,), (256,), (a.dwte, a.dout, a.inp, a.order, a.count, a.C))),
+        Rung("encoder_backward of kernels/encoder.py",
+             lambda cu, a: encoder_backward(a.dwte, None, a.dout, a.inp, a.order, a.count, 1, a.N, a.C),
+             "Four channels a thread, and four threads share the positions of a token."),
+    ],
+)  # fmt: skip
+
+
+def with_targets(size: SimpleNamespace, given: dict) -> dict:
+    return {"targets": np.random.default_rng(3).integers(0, size.V, size.N, np.int32)}
+
+
+DLOSS = 0.25
+
+
+def cross_entropy(a: SimpleNamespace) -> dict:
+    x, rows = a.logits[:, : a.V], np.arange(a.N)
+    largest = x.max(axis=1, keepdims=True)
+    p = np.exp(x - largest)
+    total = p.sum(axis=1, keepdims=True)
+    losses = (np.log(total) + largest)[:, 0] - x[rows, a.targets]
+    gradient = np.zeros_like(a.logits)
+    gradient[:, : a.V] = p / total * DLOSS
+    gradient[rows, a.targets] -= DLOSS
+    return {"losses": losses, "logits": gradient}
+
+
+def classifier_rung(kernel: str, fours: bool = False) -> Rung:
+    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
+        (a.N,), (1024,), (a.logits, a.losses, np.float32(DLOSS), a.targets, a.V, a.Vp)), fours=fours)  # fmt: skip
+
+
+TOPICS["classifier"] = Topic(
+    reads="", sets="losses=N", adds="logits=N,Vp", scratch="",
+    odd={"N": 3, "V": 1501, "Vp": 1504}, fours={"N": 3, "V": 1501, "Vp": 1512}, round={"N": 8, "V": 4000, "Vp": 4096},
+    bench={"N": 4096, "V": 50257, "Vp": 50304},
+    reference=cross_entropy, others=with_targets,
+    bytes=lambda s: 8 * s.N * s.Vp,
+    rungs=[
+        Rung("thread_a_row_kernel", lambda cu, a: cu.thread_a_row_kernel(
+            grid(a.N, block=32), (32,), (a.logits, a.losses, np.float32(DLOSS), a.targets, a.N, a.V, a.Vp))),
+        classifier_rung("block_a_row_kernel"),
+        classifier_rung("online_kernel"),
+        classifier_rung("float4_kernel", fours=True),
+        Rung("fused_classifier of kernels/classifier.py",
+             lambda cu, a: fused_classifier(a.logits, a.losses, DLOSS, a.targets, 1, a.N, a.V, a.Vp),
+             "The row waits in shared memory, as far as it fits, instead of coming a second time."),
+    ],
+)  # fmt: skip
+
+
+def causal_softmax(a: SimpleNamespace) -> dict:
+    x = a.att.reshape(-1, a.T, a.T) / 8
+    x = np.where(np.tri(a.T, dtype=bool), x, -np.inf)
+    p = np.exp(x - x.max(axis=2, keepdims=True))
+    return {"att": (p / p.sum(axis=2, keepdims=True)).reshape(a.att.shape)}
+
+
+SCALE = np.float32(0.125)
+
+TOPICS["softmax"] = Topic(
+    reads="", sets="", adds="att=H*T,T", scratch="",
+    odd={"H": 2, "T": 37}, fours={"H": 2, "T": 44}, round={"H": 1, "T": 128}, bench={"H": 48, "T": 1024},
+    reference=causal_softmax,
+    bytes=lambda s: 6 * s.H * s.T * s.T,
+    rungs=[
+        Rung("thread_a_row_kernel", lambda cu, a: cu.thread_a_row_kernel(
+            grid(a.H * a.T, block=64), (64,), (a.att, SCALE, a.H * a.T, a.T))),
+        Rung("block_a_row_kernel", lambda cu, a: cu.block_a_row_kernel((a.H * a.T,), (256,), (a.att, SCALE, a.T))),
+        Rung("warp_a_row_kernel", lambda cu, a: cu.warp_a_row_kernel(
+            grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
+        Rung("online_kernel", lambda cu, a: cu.online_kernel(
+            grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
+        Rung("softmax_forward_kernel of kernels/attention.cu",
+             lambda cu, a: attention.launch_by_att_row(
+                 attention.cu.softmax_forward_kernel, a.H * a.T, (a.att, SCALE, a.H * a.T, a.T)),
+             "Four entries a lane by accesses of 16 bytes, and one rescaling for the four."),
+    ],
+)  # fmt: skip
+
+
+def causal_attention(a: SimpleNamespace) -> dict:
+    q, k, v = a.qkv.transpose(2, 0, 3, 1, 4)  # each (B, NH, T, HS)
+    x = np.where(np.tri(a.T, dtype=bool), q @ k.swapaxes(2, 3) / 8, -np.inf)
+    largest = x.max(axis=3, keepdims=True)
+    p = np.exp(x - largest)
+    total = p.sum(axis=3, keepdims=True)
+    return {"out": (p / total @ v).transpose(0, 2, 1, 3), "lse": (largest + np.log(total))[..., 0]}
+
+
+def attention_rung(kernel: str, threads: int, tf32: bool = True) -> Rung:
+    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
+        (a.B * a.NH, ceil_div(a.T, 64)), (threads,), (a.out, a.lse, a.qkv, a.T, a.NH)), tf32=tf32)  # fmt: skip
+
+
+TOPICS["flash_attention"] = Topic(
+    reads="qkv=B,T,3,NH,64", sets="out=B,T,NH,64 lse=B,NH,T", adds="", scratch="",
+    odd={"B": 1, "T": 69, "NH": 2}, fours={"B": 2, "T": 20, "NH": 1}, round={"B": 1, "T": 128, "NH": 1},
+    bench={"B": 4, "T": 1024, "NH": 12},
+    reference=causal_attention,
+    bytes=lambda s: 16 * s.B * s.T * s.NH * 64,
+    flops=lambda s: 2 * s.T**2 * 64 * s.B * s.NH,  # half of 4 T^2 HS: what lies above the diagonal does not count
+    rungs=[
+        attention_rung("scalar_kernel", 64, tf32=False),
+        attention_rung("tiled_kernel", 64, tf32=False),
+        attention_rung("mma_kernel", 128),
+        attention_rung("registers_kernel", 128),
+        attention_rung("swizzled_kernel", 128),
+        attention_rung("two_stages_kernel", 128),
+        Rung("flash_attention_forward of kernels/flash_attention.py",
+             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, 64 * a.NH, a.NH, a.NH),
+             "32 queries a warp, so that each operand that is loaded serves four products, by wide loads.", tf32=True),
+    ],
+)  # fmt: skip
+
+RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 3}
+
+
+def adamw_step(a: SimpleNamespace) -> dict:
+    r = SimpleNamespace(**RECIPE)
+    m = r.beta1 * a.m + (1 - r.beta1) * a.grads
+    v = r.beta2 * a.v + (1 - r.beta2) * a.grads**2
+    step = (m / (1 - r.beta1**r.t)) / (np.sqrt(v / (1 - r.beta2**r.t)) + r.eps)
+    return {"params": a.params - r.lr * (step + r.weight_decay * a.params), "m": m, "v": v}
+
+
+def moments(size: SimpleNamespace, given: dict) -> dict:
+    """v is a mean of squares; norm is what global_norm leaves where nothing is clipped."""
+    return {"v": abs(given["v"]), "norm": np.array([1, 1, 0, 0], np.float32)}
+
+
+def scalars() -> dict[str, np.float32]:
+    r = SimpleNamespace(**RECIPE)
+    values = RECIPE | {
+        "complement1": 1 - r.beta1, "complement2": 1 - r.beta2,
+        "correction1": 1 - r.beta1**r.t, "correction2": 1 - r.beta2**r.t,
+    }  # fmt: skip
+    return {name: np.float32(value) for name, value in values.items()}
+
+
+def line_by_line(cu: device.Source, a: SimpleNamespace) -> None:
+    s = SimpleNamespace(**scalars())
+    cu.moment1_kernel(grid(a.n), (256,), (a.m, a.grads, a.n, s.beta1, s.complement1))
+    cu.moment2_kernel(grid(a.n), (256,), (a.v, a.grads, a.n, s.beta2, s.complement2))
+    cu.step_kernel(
+        grid(a.n), (256,), (a.params, a.m, a.v, a.n, s.lr, s.correction1, s.correction2, s.eps, s.weight_decay)
+    )
+
+
+def adamw_rung(kernel: str, width: int, fours: bool = False) -> Rung:
+    order = "lr beta1 beta2 complement1 complement2 correction1 correction2 eps weight_decay".split()
+    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
+        grid(a.n, block=256 * width), (256,), (a.params, a.grads, a.m, a.v, a.n, *(scalars()[name] for name in order))),
+        fours=fours)  # fmt: skip
+
+
+TOPICS["adamw"] = Topic(
+    reads="grads=n", sets="", adds="params=n m=n v=n", scratch="",
+    odd={"n": 1003}, fours={"n": 1004}, round={"n": 4096}, bench={"n": 1 << 25},
+    reference=adamw_step, others=moments,
+    bytes=lambda s: 28 * s.n,
+    rungs=[
+        Rung("moment1_kernel", line_by_line),
+        adamw_rung("fused_kernel", 1),
+        adamw_rung("float4_kernel", 4, fours=True),
+        Rung("adamw of kernels/adamw.py",
+             lambda cu, a: adamw(a.params, a.grads, a.m, a.v, a.norm, a.n, *(RECIPE[key] for key in
+                                 ("lr", "beta1", "beta2", "eps", "weight_decay", "t"))),
+             "The same with the factor that clips, and a guard against gradients that are not finite."),
+    ],
+)  # fmt: skip
