@@ -190,6 +190,36 @@ __device__ inline void copy_tile(float* tile, const float* rows, int row0, int T
     }
 }
 
+// Starts to copy the same rows of two arrays.
+template <int HS>
+__device__ inline void copy_tiles(float (&tiles)[2][TILE_FLOATS], const float* rows0, const float* rows1, int row0,
+                                  int T, int stride0, int stride1, const Offsets& offsets) {
+    copy_tile<HS>(tiles[0], rows0, row0, T, stride0, offsets);
+    copy_tile<HS>(tiles[1], rows1, row0, T, stride1, offsets);
+}
+
+// The block's copies are there for all of its threads, and none still reads what the next ones overwrite.
+__device__ inline void copies_finish() {
+    copies_wait();
+    __syncthreads();
+}
+
+// What a block works at, a query head of a sequence, and where its queries, keys and values begin in qkv: their rows are
+// `stride` floats apart.
+template <int HS>
+struct Head {
+    int C, sequence, number, stride;
+    const float *query, *key, *value;
+
+    __device__ Head(const float* qkv, int T, int NH, int NKV)
+        : C(NH * HS), sequence(blockIdx.x / NH), number(blockIdx.x % NH), stride(C + 2 * NKV * HS),
+          query(qkv + (long long)sequence * T * stride + number * HS),
+          key(qkv + (long long)sequence * T * stride + C + number / (NH / NKV) * HS), value(key + NKV * HS) {}
+
+    // Where its rows begin in an array (B, T, NH, HS).
+    __device__ long long rows(int T) const { return (long long)sequence * T * C + number * HS; }
+};
+
 // ---- products
 
 // Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores: a[k] for columns 16k .. 16k + 15. Zeros from row T
@@ -414,38 +444,29 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
     constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
     __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
     // Tiles: the block's first, and the warp's own. Blocks with the most work come first.
     const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp;
-    const int stride = C + 2 * NKV * HS;
-    const float* query = qkv + (long long)b * T * stride + head * HS;
-    const float* key = qkv + (long long)b * T * stride + C + head / (NH / NKV) * HS;
-    const float* value = key + NKV * HS;
+    const Head<HS> head(qkv, T, NH, NKV);
     const Offsets offsets = tile_offsets<HS>();
     int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, stride, offsets);
-        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, stride, offsets);
-    };
-    const auto finish = [] {
-        copies_wait();
-        __syncthreads();
+        copy_tiles<HS>(tiles[stage], head.key, head.value, tile * ROWS, T, head.stride, head.stride, offsets);
     };
 
     start(tile, stage);
     float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
-    load_operand<HS>(q, query, diagonal * ROWS, T, stride, true);
-    finish();
+    load_operand<HS>(q, head.query, diagonal * ROWS, T, head.stride, true);
+    copies_finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
         if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], offsets);
         if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
-        finish();
+        copies_finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
         attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
-        finish();
+        copies_finish();
     }
 
     #pragma unroll
@@ -462,7 +483,7 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
         to_columns(scale, inverse);
         scale_sum<HS>(acc, m, scale);
     }
-    store_sum<HS>(out + (long long)b * T * C + head * HS, acc, diagonal * ROWS, T, C, 1.0f);
+    store_sum<HS>(out + head.rows(T), acc, diagonal * ROWS, T, head.C, 1.0f);
 }
 
 // ---- backward
@@ -516,25 +537,16 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
     DYNAMIC_SHARED(float, operands);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
     const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp, row0 = diagonal * ROWS;
-    const int stride = C + 2 * NKV * HS;
-    const float* query = qkv + (long long)b * T * stride + head * HS;
-    const float* key = qkv + (long long)b * T * stride + C + head / (NH / NKV) * HS;
-    const float* value = key + NKV * HS;
-    out += (long long)b * T * C + head * HS;
-    dout += (long long)b * T * C + head * HS;
+    const Head<HS> head(qkv, T, NH, NKV);
+    out += head.rows(T);
+    dout += head.rows(T);
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
     const Offsets offsets = tile_offsets<HS>();
     int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tile<HS>(tiles[stage][0], key, tile * ROWS, T, stride, offsets);
-        copy_tile<HS>(tiles[stage][1], value, tile * ROWS, T, stride, offsets);
-    };
-    const auto finish = [] {
-        copies_wait();
-        __syncthreads();
+        copy_tiles<HS>(tiles[stage], head.key, head.value, tile * ROWS, T, head.stride, head.stride, offsets);
     };
 
     start(tile, stage);
@@ -543,8 +555,8 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2];
     {
         float a[HS / 16][M][2][4], da[HS / 16][M][2][4];
-        load_operand<HS>(a, query, row0, T, stride);
-        load_operand<HS>(da, dout, row0, T, C, true);
+        load_operand<HS>(a, head.query, row0, T, head.stride);
+        load_operand<HS>(da, dout, row0, T, head.C, true);
         // D is taken of dout as the products see it, so that dp - D vanishes when it should.
         #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -556,7 +568,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 #pragma unroll
                 for (int k = 0; k < HS / 16; k++) {
                     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (row < T) x = *reinterpret_cast<const float4*>(out + (long long)row * C + 16 * k + 4 * t);
+                    if (row < T) x = *reinterpret_cast<const float4*>(out + (long long)row * head.C + 16 * k + 4 * t);
                     const float (&y)[2][4] = da[k][m];
                     D[m][h] += tf32_bits(y[0][h]) * x.x + tf32_bits(y[0][h + 2]) * x.y;
                     D[m][h] += tf32_bits(y[1][h]) * x.z + tf32_bits(y[1][h + 2]) * x.w;
@@ -570,19 +582,19 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
         q.put(a);
         d.put(da);
     }
-    finish();
+    copies_finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
         if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], offsets);
         if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
-        finish();
+        copies_finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
         backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
-        finish();
+        copies_finish();
     }
-    store_sum<HS>(dqkv + (query - qkv), dq, row0, T, stride, rsqrtf((float)HS));
+    store_sum<HS>(dqkv + (head.query - qkv), dq, row0, T, head.stride, rsqrtf((float)HS));
 }
 
 // A tile of queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
@@ -642,29 +654,20 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
     __shared__ float nan[THREADS];                               // of each thread: 0, or NaN as D is
     DYNAMIC_SHARED(float, operands);
     const int warp = threadIdx.x / 32;
-    const int C = NH * HS, b = blockIdx.x / NH, head = blockIdx.x % NH;
     const int first = blockIdx.y * WARPS, diagonal = first + warp, row0 = diagonal * ROWS;
-    const int stride = C + 2 * NKV * HS;
-    const float* query = qkv + (long long)b * T * stride + head * HS;
-    const float* key = qkv + (long long)b * T * stride + C + head / (NH / NKV) * HS;
-    const float* value = key + NKV * HS;
-    dout += (long long)b * T * C + head * HS;
+    const Head<HS> head(qkv, T, NH, NKV);
+    dout += head.rows(T);
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
     const Offsets offsets = tile_offsets<HS>();
     const int end = ceil_div(T, ROWS);
     int tile = first, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tile<HS>(tiles[stage][0], query, tile * ROWS, T, stride, offsets);
-        copy_tile<HS>(tiles[stage][1], dout, tile * ROWS, T, C, offsets);
+        copy_tiles<HS>(tiles[stage], head.query, dout, tile * ROWS, T, head.stride, head.C, offsets);
         // Queries from T on are zeros throughout, and add zeros.
         const int array = threadIdx.x / ROWS, down = threadIdx.x % ROWS, row = tile * ROWS + down;
         const float* term = array == 0 ? lse : dsum;
         if (array < 2) copy_one(&terms[stage][array][down], term + (row < T ? row : 0), row < T);
-    };
-    const auto finish = [] {
-        copies_wait();
-        __syncthreads();
     };
 
     start(tile, stage);
@@ -673,31 +676,31 @@ __device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* 
     float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
     {
         float a[HS / 16][M][2][4], b[HS / 16][M][2][4];
-        load_operand<HS>(a, key, row0, T, stride);
-        load_operand<HS>(b, value, row0, T, stride);
+        load_operand<HS>(a, head.key, row0, T, head.stride);
+        load_operand<HS>(b, head.value, row0, T, head.stride);
         k.put(a);
         v.put(b);
         const int row = row0 + threadIdx.x % 32;  // for HS = 128 the next warp's, too
         nan[threadIdx.x] = warp_sum(row < T ? 0.0f * dsum[row] : 0.0f);
     }
-    finish();
+    copies_finish();
     for (; tile < min(first + WARPS, end); tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
         if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
         if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
-        finish();
+        copies_finish();
     }
     for (; tile < end; tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
         backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
-        finish();
+        copies_finish();
     }
     // In both arrays dv lies C floats behind dk: dqkv is written to only if NKV = NH.
     const bool shared_keys = NKV < NH;
-    float* to = shared_keys ? dkv_heads + (long long)b * T * 2 * C + head * HS : dqkv + (key - qkv);
-    const int to_stride = shared_keys ? 2 * C : stride;
+    float* to = shared_keys ? dkv_heads + head.rows(2 * T) : dqkv + (head.key - qkv);
+    const int to_stride = shared_keys ? 2 * head.C : head.stride;
     store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS) + nan[threadIdx.x]);
-    store_sum<HS>(to + C, dv, row0, T, to_stride, 1.0f + nan[threadIdx.x]);
+    store_sum<HS>(to + head.C, dv, row0, T, to_stride, 1.0f + nan[threadIdx.x]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
