@@ -405,10 +405,7 @@ def test_quoted_code_is_in_its_file(path):
         if file in BOOK and not file.exists():
             continue
         code = quote["code"].strip() if quote["ticks"] != "`" else quote["code"]
-        numbers = [n for n, line in enumerate(read(file).splitlines(), 1) if code in line]
-        assert numbers, f"{place}: {file.name} does not have `{code}`"
-        if quote["line"]:
-            assert int(quote["line"]) in numbers, f"{place}: `{code}` is on line {numbers[0]} of {file.name}"
+        assert any(code in line for line in read(file).splitlines()), f"{place}: {file.name} does not have `{code}`"
 
 
 @each_text

@@ -84,14 +84,15 @@ def test_a_quote_of_code_leads_to_its_line(book):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_opens_from_the_disk_on_a_phone(book, chromium, scheme):
-    """Nothing is asked of a network, nothing fails, formulas have a size, no page is wider than the phone."""
+    """Nothing is asked of a network, nothing fails, formulas have a size, no page is wider than the phone; some of them
+    in the dark too."""
     context = chromium.new_context(viewport={"width": PHONE, "height": 800}, color_scheme=scheme, offline=True)
     page, wrong = context.new_page(), []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
     page.on("request", lambda request: None if request.url.startswith("file:") else wrong.append(request.url))
-    for path in pages(book):
+    for path in pages(book) if scheme == "light" else [book / "index.html", *book.glob("1*.html")]:
         page.goto(path.as_uri())
         found = page.evaluate("""() => ({
             width: document.documentElement.scrollWidth,
@@ -120,6 +121,18 @@ def test_one_goes_through_the_book_from_page_to_page(book, chromium):
     page.locator("nav a", has_text="Contents").click()
     assert page.title() == seen[0]
     context.close()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_book_installs_pandoc_where_it_may(tmp_path):
+    def plan(*variables: str) -> str:
+        command = ["make", "-n", "book", *variables]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    new = plan(f"VENV={tmp_path}/new").splitlines()
+    assert any("pip install" in line and "pypandoc_binary" in line for line in new)
+    assert new[-1] == f"{tmp_path}/new/bin/python doc/book.py "
+    assert plan("PYTHON=mypython", "VENV=", "ARGS=-o there").split() == ["mypython", "doc/book.py", "-o", "there"]
 
 
 def test_a_folder_that_is_no_book_is_left_alone(tmp_path):
