@@ -1,7 +1,7 @@
 """Climbs a layer's ladder: kernels from the naive one to the one that trains, each with one idea more.
 
     python doc/ladder.py layernorm_forward      # one topic; without one, all of them
-    python doc/ladder.py --keep                 # and keeps what was measured in doc/ladder/measured.json
+    python doc/ladder.py --keep                 # all, and keeps what was measured in doc/ladder/measured.json
     python doc/ladder.py --write                # fills the tables of doc/*.md from there
 
 The rungs of a topic are the kernels of doc/ladder/<topic>.cu and, last, the launcher of kernels/ itself (doc/rungs.py).
@@ -337,7 +337,7 @@ def climb(name: str, ceilings: Ceilings | None, counting: bool) -> tuple[dict, l
         rows.append((title, f"{error:.1e}", *figures))
     shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     at = f"times at {text_of(topic.bench)}" if ceilings else f"counts at {text_of(topic.round)}" if counting else ""
-    print(f"{name}: {at or 'compared with NumPy'}")
+    print(f"{name}, doc/ladder/{name}.cu: {at or 'compared with NumPy'}")
     print(*columns([tuple(row[i] for i in shown) for row in rows], left=1), "", sep="\n")
     for kernel, figures in measured.items():
         if figures.get("differ"):
@@ -350,11 +350,13 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("topic", nargs="?", help="one of " + ", ".join(TOPICS))
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works")
-    parser.add_argument("--keep", action="store_true", help="keep what is measured in doc/ladder/measured.json")
+    parser.add_argument("--keep", action="store_true", help="keep all topics' figures in doc/ladder/measured.json")
     parser.add_argument("--write", action="store_true", help="only fill the tables of doc/*.md from there")
     args = parser.parse_args()
     if args.topic and args.topic not in TOPICS:
         raise UserError(f"{args.topic}: not a topic; there are {', '.join(TOPICS)}")
+    if args.topic and args.keep:
+        raise UserError(f"{args.topic}: --keep measures all topics, since they share a machine and its ceilings")
     if args.write:
         write_tables()
         return

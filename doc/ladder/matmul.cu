@@ -180,9 +180,10 @@ extern "C" __global__ void __launch_bounds__(256) warp_tiles_kernel(float* c, co
     store_squares(c, sum, m0 + y, 32, n0 + x, 16, M, N);
 }
 
-// ---- with tensor cores. A warp makes the same 64 x 32 elements, as 4 x 4 results of mma; K comes by 16. The rows of the
-// tiles are as long as they are so that the lanes of a fragment, g rows and t columns from its corner (of b: t rows and
-// g columns), meet 32 different banks: 20 g + t and 136 t + g differ modulo 32.
+// ---- with tensor cores. tensor_cores.cuh has their instruction, mma, and tells which lane holds what of its operands.
+// A warp makes the same 64 x 32 elements, as 4 x 4 results of mma; K comes by 16. The rows of the tiles are as long as
+// they are so that the lanes of a fragment, g rows and t columns from its corner (of b: t rows and g columns), meet 32
+// different banks: 20 g + t and 136 t + g differ modulo 32.
 constexpr int A_ROW = 16 + 4, B_ROW = 128 + 8;
 
 // ROUND says whether the tiles still have to be rounded to TF32.
