@@ -1,0 +1,70 @@
+"""Page 1's eight kernels and page 2's three: what they compute, on each device, and that the race is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from llmc.device import Source
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*names: str, **more: str) -> str:
+    """What doc/eight_kernels.py prints on the CPU device."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMC_CPU_")} | more
+    command = [sys.executable, "doc/eight_kernels.py", "--device", "cpu", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_eight_do_what_they_say():
+    said = run()
+    assert [line[0] for line in said.splitlines() if "_kernel: " in line] == list("12345678")
+    rows = [line.split() for line in said.splitlines() if line]
+    assert ["blockIdx.x", *(str(i // 8) for i in range(24))] in rows           # index
+    assert ["threadIdx.x", *(str(i % 8) for i in range(24))] in rows
+    assert ["y", *(str(i * i) for i in range(10)), *["-1"] * 6] in rows        # guard
+    assert ["row", "4", "blocks", *"6666777788"] in rows                       # matrix
+    assert ["y", *map(str, [*range(7, -1, -1), *range(15, 7, -1)])] in rows    # shared
+    assert ["half", "1", "36", "20", "10", "12", "5", "6", "7", "8"] in rows   # barrier
+    assert ["xor", "1", *["496"] * 32] in rows                                 # shuffle
+    assert said.count("sum 780") == 2 and "1 thread; lane" in said             # warps of 32 lanes and of one
+
+
+def test_the_race_is_seen_in_another_order_and_the_barrier_is_not_missed():
+    assert "all 63 are right" in run("race")
+    for order in "backward", "shuffled":
+        said = run("race", "shared", "barrier", LLMC_CPU_ORDER=order)
+        assert "of 63 are wrong" in said
+        assert said.split("4. ")[1].split("7. ")[0] == run("shared", "barrier").split("4. ")[1] + "\n"
+
+
+def test_a_kernel_that_there_is_not_is_refused():
+    command = [sys.executable, "doc/eight_kernels.py", "barriers"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: barriers: not one of the eight; they are index, guard, matrix")
+
+
+def test_a_chain_is_one_cycle_and_a_copy_of_any_grid_is_whole(dev):
+    from doc.latency import chain
+
+    cu = Source(ROOT / "doc" / "latency.cu")
+    next_place, place = chain(100, 32), dev.zeros((1,), np.int32)
+    at, visited = 0, set()
+    for _ in range(100):
+        at = int(next_place[at])
+        visited.add(at)
+    assert at == 0 and visited == set(range(0, 3200, 32))
+    cu.chain_kernel((1,), (1,), (place, dev.asarray(next_place), 1))
+    assert dev.to_host(place)[0] == next_place[0]
+    cu.shared_chain_kernel((1,), (1,), (place, dev.asarray(next_place), 3200, 99))
+    assert dev.to_host(place)[0] == 0
+    inp = np.arange(1000, dtype=np.float32)
+    out = dev.asarray(np.full(1000, np.nan, np.float32))
+    cu.copy_kernel((3,), (32,), (out, dev.asarray(inp), 1000))
+    assert np.array_equal(dev.to_host(out), inp)
