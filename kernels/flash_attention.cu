@@ -22,19 +22,21 @@
 //          of A  column t  t + 4        of B  column g         of C and of the result  column 2t  2t + 1
 //   row g          a[0]    a[2]        row t     b0            row g                     c[0]     c[1]
 //   row g + 8      a[1]    a[3]    row t + 4     b1            row g + 8                 c[2]     c[3]
-// Two liberties let a lane load its operands with wide accesses, or take them from another product's result as it is:
-// - Scores, s = q k^T, contract over HS, in any order as long as A and B agree. Of each 16 columns lane t takes 4t ..
+// Two liberties let a lane load its operands with wide accesses, and use the result of one product as an operand of the
+// next:
+// - Scores, s = q k^T, are sums over HS, in any order as long as A and B agree. Of each 16 columns lane t takes 4t ..
 //   4t + 3, which one 16-byte load fetches: two for each of two products.
-// - Sums over scores are done transposed: out^T = v^T p^T. As a result of s, a lane holds row g, columns 2t and 2t + 1.
-//   As B of p^T it must hold column g, rows t and t + 4. They are the same numbers if the product's row t stands for
-//   key 2t and its row t + 4 for key 2t + 1, in A as well. And row g of A may stand for column 2g of v, row g + 8 for
-//   column 2g + 1, which one 8-byte load fetches.
+// - As a result of s, a lane holds row g, columns 2t and 2t + 1. Sums over keys need p as an operand, and may name keys
+//   as they like: the product's row t stands for key 2t and its row t + 4 for key 2t + 1, in A and in B. The sums are
+//   done transposed, out^T = v^T p^T, so that p is B: c[0], c[1] are then b0, b1 as they are, and row g of A may stand
+//   for column 2g of v, row g + 8 for column 2g + 1, which one 8-byte load fetches. In return a lane's sums belong to
+//   other queries than its scores, and what scales them changes lanes (to_columns).
 
 #define WARP_SIZE 32
 #include "common.cuh"
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int WARPS = 4;
+constexpr int WARPS = 4;                         // a block; two blocks fill a multiprocessor's registers
 constexpr int THREADS = WARPS * 32;
 constexpr int TILE_FLOATS = 2048;                // of a streamed tile: TILE_FLOATS / HS rows
 constexpr float LOG2E = 1.4426950408889634f;
@@ -139,10 +141,10 @@ __device__ inline void copies_wait() {
 
 // ---- tiles in shared memory
 
-// A row of a tile is kept as HS / 4 chunks of 16 bytes, swizzled: bits 1 and 2 of a chunk's number are flipped by bits
-// of the row's, such that no access below meets a bank twice. A lane wants chunks 4j + c of one
-// row, for some c < 4 and every j: `first` has their offsets in the tile for j = 0 and 1; each further two j are 32
-// floats on.
+// A row of a tile is kept as HS / 4 chunks of 16 bytes, swizzled: bit 1 of the row's number flips bit 1 of a chunk's, and
+// its bits 0 and 2, by xor, bit 2. Of an access of 16 bytes a lane, eight lanes are served at a time, of 8 bytes sixteen;
+// no two lanes of such a group meet in a bank. A lane wants chunks 4j + c of one row, for some c < 4 and every j:
+// `first` has their offsets in the tile for j = 0 and 1; each further two j are 32 floats on.
 struct Chunks {
     int first[2];
     __device__ int operator()(int j) const { return first[j % 2] + j / 2 * 32; }
@@ -488,11 +490,12 @@ __device__ inline void forward(float* out, float* lse, const float* qkv, int T, 
 
 // ---- backward
 
-// A tile of keys and values for the 16 M queries of a warp.
+// A tile of keys and values for the 16 M queries of a warp. log2_sum is lse as a power of two.
 template <int HS, int M, bool DIAGONAL>
 __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Operand<HS, M>& q,
-                                           const Operand<HS, M>& dout, const float (&lse)[M][2], const float (&D)[M][2],
-                                           const float (&tiles)[2][TILE_FLOATS], const Offsets& offsets) {
+                                           const Operand<HS, M>& dout, const float (&log2_sum)[M][2],
+                                           const float (&D)[M][2], const float (&tiles)[2][TILE_FLOATS],
+                                           const Offsets& offsets) {
     const float *keys = tiles[0], *values = tiles[1];
     constexpr int N = TILE_FLOATS / HS / 8;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -520,7 +523,7 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
             #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const bool hidden = DIAGONAL && 8 * n + 2 * t + i % 2 > 16 * m + 8 * (i / 2) + g;
-                const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - lse[m][i / 2]);
+                const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - log2_sum[m][i / 2]);
                 const float y = x * ds[m][n][i];
                 ds[m][n][i] = to_tf32(y, y, DIAGONAL);
             }
@@ -552,7 +555,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     start(tile, stage);
     float* mine = operands + 4 * threadIdx.x;
     const Operand<HS, M> q{mine}, d{mine + Operand<HS, M>::FLOATS};
-    float dq[HS / 16][2 * M][4] = {}, row_lse[M][2], D[M][2];
+    float dq[HS / 16][2 * M][4] = {}, log2_sum[M][2], D[M][2];
     {
         float a[HS / 16][M][2][4], da[HS / 16][M][2][4];
         load_operand<HS>(a, head.query, row0, T, head.stride);
@@ -563,7 +566,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
             #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int row = row0 + 16 * m + 8 * h + g;
-                row_lse[m][h] = row < T ? LOG2E * lse[row] : 0.0f;
+                log2_sum[m][h] = row < T ? LOG2E * lse[row] : 0.0f;
                 D[m][h] = 0.0f;
                 #pragma unroll
                 for (int k = 0; k < HS / 16; k++) {
@@ -575,7 +578,7 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
                 }
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 1);
                 D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 2);
-                D[m][h] = fmaf(0.0f, row_lse[m][h], D[m][h]);  // NaN if lse is not finite
+                D[m][h] = fmaf(0.0f, log2_sum[m][h], D[m][h]);  // NaN if lse is not finite
                 if (t == 0 && row < T) dsum[row] = D[m][h];
             }
         }
@@ -585,13 +588,13 @@ __device__ inline void backward_query(float* dqkv, float* dsum, const float* dou
     copies_finish();
     for (; tile >= first; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, row_lse, D, tiles[stage], offsets);
-        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
+        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, log2_sum, D, tiles[stage], offsets);
+        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, log2_sum, D, tiles[stage], offsets);
         copies_finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        backward_query_tile<HS, M, false>(dq, q, d, row_lse, D, tiles[stage], offsets);
+        backward_query_tile<HS, M, false>(dq, q, d, log2_sum, D, tiles[stage], offsets);
         copies_finish();
     }
     store_sum<HS>(dqkv + (head.query - qkv), dq, row0, T, head.stride, rsqrtf((float)HS));

@@ -23,7 +23,7 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
                                     const float* __restrict__ weight0, const float* __restrict__ shift0,
                                     const float* __restrict__ weight1, const float* __restrict__ shift1,
                                     float eps, int C, const int* __restrict__ random, int site0, int site1) {
-    constexpr int BATCH = 2;
+    constexpr int AT_ONCE = 2;  // fours that are loaded before the first is used
     DYNAMIC_SHARED(float, row);
     const int step = 4 * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;
@@ -41,10 +41,10 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
             for (int k = 0; k < 4; k++) x.x[k] += proj.x[k];
         };
         float sum = 0.0f;
-        for (int first = 4 * threadIdx.x; first < C; first += BATCH * step) {
-            Four x[BATCH] = {}, p0[BATCH] = {}, p1[BATCH] = {};
+        for (int first = 4 * threadIdx.x; first < C; first += AT_ONCE * step) {
+            Four x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) {
+            for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 if (i >= C) continue;
                 x[b] = memory.load(inp + start + i, C - i);
@@ -52,7 +52,7 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
                 if (proj1 != nullptr) p1[b] = memory.load(proj1 + start + i, C - i);
             }
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) {
+            for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 if (i >= C) continue;
                 if (proj0 != nullptr) add(x[b], p0[b], bias0, i, site0);

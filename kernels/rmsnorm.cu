@@ -21,7 +21,7 @@ template <bool ADD>
 __device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out, float* __restrict__ rstd,
                                     const float* __restrict__ inp1, const float* __restrict__ inp2,
                                     const float* __restrict__ weight, float eps, int N, int C) {
-    constexpr int BATCH = ADD ? 4 : 8;
+    constexpr int AT_ONCE = ADD ? 4 : 8;  // fours that are loaded before the first is used
     DYNAMIC_SHARED(float, rows);
     const int n = blockIdx.x * blockDim.y + threadIdx.y, step = 4 * blockDim.x;
     if (n >= N) return;
@@ -30,16 +30,16 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
 
     by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
         float sum = 0.0f;
-        for (int first = 4 * threadIdx.x; first < C; first += BATCH * step) {
-            Four x[BATCH] = {}, y[BATCH] = {};
+        for (int first = 4 * threadIdx.x; first < C; first += AT_ONCE * step) {
+            Four x[AT_ONCE] = {}, y[AT_ONCE] = {};
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) {
+            for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 if (i < C) x[b] = memory.load(inp1 + start + i, C - i);
                 if (ADD && i < C) y[b] = memory.load(inp2 + start + i, C - i);
             }
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) {
+            for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 for (int k = 0; k < 4; k++) {
                     if (ADD) x[b].x[k] += y[b].x[k];

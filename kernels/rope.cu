@@ -12,7 +12,7 @@
 // -1 for backward. Block (t, b): one position; its threads: (channels by fours, heads).
 extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __restrict__ table, float direction,
                                        int heads, int all_heads, int HS, int R) {
-    constexpr int BATCH = 4;  // heads of a thread that are loaded before the first is stored
+    constexpr int AT_ONCE = 4;  // heads of a thread that are loaded before the first is stored
     const size_t position = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
     float* row = qkv + position * all_heads * HS;
     const float* angles = table + (size_t)blockIdx.x * R;
@@ -20,15 +20,15 @@ extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __r
         for (int i = 4 * threadIdx.x; i < R; i += 4 * blockDim.x) {
             const Four a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
             const float cos0 = a.x[0], sin0 = direction * a.x[1], cos1 = a.x[2], sin1 = direction * a.x[3];
-            for (int first = threadIdx.y; first < heads; first += BATCH * blockDim.y) {
-                Four x[BATCH] = {};
+            for (int first = threadIdx.y; first < heads; first += AT_ONCE * blockDim.y) {
+                Four x[AT_ONCE] = {};
 #pragma unroll
-                for (int b = 0; b < BATCH; b++) {
+                for (int b = 0; b < AT_ONCE; b++) {
                     const int h = first + b * blockDim.y;
                     if (h < heads) x[b] = memory.load(row + (size_t)h * HS + i, R - i);
                 }
 #pragma unroll
-                for (int b = 0; b < BATCH; b++) {
+                for (int b = 0; b < AT_ONCE; b++) {
                     const int h = first + b * blockDim.y;
                     const Four out = {{x[b].x[0] * cos0 - x[b].x[1] * sin0, x[b].x[0] * sin0 + x[b].x[1] * cos0,
                                        x[b].x[2] * cos1 - x[b].x[3] * sin1, x[b].x[2] * sin1 + x[b].x[3] * cos1}};
