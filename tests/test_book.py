@@ -59,8 +59,8 @@ NOT_RUN = {
     "tests, which run by themselves": ["*python -m pytest*"],
     "measured on the H200": [
         "python dev/bench*", "python dev/scaling.py*", "python dev/timeline.py*", "python dev/profile_step.py*",
-        "python dev/train_torch.py*", "python dev/plot_log.py*", "nvidia-smi *", "python doc/ladder.py*",
-        "python doc/step.py", "ncu *",
+        "python dev/train_torch.py*", "python dev/plot_log.py*", "nvidia-smi *", "python doc/step.py",
+        "python doc/latency.py*", "ncu *",
     ],
     "trains, or reads what was trained: long, or on the H200": [
         "python train_*_fp32.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",
@@ -73,7 +73,8 @@ NOT_RUN = {
     "long": ["python dev/fuzz.py *", "python doc/planted.py"],
     "shown in full in page 12, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
     "has tests of its own": [
-        "python dev/microscope.py *", "python doc/draw.py*", "python doc/*.py --write", "python exercises/check.py*",
+        "python dev/microscope.py *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",
+        "python doc/eight_kernels.py*", "python exercises/check.py*",
     ],
 }
 # Lines of ```sh blocks that only make test-all runs: tests, which make test runs by themselves, and what takes longer

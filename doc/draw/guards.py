@@ -1,11 +1,7 @@
 """A guarded array of the tests: what lies around it, what is in it at first, and what must be so in the end."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import re
+from pathlib import Path
 
 from doc.draw.figure import Figure
 
@@ -47,7 +43,3 @@ def draw() -> str:
         figure.text(140, y + 20, before if before == "values" else f"POISON {constant(before)}", 14)
         figure.text(330, y + 20, after, 14)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

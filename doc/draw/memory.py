@@ -1,10 +1,6 @@
 """The six buffers of GPT-2 124M at B 4, T 1024, to scale, with their largest tensors."""
 
 import math
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from llmc.tensors import ALIGNMENT, layout
@@ -49,7 +45,3 @@ def draw() -> str:
                 figure.text(x + w / 2 + 4, y + BAR + 11, tensor, 10, "middle", "faint")
             x += w
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

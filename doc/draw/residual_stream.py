@@ -4,10 +4,7 @@ A step of a small GPT-2 is gone through without computing anything, on a device 
 which arrays. Of each array the tensor is found by its address, and the launches of the layer in the middle are drawn.
 """
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
@@ -123,7 +120,3 @@ def draw() -> str:
     figure.text(6, 20, "blue: kept from forward to backward; orange: scratch, the same for all layers", 13)
     figure.text(6, 38, "filled: written, or added to; hollow: read; T: transposed", 13)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,5 @@
 """A ring of three ranks adds up its gradients: the pieces of each rank before and after each of the four passes."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 N = 3
@@ -51,7 +46,3 @@ def draw() -> str:
                 x1, x2 = (LEFT + rank * 180 + piece * 54 + 25 for rank in (r, to))
                 figure.line(x1, y + 40, x2 + (8 if x2 < x1 else -8), y + ROW - 3, "ink", 1.5, arrow=True)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

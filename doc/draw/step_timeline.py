@@ -1,10 +1,7 @@
 """A training step on a GPU, from the profile that doc/step.py keeps: the host, and the kernels on two lanes."""
 
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 
@@ -91,7 +88,3 @@ def draw() -> str:
     meaning = "dq, dk, dv: flash attention; ln: layernorm; lnT: its output once more, transposed"
     figure.text(8, 392, meaning, 13, colour="faint")
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())
