@@ -1,4 +1,4 @@
-"""What the drawings of pages 11 to 13 share: a figure that collects shapes and becomes SVG in both colour schemes."""
+"""What the drawings share: a figure that collects shapes and becomes SVG in both colour schemes."""
 
 from html import escape
 
@@ -47,6 +47,9 @@ class Figure:
             f'<line x1="{x1:.4g}" y1="{y1:.4g}" x2="{x2:.4g}" y2="{y2:.4g}" stroke="var(--{colour})" '
             f'stroke-width="{width}"{more}/>'
         )
+
+    def dot(self, x: float, y: float, radius: float, fill: str) -> None:
+        self.shapes.append(f'<circle cx="{x:.4g}" cy="{y:.4g}" r="{radius}" fill="var(--{fill})" stroke="var(--ink)"/>')
 
     def svg(self) -> str:
         head = (

@@ -1,0 +1,53 @@
+"""A grid of blocks, a block of warps, a warp of lanes, and where each of them lives."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from doc.draw.figure import Figure
+from doc.draw.launches import MULTIPROCESSORS
+
+BLOCKS, WARPS, LANES = 7, 3, 32
+CELL = 24
+
+
+def draw() -> str:
+    figure = Figure(880, 424, "Grid, blocks, warps, lanes, and multiprocessors")
+    figure.text(16, 24, f"A launch: a grid of {BLOCKS} blocks, of {WARPS * LANES} threads each", 16, bold=True)
+    for b in range(BLOCKS):
+        figure.rect(16 + 76 * b, 38, 68, 44, "a" if b == 2 else "f")
+        figure.text(50 + 76 * b, 65, f"block {b}", 14, "middle")
+    figure.text(560, 56, "blockIdx.x says which,", 14, colour="faint")
+    figure.text(560, 75, f"gridDim.x is {BLOCKS}", 14, colour="faint")
+    figure.line(16 + 76 * 2, 82, 16, 128, "rule")
+    figure.line(16 + 76 * 2 + 68, 82, 16 + 26 * CELL + 168, 128, "rule")
+
+    figure.rect(16, 128, 26 * CELL + 168, 138, "a")
+    figure.text(26, 149, "block 2: its threads share memory and barriers", 14, bold=True)
+    figure.text(782, 149, f"blockDim.x is {WARPS * LANES}", 13, "end")
+    for w in range(WARPS):
+        y = 160 + 34 * w
+        figure.text(26, y + 18, f"warp {w}", 13)
+        for lane in range(LANES):
+            if w < 2 and 3 <= lane < 30:
+                continue  # the place of words
+            figure.rect(76 + 22 * lane, y, 20, 26, "b" if w == 1 else "paper")
+            if lane in (0, 1, 2, 30, 31):
+                number = w * LANES + lane
+                figure.text(86 + 22 * lane, y + 17, str(number), 11, "middle", bold=w == 1)
+    figure.text(86 + 22 * 16, 160 + 18, "… each thread by its threadIdx.x …", 13, "middle")
+    figure.text(86 + 22 * 16, 194 + 18, "… 32 lanes run one instruction together …", 13, "middle")
+
+    says = f"The GPU: {MULTIPROCESSORS} multiprocessors (H200), each with blocks of its own"
+    figure.text(16, 302, says, 16, bold=True)
+    for m, blocks in enumerate(((0, 4), (1, 5), (2, 6), (3,))):
+        x = 16 + 190 * m
+        figure.rect(x, 316, 180, 92, "f")
+        figure.text(x + 10, 335, f"multiprocessor {m}", 13, colour="faint")
+        for i, b in enumerate(blocks):
+            figure.rect(x + 10 + 82 * i, 344, 76, 28, "a" if b == 2 else "paper")
+            figure.text(x + 48 + 82 * i, 363, f"block {b}", 13, "middle")
+        figure.text(x + 10, 396, "registers, shared memory", 12, colour="faint")
+    figure.text(786, 366, f"… {MULTIPROCESSORS - 1}", 16)
+    return figure.svg()

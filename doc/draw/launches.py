@@ -1,0 +1,41 @@
+"""Grid and block of a launcher's kernels, as the launcher chooses them for an H200, without a device."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from unittest.mock import patch
+
+from kernels import layernorm, matmul, reduce
+from llmc import device
+
+MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes a block
+
+
+class Recorder:
+    """Stands for a .cu file: notes what is launched instead of launching it."""
+
+    warp_size = 32
+
+    def __init__(self, calls: dict[str, tuple[tuple, tuple]]):
+        self.calls = calls
+
+    def block(self, threads: int) -> int:
+        return threads
+
+    def __getattr__(self, name: str) -> Callable:
+        def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+            self.calls[name.removesuffix("_kernel")] = grid, block
+
+        return launch
+
+
+def launched(launcher: Callable, *arguments) -> dict[str, tuple[tuple, tuple]]:
+    """{kernel: (grid, block)} of a launcher of linear layers, norms or sums. Arrays may be None."""
+    calls = {}
+    with ExitStack() as stack:
+        for module in (layernorm, matmul, reduce):
+            stack.enter_context(patch.object(module, "cu", Recorder(calls)))
+        stack.enter_context(patch.object(device, "multiprocessors", lambda: MULTIPROCESSORS))
+        stack.enter_context(patch.object(device, "shared_memory", lambda: SHARED_MEMORY))
+        stack.enter_context(patch.object(device, "sgemm", lambda *args, **more: None))
+        launcher(*arguments)
+    return calls
