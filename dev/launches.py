@@ -217,7 +217,6 @@ for rope in rope_forward, rope_backward:
         lambda size, a: {"table": device.asarray(rope_table(size.T, size.HS, 1e4))}, needs=("HS % 2 == 0",))
 
 
-
 def norm() -> dict:
     return {"norm": device.asarray(np.array([1, 1, 0, 0], np.float32))}
 
@@ -244,7 +243,7 @@ def sizes_of(text: str, launch: Launch) -> dict[str, int]:
     sizes = dict(launch.sizes)
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
-        if name not in sizes or not value.isdecimal() or not 0 < int(value) < 1 << 31:
+        if name not in sizes or not value.isdecimal() or not (name != "rank") <= int(value) < 1 << 31:
             known = ",".join(f"{key}={size}" for key, size in launch.sizes.items())
             raise UserError(f"--shape {text}: {word!r} is not one of its sizes and a number, as in {known}")
         sizes[name] = int(value)

@@ -26,7 +26,7 @@ from llmc.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTOR, BANKS, LANES = 32, 32, 32
-LARGEST = 1 << 26  # elements of an array: every access is kept
+LARGEST = 1 << 22  # elements of an array: every access is kept, some 400 bytes an element
 MULTIPROCESSORS = 132  # of an H200: some launchers share out their work among them
 LOAD, STORE, ATOMIC, BARRIER, MEETING = range(5)
 KINDS = ("load", "store", "atomic", "barrier", "meeting")
@@ -37,22 +37,25 @@ STEP = np.dtype([
     ("size", "u1"), ("unused", "u1", 2), ("what", "i8"), ("offset", "i8", LANES),
 ])  # fmt: skip
 ACCESS = [("pc", "i8"), ("block", "i4"), ("thread", "i4"), ("kind", "u1"), ("unused", "u1", 7)]
+OUTSIDE = np.dtype([("pc", "i8"), ("count", "i8")])
 RACE = np.dtype([("one", ACCESS), ("other", ACCESS), ("array", "i4"), ("count", "i4"), ("offset", "i8")])
 DEVICE, STATIC_SHARED, DYNAMIC_SHARED = range(3)
 
 # One access, written as a function: the line that calls it is the one to show.
 WRAPPERS = re.compile(r"Aligned::|Ragged::|copy_four|copy_one|Tile::put|__ld|__st|atomic")
+BUILT_IN = re.compile(r"\d(threadIdx|blockIdx|blockDim|gridDim)$")
 HEADERS = ("cuda_on_cpu.h", "runtime.h", "<stdin>", "??")
 
 
 class CArray(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t), ("space", ctypes.c_int)]
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t), ("space", ctypes.c_int), ("item", ctypes.c_int)]
 
 
 class CResult(ctypes.Structure):
     _fields_ = [
         ("steps", ctypes.c_void_p), ("step_count", ctypes.c_int64), ("races", ctypes.c_void_p),
-        ("race_count", ctypes.c_int64), ("library", ctypes.c_void_p), ("grid", ctypes.c_int32 * 3),
+        ("race_count", ctypes.c_int64), ("outside", ctypes.c_void_p), ("outside_count", ctypes.c_int64),
+        ("library", ctypes.c_void_p), ("grid", ctypes.c_int32 * 3),
         ("block", ctypes.c_int32 * 3),
     ]  # fmt: skip
 
@@ -79,6 +82,10 @@ class Place:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
+    def innermost(self) -> str:
+        """The function in which the access stands; empty where the compiler has lost it."""
+        return self.frames[0][0] if self.frames else ""
+
 
 @dataclass
 class Watched:
@@ -94,14 +101,19 @@ class Watched:
     places: dict[int, Place]
     names: dict[int, str]       # of meetings
     least_floats: float         # that the kernel must move, as the profile counts
+    outside: dict[Place, int]   # accesses to what is none of the arrays, by line
 
 
 def use_microscope() -> None:
     """Choose the CPU device, built for the microscope; UserError where the compiler cannot."""
-    _, version = compiler._compiler()
+    command, version = compiler._compiler()
     if "clang" in version:
         raise UserError("the microscope needs GCC, whose instrumentation keeps vectors whole: set CXX=g++")
-    os.environ |= {"LLMC_CPU_MICROSCOPE": "1", "LLMC_CPU_WARP": "32"}
+    empty = [*command, *compiler.INSTRUMENTED, "-E", "-x", "c++", os.devnull]
+    if subprocess.run(empty, capture_output=True).returncode:
+        raise UserError(f"the microscope needs GCC 7 or later, whose instrumentation {command[0]} lacks: set CXX=g++")
+    os.environ |= {"LLMC_CPU_MICROSCOPE": "1", "LLMC_CPU_WARP": "32", "LLMC_CPU_ORDER": "forward"}
+    os.environ |= {"LLMC_CPU_DEBUG": "0", "LLMC_CPU_SANITIZE": "0"}
     device.CpuDevice.multiprocessors = MULTIPROCESSORS
     device.use("cpu")
 
@@ -138,12 +150,12 @@ def watch_kernel(name: str, arguments: dict, work: Callable[[], None], file: Pat
     for key, value in arguments.items():
         if isinstance(value, np.ndarray):
             arrays.append(Array(key, False, value.nbytes, value.shape, value.dtype.name))
-            given.append((value.__array_interface__["data"][0], value.nbytes, DEVICE))
+            given.append((value.__array_interface__["data"][0], value.nbytes, DEVICE, value.itemsize))
     for variable, offset, size in shared_variables(library):
         arrays.append(Array(variable, True, size, (size // 4,), "float32"))
-        given.append((offset, size, STATIC_SHARED))
+        given.append((offset, size, STATIC_SHARED, 4))
     arrays.append(Array("dynamic shared memory", True, 0, (0,), "float32"))
-    given.append((0, 0, DYNAMIC_SHARED))
+    given.append((0, 0, DYNAMIC_SHARED, 4))
 
     begin, end = runtime().llmc_microscope_begin, runtime().llmc_microscope_end
     end.restype = ctypes.POINTER(CResult)
@@ -155,17 +167,23 @@ def watch_kernel(name: str, arguments: dict, work: Callable[[], None], file: Pat
     finally:
         result = end().contents
     steps, races = copied(result.steps, result.step_count, STEP), copied(result.races, result.race_count, RACE)
+    outside = copied(result.outside, result.outside_count, OUTSIDE)
     dynamic = steps[steps["array"] == len(arrays) - 1]
     if dynamic.size:
         arrays[-1].bytes = int((dynamic["offset"].max(axis=1) + dynamic["size"]).max())
         arrays[-1].shape = (-(-arrays[-1].bytes // 4),)
-    for pcs in steps["pc"], races["one"]["pc"], races["other"]["pc"]:
+    all_pcs = steps["pc"], races["one"]["pc"], races["other"]["pc"], outside["pc"]
+    for pcs in all_pcs:
         pcs -= (result.library or 0) + 1  # of the call, not of what follows it
-    pcs = {int(pc) for pcs in (steps["pc"], races["one"]["pc"], races["other"]["pc"]) for pc in np.unique(pcs)}
+    pcs = {int(pc) for pcs in all_pcs for pc in np.unique(pcs)}
     names = {int(what): ctypes.string_at(int(what)).decode() for what in np.unique(steps["what"]) if what}
     places, floats = places_of(library, file, tuple(sorted(pcs))), floats_of(name, arguments) if name in FILES else 0.0
+    strays: dict[Place, int] = {}
+    for pc, count in outside.tolist():
+        if places[pc].frames:  # and not where the launch's arguments are read
+            strays[places[pc]] = strays.get(places[pc], 0) + count
     return Watched(
-        name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, floats
+        name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, floats, strays
     )
 
 
@@ -184,7 +202,7 @@ def shared_variables(library: Path) -> list[tuple[str, int, int]]:
     table = run_tool(["readelf", "-sW", str(library)])
     found = {}
     for fields in map(str.split, table.splitlines()):
-        if len(fields) == 8 and fields[3] == "TLS" and fields[6] != "UND" and fields[7].startswith("_ZZ"):
+        if len(fields) == 8 and fields[3] == "TLS" and fields[6] != "UND" and not BUILT_IN.search(fields[7]):
             found[fields[7]] = int(fields[1], 16), int(fields[2], 0)
     names = run_tool(["c++filt", *found]).splitlines() if found else []
     return [(name.rpartition("::")[2], *where) for name, where in zip(names, found.values(), strict=True)]

@@ -11,8 +11,8 @@ sys.path.insert(0, str(ROOT))
 
 from dev.compare_ncu import counts_of  # noqa: E402
 from dev.launches import LAUNCHES, sizes_of  # noqa: E402
-from dev.microscope import race_lines  # noqa: E402
-from dev.watch import FILES, use_microscope, watch, watch_kernel  # noqa: E402
+from dev.microscope import lines_of, race_lines  # noqa: E402
+from dev.watch import FILES, KINDS, use_microscope, watch, watch_kernel  # noqa: E402
 from llmc import cpu, device  # noqa: E402
 
 import numpy as np  # isort: skip  # noqa: E402
@@ -48,23 +48,34 @@ BROKEN = [
     ("failures.cu", "with_barrier_kernel", (64,), (1,)),
     ("failures.cu", "missing_barrier_kernel", (64,), (1,)),
     ("failures.cu", "blocks_in_order_kernel", (32,), (4,)),
+    ("divergence.cu", "return_in_loop_kernel", (32,), (1,)),
+    ("divergence.cu", "return_in_branch_kernel", (32,), (1,)),
+    ("divergence.cu", "loop_in_loop_kernel", (32,), (1,)),
+    ("divergence.cu", "atomic_then_load_kernel", (32,), (4,)),
+    ("divergence.cu", "atomic_then_store_kernel", (32,), (1,)),
+    ("divergence.cu", "shared_of_the_file_kernel", (64,), (1,)),
+    ("divergence.cu", "bytes_kernel", (32,), (1,)),
+    ("divergence.cu", "outside_kernel", (32,), (1,)),
 ]  # fmt: skip
 
 
 def main() -> None:
     use_microscope()
-    found = {"races": {}, "mutants": [], "broken": {}, "counts": [], "unplaced": []}
+    found = {"races": {}, "mutants": [], "broken": {}, "counts": [], "unplaced": [], "lines": {}, "outside": {}}
     for name, launch in LAUNCHES.items():
         for one in watch(launch, launch.sizes):
             found["races"].setdefault(one.kernel, []).extend(race_lines(one))
             found["counts"].append([name, one.kernel, counts_of(one)])
-            found["unplaced"] += [one.kernel for place in one.places.values() if not place.frames]
+            found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
     device._device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
     for name, shape in HARD.items():
         for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
             found["races"][one.kernel].extend(race_lines(one))
     for file, kernel, block, grid in BROKEN:
-        found["broken"][kernel] = race_lines(watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid))
+        one = watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid)
+        found["broken"][kernel] = race_lines(one)
+        lines = [[one.arrays[x.array].name, KINDS[x.kind], x.place.line, x.warps, x.lanes] for x in lines_of(one)]
+        found["lines"][kernel], found["outside"][kernel] = lines, sum(one.outside.values())
     for file, which, name in MUTANTS:
         with tempfile.TemporaryDirectory() as folder:
             use_kernels(mutated(Path(folder), file, which))
@@ -77,7 +88,7 @@ def main() -> None:
 def watch_broken(file: Path, name: str, block: tuple, grid: tuple):
     """A kernel of tests/cu under the microscope, on zeros of any size that it may want."""
     kernel = cpu.compile_source(file).kernel(name)
-    types = {"float*": np.float32, "int*": np.int32}
+    types = {"float*": np.float32, "int*": np.int32, "unsigned char*": np.uint8}
     arguments = {}
     for parameter in kernel.parameters:
         kind = parameter.type.removeprefix("const ")

@@ -63,6 +63,28 @@ def test_a_race_is_told_with_both_lines_both_threads_and_the_element(runs, kerne
     assert {tuple(sorted(map(int, told.match(race).groups()))) for race in races} == {lines}
 
 
+@pytest.mark.parametrize("kernel, line, warps, lanes", [
+    ("return_in_loop_kernel", 11, 1, 21.0), ("return_in_branch_kernel", 23, 1, 29.0),
+    ("loop_in_loop_kernel", 32, 4, 32.0),
+])  # fmt: skip
+def test_lanes_that_a_branch_has_parted_meet_again_where_their_ways_do(runs, kernel, line, warps, lanes):
+    (store,) = (row for row in runs["lines"][kernel] if row[1:3] == ["store", line])
+    assert store[3:] == [warps, lanes]
+
+
+@pytest.mark.parametrize("kernel, found", [
+    ("atomic_then_load_kernel", ["total[0]"]), ("atomic_then_store_kernel", ["out[0]"]), ("bytes_kernel", []),
+    ("shared_of_the_file_kernel", ["of_the_file[31]", "of_the_file[32]"]),
+])  # fmt: skip
+def test_races_with_atomics_and_of_any_shared_array_are_found_and_bytes_of_a_word_do_not_race(runs, kernel, found):
+    assert sorted(race.split(": ")[1] for race in runs["broken"][kernel]) == found
+
+
+def test_accesses_outside_the_arrays_are_counted(runs):
+    outside = {kernel: count for kernel, count in runs["outside"].items() if count}
+    assert outside == {"outside_kernel": 32}
+
+
 def test_a_race_between_blocks_names_two_blocks(runs):
     (race,) = runs["broken"]["blocks_in_order_kernel"]
     assert "x[1]" in race and "of block (0, 0, 0)" in race and "of block (1, 0, 0)" in race
@@ -72,16 +94,19 @@ def test_what_it_counts_is_what_was_compared_with_a_gpu(runs):
     compared = {}
     for row in KEPT["rows"]:
         compared.setdefault((row["launcher"], row["kernel"]), {})[row["counter"]] = row["ours"]
-    today = {(launcher, kernel): counts for launcher, kernel, counts in runs["counts"]}
+    today = {
+        (launcher, kernel): {counter: counts[counter] for counter in compared[launcher, kernel]}
+        for launcher, kernel, counts in runs["counts"]
+    }
     assert today == compared, "a kernel has changed: run dev/compare_ncu.py on a GPU"
 
 
 def test_it_differs_from_a_gpu_only_where_it_is_known_why():
-    differ = {row["kernel"] for row in KEPT["rows"] if row["ours"] != row["ncu"]}
-    assert differ == set(compare_ncu.KNOWN)
+    differ = {(row["kernel"], row["counter"]) for row in KEPT["rows"] if row["ours"] != row["ncu"]}
+    assert differ == {(kernel, counter) for _, kernel, counters in compare_ncu.KNOWN for counter in counters}
     agree = [row for row in KEPT["rows"] if row["ours"] == row["ncu"]]
     assert len(agree) > 0.9 * len(KEPT["rows"])
-    assert len({row["kernel"] for row in KEPT["rows"]} - differ) > 30
+    assert len({row["kernel"] for row in KEPT["rows"]} - {kernel for kernel, _ in differ}) > 30
     for row in KEPT["rows"]:  # the transposition tile's conflicts are there on both
         if row["kernel"] == "transpose_kernel" and "conflicts" in row["counter"]:
             assert row["ours"] == row["ncu"] > 0
@@ -113,14 +138,21 @@ def test_lanes_that_a_branch_has_parted_are_counted_together_where_they_meet_aga
     (["transpose", "--shape", "N=0"], "'N=0' is not one of its sizes"),
     (["flash_attention_forward", "--shape", "HS=32"], "flash attention takes heads of 64 or 128 channels, not 64 / 2"),
     (["attention_forward", "--shape", "NKV=3"], "attention_forward needs NH % NKV == 0"),
-    (["layernorm_backward", "--shape", "C=40000"], "layernorm_backward_kernel: 320000 bytes of shared memory, more"),
-    (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements, at most 67,108,864 can be"),
+    (["rmsnorm_forward", "--shape", "C=100000"], "rmsnorm_forward_kernel: 400000 bytes of shared memory, more"),
+    (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements, at most 4,194,304 can be"),
     (["all", "--html", "x.html"], "all: --shape and --html go with a single launcher"),
+    (["transpose", "--html", "nowhere/x.html"], "--html nowhere/x.html: there is no folder nowhere"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_told_in_a_line(arguments, says):
     done = microscope(*arguments)
     assert done.returncode == 1
     assert says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_tables_in_its_page_are_what_it_prints():
+    page = (ROOT / "doc" / "microscope.md").read_text()
+    printed = microscope("transpose").stdout.splitlines()
+    assert "\n".join("    " + line if line else "" for line in printed) in page
 
 
 def test_a_compiler_without_the_instrumentation_is_told_in_a_line(tmp_path):
@@ -130,3 +162,10 @@ def test_a_compiler_without_the_instrumentation_is_told_in_a_line(tmp_path):
     done = microscope("transpose", CXX=str(clang))
     assert done.returncode == 1
     assert done.stderr == "error: the microscope needs GCC, whose instrumentation keeps vectors whole: set CXX=g++\n"
+    old = tmp_path / "g++"
+    old.write_text("#!/bin/sh\ncase $* in *--version*) echo g++ 5;; *-fsanitize=thread*) exit 1;; esac\n")
+    old.chmod(0o755)
+    done = microscope("transpose", CXX=str(old))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the microscope needs GCC 7 or later, whose instrumentation ")
+    assert done.stderr.count("\n") == 1

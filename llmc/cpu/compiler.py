@@ -24,11 +24,13 @@ HERE = Path(__file__).parent
 MODES = ("DEBUG", "SANITIZE", "MICROSCOPE")  # LLMC_CPU_DEBUG=1 and so on
 
 # For the microscope GCC calls functions of ours (microscope.h) before each access and in each basic block. Vectors are
-# accessed as a whole (-fno-tree-sra), and each call returns to a place of its own, which tells the line (by DWARF 4:
-# of DWARF 5 binutils 2.40 mistakes the files of a text that came through a pipe).
+# accessed as a whole (-fno-tree-sra), each call returns to a place of its own, which tells the line (by DWARF 4: of
+# DWARF 5 binutils 2.40 mistakes the files of a text that came through a pipe), and no access or branch is moved or
+# doubled.
 INSTRUMENTED = [
     "-O2", "-g", "-gdwarf-4", "-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-fno-tree-sra",
     "-fno-tree-vectorize", "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
+    "-fno-tree-loop-im", "-fno-thread-jumps", "-fno-reorder-blocks",
 ]  # fmt: skip
 
 # __launch_bounds__(...) may stand before or after `void`, with parentheses inside; KERNEL finds it rewritten as @...@.
@@ -80,7 +82,7 @@ def compile_all(paths) -> list[Module]:
 
 def _build_runtime() -> Path:
     # Never sanitised or built with -ffast-math itself: it moves stacks about, and its sums have a fixed order.
-    files = [HERE / "runtime.cpp", HERE / "runtime.h", HERE / "microscope.h"]
+    files = [HERE / "runtime.cpp", HERE / "runtime.h", *([HERE / "microscope.h"] if "MICROSCOPE" in _modes() else [])]
     return _cached("runtime", files, None, lambda command: f'#include "{HERE / "runtime.cpp"}"\n')
 
 
@@ -101,7 +103,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
     defines: of a kernel file; None for the runtime.
     """
     cxx, version = _compiler()
-    modes = [mode for mode in MODES if os.environ.get(f"LLMC_CPU_{mode}", "0") not in ("", "0")]
+    modes = _modes()
     flags = _flags(defines, modes)
     key = hashlib.sha256(json.dumps([version, _cpu(), flags]).encode())
     for file in files:
@@ -122,6 +124,10 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
         os.replace(built, library)  # another process may have done the same meanwhile: either file will do
     return library
+
+
+def _modes() -> list[str]:
+    return [mode for mode in MODES if os.environ.get(f"LLMC_CPU_{mode}", "0") not in ("", "0")]
 
 
 def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:

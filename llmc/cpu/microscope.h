@@ -24,7 +24,12 @@ enum Kind : uint8_t { LOAD, STORE, ATOMIC, BARRIER, MEETING, VISIT };  // VISIT:
 enum Space : int { DEVICE, STATIC_SHARED, DYNAMIC_SHARED };
 // An array that kernels touch. base: of a static shared one its offset among the library's thread-local variables; what
 // the launch gives of dynamic shared memory has neither base nor size here.
-struct Array { char* base; size_t size; Space space; };
+struct Array {
+    char* base;
+    size_t size;
+    Space space;
+    int item;                               // bytes of an element, as far as they are known: 4 in shared memory
+};
 
 struct Event {                              // of one thread
     char* pc;                               // where the call returns to
@@ -41,26 +46,33 @@ struct Step {                               // a warp instruction
     uint32_t mask;                          // lanes that take part
     int32_t array;
     uint8_t kind, size, unused[2];
-    int64_t what;                           // of a meeting: its name, a C string
+    int64_t what;                           // of a barrier or a meeting: its name, a C string
     int64_t offset[32];                     // bytes from the array's beginning, of each lane
 };
 
 struct Access { int64_t pc; int32_t block, thread; uint8_t kind, unused[7]; };
 struct Race { Access one, other; int32_t array, count; int64_t offset; };
+struct Outside { int64_t pc, count; };      // accesses to what is none of the arrays
 
 struct Result {                             // of a launch
     const Step* steps;
     int64_t step_count;
     const Race* races;
     int64_t race_count;
+    const Outside* outside;
+    int64_t outside_count;
     char* library;                          // where the kernel's library was loaded
     int32_t grid[3], block[3];
 };
 
 struct Seen { Access access; uint32_t clock; int epoch; };
-struct Word {                               // the accesses to four bytes that a later one may race with
-    Seen written{{0, -1, -1}}, read[2]{{{0, -1, -1}}, {{0, -1, -1}}};   // reads of two different blocks
-    std::vector<Seen> readers;              // in this block since its last barrier
+struct Accesses {                           // of one kind, with which a later access of another kind may race
+    Seen of_blocks[2]{{{0, -1, -1}}, {{0, -1, -1}}};                    // by two different blocks
+    std::vector<Seen> of_threads;           // in this block since its last barrier
+};
+struct Element {                            // the accesses to an element of an array since it was last stored to
+    Seen stored{{0, -1, -1}};
+    Accesses loads, atomics;
 };
 
 struct State {
@@ -70,9 +82,13 @@ struct State {
     std::vector<Step> steps;
     std::vector<Race> races;
     std::map<std::tuple<int64_t, int64_t, int, int>, size_t> race_at;
-    std::vector<std::unordered_map<int64_t, Word>> words;               // of each array, by offset / 4
+    std::vector<std::unordered_map<int64_t, Element>> elements;         // of each array
+    std::unordered_map<int64_t, int64_t> outside;                       // how often, by pc
+    std::vector<Outside> all_outside;
     uint32_t clock[MAX_THREADS][32];        // of a thread: what it knows of its warp's lanes
     int epoch, block;
+    char* variables = nullptr;              // the library's thread-local variables, of this OS thread
+    size_t variables_size = 0;
     Result result;
 };
 static State state;
@@ -94,32 +110,34 @@ static void note_race(const Seen& before, const Access& now, int array, int64_t 
 }
 
 static void look_for_races(const Event& e, int thread) {
-    const bool shared = state.arrays[e.array].space != DEVICE;
+    const Array& array = state.arrays[e.array];
     Access now = {(int64_t)e.pc, state.block, thread, e.kind, {}};
     Seen seen = {now, state.clock[thread][thread % self->warp_size], state.epoch};
-    for (int64_t at = e.offset / 4; at <= (e.offset + e.size - 1) / 4; at++) {
-        Word& word = state.words[e.array][at];
+    for (int64_t at = e.offset / array.item; at <= (e.offset + e.size - 1) / array.item; at++) {
+        Element& element = state.elements[e.array][at];
         auto against = [&](const Seen& before) {
-            if (before.access.thread < 0 || (before.access.kind == ATOMIC && e.kind == ATOMIC)) return;
-            if (shared && before.access.block != state.block) return;   // another block's own shared memory
-            if (!ordered(before, thread, state.block)) note_race(before, now, e.array, 4 * at);
+            if (before.access.thread < 0) return;
+            if (array.space != DEVICE && before.access.block != state.block) return;  // another block's own shared memory
+            if (!ordered(before, thread, state.block)) note_race(before, now, e.array, array.item * at);
         };
-        against(word.written);
-        if (e.kind == LOAD) {
-            auto is_old = [&](const Seen& reader) {
-                return reader.epoch != state.epoch || reader.access.block != state.block;
-            };
-            if (!word.readers.empty() && is_old(word.readers[0])) word.readers.clear();
-            bool known = false;
-            for (Seen& reader : word.readers) if (reader.access.thread == thread) reader = seen, known = true;
-            if (!known) word.readers.push_back(seen);
-            if (word.read[0].access.block != state.block) word.read[1] = word.read[0], word.read[0] = seen;
-        } else {
-            for (const Seen& reader : word.readers) if (reader.access.block == state.block) against(reader);
-            for (const Seen& reader : word.read) if (reader.access.block != state.block) against(reader);
-            word.readers.clear();
-            word.written = seen;
-        }
+        auto against_all = [&](const Accesses& accesses) {
+            for (const Seen& one : accesses.of_threads) if (one.access.block == state.block) against(one);
+            for (const Seen& one : accesses.of_blocks) if (one.access.block != state.block) against(one);
+        };
+        auto add = [&](Accesses& accesses) {
+            std::vector<Seen>& known = accesses.of_threads;
+            if (!known.empty() && (known[0].epoch != state.epoch || known[0].access.block != state.block)) known.clear();
+            auto same = std::find_if(known.begin(), known.end(), [&](const Seen& one) { return one.access.thread == thread; });
+            if (same != known.end()) *same = seen;
+            else known.push_back(seen);
+            if (accesses.of_blocks[0].access.block == state.block) return;
+            accesses.of_blocks[1] = accesses.of_blocks[0], accesses.of_blocks[0] = seen;
+        };
+        against(element.stored);
+        if (e.kind != LOAD) against_all(element.loads);
+        if (e.kind != ATOMIC) against_all(element.atomics);             // atomics do not race with one another
+        if (e.kind == STORE) element = {}, element.stored = seen;
+        else add(e.kind == LOAD ? element.loads : element.atomics);
     }
 }
 
@@ -161,6 +179,15 @@ static void touch(void* pc, const volatile void* address, size_t size, Kind kind
         look_for_races(state.log[self->current].back(), self->current);
         return;
     }
+    if ((size_t)(at - (char*)__builtin_frame_address(0)) < STACK_SIZE) return;  // a local variable
+    if ((size_t)(at - state.variables) < state.variables_size) return;          // threadIdx and its like
+    state.outside[(int64_t)pc]++;
+}
+
+// Several bytes that are no vector: their words, one after the other.
+static void touch_range(void* pc, const volatile char* address, size_t size, Kind kind) {
+    if (size == 1 || size == 2 || size == 4 || size == 8 || size == 16) return touch(pc, address, size, kind);
+    for (size_t i = 0; i < size; i += 4) touch(pc, address + i, size - i < 4 ? size - i : 4, kind);
 }
 
 static void wait(void* pc, Kind kind, const char* what) {
@@ -172,26 +199,26 @@ static void wait(void* pc, Kind kind, const char* what) {
 struct Replay {
     const Event *at[32], *end[32];
     int epoch[32] = {}, warp;
-    std::map<char*, char*> meeting_points;  // a basic block's immediate post-dominator; null is the kernel's end
+    std::map<char*, std::set<char*>> after; // the basic blocks that lanes go to from each; null is the kernel's end
+    std::map<char*, char*> meeting_points;  // of each, the immediate post-dominator; null where no lane does more there
 
-    static bool is_visit(const Event* e) { return e->kind == VISIT; }
     char* block_of(int lane) { return at[lane] == end[lane] ? nullptr : at[lane]->pc; }
 
     // Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of the ways that this
     // warp's lanes have gone.
     void find_meeting_points(const std::vector<Event>* logs, int lanes) {
-        std::map<char*, std::set<char*>> before;                        // null: the end
+        std::map<char*, std::set<char*>> before;
+        std::set<char*> busy;                                           // from where there is something to do
         for (int lane = 0; lane < lanes; lane++) {
             char* last = nullptr;
             bool begun = false;
             for (const Event& e : logs[lane]) {
-                if (e.kind != VISIT) continue;
+                if (e.kind != VISIT) { busy.insert(last); continue; }
                 if (begun) before[e.pc].insert(last);
                 last = e.pc, begun = true;
             }
             if (begun) before[nullptr].insert(last);
         }
-        std::map<char*, std::set<char*>> after;
         for (auto& [block, all] : before) for (char* b : all) after[b].insert(block);
         std::vector<char*> order;                                       // postorder from the end, against the arrows
         std::map<char*, int> number;
@@ -233,6 +260,26 @@ struct Replay {
                 if (any && (!point.count(block) || point[block] != common)) point[block] = common, changed = true;
             }
         }
+        for (bool changed = true; changed;) {
+            changed = false;
+            for (auto& [block, all] : after)
+                for (char* next : all) if (busy.count(next) && busy.insert(block).second) changed = true;
+        }
+        for (auto& [block, meeting] : point) if (!busy.count(meeting)) meeting = nullptr;
+    }
+
+    bool reaches(char* from, char* to) {
+        std::set<char*> seen;
+        std::vector<char*> open{from};
+        while (!open.empty()) {
+            char* block = open.back();
+            open.pop_back();
+            for (char* next : after[block]) {
+                if (next == to) return true;
+                if (seen.insert(next).second) open.push_back(next);
+            }
+        }
+        return false;
     }
 
     void emit(unsigned lanes) {
@@ -270,18 +317,47 @@ struct Replay {
         }
     }
 
+    // Which lanes go on to which block; null is the kernel's end.
+    std::map<char*, unsigned> ways_of(unsigned lanes) {
+        std::map<char*, unsigned> ways;
+        for (unsigned rest = lanes; rest; rest &= rest - 1) ways[block_of(__builtin_ctz(rest))] |= rest & -rest;
+        return ways;
+    }
+
+    // Where some lanes return, only the kernel's end is common to all. The others meet as soon as they stand at the same
+    // block: where one group's way leads by another's block, but not the other way round, the other one waits.
+    void run_to_the_end(std::map<char*, unsigned> ways, const std::vector<Event>* logs, int count) {
+        for (ways.erase(nullptr); !ways.empty(); ways.erase(nullptr)) {
+            auto first = std::find_if(ways.begin(), ways.end(), [&](auto& one) {
+                return std::none_of(ways.begin(), ways.end(), [&](auto& other) {
+                    return other.first != one.first && reaches(other.first, one.first) && !reaches(one.first, other.first);
+                });
+            });
+            auto [block, lanes] = *first;
+            ways.erase(first);
+            execute(lanes);
+            std::map<char*, unsigned> parted = ways_of(lanes);
+            char* meeting = meeting_points[block];
+            if (parted.size() > 1 && meeting) {
+                for (auto& [next, group] : parted) run(group, meeting, logs, count);
+                ways[meeting] |= lanes;
+            } else {
+                for (auto& [next, group] : parted) ways[next] |= group;
+            }
+        }
+    }
+
     // From where all `lanes` stand, up to the basic block `stop`.
     void run(unsigned lanes, char* stop, const std::vector<Event>* logs, int count) {
         for (;;) {
             char* block = block_of(__builtin_ctz(lanes));
             if (block == stop) return;
             execute(lanes);
-            std::map<char*, unsigned> ways;
-            for (unsigned rest = lanes; rest; rest &= rest - 1)
-                ways[block_of(__builtin_ctz(rest))] |= rest & -rest;
+            std::map<char*, unsigned> ways = ways_of(lanes);
             if (ways.size() == 1) continue;
             if (meeting_points.empty()) find_meeting_points(logs, count);
             char* meeting = meeting_points[block];
+            if (!meeting) return run_to_the_end(ways, logs, count);
             for (auto& [next, group] : ways) run(group, meeting, logs, count);
         }
     }
@@ -299,7 +375,7 @@ static void block_begins(Worker& w) {
         memset(state.clock[t], 0, sizeof state.clock[t]);
         state.clock[t][t % w.warp_size] = 1;
     }
-    for (size_t i = 0; i < state.arrays.size(); i++) if (state.arrays[i].space != DEVICE) state.words[i].clear();
+    for (size_t i = 0; i < state.arrays.size(); i++) if (state.arrays[i].space != DEVICE) state.elements[i].clear();
 }
 
 static void block_ends(Worker& w) {
@@ -317,31 +393,31 @@ static void block_ends(Worker& w) {
 }
 
 // Finds the library of a kernel: where it was loaded, and this OS thread's copy of its thread-local variables.
-static void find_library(const Kernel* kernel, char*& base, char*& variables) {
-    struct Found { const Kernel* kernel; char *base, *variables; } found = {kernel, nullptr, nullptr};
-    dl_iterate_phdr([](dl_phdr_info* library, size_t, void* data) {
-        Found& found = *(Found*)data;
+static void find_library(const Kernel* kernel) {
+    dl_iterate_phdr([](dl_phdr_info* library, size_t, void* kernel) {
+        bool is_ours = false;
+        size_t size = 0;
         for (int i = 0; i < library->dlpi_phnum; i++) {
             const ElfW(Phdr)& segment = library->dlpi_phdr[i];
-            size_t offset = (size_t)found.kernel - library->dlpi_addr - segment.p_vaddr;
-            if (segment.p_type != PT_LOAD || offset >= segment.p_memsz) continue;
-            size_t first[2] = {library->dlpi_tls_modid, 0};            // asking for its address makes the copy
-            found.base = (char*)library->dlpi_addr;
-            found.variables = library->dlpi_tls_modid ? (char*)__tls_get_addr(first) : nullptr;
-            return 1;
+            size_t offset = (size_t)kernel - library->dlpi_addr - segment.p_vaddr;
+            if (segment.p_type == PT_LOAD && offset < segment.p_memsz) is_ours = true;
+            if (segment.p_type == PT_TLS) size = segment.p_memsz;
         }
-        return 0;
-    }, &found);
-    base = found.base, variables = found.variables;
+        if (!is_ours) return 0;
+        size_t first[2] = {library->dlpi_tls_modid, 0};                // asking for its address makes the copy
+        state.result.library = (char*)library->dlpi_addr;
+        state.variables = library->dlpi_tls_modid ? (char*)__tls_get_addr(first) : nullptr;
+        state.variables_size = size;
+        return 1;
+    }, (void*)kernel);
 }
 
 static void launch_begins(Worker& w) {
     if (!state.active) return;
-    char* variables;
-    find_library(w.job->kernel, state.result.library, variables);
+    find_library(w.job->kernel);
     state.arrays = state.given;
     for (Array& array : state.arrays) {
-        if (array.space == STATIC_SHARED) array.base = variables + (size_t)array.base;
+        if (array.space == STATIC_SHARED) array.base = state.variables + (size_t)array.base;
         if (array.space == DYNAMIC_SHARED) array.base = w.shared, array.size = w.shared_size;
     }
     memcpy(state.result.grid, &w.builtins.gridDim, sizeof(Index));
@@ -355,7 +431,7 @@ static void launch_begins(Worker& w) {
 extern "C" void llmc_microscope_begin(const llmc::microscope::Array* arrays, int count) {
     using namespace llmc::microscope;
     state.given.assign(arrays, arrays + count);
-    state.words.assign(count, {});
+    state.elements.assign(count, {}), state.outside.clear();
     state.steps.clear(), state.races.clear(), state.race_at.clear();
     state.active = true;
 }
@@ -363,10 +439,13 @@ extern "C" void llmc_microscope_begin(const llmc::microscope::Array* arrays, int
 extern "C" const llmc::microscope::Result* llmc_microscope_end() {
     using namespace llmc::microscope;
     state.active = false;
-    state.words.clear();
+    state.elements.clear();
+    state.all_outside.clear();
+    for (auto& [pc, count] : state.outside) state.all_outside.push_back({pc, count});
     Result& result = state.result;
     result.steps = state.steps.data(), result.step_count = state.steps.size();
     result.races = state.races.data(), result.race_count = state.races.size();
+    result.outside = state.all_outside.data(), result.outside_count = state.all_outside.size();
     return &result;
 }
 
@@ -383,8 +462,10 @@ LLMC_ACCESSES(2)
 LLMC_ACCESSES(4)
 LLMC_ACCESSES(8)
 LLMC_ACCESSES(16)
-extern "C" void __tsan_read_range(void* p, size_t size) { LLMC_SEEN(p, size, LOAD); }
-extern "C" void __tsan_write_range(void* p, size_t size) { LLMC_SEEN(p, size, STORE); }
+#define LLMC_SEEN_RANGE(p, size, kind) \
+    llmc::microscope::touch_range(__builtin_return_address(0), (char*)p, size, llmc::microscope::kind)
+extern "C" void __tsan_read_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, size, LOAD); }
+extern "C" void __tsan_write_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, size, STORE); }
 
 // CUDA's atomics are loops of a load and a compare-and-exchange here: the latter stands for the whole.
 #define LLMC_ATOMICS(bits, type)                                                                                           \

@@ -541,7 +541,8 @@ static void run_block(Worker& w, uint64_t n) {
         if (w.shared_size) memset(w.shared, 0xff, w.shared_size);
         poison_shared(job.kernel);
         begin_fibers(w, 0);
-        w.current = job.order == FORWARD ? 0 : job.order == BACKWARD ? w.threads - 1 : next_random(w) % w.threads;
+        w.current = job.order == BACKWARD ? w.threads - 1 : next_random(w) % w.threads;
+        if (EACH_THREAD_IS_A_FIBER && job.order == FORWARD) w.current = 0;
         run_thread(w);
     }
     serve(w, nullptr);
