@@ -1,0 +1,87 @@
+"""The book's pictures are what their scripts draw, and can be shown anywhere: well-formed, in both colour schemes, and
+complete in themselves."""
+
+import re
+import runpy
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOC = ROOT / "doc"
+DRAW = runpy.run_path(str(DOC / "draw.py"))
+PICTURES, drawn = DRAW["PICTURES"], DRAW["drawn"]
+SVG = "{http://www.w3.org/2000/svg}"
+SMALLEST = 11  # of letters, with the picture stretched to a width of 900
+
+each_picture = pytest.mark.parametrize("name", PICTURES)
+
+
+def text_of(name: str) -> str:
+    return (DOC / "pictures" / f"{name}.svg").read_text()
+
+
+def test_every_picture_has_its_script_and_its_place_in_the_book():
+    assert {path.stem for path in (DOC / "pictures").glob("*.svg")} == set(PICTURES)
+    pages = "".join(path.read_text() for path in DOC.glob("*.md"))
+    assert [name for name in PICTURES if f"](pictures/{name}.svg)" not in pages] == []
+
+
+@each_picture
+def test_what_is_kept_is_what_is_drawn(name):
+    assert drawn(name) == text_of(name), f"python doc/draw.py {name}"
+
+
+@each_picture
+def test_a_picture_is_well_formed_and_complete_in_itself(name):
+    text = text_of(name)
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg" and root.find(f"{SVG}title").text
+    elements = list(root.iter())
+    for element in elements:
+        for attribute, value in element.attrib.items():
+            assert "href" not in attribute and "src" not in attribute, (element.tag, attribute)
+            assert "url(" not in value or re.fullmatch(r"url\(#\w+\)", value), value
+            assert not re.search(r"\bnan\b|\binf\b", value), (element.tag, attribute, value)
+        assert element.tag.removeprefix(SVG) not in {"script", "image", "foreignObject"}, element.tag
+    style = root.find(f"{SVG}style").text
+    assert "@import" not in style and "url(" not in style and "http" not in style
+    assert {e.get("id") for e in elements if e.get("id")} >= set(re.findall(r"url\(#(\w+)\)", text))
+
+
+@each_picture
+def test_every_colour_has_a_light_and_a_dark_one(name):
+    root = ElementTree.fromstring(text_of(name))
+    style = root.find(f"{SVG}style").text
+    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
+    defined = [set(re.findall(r"--(\w+):", part)) for part in (light, dark)]
+    used = set()
+    for element in root.iter():
+        for attribute in "fill", "stroke":
+            colour = element.get(attribute, "none")
+            assert colour == "none" or re.fullmatch(r"var\(--\w+\)", colour), f"{colour} is the same in both schemes"
+            used |= set(re.findall(r"--(\w+)", colour))
+    assert used and used <= defined[0] and used <= defined[1]
+    at = {scheme: dict(re.findall(r"--(\w+): (#\w+)", part)) for scheme, part in (("light", light), ("dark", dark))}
+    assert all(at["light"][colour] != at["dark"][colour] for colour in used)
+
+
+@each_picture
+def test_a_picture_can_be_read_on_a_phone(name):
+    root = ElementTree.fromstring(text_of(name))
+    _, _, width, height = map(float, root.get("viewBox").split())
+    assert width <= 900
+    for words in root.iter(f"{SVG}text"):
+        if not words.text:
+            continue
+        assert float(words.get("font-size")) * 900 / width >= SMALLEST, words.text
+        assert -1 <= float(words.get("x")) <= width and 0 <= float(words.get("y")) <= height, words.text
+
+
+def test_a_picture_that_there_is_not_is_refused():
+    command = [sys.executable, "doc/draw.py", "sunset"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: sunset: not a picture; there are butterfly, causal")
