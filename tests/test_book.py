@@ -34,10 +34,9 @@ NAMES = (
     "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
     "11-the-step", "12-trusting-it", "13-several-gpus",
 )  # fmt: skip
-# All that the book has: its pages, their answers, and what holds them together. Those not written yet may be linked to.
+# All that the book has: its pages, their answers, and what holds them together.
 BOOK = [DOC / f"{name}.md" for name in (*NAMES, "glossary", "answers", "index")]
 BOOK += [DOC / "answers" / f"{name[:2]}.md" for name in NAMES]
-WRITTEN = [path for path in BOOK if path.exists()]
 TEXTS = sorted({ROOT / "README.md", *DOC.rglob("*.md"), *(ROOT / "exercises").rglob("*.md")})
 
 LADDERS = {
@@ -185,8 +184,8 @@ def name_of(path: Path) -> str:
 
 
 each_text = pytest.mark.parametrize("path", TEXTS, ids=name_of)
-each_written = pytest.mark.parametrize("path", WRITTEN, ids=name_of)
-PROSE = [path for path in WRITTEN if re.match(r"\d\d", path.name)]
+each_of_book = pytest.mark.parametrize("path", BOOK, ids=name_of)
+PROSE = [path for path in BOOK if re.match(r"\d\d", path.name)]
 
 
 # ---- Python
@@ -384,8 +383,6 @@ def test_links_lead_somewhere(path):
             continue
         file, _, anchor = target.partition("#")
         there = source_of(path, target) if file else path
-        if there in BOOK and not there.exists():
-            continue
         assert there.exists(), f"{place}: {target} does not exist"
         assert ROOT in (there, *there.parents), f"{place}: {target} is outside of the repository"
         if anchor and there.suffix == ".md":
@@ -403,8 +400,6 @@ def test_quoted_code_is_in_its_file(path):
             continue
         place, file = f"{name_of(path)}:{link.line}", source_of(path, link.target)
         assert file.name == quote["file"], f"{place}: {link.text} leads to {file.name}"
-        if file in BOOK and not file.exists():
-            continue
         code = quote["code"].strip() if quote["ticks"] != "`" else quote["code"]
         assert any(code in line for line in read(file).splitlines()), f"{place}: {file.name} does not have `{code}`"
 
@@ -427,11 +422,9 @@ def test_every_page_is_there_and_in_the_contents():
             assert path in contents, f"doc/index.md does not lead to {path.name}"
     answers = {source_of(DOC / "answers.md", link.target) for link in links(DOC / "answers.md")}
     assert answers >= {path for path in BOOK if path.parent.name == "answers"}
-    if missing := [name_of(path) for path in BOOK if not path.exists()]:
-        pytest.skip(f"not written yet: {', '.join(missing)}")
 
 
-@each_written
+@each_of_book
 def test_fenced_blocks_say_what_they_are(path):
     for block in blocks(path):
         assert block.language in LANGUAGES, f"{name_of(path)}:{block.line - 1}: ```{block.language}"
@@ -439,7 +432,7 @@ def test_fenced_blocks_say_what_they_are(path):
     assert not odd, f"{name_of(path)}: a fence is left open"
 
 
-@each_written
+@each_of_book
 def test_ladders_have_their_markers(path):
     """<!-- ladder: topic -->, the table, <!-- end of ladder -->, each on a line of its own."""
     topic = None
