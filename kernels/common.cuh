@@ -104,7 +104,7 @@ __device__ inline void by_alignment(bool aligned, Body body) {
 
 __device__ inline bool is_aligned(const float* p) { return (reinterpret_cast<size_t>(p) & 15) == 0; }
 
-// A matrix is transposed by tiles of 64 x 64 that wait in shared memory, so that reads and writes are both of whole lines:
+// A matrix is transposed by tiles of 64 x 64 that wait in shared memory, so that reads and writes both use whole sectors:
 // half a warp moves 256 neighbouring bytes. (Where it wrote twice 128, an H200 took 2 to 12% longer.)
 // A block has TILE_THREADS x TILE_THREADS threads; thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and in
 // each the vectors of four floats x, x + TILE_THREADS, ...

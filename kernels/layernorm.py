@@ -60,8 +60,8 @@ def layernorm_backward(
             B, T, C,
         )  # fmt: skip
         return
-    warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)
-    warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # so many that each thread has four channels
+    warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)  # of dout and of n, in fours
+    warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # a row each; a thread has four channels then, or more
     warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))  # static shared memory: 384 bytes
     # Four blocks a multiprocessor, of which some wait for memory: with two an H200 took 6% longer, with eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors(), MOST_PARTIALS)

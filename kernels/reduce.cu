@@ -39,7 +39,7 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     __syncthreads();
     if (!adds) return;
     float total = 0.0f;
-    for (int y = 0; y < blockDim.y; y++) total += of_lane[y][threadIdx.x];
+    for (int lane = 0; lane < blockDim.y; lane++) total += of_lane[lane][threadIdx.x];
     out[i] = before + total;
 }
 

@@ -219,7 +219,8 @@ class Config:
 
 
 def padded(vocab_size: int) -> int:
-    """The vocabulary rounded up to a multiple of 128, at which products are fast."""
+    """The vocabulary rounded up to a multiple of 128, as in llm.c's files. Products are fast where rows begin at a
+    multiple of 16 bytes (doc/05-linear-layers.md has the times), and tiles of tensor cores come out even."""
     return -(-vocab_size // 128) * 128
 
 

@@ -140,6 +140,7 @@ def test_the_microscope_counts_what_the_pages_say(watched):
     assert watched["counts"]["transpose padded_tile_kernel"]["worst"] == 1
 
 
+@pytest.mark.long
 def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing():
     pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed")
     from test_nvrtc import compiled
