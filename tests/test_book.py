@@ -78,7 +78,7 @@ NOT_RUN = {
 }
 # Lines of ```sh blocks that only make test-all runs: tests, which make test runs by themselves, and what takes longer
 # than a few seconds.
-LONG_LINES = ["*python -m pytest*", "LLMC_CPU_DEBUG=1 *"]
+LONG_LINES = ["*python -m pytest*", "LLMC_CPU_DEBUG=1 *", "python doc/ladder.py *"]
 
 needs_a_compiler = pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
