@@ -398,6 +398,14 @@ def check_bias_gradient(lab: Lab) -> str:
         "out", dbias, before + padded.sum(0),
         lambda i: f"add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}", KERNEL_FP32 * 10,
     )  # fmt: skip
+    out, sums = given(before.astype(np.float32)), given(np.ascontiguousarray(scratch[:chunks]))
+    with lab.in_place_of(kernels.reduce.cu):  # with other blocks than those of 32 x 32
+        kernels.reduce.cu.add_partials_kernel((ceil_div(C, 32), 1), (32, 8), (out, *[None] * 5, sums, chunks, C, 1))
+    expect(
+        "out", out, before + padded.sum(0),
+        lambda i: f"with blocks of (32, 8) add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}",
+        KERNEL_FP32 * 10,
+    )  # fmt: skip
     return ""
 
 

@@ -14,8 +14,6 @@
 #include <set>
 #include <unordered_map>
 
-extern "C" void* __tls_get_addr(size_t* module_and_offset);
-
 namespace llmc {
 namespace microscope {
 

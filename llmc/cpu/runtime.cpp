@@ -30,6 +30,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+extern "C" void* __tls_get_addr(size_t* module_and_offset);
 extern "C" void __asan_unpoison_memory_region(void const volatile*, size_t) __attribute__((weak));
 
 namespace llmc {
@@ -507,7 +508,8 @@ void warp_max(Index thread, float* mine, const char* file, int line) {
 
 // Fills this worker's static shared memory with NaNs: a kernel that lacks a barrier must not find there what the block
 // before, or the launch before with the same input, has left. It lies in the thread-local storage of the kernel's
-// library, along with threadIdx and its like, which are set anew in any case.
+// library, along with threadIdx and its like, which are set anew in any case. An OS thread has its copy only once it has
+// asked for its address.
 static void poison_shared(const Kernel* kernel) {
     dl_iterate_phdr([](dl_phdr_info* library, size_t, void* kernel) {
         bool is_ours = false;
@@ -517,7 +519,8 @@ static void poison_shared(const Kernel* kernel) {
             if (segment.p_type == PT_LOAD && (size_t)kernel - library->dlpi_addr - segment.p_vaddr < segment.p_memsz) is_ours = true;
             if (segment.p_type == PT_TLS) size = segment.p_memsz;
         }
-        if (is_ours && library->dlpi_tls_data) memset(library->dlpi_tls_data, 0xff, size);
+        size_t first[2] = {library->dlpi_tls_modid, 0};
+        if (is_ours && library->dlpi_tls_modid) memset(__tls_get_addr(first), 0xff, size);
         return (int)is_ours;
     }, (void*)kernel);
 }
