@@ -33,7 +33,7 @@ def flash_attention_backward(
     dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, C: int, NH: int, NKV: int
 ) -> None:
     """dqkv (B,T,NH+2*NKV,HS) is set to the gradient of qkv, from dout (B,T,C) and what forward wrote: out (B,T,C) and
-    lse (B,NH,T).
+    lse (B,NH,T). Those must be of this qkv: a NaN in it is found by what forward made of it.
 
     dsum (B,NH,T) is scratch: it is set to the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is
     scratch for each query head's share of the gradients of its key and value head; where NKV = NH the share is the
