@@ -64,6 +64,8 @@ from llmc.arguments import Parser
 from llmc.errors import UserError
 from llmc.program import run_program
 
+MOST_STEPS = 20_000  # of a launch on the page
+
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
@@ -193,9 +195,8 @@ def totals(watched: Watched) -> list[str]:
             figures += [f"{SECTOR * count:,}", f"{SECTOR * different:,}"]
             moved, touched = moved + SECTOR * count, touched + SECTOR * different
         rows.append((array.name, *figures))
-    lines = columns([(row[0], *(f"{figure}" for figure in row[1:])) for row in rows], left=1)
     share = f"; the profile counts {int(4 * watched.least_floats):,}" if watched.least_floats else ""
-    return [*lines, f"bytes moved: {moved:,}; each sector once: {touched:,}{share}"]
+    return [*columns(rows, left=1), f"bytes moved: {moved:,}; each sector once: {touched:,}{share}"]
 
 
 def columns(rows: list[tuple], left: int) -> list[str]:
@@ -283,10 +284,8 @@ def page_of(watched: Watched) -> dict:
     }  # fmt: skip
 
 
-MOST_STEPS = 20_000
-
-
 def at_of(step: np.void, lanes: np.ndarray) -> list[int]:
+    """The last entry of a step of `page_of`. Two numbers are always first and stride."""
     if step["array"] < 0:
         return []
     offsets = step["offset"][lanes].tolist()

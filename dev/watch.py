@@ -99,14 +99,14 @@ class Watched:
     steps: np.ndarray
     races: np.ndarray
     places: dict[int, Place]
-    names: dict[int, str]       # of meetings
+    names: dict[int, str]       # of barriers and of what lanes exchange, by `what` of a step
     least_floats: float         # that the kernel must move, as the profile counts
     outside: dict[Place, int]   # accesses to what is none of the arrays, by line
 
 
 def use_microscope() -> None:
     """Choose the CPU device, built for the microscope; UserError where the compiler cannot."""
-    command, version = compiler._compiler()
+    command, version = compiler.installed_compiler()
     if "clang" in version:
         raise UserError("the microscope needs GCC, whose instrumentation keeps vectors whole: set CXX=g++")
     empty = [*command, *compiler.INSTRUMENTED, "-E", "-x", "c++", os.devnull]

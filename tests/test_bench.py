@@ -40,7 +40,8 @@ for step in range(steps):
 
 @pytest.fixture
 def measurements(tmp_path, monkeypatch):
-    """No kept measurements but those that a test makes."""
+    """No kept measurements but those that a test makes, on the CPU."""
+    device.use("cpu")
     monkeypatch.setattr(kept, "DIRECTORY", tmp_path / "measurements")
     return tmp_path / "measurements"
 

@@ -495,7 +495,7 @@ def test_loading_a_kernel_leaves_denormal_numbers_alone():
 
 def test_loops_over_threads_are_vectorised():
     """A guarded elementwise kernel must become vector code, or the device is an order of magnitude slower."""
-    command, version = compiler._compiler()
+    command, version = compiler.installed_compiler()
     if "clang" in version or compiler.platform.machine() != "x86_64":
         pytest.skip("looks for GCC's report on x86-64")
     flags = compiler._flags(["-DWARP_SIZE=1"], [])
@@ -510,7 +510,7 @@ def test_loops_over_threads_are_vectorised():
 
 
 def run_sanitized(name, args):
-    command, version = compiler._compiler()
+    command, version = compiler.installed_compiler()
     if "clang" in version:
         pytest.skip("preloads GCC's sanitizer libraries")
     libraries = []

@@ -102,7 +102,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
 
     defines: of a kernel file; None for the runtime.
     """
-    cxx, version = _compiler()
+    cxx, version = installed_compiler()
     modes = _modes()
     flags = _flags(defines, modes)
     key = hashlib.sha256(json.dumps([version, _cpu(), flags]).encode())
@@ -147,7 +147,7 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
         # Infinity and NaN stay what they are, and a division by infinity is no product with an estimated reciprocal.
         common += ["-O3", "-march=native" if x86 else "-mcpu=native", "-ffast-math", "-fno-finite-math-only"]
         common += ["-mrecip=none"] if x86 else []
-        if x86 and "clang" in _compiler()[1]:
+        if x86 and "clang" in installed_compiler()[1]:
             common.append("-fveclib=libmvec")
     return [*common, "-Wno-unknown-pragmas", *defines, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
 
@@ -159,7 +159,8 @@ def _run(command: list[str], text: str, path: Path) -> str:
     return done.stdout
 
 
-def _compiler() -> tuple[tuple[str, ...], str]:
+def installed_compiler() -> tuple[tuple[str, ...], str]:
+    """The compiler's command and what it says of its version. Raises UserError where there is none."""
     return _find_compiler(os.environ.get("CXX", ""))
 
 
