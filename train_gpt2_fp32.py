@@ -16,8 +16,8 @@ import numpy as np  # isort: skip
 from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
-from kernels.encoder import encoder_backward, encoder_forward
-from kernels.exchange import reduce_gradients
+from kernels.encoder import encoder_forward
+from kernels.exchange import embedding_backward, reduce_gradients
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
@@ -203,6 +203,7 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
     with device.beside():
         layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
         matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
+    reduce_gradients(model, last, "wte")
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
@@ -248,7 +249,7 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
         device.join()
         reduce_gradients(model, last, l)
 
-    encoder_backward(grads.wte, grads.wpe, dproj, model.inputs, model.order, model.count, B, T, C)
+    embedding_backward(model, dproj, B, T, C, last)
 
 
 class GPT2(CausalModel):

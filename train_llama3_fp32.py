@@ -15,8 +15,8 @@ import numpy as np  # isort: skip
 from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
-from kernels.encoder import encoder_backward, encoder_forward
-from kernels.exchange import reduce_gradients
+from kernels.encoder import encoder_forward
+from kernels.exchange import embedding_backward, reduce_gradients
 from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
@@ -288,6 +288,7 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         dproj, drop.layer[L - 1].fcproj,
     )  # fmt: skip
     reduce_gradients(model, last, "lm_head")
+    reduce_gradients(model, last and (config.tied or accumulate), "wte")  # else it is still 0
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -322,7 +323,7 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         reduce_gradients(model, last, l)
 
     device.join()
-    encoder_backward(grads.wte, None, dresidual, model.inputs, model.order, model.count, B, T, C)
+    embedding_backward(model, dresidual, B, T, C, last)
 
 
 class Llama3(CausalModel):

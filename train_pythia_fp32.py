@@ -17,8 +17,8 @@ import numpy as np  # isort: skip
 from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
-from kernels.encoder import encoder_backward, encoder_forward
-from kernels.exchange import reduce_gradients
+from kernels.encoder import encoder_forward
+from kernels.exchange import embedding_backward, reduce_gradients
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.matmul import (
     matmul_backward_bias,
@@ -258,6 +258,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
     device.join()
     parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
     reduce_gradients(model, last, "lm_head")
+    reduce_gradients(model, last and accumulate, "wte")  # else it is still 0
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -299,7 +300,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         device.join()
         reduce_gradients(model, last, l)
 
-    encoder_backward(grads.wte, None, dproj, model.inputs, model.order, model.count, B, T, C)
+    embedding_backward(model, dproj, B, T, C, last)
 
 
 class Pythia(CausalModel):

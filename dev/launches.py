@@ -20,8 +20,8 @@ from kernels.adamw import adamw
 from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
-from kernels.encoder import encoder_backward, encoder_forward
-from kernels.exchange import add_in_order, checksum
+from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
+from kernels.exchange import barrier, checksum, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
@@ -71,7 +71,12 @@ class Launch:
         given |= self.others(size, SimpleNamespace(**arrays))
         wanted = [name for name in inspect.signature(self.launcher).parameters if name in given]
         arguments = {name: given[name] for name in wanted}
-        return lambda: self.launcher(**arguments)
+
+        def call() -> None:
+            self.launcher(**arguments)
+
+        call.arrays = arrays  # which a launcher may be given by their addresses alone
+        return call
 
 
 LAUNCHES: dict[str, Launch] = {}
@@ -116,6 +121,10 @@ add(encoder_forward, ROWS + " V=50", "out=B,T,C wte=V,C wpe=T,C", sorted_tokens)
 add(encoder_forward, ROWS + " V=50", "out=B,T,C wte=V,C wpe=T,C",
     lambda size, a: sorted_tokens(size, a) | {"dropout": dropout()}, "dropout")
 add(encoder_backward, ROWS + " V=50", "dwte=V,C dwpe=T,C dout=B,T,C", sorted_tokens)
+add(encoder_backward_sparse, ROWS + " V=50", "values=B*T,C dwpe=T,C dout=B,T,C",
+    lambda size, a: sorted_tokens(size, a) | {"indices": device.zeros((size.B * size.T,), np.int32)})
+add(add_sparse, "N=64 V=100 C=128", "dwte=V,C values=N,C",
+    lambda size, a: {"indices": device.asarray(np.arange(size.N, dtype=np.int32))}, needs=("N <= V",))
 
 STATS = "mean=B,T rstd=B,T"
 FUSED = "residual=B,T,C out=B,T,C inp1=B,T,C inp2=B,T,C weight=C"
@@ -221,13 +230,24 @@ def norm() -> dict:
     return {"norm": device.asarray(np.array([1, 1, 0, 0], np.float32))}
 
 
+def addresses(*arrays) -> object:
+    return device.asarray(np.array([device.address(x) for x in arrays], np.uint64))
+
+
+def zeroed(array):
+    device.fill_zero(array)
+    return array
+
+
 RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 1}
 add(adamw, "n=4096", "params=n grads=n m=n v=n", lambda size, a: norm() | RECIPE)
 add(global_norm, "n=4096", "x=n scratch=P,2",
     lambda size, a: norm() | {"arrays": [a.x], "largest": 1.0, "skip_nonfinite": False})
 add(column_sum, "N=640 C=128", "out=C scratch=P,C inp=N,C")
 add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
-add(add_in_order, "rank=1 N=3 n=1000", "sums=n own=n parts=N,n", needs=("rank < N",))
+add(sum_buffers, "N=3 n=1000 blocks=2", "out=n parts=N,n",
+    lambda size, a: {"to": addresses(a.out), "sources": addresses(*a.parts), "ranges": [(0, size.n)]})
+add(barrier, "rank=0 N=1", "own=2", lambda size, a: {"words": addresses(zeroed(a.own))}, needs=("N == 1",))
 add(checksum, "n=4096", "params=n", lambda size, a: {"model": SimpleNamespace(params_memory=a.params)})
 
 

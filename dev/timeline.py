@@ -2,9 +2,9 @@
 
     python dev/timeline.py train_gpt2_fp32 --gpus 2 -o doc/gpus.png
 
-The rows are the kernels that send and receive, matrix products, and all others; a box is a kernel, from when it began
-to when it ended. Prints how long the sending took, and how much of it nothing else was done beside. PyTorch's profiler
-is asked, which sees all kernels of the process, those of a replayed graph too.
+The rows are the exchange between GPUs, by copies and kernels, matrix products, and all other kernels; a box is one of
+them, from when it began to when it ended. Prints how long the exchange took, and how much of it nothing else was done
+beside. PyTorch's profiler is asked, which sees all kernels of the process, those of a replayed graph too.
 """
 
 import sys
@@ -25,13 +25,16 @@ from llmc.files import replacing
 from llmc.program import run_program
 
 WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
-ROWS = {"NCCL": "#d95f02", "matrix products": "#1b9e77", "other kernels": "#7570b3"}
+ROWS = {"exchange": "#d95f02", "matrix products": "#1b9e77", "other kernels": "#7570b3"}
+
+EXCHANGE = "nccl", "ptop", "barrier_kernel", "sum_kernel", "add_sparse_kernel"  # a part of their names
 
 Span = tuple[float, float]  # milliseconds: begin, end
 
 
 def profile(ours: Ours) -> list[tuple[str, Span]]:
-    """The kernels of STEPS steps, with their names. Raises UserError where there is no profiler, or it sees none."""
+    """The kernels of STEPS steps, and the copies from GPU to GPU, with their names. Raises UserError where there is no
+    profiler, or it sees none."""
     try:
         import torch
     except ImportError as error:
@@ -48,7 +51,7 @@ def profile(ours: Ours) -> list[tuple[str, Span]]:
         path = Path(directory) / "trace.json"
         found.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kernels = [e for e in events if e.get("cat") == "kernel"]
+    kernels = [e for e in events if e.get("cat") == "kernel" or "PtoP" in e.get("name", "")]
     if not kernels:
         raise UserError("the profiler has seen no kernels: another program may be profiling this GPU")
     return [(e["name"], (e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)) for e in kernels]
@@ -57,8 +60,8 @@ def profile(ours: Ours) -> list[tuple[str, Span]]:
 def row_of(name: str) -> str:
     """Which of ROWS a kernel belongs to, by its name."""
     lower = name.lower()
-    if "nccl" in lower:
-        return "NCCL"
+    if any(word in lower for word in EXCHANGE):
+        return "exchange"
     return "matrix products" if any(word in lower for word in ("gemm", "cutlass", "xmma", "nvjet")) else "other kernels"
 
 
@@ -119,10 +122,10 @@ def main() -> None:
         rows = one_step(profile(Ours(workload)))
     everything = [span for spans in rows.values() for span in spans]
     computing = rows["matrix products"] + rows["other kernels"]
-    sending = without(rows["NCCL"], [])
+    sending = without(rows["exchange"], [])
     print(f"{device.name()}, rank 0 of {ranks.size()}, {workload}")
-    print(f"a step {max(end for _, end in everything):.2f} ms, NCCL {sending:.2f} ms, of which nothing else is done "
-          f"beside {without(rows['NCCL'], computing):.2f} ms")  # fmt: skip
+    print(f"a step {max(end for _, end in everything):.2f} ms, the exchange {sending:.2f} ms, of which nothing else is "
+          f"done beside {without(rows['exchange'], computing):.2f} ms")  # fmt: skip
     if ranks.rank() == 0:
         draw(rows, f"{device.name()}, rank 0 of {ranks.size()}: {workload}", args.out)
     ranks.finish()

@@ -48,7 +48,10 @@ FLOATS = {
     "wpe_backward": lambda a: a.dout.size + 2 * a.T * a.C,
     "add_partials": lambda a: a.P * a.C * sum(getattr(a, f"out{i}") is not None for i in range(6)),
     "norm": lambda a: a.P,
-    "add_in_order": lambda a: (2 + a.ranks) * a.n,
+    "wte_backward_sparse": lambda a: a.dout.size + distinct(a.count) * a.C,
+    "add_sparse": lambda a: 3 * int((device.to_host(a.indices) >= 0).sum()) * a.C,
+    "barrier": lambda a: 2 * a.ranks + 1,
+    "sum": lambda a: (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
     "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
     # Reads each query head's share, writes the sums of each group's.
     "flash_attention_group_sum": lambda a: a.dkv_heads.size * (a.NH + a.NKV) / a.NH,
@@ -71,6 +74,12 @@ FLOPS = {
 def distinct(count) -> int:
     """How many different tokens a batch has, from `count` of sort_by_token."""
     return int(np.count_nonzero(device.to_host(count)))
+
+
+def length_of(pieces) -> int:
+    """How many floats the pieces of sum_kernel have."""
+    pieces = device.to_host(pieces).reshape(-1, 3)
+    return int((pieces[:, 2] - pieces[:, 1]).sum())
 
 
 def kind_of(kernel: str) -> str:

@@ -130,7 +130,7 @@ def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
 
     def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:
         if name in FILES:
-            watched.append(watch_kernel(name, arguments, work))
+            watched.append(watch_kernel(name, arguments, work, others=call.arrays))
         else:
             work()
 
@@ -142,12 +142,18 @@ def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
 FILES = {name: path for path in sorted((ROOT / "kernels").glob("*.cu")) for name in device.kernel_declarations(path)}
 
 
-def watch_kernel(name: str, arguments: dict, work: Callable[[], None], file: Path | None = None) -> Watched:
-    """Does `work`, which launches this one kernel, under the microscope."""
+def watch_kernel(
+    name: str, arguments: dict, work: Callable[[], None], file: Path | None = None,
+    others: dict[str, np.ndarray] | None = None,
+) -> Watched:  # fmt: skip
+    """Does `work`, which launches this one kernel, under the microscope. others: arrays that the kernel may know by
+    their addresses alone."""
     file = file or FILES[name]
     library = cpu.compile_source(file).library_path
     arrays, given = [], []
-    for key, value in arguments.items():
+    in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
+    unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}
+    for key, value in (arguments | unknown).items():
         if isinstance(value, np.ndarray):
             arrays.append(Array(key, False, value.nbytes, value.shape, value.dtype.name))
             given.append((value.__array_interface__["data"][0], value.nbytes, DEVICE, value.itemsize))

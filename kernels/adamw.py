@@ -2,13 +2,15 @@
 
 import numpy as np
 
-from kernels.exchange import LATE, Range, gather, gather_sums, overlaps, ranges_of, reduce_ranges, without
+from kernels.exchange import Range, gather, gather_sums, late, overlaps, reduce_ranges, share_of, without
 from kernels.reduce import global_norm
 from llmc import collectives, device, ranks
 from llmc.device import ceil_div
 from llmc.model import Model
 
 cu = device.source(__file__)
+
+PARTS = 4  # of a shard that are updated one after another, while those before are on their way to the other ranks
 
 
 def adamw(
@@ -40,14 +42,16 @@ def adamw_update(
     embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
 
-    Of several ranks each updates what model.shard says, and then has all parameters. The gradients that are complete
-    only now are summed over the ranks first, as far as the norm needs them, or while the other parameters are updated.
+    Of several ranks each updates what model.shard says, and then has all parameters. Ranks that have no one memory
+    still lack sums of gradients (`late`): those that the norm needs come first, others while parameters are updated.
     """
     n, (own, _) = model.grads_memory.size, model.shard
     checked = [(0, n)] if grad_clip else model.added_to
     decayed_ranges = model.decay_ranges if weight_decay else [(0, n, False)]
-    partial_sums = model.sharded and not model.bitwise  # of gradients, of which this rank has its shard's alone
-    late = ranges_of(model, *LATE) if ranks.size() > 1 and not model.bitwise else []
+    missing = late(model) if ranks.size() > 1 and not model.bitwise and not model.of_ranks else []
+    # With -z a rank has the sums of its own shard alone, but that ranks of one memory all have those of vectors.
+    whole = overlaps(late(model), model.added_to) if model.of_ranks else []
+    partial_sums = model.sharded and not model.bitwise and without(checked, whole) != []
 
     def update(ranges: list[Range]) -> None:
         for begin, stop, decayed in decayed_ranges:
@@ -59,7 +63,7 @@ def adamw_update(
 
     if model.bitwise:
         gather_sums(model)
-    reduce_ranges(model, overlaps(late, checked))
+    reduce_ranges(model, overlaps(missing, checked))
     device.join_communication()
     if partial_sums:
         checked = overlaps(checked, [model.shard])
@@ -67,12 +71,16 @@ def adamw_update(
         model.norm, model.grads_acts.partials, [model.grads_memory[start:end] for start, end in checked], grad_clip,
         model.skip_nonfinite, partial_sums,
     )  # fmt: skip
-    late = without(late, [(0, n)] if grad_clip else model.added_to)
-    reduce_ranges(model, late)
-    update(without([(0, n)], late))
-    device.join_communication()
-    update(late)
+    missing = without(missing, [(0, n)] if grad_clip else model.added_to)
+    reduce_ranges(model, missing)
     if model.sharded:
-        gather(model, model.params_memory)
-        collectives.all_reduce([model.norm[3:]])
         device.join_communication()
+        for part in range(PARTS):
+            update([share_of(model.shard, part, PARTS)])
+            gather(model, "params", part, PARTS)
+        collectives.all_reduce([model.norm[3:]])
+    else:
+        update(without([(0, n)], missing))
+        device.join_communication()
+        update(missing)
+    device.join_communication()

@@ -1,6 +1,7 @@
 // Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C floats, or dropout of that; inp (B,T) holds token ids. A model
 // whose positions are rotary (rope.cu) has no wpe.
-// Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b.
+// Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b. Most
+// rows of dwte get nothing: ranks exchange those that do, with their tokens (a sparse matrix), and add them then.
 // Memory-bound: forward reads two rows and writes one for each position.
 //
 // Adding rows to dwte with float atomics would sum in another order on every run. Instead the positions come sorted by
@@ -39,16 +40,11 @@ extern "C" __global__ void encoder_dropout_forward_kernel(float* out, const int*
     forward_positions(out, inp, wte, wpe, N, T, C, [&](const Four& a, int n, int i) { return drop(a, n, i, C); });
 }
 
-// order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,
-// and 0 at the others. Block x stands at place x of that order and works only where a token begins. Block: (threads
-// over the channels, four each; lanes); lane y adds up every blockDim.y-th position. At most 1024 threads.
-extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, const int* inp, const int* order,
-                                               const int* count, int C) {
+// row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, four each;
+// lanes); lane y adds up every blockDim.y-th position. At most 1024 threads.
+__device__ inline void sum_positions(float* row, bool accumulate, const float* dout, const int* position, int positions,
+                                     int C) {
     __shared__ Four of_thread[1024];
-    const int positions = count[blockIdx.x];
-    if (positions == 0) return;
-    const int* position = order + blockIdx.x;
-    float* row = dwte + (size_t)inp[position[0]] * C;
     by_alignment(C % 4 == 0, [&](auto memory) {
         for (int i0 = 0; i0 < C; i0 += 4 * blockDim.x) {
             const int i = i0 + 4 * threadIdx.x;
@@ -62,13 +58,49 @@ extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, c
             of_thread[threadIdx.y * blockDim.x + threadIdx.x] = sum;
             __syncthreads();
             if (threadIdx.y == 0 && i < C) {
-                Four total = memory.load(row + i, C - i);
+                Four total = {};
+                if (accumulate) total = memory.load(row + i, C - i);
                 for (int y = 0; y < blockDim.y && y < positions; y++) {
                     for (int k = 0; k < 4; k++) total.x[k] += of_thread[y * blockDim.x + threadIdx.x].x[k];
                 }
                 memory.store(row + i, total, C - i);
             }
             __syncthreads();
+        }
+    });
+}
+
+// order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,
+// and 0 at the others. Block x stands at place x of that order and works only where a token begins.
+extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, const int* inp, const int* order,
+                                               const int* count, int C) {
+    const int* position = order + blockIdx.x;
+    const int positions = count[blockIdx.x];
+    if (positions == 0) return;
+    sum_positions(dwte + (size_t)inp[position[0]] * C, true, dout, position, positions, C);
+}
+
+// The same sums, not added to dwte: values[x] (C) for the token indices[x], which is -1 where no token begins.
+extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indices, const float* dout, const int* inp,
+                                                      const int* order, const int* count, int C) {
+    const int* position = order + blockIdx.x;
+    const int positions = count[blockIdx.x];
+    if (threadIdx.x == 0 && threadIdx.y == 0) indices[blockIdx.x] = positions == 0 ? -1 : inp[position[0]];
+    if (positions == 0) return;
+    sum_positions(values + (size_t)blockIdx.x * C, false, dout, position, positions, C);
+}
+
+// dwte[indices[x]] += values[x], for block x; no two indices are the same but -1. values may be another GPU's.
+extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, const int* indices, int C) {
+    const int token = indices[blockIdx.x];
+    if (token < 0) return;
+    float* row = dwte + (size_t)token * C;
+    by_alignment(C % 4 == 0, [&](auto memory) {
+        for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
+            Four sum = memory.load(row + i, C - i);
+            const Four x = memory.load(values + (size_t)blockIdx.x * C + i, C - i);
+            for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
+            memory.store(row + i, sum, C - i);
         }
     });
 }

@@ -27,10 +27,30 @@ def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int
     dout is the gradient of that sum before its dropout, as the backward pass of the norm behind it gives it (dinp2).
     dwpe is None where there was no wpe. order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
+    cu.wte_backward_kernel((B * T,), block_of_tokens(C), (dwte, dout, inp, order, count, C))
+    if dwpe is not None:
+        wpe_backward(dwpe, dout, B, T, C)
+
+
+def encoder_backward_sparse(values, indices, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
+    """The same, but that dwte gets nothing yet: values (B*T,C) and indices (B*T) int32 are set to the rows for it and
+    their tokens, which are -1 where there is no row; `add_sparse` adds them."""
+    cu.wte_backward_sparse_kernel((B * T,), block_of_tokens(C), (values, indices, dout, inp, order, count, C))
+    if dwpe is not None:
+        wpe_backward(dwpe, dout, B, T, C)
+
+
+def add_sparse(dwte, values, indices, N: int, C: int) -> None:
+    """dwte (Vp,C) += what encoder_backward_sparse left in values (N,C) and indices (N), also on another GPU."""
+    cu.add_sparse_kernel((N,), (cu.block(min(256, ceil_div(C, 4))),), (dwte, values, indices, C))
+
+
+def block_of_tokens(C: int) -> tuple[int, int]:
     # Four lanes share a frequent token's positions: two took 1.8 times as long on an H200, one 3.4 times.
-    columns = cu.block(min(256, ceil_div(C, 4)))
-    cu.wte_backward_kernel((B * T,), (columns, cu.block(4)), (dwte, dout, inp, order, count, C))
-    if dwpe is None:
-        return
+    return cu.block(min(256, ceil_div(C, 4))), cu.block(4)
+
+
+def wpe_backward(dwpe, dout, B: int, T: int, C: int) -> None:
+    """dwpe (maxT,C) += dout (B,T,C) summed over B."""
     block = 128  # on an H200 64 and 256 take as long
     cu.wpe_backward_kernel((T, ceil_div(C, block)), (block,), (dwpe, dout, B, T, C))

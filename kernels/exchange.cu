@@ -1,24 +1,71 @@
-// What ranks do with flat buffers beside sending them: a sum in the order of the ranks, and a checksum.
-// Memory-bound: both read what they are given once.
+// What ranks do with flat buffers beside sending them: sums in the order of the ranks, a barrier, and a checksum.
+//
+// A GPU that NVLink or PCIe joins to others loads and stores in their memory as in its own. Buffers are given by their
+// addresses here, so that they can be any GPU's. sum_kernel is bounded by those links where it reaches over them, else,
+// as checksum_kernel is, by memory: both read what they are given once.
 #include "common.cuh"
 
-// sums[i] += own[i] and parts[r, i] of the ranks r from 0 to `ranks` - 1, one after another, for parts (ranks, n) of
-// which row `rank` is not read: own stands for it.
-extern "C" __global__ void add_in_order_kernel(float* sums, const float* own, const float* parts, int rank, int ranks,
-                                               size_t n) {
-    const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-    if (i >= n) return;
-    const int left = n - i < 4 ? (int)(n - i) : 4;
-    by_alignment(n % 4 == 0, [&](auto memory) {
-        Four sum = memory.load(sums + i, left);
-        for (int r = 0; r < ranks; r++) {
-            const Four x = memory.load((r == rank ? own : parts + r * n) + i, left);
-            for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
 #ifdef LLMC_CPU
-            asm volatile("" : "+m"(sum));  // -ffast-math would take the ranks in another order
+#define IN_ORDER(x) asm volatile("" : "+m"(x))  // -ffast-math would add the buffers in another order
+#else
+#define IN_ORDER(x)
 #endif
+
+// Waits until this kernel runs on all ranks. What a rank wrote before, each may read behind it. words_of[r] is the
+// address of rank r's words (ranks + 1,), 0 at first: word s counts the barriers to which rank s has come, the last one
+// those to which rank r has. One block.
+extern "C" __global__ void barrier_kernel(const unsigned long long* words_of, int rank, int ranks) {
+    unsigned int* own = reinterpret_cast<unsigned int*>(words_of[rank]);
+    const unsigned int count = own[ranks] + 1;
+    __threadfence_system();  // the other GPUs see what this one has written before they see the word
+    for (int r = threadIdx.x; r < ranks; r += blockDim.x) {
+        reinterpret_cast<volatile unsigned int*>(words_of[r])[rank] = count;
+    }
+    for (int r = threadIdx.x; r < ranks; r += blockDim.x) {
+        const volatile unsigned int* word = own + r;
+        while ((int)(*word - count) < 0) {}  // more than count where rank r has come to the next barrier already
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) own[ranks] = count;
+}
+
+// to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i in
+// some pieces of them. A piece is three numbers: how many vectors of four floats the pieces before it have, its first
+// float, and the float behind its last. Of all vectors the call does the `share`-th of `shares` equal parts. aligned:
+// whether each piece begins and ends at 16 bytes. A buffer may be in both lists.
+extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
+                                      int num_from, const long long* pieces, int num_pieces, int share, int shares,
+                                      int aligned) {
+    constexpr int AT_ONCE = 4;  // loads that a thread has under way: one from another GPU takes some 2 us
+    const long long* last = pieces + 3 * (num_pieces - 1);
+    const long long vectors = last[0] + (last[2] - last[1] + 3) / 4;
+    const long long begin = vectors * share / shares, end = vectors * (share + 1) / shares;
+    by_alignment(aligned, [&](auto memory) {
+        const long long* piece = pieces;
+        const long long step = (long long)gridDim.x * blockDim.x;
+        for (long long v = begin + (long long)blockIdx.x * blockDim.x + threadIdx.x; v < end; v += step) {
+            while (piece < last && v >= piece[3]) piece += 3;
+            const long long i = piece[1] + 4 * (v - piece[0]);
+            const int left = piece[2] - i < 4 ? (int)(piece[2] - i) : 4;
+            Four sum = {};
+            for (int r = 0; r < num_from; r += AT_ONCE) {
+                Four x[AT_ONCE] = {};
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    if (r + k < num_from) x[k] = memory.load(reinterpret_cast<const float*>(from[r + k]) + i, left);
+                }
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    for (int j = 0; j < 4; j++) sum.x[j] += x[k].x[j];
+                    IN_ORDER(sum);
+                }
+            }
+            for (int m = 0; m < num_to; m++) {
+                // The sum is one of integers: after reinterpret_cast<float*>(to[m]) + i nvcc stores float by float.
+                memory.store(reinterpret_cast<float*>(to[m] + 4 * i), sum, left);
+            }
         }
-        memory.store(sums + i, sum, left);
     });
 }
 

@@ -4,32 +4,43 @@ A step's gradients are exchanged in its last batch. Without -z each layer's are 
 complete, beside the rest of backward (`reduce_gradients`), and AdamW is the same everywhere. With -z a rank only gets
 the sums, and only updates the parameters, of its own shard of the flat buffers. In a bitwise run every batch is summed
 by itself, in the order that one GPU would follow (`add_batch`).
+
+Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that, which disturb what is computed
+beside them less than NCCL's kernels; else it is left to llmc/collectives.py.
 """
 
 import math
+from collections.abc import Iterator
 
 from llmc import collectives, device, ranks  # first: device sets what NumPy must find in the environment
 
 import numpy as np  # isort: skip
 
+from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from llmc.device import ceil_div
 from llmc.model import Model
 from llmc.tensors import layout
 
 cu = device.source(__file__)
 
-# Layer 0, and tensors outside of layers: their gradients are complete only when backward is done. adamw_update sums
-# them over the ranks, while it updates the others.
-LATE = (0, "wte", "wpe", "lnfw", "lnfb")
-
+BLOCKS = 64  # of a kernel that loads from other GPUs, or stores there
 Range = tuple[int, int]  # of a flat buffer: start, end
 
 
-def add_in_order(sums, own, parts, rank: int, N: int, n: int) -> None:
-    """sums (n) += parts[r] for each rank r from 0 to N - 1, one after another, for parts (N, n). Of this rank own (n)
-    is added instead, and its row of parts is not read. parts may be None where N is 1."""
-    block = 256
-    cu.add_in_order_kernel((ceil_div(n, 4 * block),), (block,), (sums, own, parts, rank, N, n))
+def sum_buffers(to, sources, ranges: list[Range], blocks: int, share: int = 0, shares: int = 1) -> None:
+    """Sets ranges of some flat buffers to the sum of others, which are added one after another. to, sources: their
+    addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work."""
+    lengths = [ceil_div(end - start, 4) for start, end in ranges]
+    pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one))
+    aligned = all(number % 4 == 0 for one in ranges for number in one)
+    work = device.constant(pieces, np.int64), len(ranges), share, shares, int(aligned)
+    cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, *work))
+
+
+def barrier(words, rank: int, N: int) -> None:
+    """Waits on the device until it has been called on all N ranks; what each wrote before is then there for all. words:
+    the addresses (N,), uint64, of each rank's words (N + 1,), uint32, which are 0 at first."""
+    cu.barrier_kernel((1,), (cu.block(32),), (words, rank, N))
 
 
 def checksum(model: Model) -> str:
@@ -70,23 +81,140 @@ def without(ranges: list[Range], others: list[Range]) -> list[Range]:
     return ranges
 
 
+def share_of(one: Range, r: int, N: int) -> Range:
+    """The r-th of N shares of a range: equal numbers of four floats, but for what is left over."""
+    start, end = one
+    vectors = ceil_div(end - start, 4)
+    return min(end, start + 4 * (vectors * r // N)), min(end, start + 4 * (vectors * (r + 1) // N))
+
+
+def share_length(one: Range, N: int) -> int:
+    """The longest of the shares."""
+    return 4 * ceil_div(one[1] - one[0], 4 * N)
+
+
+def late(model: Model) -> list[Range]:
+    """Where gradients are complete only when backward is done, or are so short that they go together then: layer 0,
+    vectors, and the embedding. Of the latter ranks that have one memory exchange rows (`embedding_backward`)."""
+    found = without(ranges_of(model, 0, "wte"), model.added_to) + model.added_to
+    return without(found, ranges_of(model, "wte")) if model.of_ranks else found
+
+
 def reduce_gradients(model: Model, last: bool, part: int | str) -> None:
     """Where this is the step's last batch, starts summing gradients over all ranks, beside what follows: those of a
-    layer, by its number, or of a tensor outside of layers, by its name. They must be complete. Those of LATE are left
-    to adamw_update."""
-    if last and not model.bitwise and part not in LATE:
-        reduce_ranges(model, ranges_of(model, part))
+    layer, by its number, or of a tensor outside of layers, by its name. They must be complete, but that the embedding's
+    may still lack the rows of this batch. Those of `late` wait for the end of backward."""
+    if last and not model.bitwise:
+        ranges = without(ranges_of(model, part), late(model))
+        if model.of_ranks:
+            copy_and_sum(model, ranges)
+        else:
+            reduce_ranges(model, ranges)
+
+
+def copy_and_sum(model: Model, ranges: list[Range]) -> None:
+    """Starts summing gradients over ranks that have one memory, by copies: a GPU's copy engines make them, and leave
+    its multiprocessors to the matmuls beside.
+
+    Each rank is sent its share of the others' gradients, adds them up, and sends the sums to all; with -z only to those
+    whose shard they are in. received has rooms for so many buckets of gradients at a time."""
+    grads, received, N, rank = model.of_ranks.grads, model.of_ranks.received, ranks.size(), ranks.rank()
+    others, room = [(rank + i) % N for i in range(1, N)], received.arrays[rank].size // N
+    own_grads, own_room = device.address(grads.arrays[rank]), device.address(received.arrays[rank])
+
+    def shares(bucket: list[Range], r: int) -> Iterator[tuple[int, int, int]]:
+        """Of each range rank r's share, start and end, and its place in a room."""
+        place = 0
+        for one in bucket:
+            start, end = share_of(one, r, N)
+            if start < end:
+                yield start, end, place
+            place += share_length(one, N)
+
+    def exchange(bucket: list[Range]) -> None:
+        for other in others:
+            for start, end, place in shares(bucket, other):
+                there = received.arrays[other][rank * room + place :]
+                device.copy(there[: end - start], grads.arrays[rank][start:end])
+        meet(model)
+        own = list(shares(bucket, rank))
+        for start, end, place in own:
+            sources = [own_grads if r == rank else own_room + 4 * (r * room + place - start) for r in range(N)]
+            sources = device.constant(tuple(sources), np.uint64)
+            sum_buffers(grads.addresses[rank : rank + 1], sources, [(start, end)], device.multiprocessors())
+        sums = [(start, end) for start, end, _ in own]
+        for other in others:
+            for start, end in overlaps(sums, [model.shards[other]]) if model.sharded else sums:
+                device.copy(grads.arrays[other][start:end], grads.arrays[rank][start:end])
+        meet(model)
+
+    for bucket in buckets(ranges, room, N):
+        device.communicate(lambda _, bucket=bucket: exchange(bucket))
+
+
+def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
+    """Ranges cut into lists of which one of N ranks' shares have room for so many floats, a multiple of 4."""
+    bucket, left = [], room
+    for start, end in ranges:
+        while start < end:
+            one = start, min(end, start + left * N)
+            bucket.append(one)
+            left, start = left - share_length(one, N), one[1]
+            if left == 0:
+                yield bucket
+                bucket, left = [], room
+    if bucket:
+        yield bucket
+
+
+def meet(model: Model) -> None:
+    """A barrier of all ranks, in the work of device.communicate."""
+    barrier(model.of_ranks.barrier_words.addresses, ranks.rank(), ranks.size())
 
 
 def reduce_ranges(model: Model, ranges: list[Range]) -> None:
-    """Starts summing gradients over all ranks. With -z only the owner of each shard gets its sums, and the gradients of
-    the others become anything."""
+    """Starts summing gradients over all ranks, which have no one memory. With -z only the owner of each shard gets its
+    sums, and the gradients of the others become anything."""
     grads = model.grads_memory
     if model.sharded:
         owned = [(r, one) for r, shard in enumerate(model.shards) for one in overlaps(ranges, [shard])]
         collectives.reduce([(grads[start:end], r) for r, (start, end) in owned])
-    elif ranks.size() > 1:
+    else:
         collectives.all_reduce([grads[start:end] for start, end in ranges])
+
+
+def embedding_backward(model: Model, dout, B: int, T: int, C: int, last: bool) -> None:
+    """encoder_backward for model.batch: adds to the gradients of wte and, if there is one, wpe.
+
+    In the last batch of a step, ranks that have one memory complete all gradients here. wte's, a third of all in GPT-2
+    124M, they have summed already but for the rows of this batch (`reduce_gradients`): each adds those of all ranks,
+    which it loads from their GPUs, in the order of the ranks; and beside it, what is `late` is summed."""
+    grads, of_ranks, N, rank = model.grads, model.of_ranks, ranks.size(), ranks.rank()
+    wpe, batch = getattr(grads, "wpe", None), (model.inputs, model.order, model.count, B, T, C)
+    if not (last and of_ranks) or model.bitwise:
+        encoder_backward(grads.wte, wpe, dout, *batch)
+        return
+    values, indices = of_ranks.wte_values.arrays, of_ranks.wte_indices.arrays
+    encoder_backward_sparse(values[rank], indices[rank], wpe, dout, *batch)
+    device.communicate(lambda _: meet(model))
+    device.join_communication()
+    device.communicate(lambda _: sum_late(model))
+    for r in range(N):
+        add_sparse(grads.wte, values[r], indices[r], B * T, C)
+
+
+def sum_late(model: Model) -> None:
+    """Sums the gradients of `late` over ranks that have one memory and have met. Each adds up its share of the numbers,
+    which it loads from all GPUs, and stores the sums there; with -z those of matrices only where their shard is."""
+    addresses, vectors = model.of_ranks.grads.addresses, overlaps(late(model), model.added_to)
+    matrices = without(late(model), vectors)
+    whole = vectors if model.sharded else vectors + matrices
+    sum_buffers(addresses, addresses, whole, BLOCKS, ranks.rank(), ranks.size())
+    for r, shard in enumerate(model.shards) if model.sharded else []:
+        owned = overlaps(matrices, [shard])
+        if owned:
+            sum_buffers(addresses[r : r + 1], addresses, owned, BLOCKS, ranks.rank(), ranks.size())
+    meet(model)
 
 
 def add_batch(model: Model) -> None:
@@ -94,15 +222,29 @@ def add_batch(model: Model) -> None:
     batch, in the order of the ranks."""
     if not model.bitwise:
         return
-    (start, end), grads, N = model.shards[ranks.rank()], model.grads_memory, ranks.size()
-    length = end - start
-    parts = model.received[: N * length].reshape(N, length) if N > 1 else None
-    others = [r for r in range(N) if r != ranks.rank()]
-    sent = [(grads[slice(*model.shards[r])], r) for r in others if model.shards[r][0] < model.shards[r][1]]
-    collectives.exchange(sent, [(parts[r], r) for r in others] if length else [])
+    (start, end), N, rank = model.shards[ranks.rank()], ranks.size(), ranks.rank()
+    length, grads = end - start, model.grads_memory
+    addresses = [device.address(grads)] * N
+    if model.of_ranks:
+        addresses = [device.address(array) for array in model.of_ranks.grads.arrays]
+        device.communicate(lambda _: meet(model))
+    elif N > 1:
+        parts = model.received[: N * length].reshape(N, length)
+        others = [r for r in range(N) if r != rank]
+        sent = [(grads[slice(*model.shards[r])], r) for r in others if model.shards[r][0] < model.shards[r][1]]
+        collectives.exchange(sent, [(parts[r], r) for r in others] if length else [])
+        for r in others:
+            addresses[r] = device.address(parts) + 4 * (r * length - start)
     device.join_communication()
     if length:
-        add_in_order(model.sums, grads[start:end], parts, ranks.rank(), N, length)
+        sums = device.address(model.sums) - 4 * start  # as if it were a whole flat buffer
+        sum_buffers(
+            device.constant((sums,), np.uint64), device.constant((sums, *addresses), np.uint64), [(start, end)],
+            4 * device.multiprocessors(),
+        )  # fmt: skip
+    if model.of_ranks:  # whose gradients the others read
+        device.communicate(lambda _: meet(model))
+        device.join_communication()
 
 
 def gather_sums(model: Model) -> None:
@@ -110,10 +252,27 @@ def gather_sums(model: Model) -> None:
     start, end = model.shards[ranks.rank()]
     device.copy(model.grads_memory[start:end], model.sums[: end - start])
     device.fill_zero(model.sums)
-    gather(model, model.grads_memory)
+    gather(model, "grads")
     device.join_communication()
 
 
-def gather(model: Model, flat) -> None:
-    """Starts making a flat buffer whole on each rank, from each one's shard."""
-    collectives.broadcast([(flat[start:end], r) for r, (start, end) in enumerate(model.shards) if start < end])
+def gather(model: Model, name: str, part: int = 0, parts: int = 1) -> None:
+    """Starts making a flat buffer, "params" or "grads", whole on each rank from each one's shard; or only one of so
+    many equal parts of every shard, which must be called for one after another."""
+    flat, rank, N = getattr(model, f"{name}_memory"), ranks.rank(), ranks.size()
+    pieces = [share_of(shard, part, parts) for shard in model.shards]
+    if not model.of_ranks:
+        collectives.broadcast([(flat[start:end], r) for r, (start, end) in enumerate(pieces) if start < end])
+        return
+
+    def work(_) -> None:
+        buffers, own = getattr(model.of_ranks, name), pieces[rank]
+        others = tuple(device.address(buffers.arrays[(rank + i) % N]) for i in range(1, N))
+        if part == 0:
+            meet(model)
+        if own[0] < own[1]:
+            sum_buffers(device.constant(others, np.uint64), buffers.addresses[rank : rank + 1], [own], BLOCKS)
+        if part == parts - 1:
+            meet(model)
+
+    device.communicate(work)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 from llmc import device, ranks  # first: device sets what NumPy must find in the environment
 
@@ -132,16 +135,69 @@ class Gloo:
 
 
 _collectives: Nccl | Gloo | None = None
+_one_memory = False
 
 
 def start() -> None:
     """Connects the ranks' devices. Raises UserError where they are not of one kind, or two ranks have the same GPU, and
     where the library that connects them is missing."""
-    global _collectives
-    _collectives = None
+    global _collectives, _one_memory
+    _collectives, _one_memory = None, False
     if ranks.size() > 1:
         check_devices()
         _collectives = Nccl() if device.kind() == "cuda" else Gloo()
+        _one_memory = device.kind() == "cuda" and reach_one_another()
+        if _one_memory:  # kernels of a few microseconds then, for which matmuls need not wait
+            device.communicate_last()
+
+
+def reach_one_another() -> bool:
+    """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried; and NCCL
+    may do so (NCCL_P2P_DISABLE). A container may keep them from it, and not all GPUs of a machine need be joined."""
+    allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    handles, opened, x = [None], None, device.zeros((1,))
+    if all(ranks.all_gather(allowed)):
+        with suppress(Exception):
+            handles = [device.memory_handle(x)]
+        handles = [handle for of_rank in ranks.all_gather(handles) for handle in of_rank]
+    if None not in handles:
+        with suppress(Exception):
+            opened = [device.open_memory(handle, x) for r, handle in enumerate(handles) if r != ranks.rank()]
+    return all(ranks.all_gather(opened is not None))
+
+
+def one_memory() -> bool:
+    """Whether `map_memory` can be used."""
+    return _one_memory
+
+
+def way() -> str:
+    """How ranks exchange gradients and parameters, in a word or two."""
+    if _one_memory:
+        return "copies from GPU to GPU"
+    return "NCCL" if isinstance(_collectives, Nccl) else "gloo"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """An array that every rank has: arrays, one for each rank, which this rank's device loads and stores as its own,
+    and their addresses, uint64 (ranks,), on the device."""
+
+    arrays: list
+    addresses: object
+
+
+def map_memory(**arrays) -> SimpleNamespace:
+    """These arrays of all ranks, which have one memory, each a Mapped under its name. None stands for an array that no
+    rank has. All ranks must call it alike."""
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    device.synchronize()  # who is given an array may rely on what has been put into it
+    handles = ranks.all_gather([device.memory_handle(array) for array in arrays.values()])
+    mapped = {}
+    for i, (name, own) in enumerate(arrays.items()):
+        found = [own if r == ranks.rank() else device.open_memory(handles[r][i], own) for r in range(ranks.size())]
+        mapped[name] = Mapped(found, device.asarray(np.array([device.address(x) for x in found], np.uint64)))
+    return SimpleNamespace(**mapped)
 
 
 def check_devices() -> None:

@@ -126,7 +126,7 @@ class CudaDevice:
         self.multiprocessors = self.properties["multiProcessorCount"]
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
-        self.modules = {}
+        self.modules, self.constants, self.opened = {}, {}, {}
         # Streams of our own: the default one can not be captured into a graph. The second is for what is done `beside`
         # the first, which has priority, because more waits for it; the third for what other ranks wait for.
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
@@ -244,14 +244,23 @@ class CudaDevice:
             yield
             return
         self.wait_for(self.second_stream, self.stream)
-        first = self.stream, self.blas_handle
-        self.stream, self.blas_handle = self.second_stream, self.second_blas_handle
-        self.stream.use()
+        first, self.blas_handle = self.blas_handle, self.second_blas_handle
+        try:
+            with self.on(self.second_stream):
+                yield
+        finally:
+            self.blas_handle = first
+
+    @contextmanager
+    def on(self, stream) -> Iterator[None]:
+        """Within the block, work is given to this stream."""
+        before, self.stream = self.stream, stream
+        stream.use()
         try:
             yield
         finally:
-            self.stream, self.blas_handle = first
-            self.stream.use()
+            self.stream = before
+            before.use()
 
     def join(self) -> None:
         if self.capturing:
@@ -261,13 +270,34 @@ class CudaDevice:
         self.wait_for(self.third_stream, self.stream)
         if self.capturing:
             self.wait_for(self.third_stream, self.second_stream)
-        work(self.third_stream.ptr)
+        with self.on(self.third_stream):
+            work(self.third_stream.ptr)
         self.communicating = True
+
+    def communicate_last(self) -> None:
+        self.third_stream = self.cupy.cuda.Stream(non_blocking=True)
 
     def join_communication(self) -> None:
         if self.communicating:
             self.wait_for(self.stream, self.third_stream)
             self.communicating = False
+
+    def address(self, array) -> int:
+        return array.data.ptr
+
+    def memory_handle(self, array) -> tuple[str, int]:
+        base, size, driver = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.CDLL("libcuda.so.1")
+        error = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(array.data.ptr))
+        if error:
+            raise RuntimeError(f"cuMemGetAddressRange returned {error}")
+        return self.cupy.cuda.runtime.ipcGetMemHandle(base.value).hex(), array.data.ptr - base.value
+
+    def open_memory(self, handle: tuple[str, int], like):
+        name, offset = handle
+        if name not in self.opened:  # one allocation can hold several arrays, and CUDA opens it once
+            self.opened[name] = self.cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(name))
+        memory = self.cupy.cuda.UnownedMemory(self.opened[name], offset + like.nbytes, self)
+        return self.cupy.ndarray(like.shape, like.dtype, self.cupy.cuda.MemoryPointer(memory, offset))
 
     def wait_for(self, stream, other) -> None:
         """Lets a stream wait for all work that another one has been given."""
@@ -359,7 +389,7 @@ class CpuDevice:
     multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
 
     def __init__(self):
-        self.modules = {}
+        self.modules, self.constants = {}, {}
         cpu.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
         cores = cpu.threads()
         self.pool = ThreadPoolExecutor(cores, initializer=lambda: np.seterr(over="ignore", invalid="ignore"))
@@ -462,8 +492,11 @@ class CpuDevice:
     def join(self) -> None:
         pass
 
+    def address(self, array) -> int:
+        return array.__array_interface__["data"][0]
+
     def communicate(self, work: Callable[[int], None]) -> None:
-        raise NotImplementedError("the CPU device has no streams")
+        work(0)
 
     def join_communication(self) -> None:
         pass
@@ -676,6 +709,31 @@ def to_host(array) -> np.ndarray:
     return _device.to_host(array)
 
 
+def constant(values: tuple[int, ...], dtype):
+    """A device array of these integers, which is made once and must not be written to."""
+    key = values, np.dtype(dtype)
+    if key not in _device.constants:
+        _device.constants[key] = _device.asarray(np.array(values, dtype))
+    return _device.constants[key]
+
+
+def address(array) -> int:
+    """Where a device array begins in memory, as kernels see it."""
+    return _device.address(array)
+
+
+def memory_handle(array) -> tuple[str, int]:
+    """What another process of this machine can open an array on a GPU by. Raises an error where CUDA does not let
+    it."""
+    return _device.memory_handle(array)
+
+
+def open_memory(handle: tuple[str, int], like):
+    """The array on another process's GPU that has this handle, of the shape and type of `like`. Raises an error where
+    this GPU does not reach that one's memory."""
+    return _device.open_memory(handle, like)
+
+
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """A flat device or host array, piece by piece on the host, so that there is never a whole copy of it."""
     return iter([array]) if isinstance(array, np.ndarray) else _device.pieces(array)
@@ -747,8 +805,14 @@ def join() -> None:
 
 def communicate(work: Callable[[int], None]) -> None:
     """Do `work`, given a CUDA stream, which is for what several GPUs do together: it waits for all that the device has
-    been given, and is done beside what follows, until `join_communication`."""
+    been given, and is done beside what follows, until `join_communication`. What `work` launches and copies is given to
+    that stream. The CPU does it at once."""
     _device.communicate(work)
+
+
+def communicate_last() -> None:
+    """From now on, kernels that `communicate` is given run where others leave room. Until then they come first."""
+    _device.communicate_last()
 
 
 def join_communication() -> None:

@@ -17,6 +17,7 @@ from llmc.errors import UserError
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges
 
 STAGED = 1 << 24  # floats of a weight that are made on the host at a time
+BUCKET = 1 << 23  # floats of gradients that ranks which have one memory sum at a time
 RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
 
 
@@ -34,7 +35,9 @@ class Model:
 
     Several ranks (llmc/ranks.py) have each a model. shards are the ranges of the flat buffers that belong to each rank,
     of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
-    alone, and a bitwise one has also sums, of its shard, and received, the same of each rank (kernels/exchange.py).
+    alone, and a bitwise one has also sums, of its shard. received is room for what other ranks send. Ranks that have
+    one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is new in the embedding's
+    gradient: wte_values (B T, C) and wte_indices (B T,). All that is kernels/exchange.py's.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
@@ -107,6 +110,13 @@ class Model:
         self.sums, self.received = buffers.get("sums of batches"), buffers.get("others' gradients")
         self.shards = shards_of(self.params_memory.size)
         self.shard = self.shards[ranks.rank()] if self.sharded else (0, self.params_memory.size)  # of the moments here
+        self.of_ranks = None
+        if collectives.one_memory():
+            self.of_ranks = collectives.map_memory(
+                params=self.params_memory, grads=self.grads_memory, received=self.received,
+                wte_values=buffers.get("embedding's gradient"), wte_indices=device.empty((B * T,), np.int32),
+                barrier_words=device.zeros((ranks.size() + 1,), np.uint32),
+            )  # fmt: skip
         if bitwise:
             device.fill_zero(self.sums)
         device.fill_zero(self.m_memory)
@@ -128,7 +138,10 @@ class Model:
             return {"parameters": n, "activations": activations}
         moments = shard_length(n) if sharded else n
         exchanged = {"sums of batches": shard_length(n)} if bitwise else {}
-        if bitwise and ranks.size() > 1:
+        if collectives.one_memory() and not bitwise:
+            exchanged["others' gradients"] = ranks.size() * shard_length(min(n, BUCKET))
+            exchanged["embedding's gradient"] = B * T * config.channels
+        elif bitwise and ranks.size() > 1 and not collectives.one_memory():
             exchanged["others' gradients"] = ranks.size() * shard_length(n)
         return {
             "parameters": n, "activations": activations, "gradients": n, "AdamW m": moments, "AdamW v": moments,

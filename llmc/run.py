@@ -376,7 +376,7 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
             *([("why not CUDA", device.why_not_cuda())] if device.why_not_cuda() else []),
             ("matrix products", "TF32" if device.tf32() else "fp32"),
             ("attention", model.attention),
-            *([("ranks", ranks_and_hosts())] if ranks.size() > 1 else []),
+            *([("ranks", ranks_and_hosts()), ("exchange", collectives.way())] if ranks.size() > 1 else []),
             *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if model.sharded else []),
             *([("gradients", "summed batch by batch: bitwise")] if model.bitwise else []),
         ],

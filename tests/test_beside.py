@@ -14,7 +14,7 @@ import pytest
 from test_model import MODELS, ONE_OF_EACH, name_of
 
 from kernels.adamw import adamw_update
-from kernels.exchange import LATE, overlaps, ranges_of, without
+from kernels.exchange import late, overlaps, without
 from llmc import collectives, device, ranks
 from llmc.batches import Batches
 from llmc.model import build_from_random
@@ -211,7 +211,7 @@ def test_every_gradient_is_sent_once_and_then_left_alone(config, attention, shar
     assert sum(end - start for start, end in sent) == sum(end - start for start, end in overlaps(whole, sent))
     assert sorted(sent)[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(sorted(sent)))
     assert sorted(sent)[-1][1] == model.grads_memory.size
-    assert early == model.grads_memory.size - sum(end - start for start, end in ranges_of(model, *LATE))
+    assert early == model.grads_memory.size - sum(end - start for start, end in late(model))
 
 
 def test_a_batch_that_is_not_the_last_sends_nothing(monkeypatch):

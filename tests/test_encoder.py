@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from draws import factors, words
 from kernels.dropout import Dropout
-from kernels.encoder import encoder_backward, encoder_forward
+from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from llmc.dataloader import sort_by_token
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
@@ -27,12 +27,19 @@ def check(dev, tokens: np.ndarray, C: int, V: int) -> None:
         ours_dwte, ours_dwpe = parameters.update(dwte), parameters.update(dwpe)
         order, count = (memory.read(values) for values in sort_by_token(tokens))
         encoder_backward(ours_dwte, ours_dwpe, memory.read(dout), inp, order, count, B, T, C)
+        sparse_dwte, sparse_dwpe = parameters.update(dwte), parameters.update(dwpe)
+        values, indices = memory.scratch((B * T, C)), memory.scratch((B * T,), np.int32)
+        encoder_backward_sparse(values, indices, sparse_dwpe, memory.read(dout), inp, order, count, B, T, C)
+        add_sparse(sparse_dwte, values, indices, B * T, C)
     token_rows, position_rows = leaf(wte), leaf(wpe)
     want = F.embedding(leaf(tokens).long(), token_rows) + position_rows[:T]
     (want * leaf(dout).detach()).sum().backward()
     assert_close("encoded", out, want, KERNEL_FP32)
     assert_close("dwte", ours_dwte, token_rows.grad + leaf(dwte), KERNEL_FP32)
     assert_close("dwpe", ours_dwpe, position_rows.grad + leaf(dwpe), KERNEL_FP32)
+    assert_close("dwte by its rows", sparse_dwte, token_rows.grad + leaf(dwte), KERNEL_FP32)
+    assert np.array_equal(dev.to_host(sparse_dwpe), dev.to_host(ours_dwpe))
+    assert sorted(dev.to_host(indices)[dev.to_host(indices) >= 0]) == sorted(set(tokens.ravel()))
 
 
 @any_shape

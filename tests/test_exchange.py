@@ -1,4 +1,4 @@
-"""exchange.cu: sums in the order of the ranks, and checksums; and how flat buffers are shared out among ranks."""
+"""exchange.cu: sums in the order of the ranks, barriers and checksums; and how flat buffers are shared out."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels.exchange import add_in_order, checksum, overlaps, without
+from kernels.exchange import barrier, buckets, checksum, overlaps, share_length, share_of, sum_buffers, without
 from llmc import device, ranks
 from llmc.model import shards_of
 from models import ODD
@@ -18,31 +18,75 @@ from train_gpt2_fp32 import GPT2
 SPECIAL = np.array([0x7FFFFFFF, 0x7FC00000, 0xFFFFFFFF, 0x7F800000, 0xFF800000], np.uint32).view(np.float32)
 
 
-@given(n=st.integers(1, 3000), N=st.integers(1, 5), own=st.integers(0, 4))
-@example(n=8, N=1, own=0)
-@example(n=1025, N=4, own=3)
-def test_add_in_order_adds_one_rank_after_another(dev, n, N, own):
-    """The same bits as these additions in NumPy; this rank's row of parts is poison."""
-    rank, rng = own % N, np.random.default_rng([n, N])
-    given_parts, before = normal(rng, N, n), normal(rng, n)
-    expected = before.copy()
-    for part in given_parts:
-        expected += part
-    poisoned = given_parts.copy()
-    poisoned[rank] = np.nan
+def addresses(dev, *arrays):
+    return dev.asarray(np.array([dev.address(x) for x in arrays], np.uint64))
+
+
+RANGES = st.lists(st.integers(0, 40), max_size=8).map(lambda at: list(zip(*[iter(sorted(set(at)))] * 2, strict=False)))
+
+
+@given(N=st.integers(1, 9), shares=st.integers(1, 5), scale=st.sampled_from([1, 4, 57]), ranges=RANGES,
+       seed=st.integers(0, 99))  # fmt: skip
+@example(N=4, shares=4, scale=4, ranges=[(0, 3), (5, 40)], seed=1)
+@example(N=3, shares=2, scale=57, ranges=[(1, 40)], seed=2)
+def test_sum_buffers_adds_one_buffer_after_another(dev, N, shares, scale, ranges, seed):
+    """The same bits as these additions in NumPy, in some ranges of every second buffer and of one that is no summand;
+    the shares of a sum need not come in order, as on ranks. What is outside of the ranges stays."""
+    ranges = [(scale * start, scale * end) for start, end in ranges]
+    rng, n = np.random.default_rng(seed), 40 * scale
+    before = normal(rng, N, n)
+    total, expected = np.zeros(n, np.float32), before.copy()
+    for values in before:
+        total += values
     with guarded(dev) as memory:
-        sums = memory.update(before)
-        add_in_order(sums, memory.read(given_parts[rank]), memory.read(poisoned) if N > 1 else None, rank, N, n)
-    assert np.array_equal(dev.to_host(sums), expected)
+        buffers, out = [memory.update(values) for values in before], memory.update(np.full(n, 7e30, np.float32))
+        if ranges:
+            for share in rng.permutation(shares):
+                sum_buffers(
+                    addresses(dev, *buffers[::2], out), addresses(dev, *buffers), ranges, 3, int(share), shares
+                )
+    changed = np.zeros(n, bool)
+    for start, end in ranges:
+        changed[start:end] = True
+    expected[::2, changed] = total[changed]
+    assert all(np.array_equal(dev.to_host(x), values) for x, values in zip(buffers, expected, strict=True))
+    assert np.array_equal(dev.to_host(out), np.where(changed, total, np.float32(7e30)))
 
 
 def test_sums_in_order_hand_on_what_is_not_finite(dev):
     parts = np.ones((3, 16), np.float32)
     parts[1, :5] = SPECIAL
-    sums = dev.zeros((16,))
-    add_in_order(sums, dev.asarray(parts[0]), dev.asarray(parts), 0, 3, 16)
+    arrays, sums = [dev.asarray(part) for part in parts], dev.zeros((16,))
+    sum_buffers(addresses(dev, sums), addresses(dev, *arrays), [(0, 16)], 1)
     found = dev.to_host(sums)
     assert np.isnan(found[:3]).all() and (found[3], found[4]) == (np.inf, -np.inf) and (found[5:] == 3).all()
+
+
+@pytest.mark.parametrize("times", [0, 7, 2**32 - 1])
+def test_a_barrier_waits_for_the_others_words(dev, times):
+    """Rank 1 of 3, whose others have come already, rank 2 even to the barrier after; the count may start over at 0."""
+    after = np.uint32((times + 1) % 2**32)
+    words = [np.array(values, np.uint32) for values in ([0] * 4, [after, times, after + np.uint32(1), times], [0] * 4)]
+    arrays = [dev.asarray(one) for one in words]
+    barrier(addresses(dev, *arrays), 1, 3)
+    found = [dev.to_host(one).tolist() for one in arrays]
+    assert found[1] == [after, after, after + np.uint32(1), after]
+    assert found[0] == found[2] == [0, after, 0, 0]
+
+
+@given(ranges=RANGES, room=st.sampled_from([4, 8, 40]), N=st.integers(1, 5), scale=st.sampled_from([1, 4, 13]))
+def test_buckets_are_all_of_the_ranges_and_a_share_of_one_fits_its_room(ranges, room, N, scale):
+    ranges = [(scale * start, scale * end) for start, end in ranges]
+    found = list(buckets(ranges, room, N))
+    members = [i for bucket in found for start, end in bucket for i in range(start, end)]
+    assert members == [i for start, end in ranges for i in range(start, end)]
+    assert all(0 < sum(share_length(one, N) for one in bucket) <= room for bucket in found)
+    for bucket in found:
+        for one in bucket:
+            shares = [share_of(one, r, N) for r in range(N)]
+            assert shares[0][0] == one[0] and shares[-1][1] == one[1]
+            assert all(a[1] == b[0] for a, b in pairwise(shares))
+            assert all(end - start <= share_length(one, N) for start, end in shares)
 
 
 def checksum_of(dev, values: np.ndarray) -> str:
@@ -67,9 +111,6 @@ def test_a_checksum_tells_a_changed_bit_and_exchanged_numbers(dev, n, seed):
     changed = values.copy()
     changed[[place, other]] = values[[other, place]]
     assert (checksum_of(dev, values) == checksum_of(dev, changed)) == (values[place] == values[other])
-
-
-RANGES = st.lists(st.integers(0, 40), max_size=8).map(lambda at: list(zip(*[iter(sorted(set(at)))] * 2, strict=False)))
 
 
 @given(ranges=RANGES, others=RANGES)

@@ -1,5 +1,5 @@
-"""Several processes train one model, on the CPU device over gloo, and on as many GPUs as there are over NCCL: they find
-one another, compute what one would, save whole checkpoints, and end together."""
+"""Several processes train one model, on the CPU device over gloo, and on as many GPUs as there are, by copies from GPU
+to GPU and over NCCL: they find one another, compute what one would, save whole checkpoints, and end together."""
 
 import json
 import os
@@ -39,13 +39,15 @@ SCRIPTS = {
     "pythia": ("train_pythia_fp32.py", "layers=2,heads=2,channels=32,maxT=64"),
 }
 FLAGS = ["-i", "data", "-b", str(B), "-t", str(T), "-g", "0", "-v", "3", "-m", "7", "-l", "1e-2"]
-BATCHES = 6  # a step, which 1, 2 and 3 ranks can share
 GPUS = 0
 if "cuda" in DEVICES:
     import cupy
 
     GPUS = cupy.cuda.runtime.getDeviceCount()
+BATCHES = 12 if GPUS > 3 else 6  # a step, which 1, 2 and 3 ranks can share, and 4 where there are so many GPUs
 KINDS = ["cpu"] + ["cuda"] * (GPUS > 1)
+ALL_WAYS = pytest.mark.parametrize("folder", KINDS + ["nccl"] * (GPUS > 1), indirect=True)
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}  # as between machines
 
 
 @pytest.fixture(params=KINDS)
@@ -60,12 +62,15 @@ def folder(request, tmp_path) -> Path:
 
 def most(folder: Path) -> int:
     """Ranks that fit on the device."""
-    return min(3, GPUS) if folder.name == "cuda" else 3
+    return 3 if folder.name == "cpu" else min(4, GPUS)
 
 
 def start(folder: Path, *flags: str, model: str = "gpt2", preexec_fn=None, **env: str) -> subprocess.Popen:
     script, description = SCRIPTS[model]
-    command = [sys.executable, "-u", str(ROOT / script), "-e", description, "--device", folder.name, *FLAGS, *flags]
+    kind = "cpu" if folder.name == "cpu" else "cuda"
+    command = [sys.executable, "-u", str(ROOT / script), "-e", description, "--device", kind, *FLAGS, *flags]
+    if folder.name == "nccl":
+        env |= SOCKETS
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=preexec_fn,
@@ -237,6 +242,7 @@ def test_what_a_rank_does_not_understand_ends_it_in_one_line(said, capfd, monkey
 # The same training
 
 
+@ALL_WAYS
 @pytest.mark.parametrize("model", [
     "gpt2", pytest.param("llama3", marks=pytest.mark.long), pytest.param("pythia", marks=pytest.mark.long)
 ])  # fmt: skip
@@ -257,6 +263,7 @@ def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder
     assert all(one == found[1] for one in found.values())
 
 
+@ALL_WAYS
 @pytest.mark.parametrize("model", [
     "gpt2", pytest.param("llama3", marks=pytest.mark.long), pytest.param("pythia", marks=pytest.mark.long)
 ])  # fmt: skip
@@ -281,6 +288,8 @@ def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_numbe
         shutil.copytree(folder / "two" / "step_00000002", folder / directory / "step_00000002")
         out = train("--gpus", str(gpus), "-x", "4", "-y", "1", "--checkpoint-dir", directory, *flags)
         assert f"{BATCHES}: {BATCHES * B * T} tokens" in out  # -d as it was
+        way = {"cpu": "gloo", "cuda": "copies from GPU to GPU", "nccl": "NCCL"}[folder.name]
+        assert (re.search(rf"\| exchange +\| {way} ", out) is not None) == (gpus > 1)
         assert read_record(folder / directory / "step_00000004")["state"]["flags"]["zero_stage"] == (not flags)
         same = bytes_of(folder, f"{directory}/step_00000004") == bytes_of(folder, "two/step_00000004")
         assert same or (gpus, flags) != (2, [])
@@ -288,6 +297,7 @@ def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_numbe
             assert ours.shape == theirs.shape and np.abs(ours - theirs).max() < 1e-6 + 1e-4 * np.abs(theirs).max()
 
 
+@ALL_WAYS
 @pytest.mark.long
 def test_two_runs_on_the_same_ranks_are_the_same_to_the_last_bit(folder):
     for name in "ab":

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kernels.dropout import Dropout
-from kernels.encoder import encoder_backward
-from kernels.exchange import add_in_order, checksum
+from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
+from kernels.exchange import barrier, checksum, sum_buffers
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
@@ -127,12 +127,24 @@ def parallel_residual(N: int, C: int, dropout: float):
     return work
 
 
+# Their addresses are arguments of kernels, and must be the same in every order.
+SUMS, PARTS, WORDS = np.zeros(1001, np.float32), np.zeros((3, 1001), np.float32), np.zeros(2, np.uint32)
+
+
 def exchange():
-    """Adds what three ranks have in their order, and takes a checksum."""
+    """Adds what three ranks have in their order, meets none, and takes a checksum; a batch's rows for the embedding."""
     rng = np.random.default_rng(4)
-    sums, own, parts = normal(rng, 1001), normal(rng, 1001), normal(rng, 3, 1001)
-    add_in_order(sums, own, parts, 1, 3, 1001)
-    checksum(SimpleNamespace(params_memory=sums))
+    PARTS[:], WORDS[:] = normal(rng, 3, 1001), 0
+    to, sources, words = (
+        np.array([x.__array_interface__["data"][0] for x in found], np.uint64) for found in ([SUMS], PARTS, [WORDS])
+    )
+    sum_buffers(to, sources, [(0, 1001)], 3)
+    barrier(words, 0, 1)
+    checksum(SimpleNamespace(params_memory=SUMS))
+    tokens, dout = rng.integers(0, 20, (2, 16), dtype=np.int32), normal(rng, 32, 33)
+    values, indices, dwte = np.zeros((32, 33), np.float32), np.zeros(32, np.int32), np.zeros((20, 33), np.float32)
+    encoder_backward_sparse(values, indices, None, dout, tokens, *sort_by_token(tokens), 2, 16, 33)
+    add_sparse(dwte, values, indices, 32, 33)
 
 
 WORKS = {name: training_step(*step) for name, step in STEPS.items()} | {

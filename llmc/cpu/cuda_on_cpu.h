@@ -12,6 +12,8 @@
 #pragma once
 #include "runtime.h"
 
+#include <atomic>
+
 #if defined __GNUC__ && !defined __clang__ && !defined __FAST_MATH__ && defined __OPTIMIZE__
 #define __FAST_MATH__ 1         // glibc then declares the vector variants of expf, tanhf ... (-fno-finite-math-only unsets it)
 #endif
@@ -143,6 +145,8 @@ template <class T> inline T atomicExch(T* p, llmc::Value<T> value) {
 template <class T> inline T atomicCAS(T* p, llmc::Value<T> expected, llmc::Value<T> value) {
     return llmc::atomic_update(p, [=](T old) { return old == expected ? value : old; });
 }
+
+inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // ---- waiting. File and line of the call come along as default arguments, for the message about a deadlock.
 

@@ -474,6 +474,7 @@ extern "C" void __tsan_write_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, si
     }
 LLMC_ATOMICS(32, uint32_t)
 LLMC_ATOMICS(64, uint64_t)
+extern "C" void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 extern "C" void __sanitizer_cov_trace_pc() {
     using namespace llmc::microscope;
