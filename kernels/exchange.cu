@@ -48,16 +48,18 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
             while (piece < last && v >= piece[3]) piece += 3;
             const long long i = piece[1] + 4 * (v - piece[0]);
             const int left = piece[2] - i < 4 ? (int)(piece[2] - i) : 4;
-            Four sum = {};
+            Four sum;
             for (int r = 0; r < num_from; r += AT_ONCE) {
-                Four x[AT_ONCE] = {};
+                Four x[AT_ONCE];
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     if (r + k < num_from) x[k] = memory.load(reinterpret_cast<const float*>(from[r + k]) + i, left);
                 }
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
-                    for (int j = 0; j < 4; j++) sum.x[j] += x[k].x[j];
+                    if (r + k >= num_from) break;
+                    // Of one buffer the sum is a copy: 0 + x would make a 0 of -0.
+                    for (int j = 0; j < 4; j++) sum.x[j] = r + k == 0 ? x[k].x[j] : sum.x[j] + x[k].x[j];
                     IN_ORDER(sum);
                 }
             }

@@ -296,7 +296,9 @@ class CudaDevice:
         name, offset = handle
         if name not in self.opened:  # one allocation can hold several arrays, and CUDA opens it once
             self.opened[name] = self.cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(name))
-        memory = self.cupy.cuda.UnownedMemory(self.opened[name], offset + like.nbytes, self)
+        # As if it were this device's: CuPy would make a context on the other one.
+        here = self.cupy.cuda.runtime.getDevice()
+        memory = self.cupy.cuda.UnownedMemory(self.opened[name], offset + like.nbytes, self, here)
         return self.cupy.ndarray(like.shape, like.dtype, self.cupy.cuda.MemoryPointer(memory, offset))
 
     def wait_for(self, stream, other) -> None:

@@ -36,7 +36,8 @@ def test_bench_says_in_one_line_what_does_not_run():
     ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
     ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "matrix products"),
     ("nvjet_tss_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix products"),
-    ("adamw_kernel", "other kernels"),
+    ("adamw_kernel", "other kernels"), ("sum_kernel", "exchange"), ("checksum_kernel", "other kernels"),
+    ("flash_attention_group_sum_kernel", "other kernels"), ("Memcpy PtoP", "exchange"),
 ])  # fmt: skip
 def test_kernels_are_told_apart_by_name(name, row):
     assert row_of(name) == row
