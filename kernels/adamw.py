@@ -73,14 +73,16 @@ def adamw_update(
     )  # fmt: skip
     missing = without(missing, [(0, n)] if grad_clip else model.added_to)
     reduce_ranges(model, missing)
-    if model.sharded:
-        device.join_communication()
+    if model.sharded and not missing:
         for part in range(PARTS):
             update([share_of(model.shard, part, PARTS)])
             gather(model, "params", part, PARTS)
-        collectives.all_reduce([model.norm[3:]])
     else:
         update(without([(0, n)], missing))
         device.join_communication()
         update(missing)
+        if model.sharded:
+            gather(model, "params")
+    if model.sharded:
+        collectives.all_reduce([model.norm[3:]])
     device.join_communication()

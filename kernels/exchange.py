@@ -1,12 +1,12 @@
 """How each rank's gradients become the sum over all ranks, and parameters that one rank updates become everyone's.
 
-A step's gradients are exchanged in its last batch. Without -z each layer's are summed on all ranks as soon as they are
-complete, beside the rest of backward (`reduce_gradients`), and AdamW is the same everywhere. With -z a rank only gets
-the sums, and only updates the parameters, of its own shard of the flat buffers. In a bitwise run every batch is summed
-by itself, in the order that one GPU would follow (`add_batch`).
+A step's gradients are exchanged in its last batch. Each layer's are summed as soon as they are complete, beside the
+rest of backward (`reduce_gradients`). Without -z every rank gets all sums and makes the same update. With -z a rank
+gets the sums of its own shard of the flat buffers, updates that shard's parameters, and hands them round. In a bitwise
+run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
-Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that, which disturb what is computed
-beside them less than NCCL's kernels; else it is left to llmc/collectives.py.
+Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that. They take less from what is
+computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it.
 """
 
 import math
@@ -95,7 +95,8 @@ def share_length(one: Range, N: int) -> int:
 
 def late(model: Model) -> list[Range]:
     """Where gradients are complete only when backward is done, or are so short that they go together then: layer 0,
-    vectors, and the embedding. Of the latter ranks that have one memory exchange rows (`embedding_backward`)."""
+    what backward adds to (model.added_to: vectors, wpe), and the token embedding. Of the latter, ranks that have one
+    memory exchange rows (`embedding_backward`)."""
     found = without(ranges_of(model, 0, "wte"), model.added_to) + model.added_to
     return without(found, ranges_of(model, "wte")) if model.of_ranks else found
 
@@ -117,7 +118,7 @@ def copy_and_sum(model: Model, ranges: list[Range]) -> None:
     its multiprocessors to the matmuls beside.
 
     Each rank is sent its share of the others' gradients, adds them up, and sends the sums to all; with -z only to those
-    whose shard they are in. received has rooms for so many buckets of gradients at a time."""
+    whose shard they are in. received has one room for each rank; a room holds one share of one bucket."""
     grads, received, N, rank = model.of_ranks.grads, model.of_ranks.received, ranks.size(), ranks.rank()
     others, room = [(rank + i) % N for i in range(1, N)], received.arrays[rank].size // N
     own_grads, own_room = device.address(grads.arrays[rank]), device.address(received.arrays[rank])
@@ -153,7 +154,7 @@ def copy_and_sum(model: Model, ranges: list[Range]) -> None:
 
 
 def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
-    """Ranges cut into lists of which one of N ranks' shares have room for so many floats, a multiple of 4."""
+    """Cuts ranges into buckets; of each, a rank's share is at most `room` floats, a multiple of 4."""
     bucket, left = [], room
     for start, end in ranges:
         while start < end:

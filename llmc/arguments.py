@@ -135,7 +135,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         "batches",
         ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
         ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
-        ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (B*T)"),
+        ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
         ("--seed", natural, None, "N", "seed: initial weights, sampling, dropout, and shuffles the data"),
     )

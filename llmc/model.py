@@ -35,9 +35,9 @@ class Model:
 
     Several ranks (llmc/ranks.py) have each a model. shards are the ranges of the flat buffers that belong to each rank,
     of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
-    alone, and a bitwise one has also sums, of its shard. received is room for what other ranks send. Ranks that have
-    one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is new in the embedding's
-    gradient: wte_values (B T, C) and wte_indices (B T,). All that is kernels/exchange.py's.
+    alone; of a bitwise one also sums, those of its own shard over a step's batches. received is room for what other
+    ranks send. Ranks that have one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is
+    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). All that is kernels/exchange.py's.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
