@@ -1,9 +1,9 @@
 """Times a training step on one GPU and on several: what `dev/bench.py --gpus N` prints.
 
 A row is a workload; its columns are milliseconds a step on 1, 2, 4, ... GPUs, each with a batch of (B, T), memory on a
-GPU, and how much of N times one GPU's speed N have (efficiency): one GPU's time over theirs. Last comes how long the
-sum of all gradients over the ranks takes by itself. Every number of GPUs is a program of its own, this file, one after
-the other on the same machine.
+GPU, and how much of N times one GPU's speed N have (efficiency): one GPU's time over theirs. Last comes how long NCCL,
+or on the CPU gloo, takes to sum all gradients with nothing beside. Every number of GPUs is a program of its own, this
+file, one after another on the same machine.
 """
 
 import sys
