@@ -37,7 +37,7 @@ extern "C" __global__ void barrier_kernel(const unsigned long long* words_of, in
 extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
                                       int num_from, const long long* pieces, int num_pieces, int share, int shares,
                                       int aligned) {
-    constexpr int AT_ONCE = 4;  // loads that a thread has under way: one from another GPU takes some 2 us
+    constexpr int AT_ONCE = 4;  // loads that a thread has under way, since another GPU answers later than memory
     const long long* last = pieces + 3 * (num_pieces - 1);
     const long long vectors = last[0] + (last[2] - last[1] + 3) / 4;
     const long long begin = vectors * share / shares, end = vectors * (share + 1) / shares;

@@ -28,8 +28,9 @@ Range = tuple[int, int]  # of a flat buffer: start, end
 
 
 def sum_buffers(to, sources, ranges: list[Range], blocks: int, share: int = 0, shares: int = 1) -> None:
-    """Sets ranges of some flat buffers to the sum of others, which are added one after another. to, sources: their
-    addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work."""
+    """Sets ranges of some flat buffers, fp32, to the sum of others, which are added one after another. to, sources:
+    their addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work, with
+    so many thread blocks."""
     lengths = [ceil_div(end - start, 4) for start, end in ranges]
     pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one))
     aligned = all(number % 4 == 0 for one in ranges for number in one)

@@ -189,13 +189,22 @@ class Mapped:
 
 def map_memory(**arrays) -> SimpleNamespace:
     """These arrays of all ranks, which have one memory, each a Mapped under its name. None stands for an array that no
-    rank has. All ranks must call it alike."""
+    rank has. All ranks must call it alike. Raises UserError where CUDA does not let another rank have one of them."""
     arrays = {name: array for name, array in arrays.items() if array is not None}
     device.synchronize()  # who is given an array may rely on what has been put into it
-    handles = ranks.all_gather([device.memory_handle(array) for array in arrays.values()])
     mapped = {}
-    for i, (name, own) in enumerate(arrays.items()):
-        found = [own if r == ranks.rank() else device.open_memory(handles[r][i], own) for r in range(ranks.size())]
+    try:
+        handles = ranks.all_gather([device.memory_handle(array) for array in arrays.values()])
+        for i, (name, own) in enumerate(arrays.items()):
+            mapped[name] = [
+                own if r == ranks.rank() else device.open_memory(handles[r][i], own) for r in range(ranks.size())
+            ]
+    except Exception as error:  # of CuPy, or of the driver
+        raise UserError(
+            f"GPUs cannot share their memory ({first_line(error)}): set NCCL_P2P_DISABLE=1 for all ranks, and NCCL "
+            "finds another way"
+        ) from None
+    for name, found in mapped.items():
         mapped[name] = Mapped(found, device.asarray(np.array([device.address(x) for x in found], np.uint64)))
     return SimpleNamespace(**mapped)
 

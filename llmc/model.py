@@ -17,7 +17,7 @@ from llmc.errors import UserError
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges
 
 STAGED = 1 << 24  # floats of a weight that are made on the host at a time
-BUCKET = 1 << 23  # floats of gradients that ranks which have one memory sum at a time
+BUCKET = 1 << 23  # floats of gradients, at most, that ranks of one memory sum at a time; GPT-2 124M's layers fit
 RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
 
 

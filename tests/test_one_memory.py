@@ -15,6 +15,7 @@ from kernels import exchange
 from kernels.adamw import adamw_update
 from llmc import collectives, device, model, ranks
 from llmc.dataloader import sort_by_token
+from llmc.errors import UserError
 from models import LLAMA_ODD, ODD, PYTHIA_ODD, kind_of
 
 T = 8
@@ -136,3 +137,48 @@ def test_a_nan_on_one_rank_keeps_all_from_updating(config, batch, monkeypatch, r
     start = train(config, 2, batches[:0], 0.0)
     found = Threads(2, monkeypatch).run(lambda rank: train(config, 2, batches, 0.0, spoilt=batch, sharded=True))
     assert all(np.array_equal(params, start) for params in found)
+
+
+class Driver:
+    """What reach_one_another asks of a GPU, on the CPU device."""
+
+    def __init__(self, monkeypatch, shares=True, opens=True, others=(True,), hosts=("here", "here")):
+        self.answers = {"memory_handle": shares, "open_memory": opens}
+        self.asked, self.others = [], others
+        for name in self.answers:
+            monkeypatch.setattr(device, name, lambda *arguments, name=name: self.answer(name))
+        monkeypatch.setattr(ranks, "hosts", lambda: list(hosts))
+        monkeypatch.setattr(ranks, "size", lambda: 2)
+        monkeypatch.setattr(ranks, "all_gather", lambda value: [value, *(other and value for other in self.others)])
+
+    def answer(self, name: str):
+        self.asked.append(name)
+        if not self.answers[name]:
+            raise RuntimeError("cudaErrorNotSupported: not here")
+        return name, 0
+
+
+@pytest.mark.parametrize("why, env, reached, asked", [
+    ({}, {}, True, ["memory_handle", "open_memory"]),
+    ({}, {"NCCL_P2P_DISABLE": "0"}, True, ["memory_handle", "open_memory"]),
+    ({}, {"NCCL_P2P_DISABLE": "1"}, False, []),
+    ({"hosts": ("here", "there")}, {}, False, []),
+    ({"shares": False}, {}, False, ["memory_handle"]),
+    ({"opens": False}, {}, False, ["memory_handle", "open_memory"]),
+    ({"others": (False,)}, {}, False, []),
+])  # fmt: skip
+def test_ranks_have_one_memory_where_all_of_them_can_share_it(why, env, reached, asked, monkeypatch):
+    device.use("cpu")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    driver = Driver(monkeypatch, **why)
+    assert (collectives.reach_one_another(), driver.asked) == (reached, asked)
+
+
+@pytest.mark.parametrize("fails", ["shares", "opens"])
+def test_memory_that_cannot_be_shared_after_all_is_one_line(fails, monkeypatch):
+    device.use("cpu")
+    Driver(monkeypatch, **{fails: False})
+    with pytest.raises(UserError, match=r"^GPUs cannot share their memory \(.*not here\): set NCCL_P2P_DISABLE=1 .*$"):
+        collectives.map_memory(params=device.zeros((4,)), absent=None)
