@@ -203,7 +203,7 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
     with device.beside():
         layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
         matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
-    reduce_gradients(model, last, "wte")
+        reduce_gradients(model, last, "wte")
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
@@ -222,6 +222,7 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
         with device.beside():
             layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
             matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
+            reduce_gradients(model, last, l)
         layernorm_backward(
             dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
             dproj, drop.layer[l].attproj,
@@ -247,7 +248,6 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
             dproj, dropped,
         )  # fmt: skip
         device.join()
-        reduce_gradients(model, last, l)
 
     embedding_backward(model, dproj, B, T, C, last)
 

@@ -282,13 +282,13 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
     with device.beside():
         rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
         matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
+        reduce_gradients(model, last, "lm_head")
+        reduce_gradients(model, last and (config.tied or accumulate), "wte")  # else it is still 0
     device.fill_zero(dresidual)
     rmsnorm_backward(
         dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
         dproj, drop.layer[L - 1].fcproj,
     )  # fmt: skip
-    reduce_gradients(model, last, "lm_head")
-    reduce_gradients(model, last and (config.tied or accumulate), "wte")  # else it is still 0
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -302,6 +302,7 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         with device.beside():
             rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
             matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
+            reduce_gradients(model, last, l)
         rmsnorm_backward(
             dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C, dproj, drop.layer[l].attproj
         )
@@ -320,7 +321,6 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         rmsnorm_backward(
             dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C, dproj, dropped
         )
-        reduce_gradients(model, last, l)
 
     device.join()
     embedding_backward(model, dresidual, B, T, C, last)

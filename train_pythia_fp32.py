@@ -254,11 +254,11 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
     with device.beside():
         norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
         matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
+        reduce_gradients(model, last, "lm_head")
+        reduce_gradients(model, last and accumulate, "wte")  # else it is still 0
     device.fill_zero(dresidual)
     device.join()
     parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
-    reduce_gradients(model, last, "lm_head")
-    reduce_gradients(model, last and accumulate, "wte")  # else it is still 0
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -276,6 +276,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         with device.beside():
             norm_transposed(acts.ln_T, *before_mlp, B, T, C)
             matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
+            reduce_gradients(model, last, l)
         if not parallel:
             device.join()
             parallel_residual_backward(
@@ -298,7 +299,6 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
         douts = [dln2] if tied else [dln1, dln2]
         parallel_residual_backward(dresidual, branches, dnorms, partials, douts, residual, norms, mean, rstd, B, T, C)
         device.join()
-        reduce_gradients(model, last, l)
 
     embedding_backward(model, dproj, B, T, C, last)
 

@@ -78,7 +78,7 @@ def distinct(count) -> int:
 
 def length_of(pieces) -> int:
     """How many floats the pieces of sum_kernel have."""
-    pieces = device.to_host(pieces).reshape(-1, 3)
+    pieces = device.to_host(pieces).reshape(-1, 4)
     return int((pieces[:, 2] - pieces[:, 1]).sum())
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kernels.exchange import Range, gather, gather_sums, late, overlaps, reduce_ranges, share_of, without
+from kernels.exchange import Range, embedding, gather, gather_sums, late, overlaps, share_of, sum_late, without
 from kernels.reduce import global_norm
 from llmc import collectives, device, ranks
 from llmc.device import ceil_div
@@ -42,15 +42,18 @@ def adamw_update(
     embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
 
-    Of several ranks each updates what model.shard says, and then has all parameters. Ranks that have no one memory
-    still lack sums of gradients (`late`): those that the norm needs come first, others while parameters are updated.
+    Of several ranks each updates what model.shard says, and then has all parameters. They still lack sums of gradients
+    (`late`): those that the norm needs come first, others while parameters are updated.
     """
     n, (own, _) = model.grads_memory.size, model.shard
     checked = [(0, n)] if grad_clip else model.added_to
     decayed_ranges = model.decay_ranges if weight_decay else [(0, n, False)]
-    missing = late(model) if ranks.size() > 1 and not model.bitwise and not model.of_ranks else []
+    missing = late(model) if ranks.size() > 1 and not model.bitwise else []
+    # With -z ranks of one memory go through their shards alike, and that of the embedding would be the last.
+    first = missing if model.sharded and model.of_ranks else overlaps(missing, checked)
+    missing = without(missing, first)
     # With -z a rank has the sums of its own shard alone, but that ranks of one memory all have those of vectors.
-    whole = overlaps(late(model), model.added_to) if model.of_ranks else []
+    whole = without(model.added_to, embedding(model)) if model.of_ranks else []
     partial_sums = model.sharded and not model.bitwise and without(checked, whole) != []
 
     def update(ranges: list[Range]) -> None:
@@ -63,7 +66,7 @@ def adamw_update(
 
     if model.bitwise:
         gather_sums(model)
-    reduce_ranges(model, overlaps(missing, checked))
+    sum_late(model, first)
     device.join_communication()
     if partial_sums:
         checked = overlaps(checked, [model.shard])
@@ -71,8 +74,7 @@ def adamw_update(
         model.norm, model.grads_acts.partials, [model.grads_memory[start:end] for start, end in checked], grad_clip,
         model.skip_nonfinite, partial_sums,
     )  # fmt: skip
-    missing = without(missing, [(0, n)] if grad_clip else model.added_to)
-    reduce_ranges(model, missing)
+    sum_late(model, missing)
     if model.sharded and not missing:
         for part in range(PARTS):
             update([share_of(model.shard, part, PARTS)])

@@ -90,17 +90,32 @@ extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indice
     sum_positions(values + (size_t)blockIdx.x * C, false, dout, position, positions, C);
 }
 
-// dwte[indices[x]] += values[x], for block x; no two indices are the same but -1. values may be another GPU's.
-extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, const int* indices, int C) {
-    const int token = indices[blockIdx.x];
-    if (token < 0) return;
-    float* row = dwte + (size_t)token * C;
+// dwte[indices[x]] += values[x] for x < N, but where the index is -1; no two others are the same. One warp a row. values
+// and indices may be another GPU's, which answers later than memory: a thread has several loads under way.
+extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, const int* indices, int N, int C) {
+    constexpr int AT_ONCE = 6, STRIDE = 4 * WARP_SIZE;
     by_alignment(C % 4 == 0, [&](auto memory) {
-        for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
-            Four sum = memory.load(row + i, C - i);
-            const Four x = memory.load(values + (size_t)blockIdx.x * C + i, C - i);
-            for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
-            memory.store(row + i, sum, C - i);
+        for (int x = blockIdx.x * blockDim.y + threadIdx.y; x < N; x += gridDim.x * blockDim.y) {
+            if (indices[x] < 0) continue;
+            const float* value = values + (size_t)x * C;
+            float* row = dwte + (size_t)indices[x] * C;
+            for (int i0 = 4 * threadIdx.x; i0 < C; i0 += AT_ONCE * STRIDE) {
+                Four sum[AT_ONCE], added[AT_ONCE];
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    const int i = i0 + k * STRIDE;
+                    if (i >= C) break;
+                    added[k] = memory.load(value + i, C - i);
+                    sum[k] = memory.load(row + i, C - i);
+                }
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) {
+                    const int i = i0 + k * STRIDE;
+                    if (i >= C) break;
+                    for (int j = 0; j < 4; j++) sum[k].x[j] += added[k].x[j];
+                    memory.store(row + i, sum[k], C - i);
+                }
+            }
         }
     });
 }

@@ -42,7 +42,8 @@ def encoder_backward_sparse(values, indices, dwpe, dout, inp, order, count, B: i
 
 def add_sparse(dwte, values, indices, N: int, C: int) -> None:
     """dwte (Vp,C) += what encoder_backward_sparse left in values (N,C) and indices (N), also on another GPU."""
-    cu.add_sparse_kernel((N,), (cu.block(min(256, ceil_div(C, 4))),), (dwte, values, indices, C))
+    rows = 16  # of a block; few blocks keep the links between GPUs busy, and leave room for what is computed beside
+    cu.add_sparse_kernel((min(64, ceil_div(N, rows)),), (cu.warp_size, rows), (dwte, values, indices, N, C))
 
 
 def block_of_tokens(C: int) -> tuple[int, int]:

@@ -31,29 +31,32 @@ extern "C" __global__ void barrier_kernel(const unsigned long long* words_of, in
 }
 
 // to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i in
-// some pieces of them. A piece is three numbers: how many vectors of four floats the pieces before it have, its first
-// float, and the float behind its last. Of all vectors the call does the `share`-th of `shares` equal parts. aligned:
-// whether each piece begins and ends at 16 bytes. A buffer may be in both lists.
+// some pieces of them. A piece is four numbers: how many vectors of four floats the pieces before it have, its first
+// float, the float behind its last, and how much further on it lies in all buffers of `from` but the `own`-th. Of all
+// vectors the call does the `share`-th of `shares` equal parts. aligned: whether each piece begins and ends at 16 bytes.
+// A buffer may be in both lists.
 extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
-                                      int num_from, const long long* pieces, int num_pieces, int share, int shares,
-                                      int aligned) {
+                                      int num_from, int own, const long long* pieces, int num_pieces, int share,
+                                      int shares, int aligned) {
     constexpr int AT_ONCE = 4;  // loads that a thread has under way, since another GPU answers later than memory
-    const long long* last = pieces + 3 * (num_pieces - 1);
+    const long long* last = pieces + 4 * (num_pieces - 1);
     const long long vectors = last[0] + (last[2] - last[1] + 3) / 4;
     const long long begin = vectors * share / shares, end = vectors * (share + 1) / shares;
     by_alignment(aligned, [&](auto memory) {
         const long long* piece = pieces;
         const long long step = (long long)gridDim.x * blockDim.x;
         for (long long v = begin + (long long)blockIdx.x * blockDim.x + threadIdx.x; v < end; v += step) {
-            while (piece < last && v >= piece[3]) piece += 3;
-            const long long i = piece[1] + 4 * (v - piece[0]);
+            while (piece < last && v >= piece[4]) piece += 4;
+            const long long i = piece[1] + 4 * (v - piece[0]), there = i + piece[3];
             const int left = piece[2] - i < 4 ? (int)(piece[2] - i) : 4;
             Four sum;
             for (int r = 0; r < num_from; r += AT_ONCE) {
                 Four x[AT_ONCE];
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
-                    if (r + k < num_from) x[k] = memory.load(reinterpret_cast<const float*>(from[r + k]) + i, left);
+                    if (r + k >= num_from) break;
+                    const float* buffer = reinterpret_cast<const float*>(from[r + k]);
+                    x[k] = memory.load(buffer + (r + k == own ? i : there), left);
                 }
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {

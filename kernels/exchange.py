@@ -10,7 +10,7 @@ computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from llmc import collectives, device, ranks  # first: device sets what NumPy must find in the environment
 
@@ -24,18 +24,23 @@ from llmc.tensors import layout
 cu = device.source(__file__)
 
 BLOCKS = 64  # of a kernel that loads from other GPUs, or stores there; on four H200s 32 take as long, 132 longer
+ATTENTION = "qkvw", "attprojw"  # whose gradients are complete at the end of a layer's backward, its MLP's before
 Range = tuple[int, int]  # of a flat buffer: start, end
 
 
-def sum_buffers(to, sources, ranges: list[Range], blocks: int, share: int = 0, shares: int = 1) -> None:
+def sum_buffers(
+    to, sources, ranges: list[Range], blocks: int, share: int = 0, shares: int = 1,
+    own: int = 0, places: list[int] | None = None,
+) -> None:  # fmt: skip
     """Sets ranges of some flat buffers, fp32, to the sum of others, which are added one after another. to, sources:
     their addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work, with
-    so many thread blocks."""
+    so many thread blocks. places: where each range begins in all of sources but the own-th, if not at its start."""
     lengths = [ceil_div(end - start, 4) for start, end in ranges]
-    pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one))
+    shifts = [place - start for place, (start, _) in zip(places or [start for start, _ in ranges], ranges, strict=True)]
+    pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one, shifts[i]))
     aligned = all(number % 4 == 0 for one in ranges for number in one)
     work = device.constant(pieces, np.int64), len(ranges), share, shares, int(aligned)
-    cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, *work))
+    cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
 
 
 def barrier(words, rank: int, N: int) -> None:
@@ -52,19 +57,16 @@ def checksum(model: Model) -> str:
     return f"{int(device.to_host(total)[0]):016x}"
 
 
-def ranges_of(model: Model, *parts: int | str) -> list[Range]:
-    """Where in the flat buffers parameters lie: all of a layer, by its number, or one outside of layers, by its name.
-    Names that the model does not have are left out."""
+def ranges_of(model: Model, wanted: Callable[[str, int | None], bool]) -> list[Range]:
+    """Where in the flat buffers those parameters lie for which wanted(name, layer) holds; outside of layers the layer
+    is None."""
     starts, _ = layout(model.config.parameters(), model.config.sizes(), align=1)
     found = []
-    for part in parts:
-        for name, symbols in model.config.parameters():
-            start, shape = starts[name]
-            if name == part:
-                found.append((start, start + math.prod(shape)))
-            elif symbols[0] == "L" and isinstance(part, int):
-                length = math.prod(shape[1:])
-                found.append((start + part * length, start + (part + 1) * length))
+    for name, symbols in model.config.parameters():
+        start, shape = starts[name]
+        layers = range(shape[0]) if symbols[0] == "L" else [None]
+        length = math.prod(shape) // len(layers)
+        found += [(start + i * length, start + (i + 1) * length) for i, l in enumerate(layers) if wanted(name, l)]
     return found
 
 
@@ -94,24 +96,35 @@ def share_length(one: Range, N: int) -> int:
     return 4 * ceil_div(one[1] - one[0], 4 * N)
 
 
+def embedding(model: Model) -> list[Range]:
+    """Where the token embedding lies."""
+    return ranges_of(model, lambda name, _: name == "wte")
+
+
 def late(model: Model) -> list[Range]:
-    """Where gradients are complete only when backward is done, or are so short that they go together then: layer 0,
-    what backward adds to (model.added_to: vectors, wpe), and the token embedding. Of the latter, ranks that have one
-    memory exchange rows (`embedding_backward`)."""
-    found = without(ranges_of(model, 0, "wte"), model.added_to) + model.added_to
-    return without(found, ranges_of(model, "wte")) if model.of_ranks else found
+    """Where sums are lacking when backward is done (`sum_late`): in the attention of layer 0, in what backward adds to
+    (model.added_to: vectors, wpe), which is short and goes together then, and in the token embedding; of the latter,
+    ranks that have one memory lack only rows."""
+    matrices = ranges_of(model, lambda name, l: name == "wte" or l == 0 and name in ATTENTION)
+    return without(matrices, model.added_to) + model.added_to
 
 
 def reduce_gradients(model: Model, last: bool, part: int | str) -> None:
-    """Where this is the step's last batch, starts summing gradients over all ranks, beside what follows: those of a
-    layer, by its number, or of a tensor outside of layers, by its name. They must be complete, but that the embedding's
-    may still lack the rows of this batch. Those of `late` wait for the end of backward."""
+    """Where this is the step's last batch, starts summing gradients over all ranks, beside what follows. part is a
+    matrix outside of layers, by its name; the embedding's may still lack the rows of this batch. Or it is a layer, by
+    its number, once backward is through its MLP: the MLP's gradients are summed then, and those of the attention in the
+    layer behind it. What is `late` waits for the end of backward."""
+    def complete(name: str, l: int | None) -> bool:
+        if l is None or isinstance(part, str):
+            return name == part
+        return l == part + (name in ATTENTION)
+
     if last and not model.bitwise:
-        ranges = without(ranges_of(model, part), late(model))
+        ranges = ranges_of(model, complete)
         if model.of_ranks:
-            copy_and_sum(model, ranges)
+            copy_and_sum(model, without(ranges, without(late(model), embedding(model))))
         else:
-            reduce_ranges(model, ranges)
+            reduce_ranges(model, without(ranges, late(model)))
 
 
 def copy_and_sum(model: Model, ranges: list[Range]) -> None:
@@ -122,36 +135,37 @@ def copy_and_sum(model: Model, ranges: list[Range]) -> None:
     whose shard they are in. received has one room for each rank; a room holds one share of one bucket."""
     grads, received, N, rank = model.of_ranks.grads, model.of_ranks.received, ranks.size(), ranks.rank()
     others, room = [(rank + i) % N for i in range(1, N)], received.arrays[rank].size // N
-    own_grads, own_room = device.address(grads.arrays[rank]), device.address(received.arrays[rank])
+    rooms = [device.address(received.arrays[rank]) + 4 * r * room for r in range(N)]
+    rooms[rank] = device.address(grads.arrays[rank])
+    sources = device.constant(tuple(rooms), np.uint64)
 
-    def shares(bucket: list[Range], r: int) -> Iterator[tuple[int, int, int]]:
-        """Of each range rank r's share, start and end, and its place in a room."""
+    def shares(bucket: list[Range], r: int) -> Iterator[tuple[Range, int]]:
+        """Of each range rank r's share, and its place in a room."""
         place = 0
         for one in bucket:
-            start, end = share_of(one, r, N)
-            if start < end:
-                yield start, end, place
+            share = share_of(one, r, N)
+            if share[0] < share[1]:
+                yield share, place
             place += share_length(one, N)
 
-    def exchange(bucket: list[Range]) -> None:
-        for other in others:
-            for start, end, place in shares(bucket, other):
-                there = received.arrays[other][rank * room + place :]
-                device.copy(there[: end - start], grads.arrays[rank][start:end])
-        meet(model)
-        own = list(shares(bucket, rank))
-        for start, end, place in own:
-            sources = [own_grads if r == rank else own_room + 4 * (r * room + place - start) for r in range(N)]
-            sources = device.constant(tuple(sources), np.uint64)
-            sum_buffers(grads.addresses[rank : rank + 1], sources, [(start, end)], device.multiprocessors())
-        sums = [(start, end) for start, end, _ in own]
-        for other in others:
-            for start, end in overlaps(sums, [model.shards[other]]) if model.sharded else sums:
-                device.copy(grads.arrays[other][start:end], grads.arrays[rank][start:end])
-        meet(model)
+    def work(_) -> None:
+        for bucket in buckets(ranges, room, N):
+            for other in others:
+                for (start, end), place in shares(bucket, other):
+                    there = received.arrays[other][rank * room + place :]
+                    device.copy(there[: end - start], grads.arrays[rank][start:end])
+            meet(model)
+            sums, places = [list(each) for each in zip(*shares(bucket, rank), strict=True)] or ([], [])
+            if sums:
+                to = grads.addresses[rank : rank + 1]
+                sum_buffers(to, sources, sums, device.multiprocessors(), own=rank, places=places)
+            for other in others:
+                for start, end in overlaps(sums, [model.shards[other]]) if model.sharded else sums:
+                    device.copy(grads.arrays[other][start:end], grads.arrays[rank][start:end])
+            meet(model)
 
-    for bucket in buckets(ranges, room, N):
-        device.communicate(lambda _, bucket=bucket: exchange(bucket))
+    if ranges:
+        device.communicate(work, last=True)
 
 
 def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
@@ -188,35 +202,47 @@ def reduce_ranges(model: Model, ranges: list[Range]) -> None:
 def embedding_backward(model: Model, dout, B: int, T: int, C: int, last: bool) -> None:
     """encoder_backward for model.batch: adds to the gradients of wte and, if there is one, wpe.
 
-    In the last batch of a step, ranks that have one memory complete all gradients here. wte's, a third of all in GPT-2
-    124M, they have summed already but for the rows of this batch (`reduce_gradients`): each adds those of all ranks,
-    which it loads from their GPUs, in the order of the ranks; and beside it, what is `late` is summed."""
-    grads, of_ranks, N, rank = model.grads, model.of_ranks, ranks.size(), ranks.rank()
+    In the last batch of a step, ranks that have one memory add nothing to wte's yet, a third of all in GPT-2 124M. They
+    have summed it but for the rows of this batch (`reduce_gradients`), which they leave for `sum_late`."""
+    grads, of_ranks, rank = model.grads, model.of_ranks, ranks.rank()
     wpe, batch = getattr(grads, "wpe", None), (model.inputs, model.order, model.count, B, T, C)
-    if not (last and of_ranks) or model.bitwise:
+    if last and of_ranks and not model.bitwise:
+        values, indices = of_ranks.wte_values.arrays[rank], of_ranks.wte_indices.arrays[rank]
+        encoder_backward_sparse(values, indices, wpe, dout, *batch)
+    else:
         encoder_backward(grads.wte, wpe, dout, *batch)
+
+
+def sum_late(model: Model, ranges: list[Range]) -> None:
+    """Starts summing gradients of `late` over all ranks, once all have come to this point.
+
+    Ranks that have one memory each add up their share of the numbers, which they load from all GPUs, and store the sums
+    there; with -z those of matrices only where their shard is. Of the embedding each adds the rows of all ranks, which
+    it loads from their GPUs, in the order of the ranks."""
+    if not model.of_ranks:
+        reduce_ranges(model, ranges)
         return
-    values, indices = of_ranks.wte_values.arrays, of_ranks.wte_indices.arrays
-    encoder_backward_sparse(values[rank], indices[rank], wpe, dout, *batch)
-    device.communicate(lambda _: meet(model))
-    device.join_communication()
-    device.communicate(lambda _: sum_late(model))
-    for r in range(N):
-        add_sparse(grads.wte, values[r], indices[r], B * T, C)
-    device.communicate(lambda _: meet(model))  # from here on a rank may change what the others have read
+    of_ranks, N, rank = model.of_ranks, ranks.size(), ranks.rank()
+    addresses, others = of_ranks.grads.addresses, without(ranges, embedding(model))
+    vectors = overlaps(others, model.added_to)
+    matrices = without(others, vectors)
 
+    def work(_) -> None:
+        meet(model)
+        whole = vectors if model.sharded else others
+        if whole:
+            sum_buffers(addresses, addresses, whole, BLOCKS, rank, N)
+        for r, shard in enumerate(model.shards) if model.sharded else []:
+            owned = overlaps(matrices, [shard])
+            if owned:
+                sum_buffers(addresses[r : r + 1], addresses, owned, BLOCKS, rank, N)
+        if overlaps(ranges, embedding(model)):
+            for values, indices in zip(of_ranks.wte_values.arrays, of_ranks.wte_indices.arrays, strict=True):
+                add_sparse(model.grads.wte, values, indices, model.B * model.T, model.config.channels)
+        meet(model)  # from here on a rank may change what the others have read
 
-def sum_late(model: Model) -> None:
-    """Sums the gradients of `late` over ranks that have one memory and have met. Each adds up its share of the numbers,
-    which it loads from all GPUs, and stores the sums there; with -z those of matrices only where their shard is."""
-    addresses, vectors = model.of_ranks.grads.addresses, overlaps(late(model), model.added_to)
-    matrices = without(late(model), vectors)
-    whole = vectors if model.sharded else vectors + matrices
-    sum_buffers(addresses, addresses, whole, BLOCKS, ranks.rank(), ranks.size())
-    for r, shard in enumerate(model.shards) if model.sharded else []:
-        owned = overlaps(matrices, [shard])
-        if owned:
-            sum_buffers(addresses[r : r + 1], addresses, owned, BLOCKS, ranks.rank(), ranks.size())
+    if ranges:
+        device.communicate(work)
 
 
 def add_batch(model: Model) -> None:

@@ -147,8 +147,6 @@ def start() -> None:
         check_devices()
         _collectives = Nccl() if device.kind() == "cuda" else Gloo()
         _one_memory = device.kind() == "cuda" and reach_one_another()
-        if _one_memory:  # kernels of a few microseconds then, for which matmuls need not wait
-            device.communicate_last()
 
 
 def reach_one_another() -> bool:

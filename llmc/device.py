@@ -128,16 +128,18 @@ class CudaDevice:
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
         self.modules, self.constants, self.opened = {}, {}, {}
         # Streams of our own: the default one can not be captured into a graph. The second is for what is done `beside`
-        # the first, which has priority, because more waits for it; the third for what other ranks wait for.
+        # the first, which has priority, because more waits for it; the third for what other ranks wait for, the fourth
+        # for what they can wait longer for.
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.stream.use()
         self.second_stream = cupy.cuda.Stream(non_blocking=True)
         self.third_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
+        self.fourth_stream = cupy.cuda.Stream(non_blocking=True)
         self.blas_handle, self.second_blas_handle = get_cublas_handle(), second_cublas_handle(cublas)
         self.blas = cublas
         self.captured_blas = CapturedBlas(runtime.runtimeGetVersion() // 1000)
         self.workspaces = cupy.empty((2, CUBLAS_WORKSPACE), np.uint8)
-        self.capturing, self.recording, self.communicating = False, True, False
+        self.capturing, self.recording, self.communicating = False, True, None
         self.use_tf32(True)
 
     def use_tf32(self, on: bool) -> bool:
@@ -266,21 +268,21 @@ class CudaDevice:
         if self.capturing:
             self.wait_for(self.stream, self.second_stream)
 
-    def communicate(self, work: Callable[[int], None]) -> None:
-        self.wait_for(self.third_stream, self.stream)
-        if self.capturing:
-            self.wait_for(self.third_stream, self.second_stream)
-        with self.on(self.third_stream):
-            work(self.third_stream.ptr)
-        self.communicating = True
-
-    def communicate_last(self) -> None:
-        self.third_stream = self.cupy.cuda.Stream(non_blocking=True)
+    def communicate(self, work: Callable[[int], None], last: bool) -> None:
+        stream = self.fourth_stream if last else self.third_stream
+        self.wait_for(stream, self.stream)
+        if self.capturing and self.stream is not self.second_stream:
+            self.wait_for(stream, self.second_stream)
+        if self.communicating not in (None, stream):
+            self.wait_for(stream, self.communicating)
+        with self.on(stream):
+            work(stream.ptr)
+        self.communicating = stream
 
     def join_communication(self) -> None:
         if self.communicating:
-            self.wait_for(self.stream, self.third_stream)
-            self.communicating = False
+            self.wait_for(self.stream, self.communicating)
+            self.communicating = None
 
     def address(self, array) -> int:
         return array.data.ptr
@@ -497,7 +499,7 @@ class CpuDevice:
     def address(self, array) -> int:
         return array.__array_interface__["data"][0]
 
-    def communicate(self, work: Callable[[int], None]) -> None:
+    def communicate(self, work: Callable[[int], None], last: bool) -> None:
         work(0)
 
     def join_communication(self) -> None:
@@ -805,16 +807,12 @@ def join() -> None:
     _device.join()
 
 
-def communicate(work: Callable[[int], None]) -> None:
+def communicate(work: Callable[[int], None], last: bool = False) -> None:
     """Do `work`, given a CUDA stream, which is for what several GPUs do together: it waits for all that the device has
     been given, and is done beside what follows, until `join_communication`. What `work` launches and copies is given to
-    that stream. The CPU does it at once."""
-    _device.communicate(work)
-
-
-def communicate_last() -> None:
-    """From now on, kernels that `communicate` is given run where others leave room. Until then they come first."""
-    _device.communicate_last()
+    that stream. Its kernels come before all others or, with `last`, where the others leave room. The CPU does it at
+    once."""
+    _device.communicate(work, last)
 
 
 def join_communication() -> None:

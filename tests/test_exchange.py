@@ -55,6 +55,27 @@ def test_sum_buffers_adds_one_buffer_after_another(dev, N, shares, scale, ranges
     assert all(dev.to_host(x).tobytes() == values.tobytes() for x, values in zip(buffers, expected, strict=True))
 
 
+@given(N=st.integers(1, 6), own=st.integers(0, 5), scale=st.sampled_from([1, 4, 57]), ranges=RANGES.filter(len),
+       seed=st.integers(0, 99))  # fmt: skip
+def test_sum_buffers_finds_ranges_elsewhere_in_the_others_buffers(dev, N, own, scale, ranges, seed):
+    """Where they lie one behind another, each from a multiple of 4 on; the own buffer, which gets the sums, is flat."""
+    own, ranges = own % N, [(scale * start, scale * end) for start, end in ranges]
+    rng, lengths = np.random.default_rng(seed), [4 * -(-(end - start) // 4) for start, end in ranges]
+    places = [sum(lengths[:i]) for i in range(len(lengths))]
+    flat, rooms = normal(rng, 40 * scale), normal(rng, N, sum(lengths))
+    expected = flat.copy()
+    for (start, end), place in zip(ranges, places, strict=True):
+        parts = [flat[start:end] if r == own else rooms[r, place : place + end - start] for r in range(N)]
+        expected[start:end] = parts[0]
+        for part in parts[1:]:
+            expected[start:end] += part
+    with guarded(dev) as memory:
+        out = memory.update(flat)
+        sources = addresses(dev, *(out if r == own else memory.read(rooms[r]) for r in range(N)))
+        sum_buffers(addresses(dev, out), sources, ranges, 3, own=own, places=places)
+    assert dev.to_host(out).tobytes() == expected.tobytes()
+
+
 def test_sums_in_order_hand_on_what_is_not_finite(dev):
     parts = np.ones((3, 16), np.float32)
     parts[1, :5] = SPECIAL
