@@ -33,7 +33,6 @@ JOINED = "nvcc joins neighbouring accesses of four bytes, such as those to a str
 KEPT_IN_REGISTERS = "what one compiler keeps in a register the other loads again"
 PREDICATED = "ncu counts an unrolled instruction as executed also where all its lanes are switched off"
 TRAFFIC = "ncu also counts collisions with other traffic, which differ from run to run"
-MENDED = "ncu counted when nvcc still split this store of sixteen bytes into four"
 SHARED_LOADS, SHARED_STORES, STORE_CONFLICTS = "shared loads", "shared stores", "shared store conflicts"
 KNOWN = [  # reason, kernel, counters
     (JOINED, "wte_backward_kernel", [SHARED_LOADS, "shared load conflicts"]),
@@ -42,6 +41,7 @@ KNOWN = [  # reason, kernel, counters
     (JOINED, "parallel_residual_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
     (JOINED, "parallel_residual_dropout_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
     (PREDICATED, "rmsnorm_forward_kernel", [SHARED_STORES]),
+    (TRAFFIC, "rmsnorm_forward_kernel", ["shared load conflicts"]),
     (PREDICATED, "flash_attention_backward_key_kernel_64", ["copies to shared memory"]),
     (KEPT_IN_REGISTERS, "fused_classifier_kernel", [SHARED_LOADS]),
     (TRAFFIC, "fused_classifier_kernel", ["shared load conflicts"]),
@@ -55,7 +55,6 @@ KNOWN = [  # reason, kernel, counters
     (TRAFFIC, "flash_attention_backward_query_kernel_128", [STORE_CONFLICTS]),
     (TRAFFIC, "flash_attention_backward_key_kernel_64", [STORE_CONFLICTS]),
     (TRAFFIC, "flash_attention_backward_key_kernel_128", [STORE_CONFLICTS]),
-    (MENDED, "sum_kernel", ["global store requests", "global store sectors"]),
 ]
 
 L1 = "l1tex__"

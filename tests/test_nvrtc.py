@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import itertools
-import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,14 +25,15 @@ each_capability = pytest.mark.parametrize(
 MAY_SPILL: dict[str, int] = {}
 
 
-os.environ["CUDA_CACHE_DISABLE"] = "1"  # what comes from NVRTC's cache comes without the assembler's report
+# What comes from NVRTC's cache comes without the assembler's report. An option that is new each time keeps it away.
+FRESH = f"--define-macro=COMPILED_AT={time.time_ns()}"
 
 
 def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
     """Bytes of (stack frame, spill stores, spill loads) a thread, by kernel, as the assembler reports them."""
     program = nvrtc.createProgram(source, name, [], [])
     try:
-        nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
+        nvrtc.compileProgram(program, (*options, FRESH, "--ptxas-options=-v"))
         assert len(nvrtc.getCUBIN(program)) > 0
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program).strip("\0"), pytrace=False)
