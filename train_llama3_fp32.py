@@ -260,10 +260,11 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
     """Adds the gradients of all parameters to model.grads, from what llama3_forward and the loss left behind.
 
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
-    the `last` batch of a step they are summed over all ranks, a layer at a time, beside what follows. The layers'
-    backward passes follow in the reverse order of forward. A weight's gradient takes the product's input transposed:
-    the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them. Nothing in backward reads
-    a weight's gradient: it is computed beside what follows, until something that it reads changes.
+    the `last` batch of a step most are summed over all ranks, a layer at a time, beside what follows; adamw_update sums
+    those that are complete only at the end. The layers' backward passes follow in the reverse order of forward. A
+    weight's gradient takes the product's input transposed: the outputs of RMSNorm and SwiGLU are recomputed in that
+    layout, from what went into them. Nothing in backward reads a weight's gradient: it is computed beside what follows,
+    until something that it reads changes.
 
     dproj is the gradient of what a branch adds to the residual stream: dresidual through its dropout.
     """

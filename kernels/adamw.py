@@ -43,7 +43,7 @@ def adamw_update(
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
 
     Of several ranks each updates what model.shard says, and then has all parameters. They still lack sums of gradients
-    (`late`): those that the norm needs come first, others while parameters are updated.
+    (`late`): those that the norm needs come first, others while parameters are updated. All ranks must call it.
     """
     n, (own, _) = model.grads_memory.size, model.shard
     checked = [(0, n)] if grad_clip else model.added_to
@@ -68,13 +68,13 @@ def adamw_update(
         gather_sums(model)
     sum_late(model, first)
     device.join_communication()
+    sum_late(model, missing)
     if partial_sums:
         checked = overlaps(checked, [model.shard])
     global_norm(
         model.norm, model.grads_acts.partials, [model.grads_memory[start:end] for start, end in checked], grad_clip,
         model.skip_nonfinite, partial_sums,
     )  # fmt: skip
-    sum_late(model, missing)
     if model.sharded and not missing:
         for part in range(PARTS):
             update([share_of(model.shard, part, PARTS)])

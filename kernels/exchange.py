@@ -1,9 +1,9 @@
 """How each rank's gradients become the sum over all ranks, and parameters that one rank updates become everyone's.
 
-A step's gradients are exchanged in its last batch. Each layer's are summed as soon as they are complete, beside the
-rest of backward (`reduce_gradients`). Without -z every rank gets all sums and makes the same update. With -z a rank
-gets the sums of its own shard of the flat buffers, updates that shard's parameters, and hands them round. In a bitwise
-run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
+A step's gradients are exchanged in its last batch: most of them beside the rest of backward (`reduce_gradients`), those
+that are complete only at its end by AdamW's update (`sum_late`). Without -z every rank gets all sums and makes the same
+update. With -z a rank gets the sums of its own shard of the flat buffers, updates that shard's parameters, and hands
+them round. In a bitwise run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
 Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that. They take less from what is
 computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it.
@@ -11,6 +11,7 @@ computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does 
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from llmc import collectives, device, ranks  # first: device sets what NumPy must find in the environment
 
@@ -19,7 +20,7 @@ import numpy as np  # isort: skip
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from llmc.device import ceil_div
 from llmc.model import Model
-from llmc.tensors import layout
+from llmc.tensors import Config, layout
 
 cu = device.source(__file__)
 
@@ -57,17 +58,23 @@ def checksum(model: Model) -> str:
     return f"{int(device.to_host(total)[0]):016x}"
 
 
-def ranges_of(model: Model, wanted: Callable[[str, int | None], bool]) -> list[Range]:
-    """Where in the flat buffers those parameters lie for which wanted(name, layer) holds; outside of layers the layer
-    is None."""
-    starts, _ = layout(model.config.parameters(), model.config.sizes(), align=1)
+@cache
+def parameter_ranges(config: Config) -> list[tuple[str, int | None, Range]]:
+    """Where in the flat buffers each parameter lies, with its name; layer by layer, by their numbers, or None for what
+    is outside of layers."""
+    starts, _ = layout(config.parameters(), config.sizes(), align=1)
     found = []
-    for name, symbols in model.config.parameters():
+    for name, symbols in config.parameters():
         start, shape = starts[name]
         layers = range(shape[0]) if symbols[0] == "L" else [None]
         length = math.prod(shape) // len(layers)
-        found += [(start + i * length, start + (i + 1) * length) for i, l in enumerate(layers) if wanted(name, l)]
+        found += [(name, l, (start + i * length, start + (i + 1) * length)) for i, l in enumerate(layers)]
     return found
+
+
+def ranges_of(model: Model, wanted: Callable[[str, int | None], bool]) -> list[Range]:
+    """Where those parameters lie for which wanted(name, layer) holds."""
+    return [one for name, l, one in parameter_ranges(model.config) if wanted(name, l)]
 
 
 def overlaps(ranges: list[Range], others: list[Range]) -> list[Range]:
@@ -200,7 +207,7 @@ def reduce_ranges(model: Model, ranges: list[Range]) -> None:
 
 
 def embedding_backward(model: Model, dout, B: int, T: int, C: int, last: bool) -> None:
-    """encoder_backward for model.batch: adds to the gradients of wte and, if there is one, wpe.
+    """encoder_backward for model.batch: adds to the gradients of wte and, if there is one, wpe. (B, T) are the model's.
 
     In the last batch of a step, ranks that have one memory add nothing to wte's yet, a third of all in GPT-2 124M. They
     have summed it but for the rows of this batch (`reduce_gradients`), which they leave for `sum_late`."""

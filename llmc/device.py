@@ -810,8 +810,8 @@ def join() -> None:
 def communicate(work: Callable[[int], None], last: bool = False) -> None:
     """Do `work`, given a CUDA stream, which is for what several GPUs do together: it waits for all that the device has
     been given, and is done beside what follows, until `join_communication`. What `work` launches and copies is given to
-    that stream. Its kernels come before all others or, with `last`, where the others leave room. The CPU does it at
-    once."""
+    that stream. Its kernels come before all others or, with `last`, where the others leave room; all work of
+    `communicate` is done in the order given. The CPU does it at once."""
     _device.communicate(work, last)
 
 

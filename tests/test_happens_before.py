@@ -1,0 +1,247 @@
+"""Ranks of one memory give their GPUs' streams work that reads and writes one another's arrays. Of two accesses to the
+same bytes, one of them a write, one must happen before the other, however fast each stream is.
+
+Here a device computes nothing, but notes for each rank what would be read and written on which stream, which stream
+waits for which, and where ranks meet. From that vector clocks follow (Fidge, 1988; Mattern, 1988): how many works of
+each stream have certainly been done when a work begins.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_beside import WRITTEN
+
+from kernels import exchange
+from kernels.adamw import adamw_update
+from llmc import collectives, device, model, ranks
+from models import LLAMA_ODD, ODD, PYTHIA_ODD, kind_of
+
+N, B, T = 2, 2, 8
+SHARED = ("params_memory", "grads_memory", "received", "sums", "m_memory", "v_memory", "norm")
+SPARSE = ("wte_values", "wte_indices")
+
+
+def span(x: np.ndarray, length: int | None = None) -> tuple[int, int]:
+    """The addresses of an array's bytes, or of its first floats."""
+    start = x.__array_interface__["data"][0]
+    return start, start + (x.nbytes if length is None else 4 * length)
+
+
+@dataclass(eq=False)
+class Stream:
+    rank: int
+    name: str
+    ptr: int = 0
+
+    def use(self) -> None:
+        pass
+
+
+class Gpu(device.CpuDevice):
+    """Streams as CudaDevice uses them. log: in the order of the host program ("wait", stream, other), ("meet", stream),
+    ("work", stream, name, reads, writes) and, behind a recorded graph, ("joined", stream)."""
+
+    beside, on, join = device.CudaDevice.beside, device.CudaDevice.on, device.CudaDevice.join
+    communicate, join_communication = device.CudaDevice.communicate, device.CudaDevice.join_communication
+    blas_handle = second_blas_handle = None
+
+    def begin(self, rank: int) -> None:
+        self.stream, self.second_stream, self.third_stream, self.fourth_stream = (
+            Stream(rank, name) for name in ("first", "second", "third", "fourth")
+        )
+        self.capturing, self.communicating, self.log = False, None, []
+
+    def wait_for(self, stream: Stream, other: Stream) -> None:
+        self.log.append(("wait", stream, other))
+
+    def note(self, name: str, reads: list, writes: list) -> None:
+        self.log.append(("work", self.stream, name, reads, writes))
+
+    def copy(self, dst, src) -> None:
+        self.note("copy", [span(src)], [span(dst)])
+
+    def launch(self, name: str, arguments: dict, work) -> None:
+        if name == "barrier_kernel":
+            self.log.append(("meet", self.stream))
+        elif name == "sum_kernel":
+            self.note(name, *touched_by_sum(SimpleNamespace(**{f"{key}_": value for key, value in arguments.items()})))
+        else:
+            arrays = {key: value for key, value in arguments.items() if isinstance(value, np.ndarray)}
+            of_x = arguments["n"] if name == "squares_partials_kernel" else None  # which is given more than it reads
+            spans = {key: span(x, of_x if key == "x" else None) for key, x in arrays.items()}
+            written = [spans[key] for key in spans if key in WRITTEN[name]]
+            self.note(name, [spans[key] for key in spans if key not in WRITTEN[name]], written)
+
+    def recorded(self, work) -> None:
+        """As a graph, of which CUDA wants that it ends on the stream on which it began."""
+        self.join_communication()
+        self.capturing = True
+        work()
+        self.join_communication()
+        self.capturing = False
+        self.log.append(("joined", self.stream))
+
+
+def touched_by_sum(a: SimpleNamespace) -> tuple[list, list]:
+    """What a call of sum_kernel reads and writes, by its definition."""
+    pieces = a.pieces_.reshape(-1, 4).tolist()
+    vectors = pieces[-1][0] + -(-(pieces[-1][2] - pieces[-1][1]) // 4)
+    begin, stop = vectors * a.share_ // a.shares_, vectors * (a.share_ + 1) // a.shares_
+    reads, writes = [], []
+    for before, start, end, shift in pieces:
+        first = start + 4 * max(0, begin - before)
+        last = min(end, start + 4 * (stop - before))
+        if first < last:
+            of_buffers = [(int(x), 0 if r == a.own_ else shift) for r, x in enumerate(a.from_)]
+            reads += [(x + 4 * (first + shift), x + 4 * (last + shift)) for x, shift in of_buffers]
+            writes += [(int(x) + 4 * first, int(x) + 4 * last) for x in a.to_]
+    return reads, writes
+
+
+def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
+    """Three steps of so many batches, as a rank: of a step the first is not recorded."""
+    for step in range(1, 4):
+        for i in range(count):
+            first, last = of.bitwise or i == 0, of.bitwise or i == count - 1
+
+            def work(first=first, last=last) -> None:
+                if first:
+                    of.zero_grad()
+                of.forward(B, T, training=True)
+                of.loss(B, T, dloss=1.0)
+                of.backward(B, T, accumulate=not first, last=last)
+                exchange.add_batch(of)
+
+            gpu.recorded(work) if record and step > 1 else work()
+        adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.1, step, grad_clip)
+
+
+def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -> tuple[list[list], dict]:
+    """The log of each rank, and where the arrays lie that are looked at, by their names."""
+    monkeypatch.setattr(device, "CpuDevice", Gpu)
+    device.use("cpu")
+    gpu, rank, shared = device._device, [0], {}
+
+    def map_memory(**arrays) -> SimpleNamespace:
+        for name, x in arrays.items():
+            if x is not None:
+                if name not in shared:
+                    shared[name] = collectives.Mapped([], np.zeros(N, np.uint64))
+                shared[name].addresses[rank[0]] = span(x)[0]
+                shared[name].arrays.append(x)
+        return SimpleNamespace(**shared)
+
+    def all_reduce(arrays: list) -> None:
+        def work(_) -> None:
+            gpu.log.append(("meet", gpu.stream))
+            gpu.note("all_reduce", [], [span(x) for x in arrays])
+
+        device.communicate(work)
+
+    for module, name, stands in (
+        (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "one_memory", lambda: True),
+        (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce), (model, "BUCKET", 400),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, stands)
+    models, logs, places = [], [], {}
+    for rank[0] in range(N):
+        models.append(kind_of(config)(config, B, T, "softmax", **flags))
+        arrays = {name: getattr(models[-1], name) for name in SHARED}
+        arrays |= {name: shared[name].arrays[-1] for name in SPARSE if name in shared}
+        places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
+    for rank[0], of in enumerate(models):
+        gpu.begin(rank[0])
+        with device.observe(gpu.launch):
+            program(gpu, of, count, grad_clip, record)
+        logs.append(gpu.log)
+    return logs, places
+
+
+def accesses(logs: list[list]) -> list[tuple]:
+    """(start, end, written, stream, which work of the stream, the clock when it began, name) of all."""
+    clocks, found = {}, []
+    rest = [iter(log) for log in logs]
+
+    def clock(stream: Stream) -> Counter:
+        return clocks.setdefault(stream, Counter())
+
+    while rest:
+        meeting = []
+        for log in rest:
+            for what, stream, *more in log:
+                if what == "meet":
+                    meeting.append(stream)
+                    break
+                if what == "wait":
+                    clocks[stream] = clock(stream) | clock(more[0])  # of each stream the larger count
+                elif what == "joined":
+                    own = [clock(other) for other in clocks if other.rank == stream.rank]
+                    assert all(other <= clock(stream) for other in own), "a graph ends with streams that are not joined"
+                else:
+                    name, reads, writes = more
+                    clock(stream)[stream] += 1
+                    now = Counter(clock(stream))
+                    found += [(*one, False, stream, now[stream], now, name) for one in reads]
+                    found += [(*one, True, stream, now[stream], now, name) for one in writes]
+        assert len(meeting) in (0, len(logs)), "not all ranks come to a barrier"
+        together = Counter()
+        for stream in meeting:
+            together |= clock(stream)
+        clocks |= {stream: Counter(together) for stream in meeting}
+        rest = rest if meeting else []
+    return found
+
+
+def races(logs: list[list], places: dict) -> set[str]:
+    """Two works each that touch the same bytes in no certain order."""
+    found, of_all = set(), sorted(accesses(logs), key=lambda one: one[0])
+    for place, (low, high) in places.items():
+        before = []
+        for one in [one for one in of_all if one[0] < high and one[1] > low]:
+            start, _, written, stream, count, clock, name = one
+            before = [other for other in before if other[1] > start]
+            for _, _, other_written, other_stream, other_count, other_clock, other_name in before:
+                ordered = clock[other_stream] >= other_count or other_clock[stream] >= count
+                if (written or other_written) and not ordered:
+                    found.add(f"{place}: {name} on {stream.name}, {other_name} on {other_stream.name}")
+            before.append(one)
+    return found
+
+
+CONFIGS = [
+    replace(ODD, num_layers=3), LLAMA_ODD, replace(LLAMA_ODD, tied=True), PYTHIA_ODD, replace(ODD, num_layers=1)
+]  # fmt: skip
+FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip": 0.1}, {"bitwise": True}]
+CASES = [(config, 1, True) for config in CONFIGS]
+CASES += [(config, 2, True) for config in CONFIGS[:2]] + [(CONFIGS[0], 1, False)]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("config, count, record", CASES, ids=str)
+def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(config, count, record, flags, monkeypatch):
+    assert not races(*logs_of(config, monkeypatch, count, record=record, **flags))
+
+
+def without_meeting(which: str):
+    return lambda log: [one for one in log if one[0] != "meet" or one[1].name != which]
+
+
+def without_waits(name: str, other: str):
+    return lambda log: [one for one in log if one[0] != "wait" or (one[1].name, one[2].name) != (name, other)]
+
+
+@pytest.mark.parametrize("change, record", [
+    (without_meeting("third"), True),           # what is late
+    (without_meeting("fourth"), True),          # sums beside backward
+    (without_waits("first", "third"), True),    # AdamW for what is late
+    (without_waits("first", "third"), False),
+    (without_waits("fourth", "second"), True),  # sums beside backward for the weights' gradients
+    (without_waits("third", "fourth"), False),  # what is late for the sums beside backward
+])  # fmt: skip
+def test_a_wait_that_is_missing_is_noticed(change, record, monkeypatch):
+    logs, places = logs_of(CONFIGS[0], monkeypatch, record=record)
+    with pytest.raises(AssertionError):
+        assert not races(list(map(change, logs)), places)
