@@ -49,7 +49,7 @@ def adamw_update(
     checked = [(0, n)] if grad_clip else model.added_to
     decayed_ranges = model.decay_ranges if weight_decay else [(0, n, False)]
     missing = late(model) if ranks.size() > 1 and not model.bitwise else []
-    # With -z ranks of one memory go through their shards alike, and that of the embedding would be the last.
+    # With -z one rank's shard is mostly the embedding: it could begin with little before the rows have come.
     first = missing if model.sharded and model.of_ranks else overlaps(missing, checked)
     missing = without(missing, first)
     # With -z a rank has the sums of its own shard alone, but that ranks of one memory all have those of vectors.

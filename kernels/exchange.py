@@ -35,7 +35,8 @@ def sum_buffers(
 ) -> None:  # fmt: skip
     """Sets ranges of some flat buffers, fp32, to the sum of others, which are added one after another. to, sources:
     their addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work, with
-    so many thread blocks. places: where each range begins in all of sources but the own-th, if not at its start."""
+    so many thread blocks. places: where each range begins in all of sources but the own-th, if elsewhere than in
+    `to`."""
     lengths = [ceil_div(end - start, 4) for start, end in ranges]
     shifts = [place - start for place, (start, _) in zip(places or [start for start, _ in ranges], ranges, strict=True)]
     pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one, shifts[i]))
@@ -118,9 +119,11 @@ def late(model: Model) -> list[Range]:
 
 def reduce_gradients(model: Model, last: bool, part: int | str) -> None:
     """Where this is the step's last batch, starts summing gradients over all ranks, beside what follows. part is a
-    matrix outside of layers, by its name; the embedding's may still lack the rows of this batch. Or it is a layer, by
-    its number, once backward is through its MLP: the MLP's gradients are summed then, and those of the attention in the
-    layer behind it. What is `late` waits for the end of backward."""
+    matrix outside of layers, by its name; the embedding's may still lack the rows of this batch. Or it is a layer l, by
+    its number, once backward is through its MLP: then the gradients of that MLP are summed, and those of layer l + 1's
+    attention. What is `late` waits for the end of backward.
+
+    It is called where weights' gradients are computed, in a block of `device.beside`, and waits for these alone."""
     def complete(name: str, l: int | None) -> bool:
         if l is None or isinstance(part, str):
             return name == part
