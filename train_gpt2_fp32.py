@@ -17,7 +17,7 @@ from kernels.causal_attention import CausalModel, attention_input, causal_attent
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_forward
-from kernels.exchange import embedding_backward, reduce_gradients
+from kernels.exchange import embedding_backward, reduce_gradients, wait_for_parameters
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
@@ -154,6 +154,7 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
 
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
+        wait_for_parameters(model, l)
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
@@ -177,6 +178,7 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         )
         residual = a.residual3
 
+    wait_for_parameters(model, None)
     matmul_forward(acts.logits, acts.ln, params.wte, None, B, T, C, Vp)
 
 

@@ -16,7 +16,7 @@ from kernels.causal_attention import CausalModel, attention_input, causal_attent
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_forward
-from kernels.exchange import embedding_backward, reduce_gradients
+from kernels.exchange import embedding_backward, reduce_gradients, wait_for_parameters
 from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
@@ -231,6 +231,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
 
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
+        wait_for_parameters(model, l)
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, None, B, T, C, QKV)
@@ -253,6 +254,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
         )
         residual = a.residual3
 
+    wait_for_parameters(model, None)
     matmul_forward(acts.logits, acts.ln, params.wte if config.tied else params.lm_head, None, B, T, C, Vp)
 
 

@@ -18,7 +18,7 @@ from kernels.causal_attention import CausalModel, attention_input, causal_attent
 from kernels.classifier import cross_entropy_loss
 from kernels.dropout import dropouts
 from kernels.encoder import encoder_forward
-from kernels.exchange import embedding_backward, reduce_gradients
+from kernels.exchange import embedding_backward, reduce_gradients, wait_for_parameters
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.matmul import (
     matmul_backward_bias,
@@ -198,6 +198,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
 
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
+        wait_for_parameters(model, l)
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
@@ -219,6 +220,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
         parallel_residual_forward(a.residual3, outs, mean, rstd, residual, branches, norms, eps, B, T, C)
         residual = a.residual3
 
+    wait_for_parameters(model, None)
     matmul_forward(acts.logits, acts.ln1, params.lm_head, None, B, T, C, Vp)
 
 

@@ -21,7 +21,7 @@ from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
-from kernels.exchange import barrier, checksum, sum_buffers
+from kernels.exchange import barrier, checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
@@ -248,6 +248,10 @@ add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: 
 add(sum_buffers, "N=3 n=1000 blocks=2", "out=n parts=N,n",
     lambda size, a: {"to": addresses(a.out), "sources": addresses(*a.parts), "ranges": [(0, size.n)]})
 add(barrier, "rank=0 N=1", "own=2", lambda size, a: {"words": addresses(zeroed(a.own))}, needs=("N == 1",))
+add(gather_rows, "rank=0 N=16 V=50 C=128", "own=V,C other=V,C",
+    lambda size, a: sorted_tokens(SimpleNamespace(B=1, T=size.N, V=size.V), a) | {
+        "buffers": addresses(a.own, a.other), "length": 4 * device.ceil_div(size.V * size.C, 8), "start": 0,
+    }, needs=("rank < 2",))
 add(checksum, "n=4096", "params=n", lambda size, a: {"model": SimpleNamespace(params_memory=a.params)})
 
 

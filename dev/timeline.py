@@ -27,7 +27,8 @@ from llmc.program import run_program
 WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
 ROWS = {"exchange": "#d95f02", "matrix products": "#1b9e77", "other kernels": "#7570b3"}
 
-EXCHANGE = "nccl", "barrier_kernel", "sum_kernel", "add_sparse_kernel"  # how the names of its kernels begin
+# How the names of its kernels begin.
+EXCHANGE = "nccl", "barrier_kernel", "sum_kernel", "add_sparse_kernel", "gather_rows_kernel"
 
 Span = tuple[float, float]  # milliseconds: begin, end
 

@@ -68,7 +68,7 @@ def make_parser(description: str, any_script: bool = True) -> argparse.ArgumentP
     add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (4)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
-    add("-z", "--zero-stage", type=on_off, default=False, metavar="0|1", help="share AdamW's moments out (0)")
+    add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="share AdamW's moments out (1)")
     add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
     add_device_arguments(parser)
     return parser
@@ -81,8 +81,8 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     config = describe(kind, model, args.vocab_size)
     T = args.sequence_length or (1024 if device.kind() == "cuda" else 64)
     flags = (["-a", args.attention] if args.attention != "auto" else []) + ([] if args.tf32 else ["-f", "0"])
-    for flag, value in (("-z", args.zero_stage), ("--bitwise", args.bitwise)):
-        flags += [flag, "1"] if value else []
+    flags += [] if args.zero_stage else ["-z", "0"]
+    flags += ["--bitwise", "1"] if args.bitwise else []
     device.use_tf32(args.tf32)
     kind.choose_attention(args.attention, config.channels, config.num_heads)  # refuses what the model cannot have
     return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", tuple(flags))

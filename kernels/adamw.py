@@ -2,15 +2,23 @@
 
 import numpy as np
 
-from kernels.exchange import Range, embedding, gather, gather_sums, late, overlaps, share_of, sum_late, without
+from kernels.exchange import (
+    Range,
+    embedding,
+    gather_first,
+    gather_sums,
+    late,
+    overlaps,
+    sum_late,
+    taken_first,
+    without,
+)
 from kernels.reduce import global_norm
 from llmc import collectives, device, ranks
 from llmc.device import ceil_div
 from llmc.model import Model
 
 cu = device.source(__file__)
-
-PARTS = 4  # of a shard that are updated one after another, while those before are on their way to the other ranks
 
 
 def adamw(
@@ -42,15 +50,16 @@ def adamw_update(
     embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
 
-    Of several ranks each updates what model.shard says, and then has all parameters. They still lack sums of gradients
-    (`late`): those that the norm needs come first, others while parameters are updated. All ranks must call it.
+    Of several ranks each updates what model.shard says; with -z they get the rest from one another in the next step, or
+    by `gather_parameters`. They still lack sums of gradients (`late`): those that the norm needs come first, others
+    while parameters are updated. All ranks must call it.
     """
     n, (own, _) = model.grads_memory.size, model.shard
     checked = [(0, n)] if grad_clip else model.added_to
     decayed_ranges = model.decay_ranges if weight_decay else [(0, n, False)]
     missing = late(model) if ranks.size() > 1 and not model.bitwise else []
-    # With -z one rank's shard is mostly the embedding: it could begin with little before the rows have come.
-    first = missing if model.sharded and model.of_ranks else overlaps(missing, checked)
+    # With -z one rank's shard is mostly the embedding: it could begin with little before that is summed.
+    first = missing if model.sharded else overlaps(missing, checked)
     missing = without(missing, first)
     # With -z a rank has the sums of its own shard alone, but that ranks of one memory all have those of vectors.
     whole = without(model.added_to, embedding(model)) if model.of_ranks else []
@@ -75,16 +84,13 @@ def adamw_update(
         model.norm, model.grads_acts.partials, [model.grads_memory[start:end] for start, end in checked], grad_clip,
         model.skip_nonfinite, partial_sums,
     )  # fmt: skip
-    if model.sharded and not missing:
-        for part in range(PARTS):
-            update([share_of(model.shard, part, PARTS)])
-            gather(model, "params", part, PARTS)
+    before = taken_first(model) if model.sharded else without([(0, n)], missing)
+    update(before)
+    if model.sharded:
+        gather_first(model)
     else:
-        update(without([(0, n)], missing))
         device.join_communication()
-        update(missing)
-        if model.sharded:
-            gather(model, "params")
+    update(without([(0, n)], before))
     if model.sharded:
         collectives.all_reduce([model.norm[3:]])
-    device.join_communication()
+        device.join_communication()

@@ -4,7 +4,7 @@ softmax and relu make (T, T) matrices (attention.py); flash is softmax without t
 """
 
 from kernels.attention import attention_backward, attention_forward
-from kernels.exchange import checksum
+from kernels.exchange import checksum, gather_parameters
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
 from kernels.train_step import train_step
 from llmc import device
@@ -60,7 +60,8 @@ class CausalModel(Model):
         "relu": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
         "flash": (FLASH_ACTIVATIONS, FLASH_GRADIENTS),
     }
-    choose_attention, train_step, checksum = staticmethod(choose_attention), train_step, checksum
+    choose_attention, train_step = staticmethod(choose_attention), train_step
+    checksum, gather_parameters = checksum, gather_parameters
 
 
 def attention_input(model: CausalModel, l: int, B: int, T: int):

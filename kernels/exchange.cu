@@ -74,6 +74,22 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
     });
 }
 
+// Copies rows of a table (V, C) from the ranks to which they belong: those of the tokens of a batch, each once. The
+// table begins at float `start` of a flat buffer of which rank r has the r-th `length` floats; buffers[r] is the address
+// of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu).
+extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int rank, size_t length, size_t start,
+                                              const int* inp, const int* order, const int* count, int N, int C) {
+    const size_t step = (size_t)gridDim.x * blockDim.x;
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < (size_t)N * C; i += step) {
+        const size_t x = i / C;
+        if (count[x] == 0) continue;
+        const size_t at = start + (size_t)inp[order[x]] * C + i % C;
+        const int owner = (int)(at / length);
+        if (owner == rank) continue;
+        reinterpret_cast<float*>(buffers[rank])[at] = reinterpret_cast<const float*>(buffers[owner])[at];
+    }
+}
+
 // sum += a 64-bit hash of each word of x (n) and its place. Whole numbers may be added in any order.
 // The hash is the last step of SplitMix64 (Steele, Lea and Flood, 2014).
 extern "C" __global__ void checksum_kernel(unsigned long long* sum, const unsigned int* x, size_t n) {

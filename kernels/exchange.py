@@ -51,6 +51,14 @@ def barrier(words, rank: int, N: int) -> None:
     cu.barrier_kernel((1,), (cu.block(32),), (words, rank, N))
 
 
+def gather_rows(buffers, rank: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
+    """Copies the rows of a table (V, C) that a batch takes from the ranks to which they belong. The table begins at
+    float `start` of flat buffers, fp32, whose addresses are in buffers, uint64 (ranks,); of theirs rank r has the r-th
+    `length` floats. inp, order, count (N) int32: tokens, and what sort_by_token makes of them."""
+    blocks = min(8 * device.multiprocessors(), ceil_div(N * C, 256))
+    cu.gather_rows_kernel((blocks,), (256,), (buffers, rank, length, start, inp, order, count, N, C))
+
+
 def checksum(model: Model) -> str:
     """16 hexadecimal digits that tell a model's parameters from others, by all their bits."""
     total = device.zeros((1,), np.uint64)
@@ -198,6 +206,12 @@ def meet(model: Model) -> None:
     barrier(model.of_ranks.barrier_words.addresses, ranks.rank(), ranks.size())
 
 
+def wait_for_ranks(model: Model) -> None:
+    """Where ranks have one memory, what follows in device.communicate is done once all have come to this point."""
+    if model.of_ranks:
+        device.communicate(lambda _: meet(model))
+
+
 def reduce_ranges(model: Model, ranges: list[Range]) -> None:
     """Starts summing gradients over all ranks, which have no one memory. With -z only the owner of each shard gets its
     sums, and the gradients of the others become anything."""
@@ -246,7 +260,7 @@ def sum_late(model: Model, ranges: list[Range]) -> None:
             owned = overlaps(matrices, [shard])
             if owned:
                 sum_buffers(addresses[r : r + 1], addresses, owned, BLOCKS, rank, N)
-        if overlaps(ranges, embedding(model)):
+        if overlaps(overlaps(ranges, embedding(model)), [model.shard]):
             for values, indices in zip(of_ranks.wte_values.arrays, of_ranks.wte_indices.arrays, strict=True):
                 add_sparse(model.grads.wte, values, indices, model.B * model.T, model.config.channels)
         meet(model)  # from here on a rank may change what the others have read
@@ -265,7 +279,7 @@ def add_batch(model: Model) -> None:
     addresses = [device.address(grads)] * N
     if model.of_ranks:
         addresses = [device.address(array) for array in model.of_ranks.grads.arrays]
-        device.communicate(lambda _: meet(model))
+        wait_for_ranks(model)
     elif N > 1:
         parts = model.received[: N * length].reshape(N, length)
         others = [r for r in range(N) if r != rank]
@@ -280,9 +294,8 @@ def add_batch(model: Model) -> None:
             device.constant((sums,), np.uint64), device.constant((sums, *addresses), np.uint64), [(start, end)],
             4 * device.multiprocessors(),
         )  # fmt: skip
-    if model.of_ranks:  # whose gradients the others read
-        device.communicate(lambda _: meet(model))
-        device.join_communication()
+    wait_for_ranks(model)  # which read this rank's gradients
+    device.join_communication()
 
 
 def gather_sums(model: Model) -> None:
@@ -290,27 +303,86 @@ def gather_sums(model: Model) -> None:
     start, end = model.shards[ranks.rank()]
     device.copy(model.grads_memory[start:end], model.sums[: end - start])
     device.fill_zero(model.sums)
-    gather(model, "grads")
+    wait_for_ranks(model)
+    gather(model, "grads", [(0, model.grads_memory.size)])
+    wait_for_ranks(model)  # which read this rank's
     device.join_communication()
 
 
-def gather(model: Model, name: str, part: int = 0, parts: int = 1) -> None:
-    """Starts making a flat buffer, "params" or "grads", whole on each rank from each one's shard; or only one of so
-    many equal parts of every shard, which must be called for one after another."""
-    flat, rank, N = getattr(model, f"{name}_memory"), ranks.rank(), ranks.size()
-    pieces = [share_of(shard, part, parts) for shard in model.shards]
+def gather_parameters(model: Model) -> None:
+    """With -z, makes the parameters whole on each rank, after updates of one shard on each. All ranks must call it, and
+    before anything but a training step, which does so by itself (`start_gathering`), reads parameters."""
+    if model.sharded:
+        wait_for_ranks(model)
+        gather(model, "params", [(0, model.params_memory.size)])
+        device.join_communication()
+
+
+def gather_first(model: Model) -> None:
+    """With -z, starts the same for what forward begins with (`taken_first`), of which each rank has updated its
+    shard."""
+    wait_for_ranks(model)
     if not model.of_ranks:
-        collectives.broadcast([(flat[start:end], r) for r, (start, end) in enumerate(pieces) if start < end])
+        gather(model, "params", taken_first(model))
+        return
+    addresses, rank = model.of_ranks.params.addresses, ranks.rank()
+
+    def work(_) -> None:
+        for r, shard in enumerate(model.shards):
+            owned = overlaps(taken_first(model), [shard])
+            if owned and r != rank:
+                sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], owned, BLOCKS)
+
+    device.communicate(work)
+
+
+def start_gathering(model: Model) -> None:
+    """With -z, the same for what is left, beside forward with model.batch, the first of a step: `wait_for_parameters`
+    is where it takes what. Ranks of one memory load the rows of the embedding that this batch takes here."""
+    if not model.sharded:
+        return
+    wait_for_ranks(model)
+    if model.of_ranks:
+        params, length, batch = model.of_ranks.params, model.shards[0][1], (model.inputs, model.order, model.count)
+        rows = embedding(model)[0][0], *batch, model.B * model.T, model.config.channels
+        device.communicate(lambda _: gather_rows(params.addresses, ranks.rank(), length, *rows))
+    device.join_communication()
+    model.coming[0] = device.communicated()
+
+
+def wait_for_parameters(model: Model, part: int | None) -> None:
+    """What follows in forward takes the matrices of layer `part`, or if that is None those outside of layers, which may
+    be on their way from the ranks that have updated them."""
+    if part in model.coming:
+        device.join_communication(model.coming.pop(part))
+        if part == 0:  # the encoder has read the rows of this batch, which come once more with the whole embedding
+            for other in (*range(1, model.config.num_layers), None):
+                wanted = ranges_of(model, lambda _, l, other=other: l == other)
+                gather(model, "params", without(wanted, taken_first(model)))
+                model.coming[other] = device.communicated()
+
+
+def taken_first(model: Model) -> list[Range]:
+    """Where the parameters lie that are gathered before forward begins: vectors and wpe, layer 0, and the token
+    embedding, of which ranks of one memory take rows."""
+    wanted = ranges_of(model, lambda name, l: l == 0 or name == "wte" and not model.of_ranks)
+    short = without(model.added_to, embedding(model))
+    return without(wanted, short) + short
+
+
+def gather(model: Model, name: str, ranges: list[Range]) -> None:
+    """Starts setting ranges of a flat buffer, "params" or "grads", on each rank to what they are on the ranks whose
+    shards they are in. Ranks of one memory have to wait for one another first (`wait_for_ranks`)."""
+    flat, rank, N = getattr(model, f"{name}_memory"), ranks.rank(), ranks.size()
+    owned = [(r, one) for r, shard in enumerate(model.shards) for one in overlaps(ranges, [shard])]
+    if not model.of_ranks:
+        collectives.broadcast([(flat[start:end], r) for r, (start, end) in owned])
         return
 
     def work(_) -> None:
-        buffers, own = getattr(model.of_ranks, name), pieces[rank]
-        others = tuple(device.address(buffers.arrays[(rank + i) % N]) for i in range(1, N))
-        if part == 0:
-            meet(model)
-        if own[0] < own[1]:
-            sum_buffers(device.constant(others, np.uint64), buffers.addresses[rank : rank + 1], [own], BLOCKS)
-        if part == parts - 1:
-            meet(model)
+        arrays = getattr(model.of_ranks, name).arrays
+        for r, (start, end) in sorted(owned, key=lambda one: (one[0] - rank) % N):  # each from another one at a time
+            if r != rank:
+                device.copy(flat[start:end], arrays[r][start:end])
 
     device.communicate(work)

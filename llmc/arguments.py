@@ -153,7 +153,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
     group(
         "several GPUs",
         ("--gpus", positive, None, "N", "processes to start on this machine, one a GPU (1; see doc/gpus.md)"),
-        ("-z --zero-stage", on_off, False, "0|1", "share AdamW's moments out among the GPUs: ZeRO's stage 1 (0)"),
+        ("-z --zero-stage", on_off, True, "0|1", "share AdamW's moments out among the GPUs: ZeRO's stage 1 (1)"),
         ("--bitwise", on_off, False, "0|1", "the same bits on any number of GPUs, at the price of time and memory (0)"),
     )
     group(

@@ -230,7 +230,9 @@ class CudaDevice:
         self.stream.begin_capture()
         self.capturing = True
         try:
+            self.wait_for(self.second_stream, self.stream)  # so that all may wait for it, also before it has any work
             work()
+            self.join()
             self.join_communication()
         finally:
             self.capturing = False
@@ -279,8 +281,13 @@ class CudaDevice:
             work(stream.ptr)
         self.communicating = stream
 
-    def join_communication(self) -> None:
-        if self.communicating:
+    def communicated(self):
+        return self.mark(self.communicating or self.stream)
+
+    def join_communication(self, mark=None) -> None:
+        if mark is not None:
+            self.stream.wait_event(mark)
+        elif self.communicating:
             self.wait_for(self.stream, self.communicating)
             self.communicating = None
 
@@ -305,9 +312,13 @@ class CudaDevice:
 
     def wait_for(self, stream, other) -> None:
         """Lets a stream wait for all work that another one has been given."""
+        stream.wait_event(self.mark(other))
+
+    def mark(self, stream):
+        """An event behind all work that a stream has been given."""
         event = self.cupy.cuda.Event(block=False, disable_timing=True)
-        event.record(other)
-        stream.wait_event(event)
+        event.record(stream)
+        return event
 
 
 class CapturedBlas:
@@ -502,7 +513,10 @@ class CpuDevice:
     def communicate(self, work: Callable[[int], None], last: bool) -> None:
         work(0)
 
-    def join_communication(self) -> None:
+    def communicated(self) -> None:
+        pass
+
+    def join_communication(self, mark: None = None) -> None:
         pass
 
 
@@ -815,6 +829,12 @@ def communicate(work: Callable[[int], None], last: bool = False) -> None:
     _device.communicate(work, last)
 
 
-def join_communication() -> None:
-    """What follows is done after all work of `communicate`. `record` does so by itself at its end."""
-    _device.join_communication()
+def communicated():
+    """A mark behind all work of `communicate` so far, for `join_communication`."""
+    return _device.communicated()
+
+
+def join_communication(mark=None) -> None:
+    """What follows is done after all work of `communicate`, or after that before a mark. `record` does so by itself at
+    its end."""
+    _device.join_communication(mark)

@@ -37,7 +37,8 @@ class Model:
     of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
     alone; of a bitwise one also sums, those of its own shard over a step's batches. received is room for what other
     ranks send. Ranks that have one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is
-    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). All that is kernels/exchange.py's.
+    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). coming says of parameters that are on
+    their way to this rank when they will be there. All that is kernels/exchange.py's.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
@@ -53,7 +54,7 @@ class Model:
     ATTENTION_TABLES          how both go on, for each kind of attention
     first_weights, and where it has some, constants
     choose_attention(kind, C, NH), forward(B, T, training), loss(B, T, dloss), backward(B, T, accumulate, last),
-    train_step(batches, weight_decay, grad_clip), checksum()
+    train_step(batches, weight_decay, grad_clip), gather_parameters(), checksum()
 
     Raises UserError where the device has too little memory.
     """
@@ -97,7 +98,7 @@ class Model:
         self.inputs, self.targets, self.order, self.count = self.batch[: 4 * B * T].reshape(4, B * T)
         self.random = self.batch[4 * B * T :]
         self.dropout, self.dropout_seed = 0.0, 0
-        self.views_of = {}
+        self.views_of, self.coming = {}, {}
         if inference:
             return
         self.grads_memory, self.m_memory, self.v_memory = (

@@ -217,7 +217,7 @@ class Run:
             validated = not due or not stopped() and self.validate(step)
             sample = last or args.sample_every and step > 0 and step % args.sample_every == 0
             if args.sample_tokens and sample and not stopped():
-                self.finish_running_step()
+                self.finish_steps()
                 if self.leads:
                     text = print_sample(
                         self.model, self.tokenizer, self.sampler, args.sample_tokens, self.stop.requested
@@ -281,6 +281,11 @@ class Run:
         else:
             self.not_finite(step, loss, "all parameters are left as they were", step, before)
 
+    def finish_steps(self) -> None:
+        """The same, and then all ranks have all parameters."""
+        self.finish_running_step()
+        self.model.gather_parameters()
+
     def not_finite(self, step: int, loss: float, kept: str, save_as: int, position: dict) -> None:
         """Counts a step whose loss or gradients were not finite; raises UserError unless such steps are skipped, or
         where they are too many in a row. The device holds back the step that it may be working on by now.
@@ -308,7 +313,7 @@ class Run:
     def validate(self, step: int) -> bool:
         """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Whether it came to
         an end: it is given up where the run is told to stop."""
-        self.finish_running_step()
+        self.finish_steps()
         if ranks.size() > 1:
             ranks.check_same(
                 f"the checksum of the parameters before step {step + 1}", self.model.checksum(),
@@ -331,7 +336,7 @@ class Run:
         """Writes a checkpoint of where the run was before `step`, if it has trained since the last one and is told
         where to, and removes those of this run that are too many, but for a time when steps are being skipped. Where
         that fails the run goes on, and the next checkpoint that is due is tried all the same."""
-        self.finish_running_step()
+        self.finish_steps()
         model, directory = self.model, self.args.checkpoint_dir
         if not directory or step == self.saved_step:
             return

@@ -8,8 +8,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels.exchange import barrier, buckets, checksum, overlaps, share_length, share_of, sum_buffers, without
+from kernels.exchange import (
+    barrier,
+    buckets,
+    checksum,
+    gather_rows,
+    overlaps,
+    share_length,
+    share_of,
+    sum_buffers,
+    without,
+)
 from llmc import device, ranks
+from llmc.dataloader import sort_by_token
 from llmc.model import shards_of
 from models import ODD
 from oracle import guarded, normal
@@ -83,6 +94,24 @@ def test_sums_in_order_hand_on_what_is_not_finite(dev):
     sum_buffers(addresses(dev, sums), addresses(dev, *arrays), [(0, 16)], 1)
     found = dev.to_host(sums)
     assert np.isnan(found[:3]).all() and (found[3], found[4]) == (np.inf, -np.inf) and (found[5:] == 3).all()
+
+
+@given(N=st.integers(1, 40), V=st.integers(1, 30), C=st.integers(1, 90), ranks_=st.integers(1, 5),
+       start=st.integers(0, 9), seed=st.integers(0, 99))  # fmt: skip
+def test_rows_that_a_batch_takes_come_from_the_ranks_that_have_them(dev, N, V, C, ranks_, start, seed):
+    """All of them to the bit, and no other float changes, on this rank or another. A row may be several ranks'."""
+    rng, n = np.random.default_rng(seed), start + V * C + 3
+    length, rank = 4 * -(-n // (4 * ranks_)), int(rng.integers(ranks_))
+    flat, inp = normal(rng, ranks_, n), rng.integers(0, V, N, dtype=np.int32)
+    order, count = sort_by_token(inp)
+    places = np.unique(start + C * inp[:, None] + np.arange(C))
+    expected = flat.copy()
+    expected[rank, places] = flat[places // length, places]
+    with guarded(dev) as memory:
+        buffers = [memory.update(one) if r == rank else memory.read(one) for r, one in enumerate(flat)]
+        inp, order, count = map(memory.read, (inp, order, count))
+        gather_rows(addresses(dev, *buffers), rank, length, start, inp, order, count, N, C)
+    assert all(dev.to_host(x).tobytes() == values.tobytes() for x, values in zip(buffers, expected, strict=True))
 
 
 @pytest.mark.parametrize("times", [0, 7, 2**32 - 1])

@@ -6,6 +6,7 @@ waits for which, and where ranks meet. From that vector clocks follow (Fidge, 19
 each stream have certainly been done when a work begins.
 """
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -39,23 +40,35 @@ class Stream:
     def use(self) -> None:
         pass
 
+    def wait_event(self, mark: "Mark") -> None:
+        mark.log.append(("wait", self, mark))
+
+
+@dataclass(eq=False)
+class Mark:
+    log: list
+    stream: Stream
+
 
 class Gpu(device.CpuDevice):
-    """Streams as CudaDevice uses them. log: in the order of the host program ("wait", stream, other), ("meet", stream),
-    ("work", stream, name, reads, writes) and, behind a recorded graph, ("joined", stream)."""
+    """Streams as CudaDevice uses them. log: in the order of the host program ("mark", stream, mark), ("wait", stream,
+    mark), ("meet", stream), ("work", stream, name, reads, writes) and, behind a recorded graph, ("joined", stream)."""
 
     beside, on, join = device.CudaDevice.beside, device.CudaDevice.on, device.CudaDevice.join
-    communicate, join_communication = device.CudaDevice.communicate, device.CudaDevice.join_communication
+    communicate, communicated = device.CudaDevice.communicate, device.CudaDevice.communicated
+    join_communication, wait_for = device.CudaDevice.join_communication, device.CudaDevice.wait_for
     blas_handle = second_blas_handle = None
 
-    def begin(self, rank: int) -> None:
+    def begin(self, rank: int, rows: int) -> None:
+        self.rows = rows
         self.stream, self.second_stream, self.third_stream, self.fourth_stream = (
             Stream(rank, name) for name in ("first", "second", "third", "fourth")
         )
         self.capturing, self.communicating, self.log = False, None, []
 
-    def wait_for(self, stream: Stream, other: Stream) -> None:
-        self.log.append(("wait", stream, other))
+    def mark(self, stream: Stream) -> "Mark":
+        self.log.append(("mark", stream, mark := Mark(self.log, stream)))
+        return mark
 
     def note(self, name: str, reads: list, writes: list) -> None:
         self.log.append(("work", self.stream, name, reads, writes))
@@ -68,6 +81,8 @@ class Gpu(device.CpuDevice):
             self.log.append(("meet", self.stream))
         elif name == "sum_kernel":
             self.note(name, *touched_by_sum(SimpleNamespace(**{f"{key}_": value for key, value in arguments.items()})))
+        elif name == "gather_rows_kernel":
+            self.note(name, *touched_by_rows(SimpleNamespace(**arguments), self.rows))
         else:
             arrays = {key: value for key, value in arguments.items() if isinstance(value, np.ndarray)}
             of_x = arguments["n"] if name == "squares_partials_kernel" else None  # which is given more than it reads
@@ -79,7 +94,9 @@ class Gpu(device.CpuDevice):
         """As a graph, of which CUDA wants that it ends on the stream on which it began."""
         self.join_communication()
         self.capturing = True
+        self.wait_for(self.second_stream, self.stream)
         work()
+        self.join()
         self.join_communication()
         self.capturing = False
         self.log.append(("joined", self.stream))
@@ -101,6 +118,17 @@ def touched_by_sum(a: SimpleNamespace) -> tuple[list, list]:
     return reads, writes
 
 
+def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
+    """What a call of gather_rows_kernel reads and writes where a batch takes all rows."""
+    reads, writes = [span(x) for x in (a.inp, a.order, a.count)], []
+    for r, buffer in enumerate(a.buffers.tolist()):
+        first, last = max(a.start, r * a.length), min(a.start + rows * a.C, (r + 1) * a.length)
+        if first < last and r != a.rank:
+            reads.append((buffer + 4 * first, buffer + 4 * last))
+            writes.append((int(a.buffers[a.rank]) + 4 * first, int(a.buffers[a.rank]) + 4 * last))
+    return reads, writes
+
+
 def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
     """Three steps of so many batches, as a rank: of a step the first is not recorded."""
     for step in range(1, 4):
@@ -110,6 +138,7 @@ def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
             def work(first=first, last=last) -> None:
                 if first:
                     of.zero_grad()
+                    exchange.start_gathering(of)
                 of.forward(B, T, training=True)
                 of.loss(B, T, dloss=1.0)
                 of.backward(B, T, accumulate=not first, last=last)
@@ -117,6 +146,9 @@ def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
 
             gpu.recorded(work) if record and step > 1 else work()
         adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.1, step, grad_clip)
+        if step == 2:
+            of.gather_parameters()
+            of.forward(B, T)  # as a validation does
 
 
 def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -> tuple[list[list], dict]:
@@ -153,7 +185,7 @@ def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -
         arrays |= {name: shared[name].arrays[-1] for name in SPARSE if name in shared}
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     for rank[0], of in enumerate(models):
-        gpu.begin(rank[0])
+        gpu.begin(rank[0], len(of.params.wte))
         with device.observe(gpu.launch):
             program(gpu, of, count, grad_clip, record)
         logs.append(gpu.log)
@@ -175,10 +207,12 @@ def accesses(logs: list[list]) -> list[tuple]:
                 if what == "meet":
                     meeting.append(stream)
                     break
-                if what == "wait":
-                    clocks[stream] = clock(stream) | clock(more[0])  # of each stream the larger count
+                if what == "mark":
+                    clocks[more[0]] = Counter(clock(stream))
+                elif what == "wait":
+                    clocks[stream] = clock(stream) | clocks[more[0]]  # of each stream the larger count
                 elif what == "joined":
-                    own = [clock(other) for other in clocks if other.rank == stream.rank]
+                    own = [clock(other) for other in clocks if isinstance(other, Stream) and other.rank == stream.rank]
                     assert all(other <= clock(stream) for other in own), "a graph ends with streams that are not joined"
                 else:
                     name, reads, writes = more
@@ -227,18 +261,37 @@ def without_meeting(which: str):
 
 
 def without_waits(name: str, other: str):
-    return lambda log: [one for one in log if one[0] != "wait" or (one[1].name, one[2].name) != (name, other)]
+    return lambda log: [one for one in log if one[0] != "wait" or (one[1].name, one[2].stream.name) != (name, other)]
 
 
-@pytest.mark.parametrize("change, record", [
-    (without_meeting("third"), True),           # what is late
-    (without_meeting("fourth"), True),          # sums beside backward
-    (without_waits("first", "third"), True),    # AdamW for what is late
-    (without_waits("first", "third"), False),
-    (without_waits("fourth", "second"), True),  # sums beside backward for the weights' gradients
-    (without_waits("third", "fourth"), False),  # what is late for the sums beside backward
+@pytest.mark.parametrize("change, record, sharded", [
+    (without_meeting("third"), True, False),           # what is late
+    (without_meeting("fourth"), True, False),          # sums beside backward
+    (without_waits("first", "third"), True, False),    # AdamW for what is late
+    (without_waits("first", "third"), False, False),
+    (without_waits("fourth", "second"), True, False),  # sums beside backward for the weights' gradients
+    (without_waits("third", "fourth"), False, False),  # what is late for the sums beside backward
+    (without_meeting("third"), True, True),            # what other ranks have updated
+    (without_waits("first", "third"), False, True),    # forward for that
+    (without_waits("third", "first"), False, True),    # what other ranks have updated for what reads it before
 ])  # fmt: skip
-def test_a_wait_that_is_missing_is_noticed(change, record, monkeypatch):
-    logs, places = logs_of(CONFIGS[0], monkeypatch, record=record)
+def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch):
+    logs, places = logs_of(CONFIGS[0], monkeypatch, record=record, sharded=sharded)
     with pytest.raises(AssertionError):
         assert not races(list(map(change, logs)), places)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_layer_that_is_not_waited_for_is_noticed(config, monkeypatch):
+    """Whichever it is, but for layer 0, which has come before forward begins."""
+    script, wait = sys.modules[kind_of(config).forward.__module__], exchange.wait_for_parameters
+    for left_out in (*range(1, config.num_layers), None):
+        def wait_but_once(of, part, left_out=left_out):
+            with monkeypatch.context() as patch:
+                if part == left_out:
+                    patch.setattr(device, "join_communication", lambda mark=None: None)
+                wait(of, part)
+
+        monkeypatch.setattr(script, "wait_for_parameters", wait_but_once)
+        with pytest.raises(AssertionError):
+            assert not races(*logs_of(config, monkeypatch, sharded=True))

@@ -94,11 +94,13 @@ def train(
             device.copy_in(of.batch, words)
             if first:
                 of.zero_grad()
+                exchange.start_gathering(of)
             of.forward(B, T, training=True)
             of.loss(B, T, dloss=np.inf if i == spoilt else 1.0 / (count * B * T))
             of.backward(B, T, accumulate=not first, last=last)
             exchange.add_batch(of)
         adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.1, step, grad_clip)
+    of.gather_parameters()
     return device.to_host(of.params_memory).view(np.uint32)  # all bits: -0 == 0
 
 
