@@ -50,9 +50,10 @@ def adamw_update(
     embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
 
-    Of several ranks each updates what model.shard says; with -z they get the rest from one another in the next step, or
-    by `gather_parameters`. They still lack sums of gradients (`late`): those that the norm needs come first, others
-    while parameters are updated. All ranks must call it.
+    Of several ranks each updates what model.shard says. With -z it then lacks what others have updated, but for what
+    forward begins with: the next step gathers that, or gather_parameters. When this is called ranks still lack sums of
+    gradients (`late`): those that the norm needs come first, others while parameters are updated. All ranks must call
+    it.
     """
     n, (own, _) = model.grads_memory.size, model.shard
     checked = [(0, n)] if grad_clip else model.added_to

@@ -2,8 +2,9 @@
 
 A step's gradients are exchanged in its last batch: most of them beside the rest of backward (`reduce_gradients`), those
 that are complete only at its end by AdamW's update (`sum_late`). Without -z every rank gets all sums and makes the same
-update. With -z a rank gets the sums of its own shard of the flat buffers, updates that shard's parameters, and hands
-them round. In a bitwise run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
+update. With -z a rank gets the sums of its own shard of the flat buffers and updates that shard's parameters; the others
+take them from it, most of them beside the next step's forward pass (`gather_parameters`). In a bitwise run every batch
+is summed by itself, in the order that one GPU would follow (`add_batch`).
 
 Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that. They take less from what is
 computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it.
@@ -310,8 +311,9 @@ def gather_sums(model: Model) -> None:
 
 
 def gather_parameters(model: Model) -> None:
-    """With -z, makes the parameters whole on each rank, after updates of one shard on each. All ranks must call it, and
-    before anything but a training step, which does so by itself (`start_gathering`), reads parameters."""
+    """With -z, where each rank has updated its shard, gives every rank all parameters. All ranks must call it before
+    anything reads parameters but a training step. That gathers them in the order in which forward takes them
+    (`gather_first`, `gather_beside_forward`)."""
     if model.sharded:
         wait_for_ranks(model)
         gather(model, "params", [(0, model.params_memory.size)])
@@ -319,8 +321,8 @@ def gather_parameters(model: Model) -> None:
 
 
 def gather_first(model: Model) -> None:
-    """With -z, starts the same for what forward begins with (`taken_first`), of which each rank has updated its
-    shard."""
+    """Starts giving every rank the parameters with which forward begins (`taken_first`), of which each has updated its
+    share; other parameters may be updated meanwhile."""
     wait_for_ranks(model)
     if not model.of_ranks:
         gather(model, "params", taken_first(model))
@@ -336,9 +338,9 @@ def gather_first(model: Model) -> None:
     device.communicate(work)
 
 
-def start_gathering(model: Model) -> None:
-    """With -z, the same for what is left, beside forward with model.batch, the first of a step: `wait_for_parameters`
-    is where it takes what. Ranks of one memory load the rows of the embedding that this batch takes here."""
+def gather_beside_forward(model: Model) -> None:
+    """In front of a step's first forward pass: with -z all other parameters come beside it, and it waits for those of
+    each layer (`wait_for_parameters`). Of the embedding, ranks of one memory load the rows of model.batch here."""
     if not model.sharded:
         return
     wait_for_ranks(model)
@@ -355,7 +357,7 @@ def wait_for_parameters(model: Model, part: int | None) -> None:
     be on their way from the ranks that have updated them."""
     if part in model.coming:
         device.join_communication(model.coming.pop(part))
-        if part == 0:  # the encoder has read the rows of this batch, which come once more with the whole embedding
+        if part == 0:  # not before the encoder has read its rows, which come once more with the whole embedding
             for other in (*range(1, model.config.num_layers), None):
                 wanted = ranges_of(model, lambda _, l, other=other: l == other)
                 gather(model, "params", without(wanted, taken_first(model)))
@@ -363,11 +365,11 @@ def wait_for_parameters(model: Model, part: int | None) -> None:
 
 
 def taken_first(model: Model) -> list[Range]:
-    """Where the parameters lie that are gathered before forward begins: vectors and wpe, layer 0, and the token
-    embedding, of which ranks of one memory take rows."""
-    wanted = ranges_of(model, lambda name, l: l == 0 or name == "wte" and not model.of_ranks)
-    short = without(model.added_to, embedding(model))
-    return without(wanted, short) + short
+    """Where the parameters lie that are gathered before forward begins: all vectors, wpe, and the matrices of layer 0;
+    and the token embedding, but for ranks of one memory."""
+    vectors = without(model.added_to, embedding(model))
+    matrices = ranges_of(model, lambda name, l: l == 0 or name == "wte" and not model.of_ranks)
+    return without(matrices, vectors) + vectors
 
 
 def gather(model: Model, name: str, ranges: list[Range]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kernels.adamw import adamw_update
-from kernels.exchange import add_batch, start_gathering
+from kernels.exchange import add_batch, gather_beside_forward
 from llmc import device
 from llmc.batches import Batches
 from llmc.model import Model
@@ -19,7 +19,7 @@ def train_step(
     def forward_backward(first: bool, last: bool) -> None:
         if first:
             model.zero_grad()
-            start_gathering(model)
+            gather_beside_forward(model)
         model.forward(B, T, training=True)
         model.loss(B, T, dloss=1.0 / batches.step_tokens)
         model.backward(B, T, accumulate=not first, last=last)

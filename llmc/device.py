@@ -230,7 +230,7 @@ class CudaDevice:
         self.stream.begin_capture()
         self.capturing = True
         try:
-            self.wait_for(self.second_stream, self.stream)  # so that all may wait for it, also before it has any work
+            self.wait_for(self.second_stream, self.stream)  # `communicate` waits for it, so it must be in the capture
             work()
             self.join()
             self.join_communication()

@@ -138,7 +138,7 @@ def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
             def work(first=first, last=last) -> None:
                 if first:
                     of.zero_grad()
-                    exchange.start_gathering(of)
+                    exchange.gather_beside_forward(of)
                 of.forward(B, T, training=True)
                 of.loss(B, T, dloss=1.0)
                 of.backward(B, T, accumulate=not first, last=last)

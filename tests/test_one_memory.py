@@ -94,7 +94,7 @@ def train(
             device.copy_in(of.batch, words)
             if first:
                 of.zero_grad()
-                exchange.start_gathering(of)
+                exchange.gather_beside_forward(of)
             of.forward(B, T, training=True)
             of.loss(B, T, dloss=np.inf if i == spoilt else 1.0 / (count * B * T))
             of.backward(B, T, accumulate=not first, last=last)
