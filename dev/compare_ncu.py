@@ -41,7 +41,6 @@ KNOWN = [  # reason, kernel, counters
     (JOINED, "parallel_residual_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
     (JOINED, "parallel_residual_dropout_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
     (PREDICATED, "rmsnorm_forward_kernel", [SHARED_STORES]),
-    (TRAFFIC, "rmsnorm_forward_kernel", ["shared load conflicts"]),
     (PREDICATED, "flash_attention_backward_key_kernel_64", ["copies to shared memory"]),
     (KEPT_IN_REGISTERS, "fused_classifier_kernel", [SHARED_LOADS]),
     (TRAFFIC, "fused_classifier_kernel", ["shared load conflicts"]),

@@ -2,9 +2,9 @@
 
 A step's gradients are exchanged in its last batch: most of them beside the rest of backward (`reduce_gradients`), those
 that are complete only at its end by AdamW's update (`sum_late`). Without -z every rank gets all sums and makes the same
-update. With -z a rank gets the sums of its own shard of the flat buffers and updates that shard's parameters; the others
-take them from it, most of them beside the next step's forward pass (`gather_parameters`). In a bitwise run every batch
-is summed by itself, in the order that one GPU would follow (`add_batch`).
+update. With -z a rank gets the sums of its own shard of the flat buffers and updates that shard's parameters, which
+the others take from it, most of them beside the next step's forward pass (`gather_parameters`). In a bitwise run every
+batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
 Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that. They take less from what is
 computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it.
