@@ -1,10 +1,11 @@
 """What a data-parallel step takes on paper, for numbers of GPUs that are not at hand.
 
-    python dev/on_paper.py --step 16.4 --backward 9.0 --parameters 124e6
+    python dev/on_paper.py --step 16.4 --forward 3.9 --backward 9.0 --parameters 124e6
 
-Gradients are summed by rings: every GPU sends and receives 2 (N - 1) / N times their bytes, through the narrowest link
-of its ring, and each of the 2 (N - 1) passes of each of the sums has a latency. What does not fit beside the backward
-pass of the layers is waited for. Prints milliseconds a step and efficiency for the links in LINKS.
+Rings bring sums of gradients to the ranks that update them, and the parameters back. Each way every GPU sends and
+receives (N - 1) / N times their bytes, through the narrowest link of its ring, and each of a ring's N - 1 passes has a
+latency. Gradients are on their way beside the backward pass of the layers, parameters beside their forward pass. What
+does not fit there is waited for, as the embedding is. Prints milliseconds a step and efficiency for the links in LINKS.
 """
 
 import sys
@@ -21,23 +22,27 @@ LINKS = {
     "400 Gb/s Ethernet for each GPU": (45e9, 10e-6),  # nine tenths of its rate
     "400 Gb/s Ethernet for eight GPUs": (45e9 / 8, 10e-6),
 }
-SUMS = 13  # of a GPT-2 of 12 layers: one a layer, and the embedding's
+LAYERS = 12  # of GPT-2 124M, each of which has a ring
 
 
-def step_ms(step: float, backward: float, n_bytes: float, late: float, N: int, rate: float, latency: float) -> float:
-    """Milliseconds on N GPUs of a step that takes `step` on one, `backward` of them in the layers' backward pass. late:
-    of the bytes, those that are complete only after it."""
+def step_ms(
+    step: float, forward: float, backward: float, n_bytes: float, late: float, N: int, rate: float, latency: float
+) -> float:
+    """Milliseconds on N GPUs of a step that takes `step` on one, `forward` and `backward` of it in the layers' passes.
+    late: of the bytes, those of the embedding, whose gradient is complete last and which forward takes first."""
 
-    def sum_ms(size: float, sums: int) -> float:
-        return 1e3 * (2 * (N - 1) / N * size / rate + sums * 2 * (N - 1) * latency)
+    def ring_ms(size: float, rings: int) -> float:
+        return 1e3 * ((N - 1) / N * size / rate + rings * (N - 1) * latency)
 
-    return step + max(0.0, sum_ms(n_bytes - late, SUMS - 1) - backward) + sum_ms(late, 1)
+    layers = ring_ms(n_bytes - late, LAYERS)
+    return step + max(0.0, layers - forward) + max(0.0, layers - backward) + 2 * ring_ms(late, 1)
 
 
 def main() -> None:
     parser = Parser(description="Estimate a data-parallel step on many GPUs.")
     add = parser.add_argument
     add("--step", type=float, default=16.4, metavar="MS", help="a step on one GPU (%(default)s)")
+    add("--forward", type=float, default=3.9, metavar="MS", help="of it, the layers' forward pass (%(default)s)")
     add("--backward", type=float, default=9.0, metavar="MS", help="of it, the layers' backward pass (%(default)s)")
     add("--parameters", type=float, default=124.48e6, metavar="N", help="numbers in all gradients (%(default)s)")
     add("--late", type=float, default=38.6e6, metavar="N", help="of them, those of the embedding (%(default)s)")
@@ -47,7 +52,7 @@ def main() -> None:
     for name, (rate, latency) in LINKS.items():
         cells = []
         for N in args.gpus:
-            ms = step_ms(args.step, args.backward, 4 * args.parameters, 4 * args.late, N, rate, latency)
+            ms = step_ms(args.step, args.forward, args.backward, 4 * args.parameters, 4 * args.late, N, rate, latency)
             cells.append(f"{f'{ms:.1f} ms {100 * args.step / ms:.0f}%':>18}")
         print(f"{name:34}" + "".join(cells))
 

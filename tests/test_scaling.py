@@ -57,8 +57,9 @@ def test_the_middle_one_of_three_steps_is_drawn():
 
 @pytest.mark.parametrize("rate, latency", LINKS.values(), ids=LINKS)
 def test_on_paper_more_gpus_take_longer_and_one_takes_its_own_time(rate, latency):
-    times = [step_ms(16.4, 9.0, 498e6, 154e6, N, rate, latency) for N in (1, 2, 8, 64, 512)]
+    times = [step_ms(16.4, 3.9, 9.0, 498e6, 154e6, N, rate, latency) for N in (1, 2, 8, 64, 512)]
     assert times[0] == 16.4 and times == sorted(times)
-    # Two GPUs send each all bytes once; what is late is waited for, the rest where it takes more than 9 ms.
-    late, early = 154e6 / rate * 1e3 + 2e3 * latency, 344e6 / rate * 1e3 + 24e3 * latency
-    assert times[1] == pytest.approx(16.4 + late + max(0.0, early - 9.0))
+    # Two GPUs send each half of all bytes, twice; what is late is waited for, and the rest where it takes longer than
+    # the layers' forward or backward pass.
+    late, layers = 77e6 / rate * 1e3 + 1e3 * latency, 172e6 / rate * 1e3 + 12e3 * latency
+    assert times[1] == pytest.approx(16.4 + 2 * late + max(0.0, layers - 3.9) + max(0.0, layers - 9.0))
