@@ -51,7 +51,7 @@ FLOATS = {
     "wte_backward_sparse": lambda a: a.dout.size + distinct(a.count) * a.C,
     "add_sparse": lambda a: 3 * int((device.to_host(a.indices) >= 0).sum()) * a.C,
     "barrier": lambda a: 2 * a.ranks + 1,
-    "gather_rows": lambda a: 2 * distinct(a.count) * a.C,
+    "gather_rows": lambda a: 2 * floats_of_others(a),
     "sum": lambda a: (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
     "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
     # Reads each query head's share, writes the sums of each group's.
@@ -75,6 +75,13 @@ FLOPS = {
 def distinct(count) -> int:
     """How many different tokens a batch has, from `count` of sort_by_token."""
     return int(np.count_nonzero(device.to_host(count)))
+
+
+def floats_of_others(a) -> int:
+    """How many floats of a batch's rows gather_rows_kernel finds on other ranks."""
+    tokens = np.unique(device.to_host(a.inp)).astype(np.int64)
+    places = a.start + a.C * tokens[:, None] + np.arange(a.C)
+    return int((places // a.length != a.rank).sum())
 
 
 def length_of(pieces) -> int:

@@ -88,7 +88,7 @@ def adamw_update(
     before = taken_first(model) if model.sharded else without([(0, n)], missing)
     update(before)
     if model.sharded:
-        gather_first(model)
+        gather_first(model, before)
     else:
         device.join_communication()
     update(without([(0, n)], before))

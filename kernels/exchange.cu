@@ -1,8 +1,9 @@
-// What ranks do with flat buffers beside sending them: sums in the order of the ranks, a barrier, and a checksum.
+// What ranks do with flat buffers beside copying them: sums in the order of the ranks, a barrier, rows that one rank needs
+// of the others' parts of a table, and a checksum.
 //
 // A GPU that NVLink or PCIe joins to others loads and stores in their memory as in its own. Buffers are given by their
 // addresses here, so that they can be any GPU's. sum_kernel is bounded by those links where it reaches over them, else,
-// as checksum_kernel is, by memory: both read what they are given once.
+// as checksum_kernel is, by memory: both read what they are given once. gather_rows_kernel waits for the links' latency.
 #include "common.cuh"
 
 #ifdef LLMC_CPU

@@ -2,8 +2,8 @@
 
 A step's gradients are exchanged in its last batch: most of them beside the rest of backward (`reduce_gradients`), those
 that are complete only at its end by AdamW's update (`sum_late`). Without -z every rank gets all sums and makes the same
-update. With -z a rank gets the sums of its own shard of the flat buffers and updates that shard's parameters, which
-the others take from it, most of them beside the next step's forward pass (`gather_parameters`). In a bitwise run every
+update. With -z a rank gets the sums of its own shard of the flat buffers and updates those parameters. The others take
+them from it, most of them beside the next step's forward pass (`gather_beside_forward`). In a bitwise run every
 batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
 Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that. They take less from what is
@@ -242,8 +242,8 @@ def sum_late(model: Model, ranges: list[Range]) -> None:
     """Starts summing gradients of `late` over all ranks, once all have come to this point.
 
     Ranks that have one memory each add up their share of the numbers, which they load from all GPUs, and store the sums
-    there; with -z those of matrices only where their shard is. Of the embedding each adds the rows of all ranks, which
-    it loads from their GPUs, in the order of the ranks."""
+    there; with -z those of matrices only where their shard is. Of the embedding each whose shard has a part of it adds
+    the rows of all ranks, which it loads from their GPUs, in the order of the ranks."""
     if not model.of_ranks:
         reduce_ranges(model, ranges)
         return
@@ -320,18 +320,18 @@ def gather_parameters(model: Model) -> None:
         device.join_communication()
 
 
-def gather_first(model: Model) -> None:
-    """Starts giving every rank the parameters with which forward begins (`taken_first`), of which each has updated its
-    share; other parameters may be updated meanwhile."""
+def gather_first(model: Model, ranges: list[Range]) -> None:
+    """Starts giving every rank the parameters with which forward begins (ranges: `taken_first`), once each has updated
+    those in its shard. Other parameters may be updated meanwhile."""
     wait_for_ranks(model)
     if not model.of_ranks:
-        gather(model, "params", taken_first(model))
+        gather(model, "params", ranges)
         return
     addresses, rank = model.of_ranks.params.addresses, ranks.rank()
 
     def work(_) -> None:
         for r, shard in enumerate(model.shards):
-            owned = overlaps(taken_first(model), [shard])
+            owned = overlaps(ranges, [shard])
             if owned and r != rank:
                 sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], owned, BLOCKS)
 
@@ -354,10 +354,11 @@ def gather_beside_forward(model: Model) -> None:
 
 def wait_for_parameters(model: Model, part: int | None) -> None:
     """What follows in forward takes the matrices of layer `part`, or if that is None those outside of layers, which may
-    be on their way from the ranks that have updated them."""
+    be on their way from the ranks that have updated them. Layer 0's have come; there all others set out, since now the
+    encoder has read its rows of the embedding, which come once more with the whole."""
     if part in model.coming:
         device.join_communication(model.coming.pop(part))
-        if part == 0:  # not before the encoder has read its rows, which come once more with the whole embedding
+        if part == 0:
             for other in (*range(1, model.config.num_layers), None):
                 wanted = ranges_of(model, lambda _, l, other=other: l == other)
                 gather(model, "params", without(wanted, taken_first(model)))

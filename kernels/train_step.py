@@ -16,9 +16,10 @@ def train_step(
     step's batches, then AdamW. A GPU records its launches once and replays them."""
     B, T = model.B, model.T
 
-    def forward_backward(first: bool, last: bool) -> None:
+    def forward_backward(begins: bool, first: bool, last: bool) -> None:
         if first:
             model.zero_grad()
+        if begins:
             gather_beside_forward(model)
         model.forward(B, T, training=True)
         model.loss(B, T, dloss=1.0 / batches.step_tokens)
@@ -28,8 +29,8 @@ def train_step(
     recorded = device.record(forward_backward)
 
     def step_of(step: int, learning_rate: float) -> None:
-        for first, last in batches.of_step(step):  # each on its way to the device, its losses on their way back
-            recorded(first, last)
+        for i, (first, last) in enumerate(batches.of_step(step)):  # on its way to the device, its losses back
+            recorded(i == 0, first, last)
         if batches.dropped:
             return  # the run is told to stop: what this step has added up is dropped
         adamw_update(model, learning_rate, 0.9, 0.999, 1e-8, weight_decay, step + 1, grad_clip)

@@ -835,6 +835,6 @@ def communicated():
 
 
 def join_communication(mark=None) -> None:
-    """What follows is done after all work of `communicate`, or after that before a mark. `record` does so by itself at
-    its end."""
+    """What follows is done after all work of `communicate`, or, given a mark, after the work before it. `record` does
+    so by itself at its end."""
     _device.join_communication(mark)

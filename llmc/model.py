@@ -37,8 +37,8 @@ class Model:
     of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
     alone; of a bitwise one also sums, those of its own shard over a step's batches. received is room for what other
     ranks send. Ranks that have one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is
-    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). coming says of parameters that are on
-    their way to this rank when they will be there. All that is kernels/exchange.py's.
+    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). coming has, by layer, the marks (of
+    device.communicated) behind which parameters are there that are on their way. All that is kernels/exchange.py's.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
@@ -80,7 +80,7 @@ class Model:
         if 4 * sum(lengths.values()) > free:
             fitting = bisect_right(
                 range(1, B), free,
-                key=lambda b: 4 * sum(self.lengths(config, b, T, attention, inference, sharded, bitwise).values()),
+                key=lambda b: 4 * sum(self.lengths(config, b, T, attention, inference, self.sharded, bitwise).values()),
             )  # fmt: skip
             remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
             raise UserError(

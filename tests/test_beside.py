@@ -214,6 +214,20 @@ def test_every_gradient_is_sent_once_and_then_left_alone(config, attention, shar
     assert early == model.grads_memory.size - sum(end - start for start, end in late(model))
 
 
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_step_gathers_parameters_once(bitwise, monkeypatch):
+    """Before its first batch; they change at its end."""
+    device.use("cpu")
+    gathered, model = [], GPT2(ODD, 1, 16, bitwise=bitwise)
+    monkeypatch.setattr("kernels.train_step.gather_beside_forward", lambda of: gathered.append(len(seen)))
+    batches, seen = Batches(model, Tokens(ODD.vocab_size), 3), []
+    monkeypatch.setattr(model, "backward", lambda *_, **flags: seen.append(flags))
+    step = model.train_step(batches)
+    step(0, 1e-3)
+    step(1, 1e-3)
+    assert gathered == [0, 3] and len(seen) == 6
+
+
 def test_a_batch_that_is_not_the_last_sends_nothing(monkeypatch):
     device.use("cpu")
     monkeypatch.setattr(ranks, "size", lambda: 2)

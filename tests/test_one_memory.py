@@ -94,6 +94,7 @@ def train(
             device.copy_in(of.batch, words)
             if first:
                 of.zero_grad()
+            if i < N:
                 exchange.gather_beside_forward(of)
             of.forward(B, T, training=True)
             of.loss(B, T, dloss=np.inf if i == spoilt else 1.0 / (count * B * T))
@@ -139,6 +140,23 @@ def test_a_nan_on_one_rank_keeps_all_from_updating(config, batch, monkeypatch, r
     start = train(config, 2, batches[:0], 0.0)
     found = Threads(2, monkeypatch).run(lambda rank: train(config, 2, batches, 0.0, spoilt=batch, sharded=True))
     assert all(np.array_equal(params, start) for params in found)
+
+
+def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(monkeypatch):
+    """With -z only the owner of a parameter sees that AdamW leaves it out, and all must stop alike."""
+    device.use("cpu")
+
+    def flag_of(rank: int) -> float:
+        of = kind_of(ODD)(ODD, 2, T, "softmax", sharded=True)
+        of.randomize(42)
+        for memory in (of.grads_memory, of.batch, of.of_ranks.wte_indices.arrays[rank]):
+            memory[:] = 0
+        of.of_ranks.wte_indices.arrays[rank][:] = -1
+        of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
+        adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1)
+        return float(of.norm[3])
+
+    assert Threads(3, monkeypatch).run(flag_of) == [1.0] * 3
 
 
 class Driver:

@@ -254,19 +254,20 @@ def test_what_a_rank_does_not_understand_ends_it_in_one_line(said, capfd, monkey
     "gpt2", pytest.param("llama3", marks=pytest.mark.long), pytest.param("pythia", marks=pytest.mark.long)
 ])  # fmt: skip
 def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder, model, rng):
-    """Losses, validation, answers and checkpoints; with clipping, decay, dropout, and the moments shared out or not."""
+    """Losses, validation, answers, samples, checkpoints; with clipping, decay, dropout, moments shared out or not."""
     write_evaluation(folder / "questions.bin", random_examples(rng, 7))
     found = {}
     for gpus, zero in ((1, "0"), (2, "1"), (most(folder), "0"))[: 3 if most(folder) > 2 else 2]:
         name = f"{gpus}"
         flags = steps(
             "--bitwise", "1", "-z", zero, "-o", f"{name}.log", "--checkpoint-dir", name, "-n", "3", "--seed", "3",
-            "--grad-clip", "0.5", "-c", "0.1", "--dropout", "0.1", gpus=gpus,
+            "--grad-clip", "0.5", "-c", "0.1", "--dropout", "0.1", "-g", "5", "-s", "2", gpus=gpus,
         )  # fmt: skip
         out, _ = run(folder, *flags, "-b", "4", "-d", str(BATCHES * 4 * T), "--hellaswag", "questions.bin", model=model)
         losses = re.findall(r"(?:train loss|val loss|accuracy|norm) ([0-9.]+)", out)
-        found[gpus] = losses, (folder / f"{name}.log").read_bytes(), bytes_of(folder, name)
-    assert len(found[1][0]) == 2 * 6 + 2 * 3 and len(found[1][2]) == 4
+        samples = re.findall(r"generating:\n---\n(.*?)\n---", out, re.DOTALL)
+        found[gpus] = losses, samples, (folder / f"{name}.log").read_bytes(), bytes_of(folder, name)
+    assert len(found[1][0]) == 2 * 6 + 2 * 3 and len(found[1][1]) == 3 and len(found[1][3]) == 4
     assert all(one == found[1] for one in found.values())
 
 
