@@ -29,7 +29,8 @@ def train_step(
     recorded = device.record(forward_backward)
 
     def step_of(step: int, learning_rate: float) -> None:
-        for i, (first, last) in enumerate(batches.of_step(step)):  # on its way to the device, its losses back
+        # of_step sends each batch to the device, and its losses back.
+        for i, (first, last) in enumerate(batches.of_step(step)):
             recorded(i == 0, first, last)
         if batches.dropped:
             return  # the run is told to stop: what this step has added up is dropped

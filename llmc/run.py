@@ -282,7 +282,7 @@ class Run:
             self.not_finite(step, loss, "all parameters are left as they were", step, before)
 
     def finish_steps(self) -> None:
-        """The same, and then all ranks have all parameters."""
+        """finish_running_step, and every rank then has all parameters, for what reads them between steps."""
         self.finish_running_step()
         self.model.gather_parameters()
 
