@@ -85,13 +85,14 @@ def adamw_update(
         model.norm, model.grads_acts.partials, [model.grads_memory[start:end] for start, end in checked], grad_clip,
         model.skip_nonfinite, partial_sums,
     )  # fmt: skip
-    before = taken_first(model) if model.sharded else without([(0, n)], missing)
-    update(before)
+    # With -z what the other ranks take first is updated first, else what has its sums already.
+    early = taken_first(model) if model.sharded else without([(0, n)], missing)
+    update(early)
     if model.sharded:
-        gather_first(model, before)
+        gather_first(model, early)
     else:
         device.join_communication()
-    update(without([(0, n)], before))
+    update(without([(0, n)], early))
     if model.sharded:
         collectives.all_reduce([model.norm[3:]])
         device.join_communication()

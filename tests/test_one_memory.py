@@ -149,9 +149,7 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(monkeypatch):
     def flag_of(rank: int) -> float:
         of = kind_of(ODD)(ODD, 2, T, "softmax", sharded=True)
         of.randomize(42)
-        for memory in (of.grads_memory, of.batch, of.of_ranks.wte_indices.arrays[rank]):
-            memory[:] = 0
-        of.of_ranks.wte_indices.arrays[rank][:] = -1
+        of.grads_memory[:], of.of_ranks.wte_indices.arrays[rank][:] = 0, -1  # no row for the embedding
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
         adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1)
         return float(of.norm[3])

@@ -95,15 +95,17 @@ def steps(*flags: str, gpus: int = 1, last: int = 6) -> list[str]:
     return ["--gpus", str(gpus), "-d", str(BATCHES * B * T), "-x", str(last), *flags]
 
 
-def saved(folder: Path, directory: str, step: int, model: str) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters and moments of a checkpoint, but no biases of keys. Softmax is the same whatever all products of a
-    query have in common: those gradients are rounding, which AdamW divides by its own size."""
-    place = folder / directory / f"step_{step:08}"
+def saved(folder: Path, directory: str, step: int, model: str) -> dict[str, np.ndarray]:
+    """Parameters and moments of a checkpoint, and where keys have biases these by themselves: softmax is the same
+    whatever all products of a query have in common, so their gradients are rounding. AdamW divides it by its own size.
+    """
+    place, found = folder / directory / f"step_{step:08}", {}
     config, tensors = read_model(place / "model.bin", CONFIGS[model])
     if "qkvb" in dict(config.parameters()):
-        tensors["qkvb"] = np.delete(tensors["qkvb"].reshape(len(tensors["qkvb"]), 3, -1), 1, axis=1)
-    parameters = np.concatenate([values.reshape(-1) for values in tensors.values()])
-    return parameters, np.fromfile(place / "optimizer.bin", np.float32, offset=1024)
+        biases = tensors["qkvb"].reshape(len(tensors["qkvb"]), 3, -1)
+        found["keys"], tensors["qkvb"] = biases[:, 1], np.delete(biases, 1, axis=1)
+    found["parameters"] = np.concatenate([values.reshape(-1) for values in tensors.values()])
+    return found | {"moments": np.fromfile(place / "optimizer.bin", np.float32, offset=1024)}
 
 
 def bytes_of(folder: Path, directory: str) -> dict[str, bytes]:
@@ -278,8 +280,8 @@ def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder
 def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_number(folder, model):
     """To the bit where there are as many, also with a checkpoint between; else to rounding. A gradient that is summed
     in another order is off by some 1e-7 of itself; AdamW's first steps divide it by its own size, so parameters that
-    move by 1e-2 a step are compared to 1e-4 of that. In TF32 such a difference may round an operand the other way,
-    by 5e-4 of itself: products are in fp32 here."""
+    move by 1e-2 a step are compared to 1e-4 of that. Keys' biases may go either way in each of the four steps. In TF32
+    such a difference may round an operand the other way, by 5e-4 of itself: products are in fp32 here."""
 
     def train(*flags: str) -> str:
         return run(folder, "-f", "0", *flags, model=model)[0]
@@ -301,8 +303,11 @@ def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_numbe
         assert read_record(folder / directory / "step_00000004")["state"]["flags"]["zero_stage"] == (not flags)
         same = bytes_of(folder, f"{directory}/step_00000004") == bytes_of(folder, "two/step_00000004")
         assert same or (gpus, flags) != (2, [])
-        for ours, theirs in zip(saved(folder, directory, 4, model), saved(folder, "one", 4, model), strict=True):
-            assert ours.shape == theirs.shape and np.abs(ours - theirs).max() < 1e-6 + 1e-4 * np.abs(theirs).max()
+        ours, theirs = saved(folder, directory, 4, model), saved(folder, "one", 4, model)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            allowed = 2 * 4 * 1e-2 if name == "keys" else 1e-6 + 1e-4 * np.abs(theirs[name]).max()
+            assert ours[name].shape == theirs[name].shape and np.abs(ours[name] - theirs[name]).max() < allowed
 
 
 @ALL_WAYS
