@@ -147,6 +147,7 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
     L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
     drop = dropouts(model, training)
 
+    wait_for_parameters(model, "first")
     encoder_forward(acts.encoded, model.inputs, params.wte, params.wpe, B, T, C, drop.encoded)
     p, a = params.layer[0], acts.layer[0]
     layernorm_forward(acts.ln, a.ln1_mean, a.ln1_rstd, acts.encoded, p.ln1w, p.ln1b, B, T, C)

@@ -225,6 +225,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
     QKV = (NH + 2 * NKV) * HS
     drop = dropouts(model, training)
 
+    wait_for_parameters(model, "first")
     encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C)
     rmsnorm_forward(acts.ln, acts.layer[0].ln1_rstd, acts.encoded, params.layer[0].ln1w, eps, B, T, C)
     residual = acts.encoded

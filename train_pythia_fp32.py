@@ -191,6 +191,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
     HS, R = C // NH, config.rotary_channels
     drop, eps, outs = dropouts(model, training), config.norm_eps, (acts.ln1, acts.ln2)
 
+    wait_for_parameters(model, "first")
     encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C, drop.encoded)
     mean, rstd, norms = norms_before(config, acts, 0, params)
     parallel_residual_forward(None, outs, mean, rstd, acts.encoded, [], norms, eps, B, T, C)

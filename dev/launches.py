@@ -21,7 +21,7 @@ from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
-from kernels.exchange import barrier, checksum, gather_rows, sum_buffers
+from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
@@ -234,11 +234,6 @@ def addresses(*arrays) -> object:
     return device.asarray(np.array([device.address(x) for x in arrays], np.uint64))
 
 
-def zeroed(array):
-    device.fill_zero(array)
-    return array
-
-
 RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 1}
 add(adamw, "n=4096", "params=n grads=n m=n v=n", lambda size, a: norm() | RECIPE)
 add(global_norm, "n=4096", "x=n scratch=P,2",
@@ -247,7 +242,6 @@ add(column_sum, "N=640 C=128", "out=C scratch=P,C inp=N,C")
 add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
 add(sum_buffers, "N=3 n=1000 blocks=2", "out=n parts=N,n",
     lambda size, a: {"to": addresses(a.out), "sources": addresses(*a.parts), "ranges": [(0, size.n)]})
-add(barrier, "rank=0 N=1", "own=2", lambda size, a: {"words": addresses(zeroed(a.own))}, needs=("N == 1",))
 add(gather_rows, "rank=0 N=16 V=50 C=128", "own=V,C other=V,C",
     lambda size, a: sorted_tokens(SimpleNamespace(B=1, T=size.N, V=size.V), a) | {
         "buffers": addresses(a.own, a.other), "length": 4 * device.ceil_div(size.V * size.C, 8), "start": 0,

@@ -28,7 +28,7 @@ WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
 ROWS = {"exchange": "#d95f02", "matrix products": "#1b9e77", "other kernels": "#7570b3"}
 
 # How the names of its kernels begin.
-EXCHANGE = "nccl", "barrier_kernel", "sum_kernel", "add_sparse_kernel", "gather_rows_kernel"
+EXCHANGE = "nccl", "sum_kernel", "add_sparse_kernel", "gather_rows_kernel"
 
 Span = tuple[float, float]  # milliseconds: begin, end
 

@@ -50,7 +50,6 @@ FLOATS = {
     "norm": lambda a: a.P,
     "wte_backward_sparse": lambda a: a.dout.size + distinct(a.count) * a.C,
     "add_sparse": lambda a: 3 * int((device.to_host(a.indices) >= 0).sum()) * a.C,
-    "barrier": lambda a: 2 * a.ranks + 1,
     "gather_rows": lambda a: 2 * floats_of_others(a),
     "sum": lambda a: (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
     "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place

@@ -14,7 +14,7 @@ from kernels.exchange import (
     without,
 )
 from kernels.reduce import global_norm
-from llmc import collectives, device, ranks
+from llmc import device, ranks
 from llmc.device import ceil_div
 from llmc.model import Model
 
@@ -93,6 +93,4 @@ def adamw_update(
     else:
         device.join_communication()
     update(without([(0, n)], early))
-    if model.sharded:
-        collectives.all_reduce([model.norm[3:]])
-        device.join_communication()
+    device.join_communication()

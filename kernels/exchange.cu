@@ -1,5 +1,5 @@
-// What ranks do with flat buffers beside copying them: sums in the order of the ranks, a barrier, rows that one rank needs
-// of the others' parts of a table, and a checksum.
+// What ranks do with flat buffers beside copying them: sums in the order of the ranks, rows that one rank needs of the
+// others' parts of a table, and a checksum.
 //
 // A GPU that NVLink or PCIe joins to others loads and stores in their memory as in its own. Buffers are given by their
 // addresses here, so that they can be any GPU's. sum_kernel is bounded by those links where it reaches over them, else,
@@ -11,25 +11,6 @@
 #else
 #define IN_ORDER(x)
 #endif
-
-// Waits until this kernel runs on all ranks. What a rank wrote before, each may read behind it. words_of[r] is the
-// address of rank r's words (ranks + 1,), 0 at first: word s counts the barriers to which rank s has come, the last one
-// those to which rank r has. One block.
-extern "C" __global__ void barrier_kernel(const unsigned long long* words_of, int rank, int ranks) {
-    unsigned int* own = reinterpret_cast<unsigned int*>(words_of[rank]);
-    const unsigned int count = own[ranks] + 1;
-    __threadfence_system();  // the other GPUs see what this one has written before they see the word
-    for (int r = threadIdx.x; r < ranks; r += blockDim.x) {
-        reinterpret_cast<volatile unsigned int*>(words_of[r])[rank] = count;
-    }
-    for (int r = threadIdx.x; r < ranks; r += blockDim.x) {
-        const volatile unsigned int* word = own + r;
-        while ((int)(*word - count) < 0) {}  // more than count where rank r has come to the next barrier already
-    }
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) own[ranks] = count;
-}
 
 // to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i in
 // some pieces of them. A piece is four numbers: how many vectors of four floats the pieces before it have, its first
@@ -77,17 +58,32 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
 
 // Copies rows of a table (V, C) from the ranks to which they belong: those of the tokens of a batch, each once. The
 // table begins at float `start` of a flat buffer of which rank r has the r-th `length` floats; buffers[r] is the address
-// of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu).
+// of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu). One warp a row.
 extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int rank, size_t length, size_t start,
                                               const int* inp, const int* order, const int* count, int N, int C) {
-    const size_t step = (size_t)gridDim.x * blockDim.x;
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < (size_t)N * C; i += step) {
-        const size_t x = i / C;
-        if (count[x] == 0) continue;
-        const size_t at = start + (size_t)inp[order[x]] * C + i % C;
-        const int owner = (int)(at / length);
-        if (owner == rank) continue;
-        reinterpret_cast<float*>(buffers[rank])[at] = reinterpret_cast<const float*>(buffers[owner])[at];
+    constexpr int AT_ONCE = 8;
+    const int x = blockIdx.x * blockDim.y + threadIdx.y;
+    if (x >= N || count[x] == 0) return;
+    const size_t row = start + (size_t)inp[order[x]] * C;
+    float* own = reinterpret_cast<float*>(buffers[rank]);
+    int owner = (int)(row / length);
+    for (int i0 = threadIdx.x; i0 < C; i0 += AT_ONCE * WARP_SIZE) {
+        float values[AT_ONCE];
+        int owners[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = i0 + k * WARP_SIZE;
+            if (i >= C) break;
+            while (row + i >= (owner + 1) * length) owner++;
+            owners[k] = owner;
+            values[k] = reinterpret_cast<const float*>(buffers[owner])[row + i];
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = i0 + k * WARP_SIZE;
+            if (i >= C) break;
+            if (owners[k] != rank) own[row + i] = values[k];
+        }
     }
 }
 

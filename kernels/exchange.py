@@ -46,18 +46,32 @@ def sum_buffers(
     cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
 
 
-def barrier(words, rank: int, N: int) -> None:
-    """Waits on the device until it has been called on all N ranks; what each wrote before is then there for all. words:
-    the addresses (N,), uint64, of each rank's words (N + 1,), uint32, which are 0 at first."""
-    cu.barrier_kernel((1,), (cu.block(32),), (words, rank, N))
+def barrier(words: list, rank: int) -> None:
+    """Waits on the device until it has been called on all ranks; what each wrote before is then there for all. words:
+    each rank's words, uint32 (ranks,), of which word r is for what rank r tells it; all are 0 before and after.
+
+    Of two ranks the lower tells the higher, which resets that word and answers; then the lower resets its own. So no
+    word is set anew before it has been reset, however often this is called, or replayed as a part of a graph."""
+    lower, higher = range(rank), range(rank + 1, len(words))
+
+    def tell(others: range) -> list:
+        return [("write", words[r][rank : rank + 1], 1) for r in others]
+
+    def hear(others: range) -> list:
+        own = [words[rank][r : r + 1] for r in others]
+        return [("wait", word, 1) for word in own] + [("write", word, 0) for word in own]
+
+    device.memory_operations(tell(higher) + hear(lower) + tell(lower) + hear(higher))
 
 
 def gather_rows(buffers, rank: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
     """Copies the rows of a table (V, C) that a batch takes from the ranks to which they belong. The table begins at
     float `start` of flat buffers, fp32, whose addresses are in buffers, uint64 (ranks,); of theirs rank r has the r-th
     `length` floats. inp, order, count (N) int32: tokens, and what sort_by_token makes of them."""
-    blocks = min(8 * device.multiprocessors(), ceil_div(N * C, 256))
-    cu.gather_rows_kernel((blocks,), (256,), (buffers, rank, length, start, inp, order, count, N, C))
+    rows = 8  # of a block
+    cu.gather_rows_kernel(
+        (ceil_div(N, rows),), (cu.warp_size, rows), (buffers, rank, length, start, inp, order, count, N, C)
+    )
 
 
 def checksum(model: Model) -> str:
@@ -204,7 +218,7 @@ def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
 
 def meet(model: Model) -> None:
     """A barrier of all ranks, in the work of device.communicate."""
-    barrier(model.of_ranks.barrier_words.addresses, ranks.rank(), ranks.size())
+    barrier(model.of_ranks.barrier_words.arrays, ranks.rank())
 
 
 def wait_for_ranks(model: Model) -> None:
@@ -340,22 +354,30 @@ def gather_first(model: Model, ranges: list[Range]) -> None:
 
 def gather_beside_forward(model: Model) -> None:
     """In front of a step's first forward pass: with -z all other parameters come beside it, and it waits for those of
-    each layer (`wait_for_parameters`). Of the embedding, ranks of one memory load the rows of model.batch here."""
+    each layer (`wait_for_parameters`). Of the embedding, ranks of one memory load the rows of model.batch here. Also
+    lets all ranks know whether a gradient of the step before has overflowed (norm[3] of `adamw`), which its parameter's
+    owner alone has seen."""
     if not model.sharded:
         return
     wait_for_ranks(model)
-    if model.of_ranks:
-        params, length, batch = model.of_ranks.params, model.shards[0][1], (model.inputs, model.order, model.count)
+    of_ranks, rank = model.of_ranks, ranks.rank()
+    if of_ranks:
+        length, batch = model.shards[0][1], (model.inputs, model.order, model.count)
         rows = embedding(model)[0][0], *batch, model.B * model.T, model.config.channels
-        device.communicate(lambda _: gather_rows(params.addresses, ranks.rank(), length, *rows))
-    device.join_communication()
-    model.coming[0] = device.communicated()
+        device.communicate(lambda _: gather_rows(of_ranks.params.addresses, rank, length, *rows))
+    model.coming["first"] = model.coming[0] = device.communicated()
+    if not of_ranks:
+        collectives.all_reduce([model.norm[3:]])
+    elif rank == 0:  # others write to no rank's norm[3] meanwhile
+        norms = of_ranks.norm.addresses
+        device.communicate(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
 
 
-def wait_for_parameters(model: Model, part: int | None) -> None:
+def wait_for_parameters(model: Model, part: int | str | None) -> None:
     """What follows in forward takes the matrices of layer `part`, or if that is None those outside of layers, which may
-    be on their way from the ranks that have updated them. Layer 0's have come; there all others set out, since now the
-    encoder has read its rows of the embedding, which come once more with the whole."""
+    be on their way from the ranks that have updated them. The encoder waits for "first", what is `taken_first`, and
+    with it comes layer 0; there all others set out, since now the encoder has read its rows of the embedding, which
+    come once more with the whole."""
     if part in model.coming:
         device.join_communication(model.coming.pop(part))
         if part == 0:

@@ -17,10 +17,10 @@ def train_step(
     B, T = model.B, model.T
 
     def forward_backward(begins: bool, first: bool, last: bool) -> None:
-        if first:
-            model.zero_grad()
         if begins:
             gather_beside_forward(model)
+        if first:
+            model.zero_grad()
         model.forward(B, T, training=True)
         model.loss(B, T, dloss=1.0 / batches.step_tokens)
         model.backward(B, T, accumulate=not first, last=last)

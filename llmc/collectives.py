@@ -151,7 +151,8 @@ def start() -> None:
 
 def reach_one_another() -> bool:
     """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried; and NCCL
-    may do so (NCCL_P2P_DISABLE). A container may keep them from it, and not all GPUs of a machine need be joined."""
+    may do so (NCCL_P2P_DISABLE). A container may keep them from it, not all GPUs of a machine need be joined, and old
+    drivers lack the operations by which they wait for one another."""
     allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     handles, opened, x = [None], None, device.zeros((1,))
     if all(ranks.all_gather(allowed)):
@@ -160,6 +161,8 @@ def reach_one_another() -> bool:
         handles = [handle for of_rank in ranks.all_gather(handles) for handle in of_rank]
     if None not in handles:
         with suppress(Exception):
+            word = device.zeros((1,), np.uint32)
+            device.memory_operations([("write", word, 1), ("wait", word, 1)])
             opened = [device.open_memory(handle, x) for r, handle in enumerate(handles) if r != ranks.rank()]
     return all(ranks.all_gather(opened is not None))
 

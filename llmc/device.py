@@ -295,10 +295,9 @@ class CudaDevice:
         return array.data.ptr
 
     def memory_handle(self, array) -> tuple[str, int]:
-        base, size, driver = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.CDLL("libcuda.so.1")
-        error = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(array.data.ptr))
-        if error:
-            raise RuntimeError(f"cuMemGetAddressRange returned {error}")
+        base, size = ctypes.c_void_p(), ctypes.c_size_t()
+        address = ctypes.c_void_p(array.data.ptr)
+        call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         return self.cupy.cuda.runtime.ipcGetMemHandle(base.value).hex(), array.data.ptr - base.value
 
     def open_memory(self, handle: tuple[str, int], like):
@@ -310,6 +309,14 @@ class CudaDevice:
         memory = self.cupy.cuda.UnownedMemory(self.opened[name], offset + like.nbytes, self, here)
         return self.cupy.ndarray(like.shape, like.dtype, self.cupy.cuda.MemoryPointer(memory, offset))
 
+    def memory_operations(self, operations) -> None:
+        # A CUstreamBatchMemOpParams has 48 bytes: what to do, address, value, and how a word is compared (1: equal).
+        parameters = np.zeros((len(operations), 6), np.uint64)
+        for fields, (what, word, value) in zip(parameters, operations, strict=True):
+            fields[:4] = {"wait": 1, "write": 2}[what], word.data.ptr, value, what == "wait"
+        stream, address = ctypes.c_void_p(self.stream.ptr), ctypes.c_void_p(parameters.ctypes.data)
+        call_driver("cuStreamBatchMemOp_v2", stream, len(operations), address, 0)
+
     def wait_for(self, stream, other) -> None:
         """Lets a stream wait for all work that another one has been given."""
         stream.wait_event(self.mark(other))
@@ -319,6 +326,13 @@ class CudaDevice:
         event = self.cupy.cuda.Event(block=False, disable_timing=True)
         event.record(stream)
         return event
+
+
+def call_driver(function: str, *arguments) -> None:
+    """Calls a function of CUDA's driver that CuPy does not have; by the time that CuPy works, its library is there."""
+    error = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    if error:
+        raise RuntimeError(f"{function} returned {error}")
 
 
 class CapturedBlas:
@@ -509,6 +523,13 @@ class CpuDevice:
 
     def address(self, array) -> int:
         return array.__array_interface__["data"][0]
+
+    def memory_operations(self, operations) -> None:
+        for what, word, value in operations:
+            if what == "write":
+                word[0] = value
+            while what == "wait" and word[0] != value:
+                time.sleep(0)  # lets other threads go on
 
     def communicate(self, work: Callable[[int], None], last: bool) -> None:
         work(0)
@@ -750,6 +771,14 @@ def open_memory(handle: tuple[str, int], like):
     """The array on another process's GPU that has this handle, of the shape and type of `like`. Raises an error where
     this GPU does not reach that one's memory."""
     return _device.open_memory(handle, like)
+
+
+def memory_operations(operations: list[tuple[str, object, int]]) -> None:
+    """Does operations on single words, one after another, that occupy no multiprocessor: ("write", word, value) sets a
+    word, ("wait", word, value) waits until it has that value. A word is an array (1,) of uint32, of this GPU or, to be
+    written, another one's. What the device did before is there for all GPUs when they see a word written. Raises an
+    error where CUDA has no such operations (CUDA driver API, cuStreamBatchMemOp)."""
+    _device.memory_operations(operations)
 
 
 def pieces(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -116,7 +116,7 @@ class Model:
             self.of_ranks = collectives.map_memory(
                 params=self.params_memory, grads=self.grads_memory, received=self.received,
                 wte_values=buffers.get("embedding's gradient"), wte_indices=device.empty((B * T,), np.int32),
-                barrier_words=device.zeros((ranks.size() + 1,), np.uint32),
+                barrier_words=device.zeros((ranks.size(),), np.uint32), norm=self.norm,
             )  # fmt: skip
         if bitwise:
             device.fill_zero(self.sums)

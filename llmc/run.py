@@ -265,7 +265,8 @@ class Run:
             return
         step, before, started, end = self.running
         ms = self.timer.add(started, end.wait())
-        norm, _, _, overflow = map(float, self.norms[step % 2])
+        norm, _, _, own_overflow = map(float, self.norms[step % 2])
+        overflow = any(ranks.all_gather(own_overflow))
         self.running, loss = None, self.batches.mean_loss(step)
         rate, speed = self.learning_rate(step), 1000 * self.batch_tokens / ms
         percent = percent_of_peak(self.flops / ranks.size(), ms)

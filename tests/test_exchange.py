@@ -1,5 +1,6 @@
-"""exchange.cu: sums in the order of the ranks, barriers and checksums; and how flat buffers are shared out."""
+"""exchange.cu: sums in the order of the ranks, and checksums; barriers; and how flat buffers are shared out."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -114,16 +115,77 @@ def test_rows_that_a_batch_takes_come_from_the_ranks_that_have_them(dev, N, V, C
     assert all(dev.to_host(x).tobytes() == values.tobytes() for x, values in zip(buffers, expected, strict=True))
 
 
-@pytest.mark.parametrize("times", [0, 7, 2**32 - 1])
-def test_a_barrier_waits_for_the_others_words(dev, times):
-    """Rank 1 of 3, whose others have come already, rank 2 even to the barrier after; the count may start over at 0."""
-    after = np.uint32((times + 1) % 2**32)
-    words = [np.array(values, np.uint32) for values in ([0] * 4, [after, times, after + np.uint32(1), times], [0] * 4)]
-    arrays = [dev.asarray(one) for one in words]
-    barrier(addresses(dev, *arrays), 1, 3)
-    found = [dev.to_host(one).tolist() for one in arrays]
-    assert found[1] == [after, after, after + np.uint32(1), after]
-    assert found[0] == found[2] == [0, after, 0, 0]
+def without_answers(words: list, rank: int) -> None:
+    """What is no barrier: a rank tells all others at once, and may reset a word that has been set anew already."""
+    others = [r for r in range(len(words)) if r != rank]
+    own = [words[rank][r : r + 1] for r in others]
+    device.memory_operations(
+        [("write", words[r][rank : rank + 1], 1) for r in others]
+        + [("wait", word, 1) for word in own] + [("write", word, 0) for word in own]
+    )  # fmt: skip
+
+
+def what_goes_wrong(meet, N: int, times: int) -> set[str]:
+    """What can happen where N ranks call meet so many times each, in every order in which their operations can be
+    done."""
+    words, programs = np.zeros((N, N), np.uint32), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "memory_operations", programs.append)
+        for rank in range(N):
+            meet(list(words), rank)
+    length, first = len(programs[0]), address_in(words)
+    programs = [[(what, (address_in(word) - first) // 4, value) for what, word, value in one] for one in programs]
+    start, end = (((done,) * N, (0,) * N * N) for done in (0, times * length))
+    found, ahead, wrong = {start}, [start], set()
+    while ahead:
+        done, values = state = ahead.pop()
+        following = []
+        for r, program in enumerate(programs):
+            what, at, value = program[done[r] % length]
+            if done[r] < times * length and (what == "write" or values[at] == value):
+                after = list(done), list(values)
+                after[0][r], after[1][at] = done[r] + 1, value
+                following.append(tuple(map(tuple, after)))
+        if not following and state != end:
+            wrong.add("not all ranks come to the end, with words that are 0")
+        if max(done) // length > -(-min(done) // length):
+            wrong.add("a rank is through before all have come")
+        ahead += set(following) - found
+        found.update(following)
+    return wrong
+
+
+def address_in(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("N, times", [(2, 4), (3, 3), (4, 2)])
+def test_a_barrier_lets_nobody_through_before_all_have_come(N, times):
+    assert what_goes_wrong(barrier, N, times) == set()
+    assert what_goes_wrong(without_answers, N, times)
+
+
+def test_threads_meet_at_a_barrier():
+    device.use("cpu")
+    N, times, words, come = 3, 50, np.zeros((3, 3), np.uint32), np.zeros(3, int)
+    seen = []
+
+    def of_rank(rank: int) -> None:
+        for i in range(1, times + 1):
+            come[rank] = i
+            barrier(list(words), rank)
+            seen.append(come.min() >= i)
+
+    with ThreadPoolExecutor(N) as pool:
+        list(pool.map(of_rank, range(N)))
+    assert len(seen) == N * times and all(seen) and not words.any()
+
+
+def test_operations_on_words_are_done_in_their_order(dev):
+    words = [dev.asarray(np.array([7, before], np.uint32))[1:] for before in (0, 5)]
+    dev.memory_operations([("write", words[0], 2**32 - 1), ("wait", words[0], 2**32 - 1), ("wait", words[1], 5),
+                           ("write", words[1], 6), ("wait", words[1], 6), ("write", words[0], 3)])  # fmt: skip
+    assert [dev.to_host(word).tolist() for word in words] == [[3], [6]]
 
 
 @given(ranges=RANGES, room=st.sampled_from([4, 8, 40]), N=st.integers(1, 5), scale=st.sampled_from([1, 4, 13]))

@@ -1,7 +1,7 @@
 """What ranks whose GPUs load and store in one another's memory do: exchange.py without NCCL or gloo.
 
-The ranks are threads of this process here, on the CPU device, so that each sees the others' arrays; in place of
-barrier_kernel, which would spin, they meet in Python. tests/test_ranks.py has processes and GPUs.
+The ranks are threads of this process here, on the CPU device, so that each sees the others' arrays. In place of
+exchange.barrier they meet so that all end where one fails. tests/test_ranks.py has processes and GPUs.
 """
 
 import threading
@@ -143,7 +143,7 @@ def test_a_nan_on_one_rank_keeps_all_from_updating(config, batch, monkeypatch, r
 
 
 def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(monkeypatch):
-    """With -z only the owner of a parameter sees that AdamW leaves it out, and all must stop alike."""
+    """With -z only the owner of a parameter sees that AdamW leaves it out; the next step must hold back on all."""
     device.use("cpu")
 
     def flag_of(rank: int) -> float:
@@ -152,16 +152,20 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(monkeypatch):
         of.grads_memory[:], of.of_ranks.wte_indices.arrays[rank][:] = 0, -1  # no row for the embedding
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
         adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1)
-        return float(of.norm[3])
+        own = float(of.norm[3])
+        exchange.gather_beside_forward(of)
+        exchange.wait_for_ranks(of)
+        return own, float(of.norm[3])
 
-    assert Threads(3, monkeypatch).run(flag_of) == [1.0] * 3
+    own, of_all = zip(*Threads(3, monkeypatch).run(flag_of), strict=True)
+    assert sorted(own) == [0, 0, 1] and of_all == (1, 1, 1)
 
 
 class Driver:
     """What reach_one_another asks of a GPU, on the CPU device."""
 
-    def __init__(self, monkeypatch, shares=True, opens=True, others=(True,), hosts=("here", "here")):
-        self.answers = {"memory_handle": shares, "open_memory": opens}
+    def __init__(self, monkeypatch, shares=True, waits=True, opens=True, others=(True,), hosts=("here", "here")):
+        self.answers = {"memory_handle": shares, "memory_operations": waits, "open_memory": opens}
         self.asked, self.others = [], others
         for name in self.answers:
             monkeypatch.setattr(device, name, lambda *arguments, name=name: self.answer(name))
@@ -177,12 +181,13 @@ class Driver:
 
 
 @pytest.mark.parametrize("why, env, reached, asked", [
-    ({}, {}, True, ["memory_handle", "open_memory"]),
-    ({}, {"NCCL_P2P_DISABLE": "0"}, True, ["memory_handle", "open_memory"]),
+    ({}, {}, True, ["memory_handle", "memory_operations", "open_memory"]),
+    ({}, {"NCCL_P2P_DISABLE": "0"}, True, ["memory_handle", "memory_operations", "open_memory"]),
     ({}, {"NCCL_P2P_DISABLE": "1"}, False, []),
     ({"hosts": ("here", "there")}, {}, False, []),
     ({"shares": False}, {}, False, ["memory_handle"]),
-    ({"opens": False}, {}, False, ["memory_handle", "open_memory"]),
+    ({"waits": False}, {}, False, ["memory_handle", "memory_operations"]),
+    ({"opens": False}, {}, False, ["memory_handle", "memory_operations", "open_memory"]),
     ({"others": (False,)}, {}, False, []),
 ])  # fmt: skip
 def test_ranks_have_one_memory_where_all_of_them_can_share_it(why, env, reached, asked, monkeypatch):

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from test_evaluation import random_examples, write_evaluation
+from test_reliability import overflowing
 
 from conftest import DEVICES
 from llmc import ranks
@@ -67,10 +68,13 @@ def most(folder: Path) -> int:
     return 3 if folder.name == "cpu" else min(4, GPUS)
 
 
-def start(folder: Path, *flags: str, model: str = "gpt2", preexec_fn=None, **env: str) -> subprocess.Popen:
+def start(
+    folder: Path, *flags: str, model: str = "gpt2", path: Path | None = None, preexec_fn=None, **env: str
+) -> subprocess.Popen:
+    """path: the script, where it is not the model's own."""
     script, description = SCRIPTS[model]
     kind = "cpu" if folder.name == "cpu" else "cuda"
-    command = [sys.executable, "-u", str(ROOT / script), "-e", description, "--device", kind, *FLAGS, *flags]
+    command = [sys.executable, "-u", str(path or ROOT / script), "-e", description, "--device", kind, *FLAGS, *flags]
     if folder.name == "nccl":
         env |= SOCKETS
     return subprocess.Popen(
@@ -554,6 +558,17 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_parameters_change(
     flags = ["-l", "1e30", "-z", "1", "--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "9"]
     _, error = run(folder, *flags, code=1)
     assert error.count("\n") == 1 and re.match(r"error: step \d: its loss \(.*\) or gradients are not finite", error)
+
+
+@pytest.mark.parametrize("weight", ["qkvw", "fcprojw"])
+def test_a_gradient_that_overflows_where_one_rank_alone_sees_it_stops_all(folder, weight):
+    """With -z that is the owner of the weight: rank 0, or the other one."""
+    script = folder / "overflowing.py"
+    script.write_text(overflowing({2}, weight))
+    flags = ["--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "4"]
+    _, error = run(folder, *flags, path=script, code=1, PYTHONPATH=str(ROOT))
+    assert error.count("\n") == 1 and re.match(r"error: step 2: its loss \(.*\) or gradients are not finite", error)
+    assert "and the others have taken the step" in error and error.endswith("came to: run/step_00000002\n")
 
 
 @pytest.mark.long

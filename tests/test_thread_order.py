@@ -13,7 +13,7 @@ import pytest
 
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
-from kernels.exchange import barrier, checksum, gather_rows, sum_buffers
+from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
@@ -128,22 +128,19 @@ def parallel_residual(N: int, C: int, dropout: float):
 
 
 # Their addresses are arguments of kernels, and must be the same in every order.
-SUMS, PARTS, WORDS = np.zeros(1001, np.float32), np.zeros((3, 1001), np.float32), np.zeros(2, np.uint32)
+SUMS, PARTS = np.zeros(1001, np.float32), np.zeros((3, 1001), np.float32)
 
 
 def exchange():
-    """A batch's rows of an embedding from three ranks; adds what they have in their order, meets none, and takes a
-    checksum; a batch's rows for the embedding's gradient."""
+    """A batch's rows of an embedding from three ranks; adds what they have in their order, and takes a checksum; a
+    batch's rows for the embedding's gradient."""
     rng = np.random.default_rng(4)
-    PARTS[:], WORDS[:] = normal(rng, 3, 1001), 0
-    to, sources, words = (
-        np.array([x.__array_interface__["data"][0] for x in found], np.uint64) for found in ([SUMS], PARTS, [WORDS])
-    )
+    PARTS[:] = normal(rng, 3, 1001)
+    to, sources = (np.array([x.__array_interface__["data"][0] for x in found], np.uint64) for found in ([SUMS], PARTS))
     tokens, dout = rng.integers(0, 20, (2, 16), dtype=np.int32), normal(rng, 32, 33)
     sorted_ = sort_by_token(tokens)
     gather_rows(sources, 0, 336, 5, tokens, *sorted_, 32, 33)
     sum_buffers(to, sources, [(0, 1001)], 3)
-    barrier(words, 0, 1)
     checksum(SimpleNamespace(params_memory=SUMS))
     values, indices, dwte = np.zeros((32, 33), np.float32), np.zeros(32, np.int32), np.zeros((20, 33), np.float32)
     encoder_backward_sparse(values, indices, None, dout, tokens, *sorted_, 2, 16, 33)
