@@ -59,9 +59,10 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
 // Copies rows of a table (V, C) from the ranks to which they belong: those of the tokens of a batch, each once. The
 // table begins at float `start` of a flat buffer of which rank r has the r-th `length` floats; buffers[r] is the address
 // of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu). One warp a row.
+// Block: (WARP_SIZE, rows).
 extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int rank, size_t length, size_t start,
                                               const int* inp, const int* order, const int* count, int N, int C) {
-    constexpr int AT_ONCE = 8;
+    constexpr int AT_ONCE = 8;  // loads that a thread has under way
     const int x = blockIdx.x * blockDim.y + threadIdx.y;
     if (x >= N || count[x] == 0) return;
     const size_t row = start + (size_t)inp[order[x]] * C;

@@ -368,16 +368,16 @@ def gather_beside_forward(model: Model) -> None:
     model.coming["first"] = model.coming[0] = device.communicated()
     if not of_ranks:
         collectives.all_reduce([model.norm[3:]])
-    elif rank == 0:  # others write to no rank's norm[3] meanwhile
+    elif rank == 0:  # for all: none reads or writes norm[3] before AdamW, in front of which they meet again
         norms = of_ranks.norm.addresses
         device.communicate(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
 
 
 def wait_for_parameters(model: Model, part: int | str | None) -> None:
     """What follows in forward takes the matrices of layer `part`, or if that is None those outside of layers, which may
-    be on their way from the ranks that have updated them. The encoder waits for "first", what is `taken_first`, and
-    with it comes layer 0; there all others set out, since now the encoder has read its rows of the embedding, which
-    come once more with the whole."""
+    be on their way from the ranks that have updated them. The encoder waits for "first", its rows of the embedding. All
+    else with which forward begins (`taken_first`), layer 0 too, came at the end of the last update. At layer 0 all
+    others set out: by then the encoder has read its rows, which come once more with the whole embedding."""
     if part in model.coming:
         device.join_communication(model.coming.pop(part))
         if part == 0:

@@ -151,8 +151,8 @@ def start() -> None:
 
 def reach_one_another() -> bool:
     """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried; and NCCL
-    may do so (NCCL_P2P_DISABLE). A container may keep them from it, not all GPUs of a machine need be joined, and old
-    drivers lack the operations by which they wait for one another."""
+    may do so (NCCL_P2P_DISABLE). A container may keep them from it, not all GPUs of a machine need be joined, and
+    not everywhere has CUDA the operations by which they wait for one another."""
     allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     handles, opened, x = [None], None, device.zeros((1,))
     if all(ranks.all_gather(allowed)):

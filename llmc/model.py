@@ -30,15 +30,16 @@ class Model:
 
     The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
     has neither gradients nor moments. norm (4,): a norm of gradients, the factor that clips them, how many steps were
-    not finite, and whether AdamW left a parameter out (kernels/adamw.py). skip_nonfinite says whether training goes on
-    after such a step.
+    not finite, and whether AdamW left a parameter of this rank out, which the next step tells all ranks
+    (kernels/adamw.py). skip_nonfinite says whether training goes on after such a step.
 
     Several ranks (llmc/ranks.py) have each a model. shards are the ranges of the flat buffers that belong to each rank,
     of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
     alone; of a bitwise one also sums, those of its own shard over a step's batches. received is room for what other
     ranks send. Ranks that have one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is
-    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). coming has, by layer, the marks (of
-    device.communicated) behind which parameters are there that are on their way. All that is kernels/exchange.py's.
+    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). coming has, by what
+    wait_for_parameters waits for, the marks (of device.communicated) behind which parameters are there that are on
+    their way. All that is kernels/exchange.py's.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,

@@ -1,4 +1,5 @@
-"""exchange.cu: sums in the order of the ranks, and checksums; barriers; and how flat buffers are shared out."""
+"""exchange.cu: sums in the order of the ranks, rows of a table, checksums. exchange.py: barriers, and how flat buffers
+are shared out."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -99,6 +100,7 @@ def test_sums_in_order_hand_on_what_is_not_finite(dev):
 
 @given(N=st.integers(1, 40), V=st.integers(1, 30), C=st.integers(1, 90), ranks_=st.integers(1, 5),
        start=st.integers(0, 9), seed=st.integers(0, 99))  # fmt: skip
+@example(N=2, V=1, C=90, ranks_=5, start=0, seed=0)
 def test_rows_that_a_batch_takes_come_from_the_ranks_that_have_them(dev, N, V, C, ranks_, start, seed):
     """All of them to the bit, and no other float changes, on this rank or another. A row may be several ranks'."""
     rng, n = np.random.default_rng(seed), start + V * C + 3

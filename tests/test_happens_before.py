@@ -138,8 +138,9 @@ def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
     reads, writes = [span(x) for x in (a.inp, a.order, a.count)], []
     for r, buffer in enumerate(a.buffers.tolist()):
         first, last = max(a.start, r * a.length), min(a.start + rows * a.C, (r + 1) * a.length)
-        if first < last and r != a.rank:
+        if first < last:
             reads.append((buffer + 4 * first, buffer + 4 * last))
+        if first < last and r != a.rank:
             writes.append((int(a.buffers[a.rank]) + 4 * first, int(a.buffers[a.rank]) + 4 * last))
     return reads, writes
 
@@ -151,10 +152,10 @@ def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
             first, last = of.bitwise or i == 0, of.bitwise or i == count - 1
 
             def work(begins=i == 0, first=first, last=last) -> None:
-                if first:
-                    of.zero_grad()
                 if begins:
                     exchange.gather_beside_forward(of)
+                if first:
+                    of.zero_grad()
                 of.forward(B, T, training=True)
                 of.loss(B, T, dloss=1.0)
                 of.backward(B, T, accumulate=not first, last=last)
@@ -300,9 +301,9 @@ def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch)
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_layer_that_is_not_waited_for_is_noticed(config, monkeypatch):
-    """Whichever it is, but for layer 0, which has come before forward begins."""
+    """Whichever it is, but for layer 0, which has come before forward begins; "first" are the encoder's rows."""
     script, wait = sys.modules[kind_of(config).forward.__module__], exchange.wait_for_parameters
-    for left_out in (*range(1, config.num_layers), None):
+    for left_out in ("first", *range(1, config.num_layers), None):
         def wait_but_once(of, part, left_out=left_out):
             with monkeypatch.context() as patch:
                 if part == left_out:

@@ -1,7 +1,7 @@
 """What ranks whose GPUs load and store in one another's memory do: exchange.py without NCCL or gloo.
 
 The ranks are threads of this process here, on the CPU device, so that each sees the others' arrays. In place of
-exchange.barrier they meet so that all end where one fails. tests/test_ranks.py has processes and GPUs.
+exchange.barrier they meet in Python, where all end if one fails. tests/test_ranks.py has processes and GPUs.
 """
 
 import threading
@@ -92,10 +92,10 @@ def train(
             tokens, targets = of_step[i]
             words = np.concatenate([tokens.ravel(), targets.ravel(), *sort_by_token(tokens), of.random_words(step, i)])
             device.copy_in(of.batch, words)
-            if first:
-                of.zero_grad()
             if i < N:
                 exchange.gather_beside_forward(of)
+            if first:
+                of.zero_grad()
             of.forward(B, T, training=True)
             of.loss(B, T, dloss=np.inf if i == spoilt else 1.0 / (count * B * T))
             of.backward(B, T, accumulate=not first, last=last)
@@ -142,14 +142,17 @@ def test_a_nan_on_one_rank_keeps_all_from_updating(config, batch, monkeypatch, r
     assert all(np.array_equal(params, start) for params in found)
 
 
-def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(monkeypatch):
+@pytest.mark.parametrize("one_memory", [True, False])
+def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(one_memory, monkeypatch):
     """With -z only the owner of a parameter sees that AdamW leaves it out; the next step must hold back on all."""
     device.use("cpu")
 
-    def flag_of(rank: int) -> float:
+    def flags_of(rank: int) -> tuple[float, float]:
         of = kind_of(ODD)(ODD, 2, T, "softmax", sharded=True)
         of.randomize(42)
-        of.grads_memory[:], of.of_ranks.wte_indices.arrays[rank][:] = 0, -1  # no row for the embedding
+        of.grads_memory[:] = 0
+        if one_memory:
+            of.of_ranks.wte_indices.arrays[rank][:] = -1  # no row for the embedding
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
         adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1)
         own = float(of.norm[3])
@@ -157,7 +160,9 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(monkeypatch):
         exchange.wait_for_ranks(of)
         return own, float(of.norm[3])
 
-    own, of_all = zip(*Threads(3, monkeypatch).run(flag_of), strict=True)
+    threads = Threads(3, monkeypatch)
+    monkeypatch.setattr(collectives, "one_memory", lambda: one_memory)
+    own, of_all = zip(*threads.run(flags_of), strict=True)
     assert sorted(own) == [0, 0, 1] and of_all == (1, 1, 1)
 
 
