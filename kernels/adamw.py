@@ -93,4 +93,4 @@ def adamw_update(
     else:
         device.join_communication()
     update(without([(0, n)], early))
-    device.join_communication()
+    device.join_communication()  # what gather_first has started

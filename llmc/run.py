@@ -266,7 +266,7 @@ class Run:
         step, before, started, end = self.running
         ms = self.timer.add(started, end.wait())
         norm, _, _, own_overflow = map(float, self.norms[step % 2])
-        overflow = any(ranks.all_gather(own_overflow))
+        overflow = any(ranks.all_gather(own_overflow))  # with -z a rank sees only what its own shard leaves out
         self.running, loss = None, self.batches.mean_loss(step)
         rate, speed = self.learning_rate(step), 1000 * self.batch_tokens / ms
         percent = percent_of_peak(self.flops / ranks.size(), ms)

@@ -130,13 +130,14 @@ def without_answers(words: list, rank: int) -> None:
 def what_goes_wrong(meet, N: int, times: int) -> set[str]:
     """What can happen where N ranks call meet so many times each, in every order in which their operations can be
     done."""
+    device.use("cpu")
     words, programs = np.zeros((N, N), np.uint32), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "memory_operations", programs.append)
         for rank in range(N):
             meet(list(words), rank)
-    length, first = len(programs[0]), address_in(words)
-    programs = [[(what, (address_in(word) - first) // 4, value) for what, word, value in one] for one in programs]
+    length, first = len(programs[0]), device.address(words)
+    programs = [[(what, (device.address(word) - first) // 4, value) for what, word, value in one] for one in programs]
     start, end = (((done,) * N, (0,) * N * N) for done in (0, times * length))
     found, ahead, wrong = {start}, [start], set()
     while ahead:
@@ -155,10 +156,6 @@ def what_goes_wrong(meet, N: int, times: int) -> set[str]:
         ahead += set(following) - found
         found.update(following)
     return wrong
-
-
-def address_in(x: np.ndarray) -> int:
-    return x.__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("N, times", [(2, 4), (3, 3), (4, 2)])
