@@ -152,19 +152,22 @@ def start() -> None:
 def reach_one_another() -> bool:
     """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried; and NCCL
     may do so (NCCL_P2P_DISABLE). A container may keep them from it, not all GPUs of a machine need be joined, and
-    not everywhere has CUDA the operations by which they wait for one another."""
+    not everywhere has CUDA the operations by which they wait for one another: each rank writes a word of all."""
     allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
-    handles, opened, x = [None], None, device.zeros((1,))
+    words, handles, rank = device.zeros((ranks.size(),), np.uint32), [None], ranks.rank()
+    device.synchronize()  # they are 0 before another rank writes
     if all(ranks.all_gather(allowed)):
         with suppress(Exception):
-            handles = [device.memory_handle(x)]
+            handles = [device.memory_handle(words)]
         handles = [handle for of_rank in ranks.all_gather(handles) for handle in of_rank]
     if None not in handles:
         with suppress(Exception):
-            word = device.zeros((1,), np.uint32)
-            device.memory_operations([("write", word, 1), ("wait", word, 1)])
-            opened = [device.open_memory(handle, x) for r, handle in enumerate(handles) if r != ranks.rank()]
-    return all(ranks.all_gather(opened is not None))
+            of_ranks = [words if r == rank else device.open_memory(handle, words) for r, handle in enumerate(handles)]
+            written = [("write", of_rank[rank : rank + 1], 1) for of_rank in of_ranks]
+            device.memory_operations([*written, ("wait", words[rank : rank + 1], 1)])
+            device.synchronize()
+    ranks.all_gather(None)  # all have written by now
+    return all(ranks.all_gather(bool(device.to_host(words).all())))
 
 
 def one_memory() -> bool:

@@ -166,47 +166,58 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(one_memory, monke
     assert sorted(own) == [0, 0, 1] and of_all == (1, 1, 1)
 
 
-class Driver:
-    """What reach_one_another asks of a GPU, on the CPU device."""
+class Driver(Threads):
+    """Ranks whose GPUs have one memory, on the CPU device; rank 1's fail at something."""
 
-    def __init__(self, monkeypatch, shares=True, waits=True, opens=True, others=(True,), hosts=("here", "here")):
-        self.answers = {"memory_handle": shares, "memory_operations": waits, "open_memory": opens}
-        self.asked, self.others = [], others
-        for name in self.answers:
-            monkeypatch.setattr(device, name, lambda *arguments, name=name: self.answer(name))
+    def __init__(self, N: int, monkeypatch, fails: str | None = None, hosts: tuple[str, ...] = ("here",)):
+        super().__init__(N, monkeypatch)
+        self.fails, self.asked, self.operations = fails, [], device.memory_operations
         monkeypatch.setattr(ranks, "hosts", lambda: list(hosts))
-        monkeypatch.setattr(ranks, "size", lambda: 2)
-        monkeypatch.setattr(ranks, "all_gather", lambda value: [value, *(other and value for other in self.others)])
+        for name in ("memory_handle", "open_memory", "memory_operations"):
+            monkeypatch.setattr(device, name, getattr(self, name))
 
-    def answer(self, name: str):
-        self.asked.append(name)
-        if not self.answers[name]:
+    def asks(self, what: str) -> None:
+        self.asked.append(what)
+        if what == self.fails and self.own.rank == 1:
             raise RuntimeError("cudaErrorNotSupported: not here")
-        return name, 0
+
+    def memory_handle(self, array):
+        self.asks("shares")
+        return array, 0
+
+    def open_memory(self, handle, like):
+        self.asks("opens")
+        return np.empty_like(like) if self.fails == "reaches" and self.own.rank == 1 else handle[0]
+
+    def memory_operations(self, operations) -> None:
+        self.asks("waits")
+        self.operations(operations)
 
 
-@pytest.mark.parametrize("why, env, reached, asked", [
-    ({}, {}, True, ["memory_handle", "memory_operations", "open_memory"]),
-    ({}, {"NCCL_P2P_DISABLE": "0"}, True, ["memory_handle", "memory_operations", "open_memory"]),
-    ({}, {"NCCL_P2P_DISABLE": "1"}, False, []),
-    ({"hosts": ("here", "there")}, {}, False, []),
-    ({"shares": False}, {}, False, ["memory_handle"]),
-    ({"waits": False}, {}, False, ["memory_handle", "memory_operations"]),
-    ({"opens": False}, {}, False, ["memory_handle", "memory_operations", "open_memory"]),
-    ({"others": (False,)}, {}, False, []),
-])  # fmt: skip
-def test_ranks_have_one_memory_where_all_of_them_can_share_it(why, env, reached, asked, monkeypatch):
+@pytest.mark.parametrize("why, env, asked", [
+    ({}, {}, "shares opens waits"),
+    ({}, {"NCCL_P2P_DISABLE": "0"}, "shares opens waits"),
+    ({}, {"NCCL_P2P_DISABLE": "1"}, None),
+    ({"hosts": ("here", "there")}, {}, None),
+    ({"fails": "shares"}, {}, "shares"),
+    ({"fails": "opens"}, {}, "shares opens waits"),
+    ({"fails": "waits"}, {}, "shares opens waits"),
+    ({"fails": "reaches"}, {}, "shares opens waits"),
+], ids=str)  # fmt: skip
+def test_ranks_have_one_memory_where_all_of_them_can_share_it(why, env, asked, monkeypatch):
     device.use("cpu")
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    driver = Driver(monkeypatch, **why)
-    assert (collectives.reach_one_another(), driver.asked) == (reached, asked)
+    driver = Driver(3, monkeypatch, **why)
+    reached = asked is not None and "fails" not in why
+    assert driver.run(lambda rank: collectives.reach_one_another()) == [reached] * 3
+    assert set(driver.asked) == set((asked or "").split())
 
 
 @pytest.mark.parametrize("fails", ["shares", "opens"])
 def test_memory_that_cannot_be_shared_after_all_is_one_line(fails, monkeypatch):
     device.use("cpu")
-    Driver(monkeypatch, **{fails: False})
+    map_memory, driver = collectives.map_memory, Driver(2, monkeypatch, fails)
     with pytest.raises(UserError, match=r"^GPUs cannot share their memory \(.*not here\): set NCCL_P2P_DISABLE=1 .*$"):
-        collectives.map_memory(params=device.zeros((4,)), absent=None)
+        driver.run(lambda rank: map_memory(params=device.zeros((4,)), absent=None))

@@ -1,5 +1,6 @@
 """What is timed, drawn and estimated of several GPUs."""
 
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +31,14 @@ def test_bench_says_in_one_line_what_does_not_run():
     command = [sys.executable, str(ROOT / "dev" / "bench.py"), "--gpus", "2", "--device", "cpu", "-e", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "-e nothing: name one of" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_links_are_not_kept_awake_without_gpus():
+    command = [sys.executable, str(ROOT / "dev" / "awake.py")]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(r"error: CUDA does not work here \(.*\), and the CPU has no links .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("name, row", [
