@@ -11,6 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import argparse
+
 from llmc import device
 from llmc.errors import UserError
 from llmc.program import run_program
@@ -19,6 +21,7 @@ EVERY, COPIED = 0.01, 4096  # seconds, bytes
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     if device.use() == "cpu":
         raise UserError(f"CUDA does not work here ({device.why_not_cuda()}), and the CPU has no links to keep awake")
     import cupy
