@@ -11,9 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import argparse
-
 from llmc import device
+from llmc.arguments import Parser
 from llmc.errors import UserError
 from llmc.program import run_program
 
@@ -21,7 +20,7 @@ EVERY, COPIED = 0.01, 4096  # seconds, bytes
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    Parser(description=__doc__.partition("\n")[0]).parse_args()
     if device.use() == "cpu":
         raise UserError(f"CUDA does not work here ({device.why_not_cuda()}), and the CPU has no links to keep awake")
     import cupy
@@ -31,6 +30,8 @@ def main() -> None:
     if count < 2:
         raise UserError("one GPU has no link to another")
     for gpu in range(count):
+        if not runtime.deviceCanAccessPeer(gpu, (gpu + 1) % count):
+            raise UserError(f"GPU {gpu} does not reach the memory of GPU {(gpu + 1) % count}: they have no link")
         with cupy.cuda.Device(gpu):
             runtime.deviceEnablePeerAccess((gpu + 1) % count)
             buffers.append(cupy.zeros((2, COPIED), cupy.uint8))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmc.arguments import Parser, positive
+from llmc.arguments import Parser, above_0, non_negative, positive
 from llmc.program import run_program
 
 # Bytes a second that a GPU sends, and seconds for one pass of a ring.
@@ -41,11 +41,11 @@ def step_ms(
 def main() -> None:
     parser = Parser(description="Estimate a data-parallel step on many GPUs.")
     add = parser.add_argument
-    add("--step", type=float, default=16.4, metavar="MS", help="a step on one GPU (%(default)s)")
-    add("--forward", type=float, default=3.9, metavar="MS", help="of it, the layers' forward pass (%(default)s)")
-    add("--backward", type=float, default=9.0, metavar="MS", help="of it, the layers' backward pass (%(default)s)")
-    add("--parameters", type=float, default=124.48e6, metavar="N", help="numbers in all gradients (%(default)s)")
-    add("--late", type=float, default=38.6e6, metavar="N", help="of them, those of the embedding (%(default)s)")
+    add("--step", type=above_0, default=16.4, metavar="MS", help="a step on one GPU (%(default)s)")
+    add("--forward", type=non_negative, default=3.9, metavar="MS", help="the layers' forward pass (%(default)s)")
+    add("--backward", type=non_negative, default=9.0, metavar="MS", help="the layers' backward pass (%(default)s)")
+    add("--parameters", type=non_negative, default=124.48e6, metavar="N", help="numbers in all gradients (%(default)s)")
+    add("--late", type=non_negative, default=38.6e6, metavar="N", help="of them, those of the embedding (%(default)s)")
     add("--gpus", type=positive, nargs="+", default=[2, 8, 64, 512], metavar="N", help="(%(default)s)")
     args = parser.parse_args()
     print(f"{'':34}" + "".join(f"{f'{N} GPUs':>18}" for N in args.gpus))

@@ -72,7 +72,8 @@ def measure(flags: list[str], gpus: int) -> dict:
     command = [sys.executable, str(Path(__file__).resolve()), *flags, "--gpus", str(gpus)]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
-        raise UserError(f"{' '.join(flags)} does not run on {gpus} GPUs: see above")
+        print(flush=True)  # ends the row
+        raise UserError(f"{' '.join(flags)} does not run on {gpus} GPU{'s' * (gpus > 1)}: see above")
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -51,9 +51,9 @@ def adamw_update(
     a weight's gradient that overflows by itself, and leaves its parameter as it is.
 
     Of several ranks each updates what model.shard says. With -z it then lacks what others have updated, but for what
-    forward begins with, and knows of no parameter that others have left out: the next step brings both, or
-    gather_parameters the first. When this is called ranks still lack sums of gradients (`late`): those that the norm
-    needs come first, others while parameters are updated. All ranks must call it.
+    forward begins with, and knows of no parameter that others have left out: the next step brings both;
+    gather_parameters brings parameters alone. When this is called ranks still lack sums of gradients (`late`): those
+    that the norm needs come first, others while parameters are updated. All ranks must call it.
     """
     n, (own, _) = model.grads_memory.size, model.shard
     checked = [(0, n)] if grad_clip else model.added_to

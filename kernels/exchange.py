@@ -7,7 +7,8 @@ them from it, most of them beside the next step's forward pass (`gather_beside_f
 batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
 Where GPUs have one memory (model.of_ranks), copies and kernels of this file do all that. They take less from what is
-computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it.
+computed beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it, as everywhere the norms' few numbers
+(kernels/reduce.py) and what checkpoints need.
 """
 
 import math
@@ -25,7 +26,7 @@ from llmc.tensors import Config, layout
 
 cu = device.source(__file__)
 
-BLOCKS = 64  # of a kernel that loads from other GPUs, or stores there; on four H200s 32 take as long, 132 longer
+BLOCKS = 64  # of sum_kernel where it loads from other GPUs, or stores there; on four H200s 32 take as long, 132 longer
 ATTENTION = "qkvw", "attprojw"  # whose gradients are complete at the end of a layer's backward, its MLP's before
 Range = tuple[int, int]  # of a flat buffer: start, end
 
@@ -353,10 +354,10 @@ def gather_first(model: Model, ranges: list[Range]) -> None:
 
 
 def gather_beside_forward(model: Model) -> None:
-    """In front of a step's first forward pass: with -z all other parameters come beside it, and it waits for those of
-    each layer (`wait_for_parameters`). Of the embedding, ranks of one memory load the rows of model.batch here. Also
-    lets all ranks know whether a gradient of the step before has overflowed (norm[3] of `adamw`), which its parameter's
-    owner alone has seen."""
+    """In front of a step's first forward pass: with -z the parameters that `gather_first` has not brought come beside
+    it, from layer 0 on, and each layer waits for its own (`wait_for_parameters`). Of the embedding, ranks of one memory
+    load the rows of model.batch here. Also lets all ranks know whether a gradient of the step before has overflowed
+    (norm[3] of `adamw`), which its parameter's owner alone has seen."""
     if not model.sharded:
         return
     wait_for_ranks(model)

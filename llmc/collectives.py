@@ -150,8 +150,8 @@ def start() -> None:
 
 
 def reach_one_another() -> bool:
-    """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried; and NCCL
-    may do so (NCCL_P2P_DISABLE). A container may keep them from it, not all GPUs of a machine need be joined, and
+    """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried unless
+    NCCL_P2P_DISABLE forbids it. A container may keep them from it, not all GPUs of a machine need be joined, and
     not everywhere has CUDA the operations by which they wait for one another: each rank writes a word of all."""
     allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     words, handles, rank = device.zeros((ranks.size(),), np.uint32), [None], ranks.rank()

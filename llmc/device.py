@@ -776,8 +776,9 @@ def open_memory(handle: tuple[str, int], like):
 def memory_operations(operations: list[tuple[str, object, int]]) -> None:
     """Does operations on single words, one after another, that occupy no multiprocessor: ("write", word, value) sets a
     word, ("wait", word, value) waits until it has that value. A word is an array (1,) of uint32, of this GPU or, to be
-    written, another one's. What the device did before is there for all GPUs when they see a word written. Raises an
-    error where CUDA has no such operations (CUDA driver API, cuStreamBatchMemOp)."""
+    written, another one's. What the device did before is there for all GPUs when they see a word written, since CUDA
+    has a memory fence before each write. Raises an error where CUDA has no such operations (CUDA driver API,
+    cuStreamBatchMemOp)."""
     _device.memory_operations(operations)
 
 
@@ -852,9 +853,10 @@ def join() -> None:
 
 def communicate(work: Callable[[int], None], last: bool = False) -> None:
     """Do `work`, given a CUDA stream, which is for what several GPUs do together: it waits for all that the device has
-    been given, and is done beside what follows, until `join_communication`. What `work` launches and copies is given to
-    that stream. Its kernels come before all others or, with `last`, where the others leave room; all work of
-    `communicate` is done in the order given. The CPU does it at once."""
+    been given, or in a block of `beside` that is recorded for what this block has been given and waits for itself, and
+    is done beside what follows, until `join_communication`. What `work` launches and copies is given to that stream.
+    Its kernels come before all others or, with `last`, where the others leave room; all work of `communicate` is done
+    in the order given. The CPU does it at once."""
     _device.communicate(work, last)
 
 

@@ -65,8 +65,9 @@ def find_place(env: Mapping[str, str]) -> Place | None:
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, or launch
         rank, size, local = env["RANK"], env["WORLD_SIZE"], env.get("LOCAL_RANK", env["RANK"])
         job, address = env.get(LAUNCHED) or env.get("TORCHELASTIC_RUN_ID", ""), env.get("MASTER_ADDR")
-    elif "OMPI_COMM_WORLD_RANK" in env:  # before Slurm, in a step of which mpirun may have been called
-        rank, size, local = (env[f"OMPI_COMM_WORLD_{name}"] for name in ("RANK", "SIZE", "LOCAL_RANK"))
+    elif "OMPI_COMM_WORLD_RANK" in env and "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm, whose srun may call mpirun
+        rank, size = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"]
+        local = env.get("OMPI_COMM_WORLD_LOCAL_RANK", rank)
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size
         address = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else None)
@@ -79,13 +80,19 @@ def find_place(env: Mapping[str, str]) -> Place | None:
     try:
         rank, size, local = int(rank), int(size), int(local)
     except ValueError:
-        raise UserError(f"rank {rank!r} of {size!r} in the environment is not a number; start again") from None
+        raise UserError(
+            f"rank {rank!r} of {size!r}, {local!r} on its machine: in the environment is what is no number; start again"
+        ) from None
     if size < 1 or not 0 <= rank < size:
         raise UserError(f"rank {rank} of {size} in the environment makes no sense; start again")
     if size == 1:
         return None
     if not address:
-        raise UserError("MASTER_ADDR is not set: name the machine of rank 0 in it (mpirun -x MASTER_ADDR=...)")
+        raise UserError("MASTER_ADDR is not set: name rank 0's machine in it for all ranks (mpirun -x MASTER_ADDR=...)")
+    try:
+        address.encode("idna")
+    except UnicodeError:
+        raise UserError(f"MASTER_ADDR {address} cannot be a machine's name: name rank 0's machine in it") from None
     port = env.get("MASTER_PORT", str(20000 + zlib.crc32(job.encode()) % 10000))
     if not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65535:
         raise UserError(f"MASTER_PORT {port} is not a port: set it to a number from 1024 to 65534")
@@ -134,7 +141,7 @@ class Group:
                     f"rank 0 cannot listen at port {port} ({reason}): set MASTER_PORT to a free one "
                     "for all ranks"
                 ) from None
-        peers, started = {}, time.monotonic()
+        peers, turned_away, started = {}, set(), time.monotonic()
         with listener:
             listener.settimeout(10)
             while len(peers) < self.size - 1:
@@ -154,7 +161,9 @@ class Group:
                     peers[rank] = connection
                 except (ValueError, OSError):
                     connection.close()
-                    say(f"turned away a connection from {host} that is none of this run's")
+                    if host not in turned_away:  # a rank of another run comes again and again
+                        turned_away.add(host)
+                        say(f"turned away a connection from {host} that is none of this run's {self.size} ranks")
         return peers
 
     def connect(self) -> socket.socket:
@@ -174,7 +183,10 @@ class Group:
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
             time.sleep(0.2)
-        raise UserError(f"rank 0 cannot be reached at {address}, port {port} ({reason}): MASTER_ADDR must name it")
+        raise UserError(
+            f"rank 0 cannot be reached at {address}, port {port} ({reason}): MASTER_ADDR must name it, and all ranks "
+            "have the same WORLD_SIZE"
+        )
 
     def send(self, r: int, *message: object) -> None:
         data = json.dumps(message).encode()
@@ -243,7 +255,7 @@ def read_exactly(connection: socket.socket, size: int, seconds: float | None = N
             connection.settimeout(max(0.01, started + seconds - time.monotonic()))
         piece = connection.recv(size - len(data))
         if not piece:
-            raise ConnectionResetError("closed")
+            raise ConnectionResetError("it closed the connection")
         data += piece
     return data
 
@@ -355,7 +367,7 @@ def give_way() -> None:
 def launch(count: int) -> int:
     """Runs this program once for each of `count` ranks on this machine, and returns the status to exit with, the first
     that is not 0. Signals are handed on, and a second one ends all at once; should this process be killed, the others
-    stop as they do for SIGTERM."""
+    stop as they do for SIGTERM. Raises UserError where not all can be started."""
     listener = socket.create_server(("127.0.0.1", 0))
     watched, held = os.pipe()
     env = os.environ | {
@@ -366,11 +378,16 @@ def launch(count: int) -> int:
     processes, handed_on = [], []
     for r in range(count):
         own = {"RANK": str(r), "LOCAL_RANK": str(r)} | ({"LLMC_LISTENER": str(listener.fileno())} if r == 0 else {})
-        processes.append(subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]], env=env | own, stdin=subprocess.DEVNULL, start_new_session=True,
-            pass_fds=[watched, *([listener.fileno()] if r == 0 else [])],
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
-        ))  # fmt: skip
+        try:
+            processes.append(subprocess.Popen(
+                [sys.executable, *sys.orig_argv[1:]], env=env | own, stdin=subprocess.DEVNULL, start_new_session=True,
+                pass_fds=[watched, *([listener.fileno()] if r == 0 else [])],
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+            ))  # fmt: skip
+        except OSError as error:
+            for process in processes:
+                process.kill()
+            raise UserError(f"--gpus {count}: rank {r} cannot be started ({error.strerror}); start fewer") from None
     listener.close()
     os.close(watched)
 

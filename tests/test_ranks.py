@@ -1,6 +1,7 @@
 """Several processes train one model, on the CPU device over gloo, and on as many GPUs as there are, by copies from GPU
 to GPU and over NCCL: they find one another, compute what one would, save whole checkpoints, and end together."""
 
+import errno
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from llmc.checkpoint import read_model, read_record
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.logger import read_log
-from llmc.ranks import HELLO, Group, find_place, first_host
+from llmc.ranks import HELLO, Group, find_place, first_host, launch
 from llmc.run import Run
 from llmc.tokenizer import write_tokenizer
 from models import GPT2Config, Llama3Config, PythiaConfig
@@ -129,6 +130,7 @@ def bytes_of(folder: Path, directory: str) -> dict[str, bytes]:
       "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}, (3, 8, 1, "node1", 29501)),
     ({"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "2", "SLURM_JOB_ID": "7",
       "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08]"}, (5, 6, 2, "gpu07", None)),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, None),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_JOB_ID": "7"}, None),  # a batch script, outside of srun
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
       "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1"}, (1, 2, 1, "127.0.0.1", None)),
@@ -150,7 +152,10 @@ def test_a_rank_finds_its_place_in_what_a_launcher_sets(env, expected):
 @pytest.mark.parametrize("env, message", [
     ({"RANK": "x", "WORLD_SIZE": "2"}, "rank 'x' of '2'"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "y"}, "rank '0' of '2', 'y' on its machine"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a..b"}, "MASTER_ADDR a..b cannot be a machine's name"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a" * 70}, f"MASTER_ADDR {'a' * 70} cannot be a machine's name"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT 99999 is not a port"),
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
       "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -x MASTER_ADDR"),
@@ -158,6 +163,21 @@ def test_a_rank_finds_its_place_in_what_a_launcher_sets(env, expected):
 def test_a_place_that_makes_no_sense_is_refused(env, message):
     with pytest.raises(UserError, match=re.escape(message)):
         find_place(env)
+
+
+def test_where_a_rank_cannot_be_started_the_others_end(monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def popen(*_, **__):
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(real(["sleep", "100"]))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(UserError, match=r"^--gpus 3: rank 1 cannot be started \(Resource .*\); start fewer$"):
+        launch(3)
+    assert started[0].wait(5) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("nodes, first", [
@@ -228,7 +248,7 @@ def test_rank_0_turns_strangers_away_and_listens_no_longer_than_it_must(folder):
     second = start(folder, "-x", "1", **torchrun_env(1, 2, port))
     out, error = finish(first)
     finish(second)
-    assert error.count("turned away a connection from 127.0.0.1") == 2 and "step    1/1" in out
+    assert error.count("turned away a connection from 127.0.0.1") == 1 and "step    1/1" in out  # said once of a host
 
 
 @pytest.mark.parametrize("said", [

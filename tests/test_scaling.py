@@ -72,3 +72,10 @@ def test_on_paper_more_gpus_take_longer_and_one_takes_its_own_time(rate, latency
     # the layers' forward or backward pass.
     late, layers = 77e6 / rate * 1e3 + 1e3 * latency, 172e6 / rate * 1e3 + 12e3 * latency
     assert times[1] == pytest.approx(16.4 + 2 * late + max(0.0, layers - 3.9) + max(0.0, layers - 9.0))
+
+
+@pytest.mark.parametrize("flags", ["--step 0", "--step nan", "--forward -1", "--late inf", "--gpus 0"])
+def test_on_paper_takes_no_numbers_that_make_no_sense(flags):
+    command = [sys.executable, str(ROOT / "dev" / "on_paper.py"), *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and flags.split()[0] in done.stderr and "Traceback" not in done.stderr
