@@ -48,6 +48,8 @@ def main() -> None:
     add("--late", type=non_negative, default=38.6e6, metavar="N", help="of them, those of the embedding (%(default)s)")
     add("--gpus", type=positive, nargs="+", default=[2, 8, 64, 512], metavar="N", help="(%(default)s)")
     args = parser.parse_args()
+    if args.late > args.parameters:
+        parser.error(f"--late {args.late:g} must be at most --parameters {args.parameters:g}")
     print(f"{'':34}" + "".join(f"{f'{N} GPUs':>18}" for N in args.gpus))
     for name, (rate, latency) in LINKS.items():
         cells = []

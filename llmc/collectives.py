@@ -152,7 +152,8 @@ def start() -> None:
 def reach_one_another() -> bool:
     """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried unless
     NCCL_P2P_DISABLE forbids it. A container may keep them from it, not all GPUs of a machine need be joined, and
-    not everywhere has CUDA the operations by which they wait for one another: each rank writes a word of all."""
+    not everywhere has CUDA the operations by which they wait for one another. So each rank writes a word into the
+    memory of each, as they do to wait, and looks whether all have come."""
     allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     words, handles, rank = device.zeros((ranks.size(),), np.uint32), [None], ranks.rank()
     device.synchronize()  # they are 0 before another rank writes

@@ -853,10 +853,10 @@ def join() -> None:
 
 def communicate(work: Callable[[int], None], last: bool = False) -> None:
     """Do `work`, given a CUDA stream, which is for what several GPUs do together: it waits for all that the device has
-    been given, or in a block of `beside` that is recorded for what this block has been given and waits for itself, and
-    is done beside what follows, until `join_communication`. What `work` launches and copies is given to that stream.
-    Its kernels come before all others or, with `last`, where the others leave room; all work of `communicate` is done
-    in the order given. The CPU does it at once."""
+    been given, and is done beside what follows, until `join_communication`. Within a block of `beside`, while a step is
+    recorded, it waits for that block alone. What `work` launches and copies is given to that stream. Its kernels come
+    before all others or, with `last`, where the others leave room; all work of `communicate` is done in the order
+    given. The CPU does it at once."""
     _device.communicate(work, last)
 
 

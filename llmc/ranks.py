@@ -81,7 +81,7 @@ def find_place(env: Mapping[str, str]) -> Place | None:
         rank, size, local = int(rank), int(size), int(local)
     except ValueError:
         raise UserError(
-            f"rank {rank!r} of {size!r}, {local!r} on its machine: in the environment is what is no number; start again"
+            f"rank {rank!r} of {size!r}, {local!r} on its machine: the environment must give numbers; start again"
         ) from None
     if size < 1 or not 0 <= rank < size:
         raise UserError(f"rank {rank} of {size} in the environment makes no sense; start again")

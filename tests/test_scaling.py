@@ -31,6 +31,7 @@ def test_bench_says_in_one_line_what_does_not_run():
     command = [sys.executable, str(ROOT / "dev" / "bench.py"), "--gpus", "2", "--device", "cpu", "-e", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "-e nothing: name one of" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.endswith("does not run on 1 GPU: see above\n") and done.stdout.endswith("\n")
 
 
 def test_links_are_not_kept_awake_without_gpus():
@@ -74,7 +75,7 @@ def test_on_paper_more_gpus_take_longer_and_one_takes_its_own_time(rate, latency
     assert times[1] == pytest.approx(16.4 + 2 * late + max(0.0, layers - 3.9) + max(0.0, layers - 9.0))
 
 
-@pytest.mark.parametrize("flags", ["--step 0", "--step nan", "--forward -1", "--late inf", "--gpus 0"])
+@pytest.mark.parametrize("flags", ["--step 0", "--step nan", "--forward -1", "--late inf", "--late 2e8", "--gpus 0"])
 def test_on_paper_takes_no_numbers_that_make_no_sense(flags):
     command = [sys.executable, str(ROOT / "dev" / "on_paper.py"), *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
