@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
-from llmc.arguments import Parser, add_device_arguments, natural, non_negative, positive  # isort: skip
+from llmc.arguments import Parser, a_path, add_device_arguments, natural, non_negative, positive  # isort: skip
 from llmc.checkpoint import model_path, read_model_header, training_flags
 from llmc.errors import UserError
 from llmc.files import first_word
@@ -47,14 +47,14 @@ def trained_attention(path: Path, trained: str | None, asked: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write text with a trained model.", allow_abbrev=False)
     add = parser.add_argument
-    add("-e", "--model", type=Path, default="gpt2_124M.bin", help="a .bin or a checkpoint directory (%(default)s)")
+    add("-e", "--model", type=a_path, default="gpt2_124M.bin", help="a .bin, a checkpoint, or a directory of them (%(default)s)")
     add("--prompt", default="", metavar="TEXT", help="how the text begins (nothing)")
     add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write (%(default)s)")
     add("--temperature", type=non_negative, default=1.0, metavar="X", help="0: always the likeliest token (1)")
     add("--top-k", type=natural, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
     add("--seed", type=natural, default=1337, metavar="N", help="another seed, another text (%(default)s)")
     add("-t", "--context", type=positive, metavar="T", help="tokens the model sees at most (as many as it can)")
-    add("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer (found by itself, as a rule)")
+    add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer (found by itself, as a rule)")
     add_device_arguments(parser)
     return parser
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from dev.huggingface import config_json, named_tensors
 from generate import kind_of
-from llmc.arguments import Parser
+from llmc.arguments import Parser, a_path
 from llmc.checkpoint import model_path, read_model, training_flags
 from llmc.errors import UserError
 from llmc.program import run_program
@@ -153,7 +153,7 @@ def export(path: Path, out: Path, given: Path | None) -> None:
     config, params = read_model(path, kind_of(path).Config)
     tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists already: remove it, or name another directory with -o")
     content = config_json(config, eot, tokenizer.bos if tokenizer else eot)
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
@@ -175,9 +175,9 @@ def export(path: Path, out: Path, given: Path | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn an llm.c model .bin into a directory for transformers.")
-    parser.add_argument("model", type=Path, help="a .bin or a checkpoint directory")
-    parser.add_argument("-o", "--out", type=Path, metavar="DIR", help="where to (beside the model, without .bin)")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer, .bin or .json")
+    parser.add_argument("model", type=a_path, help="a .bin, a checkpoint, or a directory of checkpoints")
+    parser.add_argument("-o", "--out", type=a_path, metavar="DIR", help="where to (beside the model, without .bin)")
+    parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer, .bin or .json")
     args = parser.parse_args(arguments)
     model = model_path(args.model)
     export(model, args.out or model.with_suffix(""), args.tokenizer)

@@ -84,6 +84,18 @@ def on_off(text: str) -> bool:
     return text == "1"
 
 
+def a_name(text: str) -> str:
+    """The name of a file, a directory or a model, which may not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty: name something, or leave the flag out")
+    return text
+
+
+def a_path(text: str) -> Path:
+    """The same as a path: Path("") would be the current directory."""
+    return Path(a_name(text))
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that refuses a wrong flag in one line."""
 
@@ -134,10 +146,10 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
 
     group(
         "data and model",
-        ("-i --data", str, "data/tiny_shakespeare", "PREFIX", "prefix, file or glob of token files (%(default)s)"),
-        ("-j --val-data", str, None, "PREFIX", "the same for validation (the prefix of -i)"),
-        ("-e --model", str, config.DEFAULT_MODEL, "MODEL", f"a .bin, or random weights: {names}, or {description}"),
-        ("-o --log", str, None, "FILE", "log file"),
+        ("-i --data", a_name, "data/tiny_shakespeare", "PREFIX", "prefix, file or glob of token files (%(default)s)"),
+        ("-j --val-data", a_name, None, "PREFIX", "the same for validation (the prefix of -i)"),
+        ("-e --model", a_name, config.DEFAULT_MODEL, "MODEL", f"a .bin, or random weights: {names}, or {description}"),
+        ("-o --log", a_name, None, "FILE", "log file"),
     )
     group(
         "batches",
@@ -170,13 +182,13 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
         ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
         ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
-        ("--tensorboard", str, None, "DIR", "TensorBoard's events go there: losses, rate, norm, speed, samples"),
-        ("--hellaswag", str, None, "FILE", "score this HellaSwag file whenever validating"),
+        ("--tensorboard", a_name, None, "DIR", "TensorBoard's events go there: losses, rate, norm, speed, samples"),
+        ("--hellaswag", a_name, None, "FILE", "score this HellaSwag file whenever validating"),
     )
     group(
         "checkpoints",
         ("-n --checkpoint-every", natural, 0, "N", "steps between checkpoints; 0: only at the end (0)"),
-        ("--checkpoint-dir", str, None, "DIR", "where checkpoints go; none are written without it"),
+        ("--checkpoint-dir", a_name, None, "DIR", "where checkpoints go; none are written without it"),
         ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
     )

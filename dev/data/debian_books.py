@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from common import DATA, make_folder, run
 from documents import Part, kind_of, read_documents
 
-from llmc.arguments import Parser
+from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
 from llmc.files import replacing
 
@@ -169,7 +169,7 @@ def text_bytes(folder: Path) -> int:
 
 def main() -> None:
     parser = Parser(description="Fetch English books and manuals from Debian packages, without root.")
-    parser.add_argument("-o", "--out", metavar="DIR", type=Path, default=DATA / "debian_books", help="(%(default)s)")
+    parser.add_argument("-o", "--out", metavar="DIR", type=a_path, default=DATA / "debian_books", help="(%(default)s)")
     args = parser.parse_args()
     folder = args.out.resolve() / ".apt"
     for place in ("state/lists/partial", "cache/archives/partial", "packages"):

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 import numpy as np
 from common import DATA, download, load_tokenizer, make_folder, read_text, run
 
-from llmc.arguments import Parser
+from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
 from llmc.evaluation import START_EXAMPLE
 from llmc.files import EVALUATION, make_header, replacing
@@ -52,9 +52,9 @@ def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int
 
 def main() -> None:
     parser = Parser(description="Make hellaswag_val.bin.")
-    parser.add_argument("--jsonl", metavar="FILE", type=Path, help="use this file instead of downloading it")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a .bin or a tokenizer.json (default: GPT-2's)")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
+    parser.add_argument("--jsonl", metavar="FILE", type=a_path, help="use this file instead of downloading it")
+    parser.add_argument("--tokenizer", metavar="FILE", type=a_path, help="a .bin or a tokenizer.json (GPT-2's)")
+    parser.add_argument("--out", metavar="FILE", type=a_path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
     args = parser.parse_args()
 
     tokenizer = load_tokenizer(args.tokenizer)

@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from common import DATA, encode_texts, run, write_dataset
 
-from llmc.arguments import Parser
+from llmc.arguments import Parser, a_path
 from llmc.tokenizer import Tokenizer, byte_encoding
 
 
 def main() -> None:
     parser = Parser(description="Make a byte-level dataset of Python's documentation, offline.")
-    parser.add_argument("--out", metavar="PREFIX", type=Path, default=DATA / "python_docs", help="(%(default)s)")
+    parser.add_argument("--out", metavar="PREFIX", type=a_path, default=DATA / "python_docs", help="(%(default)s)")
     args = parser.parse_args()
 
     tokenizer = Tokenizer.from_encoding(byte_encoding())

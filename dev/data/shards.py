@@ -13,7 +13,7 @@ import numpy as np
 from common import encode_texts, load_tokenizer, make_folder, write_vocabulary
 from tqdm import tqdm
 
-from llmc.arguments import Parser, positive
+from llmc.arguments import Parser, a_path, positive
 from llmc.dataloader import token_format, write_tokens
 from llmc.errors import UserError
 from llmc.files import replacing
@@ -25,8 +25,8 @@ def make_parser(description: str, out: Path) -> argparse.ArgumentParser:
     parser = Parser(description=description)
     parser.add_argument("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
     parser.add_argument("--texts", metavar="N", type=positive, help="only the first N texts of a split")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a .bin or a tokenizer.json (default: GPT-2's)")
-    parser.add_argument("--out", metavar="PREFIX", type=Path, default=out, help="(%(default)s)")
+    parser.add_argument("--tokenizer", metavar="FILE", type=a_path, help="a .bin or a tokenizer.json (GPT-2's)")
+    parser.add_argument("--out", metavar="PREFIX", type=a_path, default=out, help="(%(default)s)")
     return parser
 
 

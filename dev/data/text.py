@@ -51,7 +51,7 @@ from recommend import LEAST_TOKENS, recommend
 from shards import ShardWriter
 from tqdm import tqdm
 
-from llmc.arguments import Parser, number, positive, whole_number
+from llmc.arguments import Parser, a_path, number, positive, whole_number
 from llmc.dataloader import open_tokens, token_format
 from llmc.errors import UserError
 from llmc.files import replacing
@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     what = "a file, or a folder of .txt, .md, .rst, .html, .jsonl and .parquet, each also as .gz"
     add("paths", metavar="PATH", nargs="+", help=what)
-    add("-o", "--out", metavar="PREFIX", type=Path, required=True, help="such as data/mine")
+    add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
     what = "gpt2, bytes, or a tokenizer.json or .bin (gpt2)"
     tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help=what)

@@ -15,16 +15,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from common import DATA, download, encode_texts, load_tokenizer, read_text, run, write_dataset
 
-from llmc.arguments import Parser
+from llmc.arguments import Parser, a_path
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 def main() -> None:
     parser = Parser(description="Make the tokens of tiny Shakespeare.")
-    parser.add_argument("--text", metavar="FILE", type=Path, help="use this text instead of downloading it")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="a .bin or a tokenizer.json (default: GPT-2's)")
-    parser.add_argument("--out", metavar="PREFIX", type=Path, default=DATA / "tiny_shakespeare", help="(%(default)s)")
+    parser.add_argument("--text", metavar="FILE", type=a_path, help="use this text instead of downloading it")
+    parser.add_argument("--tokenizer", metavar="FILE", type=a_path, help="a .bin or a tokenizer.json (GPT-2's)")
+    parser.add_argument("--out", metavar="PREFIX", type=a_path, default=DATA / "tiny_shakespeare", help="(%(default)s)")
     args = parser.parse_args()
 
     tokenizer = load_tokenizer(args.tokenizer)
