@@ -12,6 +12,7 @@ else heads are 64 channels wide, as in all four of GPT-2's sizes.
 """
 
 import json
+import os
 import re
 import reprlib
 import sys
@@ -31,10 +32,10 @@ except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
 from dev.huggingface import PYTHIA_GELUS, named_tensors, rope_scaling
-from llmc.arguments import Parser, positive
+from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
 from llmc.errors import UserError
-from llmc.files import replacing
+from llmc.files import TRAINERS, first_word, replacing
 from llmc.program import run_program
 from llmc.tensors import Config, layout, num_parameters
 from llmc.tokenizer import Tokenizer, write_tokenizer
@@ -304,10 +305,12 @@ def take_tokenizer_along(source: Path, model: Path, vocab_size: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn a GPT-2, a Llama or a GPT-NeoX of transformers into a model .bin.")
-    parser.add_argument("source", type=Path, help="a directory with config.json and safetensors, or a safetensors file")
-    parser.add_argument("-o", "--out", type=Path, metavar="FILE", required=True, help="the .bin to write")
+    parser.add_argument("source", type=a_path, help="a directory with config.json and safetensors, or such a file")
+    parser.add_argument("-o", "--out", type=a_path, metavar="FILE", required=True, help="the .bin to write")
     parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")
     args = parser.parse_args(arguments)
+    if os.path.lexists(args.out) and first_word(args.out) not in TRAINERS:
+        raise UserError(f"{args.out}: there is something that is no model: name another with -o, or remove it")
     files = find_files(args.source)
     path = files[0].parent / "config.json"
     settings = read_json(path) if path.is_file() else {}

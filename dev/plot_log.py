@@ -15,16 +15,16 @@ matplotlib.use("Agg")  # no display needed
 
 import matplotlib.pyplot as plt
 
-from llmc.arguments import Parser
+from dev.pictures import save_picture
+from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
-from llmc.files import replacing
 from llmc.logger import read_log
 from llmc.program import run_program
 
 
 def plot(logs: list[Path], out: Path) -> None:
     """Draws the logs into the picture `out`, in the format of its suffix. Raises UserError for what cannot be read,
-    drawn or written."""
+    drawn or written, and where `out` is a file that is no picture of ours."""
     runs = [read_log(log) for log in logs]
     for log, run in zip(logs, runs, strict=True):
         if not run.keys() & {"trl", "tel"}:
@@ -51,18 +51,15 @@ def plot(logs: list[Path], out: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     panels[-1].set_xlabel("step")
-    suffix = out.suffix.lstrip(".").lower()
-    if suffix not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"{out}: no picture can be written with that suffix; use .png, .svg or .pdf")
-    with replacing(out) as file:
-        figure.savefig(file, format=suffix, dpi=150)
+    save_picture(figure, out)
     plt.close(figure)
 
 
 def main() -> None:
     parser = Parser(description="Draw the losses in log files (train_gpt2_fp32.py -o LOG).")
-    parser.add_argument("logs", metavar="LOG", type=Path, nargs="+")
-    parser.add_argument("-o", metavar="PICTURE", dest="out", type=Path, default=Path("loss.png"), help="(%(default)s)")
+    parser.add_argument("logs", metavar="LOG", type=a_path, nargs="+")
+    out = {"dest": "out", "type": a_path, "default": Path("loss.png")}
+    parser.add_argument("-o", metavar="PICTURE", **out, help="(%(default)s)")
     args = parser.parse_args()
     plot(args.logs, args.out)
     print(args.out)

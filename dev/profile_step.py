@@ -36,12 +36,12 @@ from llmc import device  # first: it sets what NumPy must find in the environmen
 import numpy as np  # isort: skip
 
 from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.pictures import check_picture, save_picture
 from dev.timing import Ours, time_steps
 from dev.traffic import floats_of, flops_of, kind_of
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
-from llmc.arguments import positive
+from llmc.arguments import a_path, positive
 from llmc.errors import UserError
-from llmc.files import replacing
 from llmc.program import run_program
 
 
@@ -258,8 +258,7 @@ def draw(lines: list[Line], title: str, out: Path) -> None:
     axes.set_title(title, fontsize=10)
     bar = figure.colorbar(matplotlib.cm.ScalarMappable(scale, colours), ax=axes, fraction=0.03)
     bar.set_label("of the measured ceiling (matrix product or copy)", fontsize=8)
-    with replacing(out) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_picture(figure, out)
     plt.close(figure)
 
 
@@ -281,12 +280,13 @@ def profile_step(workload: Workload, steps: int, out: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time each kernel of a training step beside what the machine can do.")
     parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (10; on the CPU 3)")
-    parser.add_argument("--out", type=Path, default=Path("profile.png"), metavar="PNG", help="picture (%(default)s)")
+    parser.add_argument("--out", type=a_path, default=Path("profile.png"), metavar="PNG", help="picture (%(default)s)")
     args = parser.parse_args(arguments)
     if args.out.suffix.lower() != ".png":
         raise UserError(f"--out {args.out}: the picture is a PNG; give it the suffix .png")
     if not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
+    check_picture(args.out)
     device.use(args.device)
     with tempfile.TemporaryDirectory() as directory:
         profile_step(workload_of(args, directory), args.steps or (10 if device.kind() == "cuda" else 3), args.out)

@@ -16,12 +16,12 @@ import argparse
 import json
 import tempfile
 
+from dev.pictures import check_picture, save_picture
 from dev.timing import Ours
 from dev.workload import make_parser, workload_of, write_data
 from llmc import collectives, device, ranks
-from llmc.arguments import positive
+from llmc.arguments import a_path, positive
 from llmc.errors import UserError
-from llmc.files import replacing
 from llmc.program import run_program
 
 WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
@@ -88,8 +88,8 @@ def without(spans: list[Span], others: list[Span]) -> float:
     return total
 
 
-def draw(rows: dict[str, list[Span]], title: str, path: str) -> None:
-    """Writes the picture, a PNG; `path` appears whole or not at all."""
+def draw(rows: dict[str, list[Span]], title: str, path: Path) -> None:
+    """Writes the picture as `save_picture` does."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -103,15 +103,16 @@ def draw(rows: dict[str, list[Span]], title: str, path: str) -> None:
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize=10)
     axes.set_xlim(left=0)
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    save_picture(figure, path, dpi=110)
 
 
 def main() -> None:
     parser = make_parser("Draw what a GPU does in a training step on several GPUs.")
     parser.add_argument("--gpus", type=positive, default=2, metavar="N", help="GPUs (2)")
-    parser.add_argument("-o", "--out", default="timeline.png", metavar="FILE", help="the picture (%(default)s)")
+    out = {"type": a_path, "default": Path("timeline.png")}
+    parser.add_argument("-o", "--out", **out, metavar="FILE", help="the picture (%(default)s)")
     args: argparse.Namespace = parser.parse_args()
+    check_picture(args.out)
     ranks.start(args.gpus)
     device.use(args.device, ranks.local_rank())
     if device.kind() == "cpu":

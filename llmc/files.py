@@ -3,9 +3,12 @@
 Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers, the first of which says what follows.
 """
 
+import errno
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,10 +49,20 @@ def make_header(*values: int) -> np.ndarray:
     return header
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens an input file. Raises OSError also where it is no regular file: a pipe may have nobody who ever writes to
+    it, and cannot be mapped or read twice."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
 def file_size(path: str | Path, remedy: str) -> int:
-    """The size of a file in bytes. Raises UserError where there is no readable file."""
+    """The size of a file in bytes. Raises UserError where there is no readable, regular file."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
@@ -58,7 +71,7 @@ def file_size(path: str | Path, remedy: str) -> int:
 def first_word(path: str | Path) -> int | None:
     """The number that a file begins with, which says what it is; None where there is no such file."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return int.from_bytes(file.read(4), "little")
     except OSError:
         return None
@@ -104,11 +117,38 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         raise UserError(f"{path}: cannot be written ({str(error.strerror or error).lower()})") from error
 
 
+def make_directory(directory: Path) -> list[Path]:
+    """Makes a directory where it is missing; returns those that it made, the innermost first. Raises OSError where it
+    cannot."""
+    missing = []
+    for place in (directory, *directory.parents):
+        if place.is_dir():
+            break
+        if os.path.lexists(place):
+            raise NotADirectoryError(errno.ENOTDIR, "a link to nowhere" if not place.exists() else "not a directory")
+        missing.append(place)
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_directories(directories: list[Path]) -> None:
+    """Removes those of the directories that are empty, in their order."""
+    for directory in directories:
+        with suppress(OSError):
+            directory.rmdir()
+
+
 def check_directory(directory: str | Path, contents: str, flag: str) -> None:
-    """Raises UserError where `contents` could not be written to the `directory` that `flag` names, which need not
-    exist. Makes nothing."""
-    place = Path(directory).absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"{directory}: {contents} cannot be written there; choose another {flag}")
+    """Raises UserError where `contents` cannot be written to the `directory` that `flag` names, which need not exist:
+    it writes a file there, and leaves nothing behind."""
+    made = []
+    try:
+        made = make_directory(Path(directory))
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        reason = error.strerror.lower()
+        raise UserError(f"{directory}: {contents} cannot be written there ({reason}); choose another {flag}") from None
+    finally:
+        remove_directories(made)

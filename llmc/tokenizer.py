@@ -22,7 +22,7 @@ import numpy as np
 import tiktoken
 
 from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, TOKENIZER, make_header, read_header, replacing
+from llmc.files import HEADER_BYTES, TOKENIZER, make_header, open_file, read_header, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -193,7 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
 def _read_json(path: str | Path) -> dict:
     """The object in a JSON file. Raises UserError where there is none."""
     try:
-        content = json.loads(Path(path).read_bytes())
+        with open_file(path) as file:
+            content = json.loads(file.read())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}; {JSON_REMEDY}") from None
     except (ValueError, RecursionError):

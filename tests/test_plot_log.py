@@ -9,9 +9,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
+from dev.pictures import check_picture
+from llmc.errors import UserError
 from llmc.logger import Logger
 
-SCRIPT = Path(__file__).parent.parent / "dev" / "plot_log.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "dev" / "plot_log.py"
 
 
 @pytest.fixture
@@ -93,3 +96,27 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path):
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
         assert words in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "empty.log", "notes.txt"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_picture_takes_the_place_of_an_older_one_and_of_nothing_else(logs, tmp_path, monkeypatch, suffix):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import plot_log
+
+    out, theirs = tmp_path / f"loss.{suffix}", tmp_path / f"thesis.{suffix}"
+    plot_log.plot(logs[:1], out)
+    before = out.read_bytes()
+    plot_log.plot(logs, out)
+    assert out.read_bytes() != before
+    plt.figure().savefig(theirs)
+    before = theirs.read_bytes()
+    with pytest.raises(UserError, match=f"thesis.{suffix}: there is a file that this program has not drawn: name"):
+        plot_log.plot(logs, theirs)
+    plt.close("all")
+    assert theirs.read_bytes() == before
+
+
+def test_the_pictures_of_the_pages_may_be_drawn_again():
+    """By the commands that the pages give."""
+    for name in "loss.png", "own-text.png", "profile.png", "gpus.png":
+        check_picture(ROOT / "doc" / name)

@@ -134,10 +134,13 @@ def test_what_cannot_work_is_refused_in_one_line_before_anything_is_written(fold
     (folder / "run.log").write_text("s:0 tel:1.0000\n")
     (folder / "broken" / "tensorboard").mkdir(parents=True)
     (folder / "broken" / "tensorboard" / "__init__.py").write_text("raise ImportError('none here')")
+    (folder / "link").symlink_to("gone")
     before = sorted(folder.rglob("*"))
+    refused = "{}: events cannot be written there ({}); choose another --tensorboard"
     for place, env, message in [
-        ("data_train.bin", {}, "data_train.bin: events cannot be written there; choose another --tensorboard"),
-        ("data_train.bin/x", {}, "data_train.bin/x: events cannot be written there; choose another --tensorboard"),
+        ("data_train.bin", {}, refused.format("data_train.bin", "not a directory")),
+        ("data_train.bin/x", {}, refused.format("data_train.bin/x", "not a directory")),
+        ("link", {}, refused.format("link", "a link to nowhere")),
         ("events", {"PYTHONPATH": str(folder / "broken"), "PYTHONDONTWRITEBYTECODE": "1"},
          "--tensorboard needs TensorBoard (none here); install it with: pip install tensorboard"),
     ]:  # fmt: skip

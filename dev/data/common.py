@@ -1,6 +1,7 @@
 """What the dataset scripts share: fetching, encoding, writing, and how a program of theirs ends."""
 
 import http.client
+import io
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ import numpy as np
 
 from llmc.dataloader import write_tokens
 from llmc.errors import UserError
-from llmc.files import replacing
+from llmc.files import open_file, replacing
 from llmc.program import run_program
 from llmc.tokenizer import NEIGHBOURS, Tokenizer, gpt2_encoding, write_tokenizer
 
@@ -63,7 +64,8 @@ def make_folder(folder: Path) -> None:
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file. Raises UserError where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open_file(path) as file:
+            return io.TextIOWrapper(file, encoding="utf-8").read()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}") from None
     except UnicodeDecodeError as error:
