@@ -36,6 +36,7 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     from dev.huggingface import config_json
     from llmc.checkpoint import (
         load_checkpoint,
+        model_path,
         newest_checkpoint,
         read_debug_state,
         read_model,
@@ -99,15 +100,20 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     whole = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
 
     def read_checkpoint(path: Path) -> None:
-        """The first byte says which of the three files the others are."""
+        """The first byte says which of the three files the others are, and whether a run goes on from the checkpoint or
+        takes its model."""
         data = path.read_bytes()
         names = sorted(whole)
         damaged = names[data[0] % 3] if data else names[0]
         for name in names:
             (checkpoint / name).write_bytes(data[1:] if name == damaged else whole[name])
-        load_checkpoint(newest_checkpoint(run), GPT2Config)
+        if data and data[0] // 3 % 2:
+            read_model(model_path(run), GPT2Config)
+        else:
+            load_checkpoint(newest_checkpoint(run), GPT2Config)
 
-    found["checkpoint"] = (read_checkpoint, [bytes([i]) + whole[name] for i, name in enumerate(sorted(whole))])
+    seeds = [bytes([i]) + whole[name] for i, name in enumerate(2 * sorted(whole))]
+    found["checkpoint"] = (read_checkpoint, seeds)
 
     def example(index: int) -> bytes:
         parts = b"".join(struct.pack(f"<H{n}H", n, *range(n)) for n in (3, 1, 2, 1, 2))

@@ -23,7 +23,7 @@ from dev.torch_models import build_torch_model
 from dev.workload import SCRIPTS
 from llmc.arguments import Parser, parse_arguments
 from llmc.batches import bits_per_byte
-from llmc.checkpoint import read_model
+from llmc.checkpoint import model_path, read_model
 from llmc.dataloader import DataLoader
 from llmc.logger import Logger
 from llmc.model import Model
@@ -53,7 +53,7 @@ def main() -> None:
     tokenizer_path = find_tokenizer(args.data)
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path else None
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
-    config, tensors = (described, None) if described else read_model(args.model, kind.Config)
+    config, tensors = (described, None) if described else read_model(model_path(args.model), kind.Config)
     model = build_torch_model(config, "relu" if args.attention == "relu" else "sdpa")
     model.load(first_weights(kind, config, args.seed) if described else tensors)
     model.to(where)

@@ -9,6 +9,9 @@ never stopped:
       optimizer.bin   header int32[256]: 20241121, 1, then the number of parameters as two int32, low half first;
                       fp32 m, then fp32 v, each in the order of the parameters
       state.json      the step, what the run wants remembered, and sizes and CRC-32 of the other two files
+
+Only the run that has locked the directory of its checkpoints changes anything there. Whoever only reads a checkpoint
+needs no lock.
 """
 
 import json
@@ -16,26 +19,44 @@ import math
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 from llmc import device  # first: it sets what NumPy must find in the environment
 
 import numpy as np  # isort: skip
 
+from llmc import ranks
 from llmc.errors import UserError
-from llmc.files import DEBUG_STATE, HEADER_BYTES, file_size, make_header, read_header, replacing
+from llmc.files import DEBUG_STATE, HEADER_BYTES, file_size, make_header, open_file, read_header, replacing
+from llmc.lock import Lock
 from llmc.tensors import Config, layout, num_parameters
 
 # Models
 
 
 def model_path(path: str | Path) -> Path:
-    """The file of a model that is named by itself or by the directory of its checkpoint."""
-    return Path(path) / "model.bin" if Path(path).is_dir() else Path(path)
+    """The file of a model that is named by itself, by the directory of its checkpoint, or by a --checkpoint-dir: the
+    newest checkpoint's, which is said on stderr then.
+
+    Raises UserError where a directory has none, and as `newest_checkpoint` does.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    if not (path / "model.bin").exists():
+        newest = newest_checkpoint(path)
+        if newest is None:
+            raise UserError(f"{path}: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir")
+        if ranks.rank() == 0:
+            ranks.say(f"{path}: its newest checkpoint is {newest.name}")
+        path = newest
+    return path / "model.bin"
 
 
 def read_model_header(path: str | Path, kind: type[Config]) -> Config:
@@ -54,14 +75,20 @@ def read_model_header(path: str | Path, kind: type[Config]) -> Config:
 def read_model(path: str | Path, kind: type[Config]) -> tuple[Config, dict[str, np.ndarray]]:
     """The model in `path`: its sizes, and the file's tensors by name, in its order, as read-only memory maps, fp32.
 
-    Raises UserError as `read_model_header` does, and where a tensor that is no parameter is not 0.
+    Raises UserError as `read_model_header` does, where a tensor that is no parameter is not 0, and where the file
+    belongs to a checkpoint and is not the one that was saved (`check_saved`).
     """
     config = read_model_header(path, kind)
-    tensors = _named_views(np.memmap(path, dtype="<f4", mode="r", offset=kind.HEADER_BYTES), config)
+    check_saved(Path(path))
+    return config, _tensors(path, config)
+
+
+def _tensors(path: str | Path, config: Config) -> dict[str, np.ndarray]:
+    tensors = _named_views(np.memmap(path, dtype="<f4", mode="r", offset=config.HEADER_BYTES), config)
     for name in tensors.keys() - {name for name, _ in config.parameters()}:
         if tensors[name].any():
             raise UserError(f"{path}: {name} is not 0, and a {config.NAME} has none: this is another kind of model")
-    return config, tensors
+    return tensors
 
 
 def write_model(path: str | Path, config: Config, params) -> None:
@@ -174,6 +201,29 @@ OPTIMIZER = 20241121
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 REPLACED = ".replaced.part"        # and what follows it while another is put in its place
+SECONDS = 5                        # between two lines of progress
+
+
+def lock_checkpoints(directory: str | Path) -> Lock:
+    """Takes a directory of checkpoints, which is made where it is missing, for the run that this process is, and gives
+    back their names to those that a killed run was replacing.
+
+    Raises UserError where another run has it for longer than a `Lock` waits, nothing can be written there, and where it
+    is itself a checkpoint.
+    """
+    directory = Path(directory)
+    above = os.path.normpath(directory / "..")
+    if STEP.fullmatch(directory.name) or all((directory / name).exists() for name in ("model.bin", "state.json")):
+        raise UserError(f"{directory} is a checkpoint, not a directory of checkpoints: use --checkpoint-dir {above}")
+    lock = Lock(directory / ".lock", directory, "--checkpoint-dir", make=True)
+    try:
+        _put_back(directory)
+    except OSError as error:
+        lock.release()
+        raise UserError(
+            f"{directory}: cannot be written ({error.strerror.lower()}); choose another --checkpoint-dir"
+        ) from None
+    return lock
 
 
 def save_checkpoint(directory: str | Path, step: int, config: Config, params, m, v, state: dict) -> Path:
@@ -225,22 +275,22 @@ def _put_back(directory: Path) -> None:
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """What is called a checkpoint in `directory`, whole or not, newest first. Raises UserError where it cannot be
-    read."""
+    """What is called a checkpoint in `directory`, whole or not, newest first; also one that is being replaced, until
+    the other is in its place. Raises UserError where it cannot be read."""
     directory = Path(directory)
     try:
-        _put_back(directory)
-        found = [path for path in directory.iterdir() if STEP.fullmatch(path.name)] if directory.is_dir() else []
+        there = sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []
     except OSError as error:
         raise UserError(
             f"{directory}: cannot be read ({error.strerror.lower()}); choose another --checkpoint-dir"
         ) from None
-    return sorted(found, key=step_of, reverse=True)
+    found = {path.name.removesuffix(REPLACED): path for path in there}  # of two with one name, the one without suffix
+    return sorted((path for name, path in found.items() if STEP.fullmatch(name)), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its name."""
-    return int(path.name.removeprefix("step_"))
+    return int(path.name.removesuffix(REPLACED).removeprefix("step_"))
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
@@ -255,10 +305,16 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
 
 def _remedy(path: Path) -> str:
     """What to do about a checkpoint that is damaged."""
-    older = [other for other in checkpoints(path.parent) if step_of(other) < step_of(path) and _is_complete(other)]
+    older = _older(path)
     if older:
-        return f"to resume from {older[0]}, an older checkpoint that is complete, remove {path}"
+        return f"to resume from {older}, an older checkpoint that is complete, remove {path}"
     return f"there is no older checkpoint to resume from: remove {path} to start afresh"
+
+
+def _older(path: Path) -> Path | None:
+    """The newest of the complete checkpoints that are older than this one."""
+    older = dropwhile(lambda other: other != path, checkpoints(path.parent))
+    return next((other for other in older if other != path and _is_complete(other)), None)
 
 
 def _is_complete(path: Path) -> bool:
@@ -281,10 +337,9 @@ def load_checkpoint(
     path = Path(path)
     record = read_record(path)
     for name, expected in record["files"].items():
-        _check_size(path / name, expected["bytes"], _remedy(path))
-        if _file_crc32(path / name) != expected["crc32"]:
-            raise UserError(f"{path / name}: damaged (its CRC-32 is not the recorded one); {_remedy(path)}")
-    config, tensors = read_model(path / "model.bin", kind)
+        _check_file(path / name, expected, _remedy(path))
+    config = read_model_header(path / "model.bin", kind)
+    tensors = _tensors(path / "model.bin", config)
     n = num_parameters(config)
     moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
     if moments.size != 2 * n:
@@ -327,13 +382,36 @@ def read_record(path: Path) -> dict:
 def training_flags(model: Path) -> dict:
     """The flags that the model in a checkpoint was trained with, as far as they are recorded; none for a model by
     itself. Raises UserError as `read_record` does."""
-    if model.name != "model.bin" or not (model.parent / "state.json").is_file():
+    if model.name != "model.bin" or not os.path.lexists(model.parent / "state.json"):
         return {}
     return read_record(model.parent)["state"].get("flags", {})
 
 
+def check_saved(file: Path) -> None:
+    """Raises UserError where a file that lies in a checkpoint is not the one that was saved there, by its size and
+    CRC-32, or the checkpoint's state.json is damaged. A file that lies anywhere else passes."""
+    if os.path.realpath(file) != os.path.abspath(file):  # a link leads there
+        file = Path(os.path.realpath(file))
+    checkpoint = file.parent
+    if not os.path.lexists(checkpoint / "state.json"):
+        return
+    expected = read_record(checkpoint)["files"].get(file.name)
+    if expected is not None:
+        older = _older(checkpoint)
+        remedy = f"use {older}, an older checkpoint that is complete" if older else "no older checkpoint is beside it"
+        _check_file(file, expected, remedy)
+
+
+def _check_file(file: Path, expected: dict, remedy: str) -> None:
+    """Raises UserError where a file does not have the size and the CRC-32 that were recorded."""
+    _check_size(file, expected["bytes"], remedy)
+    if _file_crc32(file) != expected["crc32"]:
+        raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
+
+
 def _parse_record(path: Path) -> dict:
-    record = json.loads((path / "state.json").read_bytes())
+    with open_file(path / "state.json") as file:
+        record = json.loads(file.read())
     if record.pop("crc32") != _record_crc32(record) or not {"step", "files", "state"} <= record.keys():
         raise ValueError("not what was written")
     return record
@@ -344,10 +422,15 @@ def _record_crc32(record: dict) -> int:
 
 
 def _file_crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
+    """The CRC-32 of a file. Where that takes long, the progress goes to stderr."""
+    crc, shown = 0, time.monotonic()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         while chunk := file.read(1 << 24):
             crc = zlib.crc32(chunk, crc)
+            if time.monotonic() - shown > SECONDS and ranks.rank() == 0:
+                shown = time.monotonic()
+                ranks.say(f"checking {path}: {100 * file.tell() // size}% of {size:,} bytes")
     return crc
 
 

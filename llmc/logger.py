@@ -9,6 +9,7 @@
 import errno
 import io
 import os
+import re
 import socket
 import textwrap
 import time
@@ -19,7 +20,8 @@ from typing import BinaryIO
 import numpy as np
 
 from llmc.errors import UserError, first_line
-from llmc.files import check_directory, replacing
+from llmc.files import check_directory, open_file, replacing
+from llmc.lock import Lock
 
 
 class Reports:
@@ -48,23 +50,38 @@ class Logger(Reports):
 
     first_step: the first step that this run will log. Lines of that step and later ones are dropped from a file that is
     already there, so a new run (0) starts it afresh and a resumed run carries on where its checkpoint was made.
-    Raises UserError where the file cannot be opened. A line that cannot be written later on is lost.
+    Raises UserError where the file cannot be opened, holds something else than a log, which stays as it is, or another
+    run logs to it for longer than a `Lock` waits. A line that cannot be written later on is lost.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
         super().__init__(path)
+        self._lock = None
         if path is None:
             return
-        if first_step > 0 and Path(path).is_file():
-            kept = [line for line in _lines(path) if _parse(path, line)[0] < first_step]
-            with replacing(path) as file:
-                file.write("".join(kept).encode())
+        file = Path(os.path.realpath(path))  # where a link leads
+        if file.is_file() or not file.exists():  # a pipe or a device is nobody's alone
+            self._lock = Lock(file.with_name(f".{file.name}.lock"), path, "log file (-o)")
         try:
+            if file.is_file():
+                kept = [line for line in _lines(path) if _parse(path, line)[0] < first_step]
+                if first_step > 0:
+                    with replacing(file) as replaced:
+                        replaced.write("".join(kept).encode())
             self._file = open(path, "ab" if first_step > 0 else "wb", buffering=0)
         except OSError as error:
+            self.close()
             raise UserError(
                 f"{path}: cannot be written ({error.strerror.lower()}); choose another log file (-o)"
             ) from None
+        except UserError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        if self._lock is not None:
+            self._lock.release()
 
     def log_val(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
         self._write(step, "tel", loss)
@@ -186,8 +203,11 @@ def read_log(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def _lines(path: str | Path) -> list[str]:
     try:
-        lines = Path(path).read_text().splitlines(keepends=True)
-        return [line for line in lines if line.endswith("\n") and line.strip()]
+        with open_file(path) as file:
+            *lines, unfinished = file.read().decode().split("\n")
+        if not re.fullmatch(r"(s(:\d*( .*)?)?)?", unfinished):
+            _parse(path, unfinished)
+        return [line + "\n" for line in lines if line.strip()]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}; give the log file of a run (-o)") from None
     except UnicodeDecodeError:

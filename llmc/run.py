@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from argparse import Namespace
@@ -24,17 +25,18 @@ from llmc.batches import Batches, evaluate, validate
 from llmc.checkpoint import (
     checkpoints,
     load_checkpoint,
+    lock_checkpoints,
     model_path,
     newest_checkpoint,
     prune_checkpoints,
     read_model,
+    read_model_header,
     read_record,
     save_checkpoint,
 )
 from llmc.dataloader import DataLoader
 from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
-from llmc.files import check_directory
 from llmc.generation import print_sample
 from llmc.logger import Logger, TensorBoard
 from llmc.model import Model
@@ -49,7 +51,7 @@ from llmc.report import (
 )
 from llmc.sampler import Sampler
 from llmc.schedule import LearningRateSchedule
-from llmc.tensors import flops_per_token, num_parameters, padded
+from llmc.tensors import Config, flops_per_token, num_parameters, padded
 from llmc.tokenizer import Tokenizer, find_tokenizer
 
 MOST_SKIPPED = 20  # steps in a row that are not finite; by then it is not the data
@@ -74,6 +76,8 @@ class Run:
         check_same_flags(args)
         device.use(args.device, ranks.local_rank())
         collectives.start()
+        # Before anything is looked up there, because the run that has it may be writing its last checkpoint.
+        self.lock = lock_checkpoints(args.checkpoint_dir) if args.checkpoint_dir and self.leads else None
         checkpoint, recorded = ranks.of_rank_0(lambda: find_checkpoint(args))
         if checkpoint is not None:
             checkpoint = Path(checkpoint)
@@ -94,6 +98,7 @@ class Run:
         seen = self.tokenizer_path and hashlib.sha256(Path(self.tokenizer_path).read_bytes()).hexdigest()[:16]
         ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
         self.model, state = build_model(kind, args, self.tokenizer, checkpoint)
+        self.checkpoint = checkpoint
         self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
         self.model.skip_nonfinite = args.skip_nonfinite
         V = self.model.config.vocab_size
@@ -131,7 +136,8 @@ class Run:
                 )
             train_loader.load_state(state["loader"])
         self.flags = recorded_flags(args) | {"tf32": args.tf32}
-        started = {"model": repr(self.model.config), "fingerprint": train_loader.fingerprint} | self.flags
+        self.flags["model"] = args.model if checkpoint is None else recorded.get("model")  # as the run was started
+        started = self.flags | {"model": repr(self.model.config), "fingerprint": train_loader.fingerprint}
         self.identity = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
         if state is not None:
             self.identity = state.get("run", self.identity)
@@ -141,8 +147,6 @@ class Run:
         of_questions = self.questions.loader.num_examples if self.questions else 0
         ranks.check_same("the number of --hellaswag's questions", of_questions, remedy)
         self.norms = device.pinned((2, 4), np.float32)
-        if args.checkpoint_dir and self.leads:
-            check_directory(args.checkpoint_dir, "checkpoints", "--checkpoint-dir")
         self.tensorboard = TensorBoard(args.tensorboard, self.first_step)
         device.compile_all()
         self.logger = Logger(args.log, self.first_step)
@@ -244,6 +248,8 @@ class Run:
         print(f"total average iteration time: {self.timer.average():.6f} ms")
         self.logger.close()
         self.tensorboard.close()
+        if self.lock is not None:
+            self.lock.release()
 
     def position(self) -> dict:
         """What a run must know, beside its parameters and moments, to go on from here."""
@@ -411,7 +417,7 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
             ("seed", args.seed),
         ],
         [
-            ("model", args.model if first_step == 0 else f"checkpoint of step {first_step}"),
+            ("model", args.model if run.checkpoint is None else f"checkpoint of step {first_step}"),
             ("max sequence length", config.max_seq_len),
             ("vocabulary", f"{config.vocab_size}, padded to {padded(config.vocab_size)}"),
             *config.rows(),
@@ -461,8 +467,8 @@ def build_model(
             config, tensors, *moments, state = load_checkpoint(checkpoint, kind.Config)
         sizes, state = ranks.of_rank_0(lambda: (asdict(config), state))
         config = kind.Config(**sizes)
-        if "model" in args.given and described not in (None, config):
-            print(f"-e {args.model} does not count: the model is that of {checkpoint}")
+        if "model" in args.given and ranks.rank() == 0:
+            check_same_model(args.model, described, config, checkpoint, state.get("flags", {}).get("model"))
     else:
         config = described
     if config is None:
@@ -480,3 +486,29 @@ def build_model(
     if ranks.size() > 1:
         ranks.check_same("the checksum of the model", model.checksum(), "use the same -e on all machines")
     return model, state
+
+
+def check_same_model(
+    given: str, described: Config | None, config: Config, checkpoint: Path, before: str | None
+) -> None:
+    """Raises UserError where -e names another model than the one that the run goes on with: one of other sizes, or
+    another file than the run was started with, unless that is the checkpoint itself. described: the model that -e
+    describes, None for a file. config: the checkpoint's. before: -e as it was; old checkpoints do not say."""
+    if described is not None:
+        same = described == config
+    elif given == before or is_same_file(given, before or ""):
+        same = True
+    elif is_same_file(model_path(given), checkpoint / "model.bin"):
+        same = True
+    else:
+        sizes = read_model_header(model_path(given), type(config)) if os.path.exists(given) else config
+        same = before is None and sizes == config
+        if same:
+            print(f"{checkpoint} does not say with which model its run was started: -e {given} does not count")
+    if not same:
+        was = f", whose run was started with -e {before}" if before else ""
+        raise UserError(f"cannot resume: -e {given} is another model than {checkpoint}{was}: leave -e out")
+
+
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)

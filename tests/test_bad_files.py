@@ -1,5 +1,7 @@
 """Files that are cut off, changed or made up: taken, or refused in one line. dev/fuzz.py does the same for hours."""
 
+import os
+import signal
 import struct
 
 import pytest
@@ -7,6 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dev.fuzz import check, readers
+from llmc.checkpoint import load_checkpoint, newest_checkpoint, read_model, save_checkpoint
+from llmc.errors import UserError
+from llmc.logger import read_log
+from llmc.tensors import num_parameters
+from llmc.tokenizer import Tokenizer
+from models import ODD
 
 KINDS = [
     "gpt2 model", "llama3 model", "pythia model", "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag",
@@ -75,3 +83,47 @@ def test_a_whole_file_is_taken_and_an_empty_one_refused(kinds, kind):
     folder, (reader, seeds) = kinds[0], kinds[1][kind]
     assert any([check(reader, folder / "input", data) for data in seeds])
     assert not check(reader, folder / "input", b"") or kind == "log"  # a log may have no line yet
+
+
+# What is no regular file: a pipe may have nobody who ever writes to it
+
+
+@pytest.fixture
+def in_time():
+    """Ends a test that waits for ever."""
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+def refused(function, *arguments) -> None:
+    with pytest.raises(UserError, match="not a regular file") as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:6], "hellaswag", "log"])
+def test_a_pipe_is_refused(kinds, tmp_path, in_time, kind):
+    os.mkfifo(tmp_path / "pipe")
+    refused(kinds[1][kind][0], tmp_path / "pipe")
+
+
+def test_a_pipe_is_no_tokenizer_json(tmp_path, in_time):
+    os.mkfifo(tmp_path / "pipe.json")
+    refused(Tokenizer.load, tmp_path / "pipe.json")
+
+
+@pytest.mark.parametrize("name", ["model.bin", "optimizer.bin", "state.json"])
+def test_a_pipe_in_a_checkpoint_is_refused(tmp_path, rng, in_time, name):
+    params = rng.standard_normal(num_parameters(ODD)).astype("<f4")
+    checkpoint = save_checkpoint(tmp_path, 3, ODD, params, params, params, {})
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    refused(load_checkpoint, checkpoint, type(ODD))
+    refused(newest_checkpoint, tmp_path)
+    if name != "optimizer.bin":
+        refused(read_model, checkpoint / "model.bin", type(ODD))
+
+
+def test_a_device_is_refused(in_time):
+    refused(read_log, "/dev/zero")

@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 
 from llmc.checkpoint import (
+    check_saved,
+    checkpoints,
     load_checkpoint,
+    lock_checkpoints,
+    model_path,
     new_model,
     newest_checkpoint,
     prune_checkpoints,
@@ -28,6 +32,7 @@ from llmc.checkpoint import (
 )
 from llmc.errors import UserError
 from llmc.tensors import num_parameters, padded, shape_of
+from models import LLAMA_ODD, ODD, PYTHIA_ODD
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 
@@ -231,6 +236,75 @@ def test_one_changed_bit_anywhere_in_a_checkpoint_is_noticed(checkpoint, name, r
         file.write_bytes(damaged)
         message = refusal(load_checkpoint, checkpoint, GPT2Config)
         assert str(file) in message and "older checkpoint" in message
+
+
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=lambda config: config.NAME)
+def test_a_damaged_model_of_a_checkpoint_is_refused_by_whatever_name_it_is_read(tmp_path, monkeypatch, rng, config):
+    """An exponent's bit: a model of the right size that computes nonsense."""
+    monkeypatch.chdir(tmp_path)
+    params = rng.standard_normal(num_parameters(config)).astype(np.float32)
+    for step in (5, 20):
+        save_checkpoint("run", step, config, params, params, params, {})
+    saved = Path("run/step_00000020/model.bin")
+    Path("link.bin").symlink_to(saved)
+    Path("link").symlink_to("run/step_00000020")
+    names = ["run", "run/step_00000020", saved, saved.absolute(), "link", "link.bin"]
+    for name in names:
+        read_model(model_path(name), type(config))
+    shutil.copy(saved, "copy.bin")
+    for file in saved, Path("copy.bin"):
+        overwrite(file, config.HEADER_BYTES + 4 * 100 + 3, bytes([file.read_bytes()[config.HEADER_BYTES + 403] ^ 0x40]))
+    for name in names:
+        message = refusal(read_model, model_path(name), type(config))
+        assert "model.bin: damaged (its CRC-32 is not the recorded one); use " in message
+        assert message.endswith("run/step_00000005, an older checkpoint that is complete")
+    read_model("copy.bin", type(config))  # of which nothing is recorded
+    (saved.parent / "state.json").write_text("{")
+    assert "state.json: damaged" in refusal(read_model, saved, type(config))
+
+
+def test_a_damaged_model_of_a_copied_checkpoint_is_refused(tmp_path, checkpoint):
+    """Its name says no step."""
+    shutil.copytree(checkpoint, tmp_path / "best")
+    read_model(tmp_path / "best" / "model.bin", GPT2Config)
+    overwrite(tmp_path / "best" / "model.bin", 5000, b"\1\2\3")
+    assert "damaged (its CRC-32" in refusal(read_model, tmp_path / "best" / "model.bin", GPT2Config)
+    (tmp_path / "best" / "state.json").write_text("{")
+    assert "state.json: damaged" in refusal(load_checkpoint, tmp_path / "best", GPT2Config)
+
+
+def test_a_long_check_says_how_far_it_is(checkpoint, monkeypatch, capsys):
+    check_saved(checkpoint / "model.bin")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("llmc.checkpoint.SECONDS", -1)
+    check_saved(checkpoint / "model.bin")
+    size = (checkpoint / "model.bin").stat().st_size
+    assert capsys.readouterr() == ("", f"checking {checkpoint / 'model.bin'}: 100% of {size:,} bytes\n")
+
+
+def test_a_directory_of_checkpoints_stands_for_its_newest_and_says_so(tmp_path, params, capsys):
+    for step in (5, 100, 20):
+        checkpoint = save_checkpoint(tmp_path / "run", step, TINY, params, params, params, {})
+    assert model_path(tmp_path / "run") == tmp_path / "run" / "step_00000100" / "model.bin"
+    assert capsys.readouterr() == ("", f"{tmp_path / 'run'}: its newest checkpoint is step_00000100\n")
+    assert model_path(checkpoint) == checkpoint / "model.bin"
+    os.truncate(tmp_path / "run" / "step_00000100" / "optimizer.bin", 10)
+    assert "optimizer.bin: 10 bytes" in refusal(model_path, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    assert "empty: neither a model.bin nor a checkpoint in it" in refusal(model_path, tmp_path / "empty")
+
+
+def test_who_reads_a_directory_changes_nothing_there(checkpoint):
+    """A run may be about to put another in the place of this one; or it was killed then."""
+    replaced = checkpoint.rename(checkpoint.with_name("step_00000020.replaced.part"))
+    assert checkpoints(replaced.parent) == [replaced] == [newest_checkpoint(replaced.parent)]
+    read_model(model_path(replaced.parent), GPT2Config)
+    assert os.listdir(replaced.parent) == [replaced.name]
+    shutil.copytree(replaced, checkpoint)
+    assert checkpoints(replaced.parent) == [checkpoint]
+    shutil.rmtree(checkpoint)
+    lock_checkpoints(replaced.parent).release()  # as a run does
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
 def test_a_truncated_or_missing_file_in_a_checkpoint_is_refused(checkpoint):

@@ -1,5 +1,8 @@
 """The log file: llm.c's lines, readable while they are written, cut where a resumed run takes over."""
 
+import os
+import socket
+
 import numpy as np
 import pytest
 
@@ -37,11 +40,47 @@ def test_lines_are_llm_cs_and_on_disk_at_once(tmp_path):
     logger.close()
 
 
-def test_a_new_run_starts_the_file_afresh(tmp_path):
+@pytest.mark.parametrize("before", ["", "s:0 trl:9.0000\ns:1 trl:8.0000\n", "s:0 trl:9.0000\ns:1 tr", "s"], ids=repr)
+def test_a_new_run_starts_a_log_afresh(tmp_path, before):
     path = tmp_path / "main.log"
-    path.write_text("not even a log\n")
+    path.write_text(before)
     Logger(path).log_train(0, 1.0)
     assert path.read_text() == "s:0 trl:1.0000\n"
+
+
+@pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
+@pytest.mark.parametrize(
+    "content", [b"buy milk\n", b"a thesis of one line", b"s:0 trl:1.0000\nbuy mil", b"\xff\xd8\0\n"], ids=repr
+)
+def test_what_is_no_log_is_left_alone(tmp_path, content, first_step):
+    (tmp_path / "notes").write_bytes(content)
+    message = refusal(Logger, tmp_path / "notes", first_step)
+    assert "notes: not a log" in message and (content != b"buy milk\n" or "not a log line: 'buy milk'" in message)
+    assert (tmp_path / "notes").read_bytes() == content and os.listdir(tmp_path) == ["notes"]
+
+
+@pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
+def test_one_run_at_a_time_logs_to_a_file(tmp_path, monkeypatch, capsys, first_step):
+    """Also by another name, and after the first has replaced the file, as a resumed run does."""
+    monkeypatch.setattr("llmc.lock.PATIENCE", 0)
+    path, other = tmp_path / "main.log", tmp_path / "other.log"
+    other.symlink_to(path)
+    path.write_text("s:1 trl:2.0000\ns:7 trl:1.0000\n")
+    first = Logger(path, first_step=5)
+    first.log_train(5, 1.5)
+    message = refusal(Logger, other, first_step)
+    assert f"other.log is in use by process {os.getpid()} on {socket.gethostname()}: " in message
+    assert "choose another log file (-o)" in message
+    first.close()
+    assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\n"
+    Logger(other, first_step=6).log_train(6, 1.25)
+    assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\ns:6 trl:1.2500\n" and other.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["main.log", "other.log"]
+
+
+def test_a_log_that_leads_nowhere_is_refused(tmp_path):
+    (tmp_path / "main.log").symlink_to(tmp_path / "missing" / "main.log")
+    assert "main.log: cannot be written (no such file or directory)" in refusal(Logger, tmp_path / "main.log")
 
 
 def test_a_resumed_run_leaves_the_log_of_one_that_never_stopped(tmp_path):
@@ -77,12 +116,6 @@ def test_a_full_disk_is_said_once_and_counted(capsys):
         logger.log_train(step, 1.0)
     assert capsys.readouterr().out == "/dev/full: a line was lost (no space left on device); the run goes on\n"
     assert logger.lost == 3
-
-
-def test_resuming_into_something_that_is_no_log_leaves_it_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("buy milk\n")
-    assert "not a log line: 'buy milk'" in refusal(Logger, tmp_path / "notes.txt", 5)
-    assert (tmp_path / "notes.txt").read_text() == "buy milk\n"
 
 
 @pytest.mark.parametrize("step", ["-1", "1.5", "99999999999999999999", "9" * 5000])

@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,10 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import generate
+from dev import export_hf, import_hf
 from llmc import device
-from llmc.checkpoint import read_record
+from llmc.arguments import parse_arguments
+from llmc.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
 from llmc.dataloader import DataLoader, write_tokens
-from llmc.logger import read_log
+from llmc.errors import UserError
+from llmc.logger import Logger, read_log
+from llmc.run import check_same_model
+from llmc.tensors import num_parameters
+from train_gpt2_fp32 import GPT2Config
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 257, 2, 16
@@ -86,7 +94,156 @@ def test_a_new_run_does_not_start_where_another_has_checkpoints(folder):
     assert (folder / "run.log").read_text() == "s:0 tel:1.0000\n"
 
 
+def test_a_run_has_its_directory_and_its_log_for_itself_until_it_is_killed(folder, monkeypatch):
+    monkeypatch.setattr("llmc.lock.PATIENCE", 0)
+    monkeypatch.chdir(folder)
+    process = start(folder, *SAVE, "-x", "100000", "-n", "1", "-nk", "2", "-o", "run.log")
+    for line in process.stdout:
+        if line.startswith("saved run/step_00000002"):
+            break
+    refusals = [(lock_checkpoints, "run", "choose another --checkpoint-dir"), (Logger, "run.log", "choose another log")]
+    for claim, place, remedy in refusals:
+        with pytest.raises(UserError, match=f"^{place} is in use by process {process.pid} on {socket.gethostname()}: "
+                           f"wait for it to end, or {remedy}"):  # fmt: skip
+            claim(place)
+    assert read_model(model_path("run"), GPT2Config)  # a reader needs no lock
+    process.kill()
+    process.communicate()
+    for claim, place, _ in refusals:
+        assert claim(place)
+
+
+def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkpoint(folder, monkeypatch):
+    run(folder, *SAVE, "-x", "4", "-n", "2")
+    last = folder / "run" / "step_00000004"
+    last.rename(folder / "not yet")
+    monkeypatch.chdir(folder)
+    dying = lock_checkpoints("run")
+    process = start(folder, *SAVE, "-y", "1", "-x", "5")
+    said = process.stderr.readline()
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert said == f"run is in use by {holder}: waiting up to 30 s for it to end\n"
+    (folder / "not yet").rename(last)
+    dying.release()
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "") and list(steps(out)) == [5]
+    assert ".lock" not in os.listdir("run")
+
+
+def test_a_run_that_waits_hears_ctrl_c(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    held = lock_checkpoints("run")
+    process = start(folder, *SAVE, "-x", "1")
+    assert "waiting up to 30 s" in process.stderr.readline() and held
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=20)
+    assert (process.returncode, out, error) == (130, "", "interrupted before the first step\n")
+
+
+def test_of_several_ranks_one_has_the_lock(folder):
+    out, _ = run(folder, *SAVE, "-x", "2", "-o", "run.log", "--gpus", "2")
+    assert "saved run/step_00000002" in out and os.listdir(folder / "run") == ["step_00000002"]
+    assert not list(folder.glob(".*"))
+
+
+# Places that are none
+
+
+@pytest.mark.parametrize("flag", [
+    "-i", "-j", "-e", "-o", "--log", "--checkpoint-dir", "--tensorboard", "--hellaswag",
+])  # fmt: skip
+def test_a_trainers_flag_that_names_nothing_is_refused(capsys, flag):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(GPT2Config, [flag, ""])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1 and f"{flag}" in error
+    assert "must not be empty: name something, or leave the flag out" in error
+
+
+@pytest.mark.parametrize("main, flags", [
+    (generate.main, ["-e", ""]), (generate.main, ["--tokenizer", ""]), (export_hf.main, [""]),
+    (export_hf.main, ["a.bin", "-o", ""]), (export_hf.main, ["a.bin", "--tokenizer", ""]),
+    (import_hf.main, ["a", "-o", ""]), (import_hf.main, ["", "-o", "a.bin"]),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else value.__module__)  # fmt: skip
+def test_a_programs_flag_that_names_nothing_is_refused(capsys, main, flags):
+    with pytest.raises(SystemExit) as caught:
+        main(flags)
+    assert caught.value.code == 2 and "must not be empty" in capsys.readouterr().err
+
+
+def test_a_run_that_could_save_nothing_does_not_begin(folder):
+    (folder / "run").symlink_to("gone")
+    out, error = run(folder, *SAVE, "-x", "1", code=1)
+    assert error == "error: run: cannot be written (a link to nowhere); choose another --checkpoint-dir\n" and not out
+
+
+def test_a_directory_one_level_too_deep_is_refused_with_the_right_one(folder):
+    run(folder, *SAVE, "-x", "1")
+    before = sorted((folder / "run").rglob("*"))
+    out, error = run(folder, "--checkpoint-dir", "run/step_00000001", "-y", "1", "-x", "2", code=1)
+    assert error == (
+        "error: run/step_00000001 is a checkpoint, not a directory of checkpoints: use --checkpoint-dir run\n"
+    )
+    assert sorted((folder / "run").rglob("*")) == before and not steps(out)
+
+
+@pytest.mark.parametrize("content", ["buy milk\n", "a thesis of one line"])
+def test_a_file_that_is_no_log_is_not_replaced_by_one(folder, content):
+    (folder / "notes").write_text(content)
+    out, error = run(folder, "-o", "notes", "-x", "1", code=1)
+    assert error.startswith("error: notes: not a log line: ") and error.count("\n") == 1 and not steps(out)
+    assert (folder / "notes").read_text() == content and not list(folder.glob(".*"))
+
+
+def test_an_import_takes_the_place_of_a_model_and_of_nothing_else(folder):
+    (folder / "notes").write_text("buy milk")
+    with pytest.raises(UserError, match="notes: there is something that is no model: name another with -o"):
+        import_hf.main([str(folder), "-o", str(folder / "notes")])
+    assert (folder / "notes").read_text() == "buy milk"
+
+
 # What a resumed run computes
+
+
+def model_at(path: Path, channels: int = 32, seed: int = 0) -> str:
+    config = GPT2Config(64, V, 2, 2, channels)
+    random = np.random.default_rng(seed)
+    write_model(path, config, random.standard_normal(num_parameters(config), np.float32) / 50)
+    return path.name
+
+
+def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(folder):
+    first, other = model_at(folder / "first.bin"), model_at(folder / "other.bin", seed=1)
+    base = without("-e")
+    run(folder, "-e", first, *SAVE, "-x", "1", base=base)
+    for given, more in [(other, []), ("layers=1,heads=2,channels=32,maxT=64", []), ("gone.bin", [])]:
+        out, error = run(folder, "-e", given, *SAVE, "-y", "1", "-x", "9", *more, base=base, code=1)
+        assert error == (
+            f"error: cannot resume: -e {given} is another model than run/step_00000001, whose run was started with -e "
+            "first.bin: leave -e out\n"
+        ) and not steps(out)  # fmt: skip
+    for n, given in enumerate([first, str(folder / first), "layers=2,heads=2,channels=32,maxT=64", "run", None], 2):
+        out, _ = run(folder, *(["-e", given] if given else []), *SAVE, "-y", "1", "-x", str(n), base=base)
+        assert list(steps(out)) == [n]
+    (folder / first).unlink()  # as where the job goes on on another machine
+    assert read_record(folder / "run" / "step_00000006")["state"]["flags"]["model"] == first
+    out, _ = run(folder, "-e", first, *SAVE, "-y", "1", "-x", "7", base=base)
+    assert list(steps(out)) == [7]
+    _, error = run(folder, "-e", "run/step_00000001", *SAVE, "-y", "1", "-x", "8", base=base, code=1)
+    assert "-e run/step_00000001 is another model than run/step_00000007, whose" in error
+
+
+def test_where_a_checkpoint_does_not_say_with_which_model_its_run_was_started_the_sizes_must_agree(tmp_path, capsys):
+    """Those of the first versions do not."""
+    config, checkpoint = GPT2Config(64, V, 2, 2, 32), tmp_path / "run" / "step_00000001"
+    model_at(tmp_path / "same.bin"), model_at(tmp_path / "wide.bin", channels=64)
+    for name in "same.bin", "gone.bin":
+        check_same_model(str(tmp_path / name), None, config, checkpoint, None)
+        assert capsys.readouterr().out == (
+            f"{checkpoint} does not say with which model its run was started: -e {tmp_path / name} does not count\n"
+        )
+    with pytest.raises(UserError, match="wide.bin is another model than .*/step_00000001: leave -e out"):
+        check_same_model(str(tmp_path / "wide.bin"), None, config, checkpoint, None)
 
 
 def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder):
@@ -222,6 +379,39 @@ def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder):
     run(folder, *SAVE, "-x", "2")
     out, _ = run(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"))
     assert list(steps(out)) == [1] and "| model                 | run/step_00000002" in out
+    newest, error = run(folder, "-e", "run", "-x", "1", base=without("-e"))
+    assert steps(newest) == steps(out) and error == "run: its newest checkpoint is step_00000002\n"
+
+
+def test_a_directory_of_checkpoints_can_be_the_model_of_every_program(folder, monkeypatch, capsys):
+    run(folder, *SAVE, "-x", "2", "-n", "1")
+    monkeypatch.chdir(folder)
+    texts = []
+    for name in "run", "run/step_00000002":
+        generate.main(["-e", name, "-g", "20", "--device", "cpu"])
+        texts.append(capsys.readouterr())
+    assert texts[0].out == texts[1].out and texts[0].err.startswith("run: its newest checkpoint is step_00000002\n")
+    export_hf.main(["run", "-o", "out"])
+    assert "exporting run/step_00000002/model.bin" in capsys.readouterr().out and (folder / "out").is_dir()
+
+
+def test_a_damaged_model_is_used_by_no_program(folder, monkeypatch, capsys):
+    """An exponent's bit is flipped: generate.py would write nonsense, and training begin at a loss of 1e36."""
+    run(folder, *SAVE, "-x", "2")
+    monkeypatch.chdir(folder)
+    damaged = Path("run/step_00000002/model.bin")
+    data = bytearray(damaged.read_bytes())
+    data[1024 + 403] ^= 0x40
+    damaged.write_bytes(data)
+    want = f"{damaged}: damaged (its CRC-32 is not the recorded one); no older checkpoint is beside it"
+    for name in "run", "run/step_00000002", str(damaged):
+        for main, flags in (generate.main, ["-e", name, "--device", "cpu"]), (export_hf.main, [name, "-o", "out"]):
+            with pytest.raises(UserError, match=re.escape(want)):
+                main(flags)
+            assert capsys.readouterr().out == ""
+    assert not (folder / "out").exists()
+    out, error = run(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"), code=1)
+    assert error == f"error: {want}\n" and not steps(out)
 
 
 # Damage
@@ -283,7 +473,7 @@ def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder
     process.stdout.read()
     code = process.wait(timeout=60)
     assert code == (-getattr(signal, second) if at_once else 128 + getattr(signal, first))
-    assert (folder / "run").exists() != at_once
+    assert any((folder / "run").glob("step_*")) != at_once
 
 
 def test_nohup_is_respected(folder):

@@ -1,0 +1,79 @@
+"""Locks: of two runs that would write to the same place, the second waits, and is then refused."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+
+from llmc import ranks
+from llmc.errors import UserError
+from llmc.files import make_directory, remove_directories
+
+PATIENCE = 30  # seconds; a job that is queued again overlaps with the one that is dying
+TAKEN = (errno.EAGAIN, errno.EACCES)
+
+
+class Lock:
+    """This process's claim to a place that one run at a time may write to. It lasts until `release` is called, this
+    object is gone or the process ends, however it ends.
+
+    The lock is an flock on a file of its own, `path`, since the files of the place are replaced by renames, and a lock
+    does not survive that. The file names process and host; `release` removes it. One that a killed process has left
+    behind is not locked, and the next run takes it over.
+
+    place and flag: what to call the place, and the flag that names it. make: make the directory of `path` where it is
+    missing; `release` removes it again if it is empty.
+
+    While another process has the lock, this one waits, at most PATIENCE seconds, and says so on stderr. Raises
+    UserError if that was in vain, and where the file cannot be written. On a file system without locks it says that
+    there is none, and goes on.
+    """
+
+    def __init__(self, path: Path, place: str | Path, flag: str, make: bool = False) -> None:
+        started, said, made = time.monotonic(), False, []
+        try:
+            while True:
+                if make:
+                    made += make_directory(path.parent)  # again, where the other run has removed it
+                file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+                if _lock(file.fileno(), path, place):
+                    break
+                holder = os.pread(file.fileno(), 200, 0).decode(errors="replace").strip() or "another process"
+                file.close()
+                if time.monotonic() - started > PATIENCE:
+                    raise UserError(f"{place} is in use by {holder}: wait for it to end, or choose another {flag}")
+                if not said:
+                    said = True
+                    ranks.say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
+                time.sleep(0.2)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            remove_directories(made)
+            raise UserError(f"{place}: cannot be written ({error.strerror.lower()}); choose another {flag}") from None
+        self.release = weakref.finalize(self, _release, file, path, made)
+
+
+def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
+    """Whether this process now has the lock on an open file, which still is the one at `path`."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            return False
+        reason = error.strerror.lower()
+        ranks.say(f"{place}: no lock can be had there ({reason}): see to it that no other run writes there")
+        return True
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:  # the run that had the lock has just removed the file
+        return False
+
+
+def _release(file, path: Path, made: list[Path]) -> None:
+    path.unlink(missing_ok=True)  # while it is locked, so that it is no other run's
+    file.close()
+    remove_directories(made)

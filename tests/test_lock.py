@@ -1,0 +1,148 @@
+"""Of two runs that would write to one place, the second waits, and is refused if that was in vain."""
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llmc.checkpoint import checkpoints, lock_checkpoints, model_path
+from llmc.errors import UserError
+from llmc.lock import Lock
+
+ROOT = Path(__file__).resolve().parents[1]
+ME = f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def take(path: Path) -> Lock:
+    return Lock(path, "the place", "--flag")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr("llmc.lock.PATIENCE", 0)
+
+
+def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, at_once, capsys):
+    first = take(tmp_path / "lock")
+    with pytest.raises(UserError) as caught:
+        take(tmp_path / "lock")
+    assert str(caught.value) == f"the place is in use by {ME}: wait for it to end, or choose another --flag"
+    assert (tmp_path / "lock").read_text() == ME + "\n"
+    first.release()
+    assert os.listdir(tmp_path) == [] and take(tmp_path / "lock")
+
+
+def test_the_second_waits_says_for_what_and_goes_on(tmp_path, capsys):
+    first = take(tmp_path / "lock")
+    threading.Timer(0.5, first.release).start()
+    started = time.monotonic()
+    second = take(tmp_path / "lock")
+    assert 0.4 < time.monotonic() - started < 10
+    assert capsys.readouterr().err == f"the place is in use by {ME}: waiting up to 30 s for it to end\n"
+    assert (tmp_path / "lock").exists() and second
+
+
+def test_who_waits_hears_ctrl_c(tmp_path, capsys):
+    first = take(tmp_path / "lock")
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        take(tmp_path / "lock")
+    assert first.release.alive and (tmp_path / "lock").exists()
+
+
+def test_a_killed_process_holds_nothing(tmp_path, at_once):
+    code = f"""
+from pathlib import Path
+from llmc.lock import Lock
+lock = Lock(Path({str(tmp_path / "lock")!r}), "the place", "--flag")
+print("taken", flush=True)
+input()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"taken\n"
+    with pytest.raises(UserError, match=f"in use by process {process.pid} on "):
+        take(tmp_path / "lock")
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "lock").exists()
+    assert take(tmp_path / "lock") and (tmp_path / "lock").read_text() == ME + "\n"
+
+
+def test_a_file_that_was_removed_in_between_is_not_the_lock(tmp_path, monkeypatch, capsys):
+    """The run before removes its file when it ends, and a third may make a new one at once."""
+    path, real, rivals = tmp_path / "lock", fcntl.flock, []
+
+    def flock(descriptor, how):
+        if not rivals:
+            path.unlink()
+            rivals.append(open(path, "x"))
+            real(rivals[0], fcntl.LOCK_EX)
+            threading.Timer(0.5, rivals[0].close).start()
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    taken = take(path)
+    assert rivals[0].closed and "in use by another process" in capsys.readouterr().err
+    assert path.read_text() == ME + "\n" and taken
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=os.strerror)
+def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
+    def flock(descriptor, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    taken = take(tmp_path / "lock")
+    said = capsys.readouterr().err
+    assert said.startswith("the place: no lock can be had there (") and said.count("\n") == 1 and taken
+
+
+# Directories of checkpoints
+
+
+def test_a_directory_that_was_made_for_nothing_goes_away_and_what_has_a_lock_alone_is_empty(tmp_path):
+    lock = lock_checkpoints(tmp_path / "a" / "run")
+    assert [path.name for path in (tmp_path / "a" / "run").iterdir()] == [".lock"]
+    assert checkpoints(tmp_path / "a" / "run") == []
+    with pytest.raises(UserError, match="neither a model.bin nor a checkpoint in it"):
+        model_path(tmp_path / "a" / "run")
+    lock.release()
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "mine").mkdir()
+    lock_checkpoints(tmp_path / "mine").release()
+    assert os.listdir(tmp_path) == ["mine"] and os.listdir(tmp_path / "mine") == []
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("link", "a link to nowhere"), ("link/run", "a link to nowhere"), ("file", "not a directory"),
+    ("file/run", "not a directory"), ("/proc/run", "no such file or directory"),
+])  # fmt: skip
+def test_a_directory_that_nothing_can_be_written_to_is_refused_at_the_start(tmp_path, name, reason):
+    (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=re.escape(f"{name}: cannot be written ({reason}); choose another --")):
+        lock_checkpoints(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+@pytest.mark.parametrize("name", ["step_00000040", "copied"])
+def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("run", name).mkdir(parents=True)
+    if name == "copied":
+        for file in "model.bin", "state.json":
+            Path("run", name, file).touch()
+    before = sorted(Path("run").rglob("*"))
+    with pytest.raises(UserError) as caught:
+        lock_checkpoints(f"run/{name}")
+    assert str(caught.value) == f"run/{name} is a checkpoint, not a directory of checkpoints: use --checkpoint-dir run"
+    assert sorted(Path("run").rglob("*")) == before
