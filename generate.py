@@ -47,7 +47,7 @@ def trained_attention(path: Path, trained: str | None, asked: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write text with a trained model.", allow_abbrev=False)
     add = parser.add_argument
-    add("-e", "--model", type=a_path, default="gpt2_124M.bin", help="a .bin, a checkpoint, or a directory of them (%(default)s)")
+    add("-e", "--model", type=a_path, default="gpt2_124M.bin", help="a .bin or a checkpoint directory (%(default)s)")
     add("--prompt", default="", metavar="TEXT", help="how the text begins (nothing)")
     add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write (%(default)s)")
     add("--temperature", type=non_negative, default=1.0, metavar="X", help="0: always the likeliest token (1)")

@@ -201,6 +201,7 @@ OPTIMIZER = 20241121
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 REPLACED = ".replaced.part"        # and what follows it while another is put in its place
+LOCK = ".llm.cupy.lock"
 SECONDS = 5                        # between two lines of progress
 
 
@@ -215,7 +216,7 @@ def lock_checkpoints(directory: str | Path) -> Lock:
     above = os.path.normpath(directory / "..")
     if STEP.fullmatch(directory.name) or all((directory / name).exists() for name in ("model.bin", "state.json")):
         raise UserError(f"{directory} is a checkpoint, not a directory of checkpoints: use --checkpoint-dir {above}")
-    lock = Lock(directory / ".lock", directory, "--checkpoint-dir", make=True)
+    lock = Lock(directory / LOCK, directory, "--checkpoint-dir", make=True)
     try:
         _put_back(directory)
     except OSError as error:

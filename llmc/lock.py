@@ -6,6 +6,8 @@ import os
 import socket
 import time
 import weakref
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from llmc import ranks
@@ -34,6 +36,7 @@ class Lock:
 
     def __init__(self, path: Path, place: str | Path, flag: str, make: bool = False) -> None:
         started, said, made = time.monotonic(), False, []
+        undo = partial(remove_directories, made)
         try:
             while True:
                 if make:
@@ -49,12 +52,12 @@ class Lock:
                     said = True
                     ranks.say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
                 time.sleep(0.2)
+            self.release = undo = weakref.finalize(self, _release, file, path, made)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
-            remove_directories(made)
+            undo()
             raise UserError(f"{place}: cannot be written ({error.strerror.lower()}); choose another {flag}") from None
-        self.release = weakref.finalize(self, _release, file, path, made)
 
 
 def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
@@ -74,6 +77,7 @@ def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
 
 
 def _release(file, path: Path, made: list[Path]) -> None:
-    path.unlink(missing_ok=True)  # while it is locked, so that it is no other run's
+    with suppress(OSError):
+        path.unlink()  # while it is locked, so that it is no other run's
     file.close()
     remove_directories(made)

@@ -111,7 +111,7 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
 
 def test_a_directory_that_was_made_for_nothing_goes_away_and_what_has_a_lock_alone_is_empty(tmp_path):
     lock = lock_checkpoints(tmp_path / "a" / "run")
-    assert [path.name for path in (tmp_path / "a" / "run").iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "a" / "run").iterdir()] == [".llm.cupy.lock"]
     assert checkpoints(tmp_path / "a" / "run") == []
     with pytest.raises(UserError, match="neither a model.bin nor a checkpoint in it"):
         model_path(tmp_path / "a" / "run")

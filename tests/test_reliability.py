@@ -127,7 +127,7 @@ def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkp
     dying.release()
     out, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (0, "") and list(steps(out)) == [5]
-    assert ".lock" not in os.listdir("run")
+    assert sorted(os.listdir("run")) == [f"step_{step:08d}" for step in (2, 4, 5)]
 
 
 def test_a_run_that_waits_hears_ctrl_c(folder, monkeypatch):
@@ -175,6 +175,15 @@ def test_a_run_that_could_save_nothing_does_not_begin(folder):
     (folder / "run").symlink_to("gone")
     out, error = run(folder, *SAVE, "-x", "1", code=1)
     assert error == "error: run: cannot be written (a link to nowhere); choose another --checkpoint-dir\n" and not out
+
+
+def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    out, error = run(folder, *SAVE, "-x", "1", code=1, preexec_fn=limit)
+    assert error == "error: run: cannot be written (file too large); choose another --checkpoint-dir\n"
+    assert not steps(out) and not (folder / "run").exists()
 
 
 def test_a_directory_one_level_too_deep_is_refused_with_the_right_one(folder):

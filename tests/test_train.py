@@ -343,7 +343,7 @@ VALUES = [
     (["-e", "layers=2,heads=3,channels=32"], r"32 channels cannot be split among 3 heads"),
     (["-e", "layers=0,heads=2,channels=32"], r"num_layers is 0"),
     (["-e", "data_train.bin"], r"data_train.bin: not a GPT-2 model \(found GPT-2 tokens"),
-    (["-e", "."], r"model.bin: no such file"),
+    (["-e", "."], r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
     (["-e", "d48", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free.* -b \d+ "),
     (["-b", "1000000000000"], r"needs \d+ MiB of memory, .*at most -b \d+ fits"),
     (["-a", "flash"], r"-a flash takes heads of 64 or 128 channels, this model's have 16: use -a softmax"),
