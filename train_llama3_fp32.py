@@ -25,7 +25,7 @@ from kernels.matmul import (
 )
 from kernels.reduce import MOST_PARTIALS
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
-from kernels.rope import rope_backward, rope_forward, rope_table
+from kernels.rope import ORIGINAL_LENGTH, rope_backward, rope_forward, rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.arguments import parse_arguments
 from llmc.errors import UserError
@@ -114,6 +114,7 @@ class Llama3Config(Config):
     at all, eps 1e-5) is written as its version 3, which it loads. For any other the version is 103, which llm.c
     refuses instead of computing something else: the header then also holds, in the integers from the twelfth on,
     whether the head is tied and H, and in the fourth float the scaling factor (0: none); a tied file has no lm_head.
+    Version 104 is for a model that was first trained on other than 8192 positions: their number follows H.
     """
 
     max_seq_len: int     # (maxT) longest sequence
@@ -127,12 +128,13 @@ class Llama3Config(Config):
     rope_scaling: float = 0.0  # Llama 3.1's factor, by which low frequencies are divided; 0: none are
     norm_eps: float = 1e-5
     tied: bool = True    # the classifier's weight is wte
+    original_length: int = ORIGINAL_LENGTH  # positions that the model was first trained on, by which RoPE is scaled
 
     NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Llama 3", "train_llama3_fp32.py", LLAMA3_MODEL, 2048, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",
-        "eps": "norm_eps", "tied": "tied", "vocab": "vocab_size",
+        "eps": "norm_eps", "tied": "tied", "original": "original_length", "vocab": "vocab_size",
     }  # fmt: skip
     PRESETS = {
         "smollm2-135m": "layers=30,heads=9,kv_heads=3,channels=576,hidden=1536,theta=1e5,vocab=49152,maxT=8192",
@@ -164,7 +166,9 @@ class Llama3Config(Config):
         return sizes | {"H": H, "W": max(sizes["QKV"], 2 * H), "P": MOST_PARTIALS}
 
     def rows(self) -> list[tuple[str, object]]:
-        scaling = f"scaled by {self.rope_scaling:g}" if self.rope_scaling else "not scaled"
+        scaling = "not scaled"
+        if self.rope_scaling:
+            scaling = f"scaled by {self.rope_scaling:g} beyond {self.original_length} positions"
         return [
             *super().rows(),
             ("key/value heads", self.num_kv_heads),
@@ -188,10 +192,13 @@ class Llama3Config(Config):
             raise UserError(f"{source}: rope_scaling is {self.rope_scaling}; it must be 0 (none) or at least 1")
 
     def header(self) -> np.ndarray:
-        expressible = not self.tied and self.rope_scaling in (0, 8) and self.norm_eps == 1e-5
+        usual = self.original_length == ORIGINAL_LENGTH
+        expressible = usual and not self.tied and self.rope_scaling in (0, 8) and self.norm_eps == 1e-5
+        version = 3 if expressible else 103 if usual else 104
         ints = make_header(
-            LLAMA3_MODEL, 3 if expressible else 103, self.max_seq_len, self.vocab_size, self.num_layers, self.num_heads,
+            LLAMA3_MODEL, version, self.max_seq_len, self.vocab_size, self.num_layers, self.num_heads,
             self.num_kv_heads, self.channels, self.hidden, self.rope_scaling > 0, 3, 1, self.tied, self.hidden,
+            0 if usual else self.original_length,
         )  # fmt: skip
         floats = np.zeros(256, "<f4")
         # Any H is one multiple of itself, where the multiplier makes some of its channels: (H + 1.5) / 2, rounded down.
@@ -203,18 +210,20 @@ class Llama3Config(Config):
 
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "Llama3Config":
-        version, maxT, V, L, NH, NKV, C, multiple_of, scaled, _, _, tied, hidden = (int(n) for n in header[1:14])
+        version, maxT, V, L, NH, NKV, C, multiple_of, scaled, _, _, tied, hidden, length = map(int, header[1:15])
         multiplier, eps, theta, scaling = (float(str(x)) for x in header[256:260].view("<f4"))
-        if version not in (3, 103):
+        if version not in (3, 103, 104):
             kind = "bf16" if version == 5 else "unknown"
-            needed = "version 3 or 103 (fp32) is needed"
+            needed = "version 3, 103 or 104 (fp32) is needed"
             raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
         if version == 3:
             if not (0 < multiplier < float("inf") and multiple_of > 0):
                 raise UserError(f"{source}: multiple_of {multiple_of}, ffn_dim_multiplier {multiplier} make no model")
             hidden = multiple_of * -(-int(multiplier * (8 * C // 3)) // multiple_of)
             scaling, tied = 8.0 if scaled else 0.0, False
-        return cls(maxT, V, L, NH, NKV, C, hidden, theta, scaling, eps, bool(tied))
+        if version != 104:
+            length = ORIGINAL_LENGTH
+        return cls(maxT, V, L, NH, NKV, C, hidden, theta, scaling, eps, bool(tied), length)
 
 
 def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None:
@@ -352,7 +361,7 @@ class Llama3(CausalModel):
     def constants(cls, config: Llama3Config, T: int) -> dict[str, np.ndarray]:
         """rope (T, HS/2, 2): cosine and sine of the angle by which each pair of channels turns at each position."""
         HS = config.channels // config.num_heads
-        return {"rope": rope_table(T, HS, config.rope_theta, config.rope_scaling or None)}
+        return {"rope": rope_table(T, HS, config.rope_theta, config.rope_scaling or None, config.original_length)}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import numpy as np
 
-from kernels.rope import HIGH, LOW, ORIGINAL_LENGTH
+from kernels.rope import HIGH, LOW
 from llmc.errors import UserError
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2Config
@@ -188,7 +188,7 @@ def config_json(config: Config, eot: int | None = None, bos: int | None = None) 
             "hidden_act": "silu",
             "rms_norm_eps": config.norm_eps,
             "rope_theta": config.rope_theta,
-            "rope_scaling": rope_scaling(config.rope_scaling),
+            "rope_scaling": rope_scaling(config.rope_scaling, config.original_length),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": config.tied,
@@ -234,8 +234,9 @@ def config_json(config: Config, eot: int | None = None, bos: int | None = None) 
     }
 
 
-def rope_scaling(factor: float) -> dict | None:
-    """Llama 3.1's scaling of RoPE by a factor, in the terms of transformers; None for the factor 0."""
+def rope_scaling(factor: float, original_length: int) -> dict | None:
+    """Llama 3.1's scaling of RoPE by a factor, in the terms of transformers; None for the factor 0. original_length:
+    positions that the model was first trained on."""
     if factor == 0:
         return None
     return {
@@ -243,5 +244,5 @@ def rope_scaling(factor: float) -> dict | None:
         "factor": factor,
         "low_freq_factor": LOW,
         "high_freq_factor": HIGH,
-        "original_max_position_embeddings": ORIGINAL_LENGTH,
+        "original_max_position_embeddings": original_length,
     }

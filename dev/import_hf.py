@@ -32,6 +32,7 @@ except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
 from dev.huggingface import PYTHIA_GELUS, named_tensors, rope_scaling
+from kernels.rope import ORIGINAL_LENGTH
 from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
 from llmc.errors import UserError
@@ -68,7 +69,9 @@ NEOX_SETTINGS = (
     ("quantization_config", None, (None,)),
 )
 LLAMA_ROPE_TYPES, NEOX_ROPE_TYPES = ("default", "llama3"), ("default",)
-LLAMA3_SCALING = rope_scaling(factor=8.0)  # of which the factor alone may be another
+LLAMA3_SCALING = {  # the factor and the length may be others
+    name: value for name, value in rope_scaling(8.0, ORIGINAL_LENGTH).items() if name.endswith("freq_factor")
+}
 
 PRECISIONS = ("F32", "F16", "BF16", "F64")
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
@@ -147,7 +150,7 @@ def check_settings(source: Path, settings: dict, required: tuple) -> None:
 def number(source: Path, settings: dict, name: str, default: float) -> float:
     """A setting that is a number. Raises UserError where it is something else."""
     value = settings.get(name, default)
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not abs(value) < 2**127:  # what fp32 can hold
         refuse(source, name, value, "a number")
     return float(value)
 
@@ -157,6 +160,8 @@ def size(source: Path, settings: dict, name: str, default: int | None = None) ->
     value = default if settings.get(name) is None else settings[name]
     if type(value) is not int or value < 1:
         refuse(source, name, value, "a whole number from 1 on")
+    if value >= 1 << 31:
+        refuse(source, name, value, "a whole number below 2**31")
     return value
 
 
@@ -185,10 +190,11 @@ def llama3_config(source: Path, settings: dict) -> Llama3Config:
     if HS != C // NH:
         refuse(source, "head_dim", HS, f"hidden_size / num_attention_heads, {C} / {NH},")
     eps = number(source, settings, "rms_norm_eps", 1e-6)
-    theta, scaling, _ = rope(source, settings, LLAMA_ROPE_TYPES, settings.get("rope_theta", 1e4))
+    theta, scaling, length, _ = rope(source, settings, LLAMA_ROPE_TYPES, settings.get("rope_theta", 1e4))
     return Llama3Config(
         size_of("max_position_embeddings"), size_of("vocab_size"), size_of("num_hidden_layers"), NH, NKV, C,
         size_of("intermediate_size"), theta, scaling, eps, bool(settings.get("tie_word_embeddings", False)),
+        length,
     )  # fmt: skip
 
 
@@ -200,7 +206,7 @@ def pythia_config(source: Path, settings: dict) -> PythiaConfig:
     if hidden != 4 * C:
         refuse(source, "intermediate_size", hidden, f"4 times hidden_size, {C},")
     theta, rotary = settings.get("rotary_emb_base", 1e4), settings.get("rotary_pct", 0.25)
-    theta, _, rotary = rope(source, settings, NEOX_ROPE_TYPES, theta, rotary)
+    theta, _, _, rotary = rope(source, settings, NEOX_ROPE_TYPES, theta, rotary)
     return PythiaConfig(
         size_of("max_position_embeddings"), size_of("vocab_size"), size_of("num_hidden_layers"),
         size_of("num_attention_heads"), C, rotary, theta, number(source, settings, "layer_norm_eps", 1e-5),
@@ -210,10 +216,10 @@ def pythia_config(source: Path, settings: dict) -> PythiaConfig:
 
 def rope(
     source: Path, settings: dict, types: tuple[str, ...], theta: float, rotary: float | None = None
-) -> tuple[float, float, float]:
-    """RoPE's theta, scaling factor, 0 for none, and the share of a head that it turns, which is the whole unless a
-    default, `rotary`, is given. Before transformers 5, theta and the share stood beside what is rope_parameters today,
-    and that was called rope_scaling."""
+) -> tuple[float, float, int, float]:
+    """RoPE's theta, scaling factor, 0 for none, the positions that a scaled model was first trained on, and the share
+    of a head that RoPE turns, which is the whole unless a default, `rotary`, is given. Before transformers 5, theta and
+    the share stood beside what is rope_parameters today, and that was called rope_scaling."""
     where = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     found = settings.get(where) or {}
     if not isinstance(found, dict):
@@ -224,16 +230,19 @@ def rope(
         refuse(source, f"{where}.rope_type", kind, " or ".join(types))
     required = {"partial_rotary_factor": 1} if rotary is None else {}
     if kind == "llama3":
-        required |= {name: value for name, value in LLAMA3_SCALING.items() if name not in ("rope_type", "factor")}
+        required |= LLAMA3_SCALING
     for name, value in required.items():
         if found.get(name) != value:
             refuse(source, f"{where}.{name}", found.get(name), f"{value:g}")
-    for name in ("rope_theta", "factor", "partial_rotary_factor"):
-        if type(found[name]) not in (int, float):
-            refuse(source, f"{where}.{name}", found[name], "a number")
-    if kind == "llama3" and found["factor"] < 1:
-        refuse(source, f"{where}.factor", found["factor"], "a number from 1 on")
-    return found["rope_theta"], found["factor"] if kind == "llama3" else 0.0, found["partial_rotary_factor"]
+    found = {f"{where}.{name}": value for name, value in found.items()}  # as messages name them
+    theta, scaling, rotary = (
+        number(source, found, f"{where}.{name}", 0.0) for name in ("rope_theta", "factor", "partial_rotary_factor")
+    )
+    if kind != "llama3":
+        return theta, 0.0, ORIGINAL_LENGTH, rotary
+    if scaling < 1:
+        refuse(source, f"{where}.factor", scaling, "a number from 1 on")
+    return theta, scaling, size(source, found, f"{where}.original_max_position_embeddings"), rotary
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:

@@ -7,20 +7,23 @@ from llmc.device import ceil_div
 
 cu = device.source(__file__)
 
-# Llama 3.1's scaling of the frequencies, for contexts longer than the ORIGINAL_LENGTH it was first trained on.
+# Llama 3.1's scaling of the frequencies, for contexts longer than the model was first trained on, which for Llama 3 is
+# ORIGINAL_LENGTH.
 LOW, HIGH, ORIGINAL_LENGTH = 1.0, 4.0, 8192
 
 
-def rope_table(T: int, R: int, theta: float, scaling_factor: float | None = None) -> np.ndarray:
+def rope_table(
+    T: int, R: int, theta: float, scaling_factor: float | None = None, original_length: int = ORIGINAL_LENGTH
+) -> np.ndarray:
     """fp32 (T, R/2, 2): cosine and sine of position * frequency_i, with frequency_i = theta^(-2i/R). R is the number of
     channels of a head that are rotated.
 
-    With a scaling_factor, frequencies of fewer than LOW turns in ORIGINAL_LENGTH positions are divided by it, those of
+    With a scaling_factor, frequencies of fewer than LOW turns in original_length positions are divided by it, those of
     more than HIGH turns are kept, and between the two there is a linear transition.
     """
     frequencies = theta ** (-np.arange(0, R, 2) / R)
     if scaling_factor is not None:
-        turns = ORIGINAL_LENGTH * frequencies / (2 * np.pi)
+        turns = original_length * frequencies / (2 * np.pi)
         kept = np.clip((turns - LOW) / (HIGH - LOW), 0.0, 1.0)
         frequencies = (1 - kept) * frequencies / scaling_factor + kept * frequencies
     angles = np.outer(np.arange(T), frequencies)  # in float64: at position 100,000 an fp32 angle is off by 0.004

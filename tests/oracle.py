@@ -284,7 +284,7 @@ def rope_angles(config: Llama3Config, T: int) -> torch.Tensor:
     HS = config.channels // config.num_heads
     f = config.rope_theta ** -(torch.arange(0, HS, 2).double() / HS)
     if config.rope_scaling:
-        low, high, length = 1, 4, 8192
+        low, high, length = 1, 4, config.original_length
         share = ((length * f / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # of the frequency as it was
         f = (1 - share) * f / config.rope_scaling + share * f
     return torch.arange(T).double()[:, None] * f
@@ -374,7 +374,7 @@ def transformers_llama(config: Llama3Config) -> LlamaForCausalLM:
     if config.rope_scaling:
         rope |= {
             "rope_type": "llama3", "factor": config.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+            "original_max_position_embeddings": config.original_length,
         }  # fmt: skip
     return LlamaForCausalLM(HFLlamaConfig(
         max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,

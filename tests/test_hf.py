@@ -40,6 +40,7 @@ LLAMAS = [
     Llama3Config(64, 300, 2, 6, 1, 48, 56, rope_theta=5e5, rope_scaling=8.0, tied=False),
     Llama3Config(33, 128, 1, 6, 6, 36, 64, rope_theta=1e5, norm_eps=1e-3, tied=True),
     Llama3Config(64, 257, 3, 4, 2, 64, 33, rope_theta=1e3, rope_scaling=32.0, tied=False),
+    Llama3Config(64, 257, 1, 4, 2, 64, 32, rope_theta=1e3, rope_scaling=8.0, tied=False, original_length=100),
 ]
 PYTHIAS = [
     PythiaConfig(17, 53, 2, 3, 24, rotary=0.5, gelu="erf"),
@@ -60,7 +61,8 @@ def name_of(config: Config) -> str:
     if isinstance(config, PythiaConfig):
         order = "parallel" if config.parallel else "sequential"
         return f"Pythia {config.num_heads} of {config.channels} {order} {config.gelu}"
-    return f"Llama {config.num_heads}-{config.num_kv_heads} {'tied' if config.tied else 'untied'}"
+    length = "" if config.original_length == 8192 else f" from {config.original_length} positions"
+    return f"Llama {config.num_heads}-{config.num_kv_heads} {'tied' if config.tied else 'untied'}{length}"
 
 
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
@@ -365,6 +367,9 @@ def test_a_model_that_computes_something_else_is_refused(setting, value, saved, 
         ("num_attention_heads", 48, "are odd, and RoPE turns pairs"),
         ("hidden_size", 0, "a whole number from 1 on is supported"),
         ("hidden_size", "48", "a whole number from 1 on is supported"),
+        ("max_position_embeddings", 2**31, "a whole number below 2**31 is supported"),
+        ("rms_norm_eps", 10**39, "a number is supported"),
+        ("rms_norm_eps", 1e300, "a number is supported"),
         ("intermediate_size", None, "a whole number from 1 on is supported"),
         ("rms_norm_eps", "1e-5", "a number is supported"),
         ("rms_norm_eps", -1e-5, "norm_eps is -1e-05; it must be a positive number"),
@@ -401,6 +406,10 @@ SCALED_BY_8 = replace(NOT_SCALED, rope_scaling=8.0)
         ({"rope_theta": 7e4, "rope_scaling": {"type": "llama3"} | SCALED}, SCALED_BY_8),
         ({"rope_theta": 7e4, "rope_scaling": {"rope_type": "llama3"} | SCALED | {"factor": 32}},
          replace(NOT_SCALED, rope_scaling=32.0)),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4} | SCALED
+          | {"original_max_position_embeddings": 4096}}, replace(SCALED_BY_8, original_length=4096)),
+        ({"rope_theta": 7e4, "rope_scaling": {"type": "default", "original_max_position_embeddings": 4096}},
+         NOT_SCALED),
     ],
     ids=str,
 )  # fmt: skip
@@ -416,8 +425,12 @@ def test_rope_is_understood_as_every_release_of_transformers_writes_it(settings,
     [
         ("rope_type", "yarn", "default or llama3"), ("rope_type", "linear", "default or llama3"),
         ("low_freq_factor", 2.0, "1 is"), ("high_freq_factor", 8.0, "4 is"),
-        ("original_max_position_embeddings", 4096, "8192 is"), ("original_max_position_embeddings", None, "8192 is"),
+        ("original_max_position_embeddings", 0, "a whole number from 1 on is"),
+        ("original_max_position_embeddings", 2**31, "a whole number below 2**31 is"),
+        ("original_max_position_embeddings", 4096.5, "a whole number from 1 on is"),
+        ("original_max_position_embeddings", None, "a whole number from 1 on is"),
         ("factor", 0.5, "a number from 1 on"), ("factor", "8", "a number"), ("rope_theta", "big", "a number"),
+        ("rope_theta", 10**39, "a number"), ("factor", 1e300, "a number"),
         ("partial_rotary_factor", 0.5, "1 is"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Llama 3's model file: llm.c's version 3, made here byte by byte, and our version 103 for what that cannot say."""
+"""Llama 3's model file: llm.c's version 3, made here byte by byte, and our 103 and 104 for what that cannot say."""
 
 import struct
 from dataclasses import replace
@@ -134,6 +134,24 @@ def test_what_llm_c_cannot_express_gets_a_version_that_it_refuses(other, tmp_pat
     assert ("lm_head" in tensors) == (not config.tied)
 
 
+@pytest.mark.parametrize("other", [{}, {"rope_scaling": 8.0}, {"tied": True, "norm_eps": 1e-6}], ids=str)
+def test_another_length_of_first_training_gets_a_version_that_reads_as_8192_nowhere(other, tmp_path, rng):
+    config = replace(UNTIED, original_length=512, **other)
+    header = config.header()
+    assert header[1] == 104 and header[12:15].tolist() == [config.tied, 20, 512]
+    write_model(tmp_path / "model.bin", config, random_parameters(config, rng))
+    assert read_model_header(tmp_path / "model.bin", Llama3Config) == config
+
+
+@pytest.mark.parametrize(("version", "config"), [(3, replace(UNTIED, rope_scaling=8.0)), (103, TINY)])
+def test_files_from_before_the_length_was_written_have_8192_whatever_follows(version, config):
+    header = config.header()
+    assert header[1] == version and not header[14:256].any()
+    header[14] = 77  # of llm.c's file, this is undefined
+    assert Llama3Config.from_header(header, "file") == config
+    assert config.original_length == 8192
+
+
 fp32 = st.floats(2**-20, 2**24, width=32).map(lambda x: float(str(np.float32(x))))  # as it is written in decimals
 
 
@@ -145,7 +163,7 @@ def configs(draw) -> Llama3Config:
     return Llama3Config(
         draw(st.integers(1, 1 << 20)), draw(st.integers(1, 200)), draw(number), NH, NKV, NH * HS,
         draw(st.integers(1, 99)), draw(fp32), draw(st.sampled_from([0.0, 8.0]) | fp32.filter(lambda x: x >= 1)),
-        draw(st.just(1e-5) | fp32), draw(st.booleans()),
+        draw(st.just(1e-5) | fp32), draw(st.booleans()), draw(st.just(8192) | st.integers(1, 2**31 - 1)),
     )  # fmt: skip
 
 
@@ -166,7 +184,7 @@ def test_a_model_is_read_back_exactly(config, tmp_path, rng):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        (1, 5, "version 5 (bf16); version 3 or 103 (fp32) is needed"),
+        (1, 5, "version 5 (bf16); version 3, 103 or 104 (fp32) is needed"),
         (1, 4, "version 4 (unknown)"),
         (2, 0, "max_seq_len is 0"),
         (3, -1, "vocab_size is -1"),
@@ -199,10 +217,14 @@ def test_a_header_that_makes_no_model_is_refused(field, value, words, llm_c):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"), [(13, 0, "hidden is 0"), (259, -1.0, "rope_scaling is -1"), (259, 0.5, "rope_scaling")]
-)
+    ("field", "value", "words"),
+    [
+        (13, 0, "hidden is 0"), (259, -1.0, "rope_scaling is -1"), (259, 0.5, "rope_scaling"),
+        (14, 0, "original_length is 0"), (14, -512, "original_length is -512"),
+    ],
+)  # fmt: skip
 def test_a_header_of_ours_that_makes_no_model_is_refused(field, value, words, tmp_path, rng):
-    write_model(tmp_path / "model.bin", TINY, random_parameters(TINY, rng))
+    write_model(tmp_path / "model.bin", replace(TINY, original_length=512), random_parameters(TINY, rng))
     with open(tmp_path / "model.bin", "r+b") as file:
         file.seek(4 * field)
         file.write(struct.pack("<f" if field >= 256 else "<i", value))

@@ -85,12 +85,14 @@ def test_a_query_and_a_key_meet_by_their_distance_alone(dev):
         assert_close("scores", along, np.full(along.shape, along[0]), KERNEL_FP32)
 
 
-def transformers_rope(HS: int, theta: float, scaling_factor: float | None) -> LlamaRotaryEmbedding:
+def transformers_rope(
+    HS: int, theta: float, scaling_factor: float | None = None, original_length: int = 8192
+) -> LlamaRotaryEmbedding:
     kind = {"rope_type": "default"}
     if scaling_factor is not None:
         kind = {
             "rope_type": "llama3", "factor": scaling_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+            "original_max_position_embeddings": original_length,
         }  # fmt: skip
     config = LlamaConfig(
         hidden_size=4 * HS, num_attention_heads=4, max_position_embeddings=131072,
@@ -99,13 +101,17 @@ def transformers_rope(HS: int, theta: float, scaling_factor: float | None) -> Ll
     return LlamaRotaryEmbedding(config)
 
 
-MODELS = [(64, 1e5, None), (64, 5e5, 32.0), (128, 5e5, 8.0), (128, 5e5, 32.0), (6, 1e4, None), (10, 5e5, 8.0)]
+MODELS = [  # HS, theta, and where RoPE is scaled, the factor and the length
+    (64, 1e5), (64, 5e5, 32.0), (128, 5e5, 8.0), (128, 5e5, 32.0), (6, 1e4), (10, 5e5, 8.0), (64, 1e4, 4.0, 512),
+    (32, 5e5, 8.0, 100_000),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("HS, theta, scaling_factor", MODELS)
-def test_the_table_has_the_frequencies_of_transformers(HS, theta, scaling_factor):
-    frequencies = transformers_rope(HS, theta, scaling_factor).inv_freq.double().numpy()
-    table = rope_table(50, HS, theta, scaling_factor)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_has_the_frequencies_of_transformers(model):
+    HS = model[0]
+    frequencies = transformers_rope(*model).inv_freq.double().numpy()
+    table = rope_table(50, *model)
     assert table.dtype == np.float32 and table.shape == (50, HS // 2, 2)
     np.testing.assert_allclose(table[1, :, 1], np.sin(frequencies), rtol=2e-6)  # fp32 rounds theirs
     angles = np.arange(50)[:, None] * frequencies
@@ -118,19 +124,19 @@ def test_angles_are_exact_at_far_positions():
     np.testing.assert_allclose(turns[step:], turns[:-step] * turns[step], atol=3e-7)  # angles add up
 
 
-@pytest.mark.parametrize("HS, theta, scaling_factor", MODELS)
-def test_rope_equals_transformers_after_its_channels_are_reordered(dev, HS, theta, scaling_factor):
-    B, T, NH, NKV = 2, 7, 4, 2
+@pytest.mark.parametrize("model", MODELS)
+def test_rope_equals_transformers_after_its_channels_are_reordered(dev, model):
+    B, T, NH, NKV, HS = 2, 7, 4, 2, model[0]
     qkv = normal(np.random.default_rng(HS), B, T, NH + 2 * NKV, HS)
     with guarded(dev) as memory:
         ours = memory.update(qkv)
-        rope_forward(ours, memory.read(rope_table(T, HS, theta, scaling_factor)), B, T, NH, NKV, HS)
+        rope_forward(ours, memory.read(rope_table(T, *model)), B, T, NH, NKV, HS)
 
     def in_halves(x):  # from pairs (2i, 2i+1) to pairs (i, i + HS/2)
         return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2).transpose(1, 2)
 
     q, k = (in_halves(x) for x in leaf(qkv).detach().split([NH, NKV, NKV], dim=2)[:2])
-    cos, sin = transformers_rope(HS, theta, scaling_factor)(q, torch.arange(T)[None])
+    cos, sin = transformers_rope(*model)(q, torch.arange(T)[None])
     want, got = apply_rotary_pos_emb(q, k, cos, sin), torch.tensor(dev.to_host(ours))
     for name, heads, theirs in zip(("q", "k"), got.split([NH, NKV, NKV], dim=2), want, strict=False):
         assert_close(name, in_halves(heads), theirs, KERNEL_FP32)
