@@ -7,8 +7,8 @@ Weights of 16 or 64 bits become fp32. They go into the new file one tensor at a 
 memory. A tokenizer.json goes along: as model_tokenizer.json beside the model, and as model_tokenizer.bin, which shows
 text without the tokenizers library.
 
-All but the number of heads of a GPT-2 can be seen in the tensors themselves; without a config.json, --heads says it, or
-else heads are 64 channels wide, as in all four of GPT-2's sizes.
+All but the number of heads of a GPT-2 can be seen in the tensors themselves. Where no config.json says it, --heads
+does; without either the import takes heads to be 64 channels wide, as in all four of GPT-2's sizes, and says so.
 """
 
 import json
@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
 
-from dev.huggingface import PYTHIA_GELUS, named_tensors, rope_scaling
+from dev.huggingface import PYTHIA_GELUS, config_json, named_tensors, rope_scaling
 from kernels.rope import ORIGINAL_LENGTH
 from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
@@ -74,6 +74,7 @@ LLAMA3_SCALING = {  # the factor and the length may be others
 }
 
 PRECISIONS = ("F32", "F16", "BF16", "F64")
+CLASSIFIERS = re.compile(r"(.*\.)?((score|classifier|qa_outputs|multiple_choice_head)\..*)")  # what they have as heads
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
 
 SAVE_AGAIN = "save the model again with save_pretrained"
@@ -176,7 +177,8 @@ def gpt2_config(source: Path, settings: dict, tensors: dict[str, object], heads:
         )
     layers = [int(found[1]) for name in shapes if (found := re.match(r"transformer\.h\.(\d+)\.", name))]
     num_layers = 1 + max(layers, default=-1)
-    return GPT2Config(wpe[0], wte[0], num_layers, heads or settings.get("n_head") or max(1, wte[1] // 64), wte[1])
+    heads = heads or size(source, settings, "n_head", default=max(1, wte[1] // 64))
+    return GPT2Config(wpe[0], wte[0], num_layers, heads, wte[1])
 
 
 def llama3_config(source: Path, settings: dict) -> Llama3Config:
@@ -254,6 +256,10 @@ def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(source: Path, config: Config, tensors: dict[str, object]) -> None:
     """Raises UserError where a tensor is missing, of another shape or kind, or one that the model does not have."""
+    head = next(filter(None, map(CLASSIFIERS.fullmatch, sorted(tensors))), None)
+    if head:
+        kind = config_json(config)["architectures"][0]
+        raise UserError(f"{source}: tensor {head[2]} is the head of a classifier; a language model, {kind}, is needed")
     wanted = shapes_of(config)
     for name, shape in wanted.items():
         found = tuple(tensors[name].get_shape()) if name in tensors else None
@@ -342,6 +348,12 @@ def main(arguments: list[str] | None = None) -> None:
         f"{config.max_seq_len}; {num_parameters(config):,} parameters",
         flush=True,
     )
+    if family == "gpt2" and args.heads is None and settings.get("n_head") is None:
+        print(
+            f"{args.source}: no config.json says how many heads the model has; {config.num_heads} of "
+            f"{config.channels // config.num_heads} channels each is a guess, and --heads names another number",
+            file=sys.stderr,
+        )
     write_model(args.out, config, tensors)
     print(f"wrote {args.out}")
     take_tokenizer_along(args.source, args.out, config.vocab_size)

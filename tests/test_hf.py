@@ -15,9 +15,15 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    GPT2ForTokenClassification,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
+    GPTNeoXForSequenceClassification,
+    GPTNeoXForTokenClassification,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
 )
 from transformers import GPT2Config as HFConfig
 
@@ -219,10 +225,17 @@ def test_a_lone_file_of_any_width_of_gpt2_gets_its_heads(channels, heads, tmp_pa
 
 
 @only_gpt2
-def test_heads_that_no_config_says_can_be_given(theirs, tmp_path):
+def test_heads_that_no_config_says_can_be_given_and_are_else_a_guess_that_is_said(theirs, tmp_path, capsys):
     save_file(tensors_of(theirs), tmp_path / "model.safetensors")
+    capsys.readouterr()
     assert imported(tmp_path / "model.safetensors", tmp_path)[0].num_heads == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "model.safetensors: no config.json says" in said and "1 of 24 channels" in said and "--heads" in said
     assert imported(tmp_path / "model.safetensors", tmp_path, "--heads", "3")[0].num_heads == 3
+    theirs.config.save_pretrained(tmp_path)
+    assert imported(tmp_path / "model.safetensors", tmp_path)[0].num_heads == 3
+    assert not capsys.readouterr().err
 
 
 @only_llama
@@ -342,13 +355,13 @@ def test_an_untied_llama_needs_its_classifier(saved, tmp_path):
     [
         ("model_type", "mistral"), ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True),
-        ("n_head", 5), ("quantization_config", {"quant_method": "bitsandbytes"}),
+        ("n_head", 5), ("n_head", "3"), ("n_head", 0), ("quantization_config", {"quant_method": "bitsandbytes"}),
     ],
 )  # fmt: skip
 def test_a_model_that_computes_something_else_is_refused(setting, value, saved, tmp_path):
     change(saved / "config.json", **{setting: value})
     message = refusal(saved, tmp_path)
-    assert "saved" in message and ("5 heads" if setting == "n_head" else setting) in message
+    assert "saved" in message and ("5 heads" if value == 5 else setting) in message
 
 
 @only_llama
@@ -523,6 +536,28 @@ def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
     save_file(tensors, path)
     (saved / "config.json").write_text("[")
     assert "config.json: not a JSON object" in refusal(saved, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "head"),
+    [
+        (GPT2S[0], GPT2ForSequenceClassification, "score.weight"),
+        (GPT2S[0], GPT2ForTokenClassification, "classifier.bias"),
+        (GPT2S[0], GPT2ForQuestionAnswering, "qa_outputs.bias"),
+        (LLAMAS[0], LlamaForSequenceClassification, "score.weight"),
+        (PYTHIAS[0], GPTNeoXForSequenceClassification, "score.weight"),
+        (PYTHIAS[0], GPTNeoXForTokenClassification, "classifier.bias"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_classifier_is_said_to_be_one_with_the_class_that_is_needed(config, kind, head, tmp_path):
+    kind(make_model(config).config).save_pretrained(tmp_path / "saved")
+    needed = CLASSES[type(config)].__name__
+    words = f"saved: tensor {head} is the head of a classifier; a language model, {needed}, is needed"
+    assert words in refusal(tmp_path / "saved", tmp_path)
+    if kind.__name__.startswith("GPT2"):  # which needs no config.json
+        (tmp_path / "saved" / "config.json").unlink()
+        assert words in refusal(tmp_path / "saved", tmp_path)
 
 
 @only_llama
