@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.context and args.context > config.max_seq_len:
         raise UserError(f"-t {args.context} is above the model's longest sequence, {config.max_seq_len}: lower -t")
     trained = training_flags(path)
-    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained.get("data"), bool(args.prompt))
+    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained, bool(args.prompt))
     tokens = [tokenizer.bos, *tokenizer.encode(args.prompt)]
     T = min(args.context or config.max_seq_len, len(tokens) + args.tokens)
     if len(tokens) > T:

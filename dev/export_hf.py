@@ -42,7 +42,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
     letters = byte_letters()
     spell = lambda token: "".join(letters[byte] for byte in token)  # noqa: E731
     ranks = {token: rank for rank, token in enumerate(tokenizer.tokens) if rank != tokenizer.eot}
-    merges = [tuple(spell(part) for part in merged_from(token, ranks)) for token in ranks if len(token) > 1]
+    pairs = [merged_from(token, ranks) for token in ranks if len(token) > 1]
+    merges = [tuple(map(spell, pair)) for pair in pairs if all(part in ranks for part in pair)]
     vocab = {spell(token): rank for token, rank in ranks.items()} | {END_OF_TEXT: tokenizer.eot}
     theirs = HFTokenizer(models.BPE(vocab, merges))
     theirs.pre_tokenizer = pre_tokenizers.Sequence([
@@ -55,7 +56,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
 
 
 def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two tokens whose merge a token is: what is left when its bytes are merged by all earlier tokens."""
+    """The two tokens whose merge a token is: what is left when its bytes are merged by all earlier tokens. Of a token
+    that no merge leads to, such as the name of a special one, they are not both tokens."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(parts[i] + parts[i + 1], len(ranks) + 1) for i in range(len(parts) - 1)]
@@ -70,11 +72,13 @@ def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Pa
 
     Raises UserError where the given one is not for a model of vocab_size tokens; one that is found is left out then.
     """
-    found = model_tokenizers(model, training_flags(model).get("data"))
+    found, own = model_tokenizers(model, training_flags(model)), model_tokenizers(model)
+    if not given and not found:
+        print(f"no tokenizer is written: none is beside {model}; name its file with --tokenizer", file=sys.stderr)
     for path in [given] if given else [path for path in found if path.suffix == ".json"] or found:
         try:
             tokenizer = Tokenizer.load(path)
-            if tokenizer.fits(vocab_size):
+            if tokenizer.fits(vocab_size, own=path in own):
                 return path, tokenizer
             raise UserError(
                 f"{path} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: use the model's own tokenizer"

@@ -96,18 +96,19 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     found["tokenizer"] = (read_tokenizer, [tokenizer_header(2) + b"\1a\2bc\3end"])
 
     run = folder / "run"
-    checkpoint = save_checkpoint(run, 3, gpt2, *[parameters(gpt2) for _ in range(3)], {"run": "a", "flags": {}})
+    state, tokens = {"run": "a", "flags": {}}, {"model_tokenizer.bin": tokenizer_header(2) + b"\1a\2bc\3end"}
+    checkpoint = save_checkpoint(run, 3, gpt2, *[parameters(gpt2) for _ in range(3)], state, tokens)
     whole = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
 
     def read_checkpoint(path: Path) -> None:
-        """The first byte says which of the three files the others are, and whether a run goes on from the checkpoint or
-        takes its model."""
+        """The first byte says which of the files the others are, and whether a run goes on from the checkpoint or takes
+        its model."""
         data = path.read_bytes()
         names = sorted(whole)
-        damaged = names[data[0] % 3] if data else names[0]
+        damaged = names[data[0] % len(names)] if data else names[0]
         for name in names:
             (checkpoint / name).write_bytes(data[1:] if name == damaged else whole[name])
-        if data and data[0] // 3 % 2:
+        if data and data[0] // len(names) % 2:
             read_model(model_path(run), GPT2Config)
         else:
             load_checkpoint(newest_checkpoint(run), GPT2Config)

@@ -39,7 +39,7 @@ from llmc.errors import UserError
 from llmc.files import TRAINERS, first_word, replacing
 from llmc.program import run_program
 from llmc.tensors import Config, layout, num_parameters
-from llmc.tokenizer import Tokenizer, write_tokenizer
+from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
@@ -300,19 +300,17 @@ def take_tokenizer_along(source: Path, model: Path, vocab_size: int) -> None:
     found = source / "tokenizer.json"
     if not found.is_file():
         return
-    for path in (found, source / "tokenizer_config.json"):  # which says how a text ends, where that is no common token
-        if path.is_file():
-            beside = model.with_name(f"{model.stem}_{path.name}")
-            with replacing(beside) as file:
-                file.write(path.read_bytes())
-            print(f"wrote {beside}")
+    for name, content in tokenizer_files(found, f"{model.stem}_").items():
+        beside = model.with_name(name)
+        with replacing(beside) as file:
+            file.write(content)
+        print(f"wrote {beside}")
     binary = model.with_name(f"{model.stem}_tokenizer.bin")
     try:
         tokenizer = Tokenizer.load(found)
-        if not tokenizer.fits(vocab_size):
+        if not tokenizer.fits(vocab_size, own=True):
             raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
-        padding = [b"<|unused %d|>" % token for token in range(tokenizer.vocab_size, vocab_size)]
-        write_tokenizer(binary, tokenizer.tokens + padding, tokenizer.eot)
+        write_tokenizer(binary, tokenizer.tokens, tokenizer.eot)
         print(f"wrote {binary}")
     except UserError as error:
         print(f"no {binary}: {error}", file=sys.stderr)

@@ -8,7 +8,9 @@ never stopped:
       model.bin       the parameters, as a model
       optimizer.bin   header int32[256]: 20241121, 1, then the number of parameters as two int32, low half first;
                       fp32 m, then fp32 v, each in the order of the parameters
-      state.json      the step, what the run wants remembered, and sizes and CRC-32 of the other two files
+      model_tokenizer.bin, model_tokenizer.json and others
+                      the files of the tokenizer that the run used, where it used one
+      state.json      the step, what the run wants remembered, and sizes and CRC-32 of the other files
 
 Only the run that has locked the directory of its checkpoints changes anything there. Whoever only reads a checkpoint
 needs no lock.
@@ -21,7 +23,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -203,6 +205,7 @@ STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 REPLACED = ".replaced.part"        # and what follows it while another is put in its place
 LOCK = ".llm.cupy.lock"
 SECONDS = 5                        # between two lines of progress
+NONE: Mapping[str, bytes] = {}     # no tokenizer
 
 
 def lock_checkpoints(directory: str | Path) -> Lock:
@@ -227,13 +230,16 @@ def lock_checkpoints(directory: str | Path) -> Lock:
     return lock
 
 
-def save_checkpoint(directory: str | Path, step: int, config: Config, params, m, v, state: dict) -> Path:
+def save_checkpoint(
+    directory: str | Path, step: int, config: Config, params, m, v, state: dict, tokenizer: Mapping[str, bytes] = NONE
+) -> Path:
     """Writes the checkpoint `directory/step_<step>` and returns its path.
 
     params, m and v are fp32 (num_parameters,), on the host or the device, or for m and v an iterator over such an array
-    in pieces on the host; `state` is anything JSON can hold. All is written and synced in a directory beside, which is
-    then renamed, so the checkpoint appears complete or not at all. One that is already there for the same step is
-    replaced. Raises UserError where the system refuses to write.
+    in pieces on the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
+    least a byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears
+    complete or not at all. One that is already there for the same step is replaced. Raises UserError where the system
+    refuses to write.
     """
     directory = Path(directory)
     final = directory / f"step_{step:08d}"
@@ -249,6 +255,8 @@ def save_checkpoint(directory: str | Path, step: int, config: Config, params, m,
                 "model.bin": _write(part / "model.bin", _model_pieces(config, params)),
                 "optimizer.bin": _write(part / "optimizer.bin", _optimizer_pieces(config, m, v)),
             }
+            for name, content in tokenizer.items():
+                files[name] = _write(part / name, [np.frombuffer(content, np.uint8)])
             record = json.loads(json.dumps({"step": step, "files": files, "state": state}))  # as a reader will see it
             with replacing(part / "state.json") as file:
                 file.write(json.dumps(record | {"crc32": _record_crc32(record)}, indent=1).encode())

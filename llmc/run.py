@@ -52,7 +52,7 @@ from llmc.report import (
 from llmc.sampler import Sampler
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import Config, flops_per_token, num_parameters, padded
-from llmc.tokenizer import Tokenizer, find_tokenizer
+from llmc.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, own_tokenizer, tokenizer_files
 
 MOST_SKIPPED = 20  # steps in a row that are not finite; by then it is not the data
 
@@ -93,20 +93,21 @@ class Run:
             args.log = args.tensorboard = None
         self.use_precision(recorded.get("tf32"))
         B, T = args.B, args.T
-        self.tokenizer_path = find_tokenizer(args.data)
+        random = checkpoint is None and kind.Config.described(args.model) is not None
+        source = None if random else model_path(checkpoint or args.model)
+        self.tokenizer_path = find_tokenizer(args.data, model=source)
         self.tokenizer = Tokenizer.load(self.tokenizer_path) if self.tokenizer_path else None
         seen = self.tokenizer_path and hashlib.sha256(Path(self.tokenizer_path).read_bytes()).hexdigest()[:16]
         ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
+        self.tokenizer_files = tokenizer_files(self.tokenizer_path, "model_") if self.tokenizer_path else {}
+        check_val_tokenizer(args, self.tokenizer_path, self.tokenizer)
         self.model, state = build_model(kind, args, self.tokenizer, checkpoint)
         self.checkpoint = checkpoint
         self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
         self.model.skip_nonfinite = args.skip_nonfinite
         V = self.model.config.vocab_size
-        if self.tokenizer and not self.tokenizer.fits(V):
-            raise UserError(
-                f"{self.tokenizer_path} has {self.tokenizer.vocab_size} tokens and the model "
-                f"{checkpoint or args.model} {V}: use data (-i) and a model (-e) of the same tokenizer"
-            )
+        if self.tokenizer and source:
+            check_tokenizer(self.tokenizer_path, self.tokenizer, source, V)
         self.text_bytes = self.tokenizer.text_bytes(V) if self.tokenizer else None
         train_loader = DataLoader(args.data, "train", B, T, V, args.shuffle_seed)
         val_loader = DataLoader(args.val_data, "val", B, T, V)
@@ -135,7 +136,8 @@ class Run:
                     f"the checkpoint in {args.checkpoint_dir} is of step {self.first_step} of {self.steps}: raise -x"
                 )
             train_loader.load_state(state["loader"])
-        self.flags = recorded_flags(args) | {"tf32": args.tf32}
+        used = str(self.tokenizer_path) if self.tokenizer_path else None
+        self.flags = recorded_flags(args) | {"tf32": args.tf32, "tokenizer": used}
         self.flags["model"] = args.model if checkpoint is None else recorded.get("model")  # as the run was started
         started = self.flags | {"model": repr(self.model.config), "fingerprint": train_loader.fingerprint}
         self.identity = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
@@ -352,8 +354,9 @@ class Run:
 
         def write() -> tuple[str, str]:
             """The path, and what went wrong."""
+            params, tokenizer = model.params_memory, self.tokenizer_files
             try:
-                return str(save_checkpoint(directory, step, model.config, model.params_memory, m, v, state)), ""
+                return str(save_checkpoint(directory, step, model.config, params, m, v, state, tokenizer)), ""
             except UserError as error:
                 return "", str(error)
 
@@ -454,6 +457,17 @@ def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
             "-y 1, or choose another --checkpoint-dir"
         )
     return None, {}
+
+
+def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer | None) -> None:
+    """Raises UserError where the validation data lies beside another tokenizer than the training data's, in `path`:
+    its loss would say nothing of the text, and bits per byte would count the wrong bytes."""
+    own = own_tokenizer(args.val_data) if args.val_data != args.data else None
+    if own and tokenizer and Tokenizer.load(own).tokens != tokenizer.tokens:
+        raise UserError(
+            f"the data of -j {args.val_data} is of the tokenizer {own}, and that of -i {args.data} of {path}: use "
+            "validation data that was made with the same tokenizer"
+        )
 
 
 def build_model(

@@ -12,8 +12,9 @@ import codecs
 import importlib.util
 import json
 import os
+import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,18 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.tokens)
 
-    def fits(self, vocab_size: int) -> bool:
-        """Whether a model of that many tokens can be this tokenizer's."""
-        return self.vocab_size == vocab_size
+    def fits(self, vocab_size: int, own: bool = False) -> bool:
+        """Whether a model with so many rows in its embedding can be this tokenizer's; rows without a token are padding.
+        own: whether the tokenizer is known to be the model's. Else padding of more than half as many rows as there are
+        tokens counts as a mistake: vocabularies are padded to a multiple of 64 or 128, or by a percent or two."""
+        return self.vocab_size <= vocab_size and (own or 2 * vocab_size <= 3 * self.vocab_size)
 
     def decode(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters. Raises UserError for a token out of range."""
-        if not 0 <= token < self.vocab_size:
+        """The bytes of a token, which need not be whole characters; none for one of the model's padding. Raises
+        UserError for a token below 0."""
+        if token < 0:
             raise UserError(f"token {token} is not one of this tokenizer's {self.vocab_size}; use the data's own")
-        return self.tokens[token]
+        return self.tokens[token] if token < self.vocab_size else b""
 
     def text_bytes(self, vocab_size: int) -> np.ndarray:
         """How many bytes of UTF-8 text each token of a model of vocab_size tokens stands for, int64 (vocab_size,): none
@@ -165,14 +169,6 @@ class HuggingFaceTokenizer(Tokenizer):
         library = _open_library(path)
         tokens = _spelled_tokens(path, library)
         return cls(library, tokens, _end_of_text(Path(path), tokens))
-
-    def fits(self, vocab_size: int) -> bool:
-        """Whether a model of that many tokens, padding included, can be this tokenizer's."""
-        return self.vocab_size <= vocab_size
-
-    def decode(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters; none for one of the model's padding."""
-        return b"" if token >= self.vocab_size else super().decode(token)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that somebody typed in; a special token's name in it stands for that token, as it does
@@ -347,11 +343,18 @@ def write_tokenizer(path: str | Path, tokens: list[bytes], eot: int) -> None:
             file.write(bytes([len(token)]) + token)
 
 
-def find_tokenizer(data: str | Path, directory: str | Path = ".") -> Path | None:
-    """The tokenizer for a dataset given as prefix, file or glob: its own `<prefix>_tokenizer.bin` or
-    `<prefix>_tokenizer.json`, else `gpt2_tokenizer.bin` in `directory`, else None."""
-    files = (*_own_tokenizers(data, ".bin", ".json"), Path(directory) / "gpt2_tokenizer.bin")
-    return next((path for path in files if path.is_file()), None)
+def find_tokenizer(data: str | Path, directory: str | Path = ".", model: Path | None = None) -> Path | None:
+    """The tokenizer for a dataset given as prefix, file or glob: its own (`own_tokenizer`), else that beside the
+    `model` that goes on with it, `<model>_tokenizer.bin` or `.json`, else `gpt2_tokenizer.bin` in `directory`, else
+    None."""
+    beside = [model.with_name(f"{model.stem}_tokenizer{suffix}") for suffix in (".bin", ".json")] if model else []
+    files = (own_tokenizer(data), *beside, Path(directory) / "gpt2_tokenizer.bin")
+    return next((path for path in files if path and path.is_file()), None)
+
+
+def own_tokenizer(data: str | Path) -> Path | None:
+    """The tokenizer that lies beside a dataset, `<prefix>_tokenizer.bin` or `<prefix>_tokenizer.json`, if any."""
+    return next((path for path in _own_tokenizers(data, ".bin", ".json") if path.is_file()), None)
 
 
 def _own_tokenizers(data: str | Path, *suffixes: str) -> list[Path]:
@@ -364,47 +367,112 @@ def _own_tokenizers(data: str | Path, *suffixes: str) -> list[Path]:
     return [Path(f"{head}_tokenizer{suffix}") for head in sorted(heads, key=len, reverse=True) for suffix in suffixes]
 
 
-def model_tokenizers(model: Path, data: str | None = None) -> list[Path]:
-    """The tokenizer files that there are for a model, the best first: beside it `<model>_tokenizer.json`,
-    `tokenizer.json` and `<model>_tokenizer.bin`, then the .json and the .bin of the data that it was trained on. A
-    .json says how a prompt is encoded."""
-    beside = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
-    beside.append(model.with_name(f"{model.stem}_tokenizer.bin"))
-    return [path for path in beside + (_own_tokenizers(data, ".json", ".bin") if data else []) if path.is_file()]
+def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
+    """The files that make up a tokenizer, by the names that they get with another prefix: of `x_tokenizer.bin` itself
+    and the `x_tokenizer.json` that says how a prompt is encoded; of that, those beside it that may say which token ends
+    a text. Empty ones are left out. Raises UserError where one cannot be read."""
+    old = path.name.removesuffix(f"tokenizer{path.suffix}")
+    names = ["tokenizer.bin"] if path.suffix == ".bin" else []
+    files = {}
+    for name in (*names, "tokenizer.json", *NEIGHBOURS):
+        file = path.with_name(old + name)
+        try:
+            files[prefix + name] = file.read_bytes() if file.is_file() else b""
+        except OSError as error:
+            raise UserError(f"{file}: {error.strerror.lower()}") from None
+    return {name: content for name, content in files.items() if content}
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer, model: Path, vocab_size: int) -> None:
+    """Raises UserError where the tokenizer in `path`, of data, is not that of a model of vocab_size tokens: of as many
+    tokens, padding aside, and of the same as `<model>_tokenizer.bin`, or as a gpt2_tokenizer.bin beside the model that
+    has as many tokens as the model."""
+    files = model.with_name(f"{model.stem}_tokenizer.bin"), model.with_name("gpt2_tokenizer.bin")
+    known = next((file for file in files if file.is_file()), None)
+    theirs = Tokenizer.load(known) if known else None
+    if known == files[1] and theirs.vocab_size != vocab_size:
+        known = None
+    same = known and all(a == b for a, b in zip(tokenizer.tokens, theirs.tokens, strict=False))  # but for padding
+    if not tokenizer.fits(vocab_size, own=bool(same)):
+        raise UserError(
+            f"{path} has {tokenizer.vocab_size} tokens and the model {model} {vocab_size}: use data (-i) and a model "
+            "(-e) of the same tokenizer"
+        )
+    if known and not same:
+        raise UserError(
+            f"{path} has other tokens than {known}, the tokenizer of the model {model}: use data (-i) and a model (-e) "
+            "of the same tokenizer"
+        )
+
+
+def model_tokenizers(model: Path, trained: Mapping[str, Any] | None = None) -> list[Path]:
+    """The tokenizer files that there are for a model, the best first: beside it, as in a checkpoint,
+    `<model>_tokenizer.json`, `tokenizer.json` and `<model>_tokenizer.bin`. A .json says how a prompt is encoded.
+
+    trained: the flags that a checkpoint has recorded. Where it was made before checkpoints held their tokenizer, the
+    .json and the .bin of its data follow."""
+    files = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
+    files.append(model.with_name(f"{model.stem}_tokenizer.bin"))
+    if trained and "tokenizer" not in trained and trained.get("data"):
+        files += _own_tokenizers(trained["data"], ".json", ".bin")
+    return [path for path in files if path.is_file()]
 
 
 def load_model_tokenizer(
-    model: Path, vocab_size: int, file: Path | None = None, data: str | None = None, encodes: bool = False
+    model: Path,
+    vocab_size: int,
+    file: Path | None = None,
+    trained: Mapping[str, Any] | None = None,
+    encodes: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a model of vocab_size tokens: the file that is named, else the best of `model_tokenizers`, else
-    gpt2_tokenizer.bin in the current directory if it has as many tokens as the model, else what the number of tokens
-    suggests: bytes or GPT-2's.
+    """The tokenizer of a model of vocab_size tokens: the file that is named, else the best of `model_tokenizers`. Where
+    there is none, it is a guess, which is said on stderr: gpt2_tokenizer.bin beside the model or in the current
+    directory if it has as many tokens as the model, else what the number of tokens suggests, bytes or GPT-2's.
 
-    data: what the model was trained on, as -i named it. encodes: whether text is to be encoded exactly; a .bin suffices
-    to decode, and goes first where the tokenizers library, which reads a .json, is missing.
+    trained: the flags that the model's checkpoint has recorded, if any. encodes: whether text is to be encoded exactly;
+    a .bin suffices to decode, and goes first where the tokenizers library, which reads a .json, is missing.
 
-    Raises UserError where there is none, a file that is not for this model, or a .json that cannot be read.
+    Raises UserError where there is none, or the checkpoint says so, for a file that is not for this model, and for a
+    .json that cannot be read.
     """
-    files = model_tokenizers(model, data)
+    files = model_tokenizers(model, trained)
     if not encodes and not importlib.util.find_spec("tokenizers"):
         files.sort(key=lambda path: path.suffix == ".json")
     file = file or next(iter(files), None)
     if file:
         tokenizer = Tokenizer.load(file)
-        if not tokenizer.fits(vocab_size):
+        own = file in model_tokenizers(model)
+        if not tokenizer.fits(vocab_size, own):
             raise UserError(
                 f"{file} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: "
                 "name the model's own tokenizer with --tokenizer"
             )
+        if not own and file in files:
+            print(f"tokenizer: {file}, beside data named as that of {model}", file=sys.stderr)
         return tokenizer
-    if Path("gpt2_tokenizer.bin").is_file():
-        tokenizer = Tokenizer.load("gpt2_tokenizer.bin")
-        if tokenizer.fits(vocab_size):
-            return tokenizer
-    encodings = {257: byte_encoding, 50257: gpt2_encoding}
+    if trained and "tokenizer" in trained:
+        raise UserError(f"{model.parent} was trained without a tokenizer: name the data's with --tokenizer")
+    name, tokenizer = _guess_tokenizer(model, vocab_size)
+    print(
+        f"tokenizer: {name}, by the number of tokens alone: nothing says which is {model}'s, and --tokenizer names "
+        "another",
+        file=sys.stderr,
+    )
+    return tokenizer
+
+
+def _guess_tokenizer(model: Path, vocab_size: int) -> tuple[str, Tokenizer]:
+    """What a tokenizer of so many tokens may be, and its name. Raises UserError where there is no guess."""
+    for path in (model.with_name("gpt2_tokenizer.bin"), Path("gpt2_tokenizer.bin")):
+        if path.is_file():
+            tokenizer = Tokenizer.load(path)
+            if tokenizer.vocab_size == vocab_size:
+                return str(path), tokenizer
+    encodings = {257: ("a byte a token", byte_encoding), 50257: ("GPT-2's", gpt2_encoding)}
     if vocab_size not in encodings:
         raise UserError(f"{model}: no tokenizer known for {vocab_size} tokens; name its file with --tokenizer")
-    return Tokenizer.from_encoding(encodings[vocab_size]())
+    name, encoding = encodings[vocab_size]
+    return name, Tokenizer.from_encoding(encoding())
 
 
 def byte_encoding() -> tiktoken.Encoding:

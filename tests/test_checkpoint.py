@@ -38,6 +38,7 @@ from train_llama3_fp32 import Llama3Config
 
 TINY = GPT2Config(max_seq_len=7, vocab_size=11, num_layers=2, num_heads=3, channels=9)
 N = num_parameters(TINY)
+TOKENIZER = {"model_tokenizer.bin": b"tokens", "model_tokenizer.json": b"{}"}
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def model(tmp_path, params):
 
 @pytest.fixture
 def checkpoint(tmp_path, params):
-    return save_checkpoint(tmp_path / "run", 20, TINY, params, params + 1, params + 2, {"seed": 3})
+    return save_checkpoint(tmp_path / "run", 20, TINY, params, params + 1, params + 2, {"seed": 3}, TOKENIZER)
 
 
 def overwrite(path, offset, data):
@@ -224,7 +225,18 @@ def test_a_checkpoint_of_the_same_step_is_replaced(checkpoint, params):
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
 
 
-@pytest.mark.parametrize("name", ["model.bin", "optimizer.bin", "state.json"])
+def test_a_checkpoint_holds_the_files_of_a_tokenizer_or_none(tmp_path, checkpoint, params):
+    for name, content in TOKENIZER.items():
+        assert (checkpoint / name).read_bytes() == content
+    assert load_checkpoint(checkpoint, GPT2Config)[4]["seed"] == 3
+    without = save_checkpoint(tmp_path / "run", 30, TINY, params, params, params, {})
+    assert sorted(os.listdir(without)) == ["model.bin", "optimizer.bin", "state.json"]  # as before tokenizers were held
+    assert load_checkpoint(newest_checkpoint(tmp_path / "run"), GPT2Config)[4] == {"step": 30}
+    assert [path.name for path in prune_checkpoints(tmp_path / "run", 1, None)] == [checkpoint.name]
+    assert os.listdir(tmp_path / "run") == [without.name]
+
+
+@pytest.mark.parametrize("name", ["model.bin", "optimizer.bin", "state.json", *TOKENIZER])
 def test_one_changed_bit_anywhere_in_a_checkpoint_is_noticed(checkpoint, name, rng):
     file = checkpoint / name
     intact = file.read_bytes()
@@ -438,12 +450,12 @@ def test_the_newest_checkpoint_is_found(tmp_path, params):
     assert newest_checkpoint(run).name == "step_00000100"
 
 
-@pytest.mark.parametrize("name", ["state.json", "model.bin", "optimizer.bin"])
+@pytest.mark.parametrize("name", ["state.json", "model.bin", "optimizer.bin", "model_tokenizer.bin"])
 @pytest.mark.parametrize("damage", ["cut off", "gone"])
 def test_a_damaged_checkpoint_is_never_passed_over_in_silence(tmp_path, params, name, damage):
     run = tmp_path / "run"
     for step in (5, 20, 100):
-        save_checkpoint(run, step, TINY, params, params, params, {})
+        save_checkpoint(run, step, TINY, params, params, params, {}, {"model_tokenizer.bin": b"token" * 99})
     for step, remedy in ((100, "to resume from .*step_00000020, "), (20, "to resume from .*step_00000005, "),
                          (5, "there is no older checkpoint")):  # fmt: skip
         file = run / f"step_{step:08d}" / name

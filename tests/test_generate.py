@@ -13,9 +13,10 @@ import torch
 import generate
 from llmc import device
 from llmc.checkpoint import save_checkpoint, write_model
+from llmc.errors import UserError
 from llmc.sampler import Sampler, sample
 from llmc.tensors import num_parameters
-from llmc.tokenizer import write_tokenizer
+from llmc.tokenizer import tokenizer_files, write_tokenizer
 from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
@@ -49,6 +50,7 @@ def config(theirs):
 def model(theirs, config, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "tiny.bin", config, flat(theirs, config))
+    write_tokenizer(tmp_path / "tiny_tokenizer.bin", [bytes([byte]) for byte in range(EOT)] + [b"<|endoftext|>"], EOT)
     return tmp_path / "tiny.bin"
 
 
@@ -131,6 +133,45 @@ def test_a_checkpoint_directory_will_do(model, config, theirs, tmp_path, capsys)
     checkpoint = save_checkpoint(tmp_path / "run", 20, config, params, params, params, {})
     device.use("cpu")
     assert written(device, capsys, "-e", checkpoint, "-g", 5) == expected(theirs, "", 5)
+
+
+def test_a_checkpoint_brings_its_tokenizer_along(model, config, theirs, tmp_path, capsys, monkeypatch):
+    tokens = [bytes([byte]).swapcase() for byte in range(256)] + [b"<|endoftext|>"]
+    write_tokenizer("data_tokenizer.bin", tokens, EOT)
+    params, flags = flat(theirs, config), {"data": "data", "tokenizer": "data_tokenizer.bin"}
+    files = tokenizer_files(Path("data_tokenizer.bin"), "model_")
+    checkpoint = save_checkpoint(tmp_path / "run", 20, config, params, params, params, {"flags": flags}, files)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("gpt2_tokenizer.bin", "data_tokenizer.bin"):  # of other data, of as many tokens
+        shutil.copy(tmp_path / "tiny_tokenizer.bin", name)
+    device.use("cpu")
+    generate.main(["--device", "cpu", "-f", "0", "-e", str(checkpoint), "-g", "30"])
+    done = capsys.readouterr()
+    text = expected(theirs, "", 30)
+    swapped = "".join(c.swapcase() if c.isascii() else c for c in text)
+    assert done.out == swapped.replace("<|ENDOFTEXT|>", "<|endoftext|>") != text
+    assert done.err.startswith("30 tokens in ")
+
+
+def test_a_checkpoint_without_a_tokenizer_asks_for_one(model, config, theirs, tmp_path, capsys):
+    params, flags = flat(theirs, config), {"data": "data", "tokenizer": None}
+    checkpoint = save_checkpoint(tmp_path / "run", 20, config, params, params, params, {"flags": flags})
+    device.use("cpu")
+    with pytest.raises(UserError, match="step_00000020 .* without a tokenizer: .*--tokenizer"):
+        written(device, capsys, "-e", checkpoint)
+    named = ("--tokenizer", "tiny_tokenizer.bin")
+    assert written(device, capsys, "-e", checkpoint, "-g", 5, *named) == expected(theirs, "", 5)
+
+
+def test_the_tokenizer_of_the_starter_pack_is_found_beside_the_model_and_said(model, theirs, monkeypatch, capsys):
+    os.rename("tiny_tokenizer.bin", "gpt2_tokenizer.bin")
+    monkeypatch.chdir("/")
+    device.use("cpu")
+    generate.main(["--device", "cpu", "-f", "0", "-e", str(model), "-g", "10"])
+    done = capsys.readouterr()
+    assert done.out == expected(theirs, "", 10)
+    assert done.err.startswith(f"tokenizer: {model.with_name('gpt2_tokenizer.bin')}, by the number of tokens alone")
 
 
 def test_what_cannot_be_is_said_in_one_line(model):

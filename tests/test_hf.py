@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers import GPT2Config as HFConfig
 
+import generate
 from dev import export_hf, import_hf
 from dev.huggingface import named_tensors, transformers_parameters
 from generate import kind_of
@@ -664,6 +665,71 @@ def with_tokenizer(bpe, tmp_path) -> Path:
     library.save(str(tmp_path / "saved" / "tokenizer.json"))
     (tmp_path / "saved" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "chat_template": "x"}')
     return tmp_path / "saved"
+
+
+def save_padded(folder: Path, config: Config, bpe: Path, gap: int) -> None:
+    """A model of transformers with more rows than tokens, and its tokenizer.json, whose last token leaves out `gap`
+    ids before it."""
+    make_model(config).save_pretrained(folder)
+    content = json.loads(export_hf.tokenizer_json(Tokenizer.load(bpe)))
+    content["model"]["vocab"]["ĠĠĠĠĠĠ"] = Tokenizer.load(bpe).vocab_size + gap
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "gap"),
+    [(GPT2S[0], 1024, 0), (LLAMAS[0], 340, 0), (PYTHIAS[0], 384, 0), (LLAMAS[0], 340, 15)],
+    ids=lambda value: name_of(value) if isinstance(value, Config) else str(value),
+)
+def test_a_padded_model_is_imported_fine_tuned_sampled_and_exported(
+    family, rows, gap, bpe, tmp_path, monkeypatch, capsys
+):
+    config = replace(family, vocab_size=rows, max_seq_len=32)
+    save_padded(tmp_path / "saved", config, bpe, gap)
+    first = Tokenizer.load(tmp_path / "saved" / "tokenizer.json")
+    assert first.vocab_size == 322 + gap < rows
+    imported(tmp_path / "saved", tmp_path)
+
+    monkeypatch.syspath_prepend(ROOT / "dev" / "data")
+    import text
+
+    (tmp_path / "in").mkdir()
+    for number in range(20):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"{number}: the model, its tokens and their padding. " * 9)
+    flags = ["in", "-o", "data/mine", "--tokenizer", "imported_tokenizer.json", "--val", "0.3", "--workers", "1"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text, "recommend", lambda *args: [])
+    monkeypatch.setattr(sys, "argv", ["text.py", *flags])
+    text.main()
+
+    flags = "-e imported.bin -i data/mine -b 1 -t 32 -x 1 -m 2 -g 40 --device cpu --checkpoint-dir run".split()
+    command = [sys.executable, ROOT / config.SCRIPT, *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bits/byte" in done.stdout
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpoint = tmp_path / "run" / "step_00000001"
+    capsys.readouterr()
+    generate.main(["-e", str(checkpoint), "--prompt", "the model isn't", "-g", "40", "--device", "cpu"])
+    written = capsys.readouterr()
+    assert written.out.startswith("the model isn't") and written.err.startswith("40 tokens in")
+    trained = load_model_tokenizer(checkpoint / "model.bin", rows, encodes=True)
+    assert [trained.encode(text) for text in SAMPLES] == [first.encode(text) for text in SAMPLES]
+    export_hf.main([str(checkpoint), "-o", "out"])
+    assert AutoModelForCausalLM.from_pretrained("out").config.vocab_size == rows
+    exported = AutoTokenizer.from_pretrained("out")
+    assert [exported.encode(text) for text in SAMPLES] == [first.encode(text) for text in SAMPLES]
+    assert exported.convert_tokens_to_ids("ĠĠĠĠĠĠ") == 321 + gap
+
+    shutil.copy(checkpoint / "model.bin", "mine.bin")
+    export_hf.main(["mine.bin"])
+    assert "no tokenizer is written: none is beside mine.bin; name its file with --tokenizer" in capsys.readouterr().err
+    assert not Path("mine/tokenizer.json").exists()
+    shutil.copy(checkpoint / "model_tokenizer.bin", "mine_tokenizer.bin")
+    export_hf.main(["mine.bin", "-o", "bin"])
+    assert AutoTokenizer.from_pretrained("bin").encode("the model") == first.encode("the model")
 
 
 def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tmp_path, capsys):

@@ -580,7 +580,7 @@ def trained(prepare):
 
 def test_prompts_are_encoded_as_the_tokenizers_library_does_from_i_alone(trained, capsys):
     library = tokenizers.Tokenizer.from_file("data/mine_tokenizer.json")
-    ours = load_model_tokenizer(trained / "model.bin", 400, data="data/mine", encodes=True)
+    ours = load_model_tokenizer(trained / "model.bin", 400, trained={"data": "data/mine"}, encodes=True)
     for prompt in AWKWARD:
         clean = prompt.replace("\ud83d", "\ufffd")
         assert ours.encode(prompt) == library.encode(clean, add_special_tokens=False).ids
@@ -604,7 +604,7 @@ def test_the_data_is_encoded_as_the_tokenizers_library_does_and_the_bin_decodes_
 
 def test_a_prompt_is_refused_where_it_could_only_be_guessed(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="mine_tokenizer.json.*pip install tokenizers"):
+    with pytest.raises(UserError, match="model_tokenizer.json.*pip install tokenizers"):
         generate.main(["-e", str(trained), "--prompt", "the", "-g", "3", "--device", "cpu"])
 
 
@@ -623,7 +623,7 @@ def test_a_tokenizer_that_is_given_goes_along(prepare, trained, suffix):
     assert Path("data/new_tokenizer.json").exists() == (suffix == "json")
     tokens = open_tokens("data/new_train_000000.bin").tolist()
     assert tokens[0] == given.eot and len(tokens) > 1000
-    ours = load_model_tokenizer(Path("none.bin"), 400, data="data/new_train_*.bin", encodes=True)
+    ours = load_model_tokenizer(Path("none.bin"), 400, trained={"data": "data/new_train_*.bin"}, encodes=True)
     assert isinstance(ours, HuggingFaceTokenizer) == (suffix == "json") and ours.eot == given.eot
     for prompt in AWKWARD:
         assert ours.encode(prompt) == given.encode(prompt)

@@ -27,11 +27,13 @@ from llmc.tokenizer import (
     Tokenizer,
     byte_encoding,
     byte_letters,
+    check_tokenizer,
     find_tokenizer,
     gpt2_encoding,
     load_model_tokenizer,
     model_tokenizers,
     token_bytes,
+    tokenizer_files,
     write_tokenizer,
 )
 
@@ -100,8 +102,8 @@ def test_a_tokenizer_is_read_back_exactly(file):
     tokenizer = Tokenizer.load(file)
     assert (tokenizer.tokens, tokenizer.eot, tokenizer.vocab_size) == (LEARNED.tokens, 300, 301)
     assert [tokenizer.decode(i) for i in range(301)] == LEARNED.tokens
-    for token in (-1, 301):
-        assert f"token {token} " in refusal(tokenizer.decode, token)
+    assert "token -1 " in refusal(tokenizer.decode, -1)
+    assert tokenizer.decode(301) == tokenizer.decode(10**6) == b""  # a model's padding
 
 
 def test_version_1_ends_a_text_with_gpt2s_token(tmp_path):
@@ -223,12 +225,16 @@ def test_the_tokenizer_of_a_dataset_is_its_own_or_gpt2s(tmp_path, monkeypatch):
     assert {str(find_tokenizer(data)) for data in spellings} == {"data/x_tokenizer.json"}
     assert str(find_tokenizer("data/y")) == "gpt2_tokenizer.bin"
     assert find_tokenizer("data/y", "data") is None
+    for name in ("n_tokenizer.json", "n_tokenizer.bin"):
+        shutil.copy("data/x_tokenizer.json", name)
+        assert str(find_tokenizer("data/y", model=Path("n.bin"))) == name
+        assert str(find_tokenizer("data/x", model=Path("n.bin"))) == "data/x_tokenizer.json"
     for prefix in ("data/x_values", "data/x_train", "data/x_val_train"):  # which are no splits of data/x
         for suffix in (".bin", ".json"):
             write_tokenizer(f"{prefix}_tokenizer{suffix}", [b"a"], 0)
         for data in (prefix, f"{prefix}_train_*.bin", f"{prefix}_val.bin"):
             assert str(find_tokenizer(data)) == f"{prefix}_tokenizer.bin"
-            assert str(model_tokenizers(Path("m.bin"), data)[0]) == f"{prefix}_tokenizer.json"
+            assert str(model_tokenizers(Path("m.bin"), {"data": data})[0]) == f"{prefix}_tokenizer.json"
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"])))
@@ -566,19 +572,95 @@ def upper_case(path):
     write_tokenizer(path, [bytes([byte]).upper() for byte in range(256)] + [b"<|endoftext|>"], 256)
 
 
-def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_known(model, monkeypatch):
+def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_a_guess_that_is_said(model, monkeypatch, capsys):
     byte_tokens = token_bytes(byte_encoding())
+
+    def said():
+        """What is taken and why, in a line or none."""
+        line = capsys.readouterr().err
+        assert not line or line.count("\n") == 1 and "m/tiny.bin" in line and "--tokenizer" in line
+        return line.partition(",")[0]
+
     assert load_model_tokenizer(model, 257).tokens == byte_tokens
+    assert said() == "tokenizer: a byte a token"
     upper_case("gpt2_tokenizer.bin")
     assert load_model_tokenizer(model, 257).tokens[97] == b"A"
+    assert said() == "tokenizer: gpt2_tokenizer.bin"
+    write_tokenizer("m/gpt2_tokenizer.bin", byte_tokens, 256)
+    assert load_model_tokenizer(model, 257).tokens == byte_tokens
+    assert said() == "tokenizer: m/gpt2_tokenizer.bin"
     write_tokenizer("m/tiny_tokenizer.bin", byte_tokens, 256)
     assert load_model_tokenizer(model, 257).tokens == byte_tokens
     assert load_model_tokenizer(model, 257, Path("gpt2_tokenizer.bin")).tokens[97] == b"A"
-    assert "257 tokens and m/tiny.bin 258" in refusal(load_model_tokenizer, model, 258)
+    assert "257 tokens and m/tiny.bin 256" in refusal(load_model_tokenizer, model, 256)
+    assert load_model_tokenizer(model, 258).decode(257) == load_model_tokenizer(model, 999).decode(998) == b""
+    named = Path("gpt2_tokenizer.bin")
+    assert load_model_tokenizer(model, 384, named).decode(383) == b""
+    assert "257 tokens and m/tiny.bin 400" in refusal(load_model_tokenizer, model, 400, named)
     os.unlink("m/tiny_tokenizer.bin")
     assert "--tokenizer" in refusal(load_model_tokenizer, model, 258)
+    assert said() == ""
     monkeypatch.setattr(tokenizer_module, "gpt2_encoding", byte_encoding)  # which tiktoken would download
     assert load_model_tokenizer(model, 50257).tokens == byte_tokens
+    assert said() == "tokenizer: GPT-2's"
+
+
+def test_a_checkpoint_from_before_it_held_its_tokenizer_finds_it_beside_the_data(model, capsys):
+    upper_case("data_tokenizer.bin")
+    assert load_model_tokenizer(model, 257, trained={"data": "data"}).tokens[97] == b"A"
+    assert capsys.readouterr().err == "tokenizer: data_tokenizer.bin, beside data named as that of m/tiny.bin\n"
+
+
+@pytest.mark.parametrize("recorded", [None, "elsewhere/data_tokenizer.bin"])
+def test_where_a_checkpoint_holds_no_tokenizer_none_is_guessed(model, recorded):
+    upper_case("gpt2_tokenizer.bin")
+    upper_case("data_tokenizer.bin")
+    message = refusal(load_model_tokenizer, model, 257, None, {"data": "data", "tokenizer": recorded})
+    assert message.startswith("m ") and "--tokenizer" in message
+
+
+@pytest.mark.parametrize("beside", ["m/tiny_tokenizer.bin", "m/gpt2_tokenizer.bin"])
+def test_the_tokenizer_of_data_is_compared_with_the_models(model, beside):
+    data, size = Path("data_tokenizer.bin"), 257 if "gpt2" in beside else 999
+    byte_tokens = token_bytes(byte_encoding())
+    padded = Tokenizer([*byte_tokens, b"<|unused 257|>"], 256)
+    write_tokenizer(beside, byte_tokens, 256)
+    check_tokenizer(data, Tokenizer(byte_tokens, 256), model, size)
+    if size == 999:
+        check_tokenizer(data, padded, model, size)
+    others = Tokenizer(byte_tokens[::-1], 0)
+    for tokenizer in (others, Tokenizer(byte_tokens[1:250], 0)):
+        message = refusal(check_tokenizer, data, tokenizer, model, size)
+        assert "data_tokenizer.bin" in message and "m/tiny.bin" in message and "use data (-i)" in message
+    if size == 257:
+        message = refusal(check_tokenizer, data, others, model, size)
+        assert f"other tokens than {beside}" in message
+        os.unlink(beside)
+        check_tokenizer(data, others, model, size)
+
+
+def test_a_stranger_to_a_model_may_have_fewer_tokens_but_not_much_fewer(model):
+    data, tokenizer = Path("data_tokenizer.bin"), Tokenizer([b"x"] * 1000, 0)
+    for rows in (1000, 1024, 1500):
+        check_tokenizer(data, tokenizer, model, rows)
+    for rows in (999, 1501, 50257):
+        message = f"data_tokenizer.bin has 1000 tokens and the model m/tiny.bin {rows}: use data"
+        assert message in refusal(check_tokenizer, data, tokenizer, model, rows)
+
+
+def test_the_files_of_a_tokenizer_are_it_and_what_it_needs_beside_it(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "tokenizer.bin"):
+        (tmp_path / f"x_{name}").write_text(f"x {name}")
+        (tmp_path / name).write_text(name)
+    (tmp_path / "x_config.json").write_text("")
+    names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    files = {f"model_{name}": f"x {name}".encode() for name in names}
+    assert tokenizer_files(tmp_path / "x_tokenizer.json", "model_") == files
+    binary = {"model_tokenizer.bin": b"x tokenizer.bin"}
+    assert tokenizer_files(tmp_path / "x_tokenizer.bin", "model_") == binary | files
+    (tmp_path / "y_tokenizer.bin").write_text("alone")
+    assert tokenizer_files(tmp_path / "y_tokenizer.bin", "z_") == {"z_tokenizer.bin": b"alone"}
+    assert tokenizer_files(tmp_path / "tokenizer.json", "z_")["z_config.json"] == b"config.json"
 
 
 def test_a_tokenizer_json_beside_a_model_is_preferred_where_the_library_is(model, json_file, monkeypatch):

@@ -397,6 +397,51 @@ def test_a_model_of_another_tokenizer_is_refused(folder):
     assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse(folder, "-e", "model.bin"))
 
 
+def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder):
+    for rows, refused in ((64, False), (V - 1, True)):
+        config = GPT2Config(32, rows, 1, 2, 20)
+        write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+        if refused:
+            assert f"has 61 tokens and the model model.bin {rows}: use data" in refuse(folder, "-e", "model.bin")
+        else:
+            (text,) = samples_of(run(folder, "-e", "model.bin", "-x", "1", "-g", "99"))
+            assert 80 < len(text) < 99  # of a uniform model, which samples padding too
+
+
+def test_a_model_whose_own_tokenizer_is_another_is_refused(folder):
+    config = GPT2Config(32, V, 1, 2, 20)
+    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_tokenizer(folder / "model_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
+    error = refuse(folder, "-e", "model.bin")
+    assert "data_tokenizer.bin has other tokens than model_tokenizer.bin" in error and "-e" in error
+
+
+def test_validation_data_of_another_tokenizer_is_refused(folder):
+    shutil.copy(folder / "data_val.bin", folder / "other_val.bin")
+    run(folder, "-j", "other", "-x", "1", "-g", "0")  # of which nobody knows
+    shutil.copy(folder / "data_tokenizer.bin", folder / "other_tokenizer.bin")
+    run(folder, "-j", "other_val.bin", "-x", "1", "-g", "0")
+    write_tokenizer(folder / "other_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
+    for name in ("other", "other_val.bin"):
+        error = refuse(folder, "-j", name)
+        assert all(part in error for part in (f"-j {name}", "other_tokenizer.bin", "-i data", "data_tokenizer.bin"))
+
+
+def test_a_checkpoint_holds_its_tokenizer_and_a_resumed_run_goes_on_with_it(folder):
+    flags = ("--checkpoint-dir", "run", "-g", "9")
+    data = (folder / "data_tokenizer.bin").read_bytes()
+    run(folder, *flags, "-x", "1")
+    (folder / "data_tokenizer.bin").unlink()
+    write_tokenizer(folder / "gpt2_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
+    out = run(folder, *flags, "-x", "2", "-y", "1")
+    assert "run/step_00000001/model_tokenizer.bin" in out
+    for step in (1, 2):
+        assert (folder / "run" / f"step_0000000{step}" / "model_tokenizer.bin").read_bytes() == data
+    (folder / "run" / "step_00000002" / "model_tokenizer.bin").write_bytes(data[:-1] + b"x")
+    error = refuse(folder, *flags, "-x", "3", "-y", "1")
+    assert "step_00000002/model_tokenizer.bin: damaged" in error and "step_00000001" in error
+
+
 def test_resuming_with_other_data_or_batches_is_refused(folder):
     run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
     assert re.search(r"cannot resume: --batch-size was 2 and is now 4; leave it out",

@@ -13,7 +13,7 @@ from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import open_file, replacing
 from llmc.program import run_program
-from llmc.tokenizer import NEIGHBOURS, Tokenizer, gpt2_encoding, write_tokenizer
+from llmc.tokenizer import Tokenizer, gpt2_encoding, tokenizer_files, write_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -89,19 +89,12 @@ def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = N
     Its end-of-text token, which the trainer begins its samples with, is the one that stands before each text.
     """
     if source is not None and source.suffix == ".json":
-        copy_tokenizer(source, prefix.with_name(f"{prefix.name}_tokenizer.json"))
+        for name, content in tokenizer_files(source, f"{prefix.name}_").items():
+            with replacing(prefix.with_name(name)) as file:
+                file.write(content)
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
     write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
     print(f"{path}: {tokenizer.vocab_size:,} tokens in the vocabulary")
-
-
-def copy_tokenizer(path: Path, to: Path) -> None:
-    """Copies a tokenizer.json, and those files beside it that may say which token ends a text."""
-    head, copied = (file.name.removesuffix("tokenizer.json") for file in (path, to))
-    for source, name in ((path, "tokenizer.json"), *((path.with_name(head + name), name) for name in NEIGHBOURS)):
-        if source.is_file():
-            with replacing(to.with_name(copied + name)) as file:
-                file.write(source.read_bytes())
 
 
 def write_dataset(
