@@ -115,7 +115,7 @@ class Tokenizer:
 
         Raises UserError where the vocabulary lacks one of the 256 single bytes, and so cannot spell every text.
         """
-        return self.encoding.encode_ordinary(text)
+        return self.encoding.encode_ordinary(text) if text else []  # for which any vocabulary will do
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         """The tokens of texts found somewhere; a special token's name in them is text like any other.
@@ -448,7 +448,7 @@ def load_model_tokenizer(
                 "name the model's own tokenizer with --tokenizer"
             )
         if not own and file in files:
-            print(f"tokenizer: {file}, beside data named as that of {model}", file=sys.stderr)
+            print(f"tokenizer: {file}, which lies where the data of {model} was", file=sys.stderr)
         return tokenizer
     if trained and "tokenizer" in trained:
         raise UserError(f"{model.parent} was trained without a tokenizer: name the data's with --tokenizer")

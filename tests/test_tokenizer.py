@@ -183,6 +183,7 @@ def test_a_vocabulary_that_cannot_spell_every_text_decodes_but_does_not_encode()
     tokenizer = Tokenizer([b"a", b"b", b"<|endoftext|>"], eot=2)
     assert tokenizer.decode(1) == b"b"
     assert "byte 0" in refusal(tokenizer.encode, "a")
+    assert tokenizer.encode("") == []  # of a text that begins with nothing
 
 
 def test_gpt2s_own_encoding_is_rebuilt_from_its_tokens(tmp_path, monkeypatch):
@@ -608,7 +609,7 @@ def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_a_guess_that_is_sai
 def test_a_checkpoint_from_before_it_held_its_tokenizer_finds_it_beside_the_data(model, capsys):
     upper_case("data_tokenizer.bin")
     assert load_model_tokenizer(model, 257, trained={"data": "data"}).tokens[97] == b"A"
-    assert capsys.readouterr().err == "tokenizer: data_tokenizer.bin, beside data named as that of m/tiny.bin\n"
+    assert capsys.readouterr().err == "tokenizer: data_tokenizer.bin, which lies where the data of m/tiny.bin was\n"
 
 
 @pytest.mark.parametrize("recorded", [None, "elsewhere/data_tokenizer.bin"])
