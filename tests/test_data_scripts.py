@@ -19,14 +19,9 @@ from llmc.dataloader import DataLoader, open_tokens
 from llmc.errors import UserError
 from llmc.tokenizer import Tokenizer, byte_encoding, byte_letters, find_tokenizer, token_bytes, write_tokenizer
 
-SCRIPTS = Path(__file__).parent.parent / "dev" / "data"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "dev" / "data"
 EOT = 256
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """Lets a test import the scripts' own modules."""
-    monkeypatch.syspath_prepend(SCRIPTS)
 
 
 @pytest.fixture
@@ -169,8 +164,8 @@ def server():
     server.server_close()
 
 
-def test_a_download_arrives_whole_and_is_not_repeated(scripts, server, tmp_path):
-    from common import download
+def test_a_download_arrives_whole_and_is_not_repeated(server, tmp_path):
+    from dev.data.common import download
 
     path = tmp_path / "data" / "text.txt"
     body = bytes(range(256)) * 1000
@@ -183,8 +178,8 @@ def test_a_download_arrives_whole_and_is_not_repeated(scripts, server, tmp_path)
 
 
 @pytest.mark.parametrize("status, body, length", [(404, b"page", 4), (500, b"", 0), (200, b"x" * 500, 1000)])
-def test_a_download_that_fails_or_breaks_off_leaves_nothing(scripts, server, tmp_path, status, body, length):
-    from common import download
+def test_a_download_that_fails_or_breaks_off_leaves_nothing(server, tmp_path, status, body, length):
+    from dev.data.common import download
 
     server.answers = [(status, body, length)]
     with pytest.raises(UserError, match="again"):
@@ -192,8 +187,8 @@ def test_a_download_that_fails_or_breaks_off_leaves_nothing(scripts, server, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_is_not_there_is_an_error(scripts, server, tmp_path):
-    from common import download
+def test_a_server_that_is_not_there_is_an_error(server, tmp_path):
+    from dev.data.common import download
 
     server.shutdown()
     server.server_close()
@@ -201,8 +196,8 @@ def test_a_server_that_is_not_there_is_an_error(scripts, server, tmp_path):
         download(server.url, tmp_path / "text.txt")
 
 
-def test_a_place_that_cannot_be_written_to_is_refused(scripts, server, tmp_path):
-    from common import download
+def test_a_place_that_cannot_be_written_to_is_refused(server, tmp_path):
+    from dev.data.common import download
 
     (tmp_path / "file").write_text("")
     assert "cannot be made" in run("python_docs.py", "--out", tmp_path / "file" / "python_docs", fails=True)
@@ -298,8 +293,8 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(scripts, texts, tokenizer, tmp_path):
-    from shards import write_shards
+def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(texts, tokenizer, tmp_path):
+    from dev.data.shards import write_shards
 
     out = tmp_path / "out" / "web"
     write_shards(texts, settings(tokenizer, out), split="train", first_split="val")
@@ -313,8 +308,8 @@ def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(scripts,
     assert find_tokenizer(out).name == "web_tokenizer.bin"
 
 
-def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(scripts, texts, large_tokenizer, tmp_path):
-    from shards import write_shards
+def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(texts, large_tokenizer, tmp_path):
+    from dev.data.shards import write_shards
 
     out = tmp_path / "out" / "web"
     write_shards(texts, settings(large_tokenizer, out), split="train")
@@ -325,8 +320,8 @@ def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(scripts, texts,
 
 
 @pytest.mark.parametrize("shard_tokens", [11, 64, 5000])
-def test_shards_of_any_size_hold_all_texts(scripts, texts, tokenizer, tmp_path, shard_tokens):
-    from shards import write_shards
+def test_shards_of_any_size_hold_all_texts(texts, tokenizer, tmp_path, shard_tokens):
+    from dev.data.shards import write_shards
 
     few = Texts(list(texts)[:40])
     write_shards(few, settings(tokenizer, tmp_path / "o" / "web", shard_tokens=shard_tokens, texts=30), split="train")
@@ -334,8 +329,8 @@ def test_shards_of_any_size_hold_all_texts(scripts, texts, tokenizer, tmp_path, 
     assert np.concatenate([open_tokens(shard) for shard in shards]).tolist() == joined(list(texts)[:30])
 
 
-def test_an_interrupted_run_goes_on_to_the_same_shards(scripts, texts, tokenizer, tmp_path, monkeypatch):
-    import shards
+def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_path, monkeypatch):
+    from dev.data import shards
 
     shards.write_shards(texts, settings(tokenizer, tmp_path / "whole" / "web"), split="train")
     whole = contents(tmp_path / "whole")
@@ -365,8 +360,8 @@ def test_an_interrupted_run_goes_on_to_the_same_shards(scripts, texts, tokenizer
     shards.write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
 
 
-def test_going_on_with_other_settings_is_refused(scripts, texts, tokenizer, tmp_path):
-    from shards import write_shards
+def test_going_on_with_other_settings_is_refused(texts, tokenizer, tmp_path):
+    from dev.data.shards import write_shards
 
     write_shards(texts, settings(tokenizer, tmp_path / "web"), split="train")
     for change in ({"shard_tokens": 999}, {"texts": 7}):
@@ -406,10 +401,13 @@ def test_without_the_datasets_library_the_scripts_say_how_to_get_it(tmp_path, to
         assert result.stderr.startswith("error: ") and "pip install datasets" in result.stderr
 
 
+@pytest.mark.parametrize("way", ["file", "module"])
 @pytest.mark.parametrize(
-    "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "debian_books"]
+    "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "debian_books", "text x -o y"]
 )
-def test_a_wrong_flag_is_refused_in_one_line(script):
-    done = subprocess.run([sys.executable, SCRIPTS / f"{script}.py", "--no-such-flag"], capture_output=True, text=True)
+def test_a_wrong_flag_is_refused_in_one_line(script, way):
+    script, *args = script.split()
+    program = ["-m", f"dev.data.{script}"] if way == "module" else [SCRIPTS / f"{script}.py"]
+    done = subprocess.run([sys.executable, *program, *args, "--no-such-flag"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unrecognized arguments: --no-such-flag; --help lists the flags\n"

@@ -35,15 +35,14 @@ WORDS += ["".join(random.Random(number).choices("aeiounrst", k=6)) for number in
 
 
 @pytest.fixture(autouse=True)
-def scripts(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(SCRIPTS)
+def in_an_empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def prepare(monkeypatch, capsys):
     """Runs text.py in this process, without measuring the machine; returns what it prints."""
-    import text
+    from dev.data import text
 
     monkeypatch.setattr(text, "recommend", lambda *args: [])
 
@@ -93,7 +92,7 @@ def write_texts(folder, numbers, words=40):
 
 def read(path, longest=1000):
     """The documents of a file or folder, and what was skipped."""
-    import documents as module
+    from dev.data import documents as module
 
     skipped = Counter()
     units = module.units_of(module.find_files([path], skipped), "text")
@@ -104,7 +103,7 @@ def read(path, longest=1000):
 
 
 def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
-    import text
+    from dev.data import text
 
     monkeypatch.setattr(text, "LEAST_TOKENS", 2)
     os.makedirs("in/sub/.git")
@@ -169,7 +168,7 @@ def test_a_text_of_which_a_few_bytes_are_damaged_is_read_without_them(text):
 
 @pytest.mark.parametrize("encoding", ["shift-jis", "euc-jp", "utf-8"])
 def test_an_encoding_is_detected_wherever_the_blocks_end(monkeypatch, encoding):
-    import documents as module
+    from dev.data import documents as module
 
     monkeypatch.setattr(module, "SAMPLE", 400)
     for block in range(500, 504):
@@ -189,7 +188,7 @@ def test_what_may_be_of_several_encodings_is_of_the_commonest():
 
 @pytest.mark.parametrize("text", ["words and words " * 500, "你好世界" * 800, "a" * 4000 + "\nb\n" * 9 + "é" * 2000])
 def test_a_line_of_any_length_is_divided_into_parts(monkeypatch, text):
-    import documents as module
+    from dev.data import documents as module
 
     monkeypatch.setattr(module, "UNIT", 1000)
     monkeypatch.setattr(module, "BLOCK", 100)
@@ -207,7 +206,7 @@ def test_records_may_begin_with_some_that_have_no_text():
 
 
 def test_html_loses_tags_and_what_no_browser_shows():
-    from documents import without_tags
+    from dev.data.documents import without_tags
 
     page = """<!DOCTYPE html><html><head><title>T</title><style>p {}</style><script>if (a < b) "</p>"</script></head>
     <body><nav>Home</nav><h1>A  head</h1><p>some <em>text</em>,
@@ -224,7 +223,7 @@ def test_html_loses_tags_and_what_no_browser_shows():
 
 @given(st.text(st.sampled_from("ab \n"), max_size=300), st.integers(2, 40), st.integers(1, 50))
 def test_cutting_loses_nothing_whatever_the_blocks(text, longest, block):
-    from documents import cut
+    from dev.data.documents import cut
 
     pieces = list(cut([text], longest))
     assert "".join(pieces) == text and all(0 < len(piece) <= longest for piece in pieces)
@@ -236,7 +235,7 @@ def test_cutting_loses_nothing_whatever_the_blocks(text, longest, block):
 
 @given(st.lists(st.text(st.sampled_from("aé "), max_size=30), min_size=1), st.integers(1, 64), st.booleans())
 def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends):
-    import documents as module
+    from dev.data import documents as module
 
     data = "\n".join(lines) + "\n" * ends
     Path("a.txt").write_text(data, encoding="utf-8")
@@ -253,8 +252,9 @@ def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends)
 
 def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     arrow = pytest.importorskip("pyarrow")
-    import documents as module
     from pyarrow import parquet
+
+    from dev.data import documents as module
 
     rows = [f"row {number}\r\n" for number in range(50)]
     columns = {"body": [*rows, None, " "], "id": range(52)}
@@ -276,8 +276,8 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
 
 
 def test_duplicates_are_removed_wherever_they_are(prepare, monkeypatch):
-    import documents as module
-    import text
+    from dev.data import documents as module
+    from dev.data import text
 
     write_texts("in", range(40))
     write_texts("copies", range(20, 60))
@@ -308,13 +308,13 @@ def test_texts_that_are_added_move_none_from_one_split_to_the_other(prepare):
 
 def in_two_processes(files_in_unit):
     """The beginning of the command that runs text.py in two processes, without measuring the machine."""
-    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import text, documents; "
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from dev.data import documents, text; "
     code += f"documents.FILES_IN_UNIT = {files_in_unit}; text.recommend = lambda *args: []; text.run(text.main)"
     return [sys.executable, "-c", code, "--workers", "2"]
 
 
 def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
-    import documents as module
+    from dev.data import documents as module
 
     monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
     write_texts("in", range(60), words=200)
@@ -327,7 +327,7 @@ def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", [("--tokenizer", "bytes"), ("--train-tokenizer", "280")])
 def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monkeypatch, tokenizer):
-    import documents as module
+    from dev.data import documents as module
 
     monkeypatch.setattr(module, "FILES_IN_UNIT", 4)
     write_texts("in", range(15))
@@ -400,7 +400,7 @@ def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files(prepare):
 
 
 def test_a_run_that_goes_on_with_other_options_or_texts_is_refused(prepare, monkeypatch):
-    import text
+    from dev.data import text
 
     write_texts("in", range(20))
     args = ["in", "-o", "x", "--val", "0.3"]
@@ -443,14 +443,14 @@ def test_what_is_left_of_another_dataset_is_not_taken_for_a_part_of_this(prepare
 def test_all_processes_have_ended_with_their_work():
     import multiprocessing
 
-    import text
+    from dev.data import text
 
     assert list(text.in_order(2, abs, [(-1,), (2,)])) == [1, 2]
     assert not multiprocessing.active_children()  # for which Python would wait later, and Ctrl-C be a traceback
 
 
 def test_two_runs_at_the_same_place_do_not_meet(prepare):
-    import text
+    from dev.data import text
 
     write_texts("in", range(20))
     with text.locked(Path("x_work")):
@@ -551,7 +551,7 @@ def test_a_package_that_is_missing_is_asked_for(prepare, monkeypatch, package):
 
 
 def test_the_longest_document_can_be_split_even_if_it_is_white_space():
-    import text
+    from dev.data import text
 
     n = text.MOST_CHARACTERS - 1
     for space in (" ", "\n"):
@@ -634,7 +634,7 @@ def test_a_tokenizer_that_is_given_goes_along(prepare, trained, suffix):
 
 @pytest.mark.parametrize("kind, speed", [("cpu", 2e11), ("cuda", 4e14)])
 def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, kind, speed):
-    import recommend as module
+    from dev.data import recommend as module
 
     for name in ("use", "use_tf32"):
         monkeypatch.setattr(module.device, name, lambda how: None)
@@ -682,7 +682,7 @@ def test_the_bible_is_unpacked_and_a_package_that_is_not_there_is_left_out(monke
     import struct
     import zlib
 
-    import debian_books as module
+    from dev.data import debian_books as module
 
     books = ['<title type="main">Genesis</title> <div sID="gen3" type="x-p"/>In the <w lemma="H7225">beginning</w>'
              '<note n="1">a <b>note</b></note>.', '<div sID="x" type="x-p"/>And <w>God</w> said é']  # fmt: skip

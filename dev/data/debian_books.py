@@ -27,9 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-from common import DATA, make_folder, run
-from documents import Part, kind_of, read_documents
-
+from dev.data.common import DATA, make_folder, run
+from dev.data.documents import Part, kind_of, read_documents
 from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
 from llmc.files import replacing

@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 import numpy as np
-from common import DATA, download, load_tokenizer, make_folder, read_text, run
 
+from dev.data.common import DATA, download, load_tokenizer, make_folder, read_text, run
 from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
 from llmc.evaluation import START_EXAMPLE

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import encode_texts, load_tokenizer, make_folder, write_vocabulary
 from tqdm import tqdm
 
+from dev.data.common import encode_texts, load_tokenizer, make_folder, write_vocabulary
 from llmc.arguments import Parser, a_path, positive
 from llmc.dataloader import token_format, write_tokens
 from llmc.errors import UserError

@@ -45,12 +45,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 import numpy as np
-from common import encode_texts, make_folder, run, write_vocabulary
-from documents import File, Part, find_files, optional, read_documents, units_of
-from recommend import LEAST_TOKENS, recommend
-from shards import ShardWriter
 from tqdm import tqdm
 
+from dev.data.common import encode_texts, make_folder, run, write_vocabulary
+from dev.data.documents import File, Part, find_files, optional, read_documents, units_of
+from dev.data.recommend import LEAST_TOKENS, recommend
+from dev.data.shards import ShardWriter
 from llmc.arguments import Parser, a_path, number, positive, whole_number
 from llmc.dataloader import open_tokens, token_format
 from llmc.errors import UserError

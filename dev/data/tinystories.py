@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-from common import DATA, run
-from shards import load_texts, make_parser, write_shards
+from dev.data.common import DATA, run
+from dev.data.shards import load_texts, make_parser, write_shards
 
 
 def main() -> None:
