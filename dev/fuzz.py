@@ -83,7 +83,8 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
             loader.next_batch(*batch)
 
     tokens = rng.integers(0, 100, 40)
-    files = [content(write_tokens, tokens), content(write_tokens, tokens, 70_000), tokens.astype("<i4").tobytes()]
+    raw = [tokens.astype(dtype).tobytes() for dtype in ("<i4", "<u2")]
+    files = [content(write_tokens, tokens), content(write_tokens, tokens, 70_000), *raw]
     found["tokens"] = (read_tokens, files)
 
     def tokenizer_header(version: int) -> bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmc import ranks
+from llmc.dataloader import find_token_files, open_tokens
 from llmc.errors import UserError
 from llmc.schedule import SCHEDULES
 from llmc.tensors import Config
@@ -236,6 +237,8 @@ def complete(args: argparse.Namespace) -> None:
     for values that do not fit together."""
     args.B, args.T = args.batch_size, args.sequence_length
     if args.val_data is None and (Path(args.data).is_file() or any(c in args.data for c in "*?[")):
+        for file in find_token_files(args.data, "train"):
+            open_tokens(file)  # which says what the file is where it holds no tokens
         raise UserError(f"-i {args.data} names files of training data: name those for validation with -j")
     args.val_data = args.val_data or args.data
     args.shuffle_seed = args.seed

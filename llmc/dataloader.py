@@ -2,7 +2,8 @@
 
 A token file is llm.c's: int32[256] header, then the tokens. Where the vocabulary has at most 65536 tokens, the header
 is (20240520, 1, number of tokens) and the tokens are uint16; where it has more, (20240801, 7, number of tokens) and
-uint32. The first releases of llm.c wrote raw int32 tokens without a header. A dataset is one file or several (shards).
+uint32. Two kinds of file have no header: the first releases of llm.c wrote int32 tokens, and nanoGPT writes uint16. The
+tokens tell which: as int32, almost all have an upper half near zero. A dataset is one file or several (shards).
 
 A shard is seen as consecutive windows of T tokens, and a row of a batch is one window: T inputs, and as targets the
 same tokens one place on. A batch is B windows in order, so that without shuffling it is B*T + 1 consecutive tokens,
@@ -11,6 +12,7 @@ shuffle seed the order of shards, and of the windows in each, is drawn anew ever
 """
 
 import hashlib
+import shlex
 from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
@@ -18,10 +20,22 @@ from pathlib import Path
 import numpy as np
 
 from llmc.errors import UserError
-from llmc.files import CONTENTS, HEADER_BYTES, TOKENS, TOKENS_32, file_size, make_header, read_header, replacing
+from llmc.files import (
+    CONTENTS,
+    HEADER_BYTES,
+    TOKENS,
+    TOKENS_32,
+    file_size,
+    looks_like_text,
+    make_header,
+    read_header,
+    replacing,
+)
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
 CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read
+LOOKED_AT = 1 << 16           # bytes, by which a file without a header is told from others
+UPPER_HALF = 1 << 4           # above that of any token of 32 bits, for no vocabulary has 2**20 of them
 FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
 
 FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
@@ -31,7 +45,8 @@ def find_token_files(pattern: str | Path, split: str) -> list[Path]:
     """The token files that `pattern` stands for, in order.
 
     A file or a glob stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or where there is no such
-    file the shards `<prefix>_<split>_*.bin`. Raises UserError where there is nothing.
+    file the shards `<prefix>_<split>_*.bin`; or it is a folder, as nanoGPT has them, with `<split>.bin` in it. Raises
+    UserError where there is nothing.
     """
     if Path(pattern).is_file():
         return [Path(pattern)]
@@ -44,22 +59,39 @@ def find_token_files(pattern: str | Path, split: str) -> list[Path]:
         raise UserError(f"{pattern}: no such file; {REMEDY}")
     file = Path(f"{pattern}_{split}.bin")
     shards = sorted(file.parent.glob(f"{file.stem}_*.bin"))
-    if not file.is_file() and not shards:
-        raise UserError(f"{file}: no such file; {REMEDY}")
-    return [file] if file.is_file() else shards
+    if file.is_file() or shards:
+        return [file] if file.is_file() else shards
+    if Path(pattern).is_dir():
+        return [_file_in_folder(Path(pattern), split)]
+    raise UserError(f"{file}: no such file; {REMEDY}")
+
+
+def _file_in_folder(folder: Path, split: str) -> Path:
+    """`<split>.bin`. Raises UserError where the folder has none, with a line for who meant what is in it."""
+    file = folder / f"{split}.bin"
+    if file.is_file():
+        return file
+    prefixes = sorted({path.name.rpartition(f"_{split}")[0] for path in folder.glob(f"*_{split}*.bin")})
+    if prefixes:
+        raise UserError(f"{folder}: a folder; name a dataset in it, such as -i {folder / prefixes[0]}")
+    raise UserError(f"{folder}: a folder without {split}.bin; {_tokens_of_text(folder, Path('data', folder.name))}")
+
+
+def _tokens_of_text(text: Path, out: Path, flags: str = "") -> str:
+    """How to make tokens of a text."""
+    source, prefix = shlex.quote(str(text)), shlex.quote(str(out))
+    return f"to make tokens of text: python dev/data/text.py {source} -o {prefix}{flags}; then train with -i {prefix}"
 
 
 def open_tokens(path: str | Path) -> np.ndarray:
-    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or int32 for a raw file.
+    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or without a header int32 or uint16.
 
     Raises UserError where the file is missing, empty, of another kind or version, or not as long as its header says.
     """
     size = file_size(path, REMEDY)
     magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
     if magic not in CONTENTS:
-        if size == 0 or size % 4:
-            raise UserError(f"{path}: {size} bytes are neither tokens with a header nor raw int32 tokens; {REMEDY}")
-        return np.memmap(path, dtype="<i4", mode="r")
+        return np.memmap(path, dtype=_type_without_header(Path(path), size), mode="r")
     header = read_header(path, magic if magic in FORMATS else TOKENS, REMEDY)
     version, dtype = FORMATS[magic]
     if header[1] != version:
@@ -70,6 +102,32 @@ def open_tokens(path: str | Path) -> np.ndarray:
     if size != expected:
         raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {REMEDY}")
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
+
+
+def _type_without_header(path: Path, size: int) -> np.dtype:
+    """The type of the tokens in a file without a header. Raises UserError where it holds something else."""
+    with open(path, "rb") as file:
+        head = file.read(LOOKED_AT)
+    packed = {b"\x1f\x8b": "a gzip file", b"PAR1": "a Parquet file"}
+    what = "text" if looks_like_text(head) else next((packed[start] for start in packed if head.startswith(start)), "")
+    if what:  # a .bin was meant to be tokens, and may be the error page of a server
+        remedy = REMEDY if path.suffix == ".bin" else _tokens_of_text(path, Path("data", path.name.partition(".")[0]))
+        raise UserError(f"{path}: {what}, where tokens should be; {remedy}")
+    meta = path.with_name("meta.pkl")
+    if meta.is_file():
+        out = Path("data", f"{path.absolute().parent.name}_bytes")
+        remedy = _tokens_of_text(path.with_name("input.txt"), out, " --tokenizer bytes")
+        raise UserError(
+            f"{path}: its tokens are nanoGPT's numbers for characters, and {meta}, which says which, is not opened: a "
+            f"pickle can run a program; {remedy}"
+        )
+    upper = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # halves of int32, or every other uint16
+    dtype = np.dtype("<u2" if 2 * np.count_nonzero(upper >= UPPER_HALF) > upper.size else "<i4")
+    if size == 0 or size % dtype.itemsize:
+        raise UserError(
+            f"{path}: {size} bytes are neither tokens with a header nor raw tokens, int32 or uint16; {REMEDY}"
+        )
+    return dtype
 
 
 def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16) -> None:

@@ -3,6 +3,7 @@
 Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers, the first of which says what follows.
 """
 
+import codecs
 import errno
 import os
 import stat
@@ -41,6 +42,13 @@ TRAINERS = {
     PYTHIA_MODEL: "train_pythia_fp32.py",
 }
 
+CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape
+MOST_CONTROLS = 0.01  # of the bytes of a text; a file with more is binary
+MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+
 
 def make_header(*values: int) -> np.ndarray:
     """A header, int32 (256,): the given values, then zeros."""
@@ -66,6 +74,15 @@ def file_size(path: str | Path, remedy: str) -> int:
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
+
+
+def looks_like_text(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is text, in whatever encoding: it has a byte order mark, or no zero
+    and next to no control characters."""
+    if any(head.startswith(mark) for mark, _ in MARKS):
+        return True
+    controls = len(head) - len(head.translate(None, CONTROLS))
+    return bool(head) and b"\0" not in head and controls <= MOST_CONTROLS * len(head)
 
 
 def first_word(path: str | Path) -> int | None:

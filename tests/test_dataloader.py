@@ -1,7 +1,9 @@
 """Token files and the walk through them: llm.c's order without a seed, a reproducible shuffle with one."""
 
+import gzip
 import json
 import os
+import shlex
 import struct
 import subprocess
 import sys
@@ -12,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmc import dataloader
+from llmc.arguments import parse_arguments
 from llmc.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
 from llmc.errors import UserError
+from train_gpt2_fp32 import GPT2Config
 
 V = 60000
 LLAMA3_V = 128256
@@ -217,7 +221,7 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
     assert "y.bin: no such file" in message(pattern="y.bin")
     assert "dev/download_starter_pack.sh" in message()
     assert "0 bytes" in message(b"")
-    assert "7 bytes" in message(b"1234567")
+    assert "7 bytes" in message(b"\x00123456")
     assert "truncated or damaged" in message(header + b"\0" * 5)
     assert "truncated or damaged" in message(header + b"\0" * 7)
     assert "too short" in message(header[:1000])
@@ -227,7 +231,60 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
     assert "-1 tokens" in message(struct.pack("<256i", 20240520, 1, -1, *[0] * 253) + b"\0" * 8)
     assert "token file version 1; version 7" in message(struct.pack("<256i", 20240801, 1, 3, *[0] * 253))
     assert "truncated or damaged" in message(struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + b"\0" * 6)
-    assert "outside" in message(b"<!DOCTYPE html> " * 80)
+    page = message(b"<!DOCTYPE html> " * 80)
+    assert "x_train.bin: text, where tokens should be" in page and "dev/download_starter_pack.sh" in page
+
+
+ENGLISH = "To be, or not to be, that is the question.\n" * 40
+
+
+@pytest.mark.parametrize(
+    "name, data, what",
+    [
+        ("text.txt", ENGLISH.encode(), "text"), ("a b.text", "Être ou ne pas être".encode("latin-1"), "text"),
+        ("wide.txt", ENGLISH.encode("utf-16"), "text"), ("kanji", "生きるべきか死ぬべきか".encode("shift_jis"), "text"),
+        ("x.jsonl", b'{"text": "a"}\n', "text"), ("x.txt.gz", gzip.compress(ENGLISH.encode()), "a gzip file"),
+        ("x.parquet", b"PAR1" + bytes(range(256)), "a Parquet file"),
+    ],
+)  # fmt: skip
+def test_for_a_text_instead_of_tokens_the_command_is_named_that_makes_some(tmp_path, monkeypatch, name, data, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    message = refusal(DataLoader, name, "train", 1, 1, V)
+    assert message == refusal(parse_arguments, GPT2Config, ["-i", name])
+    assert message.startswith(f"{name}: {what}, where tokens should be; ")
+    command, _, then = message.partition("python ")[2].partition("; then train with ")
+    script, source, out, prefix = shlex.split(command)
+    assert (script, source, out) == ("dev/data/text.py", name, "-o") and shlex.split(then) == ["-i", prefix]
+    (tmp_path / "texts").mkdir()
+    assert "python dev/data/text.py texts -o data/texts;" in refusal(DataLoader, "texts", "train", 1, 1, V)
+
+
+@pytest.mark.parametrize("size", [1998, 1999])
+def test_nanogpts_tokens_of_16_bits_without_a_header_are_read_from_its_folder(tmp_path, rng, size):
+    tokens = {split: rng.integers(0, 50257, size) for split in ("train", "val")}
+    for split in tokens:
+        tokens[split].astype("<u2").tofile(tmp_path / f"{split}.bin")
+        for pattern in (tmp_path, f"{tmp_path}/", tmp_path / f"{split}.bin"):
+            loader = DataLoader(pattern, split, 2, 50, V)
+            assert loader.num_tokens == size and [file.name for file in loader.files] == [f"{split}.bin"]
+            np.testing.assert_array_equal(loader.shards[0], tokens[split])
+
+
+def test_nanogpts_numbers_for_characters_are_refused_and_its_pickle_never_opened(tmp_path, monkeypatch):
+    (tmp_path / "char").mkdir()
+    np.random.default_rng(0).integers(0, 65, 999).astype("<u2").tofile(tmp_path / "char/train.bin")
+    (tmp_path / "char/meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    monkeypatch.chdir(tmp_path)
+    message = refusal(DataLoader, "char", "train", 1, 8, V)
+    assert "char/train.bin" in message and "char/meta.pkl" in message
+    assert "dev/data/text.py char/input.txt -o data/char_bytes --tokenizer bytes" in message
+    assert os.listdir(tmp_path) == ["char"]
+
+
+def test_a_folder_of_datasets_is_refused_by_the_name_of_one(tmp_path):
+    write_tokens(tmp_path / "mine_train_000000.bin", [1, 2, 3])
+    assert f"name a dataset in it, such as -i {tmp_path}/mine" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
 
 
 @given(
@@ -244,7 +301,7 @@ def test_a_damaged_file_opens_to_the_tokens_it_says_or_is_refused_in_one_line(
     except UserError as error:
         assert str(error).startswith(str(tmp_path / "x.bin")) and "\n" not in str(error)
     else:
-        assert tokens.size == (count if magic > 0 and length >= 4 else length // 4)
+        assert tokens.size == count if magic > 0 and length >= 4 else tokens.nbytes == length
 
 
 def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_passed_over(tmp_path, shards):

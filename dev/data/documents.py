@@ -32,6 +32,7 @@ from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 from llmc.errors import UserError, first_line
+from llmc.files import CONTROLS, MARKS, MOST_CONTROLS
 from llmc.tokenizer import without_surrogates
 
 TEXT, HTML = (".txt", ".text", ".md", ".markdown", ".rst"), (".html", ".htm", ".xhtml")
@@ -43,14 +44,7 @@ SAMPLE = 1 << 16         # bytes from which an encoding is detected
 FIRST_LINES = 100        # of records, one of which must have the field
 UNIT = 1 << 23           # bytes of files in a unit of work
 FILES_IN_UNIT = 1000
-MOST_CONTROLS = 0.01     # of the bytes of a text; what has more is binary
 MOST_WRONG = 0.01        # of the characters of a text in the encoding that it seems to have
-CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape
-
-MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
-)  # fmt: skip
 
 
 class Unreadable(Exception):
