@@ -48,6 +48,8 @@ class Tokenizer:
     """The bytes of every token, the token that ends a text, and the one that begins it: of a `.bin`, the same. special:
     the tokens that stand for no text."""
 
+    normalizer = None  # of the tokenizers library, in a `.json` that has one: it changes a text before it is encoded
+
     def __init__(self, tokens: list[bytes], eot: int) -> None:
         self.tokens, self.eot, self.bos, self.special = tokens, eot, eot, {eot}
 
@@ -148,7 +150,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, library, tokens: list[bytes], eot: int) -> None:
         super().__init__(tokens, eot)
-        self._library = library
+        self._library, self.normalizer = library, library.normalizer
         self.bos = next(iter(library.encode("").ids), eot)
         added_tokens = library.get_added_tokens_decoder()
         self.special |= {self.bos, *(token for token, added in added_tokens.items() if added.special)}

@@ -264,6 +264,54 @@ def test_hellaswag_refuses_a_vocabulary_beyond_16_bits_at_once(tmp_path, large_t
     assert "tokenizer.json: 70002 tokens" in message and "16 bits" in message
 
 
+# Tokenizers that lose something
+
+
+@pytest.fixture
+def ascii_tokenizer(tmp_path):
+    """A tokenizer.json that has no token for a byte above 127, as one that is trained without an initial alphabet."""
+    letters = byte_letters()[:128]
+    library = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "ascii.json"))
+    return tmp_path / "ascii.json"
+
+
+def test_every_script_refuses_a_tokenizer_that_cannot_spell_its_texts(tmp_path, ascii_tokenizer):
+    from dev.data.shards import write_shards
+
+    (tmp_path / "text.txt").write_text("a naïve speech\n\n" * 20, encoding="utf-8")
+    (tmp_path / "h.jsonl").write_text(hellaswag_line() + "\n", encoding="utf-8")
+    args = ["--tokenizer", ascii_tokenizer, "--out", tmp_path / "x"]
+    messages = [
+        run("tiny_shakespeare.py", *args, "--text", tmp_path / "text.txt", fails=True),
+        run("hellaswag.py", *args, "--jsonl", tmp_path / "h.jsonl", fails=True),
+    ]
+    with pytest.raises(UserError) as caught:
+        write_shards(Texts(["naïve"]), settings(ascii_tokenizer, tmp_path / "x"), split="train")
+    for message in (*messages, f"error: {caught.value}"):
+        assert message.startswith("error: --tokenizer: it cannot spell ")
+    assert not list(tmp_path.glob("x*.bin")) or [path.name for path in tmp_path.glob("x*.bin")] == ["x_tokenizer.bin"]
+
+
+def test_every_script_says_that_a_normalizer_changes_its_texts(tmp_path, tokenizer, capsys):
+    from dev.data.common import encode, load_tokenizer
+
+    assert load_tokenizer(tokenizer).normalizer is None and capsys.readouterr().out == ""
+    library = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder, library.normalizer = decoders.ByteLevel(), tokenizers.normalizers.NFC()
+    library.add_special_tokens(["<|endoftext|>"])
+    library.save(str(tmp_path / "nfc.json"))
+    changing = load_tokenizer(tmp_path / "nfc.json")
+    said = capsys.readouterr().out
+    assert said == f"{tmp_path}/nfc.json: its normalizer (NFC) changes texts before they are encoded\n"
+    tokens, surrogate = encode(changing, ["e\u0301", "\ud83d"])
+    assert bytes(tokens) == "é".encode() and bytes(surrogate) == "\ufffd".encode()
+
+
 # Shards
 
 

@@ -3,13 +3,16 @@
 import gzip
 import json
 import os
+import pickle
 import random
+import re
 import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -18,13 +21,15 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import generate
 from dev import export_hf
+from dev.data.common import Unsuitable
 from llmc.arguments import parse_arguments
 from llmc.dataloader import find_token_files, open_tokens
 from llmc.errors import UserError
-from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, load_model_tokenizer
+from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, byte_letters, load_model_tokenizer
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +52,7 @@ def prepare(monkeypatch, capsys):
     monkeypatch.setattr(text, "recommend", lambda *args: [])
 
     def run(*args):
+        text.load_tokenizer.cache_clear()  # another test's, at the same place in another folder
         monkeypatch.setattr(sys, "argv", ["text.py", *map(str, args), "--workers", "1"])
         text.main()
         return capsys.readouterr().out
@@ -627,6 +633,64 @@ def test_a_tokenizer_that_is_given_goes_along(prepare, trained, suffix):
     assert isinstance(ours, HuggingFaceTokenizer) == (suffix == "json") and ours.eot == given.eot
     for prompt in AWKWARD:
         assert ours.encode(prompt) == given.encode(prompt)
+
+
+def write_tokenizer_json(path, alphabet, normalizer=None, prefix_space=False, unknown=None):
+    """A tokenizer.json that has a token for each byte of the alphabet, and no other but the end of a text."""
+    letters = byte_letters()
+    names = [letters[byte] for byte in sorted({*alphabet})] + ([unknown] if unknown else [])
+    library = tokenizers.Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], unk_token=unknown))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<|endoftext|>"])
+    if normalizer:
+        library.normalizer = normalizer
+    library.save(path)
+
+
+@pytest.mark.parametrize("unknown", [None, "<unk>"])
+def test_a_tokenizer_that_cannot_spell_the_text_is_refused(prepare, unknown):
+    write_tokenizer_json("ascii.json", bytes(range(128)), unknown=unknown)
+    write_texts("in", range(20))
+    args = ["-o", "x", "--tokenizer", "ascii.json", "--val", "0.3"]
+    message = refusal(prepare, "in", *args)
+    assert message.startswith("--tokenizer: it cannot spell '") and "--train-tokenizer" in message
+    assert str(pickle.loads(pickle.dumps(Unsuitable(message)))) == message  # as it comes from another process
+    os.mkdir("plain")
+    for number in range(20):
+        Path(f"plain/{number}.txt").write_text(f"{number} it needs no other letter")
+    assert "normalizer" not in prepare("plain", *args)
+
+
+@pytest.mark.parametrize(
+    "normalizer, name, kept",
+    [
+        (normalizers.NFC(), "NFC", lambda text: unicodedata.normalize("NFC", text)),
+        (normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]), "NFD + Lowercase",
+         lambda text: unicodedata.normalize("NFD", text).lower()),
+        (normalizers.Replace("e", ""), "Replace", lambda text: text.replace("e", "")),
+    ],
+)  # fmt: skip
+def test_what_a_normalizer_changes_is_said_with_the_bytes_that_are_left(prepare, normalizer, name, kept):
+    write_tokenizer_json("changing.json", bytes(range(256)), normalizer)
+    texts = [f"{number} re\u0301sume\u0301 Été, the theatre" for number in range(20)]
+    os.mkdir("in")
+    for number, text in enumerate(texts):
+        Path(f"in/{number}.txt").write_text(text, encoding="utf-8")
+    said = prepare("in", "-o", "x", "--tokenizer", "changing.json", "--val", "0.3")
+    size = sum(len(kept(text).encode()) for text in texts)
+    line = rf"^normalizer  {re.escape(name)} changes texts .*: {size:,} \(train .*\) bytes after it$"
+    assert re.search(line, said, re.M)
+    assert f"bytes       {sum(len(text.encode()) for text in texts):,} " in said
+    tokenizer = Tokenizer.load("x_tokenizer.json")
+    found = b"".join(map(tokenizer.decode, open_tokens("x_train_000000.bin"))).decode().split("<|endoftext|>")[1:]
+    assert {*found} < {kept(text) for text in texts}
+
+
+def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_loss(prepare):
+    write_tokenizer_json("space.json", bytes(range(256)), prefix_space=True)
+    write_texts("in", range(20))
+    prepare("in", "-o", "x", "--tokenizer", "space.json", "--val", "0.3")
 
 
 # What is advised

@@ -2,6 +2,8 @@
 
 import http.client
 import io
+import json
+import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,9 +15,13 @@ from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.files import open_file, replacing
 from llmc.program import run_program
-from llmc.tokenizer import Tokenizer, gpt2_encoding, tokenizer_files, write_tokenizer
+from llmc.tokenizer import Tokenizer, gpt2_encoding, tokenizer_files, without_surrogates, write_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "data"
+
+
+class Unsuitable(UserError):
+    """What the texts do not allow with these options: what has been done is of no use."""
 
 
 def run(main: Callable[[], None]) -> None:
@@ -73,13 +79,52 @@ def read_text(path: Path) -> str:
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer of a `.bin` or a `tokenizer.json`, or GPT-2's."""
-    return Tokenizer.from_encoding(gpt2_encoding()) if path is None else Tokenizer.load(path)
+    """The tokenizer of a `.bin` or a `tokenizer.json`, or GPT-2's. Says where it changes texts."""
+    tokenizer = Tokenizer.from_encoding(gpt2_encoding()) if path is None else Tokenizer.load(path)
+    if changes := changes_of(tokenizer):
+        print(f"{path}: its normalizer ({changes}) changes texts before they are encoded")
+    return tokenizer
+
+
+def changes_of(tokenizer: Tokenizer) -> str:
+    """What the tokenizer's normalizer does to a text, in the tokenizers library's words; "" where it has none."""
+    if tokenizer.normalizer is None:
+        return ""
+    state = json.loads(tokenizer.normalizer.__getstate__())
+    return " + ".join(part["type"] for part in state.get("normalizers", [state]))
+
+
+def encode(tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
+    """The tokens of texts. Raises Unsuitable where a text cannot be had back from its tokens."""
+    encoded = tokenizer.encode_ordinary_batch(texts, num_threads)
+    for text, ids in zip(texts, encoded, strict=True):
+        _check_spelling(tokenizer, text, ids)
+    return encoded
+
+
+def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
+    """Raises Unsuitable unless the tokens of a text spell it. What a normalizer has changed may differ, for the
+    tokenizer's file asks for that, and a space before the text, which some tokenizers put there."""
+    spelled = b"".join([tokenizer.tokens[token] for token in ids])
+    if spelled == text.encode(errors="surrogatepass"):
+        return
+    text = without_surrogates(text)
+    text = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+    wanted = text.encode()
+    if spelled in (wanted, b" " + wanted):
+        return
+    at = len(wanted[: len(os.path.commonprefix([spelled, wanted]))].decode(errors="ignore"))
+    raise Unsuitable(
+        f"--tokenizer: it cannot spell {text[at : at + 1]!r} in {text[max(0, at - 20) : at + 20]!r}: a text of "
+        f"{len(wanted):,} bytes comes back from its tokens with {len(spelled):,}; use a tokenizer that has all 256 "
+        "bytes, such as GPT-2's, or let dev/data/text.py learn one (--train-tokenizer)"
+    )
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
-    """The tokens of texts as a dataset holds them: before each the token that begins a text."""
-    return [[tokenizer.bos, *tokens] for tokens in tokenizer.encode_ordinary_batch(texts, num_threads)]
+    """The tokens of texts as a dataset holds them: before each the token that begins a text. Raises Unsuitable as
+    `encode` does."""
+    return [[tokenizer.bos, *tokens] for tokens in encode(tokenizer, texts, num_threads)]
 
 
 def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 import numpy as np
 
-from dev.data.common import DATA, download, load_tokenizer, make_folder, read_text, run
+from dev.data.common import DATA, Unsuitable, download, encode, load_tokenizer, make_folder, read_text, run
 from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
 from llmc.evaluation import START_EXAMPLE
@@ -35,9 +35,10 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 
 
 def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int]:
-    """One example's part of the uint16 stream. Raises ValueError for what the format cannot hold."""
+    """One example's part of the uint16 stream. Raises ValueError for what the format cannot hold, Unsuitable for what
+    the tokenizer cannot spell."""
     texts = [example["ctx"], *(f" {ending}" for ending in example["endings"])]
-    context, *endings = tokenizer.encode_ordinary_batch(texts)
+    context, *endings = encode(tokenizer, texts)
     label = int(example["label"])
     if len(endings) != 4 or not 0 <= label < 4:
         raise ValueError(f"{len(endings)} endings with label {label}; 4 endings are needed, one of them right")
@@ -71,6 +72,8 @@ def main() -> None:
     for number, line in enumerate(lines):
         try:
             examples.append(np.array(encode_example(number, json.loads(line), tokenizer), "<u2"))
+        except Unsuitable:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{args.jsonl}, line {number + 1}: no HellaSwag example ({error!r})") from None
         if (number + 1) % 1000 == 0:

@@ -47,8 +47,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 import numpy as np
 from tqdm import tqdm
 
-from dev.data.common import encode_texts, make_folder, run, write_vocabulary
-from dev.data.documents import File, Part, find_files, optional, read_documents, units_of
+from dev.data.common import Unsuitable, changes_of, encode_texts, make_folder, run, write_vocabulary
+from dev.data.documents import BLOCK, File, Part, find_files, optional, read_documents, units_of
 from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
 from llmc.arguments import Parser, a_path, number, positive, whole_number
@@ -136,7 +136,7 @@ def encode_unit(
     parts: list[Part], field: str, longest: int, places: np.ndarray, tokenizer: Path, out: dict[int, Path]
 ) -> None:
     """Writes the tokens of a unit's documents, by their place, to the files `out`: nothing but tokens, of the type that
-    the vocabulary has."""
+    the vocabulary has. Raises Unsuitable where they do not spell the documents."""
     encoder = load_tokenizer(tokenizer)
     dtype = token_format(encoder.vocab_size)[2]
     threads = 1 if multiprocessing.parent_process() else None
@@ -193,10 +193,6 @@ def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[An
 
 
 # The stages
-
-
-class Unsuitable(UserError):
-    """What these texts do not allow with these options: what has been done is of no use."""
 
 
 class Job:
@@ -485,6 +481,12 @@ def publish(work: Path, out: Path) -> None:
         raise UserError(f"{error.filename}: cannot be moved or removed ({error.strerror.lower()})") from None
 
 
+def bytes_in(shard: Path, lengths: np.ndarray) -> int:
+    """The bytes of text that the tokens of a shard stand for. lengths: those of each token."""
+    tokens = open_tokens(shard)
+    return sum(int(lengths[tokens[at : at + BLOCK]].sum()) for at in range(0, tokens.size, BLOCK))
+
+
 def print_summary(out: Path, summary: dict[str, Any]) -> None:
     def split(of: dict[str, int]) -> str:
         return f"{sum(of.values()):,} ({', '.join(f'{name} {number:,}' for name, number in of.items())})"
@@ -494,6 +496,9 @@ def print_summary(out: Path, summary: dict[str, Any]) -> None:
     print(f"skipped     {reasons(summary['skipped']) or 'nothing'}")
     print(f"characters  {split(summary['characters'])}")
     print(f"bytes       {split(summary['bytes'])}, in UTF-8")
+    if "normalizer" in summary:
+        decoded = split(summary["decoded"])
+        print(f"normalizer  {summary['normalizer']} changes texts before they are encoded: {decoded} bytes after it")
     print(f"tokens      {split(summary['tokens'])}, {characters / tokens:.2f} characters a token")
     print(f"vocabulary  {summary['vocabulary']:,}")
     print(f"files       {', '.join(str(out.with_name(file)) for file in summary['files'])}")
@@ -560,6 +565,10 @@ def make(
     names = [name for name in names if (work / name).is_file()]
     names += [path.name for paths in shards.values() for path in paths]
     rest = {"tokens": tokens, "vocabulary": tokenizer.vocab_size, "files": names, "settings": settings}
+    if changes := changes_of(tokenizer):
+        lengths = tokenizer.text_bytes(tokenizer.vocab_size)
+        decoded = {split: sum(bytes_in(path, lengths) for path in paths) for split, paths in shards.items()}
+        rest |= {"normalizer": changes, "decoded": decoded}
     write_json(work / f"{args.out.name}_summary.json", summary | rest)
 
 
