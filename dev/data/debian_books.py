@@ -5,7 +5,8 @@
 
 Runs on Debian and what is made from it, needs no root, and installs nothing: apt-get fetches the packages that the
 machine's own sources offer, dpkg-deb unpacks them, and what is text in English goes to a folder for each package,
-with the package's copyright file beside it. apt's lists and packages lie in the folder .apt there, not in the system's.
+with the package's copyright file beside it as .copyright. apt's lists and packages lie in the folder .apt there, not in
+the system's.
 A package that the machine's release does not have is left out. Run it again to go on after an interruption.
 
 Each package has licences of its own, which the table names in short and its copyright file in full. They allow to
@@ -19,7 +20,6 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from getpass import getuser
@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 from dev.data.common import DATA, make_folder, run
-from dev.data.documents import Part, kind_of, read_documents
+from dev.data.documents import Notes, Part, kind_of, read_documents
 from llmc.arguments import Parser, a_path
 from llmc.errors import UserError
 from llmc.files import replacing
@@ -128,7 +128,7 @@ def unpack(book: Book, package: str, deb: Path, to: Path) -> None:
     for path in sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink()):
         name = path.relative_to(root).as_posix()
         if f"/doc/{package}/copyright" in f"/{name}":
-            shutil.copyfile(path, part / path.name)
+            shutil.copyfile(path, part / ".copyright")  # hidden, so that it does not become a text to train on
         elif re.search(rf"{book.files}(\.gz)?$", f"/{name}"):
             if path.suffix == ".bzs":
                 for number, text in enumerate(sword_books(path), 1):
@@ -163,7 +163,7 @@ def text_bytes(folder: Path) -> int:
         Part(str(path), kind_of(path.name), path.stat().st_size)
         for path in sorted(folder.iterdir()) if kind_of(path.name)
     ]  # fmt: skip
-    return sum(len(text.encode()) for text in read_documents(parts, "text", 100_000, Counter()))
+    return sum(len(text.encode()) for text in read_documents(parts, "text", 100_000, Notes()))
 
 
 def main() -> None:

@@ -5,10 +5,13 @@
     .jsonl .ndjson                  one document a line, in a field of the object there
     .parquet                        one document a row, in a column
 
-All of them may be compressed, as .txt.gz. The encoding of a plain text is what its byte order mark says, else UTF-8
-where it is that, else what charset-normalizer detects; what a few damaged bytes stood for becomes U+FFFD. Line ends
-become "\\n". A document that is longer than the caller wants is cut, at an empty line where it has one, so that no more
-of it than that is held.
+All of them may be compressed, as .txt.gz. In a folder, a file whose name has no suffix, or one that names no type, as
+in chapter.1, is what its first bytes are: HTML, text, or binary.
+
+The encoding of a plain text is what its byte order mark says, else UTF-8 where it is that, else what the caller names,
+else what an HTML document declares, else what chardet guesses; what a few damaged bytes stood for becomes U+FFFD. Line
+ends become "\\n". A document that is longer than the caller wants is cut, at an empty line where it has one, so that no
+more of it than that is held.
 
 The work is divided into units, which do not depend on one another: some files, or a part of a large one.
 """
@@ -32,7 +35,7 @@ from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 from llmc.errors import UserError, first_line
-from llmc.files import CONTROLS, MARKS, MOST_CONTROLS
+from llmc.files import CONTROLS, MARKS, MOST_CONTROLS, looks_like_text
 from llmc.tokenizer import without_surrogates
 
 TEXT, HTML = (".txt", ".text", ".md", ".markdown", ".rst"), (".html", ".htm", ".xhtml")
@@ -41,14 +44,54 @@ KINDS = TEXT + HTML + LINES + TABLE
 
 BLOCK = 1 << 20          # bytes or characters that are read at once
 SAMPLE = 1 << 16         # bytes from which an encoding is detected
+HEAD = 1 << 12           # bytes by which a file without a suffix is told, and in which HTML declares an encoding
 FIRST_LINES = 100        # of records, one of which must have the field
+EXAMPLES = 3             # of the files that are skipped for a reason, by name
 UNIT = 1 << 23           # bytes of files in a unit of work
 FILES_IN_UNIT = 1000
 MOST_WRONG = 0.01        # of the characters of a text in the encoding that it seems to have
+AS_LIKELY = 1.02         # a guess is uncertain where another reading of the text is as likely but for such a factor
+WIDER = {"iso8859-1": "cp1252", "gb2312": "gb18030", "euc_kr": "cp949"}  # encodings to those that have more characters
 
 
 class Unreadable(Exception):
     """Why a file or a line is left out: a reason that many may share."""
+
+
+class Notes:
+    """What is to be said of the files that were read.
+
+    skipped: reason -> number of files, lines or rows. examples: reason -> the first few files. guessed: file -> its
+    encoding, and another where that is as likely.
+    """
+
+    def __init__(
+        self, skipped: dict[str, int] | tuple = (), examples: dict[str, list[str]] | tuple = (),
+        guessed: dict[str, list[str]] | tuple = (),
+    ) -> None:  # fmt: skip
+        self.skipped, self.examples, self.guessed = Counter(skipped), dict(examples), dict(guessed)
+
+    def skip(self, reason: str, path: str) -> None:
+        self.add(Notes({reason: 1}, {reason: [path]}))
+
+    def add(self, other: "Notes") -> None:
+        """Adds what was noted later."""
+        self.skipped.update(other.skipped)
+        for reason, paths in other.examples.items():
+            self.examples[reason] = list(dict.fromkeys(self.examples.get(reason, []) + paths))[:EXAMPLES]
+        self.guessed.update(other.guessed)
+
+    def reasons(self) -> str:
+        """What was skipped, with examples."""
+        return listed((why, number, self.examples.get(why, [])) for why, number in sorted(self.skipped.items()))
+
+
+def listed(items: Iterable[tuple[str, int, list[str]]]) -> str:
+    """Numbers of files, each with the names of some: "2 empty (a.txt, b.txt)"."""
+    return ", ".join(
+        f"{number:,} {what}" + (f" ({', '.join(paths)}{', …' * (number > len(paths))})" if paths else "")
+        for what, number, paths in items
+    )
 
 
 File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last change in ns
@@ -65,18 +108,18 @@ class Part:
     end: int | None = None
 
 
-def find_files(paths: list[str], skipped: Counter) -> list[File]:
+def find_files(paths: list[str], notes: Notes) -> list[File]:
     """The files that paths stand for, in an order that depends on their names alone.
 
     A folder stands for all files in and below it, links included, but for hidden ones. A file that is named counts as
-    plain text where its name says nothing. Adds to `skipped` what a folder holds that is of none of the KINDS or cannot
+    plain text where its name says nothing. Notes as skipped what a folder holds that is of none of the KINDS or cannot
     be opened. Raises UserError for a path that is not there.
     """
     found = []
     for path in paths:
         try:
             if os.path.isdir(path):
-                found += files_below(path, skipped)
+                found += files_below(path, notes)
             elif file := file_at(path, kind_of(path) or ".txt"):
                 found.append(file)
             else:  # such as a pipe, which cannot be read twice
@@ -86,11 +129,11 @@ def find_files(paths: list[str], skipped: Counter) -> list[File]:
     return found
 
 
-def files_below(top: str, skipped: Counter) -> Iterator[File]:
+def files_below(top: str, notes: Notes) -> Iterator[File]:
     """The files of a folder that `find_files` wants."""
 
     def unreadable(error: OSError) -> None:
-        skipped["not readable"] += 1
+        notes.skip("not readable", str(error.filename))
 
     seen = set()  # folders, which links may lead to again
     for folder, folders, names in os.walk(top, onerror=unreadable, followlinks=True):
@@ -101,18 +144,19 @@ def files_below(top: str, skipped: Counter) -> Iterator[File]:
         seen.add((place.st_dev, place.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
-            kind = kind_of(name)
-            if kind is None:
-                skipped["of another kind"] += 1
-                continue
+            path = os.path.join(folder, name)
             try:
-                file = file_at(os.path.join(folder, name), kind)
+                kind = kind_of(name) or (kind_by_content(path) if says_nothing(name) else None)
+                file = kind and file_at(path, kind)
+            except Unreadable as reason:
+                notes.skip(str(reason), path)
+                continue
             except OSError:  # such as a link to nowhere
                 file = None
             if file:
                 yield file
             else:
-                skipped["not readable"] += 1
+                notes.skip("not readable" if kind or says_nothing(name) else "of another kind", path)
 
 
 def file_at(path: str, kind: str) -> File | None:
@@ -127,13 +171,33 @@ def kind_of(path: str) -> str | None:
     return suffix if suffix in KINDS else None
 
 
-def units_of(files: list[File], field: str) -> list[list[Part]]:
+def says_nothing(name: str) -> bool:
+    """Whether a file's name has no suffix that could name a type, such as README, chapter.1 or Mr. Smith."""
+    suffix = os.path.splitext(name.lower().removesuffix(".gz"))[1]
+    return not re.fullmatch(r"\.(?=.*[a-z])[a-z0-9_+-]{1,9}", suffix)
+
+
+def kind_by_content(path: str) -> str | None:
+    """Which of the KINDS a file is of, None for what is there and no file. Raises Unreadable for binary."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return None
+    try:
+        with open_part(Part(path, TEXT[0], 0)) as file:
+            head = file.read(HEAD)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise Unreadable("damaged") from None
+    if head and not looks_like_text(head):
+        raise Unreadable("binary")
+    return HTML[0] if re.match(rb"\s*<(!doctype html|html)\b", head, re.I) else TEXT[0]
+
+
+def units_of(files: list[File], field: str, encoding: str | None = None) -> list[list[Part]]:
     """The units of work, in the order of the files. Raises UserError where a file of records lacks the field, a package
     that reads one is missing, or nothing can be read of a .parquet."""
     units: list[list[Part]] = []
     room = files_left = 0
     for path, kind, size, _ in files:
-        for part in parts_of(path, kind, size, field):
+        for part in parts_of(path, kind, size, field, encoding):
             if part.size > room or not files_left:
                 units.append([])
                 room, files_left = UNIT, FILES_IN_UNIT
@@ -142,7 +206,7 @@ def units_of(files: list[File], field: str) -> list[list[Part]]:
     return units
 
 
-def parts_of(path: str, kind: str, size: int, field: str) -> list[Part]:
+def parts_of(path: str, kind: str, size: int, field: str, encoding: str | None = None) -> list[Part]:
     """A file as parts of about UNIT bytes, where it can be divided; checks its first record."""
     packed = path.lower().endswith(".gz")
     if kind in LINES:
@@ -161,31 +225,41 @@ def parts_of(path: str, kind: str, size: int, field: str) -> list[Part]:
                 collected = 0
         share = size // max(1, len(groups))
         return [Part(path, kind, share * (end - start), start, end) for start, end in pairwise(ends)]
-    if size <= UNIT or packed or kind in HTML or not lines_are_bytes(path):
+    if size <= UNIT or packed or kind in HTML or not lines_are_bytes(path, encoding):
         return [Part(path, kind, size)]
     return [Part(path, kind, min(UNIT, size - start), start, start + UNIT) for start in range(0, size, UNIT)]
 
 
-def read_documents(parts: list[Part], field: str, longest: int, skipped: Counter) -> Iterator[str]:
-    """The documents in a unit, none of them blank or longer than `longest` characters. Adds to `skipped`, by reason,
-    the files and lines that hold none."""
-    readers = {kind: read for kinds, read in ((TEXT, read_text), (HTML, read_html), (LINES, read_lines),
-                                              (TABLE, read_table)) for kind in kinds}  # fmt: skip
+def read_documents(
+    parts: list[Part], field: str, longest: int, notes: Notes, encoding: str | None = None
+) -> Iterator[str]:
+    """The documents in a unit, none of them blank or longer than `longest` characters. Notes the files and lines that
+    hold none, and the encodings that were guessed. encoding: of the texts that are not UTF-8, where it is known."""
     for part in parts:
         found = False
         try:
-            for text in readers[part.kind](part, field, longest, skipped):
+            for text in documents_of(part, field, longest, notes, encoding):
                 if text.strip():
                     found = True
                     yield text
             if not found and part.start == 0 and (part.kind in TEXT + HTML or part.size == 0):
-                skipped["empty"] += 1
+                notes.skip("empty", part.path)
         except Unreadable as reason:
-            skipped[str(reason)] += 1
+            notes.skip(str(reason), part.path)
         except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError):
-            skipped["damaged"] += 1
+            notes.skip("damaged", part.path)
         except OSError:
-            skipped["not readable"] += 1
+            notes.skip("not readable", part.path)
+
+
+def documents_of(part: Part, field: str, longest: int, notes: Notes, encoding: str | None) -> Iterator[str]:
+    """The documents in a part, blank ones too. Raises Unreadable, or what the modules for gzip and for files raise."""
+    if part.kind in LINES:
+        return read_lines(part, field, longest, notes)
+    if part.kind in TABLE:
+        return read_table(part, field, longest, notes)
+    text = decoded(part, notes, encoding)
+    return cut(without_tags(text) if part.kind in HTML else text, longest)
 
 
 def open_part(part: Part) -> BinaryIO:
@@ -211,8 +285,10 @@ def line_start(file: BinaryIO, at: int, whole: bool) -> int:
     return at - 1 + (line.find(b" ") + 1 or next(i for i in range(1, BLOCK) if line[i] & 0xC0 != 0x80))
 
 
-def lines_are_bytes(path: str) -> bool:
+def lines_are_bytes(path: str, encoding: str | None) -> bool:
     """Whether a file can be divided after any byte that ends a line: not in UTF-16 and UTF-32."""
+    if encoding and not is_ascii_based(encoding):
+        return False
     try:
         with open(path, "rb") as file:
             head = file.read(4)
@@ -224,52 +300,96 @@ def lines_are_bytes(path: str) -> bool:
 # Plain text and HTML
 
 
-def read_text(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
-    return cut(decoded(part), longest)
-
-
-def read_html(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
-    return cut(without_tags(decoded(part)), longest)
-
-
-def decoded(part: Part) -> Iterator[str]:
+def decoded(part: Part, notes: Notes, named: str | None) -> Iterator[str]:
     """The characters of a part, BLOCK at a time. Raises Unreadable where they are no text."""
     with open_part(part) as file:
-        encoding = detect_encoding(file)
+        encoding = encoding_of(file, part, notes, named)
         file.seek(0)
         text = io.TextIOWrapper(file, encoding, errors="replace")
         while block := text.read(BLOCK):
             yield block
 
 
-def detect_encoding(file: BinaryIO) -> str:
-    """What a file is encoded in, but for a few damaged bytes. Raises Unreadable where it is no text."""
-    head = file.read(4)
-    encoding = next((name for mark, name in MARKS if head.startswith(mark)), "utf-8")
+def encoding_of(file: BinaryIO, part: Part, notes: Notes, named: str | None) -> str:
+    """What the text in a part is encoded in, but for a few damaged bytes; notes it where it is a guess.
+
+    file: of `open_part`. named: the encoding of what has no byte order mark and is not UTF-8, where the user names it.
+    Raises Unreadable where it is no text.
+    """
+    head = file.read(HEAD)
+    marked = next((encoding for mark, encoding in MARKS if head.startswith(mark)), None)
+    encoding = marked or (named if named and not is_ascii_based(named) else "utf-8")
     size, characters, wrong, sample = survey(file, encoding)
-    if 10 * wrong <= size - characters:  # what is not ASCII takes a byte more than it has characters, or two, or three
+    plain = size == characters  # ASCII alone, as texts are whose encoding has states, such as ISO-2022-JP
+    if 10 * wrong <= size - characters and not (named and plain):  # a character beyond ASCII takes two bytes or more
         return encoding
-    found = list(optional("charset_normalizer", "a text that is not UTF-8").from_bytes(sample))  # the best first
-    best = [match.encoding for match in found if (match.chaos, match.coherence) == (found[0].chaos, found[0].coherence)]
-    if not best:
+    if named:
+        if fits(file, named):
+            return named
+        raise Unreadable(f"not {named}")
+    declared = declared_encoding(head) if part.kind in HTML else None
+    if declared and fits(file, declared):
+        return declared
+    if part.end is not None:  # all parts of a file are of one encoding: where its first part is not UTF-8 decides
+        with open(part.path, "rb") as whole:
+            sample = survey(whole, encoding, sample_only=True)[3]
+    guess = guess_encoding(sample)
+    if not fits(file, guess[0]):
         raise Unreadable("of an unknown encoding")
-    encoding = "cp1252" if "cp1252" in best else best[0]  # of which it is by far the most common
+    notes.guessed[part.path] = guess
+    return guess[0]
+
+
+def fits(file: BinaryIO, encoding: str) -> bool:
+    """Whether a file is text in an encoding, but for a few damaged bytes. Raises Unreadable for binary."""
     _, characters, wrong, _ = survey(file, encoding)
-    if wrong > MOST_WRONG * characters:
+    return wrong <= MOST_WRONG * characters
+
+
+def is_ascii_based(encoding: str) -> bool:
+    return "a\n".encode(encoding) == b"a\n"
+
+
+def declared_encoding(head: bytes) -> str | None:
+    """The encoding that HTML declares for itself, None where it declares none that is known."""
+    found = re.search(rb"""(?:charset|<\?xml[^>]*\bencoding)\s*=\s*["']?([\w.:-]+)""", head, re.I)
+    try:
+        codec = codecs.lookup(found[1].decode("ascii", "replace")) if found else None
+        return WIDER.get(codec.name, codec.name) if codec and is_ascii_based(codec.name) else None
+    except (LookupError, ValueError):
+        return None
+
+
+def guess_encoding(sample: bytes) -> list[str]:
+    """The encoding that a text which is not UTF-8 is probably in, and another where that is as likely and gives another
+    text. Raises Unreadable where there is none."""
+    chardet = optional("chardet", "a text that is not UTF-8")
+    if int(chardet.__version__.partition(".")[0]) < 7:  # whose guesses are wrong far more often
+        raise UserError("a text that is not UTF-8 needs chardet 7; install it with: pip install 'chardet>=7'")
+    lines = b"".join(line for line in sample.splitlines(True) if not line.isascii())  # those that tell
+    found = chardet.detect_all(lines, ignore_threshold=True, compat_names=False, exclude_encodings=["utf-8"])
+    readings = {}  # what the sample is in each encoding, the likeliest first
+    for guess in found:
+        encoding = guess["encoding"]
+        if encoding and guess["confidence"] * AS_LIKELY >= found[0]["confidence"]:
+            encoding = codecs.lookup(encoding).name
+            encoding = WIDER.get(encoding, encoding)
+            readings.setdefault(lines.decode(encoding, "replace"), encoding)
+    if not readings:
         raise Unreadable("of an unknown encoding")
-    return encoding
+    return list(readings.values())[:2]
 
 
-def survey(file: BinaryIO, encoding: str) -> tuple[int, int, int, bytes]:
+def survey(file: BinaryIO, encoding: str, sample_only: bool = False) -> tuple[int, int, int, bytes]:
     """Of a file that is read in an encoding: its bytes, its characters, how many of them are wrong, and a sample from
-    about the first wrong one on. Raises Unreadable for binary."""
+    about the first wrong one on. sample_only: read no further than that. Raises Unreadable for binary."""
     decoder = codecs.getincrementaldecoder(encoding)("replace")
-    wide = encoding in ("utf-16", "utf-32")
+    wide = b"\0" in "a".encode(encoding)
     size = characters = wrong = controls = 0
     sample = b""
     file.seek(0)
     block = file.read(BLOCK)
-    while block:
+    while block and not (sample_only and sample):
         more = file.readline(BLOCK) + file.read(BLOCK)
         text = decoder.decode(block, final=not more)
         size, characters = size + len(block), characters + len(text)
@@ -388,17 +508,17 @@ class HTMLText(HTMLParser):
 # Records
 
 
-def read_lines(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
+def read_lines(part: Part, field: str, longest: int, notes: Notes) -> Iterator[str]:
     """The documents of the lines in a part."""
     with open_part(part) as file:
         for line in file:
             try:
                 text = record_text(line, field)
             except Unreadable as reason:
-                skipped[f"lines {reason}"] += 1
+                notes.skip(f"lines {reason}", part.path)
                 continue
             if not text.strip():
-                skipped["lines empty"] += 1
+                notes.skip("lines empty", part.path)
             yield from cut([plain_line_ends(text)], longest)
 
 
@@ -477,7 +597,7 @@ def check_column(path: str, table: Any, field: str) -> None:
         raise UserError(f"{path}: no column of texts is called {field}; {fields(names)}")
 
 
-def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterator[str]:
+def read_table(part: Part, field: str, longest: int, notes: Notes) -> Iterator[str]:
     """The documents of the rows in a part."""
     with open_table(part.path) as table:
         batches = table.iter_batches(64, range(part.start, part.end), [field])
@@ -490,7 +610,7 @@ def read_table(part: Part, field: str, longest: int, skipped: Counter) -> Iterat
                 raise Unreadable("damaged") from None
             for text in texts:
                 if text is None or not text.strip():
-                    skipped["rows empty"] += 1
+                    notes.skip("rows empty", part.path)
                 else:
                     yield from cut([plain_line_ends(text)], longest)
 

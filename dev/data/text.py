@@ -22,6 +22,7 @@ text, which are drawn by hash where there is more. The output is the same for an
 """
 
 import argparse
+import codecs
 import fcntl
 import hashlib
 import json
@@ -32,7 +33,7 @@ import signal
 import sys
 import threading
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -48,7 +49,18 @@ import numpy as np
 from tqdm import tqdm
 
 from dev.data.common import Unsuitable, changes_of, encode_texts, make_folder, run, write_vocabulary
-from dev.data.documents import BLOCK, File, Part, find_files, optional, read_documents, units_of
+from dev.data.documents import (
+    BLOCK,
+    EXAMPLES,
+    File,
+    Notes,
+    Part,
+    find_files,
+    listed,
+    optional,
+    read_documents,
+    units_of,
+)
 from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
 from llmc.arguments import Parser, a_path, number, positive, whole_number
@@ -59,6 +71,11 @@ from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte
 
 NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another has been before
 SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained
+TRIED = (                      # --val and --longest, unless they are given: the first that leave enough to both splits
+    (0.01, 100_000), (0.01, 10_000), (0.01, 1_000), (0.1, 1_000), (0.1, 100),
+)  # fmt: skip
+DEFAULTS = dict(zip(("val", "longest"), TRIED[0], strict=True))
+ENOUGH = 8 * LEAST_TOKENS      # bytes of text, for a split to have LEAST_TOKENS, about
 COMPARED = 1 << 23             # hashes at a time
 LEARNED = 1 << 30              # bytes of text that a vocabulary is learned from, at most, about
 ENCODED = 16                   # documents at a time
@@ -86,10 +103,19 @@ def within(low: int, high: int) -> Callable[[str], int]:
     return check
 
 
+def encoding_name(text: str) -> str:
+    """A type of flag: the name of an encoding of text."""
+    try:
+        "".encode(text)  # which refuses what Python calls a codec but is for something else than text
+        return codecs.lookup(text).name
+    except (LookupError, UnicodeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text} is no encoding that Python knows") from None
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Make a dataset of files and folders of text.")
     add = parser.add_argument
-    what = "a file, or a folder of .txt, .md, .rst, .html, .jsonl and .parquet, each also as .gz"
+    what = "a file, or a folder of .txt, .md, .rst, .html, .jsonl, .parquet and text without a suffix, each also as .gz"
     add("paths", metavar="PATH", nargs="+", help=what)
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
@@ -99,9 +125,13 @@ def make_parser() -> argparse.ArgumentParser:
     size = within(257, MOST_TOKENS - 1)
     tokenizers.add_argument("--train-tokenizer", metavar="N", type=size, help=what)
     add("--field", metavar="NAME", default="text", help="where .jsonl and .parquet have the text (%(default)s)")
-    add("--val", metavar="F", type=share, default=0.01, help="share of the documents for validation (%(default)s)")
-    what = "characters; a longer document is cut where a line is empty, into several (%(default)s)"
-    add("--longest", metavar="N", type=within(100, MOST_CHARACTERS), default=100_000, help=what)
+    what = "of .txt and .html that are not UTF-8, such as cp1251 (guessed for each)"
+    add("--encoding", metavar="NAME", type=encoding_name, help=what)
+    (val, longest), (most, least) = TRIED[0], TRIED[-1]
+    what = f"share of the documents for validation ({val}; up to {most} where little text is too little for {val})"
+    add("--val", metavar="F", type=share, help=what)
+    what = f"characters; a longer document is cut where a line is empty ({longest}; down to {least} likewise)"
+    add("--longest", metavar="N", type=within(100, MOST_CHARACTERS), help=what)
     add("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
     add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     return parser
@@ -110,22 +140,26 @@ def make_parser() -> argparse.ArgumentParser:
 # The stages' work on one unit, in whatever process
 
 
-def hash_unit(parts: list[Part], field: str, longest: int) -> tuple[np.ndarray, np.ndarray, Counter]:
+def hash_unit(
+    parts: list[Part], field: str, longest: int, encoding: str | None
+) -> tuple[np.ndarray, np.ndarray, Notes]:
     """Of each document in a unit the hash, uint64 (N, 2), and the numbers of characters and of bytes in UTF-8, int64
-    (N, 2); and what was skipped."""
-    hashes, lengths, skipped = bytearray(), array("q"), Counter()
-    for text in read_documents(parts, field, longest, skipped):
+    (N, 2); and what is to be said of its files."""
+    hashes, lengths, notes = bytearray(), array("q"), Notes()
+    for text in read_documents(parts, field, longest, notes, encoding):
         data = text.encode()
         hashes += hashlib.blake2b(data, digest_size=16).digest()
         lengths.extend((len(text), len(data)))
-    return np.frombuffer(hashes, "<u8").reshape(-1, 2), np.array(lengths).reshape(-1, 2), skipped
+    return np.frombuffer(hashes, "<u8").reshape(-1, 2), np.array(lengths).reshape(-1, 2), notes
 
 
-def texts_of_unit(parts: list[Part], field: str, longest: int, places: np.ndarray) -> Iterator[tuple[str, int]]:
+def texts_of_unit(
+    parts: list[Part], field: str, longest: int, encoding: str | None, places: np.ndarray
+) -> Iterator[tuple[str, int]]:
     """The documents of a unit with their places, without those that have none. Raises UserError where it does not hold
     as many documents any more as it did."""
     found = 0
-    for found, text in enumerate(read_documents(parts, field, longest, Counter()), 1):
+    for found, text in enumerate(read_documents(parts, field, longest, Notes(), encoding), 1):
         if found <= places.size and places[found - 1] != NOWHERE:
             yield text, int(places[found - 1])
     if found != places.size:
@@ -133,8 +167,9 @@ def texts_of_unit(parts: list[Part], field: str, longest: int, places: np.ndarra
 
 
 def encode_unit(
-    parts: list[Part], field: str, longest: int, places: np.ndarray, tokenizer: Path, out: dict[int, Path]
-) -> None:
+    parts: list[Part], field: str, longest: int, encoding: str | None, places: np.ndarray, tokenizer: Path,
+    out: dict[int, Path],
+) -> None:  # fmt: skip
     """Writes the tokens of a unit's documents, by their place, to the files `out`: nothing but tokens, of the type that
     the vocabulary has. Raises Unsuitable where they do not spell the documents."""
     encoder = load_tokenizer(tokenizer)
@@ -143,7 +178,7 @@ def encode_unit(
     try:
         with ExitStack() as stack:
             files = {place: stack.enter_context(open(path, "wb")) for place, path in out.items()}
-            texts = (item for item in texts_of_unit(parts, field, longest, places) if item[1] in files)
+            texts = (item for item in texts_of_unit(parts, field, longest, encoding, places) if item[1] in files)
             while batch := list(islice(texts, ENCODED)):
                 tokens = encode_texts(encoder, [text for text, _ in batch], threads)
                 for (_, place), ids in zip(batch, tokens, strict=True):
@@ -196,15 +231,18 @@ def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[An
 
 
 class Job:
-    """A dataset that is being made in the folder `work`, of units that are read in order."""
+    """A dataset that is being made in the folder `work`, of units that are read in order, with the share `val` of the
+    documents for validation and none of them longer than `longest`."""
 
-    def __init__(self, args: argparse.Namespace, units: list[list[Part]], work: Path) -> None:
-        self.args, self.units, self.work = args, units, work
+    def __init__(
+        self, args: argparse.Namespace, units: list[list[Part]], work: Path, val: float, longest: int
+    ) -> None:
+        self.args, self.units, self.work, self.val = args, units, work, val
         self.prefix = work / args.out.name
         self.workers = max(1, min(args.workers, len(units)))
-        self.reading = args.field, args.longest
+        self.reading = args.field, longest, args.encoding
         self.sizes = [sum(part.size for part in unit) for unit in units]
-        self.read_files = [work / "read" / f"{number:06d}.npz" for number in range(len(units))]
+        self.read_files = [work / f"read_{longest}" / f"{number:06d}.npz" for number in range(len(units))]
 
     def progress(self, what: str, done: int = 0) -> tqdm:
         """A bar for the bytes of all units, of which the first `done` are done."""
@@ -213,29 +251,31 @@ class Job:
 
     def read(self) -> None:
         """Hashes all documents, into a file for each unit."""
-        make_folder(self.work / "read")
+        make_folder(self.work / f"read_{self.reading[1]}")
         done = sum(file.is_file() for file in self.read_files)  # which are written in order
         results = in_order(self.workers, hash_unit, ((unit, *self.reading) for unit in self.units[done:]))
         with self.progress("reading", done) as bar:
-            for number, (hashes, lengths, skipped) in enumerate(results, done):
+            for number, (hashes, lengths, notes) in enumerate(results, done):
                 with replacing(self.read_files[number]) as file:
-                    np.savez(file, hashes=hashes, lengths=lengths, skipped=np.array(json.dumps(skipped)))
+                    np.savez(file, hashes=hashes, lengths=lengths, notes=np.array(json.dumps(vars(notes))))
                 bar.update(self.sizes[number])
 
-    def sort_out(self, skipped: Counter) -> dict:
-        """Gives every document its place. Returns the figures of the summary; skipped: what was before the reading.
-
-        Raises Unsuitable where there are no documents, or none for one of the splits.
-        """
+    def sort_out(self, found: Notes) -> tuple[dict, Notes]:
+        """Gives every document its place. Returns the figures of the summary, and what is to be said of the files;
+        found: what was before the reading. Raises Unsuitable where there are no documents."""
+        notes = Notes(**vars(found))
         self.ends = [0]  # the number of documents before each unit, and in all
         for file in self.read_files:
             with np.load(file) as unit:
                 self.ends.append(self.ends[-1] + len(unit["lengths"]))
-                skipped.update(json.loads(str(unit["skipped"])))
+                notes.add(Notes(**json.loads(str(unit["notes"]))))
         count = self.ends[-1]
         if not count:
-            why = f" (skipped: {reasons(skipped)})" if skipped else ""
-            raise Unsuitable(f"{named(self.args.paths)}: no text there{why}; name files or folders that hold some")
+            why = f" (skipped: {notes.reasons()})" if notes.skipped else ""
+            raise Unsuitable(
+                f"{named(self.args.paths)}: no text there{why}; name files or folders that hold some: a file that is "
+                "named is read as plain text, whatever its name"
+            )
         path = self.work / "places"
         with replacing(path) as file:
             os.posix_fallocate(file.fileno(), 0, count)  # a disk that is full says so here
@@ -251,19 +291,21 @@ class Job:
                 for place in (NOWHERE, TRAIN, VAL):
                     lengths = unit["lengths"][self.places_of(number) == place]
                     totals[place] += len(lengths), *lengths.sum(axis=0)
-        for split, place in SPLITS.items():
-            if not totals[place, 0]:
-                characters = int(totals[:, 1].sum())
-                finely = f", or cut what there is more finely: --val 0.1 --longest {characters // 200}"
-                raise Unsuitable(
-                    f"{named(self.args.paths)}: none of {count} documents falls to {split} by --val {self.args.val:g}; "
-                    f"add text{finely if characters >= 100 * 200 else ''}"
-                )
         figures = {
             what: {split: int(totals[place, column]) for split, place in SPLITS.items()}
             for column, what in enumerate(("documents", "characters", "bytes"))
         }
-        return figures | {"duplicates": int(totals[NOWHERE, 0]), "skipped": dict(sorted(skipped.items()))}
+        return figures | {"duplicates": int(totals[NOWHERE, 0])}, notes
+
+    def check_splits(self, documents: dict[str, int], characters: int) -> None:
+        """Raises Unsuitable where a split has no document. characters: in both splits."""
+        for split in documents:
+            if not documents[split]:
+                finely = f", or cut what there is more finely: --val 0.1 --longest {characters // 200}"
+                raise Unsuitable(
+                    f"{named(self.args.paths)}: none of {self.ends[-1]} documents falls to {split} by --val "
+                    f"{self.val:g}; add text{finely if characters >= 100 * 200 else ''}"
+                )
 
     def _compare(self, places: np.ndarray, number: int, ranges: int) -> None:
         """Gives places to the documents of a range of hashes: those whose hash leaves this number."""
@@ -276,7 +318,7 @@ class Job:
         hashes, positions = np.concatenate(hashes), np.concatenate(positions)
         order = np.lexsort(hashes.T)  # equal ones stay in the order of the documents
         again = order[1:][np.all(hashes[order[1:]] == hashes[order[:-1]], axis=1)]
-        place = np.where(hashes[:, 0] < np.uint64(self.args.val * 2**64), VAL, TRAIN)
+        place = np.where(hashes[:, 0] < np.uint64(self.val * 2**64), VAL, TRAIN)
         place[again] = NOWHERE
         places[positions] = place
 
@@ -370,10 +412,6 @@ def named(paths: list[str]) -> str:
     return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
 
 
-def reasons(skipped: dict[str, int]) -> str:
-    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(skipped.items()))
-
-
 # The whole
 
 
@@ -402,8 +440,8 @@ def settings_of(args: argparse.Namespace, files: list[File]) -> dict[str, Any]:
     return {
         "PATH": f"{len(files)} files (sha256 {listed.hexdigest()[:16]})",
         "--tokenizer": None if args.train_tokenizer else tokenizer,
-        **{f"--{name.replace('_', '-')}": getattr(args, name)
-           for name in ("train_tokenizer", "field", "val", "longest", "shard_tokens")},
+        **{f"--{name.replace('_', '-')}": getattr(args, name) or DEFAULTS.get(name)
+           for name in ("train_tokenizer", "field", "encoding", "val", "longest", "shard_tokens")},
     }  # fmt: skip
 
 
@@ -487,13 +525,35 @@ def bytes_in(shard: Path, lengths: np.ndarray) -> int:
     return sum(int(lengths[tokens[at : at + BLOCK]].sum()) for at in range(0, tokens.size, BLOCK))
 
 
+def print_guesses(guessed: dict[str, list[str]], file: Path) -> None:
+    """Says which encodings were guessed. file: where all of them are listed."""
+    if not guessed:
+        return
+
+    def files_by(encodings: dict[str, str]) -> str:
+        by: dict[str, list[str]] = {}
+        for path, encoding in encodings.items():
+            by.setdefault(encoding, []).append(path)
+        return listed((encoding, len(paths), paths[:EXAMPLES]) for encoding, paths in sorted(by.items()))
+
+    print(f"guessed     {len(guessed):,} encodings: {files_by({path: guess[0] for path, guess in guessed.items()})}")
+    if unsure := {path: " or ".join(guess) for path, guess in guessed.items() if len(guess) > 1}:
+        print(f"            with little confidence: {files_by(unsure)}")
+    print(f"            all are listed in {file}; where they are wrong, name the right one with --encoding")
+
+
 def print_summary(out: Path, summary: dict[str, Any]) -> None:
     def split(of: dict[str, int]) -> str:
         return f"{sum(of.values()):,} ({', '.join(f'{name} {number:,}' for name, number in of.items())})"
 
     characters, tokens = sum(summary["characters"].values()), sum(summary["tokens"].values())
     print(f"documents   {split(summary['documents'])}; duplicates removed: {summary['duplicates']:,}")
-    print(f"skipped     {reasons(summary['skipped']) or 'nothing'}")
+    if "split" in summary:
+        by, instead = summary["split"]
+        print(f"split       by {by}, since {instead} leaves too little text to train or to validate on")
+    notes = Notes(*(summary.get(what, {}) for what in ("skipped", "skipped_files", "guessed")))
+    print(f"skipped     {notes.reasons() or 'nothing'}")
+    print_guesses(notes.guessed, out.with_name(f"{out.name}_summary.json"))
     print(f"characters  {split(summary['characters'])}")
     print(f"bytes       {split(summary['bytes'])}, in UTF-8")
     if "normalizer" in summary:
@@ -512,8 +572,8 @@ def main() -> None:
     out = args.out
     if out.is_dir() or not out.name or any(character in str(out) for character in "*?["):
         raise UserError(f"-o {out}: must be how names of files begin, such as data/mine")
-    skipped: Counter = Counter()
-    files = find_files(args.paths, skipped)
+    found = Notes()
+    files = find_files(args.paths, found)
     given = given_tokenizer(args)
     settings = settings_of(args, files)
     summary_file, work = (out.with_name(f"{out.name}_{end}") for end in ("summary.json", "work"))
@@ -526,7 +586,7 @@ def main() -> None:
             return print_summary(out, made)
     if not (work / summary_file.name).is_file():
         check_free(out, Path(args.tokenizer).absolute())
-    units = units_of(files, args.field)
+    units = units_of(files, args.field, args.encoding)
     with locked(work):
         if (work / "settings.json").is_file():
             check_settings(str(work), "it", read_json(work / "settings.json")["settings"], settings)
@@ -535,7 +595,7 @@ def main() -> None:
         write_json(work / "settings.json", {"settings": settings})
         try:
             if not (work / summary_file.name).is_file():
-                make(args, units, work, given, settings, skipped)
+                make(args, units, work, given, settings, found)
         except Unsuitable:
             shutil.rmtree(work)
             raise
@@ -545,12 +605,26 @@ def main() -> None:
 
 def make(
     args: argparse.Namespace, units: list[list[Part]], work: Path, given: Tokenizer | None, settings: dict[str, Any],
-    skipped: Counter,
+    found: Notes,
 ) -> None:  # fmt: skip
     """Makes all files of the dataset in the folder `work`, the summary last."""
-    job = Job(args, units, work)
-    job.read()
-    summary = job.sort_out(skipped)
+    tried = list(dict.fromkeys((args.val or val, args.longest or longest) for val, longest in TRIED))
+    left = {}  # by each of them, bytes in the smaller split
+    for choice in tried:
+        job = Job(args, units, work, *choice)
+        job.read()
+        summary, notes = job.sort_out(found)
+        left[choice] = min(summary["bytes"].values())
+        if left[choice] >= ENOUGH:
+            break
+    best = max(left, key=left.get)
+    if best != choice:
+        job = Job(args, units, work, *best)
+        summary, notes = job.sort_out(found)
+    job.check_splits(summary["documents"], sum(summary["characters"].values()))
+    summary |= {"skipped": notes.skipped, "skipped_files": notes.examples, "guessed": notes.guessed}
+    if best != tried[0]:
+        summary["split"] = [f"--val {val:g} --longest {longest}" for val, longest in (best, tried[0])]
     tokenizer = job.make_tokenizer(given, summary["bytes"]["train"])
     job.encode(tokenizer)
     shards = {split: sorted(work.glob(f"{args.out.name}_{split}_*.bin")) for split in SPLITS}
