@@ -259,6 +259,12 @@ def test_an_encoding_that_is_named_is_that_of_all_that_is_not_utf_8(prepare):
             prepare(*args, "--encoding", name)
 
 
+def test_an_escape_in_plain_text_is_no_other_encoding():
+    Path("a.txt").write_bytes(b"a shell's \x1b$ prompt\n" * 9)
+    texts, notes = read_with_notes("a.txt")
+    assert texts == ["a shell's \x1b$ prompt\n" * 9] and not notes.guessed and not notes.skipped
+
+
 def test_html_is_read_in_the_encoding_that_it_declares():
     for declaration in ('<meta charset="windows-1254">', '<meta content="text/html; charset=iso-8859-9">'):
         Path("a.html").write_bytes(f"<html><head>{declaration}</head><p>Iğdır ışıl ışıl</p>".encode("cp1254"))

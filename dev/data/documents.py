@@ -51,7 +51,10 @@ UNIT = 1 << 23           # bytes of files in a unit of work
 FILES_IN_UNIT = 1000
 MOST_WRONG = 0.01        # of the characters of a text in the encoding that it seems to have
 AS_LIKELY = 1.02         # a guess is uncertain where another reading of the text is as likely but for such a factor
-WIDER = {"iso8859-1": "cp1252", "gb2312": "gb18030", "euc_kr": "cp949"}  # encodings to those that have more characters
+WIDER = {  # encodings to the commoner ones that have their characters and more
+    "iso8859-1": "cp1252", "gb2312": "gb18030", "euc_kr": "cp949", "shift_jis_2004": "cp932",
+}  # fmt: skip
+ESCAPE = b"\x1b$"         # by which ISO-2022, all ASCII bytes, turns to Japanese, Korean or Chinese
 
 
 class Unreadable(Exception):
@@ -320,8 +323,8 @@ def encoding_of(file: BinaryIO, part: Part, notes: Notes, named: str | None) -> 
     marked = next((encoding for mark, encoding in MARKS if head.startswith(mark)), None)
     encoding = marked or (named if named and not is_ascii_based(named) else "utf-8")
     size, characters, wrong, sample = survey(file, encoding)
-    plain = size == characters  # ASCII alone, as texts are whose encoding has states, such as ISO-2022-JP
-    if 10 * wrong <= size - characters and not (named and plain):  # a character beyond ASCII takes two bytes or more
+    plain = size == characters  # characters of ASCII alone, as those of ISO-2022 seem to be
+    if 10 * wrong <= size - characters and not (plain and (named or sample)):  # others take two bytes or more each
         return encoding
     if named:
         if fits(file, named):
@@ -334,10 +337,12 @@ def encoding_of(file: BinaryIO, part: Part, notes: Notes, named: str | None) -> 
         with open(part.path, "rb") as whole:
             sample = survey(whole, encoding, sample_only=True)[3]
     guess = guess_encoding(sample)
-    if not fits(file, guess[0]):
-        raise Unreadable("of an unknown encoding")
-    notes.guessed[part.path] = guess
-    return guess[0]
+    if guess and fits(file, guess[0]):
+        notes.guessed[part.path] = guess
+        return guess[0]
+    if plain:
+        return encoding
+    raise Unreadable("of an unknown encoding")
 
 
 def fits(file: BinaryIO, encoding: str) -> bool:
@@ -362,11 +367,12 @@ def declared_encoding(head: bytes) -> str | None:
 
 def guess_encoding(sample: bytes) -> list[str]:
     """The encoding that a text which is not UTF-8 is probably in, and another where that is as likely and gives another
-    text. Raises Unreadable where there is none."""
+    text; none where nothing fits."""
     chardet = optional("chardet", "a text that is not UTF-8")
     if int(chardet.__version__.partition(".")[0]) < 7:  # whose guesses are wrong far more often
         raise UserError("a text that is not UTF-8 needs chardet 7; install it with: pip install 'chardet>=7'")
-    lines = b"".join(line for line in sample.splitlines(True) if not line.isascii())  # those that tell
+    telling = (line for line in sample.splitlines(True) if not line.isascii() or ESCAPE in line)
+    lines = b"".join(telling)
     found = chardet.detect_all(lines, ignore_threshold=True, compat_names=False, exclude_encodings=["utf-8"])
     readings = {}  # what the sample is in each encoding, the likeliest first
     for guess in found:
@@ -375,14 +381,13 @@ def guess_encoding(sample: bytes) -> list[str]:
             encoding = codecs.lookup(encoding).name
             encoding = WIDER.get(encoding, encoding)
             readings.setdefault(lines.decode(encoding, "replace"), encoding)
-    if not readings:
-        raise Unreadable("of an unknown encoding")
     return list(readings.values())[:2]
 
 
 def survey(file: BinaryIO, encoding: str, sample_only: bool = False) -> tuple[int, int, int, bytes]:
     """Of a file that is read in an encoding: its bytes, its characters, how many of them are wrong, and a sample from
-    about the first wrong one on. sample_only: read no further than that. Raises Unreadable for binary."""
+    about the first wrong one, or the first ESCAPE, on. sample_only: read no further than that. Raises Unreadable for
+    binary."""
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     wide = b"\0" in "a".encode(encoding)
     size = characters = wrong = controls = 0
@@ -397,8 +402,8 @@ def survey(file: BinaryIO, encoding: str, sample_only: bool = False) -> tuple[in
         if b"\0" in block and not wide:
             raise Unreadable("binary")
         found = text.count("\ufffd") - block.count("\ufffd".encode())
-        if found and not sample:
-            at = len(text[: text.find("\ufffd")].encode())
+        if (found or ESCAPE in block) and not sample:
+            at = len(text[: text.find("\ufffd")].encode()) if found else block.find(ESCAPE)
             around = block + more
             start = max(around.rfind(b"\n", 0, at) + 1, at - SAMPLE // 2)
             sample = around[start : start + SAMPLE]
