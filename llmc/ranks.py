@@ -12,6 +12,7 @@ belongs; who sends anything else is turned away. All that follows is JSON behind
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -117,6 +118,7 @@ class Group:
         identity = hashlib.sha256(f"{place.job}/{place.size}".encode()).digest()
         self.hello = [HELLO.pack(MAGIC, identity, r, self.size) for r in range(self.size)]
         self.peers = self.accept_all(listener) if self.rank == 0 else {0: self.connect()}
+        self.listeners = []
         for r, connection in self.peers.items():
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,7 +126,8 @@ class Group:
             for name, value in KEEPALIVE.items():
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-            threading.Thread(target=self.listen, args=(r, connection), daemon=True).start()
+            self.listeners.append(threading.Thread(target=self.listen, args=(r, connection), daemon=True))
+            self.listeners[-1].start()
         self.hosts = self.all_gather(socket.gethostname())
 
     def accept_all(self, listener: socket.socket | None) -> dict[int, socket.socket]:
@@ -246,6 +249,14 @@ class Group:
             except OSError:
                 pass  # it has ended already
 
+    def leave(self) -> None:
+        """Takes leave of the others, and closes each connection once the other has done so too."""
+        self.tell_all("bye")
+        for listener in self.listeners:
+            listener.join(GRACE)
+        for connection in self.peers.values():
+            connection.close()
+
 
 def read_exactly(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
     """The next bytes of a connection. Raises OSError where it ends before, or they take longer than so many seconds."""
@@ -279,7 +290,8 @@ def meet() -> None:
     if _group is not None or place is None:
         return
     if place.rank > 0:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = nowhere = open(os.devnull, "w")
+        atexit.register(nowhere.close)
     listener = None
     if "LLMC_PIPE" in os.environ:
         threading.Thread(target=end_with_launcher, args=(int(os.environ.pop("LLMC_PIPE")),), daemon=True).start()
@@ -341,7 +353,7 @@ def finish() -> None:
     global _group
     if _group:
         all_gather(None)
-        _group.tell_all("bye")
+        _group.leave()
         _group = None
 
 

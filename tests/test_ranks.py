@@ -542,6 +542,12 @@ def test_ranks_with_other_data_or_another_model_end_with_one_line_from_rank_0(fo
     }[what] in error and error.startswith("error: rank 1 on ")
 
 
+def test_ranks_close_what_they_have_opened(folder):
+    """Python reports as it ends what was left open, where it is asked to."""
+    out, error = run(folder, *steps(gpus=2, last=1), PYTHONWARNINGS="error::ResourceWarning")
+    assert "step    1/1" in out and error == ""
+
+
 def test_what_ranks_cannot_share_is_refused_in_one_line(folder):
     _, error = run(folder, "--gpus", "2", "-d", str(3 * B * T), code=1)
     assert error == f"error: -d {3 * B * T} is not a multiple of 2 ranks * B*T = {2 * B * T}: change -d, -b or -t\n"
