@@ -9,9 +9,12 @@ import statistics
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import llmc  # noqa: E402, F401  first: it says which packages are missing
+
+# isort: split
+import numpy as np  # noqa: E402
 
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward  # noqa: E402
 from llmc import device  # noqa: E402

@@ -17,6 +17,9 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import llmc  # noqa: F401  first: it says which packages are missing
+
+# isort: split
 import numpy as np
 
 from dev.huggingface import config_json, named_tensors

@@ -23,13 +23,12 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import numpy as np
+import llmc  # noqa: F401  first: it says which packages are missing
 
-try:
-    import torch
-    from safetensors import SafetensorError, safe_open
-except ImportError as error:
-    sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
+# isort: split
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
 from dev.huggingface import PYTHIA_GELUS, config_json, named_tensors, rope_scaling
 from kernels.rope import ORIGINAL_LENGTH

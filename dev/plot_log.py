@@ -9,6 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
+import llmc  # noqa: F401  first: it says which packages are missing
+
+# isort: split
 import matplotlib
 
 matplotlib.use("Agg")  # no display needed

@@ -25,6 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import llmc  # noqa: F401  first: it says which packages are missing
+
+# isort: split
 import matplotlib
 
 matplotlib.use("Agg")  # no display needed

@@ -18,14 +18,13 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import numpy as np
+import llmc  # noqa: F401  first: it says which packages are missing
 
-try:
-    import torch
-    import transformers
-    from transformers import GPT2LMHeadModel
-except ImportError as error:
-    sys.exit(f"error: {error.name} is missing: pip install -r requirements-dev.txt")
+# isort: split
+import numpy as np
+import torch
+import transformers
+from transformers import GPT2LMHeadModel
 
 from dev.huggingface import config_json, named_tensors
 from llmc.arguments import Parser, positive

@@ -4,12 +4,42 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from llmc import ranks
 from llmc.errors import UserError, first_line
 
 last_checkpoint = None  # of the run that this program is, set by who saves it
+
+
+class Stdout:
+    """A stream to print to, and the error that it last met, if any."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.failure = stream, None
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self.attempt(lambda: self.stream.write(text))
+
+    def flush(self) -> None:
+        self.attempt(self.stream.flush)
+
+    def attempt(self, work: Callable[[], object]):
+        try:
+            return work()
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def drop(self) -> None:
+        """Where it cannot be written, what is left in its buffer goes nowhere: Python would fail on it as it ends."""
+        try:
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def run_program(
@@ -21,13 +51,22 @@ def run_program(
     """Runs `main`, and turns what the user must mend into one line on stderr and exit status 1.
 
     out_of_memory: the remedy to name; interrupted: what to say after Ctrl-C, and the exit status then. A reader of the
-    output who leaves (`| head`) is no error. A GPU that fails is said in one line too, with the last checkpoint.
+    output who leaves (`| head`) is no error; a full disk under the output is one. A GPU that fails is said in one line
+    too, with the last checkpoint.
     """
     if sys.stdout is None:  # closed by who started the program
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")  # texts may have characters that the terminal lacks
+    sys.stdout = stdout = Stdout(sys.stdout)
     try:
-        main()
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                raise
+            if stdout.failure:
+                raise stdout.failure from None  # argparse passes over it when it prints the help
+        stdout.flush()  # now, when a failure can still be said
     except UserError as error:
         fail(str(error))
     except MemoryError as error:
@@ -37,9 +76,10 @@ def run_program(
         print(interrupted, file=sys.stderr)
         sys.exit(interrupted_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ranks.fail("", 0)
     except Exception as error:
+        if error is stdout.failure:
+            fail(f"cannot print ({(error.strerror or str(error)).lower()})")
         ranks.give_way()
         if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
             if ranks.size() > 1:
@@ -51,6 +91,9 @@ def run_program(
         else:
             remedy = "dmesg may name an Xid; nvidia-smi says whether the GPU still answers"
         fail(f"the GPU failed ({first_line(error)}): {remedy}{resume_advice()}")
+    finally:
+        stdout.drop()
+        sys.stdout = stdout.stream
 
 
 def fail(text: str) -> NoReturn:

@@ -9,6 +9,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import llmc  # noqa: F401  first: it says which packages are missing
+
+# isort: split
 import numpy as np
 
 from llmc.dataloader import write_tokens

@@ -22,6 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
+import llmc  # noqa: F401  first: it says which packages are missing
+
+# isort: split
 import numpy as np
 
 from dev.data.common import DATA, Unsuitable, download, encode, load_tokenizer, make_folder, read_text, run

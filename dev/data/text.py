@@ -45,6 +45,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
+import llmc  # noqa: F401  first: it says which packages are missing
+
+# isort: split
 import numpy as np
 from tqdm import tqdm
 

@@ -1,0 +1,93 @@
+"""How the programs end: one line for what the user must mend, whatever goes wrong before or beside their work."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmc
+from llmc.program import run_program
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in (".", "dev", "dev/data", "doc", "exercises")
+    for path in (ROOT / folder).glob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_python_without_the_packages_is_one_line_that_names_what_has_them(program):
+    command = [sys.executable, "-S", ROOT / program, "--help"]  # -S: without site-packages
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and " is missing: " in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "package, requirements", [("tiktoken", "requirements.txt"), ("torch", "requirements-dev.txt")]
+)
+def test_the_remedy_for_a_missing_package_is_the_virtual_environment_or_pip(
+    package, requirements, tmp_path, monkeypatch, capsys
+):
+    def said() -> str:
+        llmc.say_what_is_missing(ModuleNotFoundError, ModuleNotFoundError(name=package), None)
+        return capsys.readouterr().err
+
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(llmc, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert said() == f"error: {package} is missing: pip install -r {requirements}\n"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    assert said().startswith(f"error: {package} is missing: run this with .venv/bin/python, ")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))  # of that Python itself
+    assert said() == f"error: {package} is missing: pip install -r {requirements}\n"
+
+
+def test_a_missing_module_that_is_no_package_of_ours_keeps_its_traceback(capsys):
+    llmc.say_what_is_missing(ModuleNotFoundError, ModuleNotFoundError("No module named 'x'", name="x"), None)
+    assert "ModuleNotFoundError: No module named 'x'" in capsys.readouterr().err
+
+
+def end_of(main) -> object:
+    """What run_program exits with."""
+    with pytest.raises(SystemExit) as end:
+        run_program(main)
+    return end.value.code
+
+
+@pytest.mark.parametrize("buffering", [1, -1], ids=["each line written at once", "all written in the end"])
+@pytest.mark.parametrize("code", [None, 0], ids=["returns", "exits with 0"])
+def test_a_full_disk_under_the_output_is_one_line(buffering, code, monkeypatch):
+    def main() -> None:
+        print("text")
+        if code is not None:
+            sys.exit(code)
+
+    with open("/dev/full", "w", buffering) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert end_of(main) == "error: cannot print (no space left on device)"
+        print("what Python writes when it ends", flush=True)  # goes nowhere now
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("program", ["generate.py", "dev/on_paper.py"])
+def test_help_that_cannot_be_printed_is_one_line(program, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, ROOT / program, "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: cannot print (no space left on device)\n")
+
+
+def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch):
+    def main() -> None:
+        with open("/dev/full", "w") as file:
+            file.write("data")
+
+    with pytest.raises(OSError, match="No space left"):
+        run_program(main)
