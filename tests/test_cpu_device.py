@@ -429,6 +429,47 @@ def test_libraries_are_cached_by_content_and_by_what_is_included(tmp_path, monke
     assert not list((tmp_path / "cache").glob(".building*"))
 
 
+DAMAGES = {
+    "emptied": lambda content: b"",
+    "halved": lambda content: content[: len(content) // 2],
+    "half of it zeros": lambda content: content[: len(content) // 2].ljust(len(content), b"\0"),
+}
+
+
+@pytest.fixture(scope="module")
+def filled_cache(tmp_path_factory) -> Path:
+    """A cache with a library of kernels and the runtime, by `use_cache`."""
+    folder = tmp_path_factory.mktemp("cache")
+    use_cache(folder)
+    return folder
+
+
+def use_cache(folder: Path) -> dict[str, int]:
+    """Compiles and runs a kernel in a process of its own, which a damaged library would kill; what the cache then has,
+    and its size."""
+    (folder.parent / "two.cu").write_text('extern "C" __global__ void two_kernel(float* out) { out[0] = 2; }\n')
+    program = f"""
+import numpy as np
+from llmc import cpu
+out = np.zeros(1, np.float32)
+cpu.compile_source({str(folder.parent / "two.cu")!r}).kernel("two_kernel")(1, 1, (out,))
+print(out[0])
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["runtime", "two"])
+def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache):
+    (library,) = filled_cache.glob(f"{name}-*.so")
+    size = library.stat().st_size
+    library.write_bytes(DAMAGES[damage](library.read_bytes()))
+    assert use_cache(filled_cache)[library.name] == size
+
+
 def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(tmp_path):
     program = f"""
 from pathlib import Path

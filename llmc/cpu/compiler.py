@@ -1,4 +1,8 @@
-"""Builds a .cu file into a shared library with the system's C++ compiler, once for each content."""
+"""Builds a .cu file into a shared library with the system's C++ compiler, once for each content.
+
+A library is kept with its SHA-256 behind it, which ELF allows: loading one that lacks a part, as after a power cut or
+on a full disk, would end the process with a bus error.
+"""
 
 import atexit
 import functools
@@ -18,6 +22,7 @@ from pathlib import Path
 
 from llmc.cpu.launch import Module, Parameter, load_runtime
 from llmc.errors import UserError
+from llmc.files import replacing
 
 HERE = Path(__file__).parent
 
@@ -112,7 +117,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
             key.update(str(file).encode())
     for folder in _cache_dirs():
         library = folder / f"{name}-{key.hexdigest()[:24]}.so"
-        if library.exists():
+        if _is_whole(library):
             return library
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
         built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
@@ -122,8 +127,19 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         # makes the whole process flush denormal numbers to zero.
         link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
         _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
-        os.replace(built, library)  # another process may have done the same meanwhile: either file will do
+        content = Path(built).read_bytes()
+        with replacing(library) as file:  # another process may do the same meanwhile: either file will do
+            file.write(content + hashlib.sha256(content).digest())
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there as it was built."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-32:] == hashlib.sha256(content[:-32]).digest()
 
 
 def _modes() -> list[str]:
