@@ -27,7 +27,7 @@ import transformers
 from transformers import GPT2LMHeadModel
 
 from dev.huggingface import config_json, named_tensors
-from llmc.arguments import Parser, positive
+from llmc.arguments import Parser, positive, seed
 from llmc.checkpoint import write_debug_state, write_model
 from llmc.errors import UserError
 from llmc.program import run_program
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-b", "--batch-size", type=positive, default=4, metavar="B", help="(%(default)s)")
     parser.add_argument("-t", "--sequence-length", type=positive, default=64, metavar="T", help="(%(default)s)")
     parser.add_argument("--vocab-size", type=positive, default=50257, metavar="V", help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of weights and batch (%(default)s)")
+    parser.add_argument("--seed", type=seed, default=1337, metavar="N", help="of weights and batch (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64", help="(%(default)s)")
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     args = parser.parse_args(arguments)

@@ -13,6 +13,9 @@ from llmc.tensors import Config
 
 # The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
 
+LARGEST = 2**63 - 1  # of what is counted: NumPy, files and operating systems count no further
+LARGEST_FP32 = 3.4e38
+
 
 def whole_number(text: str) -> int:
     """Any whole number."""
@@ -31,15 +34,22 @@ def number(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    value = whole_number(text)
-    if value < 1:
+    """A whole number from 1 on, up to LARGEST."""
+    if whole_number(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+    return natural(text)
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 on."""
+    """A whole number from 0 on, up to LARGEST."""
+    value = seed(text)
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST}")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number from 0 on, however large."""
     value = whole_number(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
@@ -47,10 +57,12 @@ def natural(text: str) -> int:
 
 
 def non_negative(text: str) -> float:
-    """A finite number from 0 on."""
+    """A number from 0 on that is finite in fp32."""
     value = number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} must be a finite number, 0 or more")
+    if value > LARGEST_FP32:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_FP32:g}")
     return value
 
 
@@ -158,7 +170,7 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
-        ("--seed", natural, None, "N", "seed: initial weights, sampling, dropout, and shuffles the data"),
+        ("--seed", seed, None, "N", "seed: initial weights, sampling, dropout, and shuffles the data"),
     )
     group(
         "optimisation",

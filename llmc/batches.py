@@ -11,6 +11,7 @@ from llmc import device, ranks  # first: device sets what NumPy must find in the
 import numpy as np  # isort: skip
 
 from llmc.dataloader import DataLoader, sort_by_token
+from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
 from llmc.model import RANDOM_WORDS, Model
 
@@ -24,6 +25,8 @@ class Batches:
 
     stopped: says whether the run is told to stop, which also ends a step between two of its batches; dropped: whether
     it did.
+
+    Raises UserError where a step has more batches than the host has memory for.
     """
 
     def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
@@ -31,6 +34,12 @@ class Batches:
         self.step_tokens = count * ranks.size() * model.B * model.T
         self.stopped, self.dropped = (lambda: False), False
         self.ends = deque(maxlen=2)  # of the step's last two batches
+        needed, (free, _) = 2 * 4 * count * (5 * model.B * model.T + RANDOM_WORDS), device.host_memory()
+        if count > 1 and needed > free:
+            raise UserError(
+                f"-d {self.step_tokens} is {count} batches a step on each rank, whose tokens and losses take "
+                f"{needed >> 20} MiB of the host's memory, and {free >> 20} MiB are free: lower -d"
+            )
         self.batches = device.pinned((2, count, 4 * model.B * model.T + RANDOM_WORDS), np.int32)
         self.losses = device.pinned((2, count, model.B, model.T), np.float32)
 

@@ -463,12 +463,7 @@ class CpuDevice:
         return CpuEvent()
 
     def memory(self) -> tuple[int, int]:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        try:
-            available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-        except OSError:  # not Linux
-            available = None
-        return int(available[1]) << 10 if available else total, total
+        return host_memory()
 
     def kernel(self, path: Path, name: str) -> Callable:
         return self.module(path).kernel(name)
@@ -811,6 +806,16 @@ def event():
 def memory() -> tuple[int, int]:
     """(free, total) bytes of the device's memory."""
     return _device.memory()
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, total) bytes of the host's memory."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:  # not Linux
+        available = None
+    return int(available[1]) << 10 if available else total, total
 
 
 def sgemm(c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0) -> None:

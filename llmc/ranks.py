@@ -39,6 +39,7 @@ MAGIC = b"llm.cupy"
 LENGTH = struct.Struct(">I")
 LONGEST = 1 << 24      # bytes of a message
 PATIENCE = 300         # seconds that ranks wait for one another at the start
+MOST = 1024            # processes that `launch` starts
 LAST_GASP = 20         # seconds that `launch` gives the other processes once one has failed
 GRACE = 5              # seconds that a rank which cannot go on, or meets what may be another's fault, leaves to rank 0
 # How a machine that is gone is noticed: seconds, seconds, times, and milliseconds where something was being sent.
@@ -380,6 +381,8 @@ def launch(count: int) -> int:
     """Runs this program once for each of `count` ranks on this machine, and returns the status to exit with, the first
     that is not 0. Signals are handed on, and a second one ends all at once; should this process be killed, the others
     stop as they do for SIGTERM. Raises UserError where not all can be started."""
+    if count > MOST:
+        raise UserError(f"--gpus {count}: no machine has as many; it must be at most {MOST}")
     listener = socket.create_server(("127.0.0.1", 0))
     watched, held = os.pipe()
     env = os.environ | {

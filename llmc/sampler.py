@@ -50,16 +50,17 @@ def sample_softmax(logits: np.ndarray, coin: float) -> int:
 def sample(logits: np.ndarray, coin: float, temperature: float = 1.0, top_k: int | None = None) -> int:
     """Draws an index from softmax(logits / temperature), logits fp32 (V,), among the top_k largest where that is given.
 
-    Temperature 0 takes the largest logit. Logits that tie with the k-th largest all stay in.
+    Temperature 0, or what is 0 in fp32, takes the largest logit. Logits that tie with the k-th largest all stay in.
     Raises UserError for a negative temperature or a top_k below 1.
     """
     if not temperature >= 0:
         raise UserError(f"--temperature {temperature}: must be 0 or more")
     if top_k is not None and top_k < 1:
         raise UserError(f"--top-k {top_k}: must be 1 or more")
-    if temperature == 0:
+    if np.float32(temperature) == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.size:
         threshold = np.partition(logits, -top_k)[-top_k]
         logits = np.where(logits >= threshold, logits, -np.inf)
-    return sample_softmax((logits - logits.max()) / temperature, coin)
+    with np.errstate(over="ignore"):  # by a small temperature; -inf is right
+        return sample_softmax((logits - logits.max()) / temperature, coin)

@@ -20,9 +20,10 @@ from llmc.files import make_header
 Table = tuple[tuple, ...]
 
 ALIGNMENT = 64  # floats; every activation starts on a 256-byte boundary
+MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # How the value of a field is written in a model's description, by the field's type.
-SPELLINGS = {int: r"\d+", bool: r"\d+", float: r"\d+\.?\d*([eE][+-]?\d+)?", str: r"[a-z]+"}
+SPELLINGS = {int: r"\d{1,99}", bool: r"\d{1,99}", float: r"\d+\.?\d*([eE][+-]?\d+)?", str: r"[a-z]+"}
 
 
 def shape_of(symbols: tuple[str, ...], sizes: dict[str, int]) -> tuple[int, ...]:
@@ -114,6 +115,12 @@ class Config:
     CHOICES: dict[str, tuple[str, ...]] = {}
     FETCH: str
 
+    @classmethod
+    def fetch_or_start(cls) -> str:
+        """Where such a model can be had, or how to do without, for a message of a program that trains."""
+        first, *others = cls.PRESETS
+        return f"{cls.FETCH}, or start from random weights with -e {first} ({', '.join(others)})"
+
     @property
     def kv_heads(self) -> int:
         """The heads of keys and values."""
@@ -178,6 +185,8 @@ class Config:
             value = getattr(self, field.name)
             if field.type is int and value < 1:
                 raise UserError(f"{source}: {field.name} is {value}; it must be at least 1")
+            if field.type is int and value > MOST:
+                raise UserError(f"{source}: {field.name} is {value}; it must be at most {MOST}")
             zero = field.default == 0  # what can be left out by a 0, and is by default
             if field.type is float and not (0 < value < math.inf or zero and value == 0):
                 raise UserError(f"{source}: {field.name} is {value}; it must be a positive number{' or 0' * zero}")

@@ -93,6 +93,14 @@ def test_temperature_divides_the_logits(rng):
         assert sample(logits, coin, temperature=1e-30) == sample(logits, coin, temperature=0) == logits.argmax()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-40, 3e38])
+def test_a_temperature_at_the_ends_of_fp32_draws_without_a_warning(rng, temperature):
+    logits = rng.standard_normal(100).astype(np.float32)
+    token = sample(logits, 0.5, temperature)
+    assert token == (logits.argmax() if temperature < 1 else sample_softmax(np.zeros(100, np.float32), 0.5))
+
+
 def test_only_the_k_largest_are_drawn(rng):
     logits = rng.standard_normal(100).astype(np.float32)
     largest = set(np.argsort(logits)[-7:])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import DEVICES
+from llmc.arguments import parse_arguments
 from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import EVALUATION, make_header
@@ -327,6 +328,24 @@ def test_a_wrong_flag_is_refused_in_one_line_with_code_2(folder, flags, message)
     assert re.search(message, refuse(folder, *flags, code=2))
 
 
+COUNTS = ["-b", "-t", "-d", "-x", "-u", "-v", "-m", "-s", "-g", "-n", "-nk", "--gpus"]
+HUGE = [(flag, "9" * 21, "must be at most 9223372036854775807") for flag in COUNTS]
+HUGE += [(flag, "9" * 5000, "must be a whole number") for flag in [*COUNTS, "--seed"]]
+HUGE += [(flag, "1e39", "must be at most 3.4e[+]38") for flag in ("-l", "-c", "--grad-clip")]
+
+
+@pytest.mark.parametrize("flag, value, message", HUGE, ids=[f"{flag} {value[:4]}" for flag, value, _ in HUGE])
+def test_a_number_beyond_all_measure_is_a_wrong_flag(flag, value, message, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        parse_arguments(GPT2Config, [flag, value])
+    said = f"error: argument {flag}(/--[a-z-]+)?: '?{value}'? {message}; --help lists the flags\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+def test_a_seed_may_be_of_any_size():
+    assert parse_arguments(GPT2Config, ["--seed", "9" * 400]).seed == int("9" * 400)
+
+
 VALUES = [
     (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
     (["-b", "200"], r"data_train.bin: 2000 tokens are too few for one batch of B 200, T 16.*lower -b or -t"),
@@ -344,6 +363,12 @@ VALUES = [
     (["-e", "layers=0,heads=2,channels=32"], r"num_layers is 0"),
     (["-e", "data_train.bin"], r"data_train.bin: not a GPT-2 model \(found GPT-2 tokens"),
     (["-e", "."], r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
+    (["-b", str(2**63 - 1)], r"needs \d+ MiB of memory, .*at most -b \d+ fits"),
+    (["-d", str(32 << 40), "-x", "1"], r"-d 35184372088832 is 1099511627776 batches a step .*: lower -d$"),
+    (["-d", str(2**63 - 32), "-x", "1"], r"-d 9223372036854775776 is .* MiB are free: lower -d$"),
+    (["--gpus", "1000000000"], r"--gpus 1000000000: no machine has as many; it must be at most 1024"),
+    (["-e", "layers=2,heads=2,channels=99999999999"], r"-e: channels is 99999999999; it must be at most 2147483647"),
+    (["-e", f"layers=2,heads=2,channels={'9' * 5000}"], r"channels=9{5000} is no part of a model's description"),
     (["-e", "d48", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free.* -b \d+ "),
     (["-b", "1000000000000"], r"needs \d+ MiB of memory, .*at most -b \d+ fits"),
     (["-a", "flash"], r"-a flash takes heads of 64 or 128 channels, this model's have 16: use -a softmax"),
