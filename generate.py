@@ -4,7 +4,9 @@
     python generate.py -e checkpoints/step_00002000 --temperature 0.8 --top-k 50
 
 The text begins with the prompt, which stands at the beginning of a document: the model sees before it the token that
-begins a text, or where there is none the one that ends a text. Of what has been written, it sees the last -t tokens.
+begins a text, or where there is none the one that ends a text. Of what has been written, it sees the last -t tokens: by
+default as many as the model was trained at, where a checkpoint says how many. A model with learned positions has
+learned nothing for those behind, and one with rotary positions has not seen such distances either.
 """
 
 import argparse
@@ -13,8 +15,7 @@ import time
 from pathlib import Path
 
 from llmc import device  # first: it sets what NumPy must find in the environment
-
-from llmc.arguments import Parser, a_path, add_device_arguments, natural, non_negative, positive  # isort: skip
+from llmc.arguments import Parser, a_path, add_device_arguments, natural, non_negative, positive, seed
 from llmc.checkpoint import model_path, read_model_header, training_flags
 from llmc.errors import UserError
 from llmc.files import first_word
@@ -30,10 +31,31 @@ from train_pythia_fp32 import Pythia
 MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
 
 
-def kind_of(path: Path) -> type[Model]:
-    """The kind of the model in a file: GPT-2, for one to refuse it, where it is no model at all."""
+NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
+
+
+def find_model(name: Path) -> tuple[Path, type[Model]]:
+    """The file of the model that is named by itself or by the directory of its checkpoint, and its kind: GPT-2, for one
+    to refuse it, where it is no model at all. Raises UserError for what describes a model that is yet to be trained."""
+    for kind in MODELS:
+        word = str(name).partition("=")[0]
+        if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
+            raise UserError(f"{name}: yet to be trained, by {kind.Config.SCRIPT} -e {name}; {NEEDED}")
+    path = model_path(name)
     magic = first_word(path)
-    return next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
+    return path, next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
+
+
+def context_of(trained: object, asked: int | None, longest: int) -> int:
+    """How many tokens the model sees: as many as were asked for, else as it was trained at, else as it can. trained:
+    what a checkpoint says. Raises UserError for more than it can; says where they are more than it was trained at."""
+    if asked and asked > longest:
+        raise UserError(f"-t {asked} is above the model's longest sequence, {longest}: lower -t")
+    if not isinstance(trained, int) or not 0 < trained <= longest:
+        return asked or longest
+    if asked and asked > trained:
+        print(f"-t {asked} goes beyond the {trained} tokens at which the model was trained", file=sys.stderr)
+    return asked or trained
 
 
 def trained_attention(path: Path, trained: str | None, asked: str) -> str:
@@ -52,8 +74,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write (%(default)s)")
     add("--temperature", type=non_negative, default=1.0, metavar="X", help="0: always the likeliest token (1)")
     add("--top-k", type=natural, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
-    add("--seed", type=natural, default=1337, metavar="N", help="another seed, another text (%(default)s)")
-    add("-t", "--context", type=positive, metavar="T", help="tokens the model sees at most (as many as it can)")
+    add("--seed", type=seed, default=1337, metavar="N", help="another seed, another text (%(default)s)")
+    add("-t", "--context", type=positive, metavar="T",
+        help="tokens the model sees at most (as many as it was trained at, by its checkpoint, with learned and with "
+        "rotary positions; of a .bin by itself all that it has positions for)")  # fmt: skip
     add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer (found by itself, as a rule)")
     add_device_arguments(parser)
     return parser
@@ -64,15 +88,13 @@ def main(arguments: list[str] | None = None) -> None:
     device.use(args.device)
     device.use_tf32(args.tf32)
 
-    path = model_path(args.model)
-    kind = kind_of(path)
-    config = read_model_header(path, kind.Config)
-    if args.context and args.context > config.max_seq_len:
-        raise UserError(f"-t {args.context} is above the model's longest sequence, {config.max_seq_len}: lower -t")
+    path, kind = find_model(args.model)
+    config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
     trained = training_flags(path)
+    context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
     tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained, bool(args.prompt))
-    tokens = [tokenizer.bos, *tokenizer.encode(args.prompt)]
-    T = min(args.context or config.max_seq_len, len(tokens) + args.tokens)
+    tokens = [tokenizer.bos, *(tokenizer.encode(args.prompt) if args.prompt else [])]
+    T = min(context, len(tokens) + args.tokens)
     if len(tokens) > T:
         print(f"the prompt has {len(tokens)} tokens, of which the model sees only the last {T}", file=sys.stderr)
     attention = trained_attention(path, trained.get("attention"), args.attention)

@@ -117,7 +117,7 @@ class GPT2Config(Config):
     }
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 50257}
     DEFAULT_MODEL = "gpt2_124M.bin"
-    FETCH = "fetch it with dev/download_starter_pack.sh, or start from random weights with -e d12 (d6, d24, d36, d48)"
+    FETCH = "fetch it with dev/download_starter_pack.sh"
 
     def sizes(self) -> dict[str, int]:
         return super().sizes() | {"P": MOST_PARTIALS}

@@ -148,7 +148,7 @@ class Llama3Config(Config):
         "vocab_size": 128256,
     }  # fmt: skip
     DEFAULT_MODEL = "llama3.2_1B.bin"
-    FETCH = "make one from Hugging Face's with dev/import_hf.py, or start from random weights with -e smollm2-135m"
+    FETCH = "make one from Hugging Face's with dev/import_hf.py"
 
     @property
     def kv_heads(self) -> int:

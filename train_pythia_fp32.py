@@ -141,7 +141,7 @@ class PythiaConfig(Config):
     DEFAULTS = {"max_seq_len": 2048, "vocab_size": 50304}
     CHOICES = {"norm": ("layer", "rms"), "gelu": ("tanh", "erf")}
     DEFAULT_MODEL = "pythia_160M.bin"
-    FETCH = "make one from Hugging Face's with dev/import_hf.py, or start from random weights with -e pythia-160m"
+    FETCH = "make one from Hugging Face's with dev/import_hf.py"
 
     @property
     def absent(self) -> frozenset[str]:

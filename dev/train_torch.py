@@ -53,7 +53,9 @@ def main() -> None:
     tokenizer_path = find_tokenizer(args.data)
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path else None
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
-    config, tensors = (described, None) if described else read_model(model_path(args.model), kind.Config)
+    config, tensors = described, None
+    if config is None:
+        config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
     model = build_torch_model(config, "relu" if args.attention == "relu" else "sdpa")
     model.load(first_weights(kind, config, args.seed) if described else tensors)
     model.to(where)

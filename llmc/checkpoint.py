@@ -35,7 +35,17 @@ import numpy as np  # isort: skip
 
 from llmc import ranks
 from llmc.errors import UserError
-from llmc.files import DEBUG_STATE, HEADER_BYTES, file_size, make_header, open_file, read_header, replacing
+from llmc.files import (
+    DEBUG_STATE,
+    HEADER_BYTES,
+    TRAINERS,
+    file_size,
+    first_word,
+    make_header,
+    open_file,
+    read_header,
+    replacing,
+)
 from llmc.lock import Lock
 from llmc.tensors import Config, layout, num_parameters
 
@@ -46,41 +56,47 @@ def model_path(path: str | Path) -> Path:
     """The file of a model that is named by itself, by the directory of its checkpoint, or by a --checkpoint-dir: the
     newest checkpoint's, which is said on stderr then.
 
-    Raises UserError where a directory has none, and as `newest_checkpoint` does.
+    Raises UserError where a directory has none, for a model as Hugging Face keeps it, or a file of one, and as
+    `newest_checkpoint` does.
     """
     path = Path(path)
-    if not path.is_dir():
-        return path
-    if not (path / "model.bin").exists():
-        newest = newest_checkpoint(path)
-        if newest is None:
-            raise UserError(f"{path}: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir")
-        if ranks.rank() == 0:
-            ranks.say(f"{path}: its newest checkpoint is {newest.name}")
-        path = newest
-    return path / "model.bin"
+    folder, file = (path, path / "model.bin") if path.is_dir() else (path.parent, path)
+    if path.exists() and (folder / "config.json").is_file() and first_word(file) not in TRAINERS:
+        raise UserError(
+            f"{path}: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py {folder} -o model.bin"
+        )
+    if not path.is_dir() or file.exists():
+        return file
+    newest = newest_checkpoint(path)
+    if newest is None:
+        raise UserError(f"{path}: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir")
+    if ranks.rank() == 0:
+        ranks.say(f"{path}: its newest checkpoint is {newest.name}")
+    return newest / "model.bin"
 
 
-def read_model_header(path: str | Path, kind: type[Config]) -> Config:
+def read_model_header(path: str | Path, kind: type[Config], remedy: str | None = None) -> Config:
     """The sizes of the model in `path`.
 
-    Raises UserError where the file is missing, of another kind or version, has senseless sizes, or is not as long as
-    its own header says.
+    remedy: what to do where there is none (where one can be had). Raises UserError where the file is missing, of
+    another kind or version, has senseless sizes, or is not as long as its own header says.
     """
-    header = read_header(path, kind.MAGIC, kind.FETCH, kind.HEADER_BYTES)
+    header = read_header(path, kind.MAGIC, remedy or kind.FETCH, kind.HEADER_BYTES)
     config = kind.from_header(header, str(path))
     config.check(str(path))
-    _check_size(path, kind.HEADER_BYTES + 4 * _file_layout(config)[1], kind.FETCH)
+    _check_size(path, kind.HEADER_BYTES + 4 * _file_layout(config)[1], remedy or kind.FETCH)
     return config
 
 
-def read_model(path: str | Path, kind: type[Config]) -> tuple[Config, dict[str, np.ndarray]]:
+def read_model(
+    path: str | Path, kind: type[Config], remedy: str | None = None
+) -> tuple[Config, dict[str, np.ndarray]]:
     """The model in `path`: its sizes, and the file's tensors by name, in its order, as read-only memory maps, fp32.
 
-    Raises UserError as `read_model_header` does, where a tensor that is no parameter is not 0, and where the file
-    belongs to a checkpoint and is not the one that was saved (`check_saved`).
+    remedy, and UserError: as of `read_model_header`. Raises UserError also where a tensor that is no parameter is not
+    0, and where the file belongs to a checkpoint and is not the one that was saved (`check_saved`).
     """
-    config = read_model_header(path, kind)
+    config = read_model_header(path, kind, remedy)
     check_saved(Path(path))
     return config, _tensors(path, config)
 

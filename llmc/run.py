@@ -486,7 +486,7 @@ def build_model(
     else:
         config = described
     if config is None:
-        config, tensors = read_model(model_path(args.model), kind.Config)
+        config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
     if args.T > config.max_seq_len:
         raise UserError(f"-t {args.T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
     args.attention = kind.choose_attention(args.attention, config.channels, config.num_heads)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import generate
+from dev import export_hf
 from llmc import device
 from llmc.checkpoint import save_checkpoint, write_model
+from llmc.dataloader import write_tokens
 from llmc.errors import UserError
 from llmc.sampler import Sampler, sample
 from llmc.tensors import num_parameters
@@ -172,6 +174,70 @@ def test_the_tokenizer_of_the_starter_pack_is_found_beside_the_model_and_said(mo
     done = capsys.readouterr()
     assert done.out == expected(theirs, "", 10)
     assert done.err.startswith(f"tokenizer: {model.with_name('gpt2_tokenizer.bin')}, by the number of tokens alone")
+
+
+def test_the_model_sees_as_many_tokens_as_it_was_trained_at_by_its_checkpoint(model, config, theirs, tmp_path, capsys):
+    """Also with rotary positions. -t may go beyond, which is said; a .bin by itself does not say how many they were."""
+    params = flat(theirs, config)
+    state = {"flags": {"sequence_length": 9}}
+    checkpoint = save_checkpoint(tmp_path / "run", 20, config, params, params, params, state)
+    device.use("cpu")
+
+    def said(*flags) -> tuple[str, str]:
+        generate.main(["--device", "cpu", "--prompt", "If ", "-g", "30", *map(str, flags)])
+        text, error = capsys.readouterr()
+        return text, error.partition("30 tokens in")[0]
+
+    beyond = "-t 20 goes beyond the 9 tokens at which the model was trained\n"
+    assert said("-e", checkpoint) == said("-e", checkpoint, "-t", 9) == (expected(theirs, "If ", 30, T=9), "")
+    assert said("-e", checkpoint, "-t", 5) == (expected(theirs, "If ", 30, T=5), "")
+    assert said("-e", checkpoint, "-t", 20) == (expected(theirs, "If ", 30, T=20), beyond)
+    assert said("-e", model) == (expected(theirs, "If ", 30), "")
+
+
+@pytest.mark.parametrize("recorded", [0, -1, 41, "9", None, [9]])
+def test_a_checkpoint_that_says_nonsense_of_its_context_is_read_all_the_same(recorded, capsys):
+    assert generate.context_of(recorded, None, 40) == 40 and generate.context_of(recorded, 7, 40) == 7
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_prompt_a_tokenizer_that_cannot_encode_will_do(tmp_path, capsys):
+    config = GPT2Config(8, 3, 1, 1, 4)
+    write_model(tmp_path / "odd.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_tokenizer(tmp_path / "odd_tokenizer.bin", [b"a", b"b", b"c"], 2)
+    generate.main(["--device", "cpu", "-e", str(tmp_path / "odd.bin"), "-g", "5", "--seed", str(10**30)])
+    assert len(capsys.readouterr().out) > 5
+
+
+REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("d12", f"d12: yet to be trained, by train_gpt2_fp32.py -e d12; {REMEDY}"),
+        ("smollm2-135m", f"smollm2-135m: yet to be trained, by train_llama3_fp32.py -e smollm2-135m; {REMEDY}"),
+        ("pythia-14m", f"pythia-14m: yet to be trained, by train_pythia_fp32.py -e pythia-14m; {REMEDY}"),
+        ("layers=2", f"layers=2: yet to be trained, by train_gpt2_fp32.py -e layers=2; {REMEDY}"),
+        ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
+        ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),
+        ("tokens.bin", "tokens.bin: not a GPT-2 model (found GPT-2 tokens, expected magic number 20240326); " + REMEDY),
+        ("hf", "hf: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py hf -o model.bin"),
+        ("hf/x.safetensors", "hf/x.safetensors: a model in Hugging Face's format; make a .bin of it: "
+         "dev/import_hf.py hf -o model.bin"),
+    ],
+)  # fmt: skip
+def test_what_is_no_trained_model_is_refused_with_a_remedy_that_the_program_has(name, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokens("tokens.bin", np.zeros(300, np.int64))
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text("{}")
+    Path("hf/x.safetensors").write_bytes(b"\0" * 2000)
+    for main, flags in ((generate.main, ["--device", "cpu", "-e", name]), (export_hf.main, [name, "-o", "out"])):
+        with pytest.raises(UserError) as error:
+            main(flags)
+        assert str(error.value).removesuffix("; dev/download_starter_pack.sh fetches gpt2_124M.bin") == said
+    assert not Path("out").exists()
 
 
 def test_what_cannot_be_is_said_in_one_line(model):
