@@ -21,11 +21,11 @@ GPUS = $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 NCCL = $(if $(CUDA),$(if $(filter-out 0 1,$(GPUS)),"nvidia-nccl-cu$(CUDA)>=2.27"))
 
 # What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
-SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300
+SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300 -n 250 -nk 1
 TRAIN_GPU = --device cuda -i data/tiny_shakespeare -b 4 -t 1024
 TRAIN_GPU_OFFLINE = --device cuda -e d12 -i data/python_docs -b 4 -t 1024
 TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN) -x 3000 -v 500 -s 1000
-TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64
+TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64 -n 100 -nk 1
 # The same of the models that have no starter pack, with a GPU and without one.
 TRAIN_train_llama3_fp32_GPU = --device cuda -e smollm2-135m -i data/python_docs -b 4 -t 1024
 TRAIN_train_llama3_fp32_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
@@ -76,8 +76,7 @@ train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GP
 	fi; \
 	case "$$flags" in *data/python_docs*) \
 		test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py || exit 1;; esac; \
-	echo "$(PY) $(NAME).py $$flags $(ARGS)"; \
-	exec $(PY) $(NAME).py $$flags $(ARGS)
+	exec $(PY) dev/make_train.py $(NAME).py $$flags $(ARGS)
 
 # One process a core, a file's tests in one after the other; ARGS="-n 0" for a single one, which a debugger needs. With a
 # GPU there is one, whose tests may need all of its memory.

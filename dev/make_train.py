@@ -1,0 +1,125 @@
+"""What `make train` runs: a trainer, whose checkpoints go to a directory of the run's own, first runs/gpt2_fp32_1.
+
+    python dev/make_train.py train_gpt2_fp32.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000
+
+A run that has not come to its end goes on when it is asked for again: with the same flags, on the same data, from a
+checkpoint that is whole, and in no other process. Anything else starts in the next directory. In the end it prints the
+command that samples from the model. With a --checkpoint-dir of your own it only does that.
+"""
+
+import fcntl
+import json
+import re
+import runpy
+import shlex
+import sys
+from argparse import REMAINDER
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from generate import MODELS
+from llmc.arguments import Parser, make_parser
+from llmc.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
+from llmc.dataloader import DataLoader
+from llmc.errors import UserError
+from llmc.program import run_program
+from llmc.tensors import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = Path("runs")
+UNFINISHED = "unfinished.json"  # in a run's directory until it has come to its end: its flags; locked while it runs
+
+
+def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Path, TextIO]:
+    """The directory of the run, and its UNFINISHED, locked for as long as it is open. Raises UserError where there can
+    be none."""
+    try:
+        RUNS.mkdir(exist_ok=True)
+        found = {int(path.name.rpartition("_")[2]): path for path in RUNS.iterdir() if is_run(path, name)}
+        for number in sorted(found, reverse=True):
+            with suppress(FileNotFoundError):
+                file = open(found[number] / UNFINISHED, "r+")
+                if lock(file) and file.read() == json.dumps(flags) and can_go_on(found[number], flags, config):
+                    return found[number], file
+                file.close()
+        number = max(found, default=0) + 1
+        while True:
+            directory = RUNS / f"{name}_{number}"
+            with suppress(FileExistsError):
+                directory.mkdir()
+                file = open(directory / UNFINISHED, "x")
+                lock(file)
+                print(json.dumps(flags), end="", file=file, flush=True)
+                return directory, file
+            number += 1
+    except OSError as error:
+        raise UserError(f"{RUNS}: cannot be written ({(error.strerror or str(error)).lower()})") from None
+
+
+def is_run(path: Path, name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(name)}_\d+", path.name) is not None
+
+
+def lock(file: TextIO) -> bool:
+    """Whether no other process has this file locked; then this one has, until it closes the file or ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
+    """Whether the trainer would go on from what is there with these flags. Says why not."""
+    args = make_parser(config).parse_args(flags)
+    try:
+        newest = newest_checkpoint(directory)
+        if newest:
+            sizes, *_, state = load_checkpoint(newest, config)
+            shape = args.batch_size, args.sequence_length, sizes.vocab_size
+            DataLoader(args.data, "train", *shape, args.seed).load_state(state["loader"])
+    except UserError as error:
+        print(f"{directory} is left as it is: {error}")
+        return False
+    return True
+
+
+def main() -> None:
+    configs = {kind.Config.SCRIPT: kind.Config for kind in MODELS}
+    parser = Parser(description="Train in a directory of the run's own, and name the command that samples from it.")
+    parser.add_argument("script", choices=configs, help="the trainer")
+    parser.add_argument("flags", nargs=REMAINDER, help="the trainer's")
+    script, flags = vars(parser.parse_args()).values()
+    config = configs[script]
+    directory, unfinished = make_parser(config).parse_args(flags).checkpoint_dir, None
+    if directory is None:
+        directory, unfinished = directory_for(script.removeprefix("train_").removesuffix(".py"), flags, config)
+        flags += ["--checkpoint-dir", str(directory), *(["-y", "1"] if checkpoints(directory) else [])]
+    python = sys.orig_argv[0]
+    print(shlex.join([python, script, *flags]), flush=True)
+    sys.argv = [str(ROOT / script), *flags]
+    sys.orig_argv = [python, *sys.argv]  # which --gpus runs again, once for each rank
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit:
+        if unfinished and checkpoints(directory):
+            print(f"{directory} is not complete; the same command goes on with it")
+        raise
+    else:
+        if unfinished:
+            (directory / UNFINISHED).unlink()
+        for newest in checkpoints(directory)[:1]:
+            print(f"to sample from it:\n\n    {shlex.join([python, 'generate.py', '-e', str(newest)])}\n")
+    finally:
+        if unfinished and not checkpoints(directory):
+            (directory / UNFINISHED).unlink(missing_ok=True)
+            with suppress(OSError):
+                directory.rmdir()
+
+
+if __name__ == "__main__":
+    run_program(main)
