@@ -34,16 +34,20 @@ MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
 NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
 
 
-def find_model(name: Path) -> tuple[Path, type[Model]]:
-    """The file of the model that is named by itself or by the directory of its checkpoint, and its kind: GPT-2, for one
-    to refuse it, where it is no model at all. Raises UserError for what describes a model that is yet to be trained."""
+def kind_of(path: Path) -> type[Model]:
+    """The kind of the model in a file: GPT-2, for one to refuse it, where it is no model at all."""
+    magic = first_word(path)
+    return next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
+
+
+def find_model(name: Path) -> Path:
+    """The file of the model that is named by itself or by the directory of its checkpoint. Raises UserError for what
+    describes a model that is yet to be trained, and as model_path does."""
     for kind in MODELS:
         word = str(name).partition("=")[0]
         if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
             raise UserError(f"{name}: yet to be trained, by {kind.Config.SCRIPT} -e {name}; {NEEDED}")
-    path = model_path(name)
-    magic = first_word(path)
-    return path, next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
+    return model_path(name)
 
 
 def context_of(trained: object, asked: int | None, longest: int) -> int:
@@ -88,7 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
     device.use(args.device)
     device.use_tf32(args.tf32)
 
-    path, kind = find_model(args.model)
+    path = find_model(args.model)
+    kind = kind_of(path)
     config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
     trained = training_flags(path)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)

@@ -23,12 +23,12 @@ import llmc  # noqa: F401  first: it says which packages are missing
 import numpy as np
 
 from dev.huggingface import config_json, named_tensors
-from generate import NEEDED, find_model
+from generate import NEEDED, find_model, kind_of
 from llmc.arguments import Parser, a_path
 from llmc.checkpoint import read_model, training_flags
 from llmc.errors import UserError
 from llmc.program import run_program
-from llmc.tensors import Config, num_parameters
+from llmc.tensors import num_parameters
 from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters, model_tokenizers
 
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most, if no tensor is larger
@@ -151,14 +151,13 @@ def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]]) 
             file.write(np.ascontiguousarray(values, "<f4"))
 
 
-def export(path: Path, kind: type[Config], out: Path, given: Path | None) -> None:
-    """Writes the directory `out`, which appears whole or not at all, from a model of this kind. given: the tokenizer's
-    file, where one is.
+def export(path: Path, out: Path, given: Path | None) -> None:
+    """Writes the directory `out`, which appears whole or not at all. given: the tokenizer's file, where one is.
 
     Raises UserError where the model cannot be read, transformers has none like it, the tokenizer is another model's, or
     `out` cannot be written or holds something already.
     """
-    config, params = read_model(path, kind, NEEDED)
+    config, params = read_model(path, kind_of(path).Config, NEEDED)
     tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
@@ -187,8 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-o", "--out", type=a_path, metavar="DIR", help="where to (beside the model, without .bin)")
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer, .bin or .json")
     args = parser.parse_args(arguments)
-    model, kind = find_model(args.model)
-    export(model, kind.Config, args.out or model.with_suffix(""), args.tokenizer)
+    model = find_model(args.model)
+    export(model, args.out or model.with_suffix(""), args.tokenizer)
 
 
 if __name__ == "__main__":
