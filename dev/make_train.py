@@ -100,14 +100,14 @@ def main() -> None:
         directory, unfinished = directory_for(script.removeprefix("train_").removesuffix(".py"), flags, config)
         flags += ["--checkpoint-dir", str(directory), *(["-y", "1"] if checkpoints(directory) else [])]
     python = sys.orig_argv[0]
-    print(shlex.join([python, script, *flags]), flush=True)
     sys.argv = [str(ROOT / script), *flags]
     sys.orig_argv = [python, *sys.argv]  # which --gpus runs again, once for each rank
     try:
+        print(shlex.join([python, script, *flags]), flush=True)
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit:
         if unfinished and checkpoints(directory):
-            print(f"{directory} is not complete; the same command goes on with it")
+            print(f"{directory} is not complete; the same `make train` goes on with it")
         raise
     else:
         if unfinished:

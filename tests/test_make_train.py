@@ -89,7 +89,7 @@ def test_a_run_ends_with_the_command_that_samples_from_it_and_the_next_starts_in
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_was_stopped_goes_on_where_it_was(folder, number):
     out = stop(folder, number=number)
-    assert ("the same command goes on with it" in out) == (number != signal.SIGKILL)
+    assert ("the same `make train` goes on with it" in out) == (number != signal.SIGKILL)
     (newest,) = sorted((folder / "runs" / "gpt2_fp32_1").glob("step_????????"))[-1:]
     again = start(folder, "-n", "1", "-x", "1000")
     line = next(line for line in again.stdout if line.startswith("step "))
