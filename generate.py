@@ -14,10 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from llmc import device  # first: it sets what NumPy must find in the environment
+import device
+from device.errors import UserError
 from llmc.arguments import Parser, a_path, add_device_arguments, natural, non_negative, positive, seed
+from llmc.attention import choose_attention
 from llmc.checkpoint import model_path, read_model_header, training_flags
-from llmc.errors import UserError
 from llmc.files import first_word
 from llmc.generation import continuation
 from llmc.model import Model, build_from_file
@@ -103,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     if len(tokens) > T:
         print(f"the prompt has {len(tokens)} tokens, of which the model sees only the last {T}", file=sys.stderr)
     attention = trained_attention(path, trained.get("attention"), args.attention)
-    attention = kind.choose_attention(attention, config.channels, config.num_heads)
+    attention = choose_attention(attention, config.channels, config.num_heads)
     model = build_from_file(kind, path, 1, T, attention, inference=True)
 
     decoder, sampler = StreamDecoder(tokenizer), Sampler(args.seed)
@@ -117,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(decoder.push(token), end="", flush=True)
     print(decoder.flush())
     seconds = time.perf_counter() - started
-    print(f"{args.tokens} tokens in {seconds:.1f} s on {device.name()}", file=sys.stderr)
+    print(f"{args.tokens} tokens in {seconds:.1f} s on {device.name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

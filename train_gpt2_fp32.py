@@ -9,15 +9,9 @@ vocabulary and Vp the same padded, and maxT the longest sequence the model takes
 from dataclasses import astuple, dataclass
 from math import sqrt
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
-from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
-from kernels.classifier import cross_entropy_loss
+import device
+from device.errors import UserError
 from kernels.dropout import dropouts
-from kernels.encoder import encoder_forward
-from kernels.exchange import embedding_backward, reduce_gradients, wait_for_parameters
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
@@ -29,16 +23,20 @@ from kernels.matmul import (
 )
 from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import parse_arguments
-from llmc.errors import UserError
+from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
+from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import GPT2_MODEL, make_header
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.run import Run
+from llmc.step import train_step
 from llmc.tensors import Config, padded
+
+import numpy as np
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
 # A third word names an earlier tensor, no longer needed, whose place this one takes.
-# The tensors inside attention are in kernels/causal_attention.py.
+# The tensors inside attention are in llmc/attention.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding, and the weight of the classifier
@@ -147,15 +145,13 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
     L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
     drop = dropouts(model, training)
 
-    wait_for_parameters(model, "first")
-    encoder_forward(acts.encoded, model.inputs, params.wte, params.wpe, B, T, C, drop.encoded)
+    embedding_forward(model, acts.encoded, params.wte, params.wpe, B, T, C, drop.encoded)
     p, a = params.layer[0], acts.layer[0]
     layernorm_forward(acts.ln, a.ln1_mean, a.ln1_rstd, acts.encoded, p.ln1w, p.ln1b, B, T, C)
     residual = acts.encoded
 
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
-        wait_for_parameters(model, l)
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
@@ -179,19 +175,15 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         )
         residual = a.residual3
 
-    wait_for_parameters(model, None)
     matmul_forward(acts.logits, acts.ln, params.wte, None, B, T, C, Vp)
 
 
-def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: bool = True) -> None:
+def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what gpt2_forward and the loss left behind.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
-    the `last` batch of a step most are summed over all ranks, a layer at a time, beside what follows; adamw_update sums
-    those that are complete only at the end. The layers' backward passes follow in the reverse order of forward. A
-    weight's gradient takes the product's input transposed: the outputs of layernorm and GELU are recomputed in that
-    layout, from what went into them. Nothing in backward reads a weight's gradient: it is computed beside what follows,
-    until something that it reads changes.
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
+    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
+    transposed: the outputs of layernorm and GELU are recomputed in that layout, from what went into them.
 
     dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
@@ -204,10 +196,8 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
 
     residual = acts.layer[L - 1].residual3
     matmul_backward_inp(dln, acts.logits, params.wte, None, B, T, C, Vp)
-    with device.beside():
-        layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
-        matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
-        reduce_gradients(model, last, "wte")
+    layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
+    matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
@@ -219,51 +209,42 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False, last: 
 
         matmul_backward_inp(dfch, dproj, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C)
-        with device.beside():
-            matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
+        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 4 * C)
-        device.join()
-        with device.beside():
-            layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
-            matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
-            reduce_gradients(model, last, l)
+        layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
+        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
         layernorm_backward(
             dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
             dproj, drop.layer[l].attproj,
         )  # fmt: skip
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        device.join()
-        with device.beside():
-            matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         causal_attention_backward(dqkv, datty, model, l, B, T)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, 3 * C)
-        device.join()
         residual, dbias_before, dropped = (
             (acts.layer[l - 1].residual3, grads.layer[l - 1].fcprojb, drop.layer[l - 1].fcproj)
             if l > 0 else (acts.encoded, None, drop.encoded)
         )  # fmt: skip
-        with device.beside():
-            layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
-            matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
+        layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
+        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
         layernorm_backward(
             dresidual, g.ln1w, g.ln1b, dbias_before, partials, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C,
             dproj, dropped,
         )  # fmt: skip
-        device.join()
 
-    embedding_backward(model, dproj, B, T, C, last)
+    embedding_backward(model, grads.wte, grads.wpe, dproj, B, T, C)
 
 
-class GPT2(CausalModel):
+class GPT2(Model):
     """GPT-2, as llmc/ needs to know it."""
 
     Config = GPT2Config
     MATRICES = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("wte", "qkvw", "attprojw", "fcw", "fcprojw")
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, loss, backward = gpt2_forward, cross_entropy_loss, gpt2_backward
+    forward, backward = gpt2_forward, gpt2_backward
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:
@@ -276,9 +257,9 @@ class GPT2(CausalModel):
 
 def main() -> None:
     run = Run(GPT2, parse_arguments(GPT2Config))
-    train_step = run.model.train_step(run.batches, run.args.weight_decay, run.args.grad_clip)
+    step_of = train_step(run.exchange, run.batches, run.args.weight_decay, run.args.grad_clip)
     for step in run:  # which validates, samples, logs and saves where that is due, and ends when it is told to
-        train_step(step, run.learning_rate(step))
+        step_of(step, run.learning_rate(step))
 
 
 if __name__ == "__main__":

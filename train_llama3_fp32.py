@@ -8,15 +8,9 @@ channels, V the vocabulary and Vp the same padded. Query head h attends to key a
 
 from dataclasses import dataclass
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
-from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
-from kernels.classifier import cross_entropy_loss
+import device
+from device.errors import UserError
 from kernels.dropout import dropouts
-from kernels.encoder import encoder_forward
-from kernels.exchange import embedding_backward, reduce_gradients, wait_for_parameters
 from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
@@ -28,16 +22,20 @@ from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rm
 from kernels.rope import ORIGINAL_LENGTH, rope_backward, rope_forward, rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.arguments import parse_arguments
-from llmc.errors import UserError
+from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
+from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import LLAMA3_MODEL, make_header
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.run import Run
+from llmc.step import train_step
 from llmc.tensors import Config, Table, padded, without
+
+import numpy as np
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
 # A third word names an earlier tensor, no longer needed, whose place this one takes.
-# The tensors inside attention are in kernels/causal_attention.py.
+# The tensors inside attention are in llmc/attention.py.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C")),                    # token embedding, and where `tied` the weight of the classifier
@@ -234,14 +232,12 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
     QKV = (NH + 2 * NKV) * HS
     drop = dropouts(model, training)
 
-    wait_for_parameters(model, "first")
-    encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C)
+    embedding_forward(model, acts.encoded, params.wte, None, B, T, C)
     rmsnorm_forward(acts.ln, acts.layer[0].ln1_rstd, acts.encoded, params.layer[0].ln1w, eps, B, T, C)
     residual = acts.encoded
 
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
-        wait_for_parameters(model, l)
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, None, B, T, C, QKV)
@@ -264,19 +260,15 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
         )
         residual = a.residual3
 
-    wait_for_parameters(model, None)
     matmul_forward(acts.logits, acts.ln, params.wte if config.tied else params.lm_head, None, B, T, C, Vp)
 
 
-def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last: bool = True) -> None:
+def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what llama3_forward and the loss left behind.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
-    the `last` batch of a step most are summed over all ranks, a layer at a time, beside what follows; adamw_update sums
-    those that are complete only at the end. The layers' backward passes follow in the reverse order of forward. A
-    weight's gradient takes the product's input transposed: the outputs of RMSNorm and SwiGLU are recomputed in that
-    layout, from what went into them. Nothing in backward reads a weight's gradient: it is computed beside what follows,
-    until something that it reads changes.
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
+    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
+    transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them.
 
     dproj is the gradient of what a branch adds to the residual stream: dresidual through its dropout.
     """
@@ -292,11 +284,8 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
 
     residual = acts.layer[L - 1].residual3
     matmul_backward_inp(dln, acts.logits, head, None, B, T, C, Vp)
-    with device.beside():
-        rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
-        matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
-        reduce_gradients(model, last, "lm_head")
-        reduce_gradients(model, last and (config.tied or accumulate), "wte")  # else it is still 0
+    rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
+    matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     rmsnorm_backward(
         dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
@@ -308,44 +297,36 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False, last
 
         matmul_backward_inp(dfch_swiglu, dproj, p.fcprojw, weight_T, B, T, H, C)
         swiglu_backward(dfch, acts.fch_swiglu_T, dfch_swiglu, a.fch, B * T, H)
-        with device.beside():
-            matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_swiglu_T, B, T, H, C, accumulate)
+        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_swiglu_T, B, T, H, C, accumulate)
         matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 2 * H)
-        device.join()
-        with device.beside():
-            rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
-            matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
-            reduce_gradients(model, last, l)
+        rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
         rmsnorm_backward(
             dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C, dproj, drop.layer[l].attproj
         )
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        with device.beside():
-            matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         causal_attention_backward(dqkv, datty, model, l, B, T)
         rope_backward(dqkv, rope, B, T, NH, NKV, HS)
         matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, QKV)
-        device.join()
         residual, dropped = (acts.layer[l - 1].residual3, drop.layer[l - 1].fcproj) if l > 0 else (acts.encoded, None)
-        with device.beside():
-            rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
-            matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
+        rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
+        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
         rmsnorm_backward(
             dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C, dproj, dropped
         )
 
-    device.join()
-    embedding_backward(model, dresidual, B, T, C, last)
+    embedding_backward(model, grads.wte, None, dresidual, B, T, C)
 
 
-class Llama3(CausalModel):
+class Llama3(Model):
     """Llama 3, as llmc/ needs to know it."""
 
     Config = Llama3Config
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, loss, backward = llama3_forward, cross_entropy_loss, llama3_backward
+    forward, backward = llama3_forward, llama3_backward
 
     @property
     def PRODUCTS(self) -> tuple[str, ...]:
@@ -366,9 +347,9 @@ class Llama3(CausalModel):
 
 def main() -> None:
     run = Run(Llama3, parse_arguments(Llama3Config))
-    train_step = run.model.train_step(run.batches, run.args.weight_decay, run.args.grad_clip)
+    step_of = train_step(run.exchange, run.batches, run.args.weight_decay, run.args.grad_clip)
     for step in run:  # which validates, samples, logs and saves where that is due, and ends when it is told to
-        train_step(step, run.learning_rate(step))
+        step_of(step, run.learning_rate(step))
 
 
 if __name__ == "__main__":

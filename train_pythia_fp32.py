@@ -10,15 +10,9 @@ is sequential, it is GPT-2's.
 from dataclasses import dataclass
 from math import sqrt
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
-from kernels.causal_attention import CausalModel, attention_input, causal_attention_backward, causal_attention_forward
-from kernels.classifier import cross_entropy_loss
+import device
+from device.errors import UserError
 from kernels.dropout import dropouts
-from kernels.encoder import encoder_forward
-from kernels.exchange import embedding_backward, reduce_gradients, wait_for_parameters
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.matmul import (
     matmul_backward_bias,
@@ -31,16 +25,20 @@ from kernels.parallel_residual import norm_transposed, parallel_residual_backwar
 from kernels.reduce import MOST_PARTIALS
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.arguments import parse_arguments
-from llmc.errors import UserError
+from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
+from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import PYTHIA_MODEL
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.run import Run
+from llmc.step import train_step
 from llmc.tensors import Config, padded
+
+import numpy as np
 
 # The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
 # A third word names an earlier tensor, no longer needed, whose place this one takes; a fourth, what is before it there.
-# The tensors inside attention are in kernels/causal_attention.py.
+# The tensors inside attention are in llmc/attention.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
@@ -191,15 +189,13 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
     HS, R = C // NH, config.rotary_channels
     drop, eps, outs = dropouts(model, training), config.norm_eps, (acts.ln1, acts.ln2)
 
-    wait_for_parameters(model, "first")
-    encoder_forward(acts.encoded, model.inputs, params.wte, None, B, T, C, drop.encoded)
+    embedding_forward(model, acts.encoded, params.wte, None, B, T, C, drop.encoded)
     mean, rstd, norms = norms_before(config, acts, 0, params)
     parallel_residual_forward(None, outs, mean, rstd, acts.encoded, [], norms, eps, B, T, C)
     residual = acts.encoded
 
     for l in range(L):
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
-        wait_for_parameters(model, l)
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
@@ -221,19 +217,15 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
         parallel_residual_forward(a.residual3, outs, mean, rstd, residual, branches, norms, eps, B, T, C)
         residual = a.residual3
 
-    wait_for_parameters(model, None)
     matmul_forward(acts.logits, acts.ln1, params.lm_head, None, B, T, C, Vp)
 
 
-def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last: bool = True) -> None:
+def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what pythia_forward and the loss left behind.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. In
-    the `last` batch of a step most are summed over all ranks, a layer at a time, beside what follows; adamw_update sums
-    those that are complete only at the end. The layers' backward passes follow in the reverse order of forward. A
-    weight's gradient takes the product's input transposed: the outputs of norms and GELU are recomputed in that layout,
-    from what went into them. Nothing in backward reads a weight's gradient: it is computed beside what follows, until
-    something that it reads changes.
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
+    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
+    transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
@@ -255,13 +247,9 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
     residual, branches = before(L)
     mean, rstd, norms, dnorms = norms_before(config, acts, L, params, grads)
     matmul_backward_inp(dln1, acts.logits, params.lm_head, None, B, T, C, Vp)
-    with device.beside():
-        norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
-        matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
-        reduce_gradients(model, last, "lm_head")
-        reduce_gradients(model, last and accumulate, "wte")  # else it is still 0
+    norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
+    matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
-    device.join()
     parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
 
     for l in reversed(range(L)):
@@ -271,50 +259,41 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False, last
 
         matmul_backward_inp(dfch, dfcproj, p.fcprojw, weight_T, B, T, 4 * C, C)
         gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        with device.beside():
-            matmul_backward_weight_transposed(g.fcprojw, dfcproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
+        matmul_backward_weight_transposed(g.fcprojw, dfcproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(dln2, dfch, p.fcw, weight_T, B, T, C, 4 * C)
         before_mlp = (residual, norms[-1], mean, rstd) if parallel else (
             a.residual2, (p.ln2w, p.ln2b), a.ln2_mean, a.ln2_rstd
         )  # fmt: skip
-        with device.beside():
-            norm_transposed(acts.ln_T, *before_mlp, B, T, C)
-            matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
-            reduce_gradients(model, last, l)
+        norm_transposed(acts.ln_T, *before_mlp, B, T, C)
+        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
         if not parallel:
-            device.join()
             parallel_residual_backward(
                 dresidual, [(dproj, g.attprojb, drop.layer[l].attproj)], [(g.ln2w, g.ln2b)], partials, [dln2],
                 a.residual2, [(p.ln2w, p.ln2b)], a.ln2_mean, a.ln2_rstd, B, T, C,
             )  # fmt: skip
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        device.join()
-        with device.beside():
-            matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
         causal_attention_backward(dqkv, datty, model, l, B, T)
         rope_backward(dqkv, model.constant.rope, B, T, NH, NH, HS, R)
         matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
         matmul_backward_inp(dln2 if tied else dln1, dqkv, p.qkvw, weight_T, B, T, C, 3 * C, accumulate=tied)
-        device.join()
-        with device.beside():
-            norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
-            matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
+        norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
+        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
         douts = [dln2] if tied else [dln1, dln2]
         parallel_residual_backward(dresidual, branches, dnorms, partials, douts, residual, norms, mean, rstd, B, T, C)
-        device.join()
 
-    embedding_backward(model, dproj, B, T, C, last)
+    embedding_backward(model, grads.wte, None, dproj, B, T, C)
 
 
-class Pythia(CausalModel):
+class Pythia(Model):
     """Pythia, as llmc/ needs to know it."""
 
     Config = PythiaConfig
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("lm_head", "qkvw", "attprojw", "fcw", "fcprojw")  # an embedding alone only has rows added to it
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, loss, backward = pythia_forward, cross_entropy_loss, pythia_backward
+    forward, backward = pythia_forward, pythia_backward
 
     @classmethod
     def first_weights(cls, config: PythiaConfig) -> tuple[dict[str, float], dict[str, float]]:
@@ -332,9 +311,9 @@ class Pythia(CausalModel):
 
 def main() -> None:
     run = Run(Pythia, parse_arguments(PythiaConfig))
-    train_step = run.model.train_step(run.batches, run.args.weight_decay, run.args.grad_clip)
+    step_of = train_step(run.exchange, run.batches, run.args.weight_decay, run.args.grad_clip)
     for step in run:  # which validates, samples, logs and saves where that is due, and ends when it is told to
-        train_step(step, run.learning_rate(step))
+        step_of(step, run.learning_rate(step))
 
 
 if __name__ == "__main__":

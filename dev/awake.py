@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmc import device
+import device
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
 
 EVERY, COPIED = 0.01, 4096  # seconds, bytes
@@ -22,7 +22,7 @@ EVERY, COPIED = 0.01, 4096  # seconds, bytes
 def main() -> None:
     Parser(description=__doc__.partition("\n")[0]).parse_args()
     if device.use() == "cpu":
-        raise UserError(f"CUDA does not work here ({device.why_not_cuda()}), and the CPU has no links to keep awake")
+        raise UserError(f"CUDA does not work here ({device.why_not_cuda}), and the CPU has no links to keep awake")
     import cupy
     from cupy.cuda import runtime
 

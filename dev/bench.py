@@ -34,10 +34,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev import scaling
 from dev.ceilings import Ceilings, Work, limits, measure_ceilings, print_limits, work_of
 from dev.kept import (
@@ -52,9 +49,12 @@ from dev.kept import (
 )
 from dev.timing import Ours, time_steps
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
-from llmc.errors import UserError
+from device.cublas import WORKSPACE
+from device.errors import UserError
 from llmc.program import run_program
 from llmc.tensors import flops_per_token, num_parameters
+
+import numpy as np
 
 PEERS = ("eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs", "compile-sdpa-bf16")
 DEFAULT_PEERS = {"cuda": ",".join(PEERS[:-1]), "cpu": "eager,eager-sdpa"}
@@ -78,14 +78,14 @@ class Torch:
     are two lots, and never waits for the device before the next step is launched."""
 
     def __init__(self, peer: str, workload: Workload, tensors: dict[str, np.ndarray], attention: str):
-        import torch
-
         from dev.torch_models import build_torch_model
 
+        import torch
+
         self.torch, self.name, self.graphs = torch, TRAINERS[peer], peer == "compile-graphs"
-        self.cuda = device.kind() == "cuda"
+        self.cuda = device.kind == "cuda"
         self.device = torch.device("cuda" if self.cuda else "cpu")
-        torch.set_float32_matmul_precision("high" if device.tf32() else "highest")
+        torch.set_float32_matmul_precision("high" if device.tf32 else "highest")
         with self.device:
             model = build_torch_model(workload.config, "sdpa" if "sdpa" in peer else attention, padded=self.cuda)
         model.load(tensors)
@@ -134,7 +134,7 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim:
         trim(0)
-    if device.kind() == "cuda":
+    if device.kind == "cuda":
         import cupy
 
         cupy.get_default_memory_pool().free_all_blocks()
@@ -182,8 +182,8 @@ def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, dict[
     model = trainer.model
     tensors = {name: device.to_host(getattr(model.params, name)) for name, _ in workload.config.parameters()}
     ms, loss = time_steps(trainer, steps)
-    if device.kind() == "cuda":
-        mebibytes = (free - device.memory()[0] + 2 * device.CUBLAS_WORKSPACE) / 2**20
+    if device.kind == "cuda":
+        mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20
     else:  # less the parameters that are held for the others
         held = sum(tensor.nbytes for tensor in tensors.values())
         mebibytes = resident_mebibytes(peak=True) - resident - held / 2**20
@@ -191,19 +191,19 @@ def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, dict[
 
 
 def run_torch(peer: str, workload: Workload, tensors: dict[str, np.ndarray], attention: str, steps) -> Result:
-    import torch
-
     import dev.torch_models  # noqa: F401, so that its import is not counted as memory of the first trainer that needs it
+
+    import torch
 
     release_memory()
     reset_peak()
     resident = resident_mebibytes(peak=False)
-    if device.kind() == "cuda":
+    if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
         trainer = Torch(peer, workload, tensors, "relu" if attention == "relu" else "softmax")
         ms, loss = time_steps(trainer, steps)
-        if device.kind() == "cuda":
+        if device.kind == "cuda":
             mebibytes = torch.cuda.max_memory_reserved() / 2**20
         else:
             mebibytes = resident_mebibytes(peak=True) - resident
@@ -215,7 +215,7 @@ def run_torch(peer: str, workload: Workload, tensors: dict[str, np.ndarray], att
 
 def usable_peers(asked: str | None, attention: str, stated: Callable[[str], None]) -> list[str]:
     """The peers to run. Raises UserError where one is asked for by a wrong name, or is asked for and not installed."""
-    peers = [peer for peer in (DEFAULT_PEERS[device.kind()] if asked is None else asked).split(",") if peer]
+    peers = [peer for peer in (DEFAULT_PEERS[device.kind] if asked is None else asked).split(",") if peer]
     for peer in peers:
         if peer not in PEERS:
             raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)} (or '' for none)")
@@ -226,9 +226,9 @@ def usable_peers(asked: str | None, attention: str, stated: Callable[[str], None
     except ImportError:
         torch = None
     missing = "PyTorch is not installed (pip install -r requirements-dev.txt)" if torch is None else None
-    if torch and device.kind() == "cuda" and not torch.cuda.is_available():
+    if torch and device.kind == "cuda" and not torch.cuda.is_available():
         missing = "this PyTorch has no CUDA"
-    if device.kind() == "cpu" and "compile-graphs" in peers:
+    if device.kind == "cpu" and "compile-graphs" in peers:
         raise UserError("--peers compile-graphs: there are CUDA graphs only on a GPU")
     if missing and asked is not None:
         raise UserError(f"--peers {asked}: {missing}")
@@ -278,13 +278,13 @@ def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> l
 def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[argparse.Namespace]:
     """The flags of each workload: those given, or with --suite those of doc/speed.md; on the CPU, where nothing is
     said of the model and the batch, those of the script in doc/speed.md."""
-    if not args.suite and (says_what(args) or device.kind() == "cuda"):
+    if not args.suite and (says_what(args) or device.kind == "cuda"):
         return [args]
     return [
         parser.parse_args(flags.split(), argparse.Namespace(
             **(vars(args) | {"peers": peers if args.suite and args.peers is None else args.peers})
         ))
-        for flags, peers in published(device.kind()) if args.suite or flags.startswith(args.script)
+        for flags, peers in published(device.kind) if args.suite or flags.startswith(args.script)
     ]  # fmt: skip
 
 
@@ -315,16 +315,16 @@ def main(arguments: list[str] | None = None) -> None:
         return
     device.use(args.device)
     usable_peers(args.peers, args.attention, lambda text: None)  # complains before anything takes time
-    kept, rows = kept_rows(device.name()), []
+    kept, rows = kept_rows(device.name), []
     with tempfile.TemporaryDirectory() as directory:
         runs = [(asked, workload_of(asked, directory)) for asked in asked_for(parser, args)]
         ceilings = measure_ceilings()
-        print(f"{device.name()}\n{ceilings.description}", flush=True)
+        print(f"{device.name}\n{ceilings.description}", flush=True)
         for asked, workload in runs:
             found = bench(workload, asked, ceilings)
             rows += found
             if args.keep:
-                keep(device.name(), found)
+                keep(device.name, found)
     if args.compare:
         print("\n" + "\n".join(worse_than(kept, rows)))
 

@@ -11,16 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import llmc  # noqa: E402, F401  first: it says which packages are missing
-
-# isort: split
-import numpy as np  # noqa: E402
-
+import device  # noqa: E402
+from device.errors import UserError  # noqa: E402
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward  # noqa: E402
-from llmc import device  # noqa: E402
 from llmc.arguments import Parser, positive  # noqa: E402
-from llmc.errors import UserError  # noqa: E402
 from llmc.program import run_program  # noqa: E402
+
+import numpy as np  # noqa: E402
 
 LAYERS = 3  # sets of arrays, used in turn: a training step does not find a layer's arrays in the cache either
 
@@ -51,7 +48,7 @@ def main() -> None:
             )
 
     flops = 2 * B * T * T / 2 * C
-    print(f"{device.name()}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {args.s}")
+    print(f"{device.name}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {args.s}")
     for name, work, products in (("forward", forward, 2), ("backward", backward, 5)):
         us = median_us(work, args.r) / LAYERS
         print(f"{name:8}  {us:8.1f} us  {products * flops / us * 1e-6:6.1f} TFLOP/s")

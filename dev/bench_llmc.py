@@ -18,15 +18,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_random_model, zipf_tokens
+from device.errors import UserError
 from llmc.arguments import positive
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError
 from llmc.program import run_program
+
+import numpy as np
 
 
 def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) -> list[str]:
@@ -42,7 +41,7 @@ def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) 
     data = ["-i", "train.bin", "-j", "val.bin"] if "j" in flags else ["-i", "raw"]
     wanted = {
         "b": workload.B, "t": workload.T, "l": LEARNING_RATE, "v": 10**6, "m": 1, "s": 10**6, "g": 1, "x": steps,
-        "f": int(device.tf32()), "e": "gpt2_124M.bin",
+        "f": int(device.tf32), "e": "gpt2_124M.bin",
     }  # fmt: skip
     return [str(binary), *data, *(word for flag, value in wanted.items() if flag in flags
                                   for word in (f"-{flag}", str(value)))]  # fmt: skip
@@ -80,7 +79,7 @@ def terminal_lines(process: subprocess.Popen, terminal: int) -> Iterator[str]:
 
 def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int | None) -> None:
     """Runs an llm.c trainer and prints what it took. Raises UserError where it prints no milliseconds."""
-    warm_up, count = (1, steps or 5) if device.kind() == "cpu" else (10, steps or 45)
+    warm_up, count = (1, steps or 5) if device.kind == "cpu" else (10, steps or 45)
     write_files(directory, workload, warm_up + count)
     command = llmc_command(binary, directory, workload, warm_up + count)
     terminal, other_end = pty.openpty()

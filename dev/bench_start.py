@@ -16,13 +16,12 @@ import subprocess
 import tempfile
 import time
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.workload import Workload, make_parser, workload_of, write_data, write_random_model
-from llmc.errors import UserError
+from device.errors import UserError
 from llmc.program import run_program
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,7 +55,7 @@ def time_start(workload: Workload, directory: Path) -> None:
         sys.executable, str(ROOT / workload.kind.Config.SCRIPT), "-e", str(model), *workload.script_flags(),
         "-x", "1", "-m", "1", "-g", "0",
     ]  # fmt: skip
-    print(f"{device.name()}, {workload}: to the first finished step, of which {reading:.2f} s to read the model")
+    print(f"{device.name}, {workload}: to the first finished step, of which {reading:.2f} s to read the model")
     for name in ("nothing compiled before", "kernels cached"):
         print(f"  {name:36} {seconds_to_first_step(command, caches):10.2f} s", flush=True)
 

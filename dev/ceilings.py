@@ -8,12 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from llmc.model import Model
 from llmc.tensors import num_parameters, padded, shape_of, without
+
+import numpy as np
 
 
 def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: bool = True) -> float:
@@ -25,7 +24,7 @@ def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: 
             work()
 
     recorded = device.record(repeat) if record else repeat
-    for _ in range(2 if device.kind() == "cuda" else 1):
+    for _ in range(2 if device.kind == "cuda" else 1):
         recorded()
     device.synchronize()
     times = []
@@ -46,7 +45,7 @@ def product_seconds(m: int, n: int, k: int) -> float:
     """A product of (m, k) and (k, n) on random numbers, on a GPU in the fastest of the four layouts that it might take;
     on the CPU they make little difference."""
     a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,))
-    if device.kind() == "cpu":
+    if device.kind == "cpu":
         return seconds(lambda: device.sgemm(c, a, b, m, n, k, False, True), calls=1, rounds=3)
     calls = max(1, min(20, round(4e11 / (2 * m * n * k))))
     return min(
@@ -65,14 +64,14 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
-    n, megabytes = (8192, 1024) if device.kind() == "cuda" else (2048, 256)
+    n, megabytes = (8192, 1024) if device.kind == "cuda" else (2048, 256)
     free, _ = device.memory()
     while 3 * 4 * n * n > free // 2:
         n //= 2
     product = 2 * n**3 / product_seconds(n, n, n)
     size = min(megabytes << 20, free // 8) // 4
     src, dst = device.zeros((size,)), device.zeros((size,))
-    if device.kind() == "cuda":
+    if device.kind == "cuda":
         # Not recorded: in a graph, a copy is left to the copy engines, which are slower than the multiprocessors.
         copy = 2 * src.nbytes / seconds(lambda: dst.data.copy_from_device_async(src.data, src.nbytes), record=False)
     else:
@@ -81,7 +80,7 @@ def measure_ceilings() -> Ceilings:
             copy = 2 * src.nbytes / seconds(
                 lambda: list(pool.map(lambda part: np.copyto(dst[part], src[part]), parts)), calls=1
             )  # fmt: skip
-    kind = "TF32" if device.tf32() else "fp32"
+    kind = "TF32" if device.tf32 else "fp32"
     description = (
         f"ceilings: {kind} matrix product {n}^3 {product / 1e12:.4g} TFLOP/s, copy {copy / 1e9:.0f} GB/s (read + write)"
     )

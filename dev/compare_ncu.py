@@ -15,16 +15,15 @@ import json
 import shutil
 import subprocess
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.launches import LAUNCHES
 from dev.watch import FILES, LOAD, STORE, Watched, distinct, passes_of, sectors_of, use_microscope, watch
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.program import run_program
+
+import numpy as np
 
 KEPT = Path(__file__).resolve().parents[1] / "tests" / "data" / "microscope.json"
 
@@ -110,7 +109,7 @@ def main() -> None:
 
 def name_of_gpu() -> str:
     device.use("cuda")
-    return device.name()
+    return device.name
 
 
 def kept_counts() -> list[tuple[str, dict[str, int]]]:

@@ -17,19 +17,16 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import numpy as np
-
 from dev.huggingface import config_json, named_tensors
+from device.errors import UserError
 from generate import NEEDED, find_model, kind_of
 from llmc.arguments import Parser, a_path
 from llmc.checkpoint import read_model, training_flags
-from llmc.errors import UserError
 from llmc.program import run_program
 from llmc.tensors import num_parameters
 from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters, model_tokenizers
+
+import numpy as np
 
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most, if no tensor is larger
 

@@ -16,13 +16,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent / "data")]
 
-from llmc import device  # noqa: E402, F401  first: it sets what NumPy must find in the environment
 
-import numpy as np  # noqa: E402, isort: skip
-
+from device.errors import UserError  # noqa: E402
 from llmc.arguments import Parser, natural  # noqa: E402
-from llmc.errors import UserError  # noqa: E402
 from llmc.program import run_program  # noqa: E402
+
+import numpy as np  # noqa: E402
 
 MEMORY = 1 << 30  # bytes, on top of what the program has when it begins
 
@@ -30,8 +29,6 @@ MEMORY = 1 << 30  # bytes, on top of what the program has when it begins
 def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[bytes]]]:
     """For each kind of file: what reads one and uses all of it, and the contents of files that are whole. The readers
     put what they need beside the file into `folder`."""
-    from safetensors.numpy import save_file
-
     from dev import import_hf
     from dev.huggingface import config_json
     from llmc.checkpoint import (
@@ -52,6 +49,8 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     from train_gpt2_fp32 import GPT2Config
     from train_llama3_fp32 import Llama3Config
     from train_pythia_fp32 import PythiaConfig
+
+    from safetensors.numpy import save_file
 
     gpt2, llama = GPT2Config(5, 7, 1, 1, 4), Llama3Config(5, 7, 1, 2, 1, 4, 3, tied=False)
     configs = {"gpt2": gpt2, "llama3": llama, "pythia": PythiaConfig(5, 7, 1, 1, 4, rotary=0.5)}
@@ -180,7 +179,7 @@ def main() -> None:
         raise UserError("atheris is missing, which makes the inputs: pip install atheris") from None
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
         folder = Path(place)
-        with atheris.instrument_imports(include=["llmc", "dev.import_hf", "dev.huggingface"]):
+        with atheris.instrument_imports(include=["device", "llmc", "dev.import_hf", "dev.huggingface"]):
             found = readers(folder)
         names = [name for name in found if args.reader in name]
         if len(names) != 1:

@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-import numpy as np
-
+from device.errors import UserError
 from kernels.rope import HIGH, LOW
-from llmc.errors import UserError
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
 
 # Our tensor, and theirs in the order in which it holds them; {} stands for the layer.
 

@@ -23,18 +23,11 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-
 from dev.huggingface import PYTHIA_GELUS, config_json, named_tensors, rope_scaling
+from device.errors import UserError
 from kernels.rope import ORIGINAL_LENGTH
 from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
-from llmc.errors import UserError
 from llmc.files import TRAINERS, first_word, replacing
 from llmc.program import run_program
 from llmc.tensors import Config, layout, num_parameters
@@ -42,6 +35,10 @@ from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
 # What makes a model compute something else than ours does: the setting, its default, and the values that do not.
 GPT2_SETTINGS = (

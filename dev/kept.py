@@ -13,12 +13,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
-from llmc.errors import UserError
+import device
+from device.errors import UserError
 from llmc.files import replacing
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "dev" / "measurements"
@@ -148,7 +147,7 @@ def versions() -> str:
     for module, name in (("torch", "PyTorch"), ("transformers", "transformers")):
         if module in sys.modules:
             found.append(f"{name} {sys.modules[module].__version__}")
-    if device.kind() == "cuda":
+    if device.kind == "cuda":
         import cupy
 
         number = cupy.cuda.runtime.runtimeGetVersion()

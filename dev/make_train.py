@@ -7,6 +7,7 @@ checkpoint that is whole, and in no other process. Anything else starts in the n
 command that samples from the model. With a --checkpoint-dir of your own it only does that.
 """
 
+import atexit
 import fcntl
 import json
 import re
@@ -21,11 +22,11 @@ from typing import TextIO
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from device.errors import UserError
 from generate import MODELS
 from llmc.arguments import Parser, make_parser
 from llmc.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
 from llmc.dataloader import DataLoader
-from llmc.errors import UserError
 from llmc.program import run_program
 from llmc.tensors import Config
 
@@ -88,6 +89,14 @@ def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
     return True
 
 
+def remove_empty(directory: Path) -> None:
+    """Removes the directory of a run that has come to no checkpoint."""
+    if directory.is_dir() and not checkpoints(directory):
+        (directory / UNFINISHED).unlink(missing_ok=True)
+        with suppress(OSError):
+            directory.rmdir()
+
+
 def main() -> None:
     configs = {kind.Config.SCRIPT: kind.Config for kind in MODELS}
     parser = Parser(description="Train in a directory of the run's own, and name the command that samples from it.")
@@ -99,6 +108,8 @@ def main() -> None:
     if directory is None:
         directory, unfinished = directory_for(script.removeprefix("train_").removesuffix(".py"), flags, config)
         flags += ["--checkpoint-dir", str(directory), *(["-y", "1"] if checkpoints(directory) else [])]
+    if unfinished:
+        atexit.register(remove_empty, directory)  # which is done after the trainer has given up its lock
     python = sys.orig_argv[0]
     sys.argv = [str(ROOT / script), *flags]
     sys.orig_argv = [python, *sys.argv]  # which --gpus runs again, once for each rank
@@ -114,11 +125,6 @@ def main() -> None:
             (directory / UNFINISHED).unlink()
         for newest in checkpoints(directory)[:1]:
             print(f"to sample from it:\n\n    {shlex.join([python, 'generate.py', '-e', str(newest)])}\n")
-    finally:
-        if unfinished and not checkpoints(directory):
-            (directory / UNFINISHED).unlink(missing_ok=True)
-            with suppress(OSError):
-                directory.rmdir()
 
 
 if __name__ == "__main__":

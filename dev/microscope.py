@@ -6,7 +6,7 @@
     python dev/microscope.py all --races                                # two threads, one address, no barrier?
 
 The CPU device runs the launcher with warps of 32 lanes and kernels in which the compiler has instrumented every access
-(llmc/cpu/microscope.h). For each kernel and each line that touches memory the table has
+(device/cpp/microscope.h). For each kernel and each line that touches memory the table has
 
     warps      how often a warp executed the access
     lanes      of 32, how many took part, on average: fewer where the warp diverges or the array ends
@@ -38,10 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmc import device  # noqa: F401 - first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
 from dev.launches import LAUNCHES, launch_named, sizes_of
 from dev.microscope_page import write_page
 from dev.watch import (
@@ -60,9 +56,11 @@ from dev.watch import (
     use_microscope,
     watch,
 )
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
+
+import numpy as np
 
 MOST_STEPS = 20_000  # of a launch on the page
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc.errors import UserError
+from device.errors import UserError
 from llmc.files import open_file, replacing
 
 if TYPE_CHECKING:  # who draws nothing needs no Matplotlib

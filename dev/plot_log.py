@@ -9,20 +9,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, wherever this is run from
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-
-import matplotlib.pyplot as plt
-
 from dev.pictures import save_picture
+from device.errors import UserError
 from llmc.arguments import Parser, a_path
-from llmc.errors import UserError
 from llmc.logger import read_log
 from llmc.program import run_program
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+matplotlib.use("Agg")  # no display needed
 
 
 def plot(logs: list[Path], out: Path) -> None:

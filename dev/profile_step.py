@@ -25,27 +25,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed
-
-import matplotlib.pyplot as plt
-
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
 from dev.pictures import check_picture, save_picture
 from dev.timing import Ours, time_steps
 from dev.traffic import floats_of, flops_of, kind_of
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
+from device.errors import UserError
 from llmc.arguments import a_path, positive
-from llmc.errors import UserError
 from llmc.program import run_program
+from llmc.step import train_step
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+
+matplotlib.use("Agg")  # no display needed
 
 
 def label_of(kernel: str, arguments: dict) -> str:
@@ -77,7 +72,7 @@ class Row:
 
 def mark():
     """A mark behind the work that the device has been given, by which `between` tells the time."""
-    if device.kind() == "cpu":
+    if device.kind == "cpu":
         return time.perf_counter()
     import cupy
 
@@ -88,7 +83,7 @@ def mark():
 
 def between(start, end) -> float:
     """Seconds between two marks that the device has passed."""
-    if device.kind() == "cpu":
+    if device.kind == "cpu":
         return end - start
     import cupy
 
@@ -97,7 +92,7 @@ def between(start, end) -> float:
 
 def event_overhead() -> float:
     """Seconds that two marks around a kernel that does nothing measure beyond what it takes in a recorded step."""
-    if device.kind() == "cpu":
+    if device.kind == "cpu":
         return 0.0
     import cupy
 
@@ -121,7 +116,7 @@ def event_overhead() -> float:
 
 def keep_busy(seconds: float) -> Callable[[], None]:
     """Work that keeps the device busy for about so long, to be launched ahead of what is timed."""
-    if device.kind() == "cpu":
+    if device.kind == "cpu":
         return lambda: None
     n = 4096
     count = math.ceil(seconds / product_seconds(n, n, n))
@@ -151,14 +146,14 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
         spans.append((start, mark()))
 
     device.use_recording(False)
-    train_step = ours.model.train_step(ours.batches)
+    step_of = train_step(ours.exchange, ours.batches)
     with device.observe(count):
-        train_step(0, LEARNING_RATE)
+        step_of(0, LEARNING_RATE)
     device.synchronize()
     device.use_recording(True)
     with device.observe(take_time):
         started = time.perf_counter()
-        train_step(1, LEARNING_RATE)
+        step_of(1, LEARNING_RATE)
         launching = time.perf_counter() - started
     device.synchronize()
     for found in rows.values():
@@ -167,7 +162,7 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
     with device.observe(take_time):
         for step in range(2, 2 + steps):
             busy()
-            train_step(step, LEARNING_RATE)
+            step_of(step, LEARNING_RATE)
             device.synchronize()
             for found in rows.values():
                 found.seconds.append(sum(max(0.0, between(*span) - overhead) for span in found.spans))
@@ -179,7 +174,7 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
 
 def cache_bytes() -> int:
     """The size of the last cache before memory: a GPU's L2, a CPU's L3. 0 where it is not known."""
-    if device.kind() == "cuda":
+    if device.kind == "cuda":
         from cupy.cuda import runtime
 
         return runtime.getDeviceProperties(runtime.getDevice())["l2CacheSize"]
@@ -205,7 +200,7 @@ class Line:
 
 def lines_of(rows: list[Row], ceilings: Ceilings) -> list[Line]:
     """The table, longest first."""
-    cache, cache_name = cache_bytes(), "L2" if device.kind() == "cuda" else "L3"
+    cache, cache_name = cache_bytes(), "L2" if device.kind == "cuda" else "L3"
     total = sum(float(np.median(row.seconds)) for row in rows)
     lines = []
     for row in rows:
@@ -238,7 +233,7 @@ def print_lines(lines: list[Line], step_ms: float) -> None:
         numbers = (line.calls, f"{line.microseconds:.1f}", f"{line.ms:.3f}", f"{100 * line.share:.1f}%")
         print(COLUMNS.format(line.label, *numbers, line.amount, line.achieved, of_ceiling, line.note).rstrip())
     print(f"{'sum':48} {'':17} {sum(line.ms for line in lines):10.3f}")
-    how = "recorded and replayed" if device.kind() == "cuda" else "with the batch and the losses"
+    how = "recorded and replayed" if device.kind == "cuda" else "with the batch and the losses"
     print(f"{f'a training step, {how}':48} {'':17} {step_ms:10.3f}", flush=True)
 
 
@@ -268,12 +263,12 @@ def draw(lines: list[Line], title: str, out: Path) -> None:
 def profile_step(workload: Workload, steps: int, out: Path) -> None:
     write_data(workload)
     ceilings = measure_ceilings()
-    print(f"{device.name()}\n{ceilings.description}", flush=True)
+    print(f"{device.name}\n{ceilings.description}", flush=True)
     ours = Ours(workload)
-    step_ms, _ = time_steps(ours, max(5, steps) if device.kind() == "cuda" else steps)
+    step_ms, _ = time_steps(ours, max(5, steps) if device.kind == "cuda" else steps)
     lines = lines_of(rows_of_steps(ours, steps), ceilings)
     attention = f"{ours.model.attention} attention"
-    title = f"{workload.model}, B {workload.B}, T {workload.T}, {attention} on {device.name()}: {step_ms:.2f} ms a step"
+    title = f"{workload.model}, B {workload.B}, T {workload.T}, {attention} on {device.name}: {step_ms:.2f} ms a step"
     print(f"\n{title}\n")
     print_lines(lines, step_ms)
     draw(lines, title, out)
@@ -292,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_picture(args.out)
     device.use(args.device)
     with tempfile.TemporaryDirectory() as directory:
-        profile_step(workload_of(args, directory), args.steps or (10 if device.kind() == "cuda" else 3), args.out)
+        profile_step(workload_of(args, directory), args.steps or (10 if device.kind == "cuda" else 3), args.out)
 
 
 if __name__ == "__main__":

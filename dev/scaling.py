@@ -17,11 +17,12 @@ import subprocess
 import tempfile
 import time
 
+import device
 from dev.timing import Ours, time_steps
 from dev.workload import make_parser, workload_of, write_data
-from llmc import collectives, device, ranks
+from device.errors import UserError
+from llmc import collectives, ranks
 from llmc.arguments import positive
-from llmc.errors import UserError
 from llmc.program import run_program
 
 # What is timed where nothing is said of the model and the batch.

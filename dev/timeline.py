@@ -16,12 +16,13 @@ import argparse
 import json
 import tempfile
 
+import device
 from dev.pictures import check_picture, save_picture
 from dev.timing import Ours
 from dev.workload import make_parser, workload_of, write_data
-from llmc import collectives, device, ranks
+from device.errors import UserError
+from llmc import collectives, ranks
 from llmc.arguments import a_path, positive
-from llmc.errors import UserError
 from llmc.program import run_program
 
 WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
@@ -115,7 +116,7 @@ def main() -> None:
     check_picture(args.out)
     ranks.start(args.gpus)
     device.use(args.device, ranks.local_rank())
-    if device.kind() == "cpu":
+    if device.kind == "cpu":
         raise UserError("there is nothing to draw on the CPU device, which does one thing after another")
     collectives.start()
     with tempfile.TemporaryDirectory() as directory:
@@ -125,11 +126,11 @@ def main() -> None:
     everything = [span for spans in rows.values() for span in spans]
     computing = rows["matrix products"] + rows["other kernels"]
     sending = without(rows["exchange"], [])
-    print(f"{device.name()}, rank 0 of {ranks.size()}, {workload}")
+    print(f"{device.name}, rank 0 of {ranks.size()}, {workload}")
     print(f"a step {max(end for _, end in everything):.2f} ms, the exchange {sending:.2f} ms, of which nothing else is "
           f"done beside {without(rows['exchange'], computing):.2f} ms")  # fmt: skip
     if ranks.rank() == 0:
-        draw(rows, f"{device.name()}, rank 0 of {ranks.size()}: {workload}", args.out)
+        draw(rows, f"{device.name}, rank 0 of {ranks.size()}: {workload}", args.out)
     ranks.finish()
 
 

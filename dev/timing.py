@@ -2,14 +2,14 @@
 
 import time
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.kept import TRAINERS
 from dev.workload import LEARNING_RATE, Workload
 from llmc.batches import Batches
 from llmc.report import StepTimer
+from llmc.step import train_step
+
+import numpy as np
 
 # A trainer's launch(step) returns a mark whose wait() gives the time when the step ended; then loss(step) is known.
 
@@ -18,11 +18,12 @@ class Ours:
     """The training step of the model script."""
 
     def __init__(self, workload: Workload):
-        self.model = workload.build()
+        self.exchange = workload.build()
+        self.model = self.exchange.model
         self.name = f"{TRAINERS['ours']} ({' '.join((self.model.attention, *workload.flags))})"
         self.batches = Batches(self.model, workload.loader())
         device.compile_all()
-        self.train_step = self.model.train_step(self.batches)
+        self.train_step = train_step(self.exchange, self.batches)
 
     def launch(self, step: int):
         self.train_step(step, LEARNING_RATE)
@@ -35,7 +36,7 @@ class Ours:
 def time_steps(trainer, steps: int | None) -> tuple[float, float]:
     """The median milliseconds of a step after the first few, and the loss of the very first step. Without `steps`, as
     many are timed as take ten seconds, at least 5 and at most 100."""
-    cpu = device.kind() == "cpu"
+    cpu = device.kind == "cpu"
     warm_up = 2 if cpu else 10
     timer, milliseconds, running, first_loss = StepTimer(), [], None, None
 

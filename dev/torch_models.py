@@ -5,17 +5,17 @@ GPT-2 is written plainly here. Llama 3 and Pythia are transformers' own. All hav
 
 import math
 
+import llmc.tensors
+from dev.huggingface import config_json, named_tensors, transformers_parameters
+from llmc.tensors import Config
+from train_gpt2_fp32 import GPT2Config
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers.initialization import no_init_weights
-
-import llmc.tensors
-from dev.huggingface import config_json, named_tensors, transformers_parameters
-from llmc.tensors import Config
-from train_gpt2_fp32 import GPT2Config
 
 
 def build_torch_model(config: Config, attention: str = "softmax", padded: bool = False) -> nn.Module:

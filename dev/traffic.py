@@ -3,9 +3,9 @@
 import re
 from types import SimpleNamespace
 
-from llmc import device  # first: it sets what NumPy must find in the environment
+import device
 
-import numpy as np  # isort: skip
+import numpy as np
 
 # The arrays among a kernel's arguments that it must move, each as often as it does; what is small beside them is left
 # out: weights of one row, sums of rows, partial sums.

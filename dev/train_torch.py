@@ -14,11 +14,7 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-import torch
-
+import device
 from dev.torch_models import build_torch_model
 from dev.workload import SCRIPTS
 from llmc.arguments import Parser, parse_arguments
@@ -32,6 +28,9 @@ from llmc.report import print_validation
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import Config
 from llmc.tokenizer import Tokenizer, find_tokenizer
+
+import numpy as np
+import torch
 
 
 def first_weights(kind: type[Model], config: Config, seed: int) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """Runs a launcher under the microscope: what its kernels' warps touched, line by line of the source.
 
-LLMC_CPU_MICROSCOPE=1 builds the CPU device for it (llmc/cpu/microscope.h); dev/microscope.py tells what is counted.
+LLMC_CPU_MICROSCOPE=1 builds the CPU device for it (device/cpp/microscope.h); dev/microscope.py tells what is counted.
 """
 
 import ctypes
@@ -13,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.launches import Launch
 from dev.traffic import floats_of
-from llmc import cpu
-from llmc.cpu import compiler
-from llmc.cpu.launch import KernelError, runtime
-from llmc.errors import UserError
+from device import cpp
+from device.cpp import compiler
+from device.cpp.launch import KernelError, runtime
+from device.errors import UserError
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 SECTOR, BANKS, LANES = 32, 32, 32
@@ -31,7 +30,7 @@ MULTIPROCESSORS = 132  # of an H200: some launchers share out their work among t
 LOAD, STORE, ATOMIC, BARRIER, MEETING = range(5)
 KINDS = ("load", "store", "atomic", "barrier", "meeting")
 
-# As in llmc/cpu/microscope.h.
+# As in device/cpp/microscope.h.
 STEP = np.dtype([
     ("pc", "i8"), ("block", "i4"), ("warp", "i4"), ("epoch", "i4"), ("mask", "u4"), ("array", "i4"), ("kind", "u1"),
     ("size", "u1"), ("unused", "u1", 2), ("what", "i8"), ("offset", "i8", LANES),
@@ -149,7 +148,7 @@ def watch_kernel(
     """Does `work`, which launches this one kernel, under the microscope. others: arrays that the kernel may know by
     their addresses alone."""
     file = file or FILES[name]
-    library = cpu.compile_source(file).library_path
+    library = cpp.compile_source(file).library_path
     arrays, given = [], []
     in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
     unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device.errors import UserError
 from generate import MODELS
 from llmc.arguments import Parser, add_device_arguments, on_off, parse_arguments, positive
+from llmc.attention import choose_attention
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
-from llmc.errors import UserError
+from llmc.exchange import Exchange
 from llmc.model import Model
 from llmc.run import build_model
 from llmc.tensors import Config
+
+import numpy as np
 
 SCRIPTS = {kind.Config.SCRIPT.removesuffix(".py"): kind for kind in MODELS}
 LEARNING_RATE = 3e-4
@@ -44,12 +45,12 @@ class Workload:
 
     def script_flags(self) -> list[str]:
         """The flags of the model script, but for the model."""
-        return ["-b", str(self.B), "-t", str(self.T), "-i", self.data, "--device", device.kind(), *self.flags]
+        return ["-b", str(self.B), "-t", str(self.T), "-i", self.data, "--device", device.kind, *self.flags]
 
-    def build(self) -> Model:
-        """Our model, as the script makes it."""
+    def build(self) -> Exchange:
+        """The exchange of our model, as the script makes both."""
         args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
-        return build_model(self.kind, args, SimpleNamespace(vocab_size=self.config.vocab_size), None)[0]
+        return build_model(self.kind, args, SimpleNamespace(vocab_size=self.config.vocab_size), None, None)[0]
 
     def loader(self) -> DataLoader:
         return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)
@@ -79,12 +80,12 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     kind = SCRIPTS[args.script]
     model = args.model or next(iter(kind.Config.PRESETS))
     config = describe(kind, model, args.vocab_size)
-    T = args.sequence_length or (1024 if device.kind() == "cuda" else 64)
+    T = args.sequence_length or (1024 if device.kind == "cuda" else 64)
     flags = (["-a", args.attention] if args.attention != "auto" else []) + ([] if args.tf32 else ["-f", "0"])
     flags += [] if args.zero_stage else ["-z", "0"]
     flags += ["--bitwise", "1"] if args.bitwise else []
     device.use_tf32(args.tf32)
-    kind.choose_attention(args.attention, config.channels, config.num_heads)  # refuses what the model cannot have
+    choose_attention(args.attention, config.channels, config.num_heads)  # refuses what the model cannot have
     return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", tuple(flags))
 
 

@@ -18,21 +18,18 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import llmc  # noqa: F401  first: it says which packages are missing
+from dev.huggingface import config_json, named_tensors
+from device.errors import UserError
+from llmc.arguments import Parser, positive, seed
+from llmc.checkpoint import write_debug_state, write_model
+from llmc.program import run_program
+from llmc.tensors import name_tensors, num_parameters
+from train_gpt2_fp32 import GPT2Config
 
-# isort: split
 import numpy as np
 import torch
 import transformers
 from transformers import GPT2LMHeadModel
-
-from dev.huggingface import config_json, named_tensors
-from llmc.arguments import Parser, positive, seed
-from llmc.checkpoint import write_debug_state, write_model
-from llmc.errors import UserError
-from llmc.program import run_program
-from llmc.tensors import name_tensors, num_parameters
-from train_gpt2_fp32 import GPT2Config
 
 
 def random_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:

@@ -18,8 +18,8 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from html import escape, unescape
 
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]

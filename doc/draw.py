@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import importlib
 
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
 
 DOC = Path(__file__).resolve().parent

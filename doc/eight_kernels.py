@@ -12,13 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
+
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -95,7 +94,7 @@ def race() -> None:
 
 def warps() -> None:
     """The same kernel with a warp of 32 lanes, and on the CPU device with a warp of one lane too."""
-    for lanes in ("32",) if device.kind() == "cuda" else ("32", "1"):
+    for lanes in ("32",) if device.kind == "cuda" else ("32", "1"):
         use_warps_of(lanes)
         total, lane_of = floats([0]), device.zeros((40,), np.int32)
         threads = cu.block(32)
@@ -110,7 +109,7 @@ def warps() -> None:
 def use_warps_of(lanes: str) -> None:
     """Lanes in a warp of the CPU device from now on; a GPU has 32."""
     os.environ["LLMC_CPU_WARP"] = lanes
-    device.use(device.kind())
+    device.use(device.kind)
 
 
 KERNELS = {f.__name__: f for f in (index, guard, matrix, shared, barrier, shuffle, race, warps)}
@@ -126,7 +125,7 @@ def main() -> None:
             raise UserError(f"{name}: not one of the eight; they are {', '.join(KERNELS)}")
     device.use(args.device)
     use_warps_of("32")
-    print(device.name())
+    print(device.name)
     for number, (name, show) in enumerate(KERNELS.items(), 1):
         if not args.names or name in args.names:
             print(f"\n{number}. {name}_kernel: {show.__doc__}")

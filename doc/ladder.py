@@ -25,19 +25,18 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.ceilings import Ceilings, measure_ceilings
 from dev.microscope import columns, lines_of, race_lines
 from dev.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
+from device.errors import UserError
 from doc.rungs import TOPICS, Rung, Topic
 from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.program import run_program
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 LADDER = ROOT / "doc" / "ladder"
@@ -368,10 +367,10 @@ def main() -> None:
             print(f"no counts: {error}")
             counting = False
     else:
-        if device.compute_capability() < 80:
-            raise UserError(f"{device.name()} has no TF32, which the ladders use: run with --device cpu")
+        if device.compute_capability < 80:
+            raise UserError(f"{device.name} has no TF32, which the ladders use: run with --device cpu")
         ceilings = measure_ceilings()
-        print(f"{device.name()}, {ceilings.description}\n")
+        print(f"{device.name}, {ceilings.description}\n")
     kept, races = kept_measurement(), []
     for name in [args.topic] if args.topic else TOPICS:
         measured, found = climb(name, ceilings, counting)
@@ -380,7 +379,7 @@ def main() -> None:
             kept["times" if ceilings else "counts"][name] = measured
     if args.keep:
         if ceilings:
-            kept |= {"machine": device.name(), "copy": ceilings.copy, "product": ceilings.product}
+            kept |= {"machine": device.name, "copy": ceilings.copy, "product": ceilings.product}
         with replacing(MEASURED) as file:
             file.write((json.dumps(kept, indent=1) + "\n").encode())
         print(f"written: {MEASURED.relative_to(ROOT)}")

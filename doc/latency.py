@@ -15,14 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import json
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from dev.ceilings import seconds
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
+
+import numpy as np
 
 cu = device.source(__file__)
 KEPT = Path(__file__).with_name("latency.json")
@@ -59,7 +58,7 @@ def latency(kind: str) -> float:
 def copy_speed(warps: int) -> float:
     """Bytes a second, read and written, with so many warps on each multiprocessor."""
     inp, out = device.zeros((COPIED // 4,)), device.zeros((COPIED // 4,))
-    blocks = device.multiprocessors() * device.ceil_div(warps, 16)
+    blocks = device.multiprocessors * device.ceil_div(warps, 16)
     threads = 32 * min(16, warps)
     return 2 * COPIED / seconds(lambda: cu.copy_kernel((blocks,), (threads,), (out, inp, inp.size)), calls=2)
 
@@ -69,16 +68,16 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
     args = parser.parse_args()
     if device.use() != "cuda":
-        why = device.why_not_cuda()
+        why = device.why_not_cuda
         raise UserError(f"latency: a GPU's memories are measured on a GPU, and CUDA does not work here ({why})")
-    kept = {"device": device.name(), "multiprocessors": device.multiprocessors(), "ns": {}, "GB/s": {}}
-    print(device.name())
+    kept = {"device": device.name, "multiprocessors": device.multiprocessors, "ns": {}, "GB/s": {}}
+    print(device.name)
     for kind in CHAINS:
         kept["ns"][kind] = round(1e9 * latency(kind), 1)
         print(f"{kind:14} {kept['ns'][kind]:7.1f} ns", flush=True)
     for warps in WARPS:
         speed = kept["GB/s"][str(warps)] = round(copy_speed(warps) / 1e9)
-        asked_for = device.multiprocessors() * warps * 32 * 16 / 1e6
+        asked_for = device.multiprocessors * warps * 32 * 16 / 1e6
         print(f"{warps:2} warps a multiprocessor, {asked_for:5.2f} MB asked for: {speed:5} GB/s", flush=True)
     if args.keep:
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")

@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from itertools import product
 
+import device
 from dev.ceilings import random_array, seconds
+from device.errors import UserError
 from kernels.matmul import transpose
-from llmc import device
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
 
 N, C = 4096, 768
@@ -37,8 +37,8 @@ def rate(m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> float:
 def main() -> None:
     Parser(description="Time a linear layer's products by layout.").parse_args()
     if device.use() != "cuda":
-        raise UserError(f"layouts: this is for a GPU, and CUDA does not work here ({device.why_not_cuda()})")
-    print(f"{device.name()}, TF32 {'on' if device.tf32() else 'off'}, TFLOP/s\n{'':36}    NN     NT     TN     TT")
+        raise UserError(f"layouts: this is for a GPU, and CUDA does not work here ({device.why_not_cuda})")
+    print(f"{device.name}, TF32 {'on' if device.tf32 else 'off'}, TFLOP/s\n{'':36}    NN     NT     TN     TT")
     for name, (m, n, k) in SHAPES.items():
         rates = [f"{rate(m, n, k, *trans):6.0f}" for trans in product((False, True), repeat=2)]
         print(f"{name:20} {f'{m} x {n} x {k}':15}", " ".join(rates), flush=True)

@@ -17,8 +17,8 @@ import shutil
 import subprocess
 import tempfile
 
+from device.errors import UserError
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for part in ("kernels", "llmc", "tests", "dev"):
+        for part in ("device", "kernels", "llmc", "tests", "dev"):
             shutil.copytree(ROOT / part, Path(folder, part))
         for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
             shutil.copy(path, folder)

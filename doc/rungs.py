@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device import ceil_div
 from kernels import attention
 from kernels.adamw import adamw
 from kernels.classifier import fused_classifier
@@ -21,7 +19,8 @@ from kernels.layernorm import layernorm_backward, layernorm_forward
 from kernels.matmul import transpose
 from kernels.reduce import MOST_PARTIALS, column_sum
 from llmc.dataloader import sort_by_token
-from llmc.device import ceil_div
+
+import numpy as np
 
 Launch = Callable[[device.Source, SimpleNamespace], None]
 
@@ -211,7 +210,7 @@ def product_rung(kernel: str, block: tuple, rows: int, columns: int, **options) 
 
 def cublas(tf32: bool) -> Launch:
     def launch(cu: device.Source, a: SimpleNamespace) -> None:
-        before = device.tf32()
+        before = device.tf32
         device.use_tf32(tf32)
         device.sgemm(a.c, a.a, a.b, a.M, a.N, a.K)
         device.use_tf32(before)

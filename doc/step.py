@@ -15,16 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import json
 import tempfile
 import time
-from contextlib import nullcontext
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device import recording
 from llmc.batches import Batches
+from llmc.exchange import Exchange
 from llmc.model import build_from_random
 from llmc.program import run_program
+from llmc.step import train_step
 from train_gpt2_fp32 import GPT2, GPT2Config
+
+import numpy as np
 
 KEPT = Path(__file__).with_name("step.json")
 WARM_UP, TIMED = 6, 20
@@ -44,7 +45,7 @@ def timed_step(B: int, T: int) -> tuple:
     """A function that trains for one step, and the model."""
     config = GPT2Config.described("d12")
     model = build_from_random(GPT2, config, B, T, "flash", seed=1)
-    return model.train_step(Batches(model, RandomTokens(config.vocab_size))), model
+    return train_step(Exchange(model), Batches(model, RandomTokens(config.vocab_size))), model
 
 
 def milliseconds(step_of) -> tuple[float, float]:
@@ -63,14 +64,14 @@ def milliseconds(step_of) -> tuple[float, float]:
 
 def times(B: int, T: int) -> dict[str, tuple[float, float]]:
     found = {}
-    beside, join = device.beside, device.join
-    for name, recording, one_stream in (
+    place = recording.place
+    for name, recorded, one_stream in (
         ("launched one by one", False, False),
         ("recorded, one stream", True, True),
         ("recorded, two streams", True, False),
     ):
-        device.use_recording(recording)
-        device.beside, device.join = (nullcontext, lambda: None) if one_stream else (beside, join)
+        device.use_recording(recorded)
+        recording.place = (lambda launches, gradients: [False] * len(launches)) if one_stream else place
         step_of, model = timed_step(B, T)
         found[name] = milliseconds(step_of)
         del step_of, model
@@ -125,7 +126,7 @@ def copy_times() -> dict[str, float]:
 
 def main() -> None:
     device.use("cuda")
-    found = {"device": device.name(), "copies": copy_times()}
+    found = {"device": device.name, "copies": copy_times()}
     found["times"] = {f"B {B}, T {T}": times(B, T) for B, T in ((4, 1024), (4, 64), (1, 64))}
     device.use_recording(True)
     found["timeline"] = timeline(4, 1024)

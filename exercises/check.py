@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from device.errors import UserError
 from exercises.cut import EXERCISES, HERE, WORK, Exercise, start
 from llmc.arguments import Parser
-from llmc.errors import UserError
 from llmc.program import run_program
 
 SOLVED = WORK / ".solved.json"

@@ -19,10 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 import kernels.adamw
 import kernels.attention
 import kernels.gelu
@@ -42,11 +39,12 @@ from dev.watch import (
     use_microscope,
     watch_kernel,
 )
+from device import Source, ceil_div, cpp, kernel_declarations
+from device.errors import UserError
 from exercises.cut import EXERCISES, Exercise
-from llmc import cpu
-from llmc.device import Source, ceil_div, kernel_declarations
-from llmc.errors import UserError
 from llmc.program import run_program
+
+import numpy as np
 
 AROUND = 1024               # elements before and after what a kernel writes
 UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
@@ -149,9 +147,9 @@ class Lab:
             self.names: dict = {}
             self.run(exec, compile_python(path), self.names)
 
-    def compiled(self) -> cpu.Module:
+    def compiled(self) -> cpp.Module:
         try:
-            return cpu.compile_source(self.path)
+            return cpp.compile_source(self.path)
         except UserError as error:
             found = re.search(rf"^{re.escape(str(self.path))}:(\d+):.*?error: (.*)$", str(error), re.MULTILINE)
             if found:
@@ -176,7 +174,7 @@ class Lab:
                 kernel(grid, block, tuple(arguments.values()))
             except TypeError as error:
                 raise Wrong(f"the kernel's parameters are no longer what they were: {error}") from None
-            except cpu.KernelError as error:
+            except cpp.KernelError as error:
                 raise Wrong(str(error)) from None
 
         if not self.microscope:
@@ -209,17 +207,17 @@ class Lab:
                 work()
 
         source._path = self.path
-        source._forget()
+        source.forget()
         try:
             with device.observe(observer) if self.microscope else nullcontext():
                 yield
-        except cpu.KernelError as error:
+        except cpp.KernelError as error:
             raise Wrong(str(error)) from None
         except (AttributeError, TypeError) as error:  # a kernel that is gone, or takes something else
             raise Wrong(f"the kernels' names and parameters must stay as they were: {error}") from None
         finally:
             source._path = path
-            source._forget()
+            source.forget()
 
     def call(self, name: str, *arguments):
         """What a Python function of the solution returns."""

@@ -7,7 +7,7 @@ are named by quoting them. So nothing is kept twice, and a kernel that changes a
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmc.errors import UserError
+from device.errors import UserError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -2,10 +2,10 @@
 
 import math
 
-import numpy as np
+import device
+from device import ceil_div
 
-from llmc import device
-from llmc.device import ceil_div
+import numpy as np
 
 cu = device.source(__file__)
 

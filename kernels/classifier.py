@@ -1,10 +1,8 @@
 """Softmax, cross-entropy and their gradient in one kernel: the launcher of classifier.cu."""
 
-import numpy as np
+import device
 
-from llmc import device
-from llmc.model import Model
-from llmc.tensors import padded
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -17,17 +15,10 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
     """
     # Half of a multiprocessor's shared memory, so that one block computes while another waits for memory; less what the
     # reductions and CUDA itself take. On an H200 blocks of 512 threads took 14% longer, of 256 55%.
-    cached = min(Vp, (device.shared_memory() // 2 - 2048) // 16 * 4)
+    cached = min(Vp, (device.shared_memory // 2 - 2048) // 16 * 4)
     cu.fused_classifier_kernel(
         (B * T,),
         (cu.block(1024),),
         (logits, losses, np.float32(dloss), targets, V, Vp, cached),
         shared_mem=4 * cached,
     )
-
-
-def cross_entropy_loss(model: Model, B: int, T: int, dloss: float) -> None:
-    """Sets a model's acts(B, T).losses (B,T) from its logits and model.targets, and the logits to their gradient, where
-    `dloss` is the gradient of each single loss."""
-    acts, V = model.acts(B, T), model.config.vocab_size
-    fused_classifier(acts.logits, acts.losses, dloss, model.targets, B, T, V, padded(V))

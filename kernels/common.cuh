@@ -1,6 +1,6 @@
 // What several layers share: reductions over a warp and a block, 16-byte accesses, and the transposed store.
 // A kernel file stays plain CUDA C++ that NVRTC, nvcc, g++ and clang++ all compile; LLMC_CPU is defined where a
-// C++ compiler builds it for the CPU device (llmc/cpu).
+// C++ compiler builds it for the CPU device (device/cpp).
 #pragma once
 
 // Lanes in a warp. The CPU device builds the same files with warps of a single lane, so that the loops
@@ -8,6 +8,10 @@
 #ifndef WARP_SIZE
 #define WARP_SIZE 32
 #endif
+
+// In a kernel's declaration: the kernel overwrites all of the array behind this pointer, and does not read it before.
+// Whoever orders launches (device/recording.py) must otherwise take a pointer that is not const for read and written.
+#define SETS
 
 // DYNAMIC_SHARED(float, x): float* x, the shared memory whose size the launch gives.
 #ifdef LLMC_CPU

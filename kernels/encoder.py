@@ -1,8 +1,8 @@
 """Token and position embeddings: the launchers of encoder.cu."""
 
+import device
+from device import ceil_div
 from kernels.dropout import Dropout
-from llmc import device
-from llmc.device import ceil_div
 
 cu = device.source(__file__)
 

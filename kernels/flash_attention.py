@@ -1,8 +1,8 @@
 """Causal attention without (T, T) matrices, in TF32: the launchers of flash_attention.cu."""
 
-from llmc import device
-from llmc.device import ceil_div
-from llmc.errors import UserError
+import device
+from device import ceil_div
+from device.errors import UserError
 
 cu = device.source(__file__)
 
@@ -60,7 +60,7 @@ def kernels(C: int, NH: int) -> tuple:
     """The kernels for heads of C / NH channels: forward, backward by queries, backward by keys."""
     if not supported(C, NH):
         raise UserError(f"flash attention takes heads of 64 or 128 channels, not {C} / {NH}: use -a softmax")
-    if device.kind() == "cuda" and device.compute_capability() < 80:
+    if device.kind == "cuda" and device.compute_capability < 80:
         raise UserError("flash attention needs TF32, a GPU of compute capability 8.0 or later: use -a softmax")
     if C // NH == 64:
         return (

@@ -88,7 +88,7 @@ extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, con
     forward<Tanh>(out, inp, bias, C);
 }
 
-extern "C" __global__ void gelu_backward_kernel(float* dout, float* out_T, float* partials, const float* inp,
+extern "C" __global__ void gelu_backward_kernel(float* dout, SETS float* out_T, float* partials, const float* inp,
                                                 const float* bias, int N, int C, int rows) {
     backward<Tanh>(dout, out_T, partials, inp, bias, N, C, rows);
 }
@@ -97,7 +97,7 @@ extern "C" __global__ void gelu_erf_forward_kernel(float* out, const float* inp,
     forward<Erf>(out, inp, bias, C);
 }
 
-extern "C" __global__ void gelu_erf_backward_kernel(float* dout, float* out_T, float* partials, const float* inp,
+extern "C" __global__ void gelu_erf_backward_kernel(float* dout, SETS float* out_T, float* partials, const float* inp,
                                                     const float* bias, int N, int C, int rows) {
     backward<Erf>(dout, out_T, partials, inp, bias, N, C, rows);
 }

@@ -1,8 +1,8 @@
 """GELU with the bias in front of it: the launchers of gelu.cu."""
 
+import device
+from device import ceil_div
 from kernels.reduce import add_partials, rows_per_chunk
-from llmc import device
-from llmc.device import ceil_div
 
 cu = device.source(__file__)
 

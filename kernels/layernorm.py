@@ -1,10 +1,10 @@
 """Layernorm with the residual connection in front of it: the launchers of layernorm.cu."""
 
+import device
+from device import ceil_div
 from kernels.dropout import Dropout
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS, add_partials
-from llmc import device
-from llmc.device import ceil_div
 
 cu = device.source(__file__)
 
@@ -62,9 +62,9 @@ def layernorm_backward(
         return
     warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)  # of dout and of n, in fours
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # a row each; a thread has four channels then, or more
-    warps = max(1, min(warps, (device.shared_memory() - 1024) // row_bytes))  # static shared memory: 384 bytes
+    warps = max(1, min(warps, (device.shared_memory - 1024) // row_bytes))  # static shared memory: 384 bytes
     # Four blocks a multiprocessor, of which some wait for memory: with two an H200 took 6% longer, with eight as long.
-    chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors(), MOST_PARTIALS)
+    chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MOST_PARTIALS)
     cu.layernorm_backward_kernel(
         (chunks,),
         (warps * warp,),

@@ -16,7 +16,7 @@ extern "C" __global__ void add_bias_kernel(float* out, const float* bias, int OC
 }
 
 // out (C, N) = inp (N, C)^T. A block takes one tile. inp may be a weight, which need not begin at 16 bytes.
-extern "C" __global__ void transpose_kernel(float* out, const float* inp, int N, int C) {
+extern "C" __global__ void transpose_kernel(SETS float* out, const float* inp, int N, int C) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
     by_alignment(C % 4 == 0 && is_aligned(inp), [&](auto memory) {

@@ -1,8 +1,8 @@
 """Linear layers: cuBLAS's products (NumPy's on the CPU), and the launchers of matmul.cu."""
 
+import device
+from device import ceil_div
 from kernels.reduce import column_sum
-from llmc import device
-from llmc.device import ceil_div
 
 cu = device.source(__file__)
 

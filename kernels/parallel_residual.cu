@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dro
 
 // out_T (C,N) = the transposed out of forward, from its residual inp and the mean (or null) and rstd it left. A block
 // takes one tile.
-extern "C" __global__ void norm_transposed_kernel(float* __restrict__ out_T, const float* __restrict__ inp,
+extern "C" __global__ void norm_transposed_kernel(SETS float* __restrict__ out_T, const float* __restrict__ inp,
                                                   const float* __restrict__ weight, const float* __restrict__ shift,
                                                   const float* __restrict__ mean, const float* __restrict__ rstd,
                                                   int N, int C) {

@@ -1,11 +1,11 @@
 """Norms of a residual stream to which up to two branches are added first: the launchers of parallel_residual.cu."""
 
-import numpy as np
-
+import device
+from device import ceil_div
 from kernels.dropout import Dropout
 from kernels.reduce import MOST_PARTIALS, add_partials
-from llmc import device
-from llmc.device import ceil_div
+
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -67,11 +67,11 @@ def parallel_residual_backward(
     passes = ceil_div(vectors, 512)  # over the columns, of as few whole warps as that takes
     threads = 32 * ceil_div(vectors, 32 * passes)
     blocks = 2 if threads <= 256 else 1  # that share a multiprocessor
-    room = device.shared_memory() // blocks - 2048  # CUDA takes 1024 bytes of each block's, the sums of warps 544
+    room = device.shared_memory // blocks - 2048  # CUDA takes 1024 bytes of each block's, the sums of warps 544
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
     groups = ceil_div(B * T, rows)
-    chunks = min(groups, blocks * device.multiprocessors(), MOST_PARTIALS)
+    chunks = min(groups, blocks * device.multiprocessors, MOST_PARTIALS)
     chunks = ceil_div(groups, ceil_div(groups, chunks))  # fewer partial sums; no block has more groups
     block, shared_mem = cu.block(threads), (2 * rows + S * keep) * row_bytes
     args = dout0, dout1, inp, weight0, weight1, mean, rstd, B * T, C, S, rows, int(keep)

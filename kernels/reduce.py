@@ -1,9 +1,9 @@
 """Sums in two stages that are the same on every run: the launchers of reduce.cu."""
 
-import numpy as np
+import device
+from device import ceil_div
 
-from llmc import collectives, device
-from llmc.device import ceil_div
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -45,24 +45,28 @@ def column_sum(out, scratch, inp, N: int, C: int) -> None:
     add_partials([out], scratch, chunks, C)
 
 
-def global_norm(
-    norm, scratch, arrays: list, largest: float, skip_nonfinite: bool, of_all_ranks: bool = False
-) -> None:
+def global_norm(norm, scratch, arrays: list, largest: float, skip_nonfinite: bool) -> None:
     """norm[0] = the Euclidean norm of all floats in some flat arrays; norm[1] = min(1, largest / norm[0]), or 1 if
     largest is 0; norm[2] += 1 where norm[0] is not finite, and += 1 where norm[3] is not 0, which it then is.
 
     norm[1] is NaN where norm[0] is not finite; without skip_nonfinite also as long as norm[2] is not 0. norm (4) is a
-    device array; scratch holds at least 1024 floats. of_all_ranks: norm[0] is that of all ranks' arrays together.
+    device array; scratch holds at least SQUARES floats.
     """
+    norm_of_squares(norm, scratch, sum_squares(scratch, arrays), largest, skip_nonfinite)
+
+
+def sum_squares(scratch, arrays: list) -> int:
+    """Sets the first floats of scratch, which holds at least SQUARES, to sums that together are the sum of the squares
+    of all floats in some flat arrays. Returns how many."""
     block, partials, used = cu.block(512), scratch.reshape(-1), 0  # on an H200 256 take as long, 128 19% longer
-    if of_all_ranks:
-        device.fill_zero(partials[:SQUARES])
     for x in arrays:
         blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, 4 * block)))
         cu.squares_partials_kernel((blocks,), (block,), (partials[used:], x, x.size))
         used += blocks
-    if of_all_ranks:
-        used = SQUARES
-        collectives.all_reduce([partials[:used]])
-        device.join_communication()
-    cu.norm_kernel((1,), (block,), (norm, partials, used, np.float32(largest), int(skip_nonfinite)))
+    return used
+
+
+def norm_of_squares(norm, scratch, count: int, largest: float, skip_nonfinite: bool) -> None:
+    """The second half of global_norm, from the first `count` floats of scratch."""
+    block, partials = cu.block(512), scratch.reshape(-1)
+    cu.norm_kernel((1,), (block,), (norm, partials, count, np.float32(largest), int(skip_nonfinite)))

@@ -1,12 +1,12 @@
 """RMSNorm with the residual connection in front of it: the launchers of rmsnorm.cu."""
 
-import numpy as np
-
+import device
+from device import ceil_div
 from kernels.dropout import Dropout
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS, add_partials
-from llmc import device
-from llmc.device import ceil_div
+
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -59,8 +59,8 @@ def rmsnorm_backward(
     passes = ceil_div(vectors, 256)  # over the columns, of as few whole warps as that takes
     block = cu.block(32 * ceil_div(vectors, 32 * passes))
     # Three blocks share a multiprocessor. On an H200 two rows at once took 7% longer, one 36%.
-    rows = max(1, min(4, (device.shared_memory() // 3 - 1024) // row_bytes))
-    chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors(), MOST_PARTIALS)
+    rows = max(1, min(4, (device.shared_memory // 3 - 1024) // row_bytes))
+    chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors, MOST_PARTIALS)
     cu.rmsnorm_backward_kernel(
         (chunks,),
         (block,),

@@ -1,9 +1,9 @@
 """Rotary position embedding: the table of angles and the launchers of rope.cu."""
 
-import numpy as np
+import device
+from device import ceil_div
 
-from llmc import device
-from llmc.device import ceil_div
+import numpy as np
 
 cu = device.source(__file__)
 

@@ -23,7 +23,7 @@ extern "C" __global__ void swiglu_forward_kernel(float* __restrict__ out, const 
 }
 
 // A block takes one tile of out. dinp (N,2C) and out_T (C,N) are set.
-extern "C" __global__ void swiglu_backward_kernel(float* __restrict__ dinp, float* __restrict__ out_T,
+extern "C" __global__ void swiglu_backward_kernel(SETS float* __restrict__ dinp, SETS float* __restrict__ out_T,
                                                   const float* __restrict__ dout, const float* __restrict__ inp,
                                                   int N, int C) {
     __shared__ Tile tile;

@@ -1,7 +1,7 @@
 """SwiGLU, the gate of Llama's MLP: the launchers of swiglu.cu."""
 
-from llmc import device
-from llmc.device import ceil_div
+import device
+from device import ceil_div
 
 cu = device.source(__file__)
 

@@ -5,9 +5,9 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from device.errors import UserError
 from llmc import ranks
 from llmc.dataloader import find_token_files, open_tokens
-from llmc.errors import UserError
 from llmc.schedule import SCHEDULES
 from llmc.tensors import Config
 

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from math import log
 
-from llmc import device, ranks  # first: device sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device.errors import UserError
+from llmc import ranks
 from llmc.dataloader import DataLoader, sort_by_token
-from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
 from llmc.model import RANDOM_WORDS, Model
+
+import numpy as np
 
 
 class Batches:
@@ -47,13 +47,11 @@ class Batches:
         """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
         return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.model.B, self.model.T)
 
-    def of_step(self, step: int) -> Iterator[tuple[bool, bool]]:
-        """For each of a step's batches, once it is on its way to model.batch: whether its gradients are the first of a
-        sum, and whether the sum over the ranks is due, as in the last batch of several ranks; in a bitwise run each
-        batch is by itself. Its losses are fetched when the next is asked for. A step that is dropped has fewer.
+    def of_step(self, step: int) -> Iterator[int]:
+        """The number of each of a step's batches, once it is on its way to model.batch. Its losses are fetched when the
+        next is asked for. A step that is dropped has fewer.
 
         Two batches are in flight at most, so that a step ends soon after it is told to."""
-        alone = self.model.bitwise
         self.ends.clear()
         for i in range(self.count):
             if len(self.ends) == 2:
@@ -63,7 +61,7 @@ class Batches:
                 return
             for r in range(ranks.size()):
                 self.send(step, i) if r == ranks.rank() else self.loader.skip()
-            yield alone or i == 0, alone or i + 1 == self.count and ranks.size() > 1
+            yield i
             self.fetch_losses(step, i)
 
     def send(self, step: int, i: int) -> None:

@@ -29,12 +29,9 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device.errors import UserError
 from llmc import ranks
-from llmc.errors import UserError
 from llmc.files import (
     DEBUG_STATE,
     HEADER_BYTES,
@@ -48,6 +45,8 @@ from llmc.files import (
 )
 from llmc.lock import Lock
 from llmc.tensors import Config, layout, num_parameters
+
+import numpy as np
 
 # Models
 

@@ -15,15 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from llmc import device, ranks  # first: device sets what NumPy must find in the environment
+import device
+from device.errors import UserError, first_line
+from llmc import ranks
 
-import numpy as np  # isort: skip
-
-from llmc.errors import UserError, first_line
+import numpy as np
 
 # Which algorithm NCCL chooses depends on what it measures, and the bits of a sum depend on the algorithm.
 REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 FLOAT32, SUM = 7, 0  # NCCL's numbers for them
+
+PIECE = 1 << 24  # floats of a moment that are exchanged at a time, for a checkpoint
 
 Pieces = list[tuple[object, int]]  # device arrays, each with a rank
 
@@ -114,14 +116,30 @@ class Gloo:
         for x, values in zip(arrays, np.split(flat, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
             x.reshape(-1)[:] = values
 
+    # gloo's own sums follow the order in which it cuts an array into parts. These follow the order of the ranks, so
+    # that a sum has the same bits whatever it is summed together with.
+
     def all_reduce(self, arrays: list) -> None:
-        self.as_one(arrays, self.distributed.all_reduce)
+        def work(flat) -> None:
+            parts = [self.torch.empty_like(flat) for _ in range(ranks.size())]
+            self.distributed.all_gather(parts, flat)
+            flat.copy_(sum(parts[1:], start=parts[0]))
+
+        self.as_one(arrays, work)
 
     def reduce(self, pieces: Pieces) -> None:
         for root in range(ranks.size()):
             arrays = [x for x, r in pieces if r == root]
+
+            def work(flat, root=root) -> None:
+                own = ranks.rank() == root
+                parts = [self.torch.empty_like(flat) for _ in range(ranks.size())] if own else None
+                self.distributed.gather(flat, parts, dst=root)
+                if own:
+                    flat.copy_(sum(parts[1:], start=parts[0]))
+
             if arrays:
-                self.as_one(arrays, lambda flat, root=root: self.distributed.reduce(flat, root))
+                self.as_one(arrays, work)
 
     def broadcast(self, pieces: Pieces) -> None:
         for x, root in pieces:
@@ -135,18 +153,18 @@ class Gloo:
 
 
 _collectives: Nccl | Gloo | None = None
-_one_memory = False
+_peers_reached = False
 
 
 def start() -> None:
     """Connects the ranks' devices. Raises UserError where they are not of one kind, or two ranks have the same GPU, and
     where the library that connects them is missing."""
-    global _collectives, _one_memory
-    _collectives, _one_memory = None, False
+    global _collectives, _peers_reached
+    _collectives, _peers_reached = None, False
     if ranks.size() > 1:
         check_devices()
-        _collectives = Nccl() if device.kind() == "cuda" else Gloo()
-        _one_memory = device.kind() == "cuda" and reach_one_another()
+        _collectives = Nccl() if device.kind == "cuda" else Gloo()
+        _peers_reached = device.kind == "cuda" and reach_one_another()
 
 
 def reach_one_another() -> bool:
@@ -171,14 +189,14 @@ def reach_one_another() -> bool:
     return all(ranks.all_gather(bool(device.to_host(words).all())))
 
 
-def one_memory() -> bool:
+def peer_access() -> bool:
     """Whether `map_memory` can be used."""
-    return _one_memory
+    return _peers_reached
 
 
 def way() -> str:
     """How ranks exchange gradients and parameters, in a word or two."""
-    if _one_memory:
+    if _peers_reached:
         return "copies from GPU to GPU"
     return "NCCL" if isinstance(_collectives, Nccl) else "gloo"
 
@@ -193,7 +211,7 @@ class Mapped:
 
 
 def map_memory(**arrays) -> SimpleNamespace:
-    """These arrays of all ranks, which have one memory, each a Mapped under its name. None stands for an array that no
+    """These arrays of all ranks, which have peer access, each a Mapped under its name. None stands for an array that no
     rank has. All ranks must call it alike. Raises UserError where CUDA does not let another rank have one of them."""
     arrays = {name: array for name, array in arrays.items() if array is not None}
     device.synchronize()  # who is given an array may rely on what has been put into it
@@ -216,10 +234,10 @@ def map_memory(**arrays) -> SimpleNamespace:
 
 def check_devices() -> None:
     """Raises UserError where the ranks do not have each a device of its own, and all of one kind."""
-    if device.why_not_cuda():
-        raise UserError(f"CUDA does not work here ({device.why_not_cuda()}); --device cpu trains on the CPU")
-    ranks.check_same("the device", device.kind(), "choose one for all with --device")
-    gpus = ranks.all_gather([ranks.hosts()[ranks.rank()], device.identity()])
+    if device.why_not_cuda:
+        raise UserError(f"CUDA does not work here ({device.why_not_cuda}); --device cpu trains on the CPU")
+    ranks.check_same("the device", device.kind, "choose one for all with --device")
+    gpus = ranks.all_gather([ranks.hosts()[ranks.rank()], device.identity])
     first = {}
     for r, (host, gpu) in enumerate(gpus):
         if gpu and first.setdefault((host, gpu), r) != r:
@@ -258,10 +276,10 @@ def exchange(sent: Pieces, received: Pieces) -> None:
 def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
     """A flat array of which each rank has its shard, from start to end of shards, piece by piece on the host. All ranks
     must come to the end of it."""
-    staged = device.empty((min(device.PIECE, shards[0][1]),))
+    staged = device.empty((min(PIECE, shards[0][1]),))
     for r, (start, end) in enumerate(shards):
-        for at in range(0, end - start, device.PIECE):
-            length = min(device.PIECE, end - start - at)
+        for at in range(0, end - start, PIECE):
+            length = min(PIECE, end - start - at)
             piece = shard[at : at + length] if r == ranks.rank() else staged[:length]
             broadcast([(piece, r)])
             device.join_communication()
@@ -275,9 +293,9 @@ def scatter(own, start: int, n: int, values: np.ndarray | None) -> None:
         device.copy_in(own, values[start : start + own.size])
         device.synchronize()
         return
-    staged = device.empty((min(device.PIECE, n),))
-    for at in range(0, n, device.PIECE):
-        piece = staged[: min(device.PIECE, n - at)]
+    staged = device.empty((min(PIECE, n),))
+    for at in range(0, n, PIECE):
+        piece = staged[: min(PIECE, n - at)]
         if values is not None:
             device.copy_in(piece, values[at : at + piece.size])
         broadcast([(piece, 0)])

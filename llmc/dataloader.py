@@ -17,9 +17,7 @@ from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
 
-import numpy as np
-
-from llmc.errors import UserError
+from device.errors import UserError
 from llmc.files import (
     CONTENTS,
     HEADER_BYTES,
@@ -31,6 +29,8 @@ from llmc.files import (
     read_header,
     replacing,
 )
+
+import numpy as np
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
 CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read

@@ -9,10 +9,10 @@ tokens. HellaSwag (Zellers et al., 2019) comes in this form from dev/data/hellas
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from llmc.errors import UserError
+from device.errors import UserError
 from llmc.files import EVALUATION, HEADER_BYTES, file_size, read_header
+
+import numpy as np
 
 START_EXAMPLE = 65535
 NUM_COMPLETIONS = 4

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
+from device.errors import UserError
 
-from llmc.errors import UserError
+import numpy as np
 
 HEADER_BYTES = 256 * 4
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from llmc.model import Model
 from llmc.sampler import Sampler, sample_softmax
 from llmc.tokenizer import StreamDecoder, Tokenizer
+
+import numpy as np
 
 
 def next_logits(model: Model, context: np.ndarray) -> np.ndarray:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from device.errors import UserError
 from llmc import ranks
-from llmc.errors import UserError
 from llmc.files import make_directory, remove_directories
 
 PATIENCE = 30  # seconds; a job that is queued again overlaps with the one that is dying

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
-from llmc.errors import UserError, first_line
+from device.errors import UserError, first_line
 from llmc.files import check_directory, open_file, replacing
 from llmc.lock import Lock
+
+import numpy as np
 
 
 class Reports:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-from llmc import collectives, device, ranks  # first: device sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device.errors import UserError
+from kernels.classifier import fused_classifier
+from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import read_model
-from llmc.errors import UserError
-from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges
+from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges
+
+import numpy as np
 
 STAGED = 1 << 24  # floats of a weight that are made on the host at a time
-BUCKET = 1 << 23  # floats of gradients, at most, that ranks of one memory sum at a time; GPT-2 124M's layers fit
 RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
 
 
@@ -33,13 +33,8 @@ class Model:
     not finite, and whether AdamW left a parameter of this rank out, which the next step tells all ranks
     (kernels/adamw.py). skip_nonfinite says whether training goes on after such a step.
 
-    Several ranks (llmc/ranks.py) have each a model. shards are the ranges of the flat buffers that belong to each rank,
-    of a length that is a multiple of 4 but for the last. Of a sharded model a rank has the moments of its own shard
-    alone; of a bitwise one also sums, those of its own shard over a step's batches. received is room for what other
-    ranks send. Ranks that have one memory (llmc/collectives.py) see the buffers of all in of_ranks, among them what is
-    new in the embedding's gradient: wte_values (B T, C) and wte_indices (B T,). coming has, by what
-    wait_for_parameters waits for, the marks (of device.communicated) behind which parameters are there that are on
-    their way. All that is kernels/exchange.py's.
+    Each of several ranks has a model. Where they are sharded (llmc/exchange.py), a rank has the moments of its own part
+    of the parameters alone. rows is how ranks exchange the embedding's rows.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
     random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
@@ -52,10 +47,10 @@ class Model:
     ACTIVATIONS, ACTIVATION_GRADIENTS
                               the tables of activations and of their gradients, scratch included; `partials` holds at
                               least 1024 floats
-    ATTENTION_TABLES          how both go on, for each kind of attention
     first_weights, and where it has some, constants
-    choose_attention(kind, C, NH), forward(B, T, training), loss(B, T, dloss), backward(B, T, accumulate, last),
-    train_step(batches, weight_decay, grad_clip), gather_parameters(), checksum()
+    forward(B, T, training), backward(B, T, accumulate)
+
+    The tensors inside attention are in llmc/attention.py.
 
     Raises UserError where the device has too little memory.
     """
@@ -65,29 +60,30 @@ class Model:
     PRODUCTS: tuple[str, ...]
     ACTIVATIONS: Table
     ACTIVATION_GRADIENTS: Table
-    ATTENTION_TABLES: dict[str, tuple[Table, Table]]
 
     def __init__(
         self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False,
-        sharded: bool = False, bitwise: bool = False,
+        shard: tuple[int, int] | None = None, beside: Callable[[int], dict[str, int]] = lambda b: {},
     ):  # fmt: skip
-        self.config, self.B, self.T, self.attention = config, B, T, attention
-        self.sharded, self.bitwise = sharded and ranks.size() > 1, bitwise
+        """shard: the part of the parameters whose moments this model has; None for all. beside: what else is going to
+        be allocated for batches of b, as `lengths` has it."""
+        self.config, self.B, self.T, self.attention, self.rows = config, B, T, attention, None
         self.acts_table, grads_acts_table = self.tables(attention)
         sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
-        lengths = self.lengths(config, B, T, attention, inference, self.sharded, bitwise)
-        self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths.items()}
+
+        def lengths_of(b: int) -> dict[str, int]:
+            return self.lengths(config, b, T, attention, inference, shard) | beside(b)
+
+        self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths_of(B).items()}
         free, _ = device.memory()
-        if 4 * sum(lengths.values()) > free:
-            fitting = bisect_right(
-                range(1, B), free,
-                key=lambda b: 4 * sum(self.lengths(config, b, T, attention, inference, self.sharded, bitwise).values()),
-            )  # fmt: skip
+        if 4 * sum(lengths_of(B).values()) > free:
+            fitting = bisect_right(range(1, B), free, key=lambda b: 4 * sum(lengths_of(b).values()))
             remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
             raise UserError(
                 f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
-                f"are free on {device.name()}: {remedy}, or choose a smaller model (-e)"
+                f"are free on {device.name}: {remedy}, or choose a smaller model (-e)"
             )
+        lengths = self.lengths(config, B, T, attention, inference, shard)
         buffers = {name: device.empty((length,)) for name, length in lengths.items()}
         self.params_memory = buffers["parameters"]
         self.acts_memory = buffers["activations"]
@@ -99,7 +95,7 @@ class Model:
         self.inputs, self.targets, self.order, self.count = self.batch[: 4 * B * T].reshape(4, B * T)
         self.random = self.batch[4 * B * T :]
         self.dropout, self.dropout_seed = 0.0, 0
-        self.views_of, self.coming = {}, {}
+        self.views_of = {}
         if inference:
             return
         self.grads_memory, self.m_memory, self.v_memory = (
@@ -109,18 +105,6 @@ class Model:
         self.grads = name_tensors(self.grads_memory, config.PARAMETERS, sizes, 1, absent)
         self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes, absent=absent)
         self.norm, self.skip_nonfinite = device.zeros((4,)), False
-        self.sums, self.received = buffers.get("sums of batches"), buffers.get("others' gradients")
-        self.shards = shards_of(self.params_memory.size)
-        self.shard = self.shards[ranks.rank()] if self.sharded else (0, self.params_memory.size)  # of the moments here
-        self.of_ranks = None
-        if collectives.one_memory():
-            self.of_ranks = collectives.map_memory(
-                params=self.params_memory, grads=self.grads_memory, received=self.received,
-                wte_values=buffers.get("embedding's gradient"), wte_indices=device.empty((B * T,), np.int32),
-                barrier_words=device.zeros((ranks.size(),), np.uint32), norm=self.norm,
-            )  # fmt: skip
-        if bitwise:
-            device.fill_zero(self.sums)
         device.fill_zero(self.m_memory)
         device.fill_zero(self.v_memory)
         self.decay_ranges = ranges(config.parameters(), sizes, self.MATRICES)
@@ -130,30 +114,24 @@ class Model:
 
     @classmethod
     def lengths(
-        cls, config: Config, B: int, T: int, attention: str, inference: bool = False, sharded: bool = False,
-        bitwise: bool = False,
+        cls, config: Config, B: int, T: int, attention: str, inference: bool = False,
+        shard: tuple[int, int] | None = None,
     ) -> dict[str, int]:  # fmt: skip
         """The buffers that a model allocates, by the name of what they hold, in floats."""
         sizes, n = config.sizes() | {"B": B, "T": T}, num_parameters(config)
         activations, gradients = (layout(t, sizes, ALIGNMENT, config.absent)[1] for t in cls.tables(attention))
         if inference:
             return {"parameters": n, "activations": activations}
-        moments = shard_length(n) if sharded else n
-        exchanged = {"sums of batches": shard_length(n)} if bitwise else {}
-        if collectives.one_memory() and not bitwise:
-            exchanged["others' gradients"] = ranks.size() * shard_length(min(n, BUCKET))
-            exchanged["embedding's gradient"] = B * T * config.channels
-        elif bitwise and ranks.size() > 1 and not collectives.one_memory():
-            exchanged["others' gradients"] = ranks.size() * shard_length(n)
+        moments = shard[1] - shard[0] if shard else n
         return {
             "parameters": n, "activations": activations, "gradients": n, "AdamW m": moments, "AdamW v": moments,
             "activation gradients": gradients,
-        } | exchanged  # fmt: skip
+        }  # fmt: skip
 
     @classmethod
     def tables(cls, attention: str) -> tuple[Table, Table]:
         """The tables of activations and of their gradients with this kind of attention."""
-        activations, gradients = cls.ATTENTION_TABLES[attention]
+        activations, gradients = attention_tables[attention]
         return cls.ACTIVATIONS + activations, cls.ACTIVATION_GRADIENTS + gradients
 
     def acts(self, B: int, T: int) -> SimpleNamespace:
@@ -172,22 +150,11 @@ class Model:
         for start, end in self.added_to:
             device.fill_zero(self.grads_memory[start:end])
 
-    def load_checkpoint(self, tensors: Mapping[str, np.ndarray] | None, moments: tuple | None) -> None:
-        """Takes over a checkpoint that rank 0 has read: the parameters, as `read_model` gives them, and AdamW's m and v
-        of all of them, (num_parameters,) each. All ranks must call it, the others with None."""
-        if tensors is not None:
-            self.load(tensors)
-        collectives.broadcast([(self.params_memory, 0)])
-        device.join_communication()
-        for own, values in zip((self.m_memory, self.v_memory), moments or (None, None), strict=True):
-            collectives.scatter(own, self.shard[0], self.params_memory.size, values)
-
-    def whole_moments(self) -> tuple:
-        """AdamW's m and v of all parameters, (num_parameters,) each, as save_checkpoint takes them: where a rank has
-        only its shard, as pieces, all of which every rank must ask for."""
-        if not self.sharded:
-            return self.m_memory, self.v_memory
-        return tuple(collectives.whole(own, self.shards) for own in (self.m_memory, self.v_memory))
+    def loss(self, B: int, T: int, dloss: float) -> None:
+        """Sets acts(B, T).losses (B,T) to the cross-entropy of the logits and `targets`, and the logits to their
+        gradient, where dloss is the gradient of each single loss."""
+        acts, V = self.acts(B, T), self.config.vocab_size
+        fused_classifier(acts.logits, acts.losses, dloss, self.targets, B, T, V, padded(V))
 
     def random_words(self, step: int, i: int) -> np.ndarray:
         """What decides in batch i of a step which activations are dropped, as kernels/dropout.cuh reads it: the seed's
@@ -247,17 +214,6 @@ class Model:
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
         """The deviations of MATRICES, which start as normal random numbers, and what others start as, if not 0."""
         raise NotImplementedError
-
-
-def shard_length(n: int) -> int:
-    """How many of n numbers a rank has where they are shared out: a multiple of 4; the last ranks may have fewer."""
-    return 4 * device.ceil_div(n, 4 * ranks.size())
-
-
-def shards_of(n: int) -> list[tuple[int, int]]:
-    """The range of each rank."""
-    length = shard_length(n)
-    return [(min(n, r * length), min(n, (r + 1) * length)) for r in range(ranks.size())]
 
 
 def build_from_file(

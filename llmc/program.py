@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
+from device.errors import UserError, first_line
 from llmc import ranks
-from llmc.errors import UserError, first_line
 
 last_checkpoint = None  # of the run that this program is, set by who saves it
 

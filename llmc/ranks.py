@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NoReturn
 
-from llmc.errors import UserError
+from device.errors import UserError
 
 HELLO = struct.Struct(">8s32sII")  # MAGIC, the run's identity, rank, number of ranks
 MAGIC = b"llm.cupy"

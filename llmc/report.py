@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from llmc import device
-from llmc.errors import UserError
+import device
+from device.errors import UserError
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -22,9 +22,9 @@ TF32_PEAKS = (
 
 def tf32_peak() -> float | None:
     """The GPU's TF32 ceiling in FLOP/s, or None where it is not known or TF32 is off."""
-    if not device.tf32():
+    if not device.tf32:
         return None
-    return next((1e12 * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name())), None)
+    return next((1e12 * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name)), None)
 
 
 def percent_of_peak(flops: float, ms: float) -> float | None:

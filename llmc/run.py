@@ -15,12 +15,11 @@ from itertools import chain
 from math import isfinite
 from pathlib import Path
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
+from device.errors import UserError
 from llmc import collectives, program, ranks
 from llmc.arguments import check_same_flags, check_total_batch_size, complete, recorded_flags, resume_flags
+from llmc.attention import choose_attention
 from llmc.batches import Batches, evaluate, validate
 from llmc.checkpoint import (
     checkpoints,
@@ -35,8 +34,8 @@ from llmc.checkpoint import (
     save_checkpoint,
 )
 from llmc.dataloader import DataLoader
-from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
+from llmc.exchange import Exchange, exchanging_model
 from llmc.generation import print_sample
 from llmc.logger import Logger, TensorBoard
 from llmc.model import Model
@@ -53,6 +52,8 @@ from llmc.sampler import Sampler
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import Config, flops_per_token, num_parameters, padded
 from llmc.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, own_tokenizer, tokenizer_files
+
+import numpy as np
 
 MOST_SKIPPED = 20  # steps in a row that are not finite; by then it is not the data
 
@@ -101,7 +102,8 @@ class Run:
         ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")
         self.tokenizer_files = tokenizer_files(self.tokenizer_path, "model_") if self.tokenizer_path else {}
         check_val_tokenizer(args, self.tokenizer_path, self.tokenizer)
-        self.model, state = build_model(kind, args, self.tokenizer, checkpoint)
+        self.exchange, state = build_model(kind, args, self.tokenizer, checkpoint, source)
+        self.model = self.exchange.model
         self.checkpoint = checkpoint
         self.model.dropout, self.model.dropout_seed = args.dropout, args.seed
         self.model.skip_nonfinite = args.skip_nonfinite
@@ -177,14 +179,14 @@ class Run:
         if before is not None and "tf32" not in args.given:
             args.tf32 = before or args.attention == "flash"  # which is in TF32 on any device
         device.use_tf32(args.tf32)
-        now = device.tf32()
+        now = device.tf32
         if before not in (None, now) and args.attention != "flash":
             if "tf32" in args.given and args.tf32 != before:
                 raise UserError(
                     f"cannot resume: products were in {names[before]}, and -f asks for {names[now]}; leave it out, or "
                     "start another run"
                 )
-            print(f"products were in {names[before]} and are now in {names[now]}, which is what {device.name()} has")
+            print(f"products were in {names[before]} and are now in {names[now]}, which is what {device.name} has")
         args.tf32 = now
 
     def learning_rate(self, step: int) -> float:
@@ -263,7 +265,7 @@ class Run:
         launched = step, before, started, device.event()
         self.finish_running_step(before)  # the one before, while the device works on this one
         self.running = launched
-        if device.kind() == "cpu":
+        if device.kind == "cpu":
             self.finish_running_step()  # it is over already
 
     def finish_running_step(self, after: dict | None = None) -> None:
@@ -293,7 +295,7 @@ class Run:
     def finish_steps(self) -> None:
         """finish_running_step, and every rank then has all parameters, for what reads them between steps."""
         self.finish_running_step()
-        self.model.gather_parameters()
+        self.exchange.gather_parameters()
 
     def not_finite(self, step: int, loss: float, kept: str, save_as: int, position: dict) -> None:
         """Counts a step whose loss or gradients were not finite; raises UserError unless such steps are skipped, or
@@ -325,7 +327,7 @@ class Run:
         self.finish_steps()
         if ranks.size() > 1:
             ranks.check_same(
-                f"the checksum of the parameters before step {step + 1}", self.model.checksum(),
+                f"the checksum of the parameters before step {step + 1}", self.exchange.checksum(),
                 "a GPU or its memory may be at fault: go on from an earlier checkpoint without that machine",
             )  # fmt: skip
         found = validate(self.validation, self.forward_loss, self.val_batches, self.text_bytes, self.told_to_stop)
@@ -350,7 +352,7 @@ class Run:
         if not directory or step == self.saved_step:
             return
         state = position | {"run": self.identity, "flags": self.flags, "skipped": self.skipped}
-        m, v = model.whole_moments()
+        m, v = self.exchange.whole_moments()
 
         def write() -> tuple[str, str]:
             """The path, and what went wrong."""
@@ -361,7 +363,7 @@ class Run:
                 return "", str(error)
 
         path, self.unsaved = write() if self.leads else ("", "")
-        if model.sharded:
+        if self.exchange.sharded:
             for _ in chain(m, v):  # what is left of the pieces, to which all ranks must come
                 pass
         path, self.unsaved = ranks.all_gather((path, self.unsaved))[0]
@@ -387,13 +389,13 @@ def run_table(run: Run) -> list[list[tuple[str, object]]]:
     train_data, val_data = run.batches.loader, run.validation.loader
     return [
         [
-            ("device", device.name()),
-            *([("why not CUDA", device.why_not_cuda())] if device.why_not_cuda() else []),
-            ("matrix products", "TF32" if device.tf32() else "fp32"),
+            ("device", device.name),
+            *([("why not CUDA", device.why_not_cuda)] if device.why_not_cuda else []),
+            ("matrix products", "TF32" if device.tf32 else "fp32"),
             ("attention", model.attention),
             *([("ranks", ranks_and_hosts()), ("exchange", collectives.way())] if ranks.size() > 1 else []),
-            *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if model.sharded else []),
-            *([("gradients", "summed batch by batch: bitwise")] if model.bitwise else []),
+            *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if run.exchange.sharded else []),
+            *([("gradients", "summed batch by batch: bitwise")] if run.exchange.bitwise else []),
         ],
         [
             ("train data", args.data),
@@ -471,9 +473,10 @@ def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer
 
 
 def build_model(
-    kind: type[Model], args: Namespace, tokenizer: Tokenizer | None, checkpoint: Path | None
-) -> tuple[Model, dict | None]:
-    """The model that the flags ask for, and where a run is resumed, the state of its checkpoint."""
+    kind: type[Model], args: Namespace, tokenizer: Tokenizer | None, checkpoint: Path | None, source: Path | None
+) -> tuple[Exchange, dict | None]:
+    """The model that the flags ask for, with its exchange, and where a run is resumed, the state of its checkpoint.
+    source: the file of a model that does not start from random weights."""
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
     config = tensors = moments = state = None
     if checkpoint is not None:
@@ -486,20 +489,20 @@ def build_model(
     else:
         config = described
     if config is None:
-        config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
+        config, tensors = read_model(source, kind.Config, kind.Config.fetch_or_start())
     if args.T > config.max_seq_len:
         raise UserError(f"-t {args.T} is above the model's longest sequence, {config.max_seq_len}: lower -t")
-    args.attention = kind.choose_attention(args.attention, config.channels, config.num_heads)
-    model = kind(config, args.B, args.T, args.attention, sharded=args.zero_stage, bitwise=args.bitwise)
+    args.attention = choose_attention(args.attention, config.channels, config.num_heads)
+    model, exchange = exchanging_model(kind, config, args.B, args.T, args.attention, args.zero_stage, args.bitwise)
     if checkpoint is not None:
-        model.load_checkpoint(tensors, moments)
+        exchange.load_checkpoint(tensors, moments)
     elif tensors is not None:
         model.load(tensors)
     else:
         model.randomize(args.seed)
     if ranks.size() > 1:
-        ranks.check_same("the checksum of the model", model.checksum(), "use the same -e on all machines")
-    return model, state
+        ranks.check_same("the checksum of the model", exchange.checksum(), "use the same -e on all machines")
+    return exchange, state
 
 
 def check_same_model(

@@ -4,9 +4,9 @@ xorshift64* is Vigna, "An experimental exploration of Marsaglia's xorshift gener
 the multiplier are llm.c's, so equal seeds give equal coins.
 """
 
-import numpy as np
+from device.errors import UserError
 
-from llmc.errors import UserError
+import numpy as np
 
 MASK64 = 2**64 - 1
 MULTIPLIER = 0x2545F4914F6CDD1D

@@ -10,7 +10,7 @@ Each climbs linearly to the full rate over the warm-up steps. After that
 import math
 from dataclasses import dataclass
 
-from llmc.errors import UserError
+from device.errors import UserError
 
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 

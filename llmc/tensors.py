@@ -12,10 +12,10 @@ import re
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
-import numpy as np
-
-from llmc.errors import UserError
+from device.errors import UserError
 from llmc.files import make_header
+
+import numpy as np
 
 Table = tuple[tuple, ...]
 

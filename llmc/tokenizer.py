@@ -19,11 +19,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from device.errors import UserError
+from llmc.files import HEADER_BYTES, TOKENIZER, make_header, open_file, read_header, replacing
+
 import numpy as np
 import tiktoken
-
-from llmc.errors import UserError
-from llmc.files import HEADER_BYTES, TOKENIZER, make_header, open_file, read_header, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -370,14 +370,16 @@ def _own_tokenizers(data: str | Path, *suffixes: str) -> list[Path]:
 
 
 def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
-    """The files that make up a tokenizer, by the names that they get with another prefix: of `x_tokenizer.bin` itself
-    and the `x_tokenizer.json` that says how a prompt is encoded; of that, those beside it that may say which token ends
-    a text. Empty ones are left out. Raises UserError where one cannot be read."""
-    old = path.name.removesuffix(f"tokenizer{path.suffix}")
-    names = ["tokenizer.bin"] if path.suffix == ".bin" else []
+    """The files that make up a tokenizer, by the names that they get with another prefix: the file itself; of an
+    `x_tokenizer.bin` the `x_tokenizer.json` that says how a prompt is encoded; of a .json those beside it that may say
+    which token ends a text. Empty ones are left out. Raises UserError where one cannot be read."""
+    own = f"tokenizer{path.suffix}"
+    old = path.name.removesuffix(own) if path.name.endswith(own) else ""
+    places = {name: path.with_name(old + name) for name in ("tokenizer.json", *NEIGHBOURS)}
+    if path.suffix == ".bin" and not path.name.endswith(own):
+        places = {}
     files = {}
-    for name in (*names, "tokenizer.json", *NEIGHBOURS):
-        file = path.with_name(old + name)
+    for name, file in ({own: path} | {name: file for name, file in places.items() if name != own}).items():
         try:
             files[prefix + name] = file.read_bytes() if file.is_file() else b""
         except OSError as error:

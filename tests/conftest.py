@@ -7,12 +7,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; nothing is fetched
 
+import device
+from device.errors import UserError
+
 import hypothesis
 import numpy as np
 import pytest
-
-from llmc import device
-from llmc.errors import UserError
 
 DEVICES = ["cpu", "cpu-warp32"]
 try:
@@ -73,10 +73,19 @@ def dev(request, monkeypatch):
 def product_dev(request, monkeypatch):
     """`dev` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
     switch_device(request.param, monkeypatch)
-    if request.param == "cuda-tf32" and not device.tf32():
+    if request.param == "cuda-tf32" and not device.tf32:
         pytest.skip("this GPU has no TF32")
     yield device
     device.synchronize()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_the_module(request):
+    """What a test patches of a device must be patched on device.current.device: monkeypatch would leave the old one's
+    method behind in the module."""
+    before = set(vars(device))
+    yield
+    assert set(vars(device)) == before
 
 
 @pytest.fixture

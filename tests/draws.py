@@ -3,13 +3,13 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-
+import device
 from kernels.dropout import Dropout
-from llmc import device
 from llmc.model import Model
 from oracle import to_numpy
+
+import numpy as np
+import torch
 
 cu = device.source(Path(__file__).parent / "cu" / "dropout.cu")
 

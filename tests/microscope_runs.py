@@ -9,13 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import device  # noqa: E402
 from dev.compare_ncu import counts_of  # noqa: E402
 from dev.launches import LAUNCHES, sizes_of  # noqa: E402
 from dev.microscope import lines_of, race_lines  # noqa: E402
 from dev.watch import FILES, KINDS, use_microscope, watch, watch_kernel  # noqa: E402
-from llmc import cpu, device  # noqa: E402
+from device import cpp  # noqa: E402
 
-import numpy as np  # isort: skip  # noqa: E402
+import numpy as np  # noqa: E402
 
 # Sizes at which blocks come back to their shared memory, and rows end within a warp.
 HARD = {
@@ -66,7 +67,7 @@ def main() -> None:
             found["races"].setdefault(one.kernel, []).extend(race_lines(one))
             found["counts"].append([name, one.kernel, counts_of(one)])
             found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
-    device._device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
+    device.current.device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
     for name, shape in HARD.items():
         for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
             found["races"][one.kernel].extend(race_lines(one))
@@ -86,7 +87,7 @@ def main() -> None:
 
 def watch_broken(file: Path, name: str, block: tuple, grid: tuple):
     """A kernel of tests/cu under the microscope, on zeros of any size that it may want."""
-    kernel = cpu.compile_source(file).kernel(name)
+    kernel = cpp.compile_source(file).kernel(name)
     types = {"float*": np.float32, "int*": np.int32, "unsigned char*": np.uint8}
     arguments = {}
     for parameter in kernel.parameters:
@@ -107,9 +108,9 @@ def mutated(folder: Path, file: str, which: int) -> Path:
 
 def use_kernels(folder: Path) -> None:
     """Let the launchers take their kernels from another folder."""
-    for source in device._sources:
+    for source in device.current.sources:
         source._path = folder / source._path.name
-        source._forget()
+        source.forget()
     for name, path in FILES.items():
         FILES[name] = folder / path.name
 

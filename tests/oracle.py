@@ -9,18 +9,18 @@ wte (Vp, C), wpe (maxT, C), ln1w (L, C), qkvw (L, 3C, C) ... lnfb (C).
 import math
 import os
 
+from dev.huggingface import named_tensors, transformers_parameters
+from llmc.tensors import Config, name_tensors, num_parameters
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import GPT2Config as HFGPT2Config
 from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers import LlamaConfig as HFLlamaConfig
-
-from dev.huggingface import named_tensors, transformers_parameters
-from llmc.tensors import Config, name_tensors, num_parameters
-from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
 
 # Largest relative Frobenius error against float64. fp32 rounds at 6e-8: the sum over a row that a kernel takes keeps
 # well inside 1e-5, and a model's gradient has passed through some hundred of those. TF32 keeps 10 bits of each factor
@@ -68,11 +68,11 @@ def note_error(name: str, error: float, tolerance: float) -> None:
 
 def kernel_tolerance(device) -> float:
     """What a launcher that multiplies matrices may be off by on this device."""
-    return KERNEL_TF32 if device.tf32() else KERNEL_FP32
+    return KERNEL_TF32 if device.tf32 else KERNEL_FP32
 
 
 def model_tolerance(device) -> float:
-    return MODEL_TF32 if device.tf32() else MODEL_FP32
+    return MODEL_TF32 if device.tf32 else MODEL_FP32
 
 
 def after_steps(tolerance: float) -> float:

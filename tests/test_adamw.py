@@ -1,13 +1,13 @@
 """adamw.cu against torch.optim.AdamW, ten steps at a time."""
 
+from kernels.adamw import adamw
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.adamw import adamw
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 STEPS = 10
 

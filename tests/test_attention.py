@@ -2,16 +2,16 @@
 
 import math
 
+import oracle
+from kernels import attention as kernels_attention
+from kernels.attention import attention_backward, attention_forward
+from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, relative_error
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-import oracle
-from kernels import attention as kernels_attention
-from kernels.attention import attention_backward, attention_forward
-from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, relative_error
 
 KINDS = ["softmax", "relu"]
 any_shape = given(

@@ -4,17 +4,17 @@ import os
 import signal
 import struct
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from dev.fuzz import check, readers
+from device.errors import UserError
 from llmc.checkpoint import load_checkpoint, newest_checkpoint, read_model, save_checkpoint
-from llmc.errors import UserError
 from llmc.logger import read_log
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer
 from models import ODD
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 KINDS = [
     "gpt2 model", "llama3 model", "pythia model", "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag",

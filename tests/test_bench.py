@@ -6,14 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
+import device
 from dev import bench, bench_llmc, bench_start, ceilings, kept, workload
-from llmc import device
-from llmc.errors import UserError
+from device.errors import UserError
 from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3_fp32 import Llama3, Llama3Config
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 BATCH = ["-b", "2", "-t", "8", "--vocab-size", "300", "--device", "cpu"]
@@ -163,7 +163,7 @@ def test_a_run_is_kept_and_compared_with_what_is_kept(measurements, capsys, monk
     arguments = [*TINY["train_gpt2_fp32"], "--steps", "2", "--peers", "", "--commit", "abc1234"]
     bench.main([*arguments, "--keep"])
     (path,) = measurements.iterdir()
-    assert path.name == f"cpu-{device.name().split()[1]}-cores.json"
+    assert path.name == f"cpu-{device.name.split()[1]}-cores.json"
     rows = {row["trainer"]: row for row in json.loads(path.read_text())["rows"]}
     assert list(rows) == ["limit", "ours"]
     assert rows["ours"]["workload"] == "train_gpt2_fp32 -e layers=1,heads=1,channels=16 -b 2 -t 8 --vocab-size 300"
@@ -204,7 +204,7 @@ def test_more_than_two_percent_is_worse(measurements):
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_what_the_tables_show_is_measured_under_the_name_that_it_is_kept_by(kind, monkeypatch):
     device.use("cpu")
-    monkeypatch.setattr(device, "tf32", lambda: True)
+    monkeypatch.setattr(device.current.device, "tf32", True)
     parser = workload.make_parser("")
     for flags, peers in kept.published(kind):
         assert str(workload.workload_of(parser.parse_args(flags.split()), "")) == flags

@@ -1,10 +1,7 @@
 """Batches of which most tensors have more than 2^31 elements, on a GPU with room for them: they must give what one
 small batch gives that they repeat."""
 
-import numpy as np
-import pytest
-
-from llmc import device
+import device
 from llmc.batches import Batches
 from llmc.tensors import num_parameters, shape_of
 from models import kind_of
@@ -12,6 +9,9 @@ from oracle import assert_close
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
+import pytest
 
 B, T, COPIES = 8, 256, 88
 # Both round the same numbers to TF32, but add products up in different orders: a sum may then round to its neighbour,

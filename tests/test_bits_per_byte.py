@@ -7,11 +7,6 @@ from math import log, log2
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Library
-
 from llmc.batches import Batches, bits_per_byte, validate
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
@@ -19,6 +14,11 @@ from llmc.model import RANDOM_WORDS
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer, byte_letters, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
 BYTES = [bytes([byte]) for byte in range(256)]

@@ -248,7 +248,7 @@ def copy(tmp_path_factory) -> Path:
     """A copy of the repository, with the data that needs no network, in which commands may write what they like."""
     copy = tmp_path_factory.mktemp("book") / ROOT.name
     ours = {"README.md", "Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt", "conftest.py"}
-    folders = {"dev", "doc", "exercises", "kernels", "llmc", "tests"}
+    folders = {"dev", "device", "doc", "exercises", "kernels", "llmc", "tests"}
     copy.mkdir()
     for path in ROOT.iterdir():
         if path.name in folders:

@@ -11,9 +11,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import pytest
-
+from device.errors import UserError
 from llmc.checkpoint import (
     check_saved,
     checkpoints,
@@ -30,11 +28,13 @@ from llmc.checkpoint import (
     write_debug_state,
     write_model,
 )
-from llmc.errors import UserError
 from llmc.tensors import num_parameters, padded, shape_of
 from models import LLAMA_ODD, ODD, PYTHIA_ODD
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
+
+import numpy as np
+import pytest
 
 TINY = GPT2Config(max_seq_len=7, vocab_size=11, num_layers=2, num_heads=3, channels=9)
 N = num_parameters(TINY)

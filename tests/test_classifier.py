@@ -1,13 +1,13 @@
 """classifier.cu against PyTorch's cross-entropy."""
 
+from kernels.classifier import fused_classifier
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import pytest
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.classifier import fused_classifier
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 DLOSS = 0.37
 

@@ -7,12 +7,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import device
+from device import cpp
+from device.cpp import compiler
+from device.errors import UserError
+
 import numpy as np
 import pytest
-
-from llmc import cpu, device
-from llmc.cpu import compiler
-from llmc.errors import UserError
 
 CU = Path(__file__).parent / "cu"
 ROOT = Path(__file__).parent.parent
@@ -32,7 +33,7 @@ def warp(request, monkeypatch):
 
 
 def kernel(file, name):
-    return cpu.compile_source(CU / file).kernel(name)
+    return cpp.compile_source(CU / file).kernel(name)
 
 
 def poisoned(*shape, dtype=np.float32):
@@ -173,10 +174,10 @@ def test_results_do_not_depend_on_the_number_of_workers():
     program = textwrap.dedent(f"""
         import hashlib, sys
         import numpy as np
-        from llmc import cpu
+        from device import cpp
         x = np.random.default_rng(1).standard_normal((999, 771), np.float32)
         out = np.empty(999, np.float32)
-        cpu.compile_source({str(CU / "basics.cu")!r}).kernel("row_sum_kernel")(999, 128, (out, x, 771))
+        cpp.compile_source({str(CU / "basics.cu")!r}).kernel("row_sum_kernel")(999, 128, (out, x, 771))
         print(hashlib.sha256(out.tobytes()).hexdigest())
     """)
     outputs = {run_python(program, LLMC_CPU_THREADS=str(threads)).stdout for threads in (1, 2, 5)}
@@ -189,12 +190,12 @@ def test_there_are_as_many_workers_as_cores_that_the_process_may_use():
         import os
         os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
         import numpy as np
-        from llmc import cpu
-        launch = cpu.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
+        from device import cpp
+        launch = cpp.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
         before = len(os.listdir("/proc/self/task"))
         x, out = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
         launch(1 << 12, 256, (out, x, x.size))
-        assert len(os.listdir("/proc/self/task")) == before and cpu.threads() == 1
+        assert len(os.listdir("/proc/self/task")) == before and cpp.threads() == 1
     """)
     done = run_python(program, LLMC_CPU_THREADS="")
     assert done.returncode == 0, done.stderr
@@ -204,8 +205,8 @@ def test_a_forked_child_can_launch():
     program = textwrap.dedent(f"""
         import os
         import numpy as np
-        from llmc import cpu
-        launch = cpu.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
+        from device import cpp
+        launch = cpp.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
         def copies():
             x, out = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
             launch(1 << 12, 256, (out, x, x.size))
@@ -257,7 +258,7 @@ def test_blocks_that_depend_on_each_other_show_in_another_order(monkeypatch):
 def test_a_failed_assertion_names_kernel_block_thread_and_line():
     x = np.arange(1000, dtype=np.int32)
     x[777] = -1
-    with pytest.raises(cpu.KernelError, match=r"assert_kernel, block \(3, 0, 0\), thread \(9, 0, 0\): assertion "
+    with pytest.raises(cpp.KernelError, match=r"assert_kernel, block \(3, 0, 0\), thread \(9, 0, 0\): assertion "
                        r"`x\[i\] >= 0` failed at failures.cu:5"):
         kernel("failures.cu", "assert_kernel")(4, 256, (x, 1000))
     x[777] = 0
@@ -267,7 +268,7 @@ def test_a_failed_assertion_names_kernel_block_thread_and_line():
 def test_a_deadlock_is_reported_with_all_who_wait(monkeypatch, order):
     monkeypatch.setenv("LLMC_CPU_WARP", "32")
     launch = kernel("failures.cu", "barrier_in_a_branch_kernel")
-    with pytest.raises(cpu.KernelError) as error:
+    with pytest.raises(cpp.KernelError) as error:
         launch(1, 40, ())
     assert "deadlock" in str(error.value)
     assert "1 thread waits at __shfl_xor_sync (failures.cu:10, first thread (3, 0, 0))" in str(error.value)
@@ -276,7 +277,7 @@ def test_a_deadlock_is_reported_with_all_who_wait(monkeypatch, order):
 
 def test_lanes_that_meet_at_different_instructions_are_reported(monkeypatch, order):
     monkeypatch.setenv("LLMC_CPU_WARP", "32")
-    with pytest.raises(cpu.KernelError, match="lanes of a warp meet at"):
+    with pytest.raises(cpp.KernelError, match="lanes of a warp meet at"):
         kernel("failures.cu", "different_meetings_kernel")(1, 32, (poisoned(32),))
 
 
@@ -290,12 +291,12 @@ def test_lanes_that_meet_at_different_instructions_are_reported(monkeypatch, ord
 def test_a_crash_in_a_kernel_is_an_exception(name, args, message):
     done = run_python(f"""
 import numpy as np
-from llmc import cpu
-module = cpu.compile_source({str(CU / "failures.cu")!r})
+from device import cpp
+module = cpp.compile_source({str(CU / "failures.cu")!r})
 x = np.zeros(64, np.int32)
 try:
     module.kernel({name!r})(3, 32, {args})
-except cpu.KernelError as error:
+except cpp.KernelError as error:
     print(error)
 module.kernel("recursion_kernel")(3, 32, (x, 3))
 print("still alive")
@@ -353,18 +354,18 @@ def test_an_array_that_takes_another_ones_place_is_not_mistaken_for_it():
     (1, 1025, 0, "no such block"), (1, (1, 1, 65), 0, "no such block"), (1, 1, 1 << 20, "shared memory"),
 ])  # fmt: skip
 def test_launches_that_a_gpu_refuses_are_refused(grid, block, shared, message):
-    with pytest.raises(cpu.KernelError, match=message):
+    with pytest.raises(cpp.KernelError, match=message):
         kernel("basics.cu", "nothing_kernel")(grid, block, (), shared_mem=shared)
 
 
 def test_launch_bounds_are_kept():
-    with pytest.raises(cpu.KernelError, match="__launch_bounds__, 64"):
+    with pytest.raises(cpp.KernelError, match="__launch_bounds__, 64"):
         kernel("warps.cu", "index_kernel")(1, 65, (poisoned(65, 4, dtype=np.int32), None, 0, 0, 0, np.float64(0)))
 
 
 def test_an_unknown_order_is_refused(monkeypatch):
     monkeypatch.setenv("LLMC_CPU_ORDER", "sideways")
-    with pytest.raises(cpu.KernelError, match="LLMC_CPU_ORDER is sideways"):
+    with pytest.raises(cpp.KernelError, match="LLMC_CPU_ORDER is sideways"):
         kernel("basics.cu", "nothing_kernel")(1, 1, ())
 
 
@@ -372,9 +373,9 @@ def test_an_unknown_order_is_refused(monkeypatch):
 
 
 def test_a_file_may_fix_the_warp_size(warp):
-    assert cpu.warp_size() == warp
-    assert cpu.compile_source(CU / "basics.cu").warp_size == warp
-    assert cpu.compile_source(CU / "warps.cu").warp_size == 32
+    assert cpp.warp_size() == warp
+    assert cpp.compile_source(CU / "basics.cu").warp_size == warp
+    assert cpp.compile_source(CU / "warps.cu").warp_size == 32
 
 
 def test_a_launcher_asks_the_file_that_it_launches_for_its_warp_size_and_blocks(warp):
@@ -395,17 +396,17 @@ def test_a_file_that_fixes_the_warp_size_in_another_way_is_refused(tmp_path, def
     (tmp_path / "sizes.cuh").write_text("#undef WARP_SIZE\n#define WARP_SIZE 32\n")
     (tmp_path / "fixed.cu").write_text(f'{definition}\nextern "C" __global__ void k() {{}}\n')
     with pytest.raises(UserError, match="fixes its warp size by a line `#define WARP_SIZE 32`"):
-        cpu.compile_source(tmp_path / "fixed.cu")
+        cpp.compile_source(tmp_path / "fixed.cu")
 
 
 def test_an_unknown_warp_size_is_refused(monkeypatch):
     monkeypatch.setenv("LLMC_CPU_WARP", "16")
     with pytest.raises(UserError, match="LLMC_CPU_WARP is 16"):
-        cpu.warp_size()
+        cpp.warp_size()
 
 
 def test_a_module_lists_its_kernels_and_names_a_missing_one():
-    module = cpu.compile_source(CU / "basics.cu")
+    module = cpp.compile_source(CU / "basics.cu")
     assert "copy_kernel" in module.kernels
     with pytest.raises(AttributeError, match="has no kernel nonsense; it has .*copy_kernel"):
         module.kernel("nonsense")
@@ -419,7 +420,7 @@ def test_libraries_are_cached_by_content_and_by_what_is_included(tmp_path, monke
 
     def value():
         out = poisoned(1)
-        cpu.compile_source(tmp_path / "value.cu").kernel("value_kernel")(1, 1, (out,))
+        cpp.compile_source(tmp_path / "value.cu").kernel("value_kernel")(1, 1, (out,))
         return out[0], len(list((tmp_path / "cache").glob("value-*.so")))
 
     assert value() == (1.0, 1)
@@ -450,9 +451,9 @@ def use_cache(folder: Path) -> dict[str, int]:
     (folder.parent / "two.cu").write_text('extern "C" __global__ void two_kernel(float* out) { out[0] = 2; }\n')
     program = f"""
 import numpy as np
-from llmc import cpu
+from device import cpp
 out = np.zeros(1, np.float32)
-cpu.compile_source({str(folder.parent / "two.cu")!r}).kernel("two_kernel")(1, 1, (out,))
+cpp.compile_source({str(folder.parent / "two.cu")!r}).kernel("two_kernel")(1, 1, (out,))
 print(out[0])
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(folder)}
@@ -473,12 +474,12 @@ def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache
 def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(tmp_path):
     program = f"""
 from pathlib import Path
-from llmc import cpu
+from device import cpp
 if {{home!r}} == "none":
     def home():
         raise RuntimeError("Could not determine home directory.")
     Path.home = home
-print(cpu.compile_all([{str(CU / "failures.cu")!r}])[0].kernels[0])
+print(cpp.compile_all([{str(CU / "failures.cu")!r}])[0].kernels[0])
 """
     for home, cache, reason in (("there", "/proc/none", "/proc/none/llm.cupy cannot be made"),
                                 ("none", "", "there is no home directory")):  # fmt: skip
@@ -496,8 +497,8 @@ print(cpu.compile_all([{str(CU / "failures.cu")!r}])[0].kernels[0])
 def test_processes_that_compile_the_same_file_at_once_do_not_disturb_each_other(tmp_path):
     program = f"""
 import numpy as np
-from llmc import cpu
-modules = cpu.compile_all([{str(CU / "basics.cu")!r}, {str(CU / "failures.cu")!r}])
+from device import cpp
+modules = cpp.compile_all([{str(CU / "basics.cu")!r}, {str(CU / "failures.cu")!r}])
 out = np.zeros(4, np.float32)
 modules[0].kernel("fill_kernel")(1, 4, (out, np.float32(3)))
 print(out.sum(), modules[1].kernels[0])
@@ -511,13 +512,13 @@ print(out.sum(), modules[1].kernels[0])
 def test_a_compile_error_shows_the_compilers_message(tmp_path):
     (tmp_path / "typo.cu").write_text('extern "C" __global__ void typo_kernel(float* out) { out[0] = valu; }\n')
     with pytest.raises(UserError, match=r"(?s)typo\.cu:.*typo\.cu:1:.*valu"):
-        cpu.compile_source(tmp_path / "typo.cu")
+        cpp.compile_source(tmp_path / "typo.cu")
 
 
 def test_a_parameter_of_a_type_that_cannot_be_passed_is_named(tmp_path):
     (tmp_path / "type.cu").write_text('extern "C" __global__ void k(float** rows) { rows[0][0] = 1; }\n')
     with pytest.raises(UserError, match=r"k: the CPU device does not know the type of parameter `float\*\* rows`"):
-        cpu.compile_source(tmp_path / "type.cu")
+        cpp.compile_source(tmp_path / "type.cu")
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path):
@@ -525,7 +526,7 @@ def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     compiler._find_compiler.cache_clear()
     with pytest.raises(UserError, match=r"a C\+\+ compiler .*apt-get install g\+\+") as error:
-        cpu.compile_source(CU / "basics.cu")
+        cpp.compile_source(CU / "basics.cu")
     assert "\n" not in str(error.value)
 
 
@@ -562,9 +563,9 @@ def run_sanitized(name, args):
         libraries.append(found)
     program = f"""
 import numpy as np
-from llmc import cpu
+from device import cpp
 x = np.zeros(100, np.float32)
-cpu.compile_source({str(CU / "failures.cu")!r}).kernel({name!r})(1, 128, {args})
+cpp.compile_source({str(CU / "failures.cu")!r}).kernel({name!r})(1, 128, {args})
 print("unharmed")
 """
     env = {"LLMC_CPU_SANITIZE": "1", "LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}

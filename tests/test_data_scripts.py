@@ -10,14 +10,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from device.errors import UserError
+from llmc.dataloader import DataLoader, open_tokens
+from llmc.tokenizer import Tokenizer, byte_encoding, byte_letters, find_tokenizer, token_bytes, write_tokenizer
+
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-
-from llmc.dataloader import DataLoader, open_tokens
-from llmc.errors import UserError
-from llmc.tokenizer import Tokenizer, byte_encoding, byte_letters, find_tokenizer, token_bytes, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "dev" / "data"

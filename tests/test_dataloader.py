@@ -8,16 +8,16 @@ import struct
 import subprocess
 import sys
 
+from device.errors import UserError
+from llmc import dataloader
+from llmc.arguments import parse_arguments
+from llmc.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
+from train_gpt2_fp32 import GPT2Config
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from llmc import dataloader
-from llmc.arguments import parse_arguments
-from llmc.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
-from llmc.errors import UserError
-from train_gpt2_fp32 import GPT2Config
 
 V = 60000
 LLAMA3_V = 128256

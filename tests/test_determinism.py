@@ -10,21 +10,22 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmc import device
-
-import numpy as np  # isort: skip
-import pytest
-
+import device
 from llmc.batches import Batches
 from llmc.dataloader import DataLoader, write_tokens
+from llmc.exchange import Exchange
 from llmc.generation import print_sample
 from llmc.model import build_from_random
 from llmc.sampler import Sampler
+from llmc.step import train_step
 from llmc.tensors import Config
 from models import kind_of
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
+import pytest
 
 STEPS, B, T = 6, 2, 21
 # Wide enough that products are shared out among threads, and layernorm's rows among blocks.
@@ -47,9 +48,9 @@ def digest_of_run(config: Config, attention: str) -> dict[str, str]:
         write_tokens(Path(folder) / "tokens.bin", tokens)
         loader = DataLoader(Path(folder) / "tokens.bin", "train", B, T, config.vocab_size, shuffle_seed=7)
         batches = Batches(model, loader)
-        train_step = model.train_step(batches, weight_decay=0.1, grad_clip=1.0)
+        step_of = train_step(Exchange(model), batches, weight_decay=0.1, grad_clip=1.0)
         for step in range(STEPS):
-            train_step(step, 1e-3)
+            step_of(step, 1e-3)
             device.synchronize()
             losses[step] = batches.mean_loss(step)
     assert losses[-1] < losses[0]

@@ -2,16 +2,16 @@
 
 import time
 
+import device
+from device import cpp, cuda_source
+from device.errors import UserError
+from kernels import gelu
+from oracle import assert_close, guarded, kernel_tolerance, normal
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels import gelu
-from llmc import cpu, device
-from llmc.device import cuda_source
-from llmc.errors import UserError
-from oracle import assert_close, guarded, kernel_tolerance, normal
 
 
 def stored(matrices: np.ndarray, transposed: bool) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_host_copies_are_new_arrays(dev):
 def test_memory_figures_and_name_make_sense(dev):
     free, total = dev.memory()
     assert 0 < free <= total
-    assert dev.name() and dev.kind() in ("cpu", "cuda")
+    assert dev.name and dev.kind in ("cpu", "cuda")
 
 
 def test_events_come_to_pass_in_order(dev):
@@ -163,4 +163,4 @@ def test_the_cpu_checks_what_a_kernel_is_given():
         gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out))
     with pytest.raises(TypeError, match="gelu_forward_kernel: C .int. takes an int, not float"):
         gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out, 4.0))
-    assert isinstance(gelu.cu.gelu_forward_kernel, cpu.Kernel)
+    assert isinstance(gelu.cu.gelu_forward_kernel, cpp.Kernel)

@@ -7,14 +7,14 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from llmc.checkpoint import read_debug_state, read_model, write_debug_state, write_model
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
+
+import numpy as np
+import pytest
 
 SCRIPT = Path(__file__).parent.parent / "dev" / "download_starter_pack.sh"
 TINY = GPT2Config(max_seq_len=8, vocab_size=50, num_layers=2, num_heads=2, channels=6)

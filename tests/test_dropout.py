@@ -4,11 +4,6 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
-import torch.nn.functional as F
-
 import oracle
 from draws import cu, factors, words
 from kernels.dropout import Dropout, dropouts
@@ -16,7 +11,9 @@ from kernels.layernorm import fused_residual_forward, layernorm_backward
 from kernels.reduce import MOST_PARTIALS
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward
 from llmc.batches import Batches
+from llmc.exchange import Exchange
 from llmc.model import Model, build_from_random
+from llmc.step import train_step
 from llmc.tensors import Config
 from models import (
     EVEN,
@@ -29,6 +26,11 @@ from models import (
     kind_of,
 )
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, model_tolerance, normal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
 
 # The random numbers
 
@@ -254,9 +256,9 @@ def test_only_training_drops(dev, config, attention):
         model, batches = build(config, attention, rate)
         forward_loss = dev.record(partial(compute_loss, model))
         before = batches.run(forward_loss).copy()
-        train_step = model.train_step(batches)
+        step_of = train_step(Exchange(model), batches)
         for step in range(3):
-            train_step(step, 0.0)
+            step_of(step, 0.0)
         losses += [before, batches.run(forward_loss).copy()]
     assert all(np.array_equal(losses[0], other) for other in losses[1:])
 
@@ -264,10 +266,10 @@ def test_only_training_drops(dev, config, attention):
 @each_model
 def test_each_step_and_each_batch_of_it_drops_anew_and_a_repeated_step_drops_the_same(dev, config, attention):
     model, batches = build(config, attention, 0.5, count=3)
-    train_step = model.train_step(batches)
+    step_of = train_step(Exchange(model), batches)
     seen = []
     for step in [0, 1, 2, 3, 4, 2]:  # on a GPU the later ones are replayed
-        train_step(step, 0.0)
+        step_of(step, 0.0)
         dev.synchronize()
         seen.append([batches.losses[step % 2, i].mean(dtype=np.float64) for i in range(3)])
     assert len(np.unique(seen[:5])) == 15  # the batch and the weights are always the same

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+from device import Source
 
-from llmc.device import Source
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,16 +1,16 @@
 """encoder.cu against PyTorch's embedding."""
 
-import numpy as np
-import pytest
-import torch.nn.functional as F
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from draws import factors, words
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from llmc.dataloader import sort_by_token
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 20), C=st.integers(1, 150), V=st.integers(1, 60))
 

@@ -2,18 +2,18 @@
 
 import struct
 
-import numpy as np
-import pytest
-import torch
-import torch.nn.functional as F
-
+from device.errors import UserError
 from llmc.batches import Batches, evaluate
 from llmc.checkpoint import write_model
-from llmc.errors import UserError
 from llmc.evaluation import EvalLoader
 from llmc.model import build_from_file
 from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2, GPT2Config
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
 
 V = 61
 

@@ -3,30 +3,20 @@ are shared out."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from types import SimpleNamespace
+
+import device
+from kernels.exchange import checksum, gather_rows, sum_buffers
+from llmc import ranks
+from llmc.dataloader import sort_by_token
+from llmc.exchange import barrier, buckets, overlaps, shards_of, share_length, share_of, without
+from models import ODD
+from oracle import guarded, normal
+from train_gpt2_fp32 import GPT2
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.exchange import (
-    barrier,
-    buckets,
-    checksum,
-    gather_rows,
-    overlaps,
-    share_length,
-    share_of,
-    sum_buffers,
-    without,
-)
-from llmc import device, ranks
-from llmc.dataloader import sort_by_token
-from llmc.model import shards_of
-from models import ODD
-from oracle import guarded, normal
-from train_gpt2_fp32 import GPT2
 
 SPECIAL = np.array([0x7FFFFFFF, 0x7FC00000, 0xFFFFFFFF, 0x7F800000, 0xFF800000], np.uint32).view(np.float32)
 
@@ -133,7 +123,7 @@ def what_goes_wrong(meet, N: int, times: int) -> set[str]:
     device.use("cpu")
     words, programs = np.zeros((N, N), np.uint32), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "memory_operations", programs.append)
+        patch.setattr(device.current.device, "memory_operations", programs.append)
         for rank in range(N):
             meet(list(words), rank)
     length, first = len(programs[0]), device.address(words)
@@ -203,7 +193,7 @@ def test_buckets_are_all_of_the_ranges_and_a_share_of_one_fits_its_room(ranges, 
 
 
 def checksum_of(dev, values: np.ndarray) -> str:
-    return checksum(SimpleNamespace(params_memory=dev.asarray(values)))
+    return checksum(dev.asarray(values))
 
 
 def test_a_checksum_is_splitmix64_of_each_word_and_its_place(dev, rng):
@@ -253,7 +243,7 @@ def test_sharded_moments_take_a_rank_less_memory(N, monkeypatch):
     device.use("cpu")
     whole = GPT2.lengths(ODD, 1, 16, "softmax")
     monkeypatch.setattr(ranks, "size", lambda: N)
-    shared = GPT2.lengths(ODD, 1, 16, "softmax", sharded=True)
+    shared = GPT2.lengths(ODD, 1, 16, "softmax", shard=shards_of(whole["parameters"])[0])
     n = whole["parameters"]
     assert {name for name in whole if whole[name] != shared[name]} == {"AdamW m", "AdamW v"}
     assert n / N <= shared["AdamW m"] == shared["AdamW v"] < n / N + 4

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
+from device import cpp
+from device.errors import UserError
 from exercises import check
 from exercises.checks import run_check
 from exercises.cut import EXERCISES, Exercise, Hole, start, whole
-from llmc import cpu
-from llmc.errors import UserError
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
@@ -117,7 +117,7 @@ def faults(tmp_path_factory) -> dict[tuple, str]:
         patch.setenv("LLMC_CPU_THREADS", "1")
         patch.setenv("LC_ALL", "C")
         plain = {key: path for key, path in files.items() if key not in watched}
-        cpu.compile_all(path for path in plain.values() if path.suffix == ".cu")  # on all cores
+        cpp.compile_all(path for path in plain.values() if path.suffix == ".cu")  # on all cores
         found = {key: run_check(BY_NAME[key[0]], path)[0] for key, path in plain.items()}
     found |= dict(zip(watched, json.loads(process.stdout.read()), strict=True))
     assert process.wait() == 0
@@ -313,7 +313,7 @@ extern "C" __global__ void mma_kernel(float* d, const float* a, const float* b, 
 
     lanes = spread(A, names["a_at"], 4), spread(B, names["b_at"], 2), spread(C, names["c_at"], 4)
     result = np.zeros((32, 4), np.float32)
-    cpu.compile_source(tmp_path / "mma.cu").kernel("mma_kernel")((1,), (32,), (result, *lanes))
+    cpp.compile_source(tmp_path / "mma.cu").kernel("mma_kernel")((1,), (32,), (result, *lanes))
     want = A @ B + C
     assert np.array_equal(result, spread(want, names["c_at"], 4))
     for row, column in np.ndindex(16, 8):

@@ -1,14 +1,14 @@
 """Flash attention against softmax attention in float64."""
 
+from device.errors import UserError
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
+from oracle import KERNEL_TF32, assert_close, attention, guarded, to_numpy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
-from llmc.errors import UserError
-from oracle import KERNEL_TF32, assert_close, attention, guarded, to_numpy
 
 # (B, T, NH, NKV, HS): a single position, less than a tile, whole tiles, several with a ragged end, shared keys.
 SHAPES = [
@@ -142,7 +142,7 @@ def test_two_runs_agree_to_the_bit(dev, rng, shape):
 
 @pytest.mark.parametrize("B, NKV", [(911, 12), (1639, 4)])
 def test_offsets_past_two_to_the_31_elements(dev, B, NKV):
-    if dev.kind() != "cuda" or dev.memory()[0] < 60 << 30:
+    if dev.kind != "cuda" or dev.memory()[0] < 60 << 30:
         pytest.skip("needs a GPU with 60 GiB free")
     # B * T * (NH + 2 NKV) * HS is 2^31 and a bit; the last batch row must come out as it does alone.
     T, NH, HS = 1024, 12, 64

@@ -1,14 +1,14 @@
 """gelu.cu against PyTorch's gelu in both forms, with the bias in front of it."""
 
+from kernels.gelu import gelu_backward, gelu_forward
+from kernels.reduce import MOST_PARTIALS
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import pytest
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.gelu import gelu_backward, gelu_forward
-from kernels.reduce import MOST_PARTIALS
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 # In a model C is 4 times an odd number of channels, or more, and the bias then need not begin at 16 bytes.
 each_form = pytest.mark.parametrize("form", ["tanh", "none"])  # PyTorch's name of the erf form is "none"

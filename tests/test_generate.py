@@ -6,16 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-
+import device
 import generate
 from dev import export_hf
-from llmc import device
+from device.errors import UserError
 from llmc.checkpoint import save_checkpoint, write_model
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError
 from llmc.sampler import Sampler, sample
 from llmc.tensors import num_parameters
 from llmc.tokenizer import tokenizer_files, write_tokenizer
@@ -23,6 +19,10 @@ from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
+import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
@@ -73,7 +73,7 @@ def text_of(tokens: list[int]) -> str:
 
 def written(dev, capsys, *flags) -> str:
     """What generate.py writes, run in this process on the device in use."""
-    generate.main(["--device", dev.kind(), "-f", "0", *map(str, flags)])
+    generate.main(["--device", dev.kind, "-f", "0", *map(str, flags)])
     return capsys.readouterr().out
 
 
@@ -184,7 +184,8 @@ def test_the_model_sees_as_many_tokens_as_it_was_trained_at_by_its_checkpoint(mo
     device.use("cpu")
 
     def said(*flags) -> tuple[str, str]:
-        generate.main(["--device", "cpu", "--prompt", "If ", "-g", "30", *map(str, flags)])
+        named = "--tokenizer", "tiny_tokenizer.bin"
+        generate.main(["--device", "cpu", "--prompt", "If ", "-g", "30", *named, *map(str, flags)])
         text, error = capsys.readouterr()
         return text, error.partition("30 tokens in")[0]
 

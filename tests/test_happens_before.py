@@ -1,27 +1,28 @@
-"""Ranks of one memory give their GPUs' streams work that reads and writes one another's arrays. Of two accesses to the
-same bytes, one of them a write, one must happen before the other, however fast each stream is.
+"""GPUs with peer access give their streams work that reads and writes one another's arrays. Of two accesses to the same
+bytes, one of them a write, one must happen before the other, however fast each stream is.
 
 Here a device computes nothing, but notes for each rank what would be read and written on which stream, which stream
 waits for which, and where ranks meet. From that vector clocks follow (Fidge, 1988; Mattern, 1988): how many works of
 each stream have certainly been done when a work begins.
 """
 
-import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-from test_beside import WRITTEN
-
-from kernels import exchange
-from kernels.adamw import adamw_update
-from llmc import collectives, device, model, ranks
+import device
+from device import recording
+from llmc import collectives, exchange, ranks
+from llmc.exchange import exchanging_model
+from llmc.update import adamw_update
 from models import LLAMA_ODD, ODD, PYTHIA_ODD, kind_of
 
+import numpy as np
+import pytest
+
 N, B, T = 2, 2, 8
-SHARED = ("params_memory", "grads_memory", "received", "sums", "m_memory", "v_memory", "norm")
+OF_MODEL, OF_EXCHANGE = ("params_memory", "grads_memory", "m_memory", "v_memory", "norm"), ("received", "sums")
 SPARSE = ("wte_values", "wte_indices")
 
 
@@ -42,10 +43,6 @@ class Stream:
     def use(self) -> None:
         pass
 
-    def wait_event(self, mark: "Mark") -> None:
-        self.captured |= mark.captured
-        self.log.append(("wait", self, mark))
-
     def begin_capture(self) -> None:
         self.captured = True
 
@@ -64,21 +61,20 @@ class Gpu(device.CpuDevice):
     """Streams as CudaDevice uses them. log: in the order of the host program ("mark", stream, mark), ("wait", stream,
     mark), ("meet", stream), ("work", stream, name, reads, writes) and, behind a recorded graph, ("joined", stream)."""
 
-    beside, on, join = device.CudaDevice.beside, device.CudaDevice.on, device.CudaDevice.join
+    on, switch = device.CudaDevice.on, device.CudaDevice.switch
     communicate, communicated = device.CudaDevice.communicate, device.CudaDevice.communicated
-    join_communication, wait_for = device.CudaDevice.join_communication, device.CudaDevice.wait_for
-    capture, blas_handle, second_blas_handle = device.CudaDevice.capture, None, None
-    blas = captured_blas = SimpleNamespace(setStream=lambda *_: None, set_workspace=lambda *_: None)
-    workspaces = [SimpleNamespace(data=SimpleNamespace(ptr=0), nbytes=0)] * 2
+    join_communication = device.CudaDevice.join_communication
+    blas = SimpleNamespace(use_stream=lambda stream: None, captured=nullcontext)
 
     def begin(self, rank: int, rows: int) -> None:
         self.rows, self.rank, self.log = rows, rank, []
-        self.capturing, self.communicating, self.stream = False, None, Stream(rank, "first", self.log)
+        self.capturing, self.communicating, self.main_stream = False, None, Stream(rank, "main", self.log)
+        self.stream = self.main_stream
         self.new_streams()
 
     def new_streams(self) -> None:
-        self.second_stream, self.third_stream, self.fourth_stream = (
-            Stream(self.rank, name, self.log) for name in ("second", "third", "fourth")
+        self.side_stream, self.urgent_stream, self.patient_stream = (
+            Stream(self.rank, name, self.log) for name in ("side", "urgent", "patient")
         )
 
     def mark(self, stream: Stream) -> "Mark":
@@ -86,11 +82,12 @@ class Gpu(device.CpuDevice):
         self.log.append(("mark", stream, mark := Mark(stream, stream.captured)))
         return mark
 
+    def wait(self, stream: Stream, mark: "Mark") -> None:
+        stream.captured |= mark.captured
+        self.log.append(("wait", stream, mark))
+
     def note(self, name: str, reads: list, writes: list) -> None:
         self.log.append(("work", self.stream, name, reads, writes))
-
-    def copy(self, dst, src) -> None:
-        self.note("copy", [span(src)], [span(dst)])
 
     def memory_operations(self, operations) -> None:
         self.log.append(("meet", self.stream))
@@ -101,20 +98,25 @@ class Gpu(device.CpuDevice):
         elif name == "gather_rows_kernel":
             self.note(name, *touched_by_rows(SimpleNamespace(**arguments), self.rows))
         else:
-            arrays = {key: value for key, value in arguments.items() if isinstance(value, np.ndarray)}
-            of_x = arguments["n"] if name == "squares_partials_kernel" else None  # which is given more than it reads
-            spans = {key: span(x, of_x if key == "x" else None) for key, x in arrays.items()}
-            written = [spans[key] for key in spans if key in WRITTEN[name]]
-            self.note(name, [spans[key] for key in spans if key not in WRITTEN[name]], written)
+            reads, writes = [], []
+            for key, access in device.accesses(name, arguments).items():
+                # A partial sum of squares is given more than it reads.
+                of_x = arguments["n"] if (name, key) == ("squares_partials_kernel", "x") else None
+                (reads if access == "reads" else writes).append(span(arguments[key], of_x))
+            self.note(name, reads, writes)
 
-    def recorded(self, work) -> None:
-        """As a graph that is replayed: what it does beside the first stream waits for nothing that the other streams
-        have been given before, and CUDA wants that it ends on the first."""
-        assert self.communicating is None, "nobody waits for what has been communicated before a graph"
-        outside = self.second_stream, self.third_stream, self.fourth_stream
-        self.new_streams()
-        self.capture(work)
-        self.second_stream, self.third_stream, self.fourth_stream = outside
+    def capture(self, work):
+        """A graph, which when it is replayed waits for nothing that the other streams have been given before; and CUDA
+        wants that it ends on the first."""
+
+        def launch(stream: Stream) -> None:
+            assert self.communicating is None, "nobody waits for what has been communicated before a graph"
+            outside = self.side_stream, self.urgent_stream, self.patient_stream
+            self.new_streams()
+            device.CudaDevice.capture(self, work)
+            self.side_stream, self.urgent_stream, self.patient_stream = outside
+
+        return SimpleNamespace(launch=launch)
 
 
 def touched_by_sum(a: SimpleNamespace) -> tuple[list, list]:
@@ -145,43 +147,40 @@ def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
     return reads, writes
 
 
-def program(gpu: Gpu, of, count: int, grad_clip: float, record: bool) -> None:
-    """Three steps of so many batches, as a rank: of a step the first is not recorded."""
-    for step in range(1, 4):
+def program(shared: exchange.Exchange, count: int, grad_clip: float, record: bool) -> None:
+    """Four steps of so many batches, as a rank: of a step the first is not recorded."""
+    of = shared.model
+
+    def forward_backward(first: bool, last: bool) -> None:
+        if first:
+            of.zero_grad()
+        of.forward(B, T, training=True)
+        of.loss(B, T, dloss=1.0)
+        of.backward(B, T, accumulate=not first)
+
+    device.use_recording(record)
+    recorded = shared.record(forward_backward)
+    for step in range(1, 5):
         for i in range(count):
-            first, last = of.bitwise or i == 0, of.bitwise or i == count - 1
-
-            def work(begins=i == 0, first=first, last=last) -> None:
-                if begins:
-                    exchange.gather_beside_forward(of)
-                if first:
-                    of.zero_grad()
-                of.forward(B, T, training=True)
-                of.loss(B, T, dloss=1.0)
-                of.backward(B, T, accumulate=not first, last=last)
-                exchange.add_batch(of)
-
-            gpu.recorded(work) if record and step > 1 else work()
-        adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.1, step, grad_clip)
-        if step == 2:
-            of.gather_parameters()
+            recorded(i == 0, i == count - 1)
+        adamw_update(shared, 1e-2, 0.1, grad_clip, step)
+        if step == 3:
+            shared.gather_parameters()
             of.forward(B, T)  # as a validation does
 
 
 def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -> tuple[list[list], dict]:
     """The log of each rank, and where the arrays lie that are looked at, by their names."""
-    monkeypatch.setattr(device, "CpuDevice", Gpu)
-    device.use("cpu")
-    gpu, rank, shared = device._device, [0], {}
+    rank, shared_arrays = [0], {}
 
     def map_memory(**arrays) -> SimpleNamespace:
         for name, x in arrays.items():
             if x is not None:
-                if name not in shared:
-                    shared[name] = collectives.Mapped([], np.zeros(N, np.uint64))
-                shared[name].addresses[rank[0]] = span(x)[0]
-                shared[name].arrays.append(x)
-        return SimpleNamespace(**shared)
+                if name not in shared_arrays:
+                    shared_arrays[name] = collectives.Mapped([], np.zeros(N, np.uint64))
+                shared_arrays[name].addresses[rank[0]] = span(x)[0]
+                shared_arrays[name].arrays.append(x)
+        return SimpleNamespace(**shared_arrays)
 
     def all_reduce(arrays: list) -> None:
         def work(_) -> None:
@@ -191,21 +190,27 @@ def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -
         device.communicate(work)
 
     for module, name, stands in (
-        (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "one_memory", lambda: True),
-        (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce), (model, "BUCKET", 400),
+        (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "peer_access", lambda: True),
+        (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce),
+        (exchange, "LARGEST_BUCKET", 400), (exchange, "SMALLEST_BUCKET", 1000),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stands)
-    models, logs, places = [], [], {}
+    device.use("cpu")
+    exchanges, logs, places = [], [], {}
     for rank[0] in range(N):
-        models.append(kind_of(config)(config, B, T, "softmax", **flags))
-        arrays = {name: getattr(models[-1], name) for name in SHARED}
-        arrays |= {name: shared[name].arrays[-1] for name in SPARSE if name in shared}
+        of, shared = exchanging_model(kind_of(config), config, B, T, "softmax", **flags)
+        exchanges.append(shared)
+        arrays = {name: getattr(of, name) for name in OF_MODEL} | {name: getattr(shared, name) for name in OF_EXCHANGE}
+        arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
-    for rank[0], of in enumerate(models):
-        gpu.begin(rank[0], len(of.params.wte))
+    gpu = Gpu()
+    device.current.switch(gpu)
+    for rank[0], shared in enumerate(exchanges):
+        gpu.begin(rank[0], len(shared.model.params.wte))
         with device.observe(gpu.launch):
-            program(gpu, of, count, grad_clip, record)
+            program(shared, count, grad_clip, record)
         logs.append(gpu.log)
+    device.use("cpu")
     return logs, places
 
 
@@ -283,15 +288,15 @@ def without_waits(name: str, other: str):
 
 
 @pytest.mark.parametrize("change, record, sharded", [
-    (without_meeting("third"), True, False),           # what is late
-    (without_meeting("fourth"), True, False),          # sums beside backward
-    (without_waits("first", "third"), True, False),    # AdamW for what is late
-    (without_waits("first", "third"), False, False),
-    (without_waits("fourth", "second"), True, False),  # sums beside backward for the weights' gradients
-    (without_waits("third", "fourth"), False, False),  # what is late for the sums beside backward
-    (without_meeting("third"), True, True),            # what other ranks have updated
-    (without_waits("first", "third"), False, True),    # forward for that
-    (without_waits("third", "first"), False, True),    # what other ranks have updated for what reads it before
+    (without_meeting("urgent"), True, False),           # what is late
+    (without_meeting("patient"), True, False),          # sums beside backward
+    (without_waits("main", "urgent"), True, False),     # AdamW for what is late
+    (without_waits("main", "urgent"), False, False),
+    (without_waits("patient", "side"), True, False),    # sums beside backward for the weights' gradients
+    (without_waits("urgent", "patient"), False, False), # what is late for the sums beside backward
+    (without_meeting("urgent"), True, True),            # what other ranks have updated
+    (without_waits("main", "urgent"), False, True),     # forward for that
+    (without_waits("urgent", "main"), False, True),     # what other ranks have updated for what reads it before
 ])  # fmt: skip
 def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch):
     logs, places = logs_of(CONFIGS[0], monkeypatch, record=record, sharded=sharded)
@@ -300,16 +305,26 @@ def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_layer_that_is_not_waited_for_is_noticed(config, monkeypatch):
-    """Whichever it is, but for layer 0, which has come before forward begins; "first" are the encoder's rows."""
-    script, wait = sys.modules[kind_of(config).forward.__module__], exchange.wait_for_parameters
-    for left_out in ("first", *range(1, config.num_layers), None):
-        def wait_but_once(of, part, left_out=left_out):
-            with monkeypatch.context() as patch:
-                if part == left_out:
-                    patch.setattr(device, "join_communication", lambda mark=None: None)
-                wait(of, part)
+def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
+    """Whichever it is, but for one that nothing reads in the same step."""
+    plan, counts = recording.Plan.__init__, []
+    for left_out in range(12):
+        def planned(self, launches, gradients, insertions, left_out=left_out):
+            waited = [i for i, one in enumerate(insertions) if one.before is not None]
+            counts.append(len(waited))
+            if left_out < len(waited):
+                insertions[waited[left_out]] = replace(insertions[waited[left_out]], before=None)
+            plan(self, launches, gradients, insertions)
 
-        monkeypatch.setattr(script, "wait_for_parameters", wait_but_once)
-        with pytest.raises(AssertionError):
-            assert not races(*logs_of(config, monkeypatch, sharded=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(recording.Plan, "__init__", planned)
+            found = races(*logs_of(config, monkeypatch, sharded=True))
+        assert bool(found) == (left_out < max(counts))
+    assert 2 <= max(counts) < 12
+
+
+def test_rows_of_the_embedding_that_are_not_waited_for_are_noticed(monkeypatch):
+    monkeypatch.setattr(exchange.Rows, "gather", lambda self, wte, C: setattr(
+        self, "embedding", [exchange.range_in(wte, self.exchange.model.params_memory)]))  # fmt: skip
+    with pytest.raises(AssertionError):
+        assert not races(*logs_of(CONFIGS[0], monkeypatch, sharded=True))

@@ -7,6 +7,20 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import generate
+from dev import export_hf, import_hf
+from dev.huggingface import named_tensors, transformers_parameters
+from device.errors import UserError
+from generate import kind_of
+from llmc.checkpoint import read_model, write_model
+from llmc.model import build_from_file
+from llmc.tensors import Config, num_parameters, shape_of
+from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
+from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
+from train_gpt2_fp32 import GPT2Config
+from train_llama3_fp32 import Llama3Config
+from train_pythia_fp32 import PythiaConfig
+
 import numpy as np
 import pytest
 import torch
@@ -26,20 +40,6 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 from transformers import GPT2Config as HFConfig
-
-import generate
-from dev import export_hf, import_hf
-from dev.huggingface import named_tensors, transformers_parameters
-from generate import kind_of
-from llmc.checkpoint import read_model, write_model
-from llmc.errors import UserError
-from llmc.model import build_from_file
-from llmc.tensors import Config, num_parameters, shape_of
-from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
-from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
-from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
 
 GPT2S = [GPT2Config(17, 53, 2, 3, 24), GPT2Config(8, 128, 1, 1, 5), GPT2Config(32, 257, 3, 2, 128)]
 LLAMAS = [
@@ -157,7 +157,7 @@ def assert_logits(dev, path: Path, config: Config, model, rng) -> None:
     tokens = rng.integers(0, config.vocab_size, (2, config.max_seq_len - 1), dtype=np.int32)
     with torch.no_grad():
         wanted = model.double().eval()(torch.tensor(tokens).long()).logits
-    assert_close("logits", our_logits(dev, path, config, tokens), wanted, MODEL_TF32 if dev.tf32() else MODEL_FP32)
+    assert_close("logits", our_logits(dev, path, config, tokens), wanted, MODEL_TF32 if dev.tf32 else MODEL_FP32)
 
 
 @every_config

@@ -12,17 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-
+import device
 from conftest import DEVICES, switch_device
 from dev.microscope import race_lines
 from dev.watch import use_microscope
+from device import cpp
+from device.errors import UserError
 from doc import ladder
 from doc.rungs import TOPICS, Rung
-from llmc import cpu, device
-from llmc.errors import UserError
 from oracle import assert_close, guarded
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 each_topic = pytest.mark.parametrize("name", TOPICS)
@@ -93,7 +94,7 @@ def watch_all() -> None:
     the microscope sees, and those of two rungs of which a barrier is left out."""
     use_microscope()
     found = {"wrong": {}, "races": {}, "without a barrier": {}, "counts": {}}
-    cpu.compile_all([ladder.LADDER / f"{name}.cu" for name in TOPICS])
+    cpp.compile_all([ladder.LADDER / f"{name}.cu" for name in TOPICS])
     rungs = {(name, rung.kernel): rung for name in TOPICS for rung in TOPICS[name].rungs if rung.in_file}
     for (name, kernel), rung in rungs.items():
         seen, wrong = [], []

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import oracle
+from llmc.batches import Batches
+from llmc.exchange import Exchange
+from llmc.step import train_step
+from llmc.tensors import Config, name_tensors
+from oracle import assert_close, model_tolerance
+from train_llama3_fp32 import Llama3, Llama3Config
+
 import numpy as np
 import pytest
 import torch
 from test_model import GivenBatches, build, forward_backward, make_batches
-
-import oracle
-from llmc.batches import Batches
-from llmc.tensors import Config, name_tensors
-from oracle import assert_close, model_tolerance
-from train_llama3_fp32 import Llama3, Llama3Config
 
 SMALL = Llama3Config(16, 101, 2, 6, 2, 48, 67, tied=False)  # heads of 8
 CONFIGS = {
@@ -61,9 +63,9 @@ def assert_is_transformers(product_dev, config: Config, blind: Callable[[np.ndar
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
     )  # fmt: skip
     sent = Batches(model, GivenBatches(batches))
-    train_step = model.train_step(sent, weight_decay=0.1)
+    step_of = train_step(Exchange(model), sent, weight_decay=0.1)
     for step, batch in enumerate(batches):
-        train_step(step, 1e-3)
+        step_of(step, 1e-3)
         product_dev.synchronize()
         optimizer.zero_grad()
         _, want_loss = oracle.transformers_loss(theirs, *batch)
@@ -82,10 +84,10 @@ def test_a_llama_is_transformers_in_logits_loss_gradients_and_ten_steps(product_
 
 
 def test_smollm2_135m_is_transformers_in_logits_loss_and_every_gradient(product_dev):
-    if product_dev.kind() != "cuda":
+    if product_dev.kind != "cuda":
         pytest.skip("takes minutes on the CPU")
     config = Llama3Config.described("smollm2-135m")
-    attentions = ("softmax", "flash") if product_dev.tf32() else ("softmax",)
+    attentions = ("softmax", "flash") if product_dev.tf32 else ("softmax",)
     B, T = 2, 129
     theirs = oracle.transformers_model(config)
     flat = oracle.flat_parameters_of(theirs, config).astype(np.float32)

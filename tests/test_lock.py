@@ -12,11 +12,11 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
+from device.errors import UserError
 from llmc.checkpoint import checkpoints, lock_checkpoints, model_path
-from llmc.errors import UserError
 from llmc.lock import Lock
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ME = f"process {os.getpid()} on {socket.gethostname()}"

@@ -3,11 +3,11 @@
 import os
 import socket
 
+from device.errors import UserError
+from llmc.logger import Logger, read_log
+
 import numpy as np
 import pytest
-
-from llmc.errors import UserError
-from llmc.logger import Logger, read_log
 
 
 def refusal(function, *args):

@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from dev import kept
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 

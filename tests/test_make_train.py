@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
 from llmc.dataloader import write_tokens
 from llmc.tokenizer import write_tokenizer
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 V = 257

@@ -1,11 +1,5 @@
 """matmul.py and matmul.cu: linear layers against PyTorch's."""
 
-import numpy as np
-import pytest
-import torch.nn.functional as F
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from kernels.matmul import (
     ROWS_WORTH_TRANSPOSING,
     matmul_backward_bias,
@@ -17,6 +11,12 @@ from kernels.matmul import (
 )
 from kernels.reduce import MOST_PARTIALS
 from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal
+
+import numpy as np
+import pytest
+import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 any_shape = given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 70), OC=st.integers(1, 200))
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from dev import compare_ncu
-from llmc.device import kernel_declarations
+from device import kernel_declarations
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = json.loads(compare_ncu.KEPT.read_text())

@@ -4,26 +4,27 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-
+import device
 import oracle
-from kernels.adamw import adamw_update
-from kernels.causal_attention import choose_attention
-from kernels.classifier import cross_entropy_loss
+from device.errors import UserError
 from kernels.flash_attention import supported
-from llmc import device
+from llmc.attention import choose_attention
 from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import sort_by_token
-from llmc.errors import UserError
+from llmc.exchange import Exchange
 from llmc.generation import next_logits, print_sample
 from llmc.model import Model, build_from_file, build_from_random
 from llmc.sampler import Sampler
+from llmc.step import train_step
 from llmc.tensors import ALIGNMENT, Config, layout, name_tensors, num_parameters, ranges, without
 from llmc.tokenizer import Tokenizer
+from llmc.update import adamw_update
 from models import EVEN, GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ODD, PYTHIA_HEADS_OF_64, PYTHIA_ODD, kind_of
 from oracle import assert_close, guarded, model_tolerance, normal
+
+import numpy as np
+import pytest
 
 MODELS = [
     (ODD, "softmax"), (ODD, "relu"), (EVEN, "softmax"), (EVEN, "relu"), (HEADS_OF_64, "flash"),
@@ -137,7 +138,7 @@ def forward_backward(dev, model: Model, inputs, targets, dloss: float, accumulat
         model.zero_grad()
     model.forward(B, T)
     logits = dev.to_host(model.acts(B, T).logits)[..., : model.config.vocab_size]
-    cross_entropy_loss(model, B, T, dloss)
+    model.loss(B, T, dloss)
     model.backward(B, T, accumulate)
     return logits, dev.to_host(model.acts(B, T).losses).mean(dtype=np.float64)
 
@@ -155,7 +156,7 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
     unguarded = SimpleNamespace(**{name: getattr(product_dev, name) for name in names})
     with guarded(unguarded) as memory:
         with monkeypatch.context() as patch:
-            patch.setattr(product_dev, "empty", lambda shape: memory.scratch(shape))
+            patch.setattr(product_dev.current.device, "empty", lambda shape: memory.scratch(shape))
             model = build(product_dev, config, B, T, attention, flat)
         logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
     want_logits, want_loss, want = oracle.gradients(
@@ -180,9 +181,9 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
     batches = make_batches(config, 10, B, T)
     model = build(product_dev, config, B, T, attention, flat)
     sent = Batches(model, GivenBatches(batches))
-    train_step, losses = model.train_step(sent, weight_decay), []
+    step_of, losses = train_step(Exchange(model), sent, weight_decay), []
     for step in range(len(batches)):
-        train_step(step, 1e-3)
+        step_of(step, 1e-3)
         product_dev.synchronize()
         losses.append(sent.mean_loss(step))
     want_losses, want = oracle.train(
@@ -224,7 +225,7 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
     forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
     grads = product_dev.to_host(model.grads_memory).astype(np.float64)
     norm = np.linalg.norm(grads)
-    adamw_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, grad_clip=0.5 * norm)
+    adamw_update(Exchange(model), 1e-3, 0.0, 0.5 * norm, 1)
     assert_close("norm of all gradients", product_dev.to_host(model.norm)[:1], np.array([norm]), 1e-5)
     assert_close("m of clipped gradients", model.m_memory, 0.1 * 0.5 * grads, 1e-5)
 
@@ -236,14 +237,14 @@ def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, att
     model = build(product_dev, config, B, T, attention, flat_parameters(config))
     model.skip_nonfinite = skip
     sent = Batches(model, GivenBatches(make_batches(config, steps, B, T)))
-    train_step, buffers = model.train_step(sent), (model.params_memory, model.m_memory, model.v_memory)
+    step_of, buffers = train_step(Exchange(model), sent), (model.params_memory, model.m_memory, model.v_memory)
     weight, changes = model.params.lnfw[:1], []
     for step in range(steps):
         kept = product_dev.to_host(weight)
         if step == 3:
             product_dev.copy_in(weight, np.full(1, np.nan, np.float32))
         before = [product_dev.to_host(buffer) for buffer in buffers]
-        train_step(step, 1e-3)
+        step_of(step, 1e-3)
         product_dev.synchronize()
         after = [product_dev.to_host(buffer) for buffer in buffers]
         changes.append([not np.array_equal(*pair, equal_nan=True) for pair in zip(before, after, strict=True)])
@@ -267,11 +268,11 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config
             send(product_dev, model, inputs, targets)
             model.zero_grad()
             model.forward(B, T)
-            cross_entropy_loss(model, B, T, 1 / (B * T))
+            model.loss(B, T, 1 / (B * T))
             spoiled = getattr(model.acts(B, T).layer[layer], name).reshape(-1)[:1]
             product_dev.copy_in(spoiled, np.full(1, np.nan, np.float32))
             model.backward(B, T)
-            adamw_update(model, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+            adamw_update(Exchange(model), 1e-3, 0.0, 0.0, 1)
             norm, _, _, left_out = product_dev.to_host(model.norm)
             params = product_dev.to_host(model.params_memory)
             assert np.isfinite(params).all()
@@ -401,16 +402,16 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
     def no_allocation(*args):
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(dev, "memory", lambda: (5 << 20, 64 << 30))
-    for name in ("empty", "zeros", "asarray"):
-        monkeypatch.setattr(dev, name, no_allocation)
+    monkeypatch.setattr(dev.current.device, "memory", lambda: (5 << 20, 64 << 30))
+    for name in ("empty", "asarray"):
+        monkeypatch.setattr(dev.current.device, name, no_allocation)
     kind, needed = kind_of(config), r"needs \d+ MiB.* MiB are free on .*: "
     with pytest.raises(UserError, match=rf"B=640, T=32 {needed}at most -b \d+ fits, or choose .*\(-e\)$") as caught:
         kind(config, 640, 32, attention)
     fitting = int(re.search(r"at most -b (\d+)", str(caught.value))[1])
     bytes_of = [4 * sum(kind.lengths(config, B, 32, attention, False).values()) for B in (fitting, fitting + 1)]
     assert bytes_of[0] <= 5 << 20 < bytes_of[1]
-    monkeypatch.setattr(dev, "memory", lambda: (1 << 16, 64 << 30))
+    monkeypatch.setattr(dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
     with pytest.raises(UserError, match=f"B=640, T=32 {needed}-b 1 does not fit either, so lower -t"):
         kind(config, 640, 32, attention)
 
@@ -462,8 +463,8 @@ def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
 
 
 def test_flash_attention_is_refused_where_products_are_not_in_tf32(monkeypatch):
-    monkeypatch.setattr("llmc.device.kind", lambda: "cuda")
-    monkeypatch.setattr("llmc.device.tf32", lambda: False)
+    monkeypatch.setattr(device.current.device, "kind", "cuda")
+    monkeypatch.setattr(device.current.device, "tf32", False)
     with pytest.raises(UserError, match="-a flash computes in TF32: .*; use -a softmax"):
         choose_attention("flash", 128, 2)
     assert choose_attention("auto", 128, 2) == "softmax"

@@ -7,11 +7,6 @@ infinity. The definitions are written out in PyTorch, so that each input of a la
 import math
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
-import torch.nn.functional as F
-
 from kernels.adamw import adamw
 from kernels.attention import attention_backward, attention_forward
 from kernels.classifier import fused_classifier
@@ -33,6 +28,11 @@ from kernels.rope import rope_backward, rope_forward, rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.dataloader import sort_by_token
 from oracle import attention, normal, to_numpy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
 
 PATTERNS = {
     "nan of a GPU": 0x7FFFFFFF, "quiet nan": 0x7FC00000, "negative nan": 0xFFFFFFFF, "inf": 0x7F800000,

@@ -8,9 +8,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
+import device
+from device.cuda import NVRTC_OPTIONS
 
-from llmc import device
+import pytest
 
 nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed").nvrtc
 
@@ -49,7 +50,7 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
 @functools.cache
 def compiled(path: Path, capability: int) -> dict[str, tuple[int, int, int]]:
     # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
-    options = (*device.NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
+    options = (*NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
     return compile_kernels(device.cuda_source(path), path.name, options)
 
 

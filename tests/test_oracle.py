@@ -3,15 +3,15 @@
 import math
 from dataclasses import replace
 
-import numpy as np
-import pytest
-import torch
-
 import oracle
 from llmc.tensors import padded
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
+import pytest
+import torch
 
 V = 61
 GPT2 = GPT2Config(10, V, 2, 3, 24)

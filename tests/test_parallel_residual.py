@@ -2,17 +2,17 @@
 
 import itertools
 
-import numpy as np
-import pytest
-import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from draws import factors, words
 from kernels.dropout import Dropout
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 EPS = 1e-5
 # The norm, whether both branches read the same output ("tied"), and the rates at which each branch is dropped.

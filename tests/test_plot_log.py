@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dev.pictures import check_picture
+from device.errors import UserError
+from llmc.logger import Logger
+
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-
-from dev.pictures import check_picture
-from llmc.errors import UserError
-from llmc.logger import Logger
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "dev" / "plot_log.py"

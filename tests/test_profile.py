@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+import device
+from dev import profile_step, traffic
+from device.errors import UserError
+from device.sources import kernel_accesses
+from kernels.matmul import matmul_forward
+
 import numpy as np
 import pytest
-
-from dev import profile_step, traffic
-from kernels.matmul import matmul_forward
-from llmc import device
-from llmc.device import kernel_parameters
-from llmc.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 MODELS = {  # flash attention takes heads of 64 channels; from 1024 rows on there are transpositions
@@ -57,7 +57,7 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
 
 def test_every_kernel_that_there_is_has_a_rule_that_its_parameters_fit():
     for path in (ROOT / "kernels").glob("*.cu"):
-        for kernel, parameters in kernel_parameters(path).items():
+        for kernel, parameters in kernel_accesses(path).items():
             kind = traffic.kind_of(kernel)
             rules = [rules for rules in (traffic.MOVED, traffic.FLOATS, traffic.FLOPS) if kind in rules]
             assert len(rules) == 1, kernel

@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-import llmc
+from device import errors
 from llmc.program import run_program
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = sorted(
@@ -33,12 +33,12 @@ def test_the_remedy_for_a_missing_package_is_the_virtual_environment_or_pip(
     package, requirements, tmp_path, monkeypatch, capsys
 ):
     def said() -> str:
-        llmc.say_what_is_missing(ModuleNotFoundError, ModuleNotFoundError(name=package), None)
+        errors.say_what_is_missing(ModuleNotFoundError, ModuleNotFoundError(name=package), None)
         return capsys.readouterr().err
 
     for name in ("requirements.txt", "requirements-dev.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    monkeypatch.setattr(llmc, "ROOT", tmp_path)
+    monkeypatch.setattr(errors, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert said() == f"error: {package} is missing: pip install -r {requirements}\n"
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_the_remedy_for_a_missing_package_is_the_virtual_environment_or_pip(
 
 
 def test_a_missing_module_that_is_no_package_of_ours_keeps_its_traceback(capsys):
-    llmc.say_what_is_missing(ModuleNotFoundError, ModuleNotFoundError("No module named 'x'", name="x"), None)
+    errors.say_what_is_missing(ModuleNotFoundError, ModuleNotFoundError("No module named 'x'", name="x"), None)
     assert "ModuleNotFoundError: No module named 'x'" in capsys.readouterr().err
 
 

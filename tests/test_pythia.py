@@ -3,6 +3,13 @@
 import struct
 from dataclasses import astuple, replace
 
+from device.errors import UserError
+from llmc.checkpoint import read_model, read_model_header, write_model
+from llmc.tensors import ALIGNMENT, layout, name_tensors, num_parameters
+from models import PYTHIA_ODD
+from train_gpt2_fp32 import GPT2Config
+from train_pythia_fp32 import Pythia, PythiaConfig
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_llama3 import assert_is_transformers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-from llmc.checkpoint import read_model, read_model_header, write_model
-from llmc.errors import UserError
-from llmc.tensors import ALIGNMENT, layout, name_tensors, num_parameters
-from models import PYTHIA_ODD
-from train_gpt2_fp32 import GPT2Config
-from train_pythia_fp32 import Pythia, PythiaConfig
 
 CONFIGS = {
     "heads of 7": PYTHIA_ODD,

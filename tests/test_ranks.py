@@ -18,21 +18,21 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-from test_evaluation import random_examples, write_evaluation
-from test_reliability import overflowing
-
 from conftest import DEVICES
+from device.errors import UserError
 from llmc import ranks
 from llmc.checkpoint import read_model, read_record
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError
 from llmc.logger import read_log
 from llmc.ranks import HELLO, Group, find_place, first_host, launch
 from llmc.run import Run
 from llmc.tokenizer import write_tokenizer
 from models import GPT2Config, Llama3Config, PythiaConfig
+
+import numpy as np
+import pytest
+from test_evaluation import random_examples, write_evaluation
+from test_reliability import overflowing
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 61, 2, 16
@@ -400,7 +400,7 @@ import os, sys
 if os.environ.get("RANK") == "1":
     sys.path.insert(0, {str(ROOT)!r})
     from llmc.dataloader import DataLoader
-    from llmc.errors import UserError
+    from device.errors import UserError
     next_batch, calls = DataLoader.next_batch, []
     def fails(self, inputs, targets):
         calls.append(0)

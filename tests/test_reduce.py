@@ -1,13 +1,13 @@
 """reduce.cu: sums in two stages, against float64 sums. What is added up is positive: a sum of a few numbers that
 happened to cancel would have no digits to compare."""
 
+from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 
 @given(N=st.integers(1, 300), C=st.integers(1, 150))

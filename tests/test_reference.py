@@ -11,24 +11,25 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-import pytest
-import torch
-
 from dev.huggingface import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
-from kernels.adamw import adamw_update
-from llmc import cpu
+from device import cpp
+from device.errors import UserError
 from llmc.batches import Batches
 from llmc.checkpoint import DebugState, read_debug_state, read_model_header
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError
+from llmc.exchange import Exchange
 from llmc.logger import read_log
 from llmc.model import build_from_file
 from llmc.tensors import name_tensors
 from llmc.tokenizer import write_tokenizer
+from llmc.update import adamw_update
 from oracle import MODEL_FP32, MODEL_TF32, assert_close
 from train_gpt2_fp32 import GPT2, GPT2Config
+
+import numpy as np
+import pytest
+import torch
 
 LEARNING_RATE, WEIGHT_DECAY, STEPS = 1e-4, 0.01, 10
 
@@ -61,7 +62,7 @@ class OneBatch:
 def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.ndarray]:
     """Loads `<prefix>.bin` and its debug state, asserts that all tensors agree, and takes ten steps: their losses, and
     the parameters after the last."""
-    tolerance = MODEL_TF32 if dev.tf32() else MODEL_FP32
+    tolerance = MODEL_TF32 if dev.tf32 else MODEL_FP32
     config = read_model_header(f"{prefix}.bin", GPT2Config)
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     B, T = state.x.shape
@@ -83,7 +84,7 @@ def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.
         if step == 0:
             assert losses[0] == pytest.approx(state.loss, rel=tolerance)
             check_gradients(config, dev.to_host(model.grads_memory), state.grads, tolerance)
-        adamw_update(model, LEARNING_RATE, 0.9, 0.999, 1e-8, WEIGHT_DECAY, step + 1)
+        adamw_update(Exchange(model), LEARNING_RATE, WEIGHT_DECAY, 0.0, step + 1)
     return losses, dev.to_host(model.params_memory)
 
 
@@ -123,7 +124,7 @@ def compare_with_torch(dev, prefix: Path, model, parameters_tolerance: float) ->
     config = read_model_header(f"{prefix}.bin", GPT2Config)
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     wanted = torch_losses(model, state.x, state.y)
-    assert losses == pytest.approx(wanted, rel=LOSSES_TF32 if dev.tf32() else LOSSES_FP32)
+    assert losses == pytest.approx(wanted, rel=LOSSES_TF32 if dev.tf32 else LOSSES_FP32)
     assert wanted[-1] < wanted[0]
     wanted_params = named(config, flat_parameters(model))
     for name, tensor in named(config, params).items():
@@ -155,16 +156,16 @@ def test_the_check_finds_one_row_of_one_gradient_that_is_wrong(tiny):
 @pytest.mark.long
 def test_gpt2_124M_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev):
     """At B1 T64 on the CPU; at B4 T1024 on CUDA, in TF32 where it has that, and there with flash attention too."""
-    if dev.kind() == "cpu" and cpu.warp_size() > 1:
+    if dev.kind == "cpu" and cpp.warp_size() > 1:
         pytest.skip("takes minutes with warps of 32 on the CPU; the tiny model covers them")
-    B, T = (4, 1024) if dev.kind() == "cuda" else (1, 64)
+    B, T = (4, 1024) if dev.kind == "cuda" else (1, 64)
     model = random_model(GPT2Config(1024, 50257, 12, 12, 768), 1337)
     model.to("cuda" if torch.cuda.is_available() else "cpu").double()
     with TemporaryDirectory() as directory:  # pytest would keep the gigabyte
         prefix = Path(directory) / "gpt2_124M"
         write_reference(model, str(prefix), B, T, 1337)
-        compare_with_torch(dev, prefix, model.float(), PARAMETERS_TF32 if dev.tf32() else PARAMETERS_FP32)
-        if dev.tf32():
+        compare_with_torch(dev, prefix, model.float(), PARAMETERS_TF32 if dev.tf32 else PARAMETERS_FP32)
+        if dev.tf32:
             check_reference(dev, prefix, "flash")
 
 
@@ -210,7 +211,7 @@ def test_the_published_starter_pack_gives_the_published_losses(dev):
     found = [Path(p) for p in places if p and all((Path(p) / name).is_file() for name in needed)]
     if not found:
         pytest.skip(f"{' and '.join(needed)} are neither in the repository nor in LLMC_STARTER_PACK")
-    if dev.kind() == "cpu" and cpu.warp_size() > 1:
+    if dev.kind == "cpu" and cpp.warp_size() > 1:
         pytest.skip("takes minutes with warps of 32 on the CPU")
     losses, _ = check_reference(dev, found[0] / "gpt2_124M", "softmax")
     assert losses == pytest.approx(PUBLISHED_LOSSES, abs=0.01)

@@ -11,20 +11,20 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pytest
-
+import device
 import generate
 from dev import export_hf, import_hf
-from llmc import device
+from device.errors import UserError
 from llmc.arguments import parse_arguments
 from llmc.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
 from llmc.dataloader import DataLoader, write_tokens
-from llmc.errors import UserError
 from llmc.logger import Logger, read_log
 from llmc.run import check_same_model
 from llmc.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 257, 2, 16
@@ -595,16 +595,16 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
 def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, kind, reason, remedy):
     (folder / "failing.py").write_text(f"""
 import runpy, sys
-from llmc import device
-import kernels.adamw
+import device
+import llmc.update
 base = MemoryError if {kind!r} == "OutOfMemoryError" else RuntimeError
 Failure = type({kind!r}, (base,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
-real = kernels.adamw.adamw_update
-def update(model, lr, beta1, beta2, eps, decay, t, clip):
+real = llmc.update.adamw_update
+def update(exchange, lr, decay, clip, t):
     if t == 5:
         raise Failure({reason + chr(10) + "more"!r})
-    real(model, lr, beta1, beta2, eps, decay, t, clip)
-kernels.adamw.adamw_update = update
+    real(exchange, lr, decay, clip, t)
+llmc.update.adamw_update = update
 runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 """)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -621,7 +621,7 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 
 SPOILED = """
 import runpy, sys
-from llmc import device
+import device
 import kernels.classifier
 real, calls = kernels.classifier.fused_classifier, 0
 def spoil(logits, *rest):
@@ -677,13 +677,13 @@ def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder):
 
 OVERFLOWING = """
 import runpy
-import kernels.adamw
-real = kernels.adamw.adamw_update
-def update(model, lr, beta1, beta2, eps, decay, t, clip=0.0):
+import llmc.update
+real = llmc.update.adamw_update
+def update(exchange, lr, decay, clip, t):
     if t in {steps}:
-        model.grads.{weight}.reshape(-1)[5] = 1e25
-    real(model, lr, beta1, beta2, eps, decay, t, clip)
-kernels.adamw.adamw_update = update
+        exchange.model.grads.{weight}.reshape(-1)[5] = 1e25
+    real(exchange, lr, decay, clip, t)
+llmc.update.adamw_update = update
 runpy.run_path({script!r}, run_name="__main__")
 """
 

@@ -1,8 +1,9 @@
 """What a run says of its speed."""
 
-import pytest
+import device
+from llmc import report
 
-from llmc import device, report
+import pytest
 
 PEAKS = [
     ("NVIDIA H200", 494.5e12),
@@ -19,14 +20,16 @@ PEAKS = [
 
 @pytest.mark.parametrize("name, peak", PEAKS)
 def test_a_gpus_peak_is_its_own_or_unknown(monkeypatch, name, peak):
-    monkeypatch.setattr(device, "tf32", lambda: True)
-    monkeypatch.setattr(device, "name", lambda: name)
+    device.use("cpu")
+    monkeypatch.setattr(device.current.device, "tf32", True)
+    monkeypatch.setattr(device.current.device, "name", name)
     assert report.tf32_peak() == peak
 
 
 def test_without_tf32_there_is_no_share_of_its_peak(monkeypatch):
-    monkeypatch.setattr(device, "tf32", lambda: False)
-    monkeypatch.setattr(device, "name", lambda: "NVIDIA H200")
+    device.use("cpu")
+    monkeypatch.setattr(device.current.device, "tf32", False)
+    monkeypatch.setattr(device.current.device, "name", "NVIDIA H200")
     assert report.tf32_peak() is None
 
 

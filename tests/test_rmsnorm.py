@@ -1,15 +1,15 @@
 """rmsnorm.cu against PyTorch's rms_norm, with the residual connection in front of it."""
 
+from kernels.reduce import MOST_PARTIALS
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.reduce import MOST_PARTIALS
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 EPS = 1e-5
 

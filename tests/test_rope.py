@@ -1,5 +1,8 @@
 """rope.cu against rotations of complex numbers, and the table against transformers."""
 
+from kernels.rope import rope_backward, rope_forward, rope_table
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-from kernels.rope import rope_backward, rope_forward, rope_table
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 THETA = 1e4
 

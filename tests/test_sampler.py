@@ -1,10 +1,10 @@
 """The generator against worked values, and sampling against the probabilities that softmax gives."""
 
+from device.errors import UserError
+from llmc.sampler import Sampler, random_f32, random_u32, sample, sample_softmax
+
 import numpy as np
 import pytest
-
-from llmc.errors import UserError
-from llmc.sampler import Sampler, random_f32, random_u32, sample, sample_softmax
 
 
 def test_the_first_numbers_from_llm_cs_seed():

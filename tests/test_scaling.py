@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from dev.on_paper import LINKS, step_ms
 from dev.timeline import one_step, row_of, without
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,10 +1,10 @@
 """Learning-rate schedules against PyTorch's and transformers', and at the points that define them."""
 
+from device.errors import UserError
+from llmc.schedule import SCHEDULES, LearningRateSchedule
+
 import pytest
 import torch
-
-from llmc.errors import UserError
-from llmc.schedule import SCHEDULES, LearningRateSchedule
 
 RATE = 3e-4
 

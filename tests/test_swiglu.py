@@ -1,12 +1,12 @@
 """swiglu.cu against PyTorch's silu."""
 
+from kernels.swiglu import swiglu_backward, swiglu_forward
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+
 import numpy as np
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-from kernels.swiglu import swiglu_backward, swiglu_forward
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 any_shape = given(N=st.integers(1, 150), C=st.integers(1, 150))
 

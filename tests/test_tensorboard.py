@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from llmc.dataloader import write_tokens
+from llmc.logger import TensorBoard, read_log
+from llmc.tokenizer import write_tokenizer
+
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
-
-from llmc.dataloader import write_tokens
-from llmc.logger import TensorBoard, read_log
-from llmc.tokenizer import write_tokenizer
 
 SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
 FLAGS = "-e layers=1,heads=2,channels=16,maxT=64 -i data -b 2 -t 16 -v 2 -m 2 -s 4 -g 20 --device cpu".split()

@@ -15,21 +15,21 @@ import time
 import unicodedata
 from pathlib import Path
 
+import generate
+from dev import export_hf
+from dev.data.common import Unsuitable
+from device.errors import UserError
+from llmc.arguments import parse_arguments
+from llmc.dataloader import find_token_files, open_tokens
+from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, byte_letters, load_model_tokenizer
+from train_gpt2_fp32 import GPT2, GPT2Config
+
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
-
-import generate
-from dev import export_hf
-from dev.data.common import Unsuitable
-from llmc.arguments import parse_arguments
-from llmc.dataloader import find_token_files, open_tokens
-from llmc.errors import UserError
-from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, byte_letters, load_model_tokenizer
-from train_gpt2_fp32 import GPT2, GPT2Config
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "dev" / "data"
@@ -376,9 +376,9 @@ def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends)
 
 def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     from dev.data import documents as module
+
+    from pyarrow import parquet
 
     rows = [f"row {number}\r\n" for number in range(50)]
     columns = {"body": [*rows, None, " "], "id": range(52)}

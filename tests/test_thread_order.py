@@ -8,9 +8,8 @@ import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-
+import device
+from device import cpp
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
@@ -18,16 +17,20 @@ from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
-from llmc import cpu, device
 from llmc.batches import Batches
 from llmc.dataloader import sort_by_token
+from llmc.exchange import Exchange
 from llmc.model import Model, build_from_random
+from llmc.step import train_step
 from llmc.tensors import Config
 from models import kind_of
 from oracle import normal
 from train_gpt2_fp32 import GPT2Config
 from train_llama3_fp32 import Llama3Config
 from train_pythia_fp32 import PythiaConfig
+
+import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDERS = ["forward", "backward", "shuffled"]
@@ -39,7 +42,7 @@ def launches(monkeypatch) -> list:
     monkeypatch.setenv("LLMC_CPU_WARP", "32")
     device.use("cpu")
     seen = []
-    run = cpu.Kernel.__call__
+    run = cpp.Kernel.__call__
 
     def run_and_note(kernel, grid, block, args, shared_mem=0):
         run(kernel, grid, block, args, shared_mem)
@@ -49,7 +52,7 @@ def launches(monkeypatch) -> list:
                 checksum = zlib.crc32(array, checksum)
         seen.append((kernel.name, checksum))
 
-    monkeypatch.setattr(cpu.Kernel, "__call__", run_and_note)
+    monkeypatch.setattr(cpp.Kernel, "__call__", run_and_note)
     return seen
 
 
@@ -79,7 +82,7 @@ def training_step(config: Config, attention: str, B: int, T: int, dropout: float
         model.dropout = dropout
         for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
             memory.fill(0)
-        model.train_step(Batches(model, OneBatch()), weight_decay=0.1, grad_clip=0.1)(0, 1e-3)
+        train_step(Exchange(model), Batches(model, OneBatch()), weight_decay=0.1, grad_clip=0.1)(0, 1e-3)
 
     return work
 
@@ -141,7 +144,7 @@ def exchange():
     sorted_ = sort_by_token(tokens)
     gather_rows(sources, 0, 336, 5, tokens, *sorted_, 32, 33)
     sum_buffers(to, sources, [(0, 1001)], 3)
-    checksum(SimpleNamespace(params_memory=SUMS))
+    checksum(SUMS)
     values, indices, dwte = np.zeros((32, 33), np.float32), np.zeros(32, np.int32), np.zeros((20, 33), np.float32)
     encoder_backward_sparse(values, indices, None, dout, tokens, *sorted_, 2, 16, 33)
     add_sparse(dwte, values, indices, 32, 33)
@@ -191,7 +194,7 @@ def test_the_order_of_threads_changes_no_bit_where_a_block_uses_its_shared_memor
 def test_every_kernel_was_among_them():
     if not launched:
         pytest.skip("the tests above have not run")
-    there = {name for path in sorted((ROOT / "kernels").glob("*.cu")) for name in cpu.compile_source(path).kernels}
+    there = {name for path in sorted((ROOT / "kernels").glob("*.cu")) for name in cpp.compile_source(path).kernels}
     assert launched == there
 
 
@@ -199,7 +202,7 @@ def test_every_kernel_was_among_them():
     ("reverse_kernel", True), ("reads_too_early_kernel", False), ("overwrites_too_early_kernel", False),
 ])  # fmt: skip
 def test_a_missing_barrier_is_caught(launches, monkeypatch, kernel, whole):
-    kernel = cpu.compile_source(ROOT / "tests" / "cu" / "missing_barriers.cu").kernel(kernel)
+    kernel = cpp.compile_source(ROOT / "tests" / "cu" / "missing_barriers.cu").kernel(kernel)
     R, N = 5, 128
     x = np.random.default_rng(0).random((R, N), dtype=np.float32)
 

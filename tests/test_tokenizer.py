@@ -8,18 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-import regex
-import tiktoken
-import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
-from tiktoken_ext import openai_public
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
-
+from device.errors import UserError
 from llmc import tokenizer as tokenizer_module
-from llmc.errors import UserError
 from llmc.tokenizer import (
     GPT2_PATTERN,
     HuggingFaceTokenizer,
@@ -36,6 +26,16 @@ from llmc.tokenizer import (
     tokenizer_files,
     write_tokenizer,
 )
+
+import pytest
+import regex
+import tiktoken
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tiktoken_ext import openai_public
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 CORPUS = "the theatre there, then the other: they're bathing in the 1990s' weather — naïve café 你好 🙂🙂\n\n  end  "
 SPLITTER = regex.compile(openai_public.r50k_pat_str)  # tiktoken's

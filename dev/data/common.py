@@ -9,16 +9,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import numpy as np
-
+from device.errors import UserError
 from llmc.dataloader import write_tokens
-from llmc.errors import UserError
 from llmc.files import open_file, replacing
 from llmc.program import run_program
 from llmc.tokenizer import Tokenizer, gpt2_encoding, tokenizer_files, without_surrogates, write_tokenizer
+
+import numpy as np
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 

@@ -34,7 +34,7 @@ from html.parser import HTMLParser
 from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
-from llmc.errors import UserError, first_line
+from device.errors import UserError, first_line
 from llmc.files import CONTROLS, MARKS, MOST_CONTROLS, looks_like_text
 from llmc.tokenizer import without_surrogates
 

@@ -22,17 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import numpy as np
-
 from dev.data.common import DATA, Unsuitable, download, encode, load_tokenizer, make_folder, read_text, run
+from device.errors import UserError
 from llmc.arguments import Parser, a_path
-from llmc.errors import UserError
 from llmc.evaluation import START_EXAMPLE
 from llmc.files import EVALUATION, make_header, replacing
 from llmc.tokenizer import Tokenizer
+
+import numpy as np
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 

@@ -9,8 +9,8 @@ sees as many tokens as 16 epochs and the night allow.
 import shlex
 from pathlib import Path
 
+import device
 from dev.ceilings import product_seconds
-from llmc import device
 from llmc.report import duration
 from llmc.tensors import flops_per_token, num_parameters
 from train_gpt2_fp32 import GPT2
@@ -39,9 +39,9 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
     """
     device.use("auto")
     device.use_tf32(True)
-    n = 4096 if device.kind() == "cuda" else 2048
+    n = 4096 if device.kind == "cuda" else 2048
     speed = UTILISATION * 2 * n**3 / product_seconds(n, n, n)
-    attention, longest = ("flash", 1024) if device.kind() == "cuda" else ("softmax", 256)
+    attention, longest = ("flash", 1024) if device.kind == "cuda" else ("softmax", 256)
     T = longest
     while T > SHORTEST and 4 * T >= min(train, val):  # four sequences, where there is so much
         T //= 2
@@ -81,7 +81,7 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
     return [
         f"A model for it: {parameters / 1e6:.1f} million parameters that see {steps * update:,} tokens, "
         f"{steps * update / parameters:.1f} a parameter{short}.",
-        f"That is {steps * update / train:.1f} epochs, and about {duration(seconds)} here ({device.name()}).",
+        f"That is {steps * update / train:.1f} epochs, and about {duration(seconds)} here ({device.name}).",
         f"The rule: the largest model that sees {TOKENS_A_PARAMETER} tokens a parameter (Hoffmann et al., 2022) in at "
         f"most {EPOCHS} epochs (Muennighoff et al., 2023) and {NIGHT // 3600} hours.",
         "",

@@ -9,14 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
 from dev.data.common import encode_texts, load_tokenizer, make_folder, write_vocabulary
+from device.errors import UserError
 from llmc.arguments import Parser, a_path, positive
 from llmc.dataloader import token_format, write_tokens
-from llmc.errors import UserError
 from llmc.files import replacing
+
+import numpy as np
+from tqdm import tqdm
 
 TEXTS_AT_ONCE = 1024  # enough to keep all cores busy, few enough to hold
 

@@ -45,12 +45,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-import llmc  # noqa: F401  first: it says which packages are missing
-
-# isort: split
-import numpy as np
-from tqdm import tqdm
-
 from dev.data.common import Unsuitable, changes_of, encode_texts, make_folder, run, write_vocabulary
 from dev.data.documents import (
     BLOCK,
@@ -66,11 +60,14 @@ from dev.data.documents import (
 )
 from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
+from device.errors import UserError
 from llmc.arguments import Parser, a_path, number, positive, whole_number
 from llmc.dataloader import open_tokens, token_format
-from llmc.errors import UserError
 from llmc.files import replacing
 from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
+
+import numpy as np
+from tqdm import tqdm
 
 NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another has been before
 SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained

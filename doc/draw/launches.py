@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import device
 from kernels import layernorm, matmul, reduce
-from llmc import device
 
 MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes a block
 
@@ -34,8 +35,9 @@ def launched(launcher: Callable, *arguments) -> dict[str, tuple[tuple, tuple]]:
     with ExitStack() as stack:
         for module in (layernorm, matmul, reduce):
             stack.enter_context(patch.object(module, "cu", Recorder(calls)))
-        stack.enter_context(patch.object(device, "multiprocessors", lambda: MULTIPROCESSORS))
-        stack.enter_context(patch.object(device, "shared_memory", lambda: SHARED_MEMORY))
-        stack.enter_context(patch.object(device, "sgemm", lambda *args, **more: None))
+        h200 = SimpleNamespace(
+            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, sgemm=lambda *args, **more: None
+        )
+        stack.enter_context(patch.object(device.current, "device", h200))
         launcher(*arguments)
     return calls

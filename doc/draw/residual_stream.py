@@ -6,12 +6,11 @@ which arrays. Of each array the tensor is found by its address, and the launches
 
 from pathlib import Path
 
-from llmc import device  # first: it sets what NumPy must find in the environment
-
-import numpy as np  # isort: skip
-
+import device
 from doc.draw.figure import Figure
 from train_gpt2_fp32 import GPT2, GPT2Config
+
+import numpy as np
 
 LAYERS, LAYER, B, T = 3, 1, 1, 1024
 WIDTH, LEFT, TOP, ROW = 660, 100, 132, 24
@@ -40,16 +39,12 @@ class Idle(device.CpuDevice):
     def warp_size(self, path) -> int:
         return 32
 
-    def use_idle(self) -> None:
-        device._device = self
-        device.forget_kernels()
-
 
 def launches() -> list[tuple[str, dict[str, bool]]]:
     """Each launch of forward, loss and backward that has a tensor of the layer: what it is called, and the rows that it
     reads (False) or writes (True)."""
-    before = device._device
-    Idle().use_idle()
+    before = device.current.device
+    device.current.switch(Idle())
     try:
         model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), B, T, "flash")
         acts, gacts = model.acts(B, T), model.grads_acts
@@ -76,8 +71,7 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
             model.loss(B, T, dloss=1.0)
             model.backward(B, T)
     finally:
-        device._device = before
-        device.forget_kernels()
+        device.current.switch(before)
     return [("forward" if i < ends else "backward", *launch) for i, launch in enumerate(found)]
 
 

@@ -3,13 +3,17 @@
 softmax and relu make (T, T) matrices (attention.py); flash is softmax without them, in TF32 (flash_attention.py).
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import device
+from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
-from kernels.exchange import checksum, gather_parameters
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
-from kernels.train_step import train_step
-from llmc import device
-from llmc.errors import UserError
-from llmc.model import Model
+
+if TYPE_CHECKING:
+    from llmc.model import Model
 
 # A model's tables go on with these. It has rows of its own for `atty` (L,B,T,C), the heads' outputs side by side, and
 # for `proj` (B,T,C), whose place is free while attention runs in forward.
@@ -43,34 +47,29 @@ def choose_attention(kind: str, C: int, NH: int) -> str:
     supported and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
     if kind == "flash" and not supported(C, NH):
         raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {C // NH}: use -a softmax")
-    if kind == "flash" and device.kind() == "cuda" and not device.tf32():
+    if kind == "flash" and device.kind == "cuda" and not device.tf32:
         raise UserError(
             "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no -f 0; use -a softmax"
         )
     if kind == "auto":
-        return "flash" if supported(C, NH) and device.kind() == "cuda" and device.tf32() else "softmax"
+        return "flash" if supported(C, NH) and device.kind == "cuda" and device.tf32 else "softmax"
     return kind
 
 
-class CausalModel(Model):
-    """A model with this layer."""
-
-    ATTENTION_TABLES = {
-        "softmax": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
-        "relu": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
-        "flash": (FLASH_ACTIVATIONS, FLASH_GRADIENTS),
-    }
-    choose_attention, train_step = staticmethod(choose_attention), train_step
-    checksum, gather_parameters = checksum, gather_parameters
+TABLES = {
+    "softmax": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
+    "relu": (MATRIX_ACTIVATIONS, MATRIX_GRADIENTS),
+    "flash": (FLASH_ACTIVATIONS, FLASH_GRADIENTS),
+}  # of activations and of their gradients
 
 
-def attention_input(model: CausalModel, l: int, B: int, T: int):
+def attention_input(model: Model, l: int, B: int, T: int):
     """Where layer l's attention takes its queries, keys and values from, (B,T,QKV): kept for backward, or scratch."""
     acts = model.acts(B, T)
     return acts.layer[l].qkv if model.attention == "flash" else acts.qkv
 
 
-def causal_attention_forward(model: CausalModel, l: int, B: int, T: int) -> None:
+def causal_attention_forward(model: Model, l: int, B: int, T: int) -> None:
     """Sets layer l's atty (B,T,C) to the attention of its attention_input, and what backward needs beside it."""
     acts, C, NH, NKV = model.acts(B, T), model.config.channels, model.config.num_heads, model.config.kv_heads
     a, qkv = acts.layer[l], attention_input(model, l, B, T)
@@ -80,7 +79,7 @@ def causal_attention_forward(model: CausalModel, l: int, B: int, T: int) -> None
         attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NKV, model.attention == "relu")
 
 
-def causal_attention_backward(dqkv, datty, model: CausalModel, l: int, B: int, T: int) -> None:
+def causal_attention_backward(dqkv, datty, model: Model, l: int, B: int, T: int) -> None:
     """dqkv (B,T,QKV) is set to the gradient of layer l's attention_input, from datty (B,T,C), that of its atty."""
     acts, gacts, config = model.acts(B, T), model.grads_acts, model.config
     a, C, NH, NKV = acts.layer[l], config.channels, config.num_heads, config.kv_heads

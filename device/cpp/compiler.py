@@ -20,8 +20,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmc.cpu.launch import Module, Parameter, load_runtime
-from llmc.errors import UserError
+from device.cpp.launch import Module, Parameter, load_runtime
+from device.errors import UserError
 from llmc.files import replacing
 
 HERE = Path(__file__).parent

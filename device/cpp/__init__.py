@@ -16,7 +16,7 @@ both, and `launch.py` calls a kernel with checked arguments. The environment var
     LLMC_CACHE_DIR        where compiled files are kept; by default llm.cupy in $XDG_CACHE_HOME or ~/.cache
 """
 
-from llmc.cpu.compiler import compile_all, compile_source, threads, warp_size
-from llmc.cpu.launch import Kernel, KernelError, Module
+from device.cpp.compiler import compile_all, compile_source, threads, warp_size
+from device.cpp.launch import Kernel, KernelError, Module
 
 __all__ = ["Kernel", "KernelError", "Module", "compile_all", "compile_source", "threads", "warp_size"]

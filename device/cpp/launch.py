@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from device.errors import UserError
 
-from llmc.errors import UserError
+import numpy as np
 
 # What a parameter may be: C's scalar types with the struct module's letter, which also knows the range, and the element
 # types of pointers with NumPy's.

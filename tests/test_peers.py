@@ -1,108 +1,62 @@
-"""What ranks whose GPUs load and store in one another's memory do: exchange.py without NCCL or gloo.
+"""What several ranks do together, in one process: the exchange of a recorded step, with peer access and without.
 
-The ranks are threads of this process here, on the CPU device, so that each sees the others' arrays. In place of
-exchange.barrier they meet in Python, where all end if one fails. tests/test_ranks.py has processes and GPUs.
+Ranks are threads on devices that do nothing before they must (lazy.py). tests/test_ranks.py has processes and GPUs.
 """
 
-import threading
-from dataclasses import replace
-from types import SimpleNamespace
+import re
+import sys
+from dataclasses import astuple, replace
+from pathlib import Path
+from types import ModuleType
+
+import device
+from device.errors import UserError
+from llmc import collectives, exchange, ranks
+from llmc.dataloader import sort_by_token
+from llmc.exchange import exchanging_model
+from llmc.model import Model
+from llmc.update import adamw_update
+from models import LLAMA_ODD, ODD, PYTHIA_ODD, kind_of
 
 import numpy as np
 import pytest
-
-from kernels import exchange
-from kernels.adamw import adamw_update
-from llmc import collectives, device, model, ranks
-from llmc.dataloader import sort_by_token
-from llmc.errors import UserError
-from models import LLAMA_ODD, ODD, PYTHIA_ODD, kind_of
+from lazy import LazyDevice, Threads
 
 T = 8
 
 
-class Threads:
-    """N ranks as threads; `run(work)` is what work(rank) returns for each."""
-
-    def __init__(self, N: int, monkeypatch):
-        self.own, self.meeting, self.said = threading.local(), threading.Barrier(N, timeout=60), [None] * N
-        self.N = N
-        for module, name, stands in (
-            (ranks, "size", lambda: N), (ranks, "rank", lambda: self.own.rank), (ranks, "all_gather", self.all_gather),
-            (collectives, "one_memory", lambda: True), (collectives, "map_memory", self.map_memory),
-            (collectives, "all_reduce", self.all_reduce), (exchange, "barrier", lambda *_: self.meeting.wait()),
-        ):
-            monkeypatch.setattr(module, name, stands)
-
-    def all_gather(self, value) -> list:
-        self.said[self.own.rank] = value
-        self.meeting.wait()
-        values = list(self.said)
-        self.meeting.wait()
-        return values
-
-    def map_memory(self, **arrays) -> SimpleNamespace:
-        of_ranks, mapped = self.all_gather(arrays), {}
-        for name in arrays:
-            found = [of_rank[name] for of_rank in of_ranks]
-            if found[0] is not None:
-                mapped[name] = collectives.Mapped(found, np.array([device.address(x) for x in found], np.uint64))
-        return SimpleNamespace(**mapped)
-
-    def all_reduce(self, arrays: list) -> None:
-        for x in arrays:
-            total = sum(np.copy(y) for y in self.all_gather(np.copy(x)))
-            x[:] = total
-
-    def run(self, work) -> list:
-        results, errors = [None] * self.N, []
-
-        def of_rank(r: int) -> None:
-            self.own.rank = r
-            try:
-                results[r] = work(r)
-            except BaseException as error:
-                errors.append(error)
-                self.meeting.abort()
-
-        threads = [threading.Thread(target=of_rank, args=(r,)) for r in range(self.N)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        return results
-
-
 def train(
-    config, B: int, batches: np.ndarray, grad_clip: float, spoilt: int | None = None, **flags
+    config, B: int, batches: np.ndarray, grad_clip: float, spoilt: int | None = None, kind=None, **flags
 ) -> np.ndarray:  # fmt: skip
     """The parameters after as many steps as batches has (steps, batches a step, 2, B, T), as a rank, or the only one,
     trains on them. The losses of batch `spoilt` have a gradient that is not finite."""
-    of = kind_of(config)(config, B, T, "softmax", **flags)
+    of, shared = exchanging_model(kind or kind_of(config), config, B, T, "softmax", **flags)
     of.randomize(42)
-    of.params.wte[::5] = -0.0  # which has the bits of 0 no more once 0 is added
-    of.skip_nonfinite = False
-    count, N, rank = batches.shape[1], ranks.size(), ranks.rank()
+    of.params_memory[::5] = -0.0  # which has the bits of 0 no more once 0 is added
+    count, N, rank, spoils = batches.shape[1], ranks.size(), ranks.rank(), [False]
+
+    def forward_backward(first: bool, last: bool) -> None:
+        if first:
+            of.zero_grad()
+        of.forward(B, T, training=True)
+        of.loss(B, T, dloss=np.inf if spoils[0] else 1.0 / (count * B * T))
+        of.backward(B, T, accumulate=not first)
+
+    recorded = shared.record(forward_backward)
     for step, of_step in enumerate(batches, 1):
         for i in range(rank, count, N):
-            alone = of.bitwise
-            first, last = alone or i < N, alone or i + N >= count and N > 1
             tokens, targets = of_step[i]
             words = np.concatenate([tokens.ravel(), targets.ravel(), *sort_by_token(tokens), of.random_words(step, i)])
             device.copy_in(of.batch, words)
-            if i < N:
-                exchange.gather_beside_forward(of)
-            if first:
-                of.zero_grad()
-            of.forward(B, T, training=True)
-            of.loss(B, T, dloss=np.inf if i == spoilt else 1.0 / (count * B * T))
-            of.backward(B, T, accumulate=not first, last=last)
-            exchange.add_batch(of)
-        adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.1, step, grad_clip)
-    of.gather_parameters()
+            spoils[0] = i == spoilt
+            recorded(i < N, i + N >= count)
+        adamw_update(shared, 1e-2, 0.1, grad_clip, step)
+    shared.gather_parameters()
     return device.to_host(of.params_memory).view(np.uint32)  # all bits: -0 == 0
+
+
+class EagerDevice(LazyDevice):
+    eagerly = True
 
 
 FLAGS = [
@@ -111,24 +65,63 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("N, of_each", [(2, 3), (3, 1)])
+@pytest.mark.parametrize("N, of_each, lazy, peers", [
+    (2, 3, LazyDevice, True), (3, 1, EagerDevice, True), (3, 1, LazyDevice, False)
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, replace(LLAMA_ODD, tied=True), PYTHIA_ODD], ids=str)
 @pytest.mark.parametrize("flags, grad_clip", FLAGS, ids=str)
-def test_ranks_with_one_memory_train_as_one(config, N, of_each, flags, grad_clip, monkeypatch, rng):
-    """Two steps with several batches on each rank, or one. All ranks end with the same bits; they are one rank's to
-    rounding, or, in a bitwise run, to the last bit. Gradients are exchanged in buckets smaller than a tensor."""
+def test_ranks_train_as_one(config, N, of_each, lazy, flags, grad_clip, peers, monkeypatch, rng):
+    """Three steps, of which two follow the plan, with several batches on each rank, or one. All ranks end with the same
+    bits; they are one rank's to rounding, or, in a bitwise run, to the last bit. Buckets are smaller than a tensor."""
     device.use("cpu")
     B = 2
-    batches = rng.integers(0, config.vocab_size, (2, of_each * N, 2, B, T), dtype=np.int32)
+    batches = rng.integers(0, config.vocab_size, (3, of_each * N, 2, B, T), dtype=np.int32)
     one, start = (train(config, B, these, grad_clip, **flags) for these in (batches, batches[:0]))
-    monkeypatch.setattr(model, "BUCKET", 100)
-    found = Threads(N, monkeypatch).run(lambda rank: train(config, B, batches, grad_clip, **flags))
+    monkeypatch.setattr(exchange, "LARGEST_BUCKET", 100)
+    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    found = Threads(N, monkeypatch, peers).run(lambda rank: train(config, B, batches, grad_clip, **flags), lazy)
     assert all(np.array_equal(found[0], other) for other in found[1:])
     if "bitwise" in flags:
         assert np.array_equal(found[0], one)
     else:
         found, one, start = (bits.view(np.float32) for bits in (found[0], one, start))
         assert np.linalg.norm(found - one) < 1e-3 * np.linalg.norm(one - start)
+
+
+# What a script shares with others by name: the tensors of attention and of the loss; and two places of dropout that
+# are called as a tensor is.
+SHARED = {"logits", "losses", "partials", "qkv", "atty", "proj", "dkv_heads", "encoded", "fcproj"}
+
+
+def renamed(kind: type[Model]) -> type[Model]:
+    """The model of a script in which every tensor has another name."""
+    script = sys.modules[kind.__module__]
+    tables = kind.Config.PARAMETERS + kind.ACTIVATIONS + kind.ACTIVATION_GRADIENTS + getattr(script, "FILE", ())
+    names = {row[0] for row in tables} - SHARED
+    source = re.sub(r"\b\w+\b", lambda found: f"{found[0]}_of_another" if found[0] in names else found[0],
+                    Path(script.__file__).read_text())  # fmt: skip
+    module = ModuleType(f"{script.__name__}_of_another")
+    sys.modules[module.__name__] = module
+    exec(compile(source, script.__file__, "exec"), module.__dict__)
+    return getattr(module, kind.__name__)
+
+
+@pytest.mark.parametrize("N", [1, 2, 3])
+@pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}], ids=str)
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=str)
+def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, N, monkeypatch, rng):
+    """With other names it trains to the same bits."""
+    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    batches = rng.integers(0, config.vocab_size, (2, N, 2, 1, T), dtype=np.int32)
+    kind = kind_of(config)
+    theirs = renamed(kind)
+    other = theirs.Config(*astuple(config))
+
+    def both(rank: int) -> bool:
+        found = [train(of, 1, batches, 0.1, kind=kind, **flags) for kind, of in ((kind, config), (theirs, other))]
+        return np.array_equal(*found)
+
+    assert all(Threads(N, monkeypatch).run(both, LazyDevice))
 
 
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD], ids=str)
@@ -142,27 +135,24 @@ def test_a_nan_on_one_rank_keeps_all_from_updating(config, batch, monkeypatch, r
     assert all(np.array_equal(params, start) for params in found)
 
 
-@pytest.mark.parametrize("one_memory", [True, False])
-def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(one_memory, monkeypatch):
+@pytest.mark.parametrize("peers", [True, False])
+def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(peers, monkeypatch):
     """With -z only the owner of a parameter sees that AdamW leaves it out; the next step must hold back on all."""
     device.use("cpu")
 
     def flags_of(rank: int) -> tuple[float, float]:
-        of = kind_of(ODD)(ODD, 2, T, "softmax", sharded=True)
+        of, shared = exchanging_model(kind_of(ODD), ODD, 2, T, "softmax", sharded=True)
         of.randomize(42)
         of.grads_memory[:] = 0
-        if one_memory:
-            of.of_ranks.wte_indices.arrays[rank][:] = -1  # no row for the embedding
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
-        adamw_update(of, 1e-2, 0.9, 0.999, 1e-8, 0.0, 1)
+        adamw_update(shared, 1e-2, 0.0, 0.0, 1)
         own = float(of.norm[3])
-        exchange.gather_beside_forward(of)
-        exchange.wait_for_ranks(of)
+        shared.wait_for_ranks()
+        shared.share_overflow()
+        shared.wait_for_ranks()
         return own, float(of.norm[3])
 
-    threads = Threads(3, monkeypatch)
-    monkeypatch.setattr(collectives, "one_memory", lambda: one_memory)
-    own, of_all = zip(*threads.run(flags_of), strict=True)
+    own, of_all = zip(*Threads(3, monkeypatch, peers).run(flags_of), strict=True)
     assert sorted(own) == [0, 0, 1] and of_all == (1, 1, 1)
 
 
@@ -171,12 +161,12 @@ class Driver(Threads):
 
     def __init__(self, N: int, monkeypatch, fails: str | None = None, hosts: tuple[str, ...] = ("here",)):
         super().__init__(N, monkeypatch)
-        self.fails, self.asked, self.operations = fails, [], device.memory_operations
+        self.fails, self.asked, self.operations = fails, [], device.memory_operations  # of another CpuDevice
         # One that fails at being "here" knows by itself that it reaches no other.
         elsewhere = fails == "here"
         monkeypatch.setattr(ranks, "hosts", lambda: [*hosts, *["there"] * (elsewhere and self.own.rank == 1)])
         for name in ("memory_handle", "open_memory", "memory_operations"):
-            monkeypatch.setattr(device, name, getattr(self, name))
+            monkeypatch.setattr(device.CpuDevice, name, staticmethod(getattr(self, name)))
 
     def asks(self, what: str) -> None:
         self.asked.append((self.own.rank, what))
@@ -207,7 +197,7 @@ class Driver(Threads):
     ({"fails": "waits"}, {}, "shares opens waits"),
     ({"fails": "reaches"}, {}, "shares opens waits"),
 ], ids=str)  # fmt: skip
-def test_ranks_have_one_memory_where_all_of_them_can_share_it(why, env, asked, monkeypatch):
+def test_ranks_have_peer_access_where_all_of_them_can_share_their_memory(why, env, asked, monkeypatch):
     device.use("cpu")
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     for name, value in env.items():

@@ -1,0 +1,128 @@
+"""The one place that knows about devices: an NVIDIA GPU through CuPy, or the CPU.
+
+`use` chooses a device once; everything else here then works on it. What stands in CpuDevice (cpu.py), such as `empty`,
+`copy_in` or `sgemm`, can be called as `device.empty`, and does the same on CudaDevice (cuda.py). Arrays are
+`cupy.ndarray` on CUDA and `numpy.ndarray` on the CPU. Kernels are the same .cu files on both (sources.py): NVRTC
+compiles them, or a C++ compiler (cpp/). Matrix products are cuBLAS's (cublas.py) or NumPy's. CuPy is imported only when
+CUDA is used.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from device import current, errors  # noqa: F401  errors before what imports packages
+from device.cpu import CpuDevice, host_memory
+from device.cuda import CudaDevice
+from device.errors import UserError, first_line
+from device.observing import accesses, observe, unobserved
+from device.recording import Insertion, Launch, Recording, touch
+from device.sources import Source, cuda_source, kernel_declarations, source
+
+import numpy as np
+
+__all__ = [
+    "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "ceil_div", "compile_all", "constant",
+    "cuda_source", "host_memory", "kernel_declarations", "observe", "pieces", "record", "source", "touch", "use",
+    "use_recording", "why_not_cuda", "zeros",
+]  # fmt: skip
+
+# What to do where CUDA does not work, by a part of what it says.
+REMEDY = "install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[ctk])"
+GPU_IS_FULL = "other programs have taken the GPU's memory; nvidia-smi names them"
+REMEDIES = {
+    "InsufficientDriver": "update NVIDIA's driver, or install CuPy for the CUDA that it knows (cupy-cuda12x[ctk])",
+    "NoDevice": "nvidia-smi and CUDA_VISIBLE_DEVICES say which GPUs this program sees",
+    "MemoryAllocation": GPU_IS_FULL, "ALLOC_FAILED": GPU_IS_FULL, "Out of memory": GPU_IS_FULL,
+    "DevicesUnavailable": "another program has the GPU to itself; nvidia-smi names it",
+}
+
+why_not_cuda = ""  # why "auto" came to mean the CPU, in a line; empty where it did not
+
+
+def __getattr__(name: str) -> Any:
+    """What the device in use has under this name."""
+    if name.startswith("__") or current.device is None:
+        raise AttributeError(f"module 'device' has no attribute {name!r}" + "; call device.use first" * name.islower())
+    return getattr(current.device, name)
+
+
+def use(kind: str = "auto", number: int = 0) -> str:
+    """Chooses the device: "cuda", "cpu", or "auto" (CUDA where it works, else the CPU, and `why_not_cuda` says why).
+    Returns "cuda" or "cpu". number: which GPU, of those that this program sees; it starts over where they are fewer.
+
+    Raises UserError where CUDA is asked for and does not work.
+    """
+    global why_not_cuda
+    if kind not in ("auto", "cuda", "cpu"):
+        raise UserError(f"device {kind!r} is not one of auto, cuda, cpu")
+    found, why_not_cuda = None, ""
+    if kind != "cpu":
+        try:
+            found = CudaDevice(number)
+        except Exception as error:  # CuPy missing, no driver, no GPU, a driver too old: each its own type
+            why_not_cuda = first_line(error)
+            if kind == "cuda":
+                remedy = next((REMEDIES[part] for part in REMEDIES if part in why_not_cuda), REMEDY)
+                raise UserError(
+                    f"CUDA does not work here ({why_not_cuda}): {remedy}, or run with --device cpu"
+                ) from None
+    current.switch(found or CpuDevice())
+    return current.device.kind
+
+
+def compile_all() -> None:
+    """Compiles every kernel file that has been imported, several at a time, rather than each at its first launch."""
+    current.device.compile_all([source.path for source in current.sources])
+
+
+def use_recording(on: bool) -> None:
+    """Lets what `record` is given from now on be replayed, or leaves every launch to be seen."""
+    unobserved().recording = on
+
+
+def record(
+    work: Callable[..., None], gradients: list[Any] = (),
+    insertions: Callable[[tuple, list[Launch]], list[Insertion]] = lambda arguments, launches: [],
+) -> Recording:  # fmt: skip
+    """A function that does `work` each time it is called. From the second call with the same arguments on, it replays
+    the launches as recording.py says, on CUDA as a graph, unless `use_recording` has turned that off.
+
+    gradients: arrays that hold weights' gradients. insertions: called once for each arguments, with these and the
+    launches that were noted; it returns what is to be done beside them.
+
+    For the same arguments `work` must give the device the same launches on the same arrays every time, and may not copy
+    to or from the host.
+    """
+    return Recording(unobserved(), work, list(gradients), insertions)
+
+
+def zeros(shape, dtype=np.float32):
+    """A device array of zeros."""
+    array = current.device.empty(shape, dtype)
+    current.device.fill_zero(array)
+    return array
+
+
+def constant(values: tuple[int, ...], dtype):
+    """A device array of these integers, which is made once and must not be written to."""
+    key, made = (values, np.dtype(dtype)), current.device.constants
+    if key not in made:
+        made[key] = current.device.asarray(np.array(values, dtype))
+    return made[key]
+
+
+def copy_in(dst, src: np.ndarray) -> None:
+    """CpuDevice.copy_in. Raises ValueError where src is not contiguous, of another type, or larger than dst."""
+    if not src.flags.c_contiguous or src.size > dst.size or src.dtype != dst.dtype:
+        raise ValueError(f"{src.dtype} {src.shape} does not fit into {dst.dtype} {dst.shape}, or is not contiguous")
+    current.device.copy_in(dst, src)
+
+
+def pieces(array) -> Iterator[np.ndarray]:
+    """A flat device or host array, piece by piece on the host, so that there is never a whole copy of it."""
+    return iter([array]) if isinstance(array, np.ndarray) else current.device.pieces(array)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up: how many blocks of b make up for a."""
+    return -(-a // b)

@@ -1,0 +1,276 @@
+"""The CPU as a device: the .cu files as a C++ compiler builds them (cpp/), matrix products by NumPy.
+
+The docstrings here say what each operation does on either device. All work is done when a call returns, so the
+operations for streams have nothing to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from device import cpp
+
+import numpy as np
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of PyTorch's threads, which come with gloo
+
+
+class CpuDevice:
+    kind = "cpu"
+    identity = ""
+    compute_capability = 0
+    tf32 = False
+    shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
+    recording = True
+    multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
+    main_stream = side_stream = None
+    in_communication = False
+
+    def __init__(self):
+        self.modules: dict[Path, cpp.Module] = {}
+        self.constants: dict[tuple, np.ndarray] = {}
+        cpp.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
+        cores = cpp.threads()
+        keep_openblas_to_one_thread()
+        self.pool = ThreadPoolExecutor(cores, initializer=lambda: np.seterr(over="ignore", invalid="ignore"))
+        self.name = f"CPU, {cores} cores"
+
+    def use_tf32(self, on: bool) -> bool:
+        """Lets matrix products round their operands to TF32 (10 mantissa bits); returns whether they now do."""
+        return False
+
+    # Memory
+
+    def empty(self, shape, dtype=np.float32):
+        """An uninitialised device array."""
+        return np.empty(shape, dtype)
+
+    def pinned(self, shape, dtype) -> np.ndarray:
+        """A host array for copies to and from the device, in page-locked memory on CUDA so that they are
+        asynchronous."""
+        return np.empty(shape, dtype)
+
+    def copy_in(self, dst, src: np.ndarray) -> None:
+        """Starts copying a contiguous host array over the beginning of a device array. src must not change until
+        `synchronize`."""
+        dst.reshape(-1)[: src.size] = src.reshape(-1)
+
+    def copy_out(self, dst: np.ndarray, src) -> None:
+        """Starts filling a host array from the beginning of a device array; dst is valid after `synchronize`."""
+        dst.reshape(-1)[:] = src.reshape(-1)[: dst.size]
+
+    def asarray(self, array: np.ndarray):
+        """A device array with the contents of a host array."""
+        return np.array(array)
+
+    def to_host(self, array) -> np.ndarray:
+        """A new host array with the contents of a device array."""
+        return np.array(array)
+
+    def pieces(self, array) -> Iterator[np.ndarray]:
+        """A flat device array, piece by piece on the host, so that there is never a whole copy of it."""
+        yield array
+
+    def fill_zero(self, array) -> None:
+        """Sets a contiguous device array to zero."""
+        array.fill(0)
+
+    def copy(self, dst, src) -> None:
+        """Copies a contiguous device array over another of the same size and type."""
+        dst[:] = src
+
+    def synchronize(self) -> None:
+        """Waits until all work given to the device is done."""
+
+    def event(self) -> CpuEvent:
+        """A mark behind the work that the device has been given: `.wait()` waits until that is done and returns when it
+        was (time.perf_counter)."""
+        return CpuEvent()
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device's memory."""
+        return host_memory()
+
+    def address(self, array) -> int:
+        """Where a device array begins in memory, as kernels see it."""
+        return array.__array_interface__["data"][0]
+
+    # Kernels
+
+    def warp_size(self, path: Path) -> int:
+        """Lanes in a warp of a file's kernels."""
+        return self.module(path).warp_size
+
+    def kernel(self, path: Path, name: str) -> Callable[..., None]:
+        """A kernel of a .cu file, to be called as `kernel(grid, block, args, shared_mem=0)`."""
+        return self.module(path).kernel(name)
+
+    def module(self, path: Path) -> cpp.Module:
+        if path not in self.modules:
+            self.modules[path] = cpp.compile_source(path)
+        return self.modules[path]
+
+    def compile_all(self, paths: list[Path]) -> None:
+        """Compiles kernel files, several at a time."""
+        self.modules.update(zip(paths, cpp.compile_all(paths), strict=True))
+
+    # Products
+
+    def sgemm(
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0
+    ) -> None:
+        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous, fp32 (TF32 where `tf32`).
+
+        With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k).
+        """
+        (a,), (b,), (c,) = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
+        self.product(c, a, b, np.float32(beta))
+
+    def product(self, c, a, b, beta) -> None:
+        """c = a @ b + beta * c, c's longer side shared out among the cores; NumPy lets go of the interpreter's lock."""
+
+        def part(share: slice) -> None:
+            rows, columns = (share, slice(None)) if c.shape[0] >= c.shape[1] else (slice(None), share)
+            if beta == 0.0:
+                np.matmul(a[rows], b[:, columns], out=c[rows, columns])
+            else:
+                c[rows, columns] *= beta
+                c[rows, columns] += a[rows] @ b[:, columns]
+
+        self.share(max(c.shape), part, c.size * a.shape[1])
+
+    def share(self, length: int, part: Callable[[slice], None], work: int) -> None:
+        """Does `part` for slices that together make up range(length), on several cores where the work is worth it.
+
+        How many slices there are depends on the work alone: a product of another shape may be rounded differently.
+        """
+        parts = 1 if work < 1 << 18 else 2 if work < 1 << 26 else 8
+        shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
+        with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU, what is not finite is no one's business here
+            list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
+
+    def sgemm_strided_batched(
+        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
+    ) -> None:
+        """`sgemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
+        a, b, c = matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count), matrix(c, m, n, False, count)
+        self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
+
+    # Streams, as a recording uses them
+
+    def on(self, stream: Any):
+        """A context: within it, work is given to that stream, main_stream or side_stream."""
+        return nullcontext()
+
+    def mark(self, stream: Any) -> Any:
+        """A mark behind all work that a stream has been given."""
+        return None
+
+    def wait(self, stream: Any, mark: Any) -> None:
+        """Lets a stream wait for the work in front of a mark."""
+
+    def capture(self, work: Callable[[], None]) -> CpuGraph:
+        """What `work` gives to the device, as a graph: `launch(stream)` does it. On CUDA, `work` runs now, but the
+        device does none of what it gives; here it runs at each launch."""
+        return CpuGraph(work)
+
+    def communicate(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
+        """Does `work`, given a CUDA stream, which is for what several GPUs do together. It waits for the marks `after`,
+        or without any for all that the present stream has been given, and is done beside what follows, until
+        `join_communication`. What `work` launches and copies is given to that stream. Its kernels come before all
+        others where it is urgent, else where the others leave room. All work of `communicate` is done in the order
+        given."""
+        outer, self.in_communication = self.in_communication, True
+        try:
+            work(0)
+        finally:
+            self.in_communication = outer
+
+    def communicated(self) -> Any:
+        """A mark behind all work of `communicate` so far."""
+        return None
+
+    def join_communication(self) -> None:
+        """What follows on the present stream is done after all work of `communicate`. A graph does so at its end."""
+
+    # Other GPUs of this machine
+
+    def memory_handle(self, array) -> tuple[str, int]:
+        """The handle by which another process of this machine can open an array on a GPU. Raises an error where CUDA
+        does not let it."""
+        raise NotImplementedError("processes that train on the CPU share no memory")
+
+    def open_memory(self, handle: tuple[str, int], like):
+        """The array on another process's GPU that has this handle, of the shape and type of `like`. Raises an error
+        where this GPU does not reach that one's memory."""
+        raise NotImplementedError("processes that train on the CPU share no memory")
+
+    def memory_operations(self, operations: list[tuple[str, Any, int]]) -> None:
+        """Does operations on single words, one after another, that occupy no multiprocessor: ("write", word, value)
+        sets a word, ("wait", word, value) waits until it has that value. A word is an array (1,) of uint32, of this GPU
+        or, to be written, another one's. When GPUs see a word written, they also see all that this device did before,
+        since CUDA has a memory fence before each write. Raises an error where CUDA has no such operations (CUDA driver
+        API, cuStreamBatchMemOp)."""
+        for what, word, value in operations:
+            if what == "write":
+                word[0] = value
+            while what == "wait" and word[0] != value:
+                time.sleep(0)  # lets other threads go on
+
+
+class CpuGraph:
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+
+    def launch(self, stream: Any) -> None:
+        self.work()
+
+
+class CpuEvent:
+    def __init__(self):
+        self.time = time.perf_counter()  # all work is done when a call returns
+
+    def wait(self) -> float:
+        return self.time
+
+
+def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
+    """The beginning of a contiguous array as `count` matrices (rows, columns), each of which may lie transposed."""
+    flat = array.reshape(-1)[: count * rows * columns]
+    if transposed:
+        return flat.reshape(count, columns, rows).transpose(0, 2, 1)
+    return flat.reshape(count, rows, columns)
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, total) bytes of the host's memory."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:  # not Linux
+        available = None
+    return int(available[1]) << 10 if available else total, total
+
+
+def keep_openblas_to_one_thread() -> None:
+    """Lets OpenBLAS, which NumPy multiplies with, use a single thread. Its idle threads spin, which takes the cores
+    from the kernels that run next; and it rounds differently when it has more of them. `CpuDevice.product` shares
+    products out among the cores instead."""
+    try:
+        loaded = set(re.findall(r"/\S*openblas\S*", Path("/proc/self/maps").read_text()))
+    except OSError:  # not Linux
+        return
+    for path in loaded:
+        library = ctypes.CDLL(path)
+        names = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")]
+        for name in names:
+            if hasattr(library, name):
+                getattr(library, name)(1)

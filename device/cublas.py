@@ -1,0 +1,111 @@
+"""cuBLAS's matrix products, through CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORKSPACE = 32 << 20  # bytes
+
+
+class Cublas:
+    """Products on the streams of a CudaDevice. Each stream has a handle of its own, since two products that run at the
+    same time must not share a workspace."""
+
+    def __init__(self, cupy: Any, streams: list[Any]):
+        from cupy.cuda import cublas, runtime
+        from cupy.cuda.device import get_cublas_handle
+
+        self.cupy_calls, self.streams = cublas, streams
+        self.captured_calls = CapturedCalls(runtime.runtimeGetVersion() // 1000)
+        self.handles = [get_cublas_handle(), *(another_handle(cublas, i) for i in range(1, len(streams)))]
+        self.workspaces = cupy.empty((len(streams), WORKSPACE), np.uint8)
+        self.calls, self.handle = self.cupy_calls, self.handles[0]
+
+    def use_tf32(self, on: bool) -> None:
+        for handle in self.handles:
+            self.cupy_calls.setMathMode(handle, 3 if on else 0)  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
+
+    def use_stream(self, stream: Any) -> None:
+        """Gives the products that follow to this stream, where it is one of those that have a handle."""
+        if stream in self.streams:
+            self.handle = self.handles[self.streams.index(stream)]
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Within the block products can be captured into a graph."""
+        # Each of CuPy's calls sets the handle's stream, and that takes from cuBLAS the workspace that it was given. It
+        # needs one: it would otherwise allocate memory, which a capture forbids.
+        for handle, stream, workspace in zip(self.handles, self.streams, self.workspaces, strict=True):
+            self.cupy_calls.setStream(handle, stream.ptr)
+            self.captured_calls.set_workspace(handle, workspace.data.ptr, workspace.nbytes)
+        self.calls = self.captured_calls
+        try:
+            yield
+        finally:
+            self.calls = self.cupy_calls
+
+    def sgemm(
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0
+    ) -> None:
+        # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
+        self.calls.sgemm(
+            self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0),
+            b.data.ptr, k if trans_b else n, a.data.ptr, m if trans_a else k, address_of(beta), c.data.ptr, n,
+        )  # fmt: skip
+
+    def sgemm_strided_batched(
+        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
+    ) -> None:
+        self.calls.sgemmStridedBatched(
+            self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0),
+            b.data.ptr, k if trans_b else n, n * k, a.data.ptr, m if trans_a else k, m * k,
+            address_of(0.0), c.data.ptr, n, m * n, count,
+        )  # fmt: skip
+
+
+class CapturedCalls:
+    """cuBLAS's products for the time of a capture, when CuPy refuses to call them: the same functions by ctypes, with
+    the arguments of CuPy's. CuPy has loaded the library already; the name alone finds it."""
+
+    def __init__(self, cuda_version: int):
+        library = ctypes.CDLL(f"libcublas.so.{cuda_version}")
+        pointer, size, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+        shape = [pointer, number, number, number, number, number, pointer]  # handle, transpositions, n, m, k, alpha
+        self.sgemm = library.cublasSgemm_v2
+        self.sgemm.argtypes = [*shape, pointer, number, pointer, number, pointer, pointer, number]
+        self.sgemmStridedBatched = library.cublasSgemmStridedBatched
+        matrix = [pointer, number, size]
+        self.sgemmStridedBatched.argtypes = [*shape, *matrix, *matrix, pointer, *matrix, number]
+        self.set_workspace = library.cublasSetWorkspace_v2
+        self.set_workspace.argtypes = [pointer, pointer, ctypes.c_size_t]
+        for function in (self.sgemm, self.sgemmStridedBatched, self.set_workspace):
+            function.errcheck = check_status
+
+
+@functools.cache
+def another_handle(cublas: Any, number: int) -> int:
+    """A handle beside CuPy's own, made once: each has memory of its own on the device."""
+    return cublas.create()
+
+
+def check_status(status: int, function: Any, arguments: tuple) -> None:
+    if status != 0:
+        raise RuntimeError(f"{function.__name__} failed with status {status}")
+
+
+@functools.cache
+def address_of(factor: float) -> int:
+    """Where a product's factor lies on the host, as cuBLAS wants it."""
+    FACTORS.append(np.array([factor], np.float32))
+    return FACTORS[-1].ctypes.data
+
+
+FACTORS: list[np.ndarray] = []  # keeps them where they are

@@ -1,0 +1,237 @@
+"""An NVIDIA GPU through CuPy. CpuDevice (cpu.py) has the same operations, and says what each of them does."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from device.cublas import Cublas
+from device.sources import cuda_source
+
+import numpy as np
+
+NVRTC_OPTIONS = ("--std=c++17",)
+PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
+
+
+class CudaDevice:
+    kind = "cuda"
+
+    def __init__(self, number: int = 0):
+        import cupy
+        from cupy.cuda import runtime
+
+        self.cupy = cupy
+        count = runtime.getDeviceCount()
+        cupy.cuda.Device(number % count).use()
+        self.properties = runtime.getDeviceProperties(runtime.getDevice())
+        self.name = self.properties["name"].decode()
+        self.identity = ":".join(f"{self.properties[key]:x}" for key in ("pciDomainID", "pciBusID", "pciDeviceID"))
+        self.multiprocessors = self.properties["multiProcessorCount"]
+        self.shared_memory = self.properties["sharedMemPerBlockOptin"]
+        self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
+        self.modules: dict[Path, Any] = {}
+        self.constants: dict[tuple, Any] = {}
+        self.opened: dict[str, int] = {}
+        # Streams of our own: the default one can not be captured into a graph. The main stream has priority over the
+        # side stream, because more waits for it. Two more are for what several GPUs do together: what other ranks wait
+        # for goes before all else, the rest where there is room.
+        self.main_stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        self.side_stream = cupy.cuda.Stream(non_blocking=True)
+        self.urgent_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
+        self.patient_stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = self.main_stream
+        self.stream.use()
+        self.blas = Cublas(cupy, [self.main_stream, self.side_stream])
+        self.sgemm, self.sgemm_strided_batched = self.blas.sgemm, self.blas.sgemm_strided_batched
+        self.capturing, self.recording = False, True
+        self.communicating, self.in_communication = None, False
+        self.use_tf32(True)
+
+    def use_tf32(self, on: bool) -> bool:
+        self.tf32 = on and self.compute_capability >= 80
+        self.blas.use_tf32(self.tf32)
+        return self.tf32
+
+    # Memory
+
+    def empty(self, shape, dtype=np.float32):
+        return self.cupy.empty(shape, dtype)
+
+    def pinned(self, shape, dtype) -> np.ndarray:
+        count = int(np.prod(shape))
+        memory = self.cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def copy_in(self, dst, src: np.ndarray) -> None:
+        dst.data.copy_from_host_async(src.ctypes.data, src.nbytes, self.stream)
+
+    def copy_out(self, dst: np.ndarray, src) -> None:
+        src.data.copy_to_host_async(dst.ctypes.data, dst.nbytes, self.stream)
+
+    def asarray(self, array: np.ndarray):
+        return self.cupy.asarray(array)
+
+    def to_host(self, array) -> np.ndarray:
+        return self.cupy.asnumpy(array)
+
+    def pieces(self, array) -> Iterator[np.ndarray]:
+        yield from (self.to_host(array[start : start + PIECE]) for start in range(0, array.size, PIECE))
+
+    def fill_zero(self, array) -> None:
+        array.data.memset_async(0, array.nbytes, self.stream)
+
+    def copy(self, dst, src) -> None:
+        dst.data.copy_from_device_async(src.data, src.nbytes, self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def event(self) -> CudaEvent:
+        return CudaEvent(self.cupy, self.stream)
+
+    def memory(self) -> tuple[int, int]:
+        free, total = self.cupy.cuda.runtime.memGetInfo()
+        return free + self.cupy.get_default_memory_pool().free_bytes(), total
+
+    def address(self, array) -> int:
+        return array.data.ptr
+
+    # Kernels
+
+    def warp_size(self, path: Path) -> int:
+        return 32
+
+    def kernel(self, path: Path, name: str) -> CudaKernel:
+        return CudaKernel(self.module(path).get_function(name))
+
+    def module(self, path: Path):
+        if path not in self.modules:
+            self.modules[path] = self.cupy.RawModule(code=cuda_source(path), options=NVRTC_OPTIONS)
+        return self.modules[path]
+
+    def compile_all(self, paths: list[Path]) -> None:
+        with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock
+            list(pool.map(lambda path: self.module(path).compile(), paths))
+
+    # Streams
+
+    @contextmanager
+    def on(self, stream) -> Iterator[None]:
+        before = self.stream
+        self.switch(stream)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def switch(self, stream) -> None:
+        if stream is not self.stream:
+            self.stream = stream
+            stream.use()
+            self.blas.use_stream(stream)
+
+    def mark(self, stream):
+        event = self.cupy.cuda.Event(block=False, disable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream, mark) -> None:
+        stream.wait_event(mark)
+
+    def capture(self, work: Callable[[], None]):
+        self.join_communication()
+        with self.blas.captured():
+            self.main_stream.begin_capture()
+            self.capturing = True
+            try:
+                self.wait(self.side_stream, self.mark(self.main_stream))  # a graph has every stream that it waits for
+                work()
+                self.wait(self.main_stream, self.mark(self.side_stream))
+                self.join_communication()
+            finally:
+                self.capturing = False
+                graph = self.main_stream.end_capture()
+        return graph
+
+    def communicate(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
+        stream = self.urgent_stream if urgent else self.patient_stream
+        for mark in after or [self.mark(self.stream)]:
+            self.wait(stream, mark)
+        if self.communicating not in (None, stream):
+            self.wait(stream, self.mark(self.communicating))
+        outer, self.in_communication = self.in_communication, True
+        try:
+            with self.on(stream):
+                work(stream.ptr)
+        finally:
+            self.in_communication = outer
+        self.communicating = stream
+
+    def communicated(self):
+        return self.mark(self.communicating or self.stream)
+
+    def join_communication(self) -> None:
+        if self.communicating:
+            self.wait(self.stream, self.communicated())
+            self.communicating = None
+
+    # Other GPUs of this machine
+
+    def memory_handle(self, array) -> tuple[str, int]:
+        base, size = ctypes.c_void_p(), ctypes.c_size_t()
+        address = ctypes.c_void_p(array.data.ptr)
+        call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+        return self.cupy.cuda.runtime.ipcGetMemHandle(base.value).hex(), array.data.ptr - base.value
+
+    def open_memory(self, handle: tuple[str, int], like):
+        name, offset = handle
+        if name not in self.opened:  # one allocation can hold several arrays, and CUDA opens it once
+            self.opened[name] = self.cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(name))
+        # As if it were this device's: CuPy would make a context on the other one.
+        here = self.cupy.cuda.runtime.getDevice()
+        memory = self.cupy.cuda.UnownedMemory(self.opened[name], offset + like.nbytes, self, here)
+        return self.cupy.ndarray(like.shape, like.dtype, self.cupy.cuda.MemoryPointer(memory, offset))
+
+    def memory_operations(self, operations: list[tuple[str, Any, int]]) -> None:
+        # A CUstreamBatchMemOpParams has 48 bytes: what to do, address, value, and how a word is compared (1: equal).
+        parameters = np.zeros((len(operations), 6), np.uint64)
+        for fields, (what, word, value) in zip(parameters, operations, strict=True):
+            fields[:4] = {"wait": 1, "write": 2}[what], word.data.ptr, value, what == "wait"
+        stream, address = ctypes.c_void_p(self.stream.ptr), ctypes.c_void_p(parameters.ctypes.data)
+        call_driver("cuStreamBatchMemOp_v2", stream, len(operations), address, 0)
+
+
+class CudaKernel:
+    """A CuPy RawKernel that asks for more than the default 48 KiB of shared memory where a launch needs it."""
+
+    def __init__(self, raw):
+        self.raw = raw
+        self.shared_limit = (48 << 10) - raw.shared_size_bytes  # what the kernel declares itself counts, too
+
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+        if shared_mem > self.shared_limit:
+            self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
+        self.raw(grid, block, args, shared_mem=shared_mem)
+
+
+class CudaEvent:
+    def __init__(self, cupy, stream):
+        self.event = cupy.cuda.Event(block=False, disable_timing=True)
+        self.event.record(stream)
+
+    def wait(self) -> float:
+        self.event.synchronize()
+        return time.perf_counter()
+
+
+def call_driver(function: str, *arguments) -> None:
+    """Calls a function of CUDA's driver that CuPy does not have; by the time that CuPy works, its library is there."""
+    error = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    if error:
+        raise RuntimeError(f"{function} returned {error}")

@@ -1,0 +1,82 @@
+"""An observer in front of a device's kernel launches, matrix products, memsets and copies, and what each of them reads
+and writes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from device import current
+from device.sources import READS, SETS, UPDATES, kernel_accesses
+
+# The operations that are no kernels: their parameters, the first of which is written.
+OPERATIONS = {
+    "sgemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta"),
+    "sgemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b"),
+    "fill_zero": ("array",),
+    "copy": ("dst", "src"),
+}
+DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0}
+
+Observer = Callable[[str, dict[str, Any], Callable[[], None]], None]
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Within the block, `observer(name, arguments, work)` stands for every kernel launch, matrix product, memset and
+    copy on the device: it has to call `work()`. name: the kernel's, or one of OPERATIONS; arguments: by the names of
+    its parameters. What a recording replays is not seen (see `use_recording`)."""
+    observed = current.device
+    current.switch(ObservedDevice(observed, observer))
+    try:
+        yield
+    finally:
+        current.switch(observed)
+
+
+def unobserved() -> Any:
+    """The device in use, without the observers in front of it."""
+    device = current.device
+    while isinstance(device, ObservedDevice):
+        device = device.device
+    return device
+
+
+class ObservedDevice:
+    """A device with an observer in front of it."""
+
+    def __init__(self, device: Any, observer: Observer):
+        self.device, self.observer = device, observer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.device, name)
+        return self.observed(name, found) if name in OPERATIONS else found
+
+    def observed(self, name: str, operation: Callable[..., None]) -> Callable[..., None]:
+        def call(*given, **named) -> None:
+            parameters = OPERATIONS[name]
+            arguments = {key: DEFAULTS[key] for key in parameters if key in DEFAULTS}
+            arguments |= dict(zip(parameters, given, strict=False)) | named
+            self.observer(name, arguments, lambda: operation(*given, **named))
+
+        return call
+
+    def kernel(self, path: Path, name: str) -> Callable[..., None]:
+        kernel, parameters = self.device.kernel(path, name), kernel_accesses(path)[name]
+
+        def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+            arguments = dict(zip(parameters, args, strict=True))
+            self.observer(name, arguments, lambda: kernel(grid, block, args, shared_mem))
+
+        return launch
+
+
+def accesses(name: str, arguments: dict[str, Any]) -> dict[str, str]:
+    """What a launch that an observer sees does to each of its arrays: it READS the array, SETS all of it without
+    reading it, or UPDATES it."""
+    if name in OPERATIONS:
+        written = UPDATES if arguments.get("beta") else SETS
+        arrays = [key for key in OPERATIONS[name] if key in ("a", "b", "c", "array", "dst", "src")]
+        return {key: READS if i else written for i, key in enumerate(arrays)}
+    found = next(found[name] for source in current.sources if name in (found := kernel_accesses(source.path)))
+    return {key: access for key, access in found.items() if access and arguments[key] is not None}

@@ -1,0 +1,221 @@
+"""A step is read from what it launches: who may run beside whom, and who has to wait.
+
+`record(work)` notes at the first call which bytes each launch of `work` reads and writes. Two rules follow from that.
+
+1. A matrix product that writes a weight's gradient may run on the side stream, and so may a launch whose output only
+   such products read: the next layer's backward pass needs neither. The main stream runs the rest.
+2. Two launches conflict where one writes what the other reads or writes. Before a launch, the main stream waits for the
+   last launch of the side stream that conflicts with it. The side stream waits for all that the main stream was given
+   before, which is more than conflicts ask for: where products of both streams begin together, an H200 takes 2% less
+   for GPT-2 124M, but 3% more for SmolLM2. A wait that an earlier one implies is left out.
+
+From the second call on, a device replays the launches in that order: a GPU as a graph, for which the host makes one
+call. Insertions are what somebody else wants done beside a step, such as the exchange of gradients: each says after
+which launches it may begin, and before which one it must be done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from device import current
+from device.observing import accesses, observe
+from device.sources import READS, SETS, UPDATES
+
+Range = tuple[int, int]  # addresses of bytes: start, end
+
+
+@dataclass
+class Launch:
+    """A kernel launch, product, memset or copy, with the bytes that it reads, those that it writes as a whole without
+    reading them, and those that it may read and write."""
+
+    name: str
+    reads: list[Range] = field(default_factory=list)
+    sets: list[Range] = field(default_factory=list)
+    updates: list[Range] = field(default_factory=list)
+
+    @property
+    def needs(self) -> list[Range]:
+        return self.reads + self.updates
+
+    @property
+    def writes(self) -> list[Range]:
+        return self.sets + self.updates
+
+    def conflicts(self, other: Launch) -> bool:
+        """Whether one of the two writes what the other reads or writes."""
+        return touch(self.writes, other.writes + other.reads) or touch(self.reads, other.writes)
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Work for `communicate` that is done beside a recorded step, in the order in which insertions are listed.
+
+    It begins after the launches `after`, given by their numbers, or without any at the beginning. Where `before` is
+    given, that launch waits for it. Where it is urgent, its kernels come before the step's."""
+
+    work: Callable[[int], None]
+    after: tuple[int, ...] = ()
+    before: int | None = None
+    urgent: bool = True
+
+
+def touch(some: Iterable[Range], others: list[Range]) -> bool:
+    """Whether two lists of ranges have a byte in common."""
+    return any(a < d and c < b for a, b in some for c, d in others)
+
+
+def range_of(array: Any) -> Range:
+    """The addresses of a device array's bytes."""
+    start = current.device.address(array)
+    return start, start + array.nbytes
+
+
+def noted(name: str, arguments: dict[str, Any]) -> Launch:
+    """A launch that an observer sees."""
+    ranges: dict[str, list[Range]] = {READS: [], SETS: [], UPDATES: []}
+    for parameter, access in accesses(name, arguments).items():
+        ranges[access].append(range_of(arguments[parameter]))
+    return Launch(name, ranges[READS], ranges[SETS], ranges[UPDATES])
+
+
+def place(launches: list[Launch], gradients: list[Range]) -> list[bool]:
+    """Rule 1: for each launch, whether it runs on the side stream. gradients: where weights' gradients are."""
+    side = [False] * len(launches)
+    for i in reversed(range(len(launches))):
+        writes = launches[i].writes
+        is_product = launches[i].name == "sgemm" and touch(writes, gradients)
+        for_side = [only_side_reads(one, i, launches, side, gradients) for one in writes] if not is_product else []
+        side[i] = is_product or bool(for_side) and all(for_side)
+    return side
+
+
+def only_side_reads(one: Range, i: int, launches: list[Launch], side: list[bool], gradients: list[Range]) -> bool:
+    """Whether launches of the side stream, at least one, are all that read what launch i writes to a range, until that
+    is set anew. A gradient has a reader that is not recorded, the update."""
+    if touch([one], gradients):
+        return False
+    found = False
+    for j in range(i + 1, len(launches)):
+        if touch([one], launches[j].needs):
+            if not side[j]:
+                return False
+            found = True
+        elif any(start <= one[0] and one[1] <= end for start, end in launches[j].sets):
+            break
+    return found
+
+
+def waits(launches: list[Launch], side: list[bool]) -> list[int | None]:
+    """Rule 2: for each launch, the launch of the other stream that its stream waits for in front of it, if any."""
+    found: list[int | None] = []
+    reached = {False: -1, True: -1}  # by stream: up to where it knows the other one to be done
+    for i, launch in enumerate(launches):
+        others = (j for j in range(i - 1, reached[side[i]], -1) if side[j] != side[i])
+        wanted = next((j for j in others if side[i] or launch.conflicts(launches[j])), None)
+        if wanted is not None:
+            reached[side[i]] = wanted
+        found.append(wanted)
+    return found
+
+
+class Plan:
+    """How a noted step is given to the device's streams."""
+
+    def __init__(self, launches: list[Launch], gradients: list[Range], insertions: list[Insertion]):
+        self.launches = launches
+        self.side = place(launches, gradients)
+        self.waits = waits(launches, self.side)
+        self.insertions = insertions
+        self.marked = {j for j in self.waits if j is not None} | {j for one in insertions for j in one.after}
+        # Insertions keep their order: each is given to its stream at the latest launch that it or one before it needs.
+        self.begins, self.needed, latest = defaultdict(list), defaultdict(list), -1
+        for number, one in enumerate(insertions):
+            latest = max((latest, *one.after))
+            self.begins[latest].append(number)
+            if one.before is not None:
+                self.needed[one.before].append(number)
+
+    def follow(self, device: Any, work: Callable[[], None]) -> None:
+        """Does `work`, whose launches are those of the plan, on the streams that the plan gives them."""
+        marks: dict[int, Any] = {}
+        done: dict[int, Any] = {}
+        count = 0
+
+        def begin(launch: int) -> None:
+            for number in self.begins[launch]:
+                one = self.insertions[number]
+                device.communicate(one.work, one.urgent, after=[marks[j] for j in one.after])
+                done[number] = device.communicated()
+
+        def give(name: str, arguments: dict, launch: Callable[[], None]) -> None:
+            nonlocal count
+            if device.in_communication:  # an insertion's own
+                launch()
+                return
+            i, count = count, count + 1
+            if i >= len(self.launches) or name != self.launches[i].name:
+                raise RuntimeError(f"a recorded step has launched {name} where it had not before")
+            stream = device.side_stream if self.side[i] else device.main_stream
+            for number in self.needed[i]:
+                device.wait(stream, done[number])
+            if self.waits[i] is not None:
+                device.wait(stream, marks[self.waits[i]])
+            with device.on(stream):
+                launch()
+            if i in self.marked:
+                marks[i] = device.mark(stream)
+            begin(i)
+
+        begin(-1)
+        with observe(give):
+            work()
+
+
+class Recording:
+    """What `record` returns: call it as `work` is called."""
+
+    def __init__(
+        self, device: Any, work: Callable[..., None], gradients: list[Any],
+        insertions: Callable[[tuple, list[Launch]], list[Insertion]],
+    ):  # fmt: skip
+        self.device, self.work, self.gradients, self.insertions = device, work, gradients, insertions
+        self.replays = device.recording
+        self.plans: dict[tuple, Plan] = {}
+        self.graphs: dict[tuple, Any] = {}
+
+    def follows_plan(self, *arguments: object) -> bool:
+        """Whether the next call with these arguments does the insertions, too: not the first, which notes the launches,
+        and none where recording was turned off when the recording was made."""
+        return self.replays and arguments in self.plans
+
+    def __call__(self, *arguments: object) -> None:
+        if arguments not in self.plans:
+            self.plans[arguments] = self.note(arguments)
+        elif not self.replays:
+            self.work(*arguments)
+        else:
+            if arguments not in self.graphs:
+                plan = self.plans[arguments]
+                self.graphs[arguments] = self.device.capture(
+                    lambda: plan.follow(self.device, lambda: self.work(*arguments))
+                )
+            self.graphs[arguments].launch(self.device.main_stream)
+
+    def note(self, arguments: tuple) -> Plan:
+        """Does the work in program order, and makes a plan of what it launches."""
+        launches: list[Launch] = []
+
+        def observer(name: str, given: dict, launch: Callable[[], None]) -> None:
+            if not self.device.in_communication:
+                launches.append(noted(name, given))
+            launch()
+
+        with observe(observer):
+            self.work(*arguments)
+        ranges = [range_of(array) for array in self.gradients]
+        return Plan(launches, ranges, self.insertions(arguments, launches))

@@ -1,0 +1,95 @@
+"""Kernel files: a .cu file whose kernels Python calls, its text for NVRTC, and what its kernels read and write."""
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from device import current
+
+READS, SETS, UPDATES = "reads", "sets", "updates"
+
+
+def source(python_file: str) -> "Source":
+    """The .cu file beside a module of launchers: `cu = device.source(__file__)`."""
+    found = Source(Path(python_file).with_suffix(".cu"))
+    current.sources.append(found)
+    return found
+
+
+class Source:
+    """A .cu file whose kernels are its attributes: `source.some_kernel(grid, block, args, shared_mem=0)` launches one.
+
+    grid and block are tuples; args are device arrays for pointers, Python ints for integers and np.float32 for floats.
+    The file is compiled for the device in use when a kernel of it is first called, or its warp size is asked for.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def warp_size(self) -> int:
+        """Lanes in a warp of this file's kernels: 32 on CUDA; on the CPU 1, but 32 where LLMC_CPU_WARP=32 or the file
+        itself fixes WARP_SIZE."""
+        return current.device.warp_size(self._path)
+
+    def block(self, threads: int) -> int:
+        """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but
+        one where a warp is a single thread, so that on the CPU nobody waits for anybody."""
+        return threads if self.warp_size > 1 else 1
+
+    def __getattr__(self, name: str) -> Callable:
+        kernel = current.device.kernel(self._path, name)
+        setattr(self, name, kernel)  # found without a lookup from now on
+        return kernel
+
+    def forget(self) -> None:
+        """Looks every kernel up again when it is next called."""
+        path = self._path
+        self.__dict__.clear()
+        self._path = path
+
+
+def cuda_source(path: Path) -> str:
+    """The text of a .cu file with its `#include "..."` lines replaced by those files.
+
+    NVRTC then needs no include path, CuPy's cache sees a change in an included file, and #line keeps the compiler's
+    messages true.
+    """
+
+    def inline(match: re.Match) -> str:
+        included = path.parent / match[1]
+        line = text.count("\n", 0, match.start()) + 2
+        return f'#line 1 "{included.name}"\n{cuda_source(included)}\n#line {line} "{path.name}"'
+
+    text = path.read_text().replace("#pragma once", "")
+    return re.sub(r'^#include "([^"]+)".*$', inline, text, flags=re.MULTILINE)
+
+
+@functools.cache
+def kernel_declarations(path: Path) -> dict[str, list[str]]:
+    """The kernels that a .cu file declares, each with the declarations of its parameters."""
+    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
+    return {name: parameters.split(",") for name, parameters in declared}
+
+
+@functools.cache
+def kernel_accesses(path: Path) -> dict[str, dict[str, str | None]]:
+    """For each kernel of a .cu file, what it does to each of its parameters, in their order: READS the array behind a
+    const pointer; SETS all of it, without reading it, where the declaration says SETS; else UPDATES it. None for a
+    parameter that is no pointer."""
+
+    def access(declaration: str) -> str | None:
+        words = re.findall(r"\w+|\*", declaration)
+        if "*" not in words:
+            return None
+        return READS if "const" in words[: words.index("*")] else SETS if "SETS" in words else UPDATES
+
+    return {
+        name: {re.findall(r"\w+", one)[-1]: access(one) for one in declarations}
+        for name, declarations in kernel_declarations(path).items()
+    }

@@ -1,0 +1,604 @@
+"""How each rank's gradients become the sum over all ranks, and parameters that one rank updates become everyone's.
+
+One object per run, Exchange, owns all that several ranks need. It knows no tensor by its name. From a step's recorded
+launches (device/recording.py) it learns when each gradient is complete, so that its sum can begin, and which launch
+reads a parameter first, so that this launch waits for it.
+
+Gradients are summed in a step's last batch. In the order in which they are complete they go into buckets, and each
+bucket is summed beside the rest of backward. What is complete only at backward's end is summed by AdamW's update
+(`sum_late`). Without -z every rank gets all sums and makes the same update. With -z a rank gets the sums of its own
+shard of the flat buffers and updates those parameters. The others take them from it: what forward reads first at the
+end of the update (`gather_first`), the rest beside the next step's forward pass. In a bitwise run every batch is summed
+by itself, in the order that one GPU would follow (`add_batch`).
+
+GPUs with peer access do all that by copies and by the kernels of kernels/exchange.cu, which take less from the step
+beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it, as everywhere the norm's few numbers and
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+import device
+from device import Insertion, Launch, ceil_div
+from kernels.dropout import Dropout
+from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
+from kernels.exchange import Range, checksum, gather_rows, sum_buffers
+from llmc import collectives, ranks
+from llmc.model import Model
+from llmc.tensors import Config, layout, num_parameters
+
+import numpy as np
+
+# Of sum_kernel where it loads from other GPUs, or stores there; on four H200s 32 take as long, 132 longer.
+BLOCKS = 64
+SMALLEST_BUCKET = 1 << 22  # floats: fewer are not worth an exchange of their own
+LARGEST_BUCKET = 1 << 23   # floats that peers sum at a time
+
+
+def shard_length(n: int) -> int:
+    """How many of n numbers a rank has where they are shared out: a multiple of 4; the last ranks may have fewer."""
+    return 4 * ceil_div(n, 4 * ranks.size())
+
+
+def shards_of(n: int) -> list[Range]:
+    """The range of each rank."""
+    length = shard_length(n)
+    return [(min(n, r * length), min(n, (r + 1) * length)) for r in range(ranks.size())]
+
+
+def buffer_lengths(config: Config, B: int, T: int, bitwise: bool) -> dict[str, int]:
+    """The buffers that an Exchange allocates, by the name of what they hold, in floats."""
+    n, peers = num_parameters(config), collectives.peer_access()
+    lengths = {"sums of batches": shard_length(n)} if bitwise else {}
+    if peers and not bitwise:
+        lengths["others' gradients"] = ranks.size() * shard_length(min(n, LARGEST_BUCKET))
+        lengths["embedding's gradient"] = B * T * config.channels
+    elif bitwise and ranks.size() > 1 and not peers:
+        lengths["others' gradients"] = ranks.size() * shard_length(n)
+    return lengths
+
+
+def exchanging_model(
+    kind: type[Model], config: Config, B: int, T: int, attention: str, sharded: bool = False, bitwise: bool = False
+) -> tuple[Model, Exchange]:
+    """A model whose training ranks share, with room for batches of up to (B, T) on each, and its exchange. Where it is
+    sharded, each rank has the moments of its own shard. Raises UserError as Model does."""
+    sharded = sharded and ranks.size() > 1
+    shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
+    model = kind(config, B, T, attention, shard=shard, beside=lambda b: buffer_lengths(config, b, T, bitwise))
+    return model, Exchange(model, sharded, bitwise)
+
+
+class Exchange:
+    """The exchange of a model's gradients and parameters among all ranks; for a single rank it has nothing to do.
+
+    shards: the range of the flat buffers that belongs to each rank, of a length that is a multiple of 4 but for the
+    last. With sharded a rank updates its own shard; with bitwise it also has `sums`, those of its own shard over a
+    step's batches. received is room for what other ranks send. Ranks with peer access see the buffers of all in peers,
+    among them the rows that a batch adds to the embedding's gradient: wte_values (B T, C) and wte_indices (B T,).
+    """
+
+    def __init__(self, model: Model, sharded: bool = False, bitwise: bool = False):
+        self.model, self.sharded, self.bitwise = model, sharded, bitwise
+        self.shards = shards_of(model.params_memory.size)
+        buffers = {name: device.empty((length,)) for name, length in
+                   buffer_lengths(model.config, model.B, model.T, bitwise).items()}  # fmt: skip
+        self.sums, self.received = buffers.get("sums of batches"), buffers.get("others' gradients")
+        self.peers = None
+        if collectives.peer_access():
+            self.peers = collectives.map_memory(
+                params=model.params_memory, grads=model.grads_memory, received=self.received,
+                wte_values=buffers.get("embedding's gradient"),
+                wte_indices=device.empty((model.B * model.T,), np.int32),
+                barrier_words=device.zeros((ranks.size(),), np.uint32), norm=model.norm,
+            )  # fmt: skip
+        if bitwise:
+            device.fill_zero(self.sums)
+        self.plan = StepPlan()
+        if ranks.size() > 1:
+            model.rows = Rows(self)
+
+    @property
+    def shard(self) -> Range:
+        """The part of the flat buffers that this rank updates."""
+        return self.shards[ranks.rank()] if self.sharded else (0, self.model.params_memory.size)
+
+    # A step
+
+    def record(self, work: Callable[[bool, bool], None]) -> Callable[[bool, bool], None]:
+        """A function that does `work`, the forward and backward pass on one batch, and the exchange that belongs to it.
+        It is told whether the batch is the first and whether it is the last of a step; in a bitwise run every batch
+        is both to `work`. device.record says what is asked of `work`. All ranks must call it alike."""
+        recording = device.record(work, [self.model.grads_memory], self.insertions)
+
+        def forward_backward(first: bool, last: bool) -> None:
+            arguments = first or self.bitwise, last or self.bitwise
+            planned = recording.follows_plan(*arguments)
+            if ranks.size() > 1:
+                if first and not planned:
+                    self.gather_parameters()
+                self.model.rows.begin(first and planned, last)
+                if first and not planned:
+                    self.share_overflow()
+                    device.join_communication()
+            recording(*arguments)
+            if ranks.size() > 1:
+                self.model.rows.end()
+            if self.bitwise:
+                self.add_batch()
+            elif last and not planned:
+                for ranges, _ in self.plan.buckets:
+                    self.start_sum(ranges)
+
+        return forward_backward
+
+    def insertions(self, arguments: tuple[bool, bool], launches: list[Launch]) -> list[Insertion]:
+        """What ranks exchange beside these launches of a batch that is the first, or the last, of its step."""
+        first, last = arguments
+        found: list[Insertion] = []
+        if ranks.size() == 1:
+            return found
+        if first and self.sharded:
+            found += self.plan.gathers(self, launches)
+        if last and not self.bitwise:
+            found += self.plan.sums(self, launches)
+        ranks.check_same("the plan of the exchange", self.plan.fingerprint(), "start the same program on all machines")
+        return found
+
+    # Gradients
+
+    def start_sum(self, ranges: list[Range]) -> None:
+        """Starts summing a bucket of gradients over all ranks."""
+        device.communicate(lambda _: self.sum_bucket(ranges), urgent=self.peers is None)
+
+    def sum_bucket(self, ranges: list[Range]) -> None:
+        """Sums a bucket of gradients over all ranks, in the work of device.communicate."""
+        if self.peers:
+            self.copy_and_sum(ranges)
+        else:
+            self.reduce(ranges)
+
+    def reduce(self, ranges: list[Range]) -> None:
+        """Starts summing gradients over ranks without peer access. With -z only the owner of each shard gets its sums,
+        and the gradients of the others become anything."""
+        grads = self.model.grads_memory
+        if self.sharded:
+            owned = [(r, one) for r, shard in enumerate(self.shards) for one in overlaps(ranges, [shard])]
+            collectives.reduce([(grads[start:end], r) for r, (start, end) in owned])
+        else:
+            collectives.all_reduce([grads[start:end] for start, end in ranges])
+
+    def copy_and_sum(self, ranges: list[Range]) -> None:
+        """Sums gradients over ranks with peer access, by copies: a GPU's copy engines make them, and leave its
+        multiprocessors to the matmuls beside.
+
+        Each rank is sent its share of the others' gradients, adds them up, and sends the sums to all; with -z only to
+        those whose shard they are in. received has one room for each rank; a room holds one share of one bucket."""
+        grads, received, N, rank = self.peers.grads, self.peers.received, ranks.size(), ranks.rank()
+        others, room = [(rank + i) % N for i in range(1, N)], received.arrays[rank].size // N
+        rooms = [device.address(received.arrays[rank]) + 4 * r * room for r in range(N)]
+        rooms[rank] = device.address(grads.arrays[rank])
+        sources = device.constant(tuple(rooms), np.uint64)
+        for bucket in buckets(ranges, room, N):
+            for other in others:
+                for (start, end), place in shares(bucket, other, N):
+                    there = received.arrays[other][rank * room + place :]
+                    device.copy(there[: end - start], grads.arrays[rank][start:end])
+            self.meet()
+            sums, places = [list(each) for each in zip(*shares(bucket, rank, N), strict=True)] or ([], [])
+            if sums:
+                to = grads.addresses[rank : rank + 1]
+                sum_buffers(to, sources, sums, device.multiprocessors, own=rank, places=places)
+            for other in others:
+                for start, end in overlaps(sums, [self.shards[other]]) if self.sharded else sums:
+                    device.copy(grads.arrays[other][start:end], grads.arrays[rank][start:end])
+            self.meet()
+
+    @property
+    def late(self) -> list[Range]:
+        """The gradients whose sums AdamW's update has to start: those that are complete only at backward's end."""
+        return self.plan.late if ranks.size() > 1 and not self.bitwise else []
+
+    @property
+    def known_to_all(self) -> list[Range]:
+        """The gradients whose sums every rank has, also with -z: ranks with peer access sum the short ones for all."""
+        return without(self.model.added_to, self.model.rows.embedding) if self.peers else []
+
+    def sum_late(self, ranges: list[Range]) -> None:
+        """Starts summing gradients of `late` over all ranks, once all have come to this point.
+
+        Ranks with peer access each add up their share of the numbers, which they load from all GPUs, and store the sums
+        there; with -z those of matrices only where their shard is. Of the embedding each whose shard has a part of it
+        adds the rows of all ranks, which it loads from their GPUs, in the order of the ranks."""
+        if not ranges:
+            return
+        if not self.peers:
+            self.reduce(ranges)
+            return
+        N, rank, addresses = ranks.size(), ranks.rank(), self.peers.grads.addresses
+        embedding = self.model.rows.embedding
+        others = without(ranges, embedding)
+        vectors = overlaps(others, self.model.added_to)
+        matrices = without(others, vectors)
+
+        def work(_) -> None:
+            self.meet()
+            whole = vectors if self.sharded else others
+            if whole:
+                sum_buffers(addresses, addresses, whole, BLOCKS, rank, N)
+            for r, shard in enumerate(self.shards) if self.sharded else []:
+                owned = overlaps(matrices, [shard])
+                if owned:
+                    sum_buffers(addresses[r : r + 1], addresses, owned, BLOCKS, rank, N)
+            if overlaps(overlaps(ranges, embedding), [self.shard]):
+                self.model.rows.add(self.peers)
+            self.meet()  # from here on a rank may change what the others have read
+
+        device.communicate(work)
+
+    def add_batch(self) -> None:
+        """In a bitwise run, the end of a batch's backward: sums, this rank's shard, += the gradients of each rank's
+        batch, in the order of the ranks."""
+        (start, end), N, rank = self.shards[ranks.rank()], ranks.size(), ranks.rank()
+        length, grads = end - start, self.model.grads_memory
+        addresses = [device.address(grads)] * N
+        if self.peers:
+            addresses = [device.address(array) for array in self.peers.grads.arrays]
+            self.wait_for_ranks()
+        elif N > 1:
+            parts = self.received[: N * length].reshape(N, length)
+            others = [r for r in range(N) if r != rank]
+            sent = [(grads[slice(*self.shards[r])], r) for r in others if self.shards[r][0] < self.shards[r][1]]
+            collectives.exchange(sent, [(parts[r], r) for r in others] if length else [])
+            for r in others:
+                addresses[r] = device.address(parts) + 4 * (r * length - start)
+        device.join_communication()
+        if length:
+            sums = device.address(self.sums) - 4 * start  # as if it were a whole flat buffer
+            sum_buffers(
+                device.constant((sums,), np.uint64), device.constant((sums, *addresses), np.uint64), [(start, end)],
+                4 * device.multiprocessors,
+            )  # fmt: skip
+        self.wait_for_ranks()  # which read this rank's gradients
+        device.join_communication()
+
+    def gather_sums(self) -> None:
+        """Sets all gradients, on each rank, to the sums of a bitwise run's batches, which start again from 0."""
+        start, end = self.shards[ranks.rank()]
+        device.copy(self.model.grads_memory[start:end], self.sums[: end - start])
+        device.fill_zero(self.sums)
+        self.wait_for_ranks()
+        self.start_gather("grads", [(0, self.model.grads_memory.size)])
+        self.wait_for_ranks()  # which read this rank's
+        device.join_communication()
+
+    # Parameters
+
+    def gather_parameters(self) -> None:
+        """With -z, where each rank has updated its shard, gives every rank all parameters. All ranks must call it
+        before anything reads parameters but a recorded step, which gathers them in the order in which it reads them."""
+        if self.sharded:
+            self.wait_for_ranks()
+            self.start_gather("params", [(0, self.model.params_memory.size)])
+            device.join_communication()
+
+    def gather_first(self, ranges: list[Range]) -> None:
+        """Starts giving every rank the parameters with which forward begins (ranges: `plan.first`), once each has
+        updated those in its shard. Other parameters may be updated meanwhile."""
+        self.wait_for_ranks()
+        if not self.peers:
+            self.start_gather("params", ranges)
+            return
+        addresses, rank = self.peers.params.addresses, ranks.rank()
+
+        def work(_) -> None:
+            for r, shard in enumerate(self.shards):
+                owned = overlaps(ranges, [shard])
+                if owned and r != rank:
+                    sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], owned, BLOCKS)
+
+        device.communicate(work)
+
+    def start_gather(self, name: str, ranges: list[Range]) -> None:
+        """Starts setting ranges of a flat buffer, "params" or "grads", on each rank to what they are on the ranks whose
+        shards they are in. Ranks with peer access have to wait for one another first (`wait_for_ranks`)."""
+        device.communicate(lambda _: self.gather(name, ranges))
+
+    def gather(self, name: str, ranges: list[Range]) -> None:
+        """start_gather, in the work of device.communicate."""
+        flat, rank, N = getattr(self.model, f"{name}_memory"), ranks.rank(), ranks.size()
+        owned = [(r, one) for r, shard in enumerate(self.shards) for one in overlaps(ranges, [shard])]
+        if not self.peers:
+            collectives.broadcast([(flat[start:end], r) for r, (start, end) in owned])
+            return
+        arrays = getattr(self.peers, name).arrays
+        for r, (start, end) in sorted(owned, key=lambda one: (one[0] - rank) % N):  # each from another one at a time
+            if r != rank:
+                device.copy(flat[start:end], arrays[r][start:end])
+
+    def share_overflow(self) -> None:
+        """Lets all ranks know whether a gradient of the step before has overflowed (norm[3] of `adamw`), which with -z
+        its parameter's owner alone has seen. None reads or writes that number before AdamW, in front of which all meet
+        again, so one rank sums it for all."""
+        if not self.sharded:
+            return
+        if not self.peers:
+            collectives.all_reduce([self.model.norm[3:]])
+        elif ranks.rank() == 0:
+            norms = self.peers.norm.addresses
+            device.communicate(lambda _: sum_buffers(norms, norms, [(3, 4)], 1))
+
+    # Ranks with peer access
+
+    def wait_for_ranks(self) -> None:
+        """Where ranks have peer access, what follows in device.communicate is done once all have come to this point."""
+        if self.peers:
+            device.communicate(lambda _: self.meet())
+
+    def meet(self) -> None:
+        """A barrier of all ranks, in the work of device.communicate."""
+        barrier(self.peers.barrier_words.arrays, ranks.rank())
+
+    # Checkpoints
+
+    def checksum(self) -> str:
+        """16 hexadecimal digits that tell the model's parameters from others, by all their bits."""
+        return checksum(self.model.params_memory)
+
+    def load_checkpoint(self, tensors: Mapping[str, np.ndarray] | None, moments: tuple | None) -> None:
+        """Gives all ranks a checkpoint that rank 0 has read: the parameters, as `read_model` gives them, and AdamW's m
+        and v of all of them, (num_parameters,) each. All ranks must call it, the others with None."""
+        model = self.model
+        if tensors is not None:
+            model.load(tensors)
+        collectives.broadcast([(model.params_memory, 0)])
+        device.join_communication()
+        for own, values in zip((model.m_memory, model.v_memory), moments or (None, None), strict=True):
+            collectives.scatter(own, self.shard[0], model.params_memory.size, values)
+
+    def whole_moments(self) -> tuple:
+        """AdamW's m and v of all parameters, (num_parameters,) each, as save_checkpoint takes them: where a rank has
+        only its shard, as pieces, all of which every rank must ask for."""
+        moments = self.model.m_memory, self.model.v_memory
+        return tuple(collectives.whole(own, self.shards) for own in moments) if self.sharded else moments
+
+
+class Rows:
+    """The rows of the embedding that a batch takes and changes. The embedding, a third of GPT-2 124M's bytes, is read
+    first and complete last. Where a step would have to wait for all of it, ranks with peer access exchange only those
+    rows. A model script says where, by `embedding_forward` and `embedding_backward`."""
+
+    def __init__(self, exchange: Exchange):
+        self.exchange, self.embedding = exchange, []
+        self.comes = self.leaves = False
+
+    def begin(self, comes: bool, last: bool) -> None:
+        """Before a batch. comes: its rows of the embedding have yet to come from other ranks; last: of a step."""
+        self.comes = comes and self.exchange.sharded
+        self.leaves = last and bool(self.exchange.peers) and not self.exchange.bitwise
+
+    def end(self) -> None:
+        """After a batch: what else runs forward, such as a validation, exchanges no rows."""
+        self.comes = self.leaves = False
+
+    def gather(self, wte, C: int) -> None:
+        """Where this is a step's first batch, sets the rows of wte (Vp,C) that it takes to what they are on the ranks
+        that have updated them."""
+        exchange, model = self.exchange, self.exchange.model
+        self.embedding = [range_in(wte, model.params_memory)]
+        if not self.comes:
+            return
+        exchange.wait_for_ranks()
+        if exchange.peers:
+            addresses, length, start = exchange.peers.params.addresses, exchange.shards[0][1], self.embedding[0][0]
+            batch = model.inputs, model.order, model.count, model.B * model.T, C
+            device.communicate(lambda _: gather_rows(addresses, ranks.rank(), length, start, *batch))
+        device.join_communication()
+        exchange.share_overflow()
+
+    def add(self, peers) -> None:
+        """Adds the rows of all ranks' batches to the gradient of the embedding."""
+        model = self.exchange.model
+        ((start, end),) = self.embedding
+        C = model.config.channels
+        for values, indices in zip(peers.wte_values.arrays, peers.wte_indices.arrays, strict=True):
+            add_sparse(model.grads_memory[start:end], values, indices, model.B * model.T, C)
+
+
+def embedding_forward(model: Model, out, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None) -> None:
+    """encoder_forward for model.inputs, whose rows of wte may still be on other ranks."""
+    if model.rows:
+        model.rows.gather(wte, C)
+    encoder_forward(out, model.inputs, wte, wpe, B, T, C, dropout)
+
+
+def embedding_backward(model: Model, dwte, dwpe, dout, B: int, T: int, C: int) -> None:
+    """encoder_backward for model.batch: adds to the gradients of wte and, if there is one, wpe. (B, T) are the model's.
+
+    In the last batch of a step, ranks with peer access add nothing to wte's yet. They sum it over all ranks but for the
+    rows of this batch, which they leave for `sum_late`."""
+    batch = model.inputs, model.order, model.count, B, T, C
+    if model.rows and model.rows.leaves:
+        peers, rank = model.rows.exchange.peers, ranks.rank()
+        values, indices = peers.wte_values.arrays[rank], peers.wte_indices.arrays[rank]
+        encoder_backward_sparse(values, indices, dwpe, dout, *batch)
+    else:
+        encoder_backward(dwte, dwpe, dout, *batch)
+
+
+class StepPlan:
+    """What an Exchange learns from a step's launches. A bucket is a list of ranges of the flat buffers.
+
+    first      the parameters that forward reads first, and all short ones: they come at the end of the update
+    gathered   the others, in the order in which forward reads them: buckets, and the first launch that reads each
+    buckets    gradients in the order in which they are complete, and the launches after which each bucket is
+    late       those that are complete only at backward's end
+    """
+
+    def __init__(self):
+        self.first: list[Range] = []
+        self.gathered: list[tuple[list[Range], int | None]] = []
+        self.buckets: list[tuple[list[Range], tuple[int, ...]]] = []
+        self.late: list[Range] = []
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]
+
+    def gathers(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
+        """Learns which parameters a step's launches read first, and returns the gathers beside them."""
+        model, embedding = exchange.model, exchange.model.rows.embedding
+        vectors = without(model.added_to, embedding)
+        reads = [parts_in(model.params_memory, launch.reads) for launch in launches]
+        readers = {one: [i for i, parts in enumerate(reads) if device.touch([one], parts)]
+                   for one in parameter_ranges(model.config)}  # fmt: skip
+        encoder = next(readers[one][0] for one in embedding)
+        if exchange.peers:  # its rows have come before the encoder reads them; the whole comes for the next reader
+            readers |= {one: readers[one][1:] for one in embedding}
+        order = sorted(readers, key=lambda one: (readers[one] or [len(launches)], one))
+        first, self.gathered, begun = [], [], 0
+        for one in order:
+            matrices = without([one], vectors)
+            if not matrices:
+                continue
+            if begun < SMALLEST_BUCKET and not (exchange.peers and one in embedding):
+                first += matrices
+                begun += 0 if one in embedding else one[1] - one[0]
+            elif self.gathered and length(self.gathered[-1][0]) < SMALLEST_BUCKET and readers[one]:
+                self.gathered[-1][0].extend(matrices)
+            else:
+                self.gathered.append((matrices, next(iter(readers[one]), None)))
+        self.first = first + vectors
+        return [
+            Insertion(lambda _, ranges=ranges: exchange.gather("params", ranges), (encoder,), reader)
+            for ranges, reader in self.gathered
+        ]
+
+    def sums(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
+        """Learns when gradients are complete, and returns the sums beside a step's launches."""
+        model, embedding = exchange.model, exchange.model.rows.embedding if exchange.peers else []
+        vectors = without(model.added_to, embedding)
+        writes = [parts_in(model.grads_memory, launch.writes) for launch in launches]
+        end = max(i for i, launch in enumerate(launches) if launch.name == "sgemm" and not writes[i])
+        complete = []
+        for one in parameter_ranges(model.config):
+            writers = [i for i, parts in enumerate(writes) if device.touch([one], parts)]
+            matrices = without([one], vectors)
+            is_zero = bool(writers) and all(launches[i].name == "fill_zero" for i in writers)
+            if matrices and not is_zero:
+                complete.append((max(writers, default=-1), matrices))
+        self.buckets, bucket, after = [], [], []
+        for writer, matrices in sorted(complete):
+            bucket += matrices
+            after += [writer] if writer >= 0 else []
+            if writer < end and length(bucket) >= SMALLEST_BUCKET:
+                self.buckets.append((bucket, tuple(after)))
+                bucket, after = [], []
+        self.late = bucket + without(vectors, bucket) + without(embedding, bucket)
+        return [
+            Insertion(lambda _, ranges=ranges: exchange.sum_bucket(ranges), after, urgent=exchange.peers is None)
+            for ranges, after in self.buckets
+        ]
+
+
+@cache
+def parameter_ranges(config: Config) -> list[Range]:
+    """Where in the flat buffers each parameter lies, those of the layers each by itself."""
+    starts, _ = layout(config.parameters(), config.sizes(), align=1)
+    found = []
+    for name, symbols in config.parameters():
+        start, shape = starts[name]
+        layers = shape[0] if symbols[0] == "L" else 1
+        length = math.prod(shape) // layers
+        found += [(start + i * length, start + (i + 1) * length) for i in range(layers)]
+    return found
+
+
+def length(ranges: list[Range]) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def parts_in(flat, addresses: list[Range]) -> list[Range]:
+    """Those ranges of addresses that lie in a flat buffer, fp32, as ranges of it."""
+    base = device.address(flat)
+    return [((a - base) // 4, (b - base) // 4) for a, b in addresses if base <= a < base + flat.nbytes]
+
+
+def range_in(tensor, flat) -> Range:
+    """Where a tensor lies in a flat buffer."""
+    start = (device.address(tensor) - device.address(flat)) // 4
+    return start, start + tensor.size
+
+
+def overlaps(ranges: list[Range], others: list[Range]) -> list[Range]:
+    """What ranges have in common with others, neither of which overlap among themselves."""
+    both = [(max(a, c), min(b, d)) for a, b in ranges for c, d in others]
+    return [(start, end) for start, end in both if start < end]
+
+
+def without(ranges: list[Range], others: list[Range]) -> list[Range]:
+    """What ranges do not have in common with others."""
+    for start, end in others:
+        parts = [part for a, b in ranges for part in ((a, min(b, start)), (max(a, end), b))]
+        ranges = [(a, b) for a, b in parts if a < b]
+    return ranges
+
+
+def share_of(one: Range, r: int, N: int) -> Range:
+    """The r-th of N shares of a range: equal numbers of four floats, but for what is left over."""
+    start, end = one
+    vectors = ceil_div(end - start, 4)
+    return min(end, start + 4 * (vectors * r // N)), min(end, start + 4 * (vectors * (r + 1) // N))
+
+
+def share_length(one: Range, N: int) -> int:
+    """The longest of the shares."""
+    return 4 * ceil_div(one[1] - one[0], 4 * N)
+
+
+def shares(bucket: list[Range], r: int, N: int) -> Iterator[tuple[Range, int]]:
+    """Of each range in a bucket rank r's share, and its place in a room."""
+    place = 0
+    for one in bucket:
+        share = share_of(one, r, N)
+        if share[0] < share[1]:
+            yield share, place
+        place += share_length(one, N)
+
+
+def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
+    """Cuts ranges into buckets; of each, a rank's share is at most `room` floats, a multiple of 4."""
+    bucket, left = [], room
+    for start, end in ranges:
+        while start < end:
+            one = start, min(end, start + left * N)
+            bucket.append(one)
+            left, start = left - share_length(one, N), one[1]
+            if left == 0:
+                yield bucket
+                bucket, left = [], room
+    if bucket:
+        yield bucket
+
+
+def barrier(words: list, rank: int) -> None:
+    """Waits on the device until it has been called on all ranks; what each wrote before is then there for all. words:
+    each rank's words, uint32 (ranks,), of which word r is for what rank r tells it; all are 0 before and after.
+
+    In each pair of ranks the lower signals first, and the higher resets that word and replies; then the lower resets
+    its own. So no word is set anew before it has been reset, however often this is called, or replayed as a part of a
+    graph."""
+    lower, higher = range(rank), range(rank + 1, len(words))
+
+    def signal(others: range) -> list:
+        return [("write", words[r][rank : rank + 1], 1) for r in others]
+
+    def hear(others: range) -> list:
+        own = [words[rank][r : r + 1] for r in others]
+        return [("wait", word, 1) for word in own] + [("write", word, 0) for word in own]
+
+    device.memory_operations(signal(higher) + hear(lower) + signal(lower) + hear(higher))

@@ -1,0 +1,35 @@
+"""A training step, whatever the model: batches in, zero, forward, loss, backward, update."""
+
+from collections.abc import Callable
+
+from llmc.batches import Batches
+from llmc.exchange import Exchange
+from llmc.update import adamw_update
+
+
+def train_step(
+    exchange: Exchange, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
+) -> Callable[[int, float], None]:
+    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
+    step's batches, then AdamW. The launches are recorded once and replayed."""
+    model = exchange.model
+    B, T = model.B, model.T
+
+    def forward_backward(first: bool, last: bool) -> None:
+        if first:
+            model.zero_grad()
+        model.forward(B, T, training=True)
+        model.loss(B, T, dloss=1.0 / batches.step_tokens)
+        model.backward(B, T, accumulate=not first)
+
+    recorded = exchange.record(forward_backward)
+
+    def step_of(step: int, learning_rate: float) -> None:
+        # of_step sends each batch to the device, and its losses back.
+        for i in batches.of_step(step):
+            recorded(i == 0, i + 1 == batches.count)
+        if batches.dropped:
+            return  # the run is told to stop: what this step has added up is dropped
+        adamw_update(exchange, learning_rate, weight_decay, grad_clip, step + 1)
+
+    return step_of

@@ -1,0 +1,234 @@
+"""A device that does nothing before it must, as a GPU may, and ranks that are threads of one process."""
+
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import device
+from llmc import collectives, exchange, ranks
+
+import numpy as np
+
+
+class LazyDevice(device.CpuDevice):
+    """Gives its work to streams as CudaDevice does, and does a stream's work only where somebody waits for it. What
+    is given to the other streams is then done as late as the waits allow; with `eagerly`, as early as they allow."""
+
+    eagerly = False
+
+    def __init__(self):
+        super().__init__()
+        self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
+        self.done = {id(stream): 0 for stream in self.streams}
+        self.stream, self.communicating = self.main_stream, False
+        for name in ("copy_in", "copy_out", "fill_zero", "copy", "sgemm", "sgemm_strided_batched"):
+            setattr(self, name, partial(self.put, getattr(self, name)))
+
+    @property
+    def streams(self) -> list[list]:
+        return [self.main_stream, self.side_stream, self.urgent_stream]
+
+    def put(self, work, *arguments, **options) -> None:
+        self.stream.append(partial(work, *arguments, **options))
+
+    def kernel(self, path, name):
+        return partial(self.put, super().kernel(path, name))
+
+    def memory_operations(self, operations) -> None:
+        self.put(super().memory_operations, operations)
+
+    def mark(self, stream: list) -> tuple[list, int]:
+        return stream, len(stream)
+
+    def wait(self, stream: list, mark: tuple[list, int]) -> None:
+        stream.append(mark)
+
+    def on(self, stream: list):
+        return On(self, stream)
+
+    def communicate(self, work, urgent=True, after=None) -> None:
+        for mark in after or [self.mark(self.stream)]:
+            self.wait(self.urgent_stream, mark)
+        with self.on(self.urgent_stream):
+            super().communicate(work)
+        self.communicating = True
+
+    def communicated(self) -> tuple[list, int]:
+        return self.mark(self.urgent_stream)
+
+    def join_communication(self) -> None:
+        if self.communicating:
+            self.wait(self.stream, self.communicated())
+            self.communicating = False
+
+    def capture(self, work):
+        def graph() -> None:
+            self.wait(self.side_stream, self.mark(self.main_stream))
+            work()
+            self.wait(self.main_stream, self.mark(self.side_stream))
+            self.join_communication()
+
+        return SimpleNamespace(launch=lambda stream: graph())
+
+    def advance(self, stream: list, count: int) -> None:
+        """Does the first `count` works of a stream, and what they wait for."""
+        while self.done[id(stream)] < count:
+            item = stream[self.done[id(stream)]]
+            if isinstance(item, tuple):
+                self.advance(*item)
+            else:
+                if self.eagerly and stream is self.main_stream:
+                    for other in self.streams[1:]:
+                        self.advance_freely(other)
+                item()
+            self.done[id(stream)] += 1
+
+    def advance_freely(self, stream: list) -> None:
+        """Does all of a stream's works that wait for nothing which is not done yet."""
+        while self.done[id(stream)] < len(stream):
+            item = stream[self.done[id(stream)]]
+            if isinstance(item, tuple):
+                if self.done[id(item[0])] < item[1]:
+                    return
+            else:
+                item()
+            self.done[id(stream)] += 1
+
+    def synchronize(self) -> None:
+        self.advance(self.main_stream, len(self.main_stream))
+
+    def event(self):
+        return SimpleNamespace(wait=partial(self.advance, self.main_stream, len(self.main_stream)))
+
+    def to_host(self, array):
+        self.synchronize()
+        return super().to_host(array)
+
+
+class On:
+    """Within the block, work is given to a stream."""
+
+    def __init__(self, of: LazyDevice, stream: list):
+        self.of, self.stream, self.before = of, stream, of.stream
+
+    def __enter__(self) -> None:
+        self.of.stream = self.stream
+
+    def __exit__(self, *error) -> None:
+        self.of.stream = self.before
+
+
+class Threads:
+    """Ranks as threads of one process, each with a device of its own. One of them runs at a time; another may go on
+    where it waits for others. With peers they have peer access; else what gloo sums, they sum in their order."""
+
+    def __init__(self, N: int, monkeypatch, peers: bool = True):
+        self.N, self.own, self.baton = N, threading.local(), threading.Lock()
+        self.meeting, self.said = threading.Barrier(N, timeout=60), [None] * N
+        for module, name, stands in (
+            (ranks, "size", lambda: N), (ranks, "rank", lambda: self.own.rank), (ranks, "all_gather", self.all_gather),
+            (collectives, "peer_access", lambda: peers), (collectives, "map_memory", self.map_memory),
+            (collectives, "all_reduce", self.all_reduce), (collectives, "reduce", self.reduce),
+            (collectives, "broadcast", self.broadcast), (collectives, "exchange", self.exchange),
+            (exchange, "barrier", self.barrier),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, stands)
+
+    def meet(self) -> None:
+        mine = device.current.device
+        self.baton.release()
+        try:
+            self.meeting.wait()
+        finally:
+            self.baton.acquire()
+            device.current.switch(mine)
+
+    def barrier(self, words: list, rank: int) -> None:
+        self.later(self.meet)
+
+    def later(self, work) -> None:
+        """Does work when the device comes to it."""
+        of = device.observing.unobserved()
+        of.put(work) if isinstance(of, LazyDevice) else work()
+
+    def all_gather(self, value) -> list:
+        self.said[self.own.rank] = value
+        self.meet()
+        values = list(self.said)
+        self.meet()
+        return values
+
+    def map_memory(self, **arrays) -> SimpleNamespace:
+        of_ranks, mapped = self.all_gather(arrays), {}
+        for name in arrays:
+            found = [of_rank[name] for of_rank in of_ranks]
+            if found[0] is not None:
+                mapped[name] = collectives.Mapped(found, np.array([device.address(x) for x in found], np.uint64))
+        return SimpleNamespace(**mapped)
+
+    def together(self, work) -> None:
+        """Gives work, in which all ranks take part, to the device, as a collective of NCCL is."""
+        device.communicate(lambda _: self.later(work))
+
+    def all_reduce(self, arrays: list) -> None:
+        def work() -> None:
+            for x in arrays:
+                parts = self.all_gather(np.copy(x))
+                x[:] = parts[0]
+                for part in parts[1:]:
+                    x += part
+
+        if arrays:
+            self.together(work)
+
+    def reduce(self, pieces: list) -> None:
+        def work() -> None:
+            for x, root in pieces:
+                parts = self.all_gather(np.copy(x))
+                x[:] = parts[0] if root == self.own.rank else np.nan
+                for part in parts[1:] if root == self.own.rank else []:
+                    x += part
+
+        if pieces:
+            self.together(work)
+
+    def broadcast(self, pieces: list) -> None:
+        def work() -> None:
+            for x, root in pieces:
+                x[:] = self.all_gather(np.copy(x))[root]
+
+        if pieces:
+            self.together(work)
+
+    def exchange(self, sent: list, received: list) -> None:
+        def work() -> None:
+            of_ranks = self.all_gather([(np.copy(x), to) for x, to in sent])
+            for x, peer in received:
+                (values,) = [values for values, to in of_ranks[peer] if to == self.own.rank]
+                x[:] = values
+
+        self.together(work)
+
+    def run(self, work, kind: type[device.CpuDevice] = device.CpuDevice) -> list:
+        """What work(rank) returns on each rank, on devices of this kind."""
+        results, errors = [None] * self.N, []
+
+        def of_rank(r: int) -> None:
+            self.own.rank = r
+            with self.baton:
+                try:
+                    device.current.switch(kind())
+                    results[r] = work(r)
+                except BaseException as error:
+                    errors.append(error)
+                    self.meeting.abort()
+
+        threads = [threading.Thread(target=of_rank, args=(r,)) for r in range(self.N)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        device.use("cpu")
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return results

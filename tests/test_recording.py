@@ -1,0 +1,223 @@
+"""device/recording.py: a step that follows the plan made of its launches gives what program order gives, on a device
+that does everything as late as it may, or as early; and who is placed where."""
+
+
+import device
+from device import recording
+from llmc.batches import Batches
+from llmc.exchange import Exchange
+from llmc.model import build_from_random
+from llmc.step import train_step
+from models import kind_of
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lazy import LazyDevice
+from test_model import MODELS, ONE_OF_EACH, name_of
+from test_peers import EagerDevice
+
+BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
+PLACES = st.integers(0, 2 * BLOCKS - 2)  # where a matrix begins, in halves of them
+OPERATIONS = st.tuples(st.sampled_from(["sgemm", "sgemm +=", "copy", "zero"]), PLACES, PLACES, PLACES)
+PROGRAMS = st.lists(OPERATIONS, min_size=2, max_size=14)
+
+
+def run(program: list[tuple], memory) -> None:
+    """Gives a program to the device: products, copies and memsets of matrices that overlap in memory."""
+    flat = memory.reshape(-1)
+    for what, c, a, b in program:
+        c, a, b = (flat[8 * place : 8 * place + 16] for place in (c, a, b))
+        if what == "copy":
+            device.copy(c, a)
+        elif what == "zero":
+            device.fill_zero(c)
+        else:
+            device.sgemm(c, a, b, SIDE, SIDE, SIDE, beta=float(what == "sgemm +="))
+
+
+def apart(program: list[tuple]) -> list[tuple]:
+    """The operations whose result does not overlap with what they read."""
+    return [one for one in program if all(abs(one[1] - other) > 1 for other in one[2:])]
+
+
+def results(program: list[tuple], kind: type[device.CpuDevice]) -> list[bytes]:
+    """The memory after each of four rounds of a program that is recorded."""
+    device.current.switch(kind())
+    memory = np.random.default_rng(1).uniform(-0.4, 0.4, (BLOCKS, SIDE, SIDE)).astype(np.float32)
+    recorded, found = device.record(lambda: run(program, memory), [memory[-3:]]), []
+    for _ in range(4):
+        recorded()
+        device.synchronize()
+        found.append(memory.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("kind", [LazyDevice, EagerDevice])
+@given(PROGRAMS.map(apart))
+@settings(max_examples=60)
+def test_random_programs_give_what_program_order_gives(kind, program):
+    expected = results(program, device.CpuDevice)
+    found = results(program, kind)
+    device.use("cpu")
+    assert found == expected
+
+
+CONFLICTS = {
+    "reads what the other writes": lambda a, b: device.touch(a.reads + a.updates, b.sets + b.updates),
+    "writes what the other reads": lambda a, b: device.touch(a.sets + a.updates, b.reads + b.updates),
+    "writes what the other writes": lambda a, b: device.touch(a.sets + a.updates, b.sets + b.updates),
+}
+# A product of the side stream (into the gradient at 18) in front of a launch that conflicts with it. What is copied
+# from 0 keeps the product before it off the side stream.
+NOTICED = {
+    "reads what the other writes": [("sgemm +=", 18, 0, 8), ("copy", 4, 18, 18)],
+    "writes what the other reads": [("sgemm", 18, 0, 8), ("sgemm +=", 0, 4, 6), ("copy", 10, 0, 0)],
+    "writes what the other writes": [("sgemm", 18, 0, 6), ("copy", 18, 4, 4)],
+}
+
+
+def test_a_side_stream_that_waits_for_nothing_is_noticed(monkeypatch):
+    program = [("sgemm +=", 0, 4, 6), ("sgemm", 18, 0, 8), ("copy", 10, 0, 0)]
+    expected, waits = results(program, device.CpuDevice), recording.waits
+    assert all(results(program, kind) == expected for kind in (LazyDevice, EagerDevice))
+    monkeypatch.setattr(recording, "waits", lambda launches, side: [
+        None if beside else wait for beside, wait in zip(side, waits(launches, side), strict=True)])  # fmt: skip
+    assert not all(results(program, kind) == expected for kind in (LazyDevice, EagerDevice))
+
+
+@pytest.mark.parametrize("left_out", CONFLICTS)
+def test_a_rule_that_is_left_out_is_noticed(left_out, monkeypatch):
+    program, others = NOTICED[left_out], [rule for name, rule in CONFLICTS.items() if name != left_out]
+    expected = results(program, device.CpuDevice)
+    assert all(results(program, kind) == expected for kind in (LazyDevice, EagerDevice))
+    monkeypatch.setattr(recording.Launch, "conflicts", lambda a, b: any(rule(a, b) for rule in others))
+    assert not all(results(program, kind) == expected for kind in (LazyDevice, EagerDevice))
+
+
+def test_a_launch_that_was_not_there_before_is_an_error():
+    device.use("cpu")
+    x, count = np.zeros(4, np.float32), [1]
+    recorded = device.record(lambda: [device.fill_zero(x) for _ in range(count[0])])
+    recorded()
+    count[0] = 2
+    with pytest.raises(RuntimeError, match="a recorded step has launched fill_zero where it had not before"):
+        recorded()
+
+
+def plan_of(config, attention: str, B: int, dropout: float, memory: list | None = None) -> recording.Plan:
+    """The plan of a training step's forward and backward pass."""
+    device.use("cpu")
+    model = kind_of(config)(config, B, 32, attention)
+    model.dropout = dropout
+
+    def work() -> None:
+        model.zero_grad()
+        model.forward(B, 32, training=True)
+        model.loss(B, 32, dloss=1e-3)
+        model.backward(B, 32)
+
+    recorded = device.record(work, [model.grads_memory])
+    with device.observe(lambda name, arguments, launch: None):  # nothing is computed
+        recorded()
+    return recorded.plans[()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("B", [1, 32])  # from 1024 rows on, operands are transposed
+@pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
+def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, B, dropout):
+    """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's, transposed. The
+    streams wait for each other no more often than a person would let them: the side stream once a product, the main
+    stream before a buffer that the side stream reads is written anew, up to four times a layer."""
+    plan, L = plan_of(config, attention, B, dropout), config.num_layers
+    products = 4 * L + 1
+    recomputed = 2 * L + 1 + L * (B == 32)
+    assert sum(plan.side) == products + recomputed
+    found = [(one, wait) for one, wait in zip(plan.side, plan.waits, strict=True) if wait is not None]
+    assert sum(side for side, _ in found) <= products
+    assert sum(not side for side, _ in found) <= 4 * L + 1
+
+
+class Tokens:
+    def __init__(self, vocab_size):
+        self.rng, self.vocab_size = np.random.default_rng(0), vocab_size
+
+    def next_batch(self, inputs, targets):
+        inputs[:], targets[:] = self.rng.integers(0, self.vocab_size, (2, *inputs.shape))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
+def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dropout):
+    """Steps of three batches, the next given to the device while it has the one before."""
+
+    def trained(kind: type[device.CpuDevice]) -> list[np.ndarray]:
+        device.current.switch(kind())
+        model = build_from_random(kind_of(config), config, 2, 11, attention, seed=1)
+        model.dropout = dropout
+        batches, losses = Batches(model, Tokens(config.vocab_size), count=3), []
+        step_of, ends = train_step(Exchange(model), batches, weight_decay=0.1, grad_clip=1.0), []
+        for step in range(4):
+            step_of(step, 1e-2)
+            ends.append(device.event())
+            if step > 0:
+                ends[step - 1].wait()
+                losses.append(batches.mean_loss(step - 1))
+        return [np.array(losses), *map(device.to_host, (model.params_memory, model.m_memory, model.v_memory))]
+
+    expected, *others = (trained(kind) for kind in (device.CpuDevice, LazyDevice, EagerDevice))
+    device.use("cpu")
+    assert all(np.array_equal(*pair) for found in others for pair in zip(found, expected, strict=True))
+
+
+def test_the_devices_have_the_same_operations():
+    """By name and arguments: what is tested on one must not fail on the other."""
+    import inspect
+
+    def operations(kind) -> dict[str, list[str]]:
+        found = {name: getattr(kind, name) for name in vars(kind) if not name.startswith("_")}
+        return {name: list(inspect.signature(one).parameters) for name, one in found.items() if inspect.isfunction(one)}
+
+    from device.cublas import Cublas
+
+    cuda, cpu = operations(device.CudaDevice), operations(device.CpuDevice)
+    cuda |= {name: parameters for name, parameters in operations(Cublas).items() if name.startswith("sgemm")}
+    assert {name: cpu[name] for name in cuda if name in cpu} == {name: cuda[name] for name in cuda if name in cpu}
+    assert cpu.keys() - cuda.keys() == {"product", "share"}
+    assert cuda.keys() - cpu.keys() == {"switch"}
+
+
+def test_what_a_declaration_says_is_set_is_not_read_before():
+    """Every kernel with SETS in its declaration is run by its launcher on outputs of two kinds of garbage."""
+    from dev.launches import LAUNCHES
+
+    device.use("cpu")
+    seen = set()
+    for launch in LAUNCHES.values():
+        call, found = launch.prepare(launch.sizes), []
+
+        def observer(name, arguments, work, found=found) -> None:
+            sets = [key for key, access in device.accesses(name, arguments).items() if access == "sets"]
+            if not sets or name in device.observing.OPERATIONS:
+                work()
+                return
+            seen.add(name)
+            kept = {key: np.copy(value) for key, value in arguments.items() if isinstance(value, np.ndarray)}
+            results = []
+            for poison in (np.nan, -7e30):
+                for key, value in kept.items():
+                    arguments[key][...] = poison if key in sets else value
+                work()
+                results.append([arguments[key].tobytes() for key in kept])
+            found.append(results[0] == results[1])
+
+        with device.observe(observer):
+            call()
+        assert all(found), launch.launcher.__name__
+    declared = {
+        name for source in device.current.sources for name, parameters in
+        device.sources.kernel_accesses(source.path).items() if "sets" in parameters.values()
+    }
+    assert seen >= declared - {name for name in declared if "erf" in name}
