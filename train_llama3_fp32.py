@@ -26,10 +26,10 @@ from llmc.attention import attention_input, causal_attention_backward, causal_at
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import LLAMA3_MODEL, make_header
 from llmc.model import Model
-from llmc.program import run_program
+from llmc.program import run_trainer
 from llmc.run import Run
-from llmc.step import train_step
 from llmc.tensors import Config, Table, padded, without
+from llmc.update import adamw_update
 
 import numpy as np
 
@@ -346,11 +346,40 @@ class Llama3(Model):
 
 
 def main() -> None:
-    run = Run(Llama3, parse_arguments(Llama3Config))
-    step_of = train_step(run.exchange, run.batches, run.args.weight_decay, run.args.grad_clip)
-    for step in run:  # which validates, samples, logs and saves where that is due, and ends when it is told to
-        step_of(step, run.learning_rate(step))
+    with Run(Llama3, parse_arguments(Llama3Config)) as run:
+        model, batches, s = run.model, run.batches, run.settings
+
+        def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
+            if first:
+                model.zero_grad()
+            llama3_forward(model, s.B, s.T, training=True)
+            model.loss(s.B, s.T, dloss=1.0 / s.step_tokens)
+            llama3_backward(model, s.B, s.T, accumulate=not first)
+
+        forward_backward = run.exchange.record(forward_backward)
+        for step in range(s.first_step, s.steps + 1):
+            here = run.position()                      # where a run that is resumed goes on
+            if s.saves(step):
+                run.save(step, here)
+            if s.validates(step):
+                run.validate(step)
+            if s.samples(step):
+                run.sample(step)
+            if step == s.steps:
+                break
+            for i in range(s.batches):                 # of this rank
+                if run.told_to_stop():                 # the same on all ranks
+                    break
+                batches.send(step, i)
+                forward_backward(first=i == 0, last=i + 1 == s.batches)
+                batches.fetch_losses(step, i)
+            else:
+                adamw_update(run.exchange, s.learning_rate(step), s.weight_decay, s.grad_clip, step + 1)
+                run.report(step, here)                 # of the step before, while the device works on this one
+                continue
+            run.stop_before(step, here)                # nothing of this step has reached a parameter
+            break
 
 
 if __name__ == "__main__":
-    run_program(main, interrupted="interrupted before the first step")  # from then on the run has Ctrl-C
+    run_trainer(main)

@@ -25,7 +25,7 @@ from llmc.logger import Logger
 from llmc.model import Model
 from llmc.program import run_program
 from llmc.report import print_validation
-from llmc.schedule import LearningRateSchedule
+from llmc.settings import FIRST_SEED, check_flags, settle
 from llmc.tensors import Config
 from llmc.tokenizer import Tokenizer, find_tokenizer
 
@@ -47,6 +47,7 @@ def main() -> None:
     chosen, flags = parser.parse_known_args()
     kind = SCRIPTS[chosen.script]
     args = parse_arguments(kind.Config, flags)
+    check_flags(args)
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     tokenizer_path = find_tokenizer(args.data)
@@ -56,7 +57,7 @@ def main() -> None:
     if config is None:
         config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
     model = build_torch_model(config, "relu" if args.attention == "relu" else "sdpa")
-    model.load(first_weights(kind, config, args.seed) if described else tensors)
+    model.load(first_weights(kind, config, FIRST_SEED if args.seed is None else args.seed) if described else tensors)
     model.to(where)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -65,12 +66,11 @@ def main() -> None:
         lr=args.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=where == "cuda",
     )  # fmt: skip
 
-    B, T = args.B, args.T
-    train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.shuffle_seed)
-    val_loader = DataLoader(args.val_data, "val", B, T, config.vocab_size)
-    accumulation = (args.total_batch_size or B * T) // (B * T)
-    steps = args.max_steps if args.max_steps is not None else train_loader.num_tokens // (accumulation * B * T)
-    schedule = LearningRateSchedule(args.schedule, args.learning_rate, args.warmup, steps, args.final_fraction)
+    B, T = args.batch_size, args.sequence_length
+    train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed)
+    val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size)
+    settings = settle(args, 0, train_loader.num_tokens, val_loader.num_batches)
+    steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)
     logger = Logger(args.log)
     inputs, targets = np.empty((B, T), np.int32), np.empty((B, T), np.int32)
@@ -80,9 +80,8 @@ def main() -> None:
         return model.loss(*(torch.from_numpy(x).to(where, torch.int64) for x in (inputs, targets)))
 
     for step in range(steps + 1):
-        if step % args.val_every == 0 or step == steps:
+        if settings.validates(step):
             val_loader.reset()
-            count = min(val_loader.num_batches, args.val_max_batches)
             loss, num_bytes = 0.0, 0
             with torch.no_grad():
                 for _ in range(count):
@@ -96,14 +95,14 @@ def main() -> None:
         started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for _ in range(accumulation):
-            loss = next_loss(train_loader) / accumulation
+        for _ in range(settings.batches):
+            loss = next_loss(train_loader) / settings.batches
             loss.backward()
             total += loss.detach()
         if args.grad_clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.get_learning_rate(step)
+            group["lr"] = settings.learning_rate(step)
         optimizer.step()
         total = float(total)
         ms = 1000 * (time.perf_counter() - started)

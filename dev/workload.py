@@ -14,7 +14,7 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.exchange import Exchange
 from llmc.model import Model
-from llmc.run import build_model
+from llmc.run import Origin, build_model
 from llmc.tensors import Config
 
 import numpy as np
@@ -50,7 +50,8 @@ class Workload:
     def build(self) -> Exchange:
         """The exchange of our model, as the script makes both."""
         args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
-        return build_model(self.kind, args, SimpleNamespace(vocab_size=self.config.vocab_size), None, None)[0]
+        tokenizer = SimpleNamespace(vocab_size=self.config.vocab_size)
+        return build_model(self.kind, args, tokenizer, Origin(None, {}, None))[0]
 
     def loader(self) -> DataLoader:
         return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)

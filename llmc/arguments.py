@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from device.errors import UserError
 from llmc import ranks
-from llmc.dataloader import find_token_files, open_tokens
 from llmc.schedule import SCHEDULES
 from llmc.tensors import Config
 
@@ -209,28 +208,10 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
     return parser
 
 
-# What a checkpoint records of the flags, beside tf32 (see Run). A run that is resumed keeps those that it is not given
-# again. Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
-FIXED = (
-    "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
-    "seed",
-)  # fmt: skip
-MAY_CHANGE = (
-    "learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data", "zero_stage",
-    "bitwise",
-)  # fmt: skip
-
-# Flags that need not be the same on all ranks: what they name may lie in another place on each machine, or is of no
-# concern to any rank but 0.
-OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
-
-
 def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
-    """The flags of the program that trains models of these sizes, checked one by one and against each other. Exits with
-    code 2 for a wrong flag; raises UserError for values that do not fit together. `given` are the names of those that
-    were given. Where this process is one of several ranks that have been started, they meet first."""
-    if arguments is None:
-        ranks.meet()
+    """The flags of the program that trains models of these sizes. `given` are the names of those that were given. Opens
+    nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's description that is
+    none, and for checkpoints that are asked for without a place (settings.py checks what depends on more)."""
     parser = make_parser(config)
     args = parser.parse_args(arguments)
     unset = object()
@@ -239,66 +220,4 @@ def parse_arguments(config: type[Config], arguments: list[str] | None = None) ->
     config.described(args.model)  # says what is wrong with a description before anything takes time
     if (args.resume or args.checkpoint_every) and not args.checkpoint_dir:
         raise UserError("-y and -n need to know where checkpoints are: add --checkpoint-dir")
-    if not args.resume:
-        complete(args)
     return args
-
-
-def complete(args: argparse.Namespace) -> None:
-    """Sets what follows from the flags: B, T, val_data, the seeds of weights and of the data's order. Raises UserError
-    for values that do not fit together."""
-    args.B, args.T = args.batch_size, args.sequence_length
-    if args.val_data is None and (Path(args.data).is_file() or any(c in args.data for c in "*?[")):
-        for file in find_token_files(args.data, "train"):
-            open_tokens(file)  # which says what the file is where it holds no tokens
-        raise UserError(f"-i {args.data} names files of training data: name those for validation with -j")
-    args.val_data = args.val_data or args.data
-    args.shuffle_seed = args.seed
-    args.seed = 1337 if args.seed is None else args.seed
-    check_total_batch_size(args)
-    if args.attention == "flash" and "tf32" in args.given and not args.tf32:
-        raise UserError("-a flash computes in TF32: leave -f 0 out, or use -a softmax")
-
-
-def check_total_batch_size(args: argparse.Namespace) -> None:
-    """Raises UserError where the ranks cannot share the tokens of a step out in whole batches."""
-    N, product = ranks.size(), "B*T" if ranks.size() == 1 else f"{ranks.size()} ranks * B*T"
-    if args.total_batch_size and args.total_batch_size % (N * args.B * args.T):
-        raise UserError(
-            f"-d {args.total_batch_size} is not a multiple of {product} = {N * args.B * args.T}: change -d, -b or -t"
-        )
-
-
-def check_same_flags(args: argparse.Namespace) -> None:
-    """Raises UserError where another rank was given other flags than rank 0."""
-    flags = {name: value for name, value in vars(args).items() if name not in OF_A_RANK}
-    for name, value in sorted(flags.items()):
-        flag = "--" + name.replace("_", "-")
-        ranks.check_same(flag, value, "start all ranks with the same flags")
-
-
-def recorded_flags(args: argparse.Namespace) -> dict[str, object]:
-    """What a checkpoint is to record of the flags, for `resume_flags`."""
-    return {name: getattr(args, name) for name in FIXED + MAY_CHANGE} | {
-        "seed": args.shuffle_seed,
-        "total_batch_size": args.total_batch_size or ranks.size() * args.B * args.T,
-        "val_data": None if args.val_data == args.data else args.val_data,
-    }
-
-
-def resume_flags(args: argparse.Namespace, recorded: dict[str, object]) -> None:
-    """Gives args what was recorded of flags that were not given. Prints which of those that may change have changed;
-    raises UserError for one that may not."""
-    for name, before in ((name, recorded[name]) for name in FIXED + MAY_CHANGE if name in recorded):
-        now, flag = getattr(args, name), "--" + name.replace("_", "-")
-        if name not in args.given or name == "attention" and now == "auto":
-            setattr(args, name, before)
-        elif now == before:
-            continue
-        elif name == "attention" and "relu" not in (before, now):
-            print(f"{flag} was {before} and is now {now}: the same function, rounded in another way")
-        elif name in MAY_CHANGE:
-            print(f"{flag} was {before} and is now {now}")
-        else:
-            raise UserError(f"cannot resume: {flag} was {before} and is now {now}; leave it out, or start another run")
-    complete(args)

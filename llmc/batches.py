@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import log
 
 import device
@@ -23,8 +24,7 @@ class Batches:
     first batch is rank 0's first, the next rank 1's first, and so on. The page-locked arrays exist twice, for two steps
     in flight: one may be filled again when the losses of the step before last have been read.
 
-    stopped: says whether the run is told to stop, which also ends a step between two of its batches; dropped: whether
-    it did.
+    started: when the first batch of the last step was sent (time.perf_counter).
 
     Raises UserError where a step has more batches than the host has memory for.
     """
@@ -32,7 +32,7 @@ class Batches:
     def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
         self.model, self.loader, self.count = model, loader, count
         self.step_tokens = count * ranks.size() * model.B * model.T
-        self.stopped, self.dropped = (lambda: False), False
+        self.started = 0.0
         self.ends = deque(maxlen=2)  # of the step's last two batches
         needed, (free, _) = 2 * 4 * count * (5 * model.B * model.T + RANDOM_WORDS), device.host_memory()
         if count > 1 and needed > free:
@@ -47,25 +47,19 @@ class Batches:
         """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
         return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.model.B, self.model.T)
 
-    def of_step(self, step: int) -> Iterator[int]:
-        """The number of each of a step's batches, once it is on its way to model.batch. Its losses are fetched when the
-        next is asked for. A step that is dropped has fewer.
-
-        Two batches are in flight at most, so that a step ends soon after it is told to."""
-        self.ends.clear()
-        for i in range(self.count):
-            if len(self.ends) == 2:
-                self.ends[0].wait()
-            if i > 0 and self.stopped():
-                self.dropped = True
-                return
-            for r in range(ranks.size()):
-                self.send(step, i) if r == ranks.rank() else self.loader.skip()
-            yield i
-            self.fetch_losses(step, i)
-
     def send(self, step: int, i: int) -> None:
-        """The loader's next batch, to model.batch: batch i of a step."""
+        """Sends this rank's batch i of a step to model.batch. Two batches are in flight at most, so that a step ends
+        soon after it is told to."""
+        if i == 0:
+            self.started = time.perf_counter()
+            self.ends.clear()
+        if len(self.ends) == 2:
+            self.ends[0].wait()
+        for r in range(ranks.size()):
+            self.put(step, i) if r == ranks.rank() else self.loader.skip()
+
+    def put(self, step: int, i: int) -> None:
+        """Sends the loader's next batch to model.batch, as batch i of a step."""
         batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
         self.loader.next_batch(tokens[0], tokens[1])
         tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, self.model.B, self.model.T))
@@ -86,7 +80,7 @@ class Batches:
 
     def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
         """The losses (B,T) of the next batch, by itself."""
-        self.send(0, 0)
+        self.put(0, 0)
         forward_loss()
         self.fetch_losses(0, 0)
         device.synchronize()

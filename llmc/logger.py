@@ -29,7 +29,7 @@ class Reports:
     `lost` counts them."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._file, self._path, self.lost = None, path, 0
+        self._file, self.path, self.lost = None, path, 0
 
     def _attempt(self, write: Callable[[], None], what: str) -> None:
         try:
@@ -37,7 +37,7 @@ class Reports:
         except OSError as error:
             self.lost += 1
             if self.lost == 1:
-                print(f"{self._path}: {what} was lost ({error.strerror.lower()}); the run goes on", flush=True)
+                print(f"{self.path}: {what} was lost ({error.strerror.lower()}); the run goes on", flush=True)
 
     def close(self) -> None:
         if self._file is not None:
@@ -149,11 +149,11 @@ class TensorBoard(Reports):
 
     def log_sample(self, step: int, text: str) -> None:
         """TensorBoard takes text for Markdown, in which indented lines are shown as they are."""
-        if self._path is not None:
+        if self.path is not None:
             self._write(step, self._text("sample", textwrap.indent(text, "    ", lambda line: True)))
 
     def _write_figures(self, step: int, figures: dict[str, float | None]) -> None:
-        if self._path is not None:
+        if self.path is not None:
             given = {name: value for name, value in figures.items() if value is not None}
             values = [self._Summary.Value(tag=name, simple_value=value) for name, value in given.items()]
             self._write(step, self._Summary(value=values))
@@ -161,9 +161,9 @@ class TensorBoard(Reports):
     def _write(self, step: int, summary) -> None:
         def write() -> None:
             if self._file is None:
-                Path(self._path).mkdir(parents=True, exist_ok=True)
+                Path(self.path).mkdir(parents=True, exist_ok=True)
                 name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"  # files are read in this order
-                self._file = open(Path(self._path) / name, "xb", buffering=0)
+                self._file = open(Path(self.path) / name, "xb", buffering=0)
             append(self._file, self._beginning + self._record(step=step, summary=summary))
             self._beginning = b""
 

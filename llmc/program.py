@@ -96,6 +96,17 @@ def run_program(
         sys.stdout = stdout.stream
 
 
+def run_trainer(main: Callable[[], None]) -> None:
+    """run_program for a trainer. Where this process is one of several ranks that have been started, they meet first, so
+    that one of them speaks for all. Ctrl-C belongs to the run once that has begun."""
+
+    def meet_and_train() -> None:
+        ranks.meet()
+        main()
+
+    run_program(meet_and_train, interrupted="interrupted before the first step")
+
+
 def fail(text: str) -> NoReturn:
     """Ends this program, and where it is one of several ranks the others too, with one line."""
     ranks.fail(text)

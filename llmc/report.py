@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import device
 from device.errors import UserError
+from llmc import ranks
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -109,6 +110,7 @@ class StopRequest:
 
     def __init__(self, several: bool = False):
         self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
+        self.heeded: int | None = None  # before which step the run has stopped
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.signals.append(signal.SIGHUP)
         for number in self.signals:
@@ -120,6 +122,14 @@ class StopRequest:
 
     def requested(self) -> bool:
         return self.number is not None
+
+    def told(self) -> bool:
+        """Whether any rank has been told to stop. All ranks must ask alike."""
+        heard = next((number for number in ranks.all_gather(self.number) if number), None)
+        if heard is None:  # but a signal may have come meanwhile, which is for the next time
+            return False
+        self.number = heard
+        return True
 
     def receive(self, number, frame) -> None:
         if self.received is not None:  # only of several ranks

@@ -1,4 +1,4 @@
-"""A training step, whatever the model: batches in, zero, forward, loss, backward, update."""
+"""The training step of a model script's loop, for what times and tests it without a run."""
 
 from collections.abc import Callable
 
@@ -25,11 +25,10 @@ def train_step(
     recorded = exchange.record(forward_backward)
 
     def step_of(step: int, learning_rate: float) -> None:
-        # of_step sends each batch to the device, and its losses back.
-        for i in batches.of_step(step):
-            recorded(i == 0, i + 1 == batches.count)
-        if batches.dropped:
-            return  # the run is told to stop: what this step has added up is dropped
+        for i in range(batches.count):
+            batches.send(step, i)
+            recorded(first=i == 0, last=i + 1 == batches.count)
+            batches.fetch_losses(step, i)
         adamw_update(exchange, learning_rate, weight_decay, grad_clip, step + 1)
 
     return step_of

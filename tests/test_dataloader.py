@@ -12,6 +12,7 @@ from device.errors import UserError
 from llmc import dataloader
 from llmc.arguments import parse_arguments
 from llmc.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
+from llmc.settings import check_flags
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
@@ -251,7 +252,7 @@ def test_for_a_text_instead_of_tokens_the_command_is_named_that_makes_some(tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(data)
     message = refusal(DataLoader, name, "train", 1, 1, V)
-    assert message == refusal(parse_arguments, GPT2Config, ["-i", name])
+    assert message == refusal(check_flags, parse_arguments(GPT2Config, ["-i", name]))
     assert message.startswith(f"{name}: {what}, where tokens should be; ")
     command, _, then = message.partition("python ")[2].partition("; then train with ")
     script, source, out, prefix = shlex.split(command)

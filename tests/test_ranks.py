@@ -16,7 +16,6 @@ import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 
 from conftest import DEVICES
 from device.errors import UserError
@@ -25,7 +24,7 @@ from llmc.checkpoint import read_model, read_record
 from llmc.dataloader import write_tokens
 from llmc.logger import read_log
 from llmc.ranks import HELLO, Group, find_place, first_host, launch
-from llmc.run import Run
+from llmc.report import StopRequest
 from llmc.tokenizer import write_tokenizer
 from models import GPT2Config, Llama3Config, PythiaConfig
 
@@ -456,15 +455,14 @@ def test_a_launcher_hands_signals_on_and_takes_its_ranks_with_it(folder, number,
 
 
 def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch):
-    stop = SimpleNamespace(number=None)
+    stop = StopRequest(several=True)
 
     def all_gather(value):
         stop.number = signal.SIGTERM
         return [value, None]
 
     monkeypatch.setattr(ranks, "all_gather", all_gather)
-    run = SimpleNamespace(stop=stop)
-    assert [Run.told_to_stop(run), Run.told_to_stop(run)] == [False, True]
+    assert [stop.told(), stop.told()] == [False, True]
 
 
 @pytest.mark.long

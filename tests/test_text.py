@@ -875,11 +875,11 @@ def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, 
         command = shlex.split(lines[-2])
         assert command[:2] == ["python", "train_gpt2_fp32.py"]
         args = parse_arguments(GPT2Config, command[2:])
-        assert args.B * args.T < val and args.data == "data/my texts"
+        assert args.batch_size * args.sequence_length < val and args.data == "data/my texts"
         config = GPT2.Config.described(args.model, 16384)
         size = module.num_parameters(config)
-        seen = args.max_steps * (args.total_batch_size or args.B * args.T)
-        assert seen <= min(20 * size, max(16 * train, 64)) and args.T <= config.max_seq_len
+        seen = args.max_steps * (args.total_batch_size or args.batch_size * args.sequence_length)
+        assert seen <= min(20 * size, max(16 * train, 64)) and args.sequence_length <= config.max_seq_len
         assert size >= before
         before = size
     assert f"step_{args.max_steps:08d}" in lines[-1]

@@ -1,0 +1,172 @@
+"""What a run does: the flags, a checkpoint, the data and the device, settled once."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import device
+from device.errors import UserError
+from llmc import ranks
+from llmc.dataloader import find_token_files, open_tokens
+from llmc.schedule import LearningRateSchedule
+
+# What a checkpoint records of the flags, beside tf32. A run that is resumed keeps those that it is not given again.
+# Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
+FIXED = (
+    "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
+    "seed",
+)  # fmt: skip
+MAY_CHANGE = (
+    "learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data", "zero_stage",
+    "bitwise",
+)  # fmt: skip
+
+# Flags that need not be the same on all ranks: what they name may lie in another place on each machine, or is of no
+# concern to any rank but 0.
+OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
+
+
+FIRST_SEED = 1337  # of weights and samples, unless a seed is given
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that is decided before the first step. Nothing changes it afterwards.
+
+    flags: those of the command line and, where a run is resumed, those that its checkpoint has recorded. batches: of
+    this rank in a step, B sequences of T tokens each; step_tokens: of all ranks in a step. steps: the run ends before
+    this one, counted from 0; first_step: the one that it begins with. seed: of weights, samples and dropout;
+    shuffle_seed: of the data's order, None for that of the file.
+    """
+
+    flags: Namespace
+    B: int
+    T: int
+    batches: int
+    step_tokens: int
+    steps: int
+    first_step: int
+    val_batches: int
+    seed: int
+    shuffle_seed: int | None
+    val_data: str
+    schedule: LearningRateSchedule
+
+    @property
+    def weight_decay(self) -> float:
+        return self.flags.weight_decay
+
+    @property
+    def grad_clip(self) -> float:
+        return self.flags.grad_clip
+
+    def learning_rate(self, step: int) -> float:
+        return self.schedule.get_learning_rate(step)
+
+    def validates(self, step: int) -> bool:
+        """Whether the run validates before this step; it does so at the end, too."""
+        return step == self.steps or step % self.flags.val_every == 0
+
+    def samples(self, step: int) -> bool:
+        """Whether the run samples before this step; it does so at the end, too."""
+        every = self.flags.sample_every
+        return bool(self.flags.sample_tokens) and (step == self.steps or step > 0 and every > 0 and step % every == 0)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due before this step; one is due at the end, too."""
+        every = self.flags.checkpoint_every
+        return step == self.steps or every > 0 and step % every == 0
+
+    def recorded(self) -> dict[str, object]:
+        """What a checkpoint is to record of the flags, for `resumed_flags`."""
+        return {name: getattr(self.flags, name) for name in FIXED + MAY_CHANGE} | {
+            "seed": self.shuffle_seed,
+            "total_batch_size": self.step_tokens,
+            "val_data": None if self.val_data == self.flags.data else self.val_data,
+            "tf32": self.flags.tf32,
+        }
+
+
+def check_same_flags(flags: Namespace) -> None:
+    """Raises UserError where another rank was given other flags than rank 0."""
+    given = {name: value for name, value in vars(flags).items() if name not in OF_A_RANK}
+    for name, value in sorted(given.items()):
+        ranks.check_same("--" + name.replace("_", "-"), value, "start all ranks with the same flags")
+
+
+def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
+    """The flags of a run that goes on: what its checkpoint has recorded where they were not given. Prints which of
+    those that may change have changed; raises UserError for one that may not."""
+    merged = dict(vars(flags))
+    for name, before in ((name, recorded[name]) for name in FIXED + MAY_CHANGE if name in recorded):
+        now, flag = merged[name], "--" + name.replace("_", "-")
+        if name not in flags.given or name == "attention" and now == "auto":
+            merged[name] = before
+        elif now == before:
+            continue
+        elif name == "attention" and "relu" not in (before, now):
+            print(f"{flag} was {before} and is now {now}: the same function, rounded in another way")
+        elif name in MAY_CHANGE:
+            print(f"{flag} was {before} and is now {now}")
+        else:
+            raise UserError(f"cannot resume: {flag} was {before} and is now {now}; leave it out, or start another run")
+    return Namespace(**merged)
+
+
+def check_flags(flags: Namespace) -> None:
+    """Raises UserError for flags that do not fit together, or not to the number of ranks."""
+    if flags.val_data is None and (Path(flags.data).is_file() or any(c in flags.data for c in "*?[")):
+        for file in find_token_files(flags.data, "train"):
+            open_tokens(file)  # which says what the file is where it holds no tokens
+        raise UserError(f"-i {flags.data} names files of training data: name those for validation with -j")
+    N, rows = ranks.size(), flags.batch_size * flags.sequence_length
+    if flags.total_batch_size and flags.total_batch_size % (N * rows):
+        product = "B*T" if N == 1 else f"{N} ranks * B*T"
+        raise UserError(
+            f"-d {flags.total_batch_size} is not a multiple of {product} = {N * rows}: change -d, -b or -t"
+        )
+    if flags.attention == "flash" and "tf32" in flags.given and not flags.tf32:
+        raise UserError("-a flash computes in TF32: leave -f 0 out, or use -a softmax")
+
+
+def settle_precision(flags: Namespace, before: bool | None) -> Namespace:
+    """The flags with tf32 as it will be: as -f says and the device can; where a run is resumed, as products were
+    `before`. Sets the device to it. Raises UserError for a -f that asks for something else."""
+    names, tf32 = {True: "TF32", False: "fp32"}, flags.tf32
+    if before is not None and "tf32" not in flags.given:
+        tf32 = before or flags.attention == "flash"  # which is in TF32 on any device
+    device.use_tf32(tf32)
+    now = device.tf32
+    if before not in (None, now) and flags.attention != "flash":
+        if "tf32" in flags.given and tf32 != before:
+            raise UserError(
+                f"cannot resume: products were in {names[before]}, and -f asks for {names[now]}; leave it out, or "
+                "start another run"
+            )
+        print(f"products were in {names[before]} and are now in {names[now]}, which is what {device.name} has")
+    return Namespace(**vars(flags) | {"tf32": now})
+
+
+def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
+    """The settings of a run, from its flags and what its data holds. Raises UserError where they amount to no step, or
+    to fewer than have been done."""
+    B, T = flags.batch_size, flags.sequence_length
+    step_tokens = flags.total_batch_size or ranks.size() * B * T
+    steps = train_tokens // step_tokens if flags.max_steps is None else flags.max_steps
+    if steps == 0 and flags.max_steps is None:
+        raise UserError(
+            f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
+            "-d, or set the number of steps with -x"
+        )
+    if first_step > steps:
+        raise UserError(
+            f"the checkpoint in {flags.checkpoint_dir} is of step {first_step} of {steps}: raise -x"
+        )
+    return Settings(
+        flags, B, T, step_tokens // (ranks.size() * B * T), step_tokens, steps, first_step,
+        min(val_batches, flags.val_max_batches), FIRST_SEED if flags.seed is None else flags.seed, flags.seed,
+        flags.val_data or flags.data,
+        LearningRateSchedule(flags.schedule, flags.learning_rate, flags.warmup, steps, flags.final_fraction),
+    )  # fmt: skip

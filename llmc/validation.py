@@ -1,0 +1,59 @@
+"""What a run finds out between its steps: the loss on validation data, and the score on HellaSwag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import device
+from llmc import ranks
+from llmc.batches import Batches, evaluate, validate
+from llmc.dataloader import DataLoader
+from llmc.evaluation import EvalLoader
+from llmc.exchange import Exchange
+from llmc.model import Model
+from llmc.report import print_validation
+from llmc.settings import Settings
+from llmc.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc.watch import Logs
+
+
+class Validation:
+    """batches: the validation data; count: how many of them are taken. questions: HellaSwag's, where they are asked
+    for. text_bytes (V,): how many bytes of text each token stands for, where that is known."""
+
+    def __init__(
+        self, model: Model, settings: Settings, data: DataLoader, questions: EvalLoader | None,
+        tokenizer: Tokenizer | None,
+    ):  # fmt: skip
+        s = settings
+
+        def forward_loss() -> None:
+            model.forward(s.B, s.T)
+            model.loss(s.B, s.T, dloss=1.0 / s.step_tokens)
+
+        self.forward_loss, self.count = device.record(forward_loss), s.val_batches
+        self.batches = Batches(model, data)
+        self.questions = Batches(model, questions) if questions else None
+        self.text_bytes = tokenizer.text_bytes(model.config.vocab_size) if tokenizer else None
+
+    def run(self, step: int, exchange: Exchange, logs: Logs, stopped: Callable[[], bool]) -> bool:
+        """Prints and logs what was found before a step. Whether it came to an end: it is given up where `stopped`.
+        Raises UserError where ranks have come to hold other parameters."""
+        if ranks.size() > 1:
+            ranks.check_same(
+                f"the checksum of the parameters before step {step + 1}", exchange.checksum(),
+                "a GPU or its memory may be at fault: go on from an earlier checkpoint without that machine",
+            )  # fmt: skip
+        found = validate(self.batches, self.forward_loss, self.count, self.text_bytes, stopped)
+        if found is None:
+            return False
+        print_validation(*found)
+        logs.log_val(step, *found)
+        accuracy = evaluate(self.questions, self.forward_loss, stopped) if self.questions else None
+        if accuracy is not None:
+            print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
+            logs.log_eval(step, accuracy)
+        return accuracy is not None or not self.questions
