@@ -6,6 +6,8 @@ from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3_fp32 import Llama3, Llama3Config
 from train_pythia_fp32 import Pythia, PythiaConfig
 
+MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
+
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
 ODD = GPT2Config(32, 101, 2, 3, 21)
 EVEN = GPT2Config(32, 256, 1, 2, 64)

@@ -1,0 +1,49 @@
+"""The loop over steps stands in every model script, and is the same in each; the parts of a run are small."""
+
+import ast
+import inspect
+import textwrap
+
+from llmc.run import Run
+from llmc.saver import Saver
+from llmc.settings import Settings
+from llmc.validation import Validation
+from llmc.watch import Guard, Logs, Watch
+from models import MODELS
+
+import pytest
+
+
+def loop_of(kind) -> str:
+    """The source of a script's main, with "Model" and "model_" where it names its own."""
+    name, source = kind.__name__, inspect.getsource(inspect.getmodule(kind).main)
+    return source.replace(f"{name.lower()}_", "model_").replace(name, "Model")
+
+
+@pytest.mark.parametrize("kind", MODELS[1:])
+def test_every_script_has_the_same_loop(kind):
+    assert loop_of(kind) == loop_of(MODELS[0])
+
+
+def test_the_loop_shows_what_a_run_does_in_the_order_in_which_it_happens():
+    calls = [node for node in ast.walk(ast.parse(loop_of(MODELS[0]))) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
+    order = [
+        "run.exchange.record", "run.save", "run.validate", "run.sample", "run.told_to_stop", "batches.send",
+        "forward_backward", "batches.fetch_losses", "adamw_update", "run.report", "run.stop_before",
+    ]  # fmt: skip
+    assert [name for name in names if name in order] == order
+    assert names.index("model_forward") < names.index("model.loss") < names.index("model_backward")
+
+
+@pytest.mark.parametrize("part", [Run, Saver, Validation, Watch, Logs, Guard])
+def test_a_part_of_a_run_has_few_attributes_and_a_short_constructor(part):
+    source = inspect.getsource(part.__init__)
+    targets = {ast.unparse(node) for node in ast.walk(ast.parse(textwrap.dedent(source)))
+               if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}  # fmt: skip
+    assert len([target for target in targets if target.startswith("self.") and target.count(".") == 1]) <= 8
+    assert len(source.splitlines()) <= 31
+
+
+def test_settings_are_never_changed():
+    assert Settings.__dataclass_params__.frozen
