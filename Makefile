@@ -1,7 +1,7 @@
 # Set-up and entry points of llm.cupy: `make` lists them. All of them may be interrupted and run again.
 #
 #   make train ARGS="-x 100"          more flags for the program behind a target
-#   make train SCRIPT=train_llama3_fp32.py   another model; bench and profile take it too
+#   make train SCRIPT=train_llama3.py another model; bench and profile take it too
 #   make test PYTHON=python3.12       another Python for the virtual environment
 #   make test PYTHON=python3 VENV=    no virtual environment: use what that Python has installed, install nothing
 
@@ -27,10 +27,10 @@ TRAIN_GPU_OFFLINE = --device cuda -e d12 -i data/python_docs -b 4 -t 1024
 TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN) -x 3000 -v 500 -s 1000
 TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64 -n 100 -nk 1
 # The same of the models that have no starter pack, with a GPU and without one.
-TRAIN_train_llama3_fp32_GPU = --device cuda -e smollm2-135m -i data/python_docs -b 4 -t 1024
-TRAIN_train_llama3_fp32_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
-TRAIN_train_pythia_fp32_GPU = --device cuda -e pythia-160m -i data/python_docs -b 4 -t 1024
-TRAIN_train_pythia_fp32_CPU = -e layers=4,heads=4,channels=128,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
+TRAIN_train_llama3_GPU = --device cuda -e smollm2-135m -i data/python_docs -b 4 -t 1024
+TRAIN_train_llama3_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
+TRAIN_train_pythia_GPU = --device cuda -e pythia-160m -i data/python_docs -b 4 -t 1024
+TRAIN_train_pythia_CPU = -e layers=4,heads=4,channels=128,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
 WITHOUT_STARTER_PACK = $(TRAIN_$(NAME)_$(if $(CUDA),GPU,CPU))
 
 ifeq ($(VENV),)
@@ -59,7 +59,7 @@ train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GP
 	@if [ -n "$(WITHOUT_STARTER_PACK)" ]; then \
 		flags="$(WITHOUT_STARTER_PACK) $(if $(MODEL),-e $(MODEL))"; \
 	elif [ "$(NAME)" != train_gpt2_fp32 ]; then \
-		echo "error: SCRIPT=$(SCRIPT): 'make train' knows train_gpt2_fp32.py, train_llama3_fp32.py and train_pythia_fp32.py" >&2; \
+		echo "error: SCRIPT=$(SCRIPT): 'make train' knows train_gpt2_fp32.py, train_llama3.py and train_pythia.py" >&2; \
 		exit 1; \
 	elif [ -z "$(CUDA)$(MODEL)" ]; then \
 		echo "No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU."; \
@@ -107,8 +107,8 @@ sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU
 
 ATTENTIONS = softmax relu flash
 SANITIZED = train_gpt2_fp32.py:layers=2,heads=2,channels=128 \
-	train_llama3_fp32.py:layers=2,heads=2,kv_heads=1,channels=128,hidden=176 \
-	train_pythia_fp32.py:layers=2,heads=2,channels=128
+	train_llama3.py:layers=2,heads=2,kv_heads=1,channels=128,hidden=176 \
+	train_pythia.py:layers=2,heads=2,channels=128
 CU13_BIN = $$($(PY) -c "import sysconfig; print(sysconfig.get_path('platlib'))")/nvidia/cu13/bin
 compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each model and attention
 	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py

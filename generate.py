@@ -26,8 +26,8 @@ from llmc.program import run_program
 from llmc.sampler import Sampler, sample
 from llmc.tokenizer import StreamDecoder, load_model_tokenizer
 from train_gpt2_fp32 import GPT2
-from train_llama3_fp32 import Llama3
-from train_pythia_fp32 import Pythia
+from train_llama3 import Llama3
+from train_pythia import Pythia
 
 MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
 
@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
     device.use(args.device)
-    device.use_tf32(args.tf32)
+    device.use_tf32(args.precision == "tf32")
 
     path = find_model(args.model)
     kind = kind_of(path)

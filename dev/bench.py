@@ -1,7 +1,7 @@
 """Times a training step of ours beside PyTorch's, and beside what the machine allows.
 
     python dev/bench.py                              # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
-    python dev/bench.py train_llama3_fp32 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
+    python dev/bench.py train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
     python dev/bench.py -b 16 --peers '' --compare   # ours alone, beside what is kept of it
     python dev/bench.py --suite --keep               # all that doc/speed.md shows, into dev/measurements/
     python dev/bench.py --gpus 4                     # ours on 1, 2 and 4 GPUs: dev/scaling.py

@@ -1,7 +1,7 @@
 """Times a model script from its start to its first finished step: with nothing compiled yet, then again.
 
     python dev/bench_start.py
-    python dev/bench_start.py train_llama3_fp32 -e smollm2-135m
+    python dev/bench_start.py train_llama3 -e smollm2-135m
 
 The model lies in a file, as it does when training goes on from one: making random weights would take longer.
 """

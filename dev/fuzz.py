@@ -47,8 +47,8 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     from llmc.tensors import num_parameters
     from llmc.tokenizer import Tokenizer
     from train_gpt2_fp32 import GPT2Config
-    from train_llama3_fp32 import Llama3Config
-    from train_pythia_fp32 import PythiaConfig
+    from train_llama3 import Llama3Config
+    from train_pythia import PythiaConfig
 
     from safetensors.numpy import save_file
 

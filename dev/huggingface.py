@@ -15,8 +15,8 @@ from device.errors import UserError
 from kernels.rope import HIGH, LOW
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 

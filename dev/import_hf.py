@@ -33,8 +33,8 @@ from llmc.program import run_program
 from llmc.tensors import Config, layout, num_parameters
 from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import torch

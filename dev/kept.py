@@ -70,17 +70,17 @@ TABLES = (
     Table(
         "llama3", "NVIDIA H200",
         (
-            Column("SmolLM2 135M, B 4, T 1024", "train_llama3_fp32 -e smollm2-135m -b 4 -t 1024",
+            Column("SmolLM2 135M, B 4, T 1024", "train_llama3 -e smollm2-135m -b 4 -t 1024",
                    "compile,compile-graphs"),
             Column("a GPT-2 of that shape", "train_gpt2_fp32 -e layers=30,heads=9,channels=576 -b 4 -t 1024 "
                    "--vocab-size 49152"),
-            Column("Llama 3.2 1B, B 2, T 1024", "train_llama3_fp32 -e llama3.2-1b -b 2 -t 1024", "compile"),
+            Column("Llama 3.2 1B, B 2, T 1024", "train_llama3 -e llama3.2-1b -b 2 -t 1024", "compile"),
         ),
     ),
     Table(
         "pythia", "NVIDIA H200",
         (
-            Column("Pythia 160M, B 4, T 1024", "train_pythia_fp32 -e pythia-160m -b 4 -t 1024", "compile-graphs"),
+            Column("Pythia 160M, B 4, T 1024", "train_pythia -e pythia-160m -b 4 -t 1024", "compile-graphs"),
         ),
     ),
     Table(
@@ -88,9 +88,9 @@ TABLES = (
         (
             Column("GPT-2 124M, B 4, T 64", "train_gpt2_fp32 -e d12 -b 4 -t 64", "eager,eager-sdpa"),
             Column("small GPT-2", f"train_gpt2_fp32 -e layers=4,heads=4,channels=128 {SMALL}", "eager,eager-sdpa"),
-            Column("small Llama", "train_llama3_fp32 -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 "
+            Column("small Llama", "train_llama3 -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 "
                    f"{SMALL}", "eager,eager-sdpa"),
-            Column("small Pythia", f"train_pythia_fp32 -e layers=4,heads=4,channels=128,maxT=64 {SMALL}", "eager"),
+            Column("small Pythia", f"train_pythia -e layers=4,heads=4,channels=128,maxT=64 {SMALL}", "eager"),
         ),
     ),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Takes a training step apart: each kernel's time beside what the machine can do.
 
     python dev/profile_step.py                            # GPT-2 124M at B4 T1024 on a GPU, B4 T64 on the CPU
-    python dev/profile_step.py train_llama3_fp32 -b 2 -a softmax --out softmax.png
+    python dev/profile_step.py train_llama3 -b 2 -a softmax --out softmax.png
 
 Rows are the kernels by their names, and matrix products as sgemm m x n x k, with BLAS's letters for how the operands
 lie: T is transposed. Bytes are counted from a kernel's arguments, each array read once and written once; FLOPs as

@@ -29,7 +29,7 @@ from llmc.program import run_program
 WORKLOADS = (
     "train_gpt2_fp32 -e d12 -b 4 -t 1024",
     "train_gpt2_fp32 -e d12 -b 16 -t 1024",
-    "train_llama3_fp32 -e smollm2-135m -b 4 -t 1024",
+    "train_llama3 -e smollm2-135m -b 4 -t 1024",
     "train_gpt2_fp32 -e d12 -b 4 -t 1024 -z 0",
     "train_gpt2_fp32 -e d12 -b 4 -t 1024 --bitwise 1",
 )
@@ -48,7 +48,8 @@ def print_scaling(args: argparse.Namespace, said: bool) -> None:
         f" {flag} {value}"
         for flag, value in (
             ("-e", args.model), ("-t", args.sequence_length), ("--vocab-size", args.vocab_size),
-            ("-a", args.attention if args.attention != "auto" else None), ("-f", None if args.tf32 else 0),
+            ("-a", args.attention if args.attention != "auto" else None),
+            ("--precision", "fp32" if args.precision == "fp32" else None),
             ("-z", None if args.zero_stage else 0), ("--bitwise", 1 if args.bitwise else None),
         )
         if value is not None

@@ -2,7 +2,7 @@
 schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the two runs over each other.
 
     python dev/train_torch.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
-    python dev/train_torch.py --script train_llama3_fp32 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
+    python dev/train_torch.py --script train_llama3 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
 
 It neither samples nor writes checkpoints or TensorBoard's events; flags for that are ignored.
 """
@@ -49,7 +49,7 @@ def main() -> None:
     args = parse_arguments(kind.Config, flags)
     check_flags(args)
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     tokenizer_path = find_tokenizer(args.data)
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path else None
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)

@@ -96,6 +96,11 @@ def on_off(text: str) -> bool:
     return text == "1"
 
 
+def llmc_precision(text: str) -> str:
+    """llm.c's 0 or 1, as --precision has it."""
+    return "tf32" if on_off(text) else "fp32"
+
+
 def a_name(text: str) -> str:
     """The name of a file, a directory or a model, which may not be empty."""
     if not text:
@@ -118,13 +123,17 @@ class Parser(argparse.ArgumentParser):
 
 
 ATTENTIONS = ("auto", "flash", "softmax", "relu")
+PRECISIONS = ("fp32", "tf32")
 
 
 def add_device_arguments(parser) -> None:
     """The flags that say how a model computes, for every program that runs one."""
     add = parser.add_argument
     add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
-    add("-f", "--tf32", type=on_off, default=True, metavar="0|1", help="matrix products in TF32 where the GPU can (1)")
+    add("--precision", choices=PRECISIONS, default="tf32",
+        help="of matrix products: fp32, or TF32 where the GPU can (%(default)s)")  # fmt: skip
+    add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
+        help="the same in llm.c: fp32, tf32")  # fmt: skip
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
 
 

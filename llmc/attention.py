@@ -49,7 +49,8 @@ def choose_attention(kind: str, C: int, NH: int) -> str:
         raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {C // NH}: use -a softmax")
     if kind == "flash" and device.kind == "cuda" and not device.tf32:
         raise UserError(
-            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no -f 0; use -a softmax"
+            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no --precision fp32; "
+            "use -a softmax"
         )
     if kind == "auto":
         return "flash" if supported(C, NH) and device.kind == "cuda" and device.tf32 else "softmax"

@@ -38,8 +38,8 @@ CONTENTS = {
 
 TRAINERS = {
     GPT2_MODEL: "train_gpt2_fp32.py",
-    LLAMA3_MODEL: "train_llama3_fp32.py",
-    PYTHIA_MODEL: "train_pythia_fp32.py",
+    LLAMA3_MODEL: "train_llama3.py",
+    PYTHIA_MODEL: "train_pythia.py",
 }
 
 CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape

@@ -12,7 +12,7 @@ from llmc import ranks
 from llmc.dataloader import find_token_files, open_tokens
 from llmc.schedule import LearningRateSchedule
 
-# What a checkpoint records of the flags, beside tf32. A run that is resumed keeps those that it is not given again.
+# What a checkpoint records of the flags, beside the precision. A run that is resumed keeps those that it is not given again.
 # Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
 FIXED = (
     "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
@@ -85,7 +85,7 @@ class Settings:
             "seed": self.shuffle_seed,
             "total_batch_size": self.step_tokens,
             "val_data": None if self.val_data == self.flags.data else self.val_data,
-            "tf32": self.flags.tf32,
+            "tf32": self.flags.precision == "tf32",
         }
 
 
@@ -127,26 +127,27 @@ def check_flags(flags: Namespace) -> None:
         raise UserError(
             f"-d {flags.total_batch_size} is not a multiple of {product} = {N * rows}: change -d, -b or -t"
         )
-    if flags.attention == "flash" and "tf32" in flags.given and not flags.tf32:
-        raise UserError("-a flash computes in TF32: leave -f 0 out, or use -a softmax")
+    if flags.attention == "flash" and "precision" in flags.given and flags.precision == "fp32":
+        raise UserError("-a flash computes in TF32: leave --precision fp32 out, or use -a softmax")
 
 
 def settle_precision(flags: Namespace, before: bool | None) -> Namespace:
-    """The flags with tf32 as it will be: as -f says and the device can; where a run is resumed, as products were
-    `before`. Sets the device to it. Raises UserError for a -f that asks for something else."""
-    names, tf32 = {True: "TF32", False: "fp32"}, flags.tf32
-    if before is not None and "tf32" not in flags.given:
-        tf32 = before or flags.attention == "flash"  # which is in TF32 on any device
-    device.use_tf32(tf32)
+    """The flags with the precision as it will be: as --precision says and the device can. A run that is resumed keeps
+    what it had: `before` says whether that was TF32. Sets the device to it. Raises UserError for a --precision that
+    asks for something else."""
+    names, precision = {True: "tf32", False: "fp32"}, flags.precision
+    if before is not None and "precision" not in flags.given:
+        precision = names[before or flags.attention == "flash"]  # which is in TF32 on any device
+    device.use_tf32(precision == "tf32")
     now = device.tf32
     if before not in (None, now) and flags.attention != "flash":
-        if "tf32" in flags.given and tf32 != before:
+        if "precision" in flags.given and precision != names[before]:
             raise UserError(
-                f"cannot resume: products were in {names[before]}, and -f asks for {names[now]}; leave it out, or "
-                "start another run"
+                f"cannot resume: products were in {names[before]}, and --precision asks for {names[now]}; leave it "
+                "out, or start another run"
             )
         print(f"products were in {names[before]} and are now in {names[now]}, which is what {device.name} has")
-    return Namespace(**vars(flags) | {"tf32": now})
+    return Namespace(**vars(flags) | {"precision": names[now]})
 
 
 def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:

@@ -3,8 +3,8 @@
 from llmc.model import Model
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2, GPT2Config
-from train_llama3_fp32 import Llama3, Llama3Config
-from train_pythia_fp32 import Pythia, PythiaConfig
+from train_llama3 import Llama3, Llama3Config
+from train_pythia import Pythia, PythiaConfig
 
 MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
 

@@ -12,8 +12,8 @@ import os
 from dev.huggingface import named_tensors, transformers_parameters
 from llmc.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import torch

@@ -10,7 +10,7 @@ import device
 from dev import bench, bench_llmc, bench_start, ceilings, kept, workload
 from device.errors import UserError
 from train_gpt2_fp32 import GPT2, GPT2Config
-from train_llama3_fp32 import Llama3, Llama3Config
+from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 BATCH = ["-b", "2", "-t", "8", "--vocab-size", "300", "--device", "cpu"]
 TINY = {
     "train_gpt2_fp32": ["train_gpt2_fp32", "-e", "layers=1,heads=1,channels=16", *BATCH],
-    "train_llama3_fp32": ["train_llama3_fp32", "-e", "layers=1,heads=2,kv_heads=1,channels=16,hidden=24", *BATCH],
-    "train_pythia_fp32": ["train_pythia_fp32", "-e", "layers=1,heads=2,channels=16", *BATCH],
+    "train_llama3": ["train_llama3", "-e", "layers=1,heads=2,kv_heads=1,channels=16,hidden=24", *BATCH],
+    "train_pythia": ["train_pythia", "-e", "layers=1,heads=2,channels=16", *BATCH],
 }
 
 # Speaks like llm.c's trainer for the GPU: a usage without good flags, lines with milliseconds with them.
@@ -222,7 +222,7 @@ def test_the_suite_is_what_the_tables_show(monkeypatch):
     bench.main(["--device", "cpu", "--suite", "--peers", ""])
     assert timed == [(flags, "") for flags, _ in kept.published("cpu")]
     timed.clear()
-    bench.main(["train_llama3_fp32", "--device", "cpu"])
+    bench.main(["train_llama3", "--device", "cpu"])
     assert timed == [(flags, None) for flags, _ in kept.published("cpu") if "llama3" in flags]
 
 

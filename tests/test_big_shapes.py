@@ -7,8 +7,8 @@ from llmc.tensors import num_parameters, shape_of
 from models import kind_of
 from oracle import assert_close
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest

@@ -62,7 +62,7 @@ NOT_RUN = {
         "python doc/latency.py*", "python doc/layouts.py", "python dev/awake.py*", "ncu *",
     ],
     "trains, or reads what was trained: long, or on the H200": [
-        "python train_*_fp32.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",
+        "python train_*.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",
     ],
     "needs several machines": ["torchrun *", "srun *", "mpirun *"],
     "needs the network": [

@@ -31,7 +31,7 @@ from llmc.checkpoint import (
 from llmc.tensors import num_parameters, padded, shape_of
 from models import LLAMA_ODD, ODD, PYTHIA_ODD
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
+from train_llama3 import Llama3Config
 
 import numpy as np
 import pytest

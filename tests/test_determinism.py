@@ -21,8 +21,8 @@ from llmc.step import train_step
 from llmc.tensors import Config
 from models import kind_of
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest

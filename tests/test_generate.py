@@ -17,8 +17,8 @@ from llmc.tensors import num_parameters
 from llmc.tokenizer import tokenizer_files, write_tokenizer
 from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def text_of(tokens: list[int]) -> str:
 
 def written(dev, capsys, *flags) -> str:
     """What generate.py writes, run in this process on the device in use."""
-    generate.main(["--device", dev.kind, "-f", "0", *map(str, flags)])
+    generate.main(["--device", dev.kind, "--precision", "fp32", *map(str, flags)])
     return capsys.readouterr().out
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_brings_its_tokenizer_along(model, config, theirs, tmp_path
     for name in ("gpt2_tokenizer.bin", "data_tokenizer.bin"):  # of other data, of as many tokens
         shutil.copy(tmp_path / "tiny_tokenizer.bin", name)
     device.use("cpu")
-    generate.main(["--device", "cpu", "-f", "0", "-e", str(checkpoint), "-g", "30"])
+    generate.main(["--device", "cpu", "--precision", "fp32", "-e", str(checkpoint), "-g", "30"])
     done = capsys.readouterr()
     text = expected(theirs, "", 30)
     swapped = "".join(c.swapcase() if c.isascii() else c for c in text)
@@ -170,7 +170,7 @@ def test_the_tokenizer_of_the_starter_pack_is_found_beside_the_model_and_said(mo
     os.rename("tiny_tokenizer.bin", "gpt2_tokenizer.bin")
     monkeypatch.chdir("/")
     device.use("cpu")
-    generate.main(["--device", "cpu", "-f", "0", "-e", str(model), "-g", "10"])
+    generate.main(["--device", "cpu", "--precision", "fp32", "-e", str(model), "-g", "10"])
     done = capsys.readouterr()
     assert done.out == expected(theirs, "", 10)
     assert done.err.startswith(f"tokenizer: {model.with_name('gpt2_tokenizer.bin')}, by the number of tokens alone")
@@ -217,8 +217,8 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
     "name, said",
     [
         ("d12", f"d12: yet to be trained, by train_gpt2_fp32.py -e d12; {REMEDY}"),
-        ("smollm2-135m", f"smollm2-135m: yet to be trained, by train_llama3_fp32.py -e smollm2-135m; {REMEDY}"),
-        ("pythia-14m", f"pythia-14m: yet to be trained, by train_pythia_fp32.py -e pythia-14m; {REMEDY}"),
+        ("smollm2-135m", f"smollm2-135m: yet to be trained, by train_llama3.py -e smollm2-135m; {REMEDY}"),
+        ("pythia-14m", f"pythia-14m: yet to be trained, by train_pythia.py -e pythia-14m; {REMEDY}"),
         ("layers=2", f"layers=2: yet to be trained, by train_gpt2_fp32.py -e layers=2; {REMEDY}"),
         ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
         ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),

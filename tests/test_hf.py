@@ -18,8 +18,8 @@ from llmc.tensors import Config, num_parameters, shape_of
 from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest

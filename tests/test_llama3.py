@@ -9,7 +9,7 @@ from llmc.exchange import Exchange
 from llmc.step import train_step
 from llmc.tensors import Config, name_tensors
 from oracle import assert_close, model_tolerance
-from train_llama3_fp32 import Llama3, Llama3Config
+from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest

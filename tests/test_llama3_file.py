@@ -9,7 +9,7 @@ from llmc.model import build_from_file
 from llmc.tensors import Config, name_tensors, num_parameters
 from oracle import MODEL_FP32, assert_close, forward, table_of
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3, Llama3Config
+from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
@@ -251,4 +251,4 @@ def test_the_two_kinds_of_models_name_each_others_script(tmp_path, rng):
     message = refusal(tmp_path / "gpt2.bin", Llama3Config)
     assert all(part in message for part in ("not a Llama 3 model", "found a GPT-2 model", "train_gpt2_fp32.py"))
     message = refusal(tmp_path / "llama3.bin", GPT2Config)
-    assert all(part in message for part in ("not a GPT-2 model", "found a Llama 3 model", "train_llama3_fp32.py"))
+    assert all(part in message for part in ("not a GPT-2 model", "found a Llama 3 model", "train_llama3.py"))

@@ -80,10 +80,10 @@ SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0
     ("script", "smi", "model"),
     [
         ("train_gpt2_fp32.py", None, "layers=4,heads=4,channels=128"),
-        ("train_llama3_fp32.py", None, "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64"),
-        ("train_llama3_fp32", SMI, "smollm2-135m"),
-        ("train_pythia_fp32.py", None, "layers=4,heads=4,channels=128,maxT=64"),
-        ("train_pythia_fp32", SMI, "pythia-160m"),
+        ("train_llama3.py", None, "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64"),
+        ("train_llama3", SMI, "smollm2-135m"),
+        ("train_pythia.py", None, "layers=4,heads=4,channels=128,maxT=64"),
+        ("train_pythia", SMI, "pythia-160m"),
     ],
 )
 def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
@@ -96,11 +96,11 @@ def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
         assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in kept.published("cpu"))
 
 
-@pytest.mark.parametrize("script", ["train_llama3_fp32", "train_llama3_fp32.py"])
+@pytest.mark.parametrize("script", ["train_llama3", "train_llama3.py"])
 def test_bench_and_profile_take_the_script(script, tmp_path):
     plan = make("-n", "bench", "profile", "PYTHON=python", "VENV=", f"SCRIPT={script}", "ARGS=-b 2", tmp_path=tmp_path)
     assert plan.splitlines() == [
-        "python dev/bench.py train_llama3_fp32 -b 2", "python dev/profile_step.py train_llama3_fp32 -b 2"
+        "python dev/bench.py train_llama3 -b 2", "python dev/profile_step.py train_llama3 -b 2"
     ]  # fmt: skip
 
 

@@ -82,8 +82,8 @@ def test_a_run_ends_with_the_command_that_samples_from_it_and_the_next_starts_in
     command = printed.replace("generate.py", str(ROOT / "generate.py")) + " --device cpu -g 5"
     done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout and "5 tokens in" in done.stderr
-    train(folder, script="train_pythia_fp32.py")
-    assert runs(folder) == ["gpt2_fp32_1", "gpt2_fp32_2", "pythia_fp32_1"]
+    train(folder, script="train_pythia.py")
+    assert runs(folder) == ["gpt2_fp32_1", "gpt2_fp32_2", "pythia_1"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODELS = {  # flash attention takes heads of 64 channels; from 1024 rows on there are transpositions
     "train_gpt2_fp32": "layers=1,heads=2,channels=128",
-    "train_llama3_fp32": "layers=1,heads=2,kv_heads=1,channels=128,hidden=96",
-    "train_pythia_fp32": "layers=1,heads=2,channels=128,gelu=erf",
+    "train_llama3": "layers=1,heads=2,kv_heads=1,channels=128,hidden=96",
+    "train_pythia": "layers=1,heads=2,channels=128,gelu=erf",
 }
 BATCH = ["-b", "16", "-t", "64", "--vocab-size", "300", "--device", "cpu"]
 
@@ -34,11 +34,11 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
     monkeypatch.setattr(profile_step, "measure_ceilings", lambda: profile_step.Ceilings(1e12, 1e9, "ceilings"))
     rows = profile(script, attention, capsys, tmp_path / "step.png")
     assert not [name for name, words in rows.items() if words[-2:] == ["not", "counted"]]
-    llama = script == "train_llama3_fp32"
+    llama = script == "train_llama3"
     calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1} | {
         "train_gpt2_fp32": {"layernorm_backward": 3, "gelu_backward": 1, "sgemm 1024 x 384 x 128 NT": 2},
-        "train_llama3_fp32": {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1},
-        "train_pythia_fp32": {"parallel_residual_backward": 2, "gelu_erf_backward": 1, "rope": 2,
+        "train_llama3": {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1},
+        "train_pythia": {"parallel_residual_backward": 2, "gelu_erf_backward": 1, "rope": 2,
                               "sgemm 1024 x 384 x 128 NT": 2},
     }[script]  # fmt: skip
     if attention == "flash":

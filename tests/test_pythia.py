@@ -8,7 +8,7 @@ from llmc.checkpoint import read_model, read_model_header, write_model
 from llmc.tensors import ALIGNMENT, layout, name_tensors, num_parameters
 from models import PYTHIA_ODD
 from train_gpt2_fp32 import GPT2Config
-from train_pythia_fp32 import Pythia, PythiaConfig
+from train_pythia import Pythia, PythiaConfig
 
 import numpy as np
 import pytest
@@ -156,5 +156,5 @@ def test_a_header_with_senseless_numbers_is_refused(floats, tmp_path):
 def test_a_pythia_given_to_gpt2s_trainer_names_its_own(tmp_path):
     config = PythiaConfig(*astuple(PYTHIA_ODD))
     write_model(tmp_path / "model.bin", config, np.zeros(num_parameters(config), np.float32))
-    with pytest.raises(UserError, match="found a Pythia model.*use train_pythia_fp32.py for it"):
+    with pytest.raises(UserError, match="found a Pythia model.*use train_pythia.py for it"):
         read_model_header(tmp_path / "model.bin", GPT2Config)

@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 61, 2, 16
 SCRIPTS = {
     "gpt2": ("train_gpt2_fp32.py", "layers=3,heads=3,channels=36,maxT=64"),
-    "llama3": ("train_llama3_fp32.py", "layers=2,heads=4,kv_heads=2,channels=40,hidden=44,maxT=64"),
-    "pythia": ("train_pythia_fp32.py", "layers=2,heads=2,channels=32,maxT=64"),
+    "llama3": ("train_llama3.py", "layers=2,heads=4,kv_heads=2,channels=40,hidden=44,maxT=64"),
+    "pythia": ("train_pythia.py", "layers=2,heads=2,channels=32,maxT=64"),
 }
 CONFIGS = {"gpt2": GPT2Config, "llama3": Llama3Config, "pythia": PythiaConfig}
 FLAGS = ["-i", "data", "-b", str(B), "-t", str(T), "-g", "0", "-v", "3", "-m", "7", "-l", "1e-2"]
@@ -307,7 +307,7 @@ def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_numbe
     such a difference may round an operand the other way, by 5e-4 of itself: products are in fp32 here."""
 
     def train(*flags: str) -> str:
-        return run(folder, "-f", "0", *flags, model=model)[0]
+        return run(folder, "--precision", "fp32", *flags, model=model)[0]
 
     train(*steps("-o", "one.log", "--checkpoint-dir", "one", last=4))
     train(*steps("-o", "two.log", "--checkpoint-dir", "two", "-n", "2", "-z", "1", gpus=2, last=4))

@@ -225,10 +225,10 @@ def long(*values):
     ("script", "model", "attention"),
     [
         long("train_gpt2_fp32", "layers=2,heads=2,channels=32,maxT=64", "softmax"),
-        ("train_llama3_fp32", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,scaling=8", "relu"),
-        long("train_llama3_fp32", "layers=2,heads=4,kv_heads=1,channels=32,hidden=44,tied=0", "softmax"),
-        long("train_pythia_fp32", "layers=2,heads=4,channels=32", "softmax"),
-        long("train_pythia_fp32", "layers=2,heads=2,channels=32,parallel=0,gelu=erf", "relu"),
+        ("train_llama3", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,scaling=8", "relu"),
+        long("train_llama3", "layers=2,heads=4,kv_heads=1,channels=32,hidden=44,tied=0", "softmax"),
+        long("train_pythia", "layers=2,heads=4,channels=32", "softmax"),
+        long("train_pythia", "layers=2,heads=2,channels=32,parallel=0,gelu=erf", "relu"),
     ],
 )
 def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, attention, tmp_path, rng):

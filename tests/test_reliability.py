@@ -1,5 +1,6 @@
 """What happens to real runs: directories are used twice, flags forgotten, files damaged, disks full, runs killed."""
 
+import json
 import os
 import re
 import resource
@@ -302,6 +303,27 @@ def test_precision_is_what_the_device_has_and_flags_given_again_are_no_change(fo
     run(folder, *SAVE, *settings)
     out, _ = run(folder, *SAVE, *settings[:-1], "3", "-y", "1")
     assert [line for line in out.splitlines() if " now " in line] == ["--max-steps was 2 and is now 3"]
+
+
+def test_a_run_in_tf32_keeps_it_where_it_can_and_refuses_a_precision_that_contradicts_it(finished, tmp_path):
+    """Checkpoints record `tf32`, true or false, as they always have."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    state = folder / "run" / "step_00000002" / "state.json"
+    record = json.loads(state.read_text())
+    assert record["state"]["flags"]["tf32"] is False  # as the CPU multiplies
+    record["state"]["flags"]["tf32"] = True  # as a GPU would have
+    state.write_text(json.dumps(record))
+    for flags in ["-f", "0"], ["--precision", "fp32"]:
+        _, error = run(folder, *SAVE, "-y", "1", "-x", "9", *flags, code=1)
+        assert error == (
+            "error: cannot resume: products were in tf32, and --precision asks for fp32; leave it out, or start "
+            "another run\n"
+        )
+    for flags in [], ["-f", "1"]:
+        out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", *flags)
+        assert "products were in tf32 and are now in fp32, which is what " in out and list(steps(out)) == [3]
+        shutil.rmtree(folder / "run" / "step_00000003")
 
 
 def test_data_that_has_moved_is_validated_where_it_is_now(folder):

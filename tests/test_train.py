@@ -18,8 +18,8 @@ from llmc.schedule import LearningRateSchedule
 from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
 from train_gpt2_fp32 import GPT2Config
-from train_llama3_fp32 import Llama3Config
-from train_pythia_fp32 import PythiaConfig
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest
@@ -30,11 +30,11 @@ V = 61
 MODELS = {
     "gpt2": (SCRIPT, "layers=2,heads=2,channels=32,maxT=64", GPT2Config(64, V, 2, 2, 32)),
     "llama3": (
-        ROOT / "train_llama3_fp32.py", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,maxT=64",
+        ROOT / "train_llama3.py", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,maxT=64",
         Llama3Config(64, V, 2, 4, 2, 32, 44),
     ),
     "pythia": (
-        ROOT / "train_pythia_fp32.py", "layers=2,heads=4,channels=32,maxT=64", PythiaConfig(64, V, 2, 4, 32)
+        ROOT / "train_pythia.py", "layers=2,heads=4,channels=32,maxT=64", PythiaConfig(64, V, 2, 4, 32)
     ),
 }  # fmt: skip
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
@@ -318,6 +318,10 @@ USAGE = [
     (["-k", "zigzag"], "-k/--schedule: .*zigzag.*cosine"),
     (["-a", "magic"], "-a/--attention: .*magic.*relu"),
     (["-y", "yes"], "-y/--resume: yes must be 0 or 1"),
+    (["--precision", "bf16"], "--precision: .*bf16.*fp32.*tf32"),
+    (["--precision", "0"], "--precision: .*0.*fp32.*tf32"),
+    (["-f", "2"], "argument -f: 2 must be 0 or 1"),
+    (["-f", "fp32"], "argument -f: fp32 must be 0 or 1"),
     (["--device", "tpu"], "--device: .*tpu.*cpu"),
     (["--no-such-flag"], "--no-such-flag"),
 ]
@@ -340,6 +344,24 @@ def test_a_number_beyond_all_measure_is_a_wrong_flag(flag, value, message, capsy
         parse_arguments(GPT2Config, [flag, value])
     said = f"error: argument {flag}(/--[a-z-]+)?: '?{value}'? {message}; --help lists the flags\n"
     assert re.fullmatch(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "flags, precision, given",
+    [
+        ([], "tf32", False), (["-f", "0"], "fp32", True), (["-f", "1"], "tf32", True),
+        (["--precision", "fp32"], "fp32", True), (["--precision", "tf32"], "tf32", True),
+    ],
+)  # fmt: skip
+def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given):
+    args = parse_arguments(GPT2Config, flags)
+    assert args.precision == precision and ("precision" in args.given) == given
+
+
+@pytest.mark.parametrize("flags", [["-f", "0"], ["--precision", "fp32"]])
+def test_flash_attention_in_fp32_is_refused(folder, flags):
+    error = refuse(folder, "-a", "flash", *flags)
+    assert "error: -a flash computes in TF32: leave --precision fp32 out, or use -a softmax" in error
 
 
 def test_a_seed_may_be_of_any_size():
@@ -510,7 +532,7 @@ def test_a_llama_file_given_to_gpt2s_trainer_names_its_own(folder):
     config = MODELS["llama3"][2]
     write_model(folder / "llama.bin", config, np.zeros(num_parameters(config), np.float32))
     assert re.search(
-        r"llama.bin: not a GPT-2 model \(found a Llama 3 model, .*use train_llama3_fp32.py for it",
+        r"llama.bin: not a GPT-2 model \(found a Llama 3 model, .*use train_llama3.py for it",
         refuse(folder, "-e", "llama.bin"),
     )
 
