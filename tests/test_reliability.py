@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import device
@@ -309,11 +310,11 @@ def test_a_run_in_tf32_keeps_it_where_it_can_and_refuses_a_precision_that_contra
     """Checkpoints record `tf32`, true or false, as they always have."""
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
-    state = folder / "run" / "step_00000002" / "state.json"
-    record = json.loads(state.read_text())
+    record = read_record(folder / "run" / "step_00000002")
     assert record["state"]["flags"]["tf32"] is False  # as the CPU multiplies
     record["state"]["flags"]["tf32"] = True  # as a GPU would have
-    state.write_text(json.dumps(record))
+    crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    (folder / "run" / "step_00000002" / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
     for flags in ["-f", "0"], ["--precision", "fp32"]:
         _, error = run(folder, *SAVE, "-y", "1", "-x", "9", *flags, code=1)
         assert error == (
