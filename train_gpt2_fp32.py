@@ -11,7 +11,6 @@ from math import sqrt
 
 import device
 from device.errors import UserError
-from kernels.dropout import dropouts
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import (
@@ -26,7 +25,7 @@ from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import GPT2_MODEL, make_header
-from llmc.model import Model
+from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
 from llmc.tensors import Config, padded

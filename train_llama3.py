@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import device
 from device.errors import UserError
-from kernels.dropout import dropouts
 from kernels.matmul import (
     matmul_backward_inp,
     matmul_backward_weight,
@@ -25,7 +24,7 @@ from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import LLAMA3_MODEL, make_header
-from llmc.model import Model
+from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
 from llmc.tensors import Config, Table, padded, without

@@ -241,10 +241,10 @@ add(column_sum, "N=640 C=128", "out=C scratch=P,C inp=N,C")
 add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
 add(sum_buffers, "N=3 n=1000 blocks=2", "out=n parts=N,n",
     lambda size, a: {"to": addresses(a.out), "sources": addresses(*a.parts), "ranges": [(0, size.n)]})
-add(gather_rows, "rank=0 N=16 V=50 C=128", "own=V,C other=V,C",
+add(gather_rows, "own=0 N=16 V=50 C=128", "mine=V,C other=V,C",
     lambda size, a: sorted_tokens(SimpleNamespace(B=1, T=size.N, V=size.V), a) | {
-        "buffers": addresses(a.own, a.other), "length": 4 * device.ceil_div(size.V * size.C, 8), "start": 0,
-    }, needs=("rank < 2",))
+        "buffers": addresses(a.mine, a.other), "length": 4 * device.ceil_div(size.V * size.C, 8), "start": 0,
+    }, needs=("own < 2",))
 add(checksum, "n=4096", "buffer=n")
 
 
@@ -260,7 +260,7 @@ def sizes_of(text: str, launch: Launch) -> dict[str, int]:
     sizes = dict(launch.sizes)
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
-        if name not in sizes or not value.isdecimal() or not (name != "rank") <= int(value) < 1 << 31:
+        if name not in sizes or not value.isdecimal() or not (name != "own") <= int(value) < 1 << 31:
             known = ",".join(f"{key}={size}" for key, size in launch.sizes.items())
             raise UserError(f"--shape {text}: {word!r} is not one of its sizes and a number, as in {known}")
         sizes[name] = int(value)

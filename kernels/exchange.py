@@ -26,13 +26,14 @@ def sum_buffers(
     cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
 
 
-def gather_rows(buffers, rank: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
-    """Copies the rows of a table (V, C) that a batch takes from the ranks to which they belong. The table begins at
-    float `start` of flat buffers, fp32, whose addresses are in buffers, uint64 (ranks,); of theirs rank r has the r-th
-    `length` floats. inp, order, count (N) int32: tokens, and what sort_by_token makes of them."""
+def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
+    """Copies the rows of a table (V, C) that a batch takes to the own-th of some flat buffers, fp32. Each of them has
+    room for the whole table, which begins at its float `start`, but only the r-th `length` floats of buffer r count:
+    the rows come from there. buffers: their addresses, uint64. inp, order, count (N) int32: tokens, and what
+    sort_by_token makes of them."""
     rows = 8  # of a block
     cu.gather_rows_kernel(
-        (ceil_div(N, rows),), (cu.warp_size, rows), (buffers, rank, length, start, inp, order, count, N, C)
+        (ceil_div(N, rows),), (cu.warp_size, rows), (buffers, own, length, start, inp, order, count, N, C)
     )
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import device
 from device.errors import UserError
 from kernels.classifier import fused_classifier
+from kernels.dropout import Dropout
 from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import read_model
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges
@@ -214,6 +215,20 @@ class Model:
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
         """The deviations of MATRICES, which start as normal random numbers, and what others start as, if not 0."""
         raise NotImplementedError
+
+
+def dropouts(model: Model, training: bool) -> SimpleNamespace:
+    """The places where a model drops: `.encoded`, the embedding, and for each layer `.layer[l].attproj` and
+    `.layer[l].fcproj`, what attention and MLP add to the residual stream. Each is a Dropout, or None where nothing is
+    dropped: when the model does not train, or trains without dropout."""
+
+    def at(site: int) -> Dropout | None:
+        return Dropout(model.random, site) if training and model.dropout else None
+
+    layers = range(model.config.num_layers)
+    return SimpleNamespace(
+        encoded=at(0), layer=[SimpleNamespace(attproj=at(1 + 2 * l), fcproj=at(2 + 2 * l)) for l in layers]
+    )
 
 
 def build_from_file(

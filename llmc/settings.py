@@ -12,8 +12,8 @@ from llmc import ranks
 from llmc.dataloader import find_token_files, open_tokens
 from llmc.schedule import LearningRateSchedule
 
-# What a checkpoint records of the flags, beside the precision. A run that is resumed keeps those that it is not given again.
-# Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
+# What a checkpoint records of the flags, beside the precision. A run that is resumed keeps those that it is not given
+# again. Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
 FIXED = (
     "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
     "seed",

@@ -59,7 +59,7 @@ def switch_device(name: str, monkeypatch) -> None:
 
 @pytest.fixture(params=DEVICES)
 def dev(request, monkeypatch):
-    """llmc.device, switched to each device in turn, with matrix products in plain fp32.
+    """The device, switched to each device in turn, with matrix products in plain fp32.
 
     "cpu" runs the kernels with warps of one thread, as training on the CPU does; "cpu-warp32" runs them with the warps
     of 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none.

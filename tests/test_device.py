@@ -1,4 +1,4 @@
-"""llmc.device: the same calls on the CPU and on CUDA."""
+"""device: the same calls on the CPU and on CUDA."""
 
 import time
 

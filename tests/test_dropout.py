@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import oracle
 from draws import cu, factors, words
-from kernels.dropout import Dropout, dropouts
+from kernels.dropout import Dropout
 from kernels.layernorm import fused_residual_forward, layernorm_backward
 from kernels.reduce import MOST_PARTIALS
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward
 from llmc.batches import Batches
 from llmc.exchange import Exchange
-from llmc.model import Model, build_from_random
+from llmc.model import Model, build_from_random, dropouts
 from llmc.step import train_step
 from llmc.tensors import Config
 from models import (

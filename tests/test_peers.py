@@ -157,7 +157,7 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(peers, monkeypatc
 
 
 class Driver(Threads):
-    """Ranks whose GPUs have one memory, on the CPU device; rank 1's fail at something."""
+    """Ranks with peer access, on the CPU device; rank 1's fail at something."""
 
     def __init__(self, N: int, monkeypatch, fails: str | None = None, hosts: tuple[str, ...] = ("here",)):
         super().__init__(N, monkeypatch)

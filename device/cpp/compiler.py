@@ -22,7 +22,6 @@ from pathlib import Path
 
 from device.cpp.launch import Module, Parameter, load_runtime
 from device.errors import UserError
-from llmc.files import replacing
 
 HERE = Path(__file__).parent
 
@@ -128,8 +127,12 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
         _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
         content = Path(built).read_bytes()
-        with replacing(library) as file:  # another process may do the same meanwhile: either file will do
-            file.write(content + hashlib.sha256(content).digest())
+        whole = Path(folder) / "whole.so"
+        try:
+            whole.write_bytes(content + hashlib.sha256(content).digest())
+            os.replace(whole, library)  # another process may do the same meanwhile: either file will do
+        except OSError as error:
+            raise UserError(f"{library}: cannot be written ({error.strerror.lower()})") from error
     return library
 
 
