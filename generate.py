@@ -24,27 +24,22 @@ from llmc.generation import continuation
 from llmc.model import Model, build_from_file
 from llmc.program import run_program
 from llmc.sampler import Sampler, sample
+from llmc.scripts import kind_of_magic, model_kinds
 from llmc.tokenizer import StreamDecoder, load_model_tokenizer
 from train_gpt2_fp32 import GPT2
-from train_llama3 import Llama3
-from train_pythia import Pythia
-
-MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
-
 
 NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
 
 
 def kind_of(path: Path) -> type[Model]:
     """The kind of the model in a file: GPT-2, for one to refuse it, where it is no model at all."""
-    magic = first_word(path)
-    return next((kind for kind in MODELS if kind.Config.MAGIC == magic), GPT2)
+    return kind_of_magic(first_word(path)) or GPT2
 
 
 def find_model(name: Path) -> Path:
     """The file of the model that is named by itself or by the directory of its checkpoint. Raises UserError for what
     describes a model that is yet to be trained, and as model_path does."""
-    for kind in MODELS:
+    for kind in model_kinds():
         word = str(name).partition("=")[0]
         if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
             raise UserError(f"{name}: yet to be trained, by {kind.Config.SCRIPT} -e {name}; {NEEDED}")
@@ -104,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     if len(tokens) > T:
         print(f"the prompt has {len(tokens)} tokens, of which the model sees only the last {T}", file=sys.stderr)
     attention = trained_attention(path, trained.get("attention"), args.attention)
-    attention = choose_attention(attention, config.channels, config.num_heads)
+    attention = choose_attention(attention, config.head_size)
     model = build_from_file(kind, path, 1, T, attention, inference=True)
 
     decoder, sampler = StreamDecoder(tokenizer), Sampler(args.seed)

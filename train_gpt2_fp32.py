@@ -24,7 +24,7 @@ from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
 from llmc.exchange import embedding_backward, embedding_forward
-from llmc.files import GPT2_MODEL, make_header
+from llmc.files import make_header
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
@@ -101,7 +101,7 @@ class GPT2Config(Config):
     num_heads: int    # (NH)
     channels: int     # (C)
 
-    NAME, SCRIPT, MAGIC, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", GPT2_MODEL, PARAMETERS
+    NAME, SCRIPT, MAGIC, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", 20240326, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"
     }  # fmt: skip
@@ -120,7 +120,7 @@ class GPT2Config(Config):
         return super().sizes() | {"P": MOST_PARTIALS}
 
     def header(self) -> np.ndarray:
-        return make_header(GPT2_MODEL, 3, *astuple(self), padded(self.vocab_size))
+        return make_header(self.MAGIC, 3, *astuple(self), padded(self.vocab_size))
 
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "GPT2Config":

@@ -23,7 +23,7 @@ from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
 from llmc.exchange import embedding_backward, embedding_forward
-from llmc.files import LLAMA3_MODEL, make_header
+from llmc.files import make_header
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
@@ -127,7 +127,7 @@ class Llama3Config(Config):
     tied: bool = True    # the classifier's weight is wte
     original_length: int = ORIGINAL_LENGTH  # positions that the model was first trained on, by which RoPE is scaled
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Llama 3", "train_llama3.py", LLAMA3_MODEL, 2048, PARAMETERS
+    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, 2048, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",
@@ -181,7 +181,7 @@ class Llama3Config(Config):
                 f"{source}: {self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly: "
                 "kv_heads must divide heads"
             )
-        if self.channels // self.num_heads % 2:
+        if self.head_size % 2:
             raise UserError(
                 f"{source}: heads of {self.channels} / {self.num_heads} channels are odd, and RoPE turns pairs"
             )
@@ -193,7 +193,7 @@ class Llama3Config(Config):
         expressible = usual and not self.tied and self.rope_scaling in (0, 8) and self.norm_eps == 1e-5
         version = 3 if expressible else 103 if usual else 104
         ints = make_header(
-            LLAMA3_MODEL, version, self.max_seq_len, self.vocab_size, self.num_layers, self.num_heads,
+            self.MAGIC, version, self.max_seq_len, self.vocab_size, self.num_layers, self.num_heads,
             self.num_kv_heads, self.channels, self.hidden, self.rope_scaling > 0, 3, 1, self.tied, self.hidden,
             0 if usual else self.original_length,
         )  # fmt: skip
@@ -227,7 +227,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
     """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
     config, params, acts, rope = model.config, model.params, model.acts(B, T), model.constant.rope
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
-    HS, eps, Vp = C // NH, config.norm_eps, padded(config.vocab_size)
+    HS, eps, Vp = config.head_size, config.norm_eps, padded(config.vocab_size)
     QKV = (NH + 2 * NKV) * HS
     drop = dropouts(model, training)
 
@@ -273,7 +273,7 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
-    HS, Vp, rope = C // NH, padded(config.vocab_size), model.constant.rope
+    HS, Vp, rope = config.head_size, padded(config.vocab_size), model.constant.rope
     QKV = (NH + 2 * NKV) * HS
     dresidual, dln, datty, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dqkv
     dfch, dfch_swiglu, weight_T, partials = gacts.dfch, gacts.dfch_swiglu, gacts.weight_T, gacts.partials
@@ -340,8 +340,8 @@ class Llama3(Model):
     @classmethod
     def constants(cls, config: Llama3Config, T: int) -> dict[str, np.ndarray]:
         """rope (T, HS/2, 2): cosine and sine of the angle by which each pair of channels turns at each position."""
-        HS = config.channels // config.num_heads
-        return {"rope": rope_table(T, HS, config.rope_theta, config.rope_scaling or None, config.original_length)}
+        scaling = config.rope_scaling or None
+        return {"rope": rope_table(T, config.head_size, config.rope_theta, scaling, config.original_length)}
 
 
 def main() -> None:

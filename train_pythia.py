@@ -26,7 +26,6 @@ from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
 from llmc.exchange import embedding_backward, embedding_forward
-from llmc.files import PYTHIA_MODEL
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
@@ -104,9 +103,10 @@ ACTIVATION_GRADIENTS = (
 class PythiaConfig(Config):
     """The sizes of a Pythia, and what else fixes the function that it computes.
 
-    Its file is our own (Config.header): int32[256]: 20230403, version 1, maxT, V, L, NH, C, norm (0 layer, 1 rms),
-    tied_norm, parallel, gelu (0 tanh, 1 erf); float64[128]: rotary, theta, eps; then those of PARAMETERS that the model
-    has, the vocabulary padded. Rows of q and k are in the order in which RoPE turns channels 2i and 2i + 1 of a head.
+    Its file is our own (Config.header): int32[256]: 20230403 (the day of Pythia's paper), version 1, maxT, V, L, NH, C,
+    norm (0 layer, 1 rms), tied_norm, parallel, gelu (0 tanh, 1 erf); float64[128]: rotary, theta, eps; then those of
+    PARAMETERS that the model has, the vocabulary padded. Rows of q and k are in the order in which RoPE turns channels
+    2i and 2i + 1 of a head.
     """
 
     max_seq_len: int     # (maxT) longest sequence
@@ -122,7 +122,7 @@ class PythiaConfig(Config):
     parallel: bool = True  # the MLP reads what the attention reads, and not what it adds
     gelu: str = "tanh"   # or "erf"
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Pythia", "train_pythia.py", PYTHIA_MODEL, 2048, PARAMETERS
+    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Pythia", "train_pythia.py", 20230403, 2048, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len",
         "rotary": "rotary", "theta": "rope_theta", "eps": "norm_eps", "norm": "norm", "tied_norm": "tied_norm",
@@ -149,13 +149,13 @@ class PythiaConfig(Config):
 
     @property
     def rotary_channels(self) -> int:
-        return int(self.rotary * (self.channels // self.num_heads))
+        return int(self.rotary * self.head_size)
 
     def sizes(self) -> dict[str, int]:
         return super().sizes() | {"P": MOST_PARTIALS, "W": max(padded(self.vocab_size), 10 * self.channels)}
 
     def rows(self) -> list[tuple[str, object]]:
-        R, HS = self.rotary_channels, self.channels // self.num_heads
+        R, HS = self.rotary_channels, self.head_size
         norm = {"layer": "LayerNorm", "rms": "RMSNorm"}[self.norm] + (", one for both" if self.tied_norm else "")
         return [
             *super().rows(),
@@ -165,7 +165,7 @@ class PythiaConfig(Config):
 
     def check(self, source: str) -> None:
         super().check(source)
-        R, HS = self.rotary_channels, self.channels // self.num_heads
+        R, HS = self.rotary_channels, self.head_size
         if self.rotary > 1 or R < 2 or R % 2:
             raise UserError(f"{source}: rotary {self.rotary:g} is {R} of a head's {HS} channels; it must be 2, 4, …")
         if self.tied_norm and not self.parallel:
@@ -185,7 +185,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
     """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
     config, params, acts = model.config, model.params, model.acts(B, T)
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    HS, R = C // NH, config.rotary_channels
+    HS, R = config.head_size, config.rotary_channels
     drop, eps, outs = dropouts(model, training), config.norm_eps, (acts.ln1, acts.ln2)
 
     embedding_forward(model, acts.encoded, params.wte, None, B, T, C, drop.encoded)
@@ -228,7 +228,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    HS, R = C // NH, config.rotary_channels
+    HS, R = config.head_size, config.rotary_channels
     dresidual, dfch, dqkv, datty, dln1, dln2 = gacts.dresidual, acts.dfch, acts.dqkv, acts.datty, acts.dln1, acts.dln2
     weight_T, partials, drop = gacts.weight_T, gacts.partials, dropouts(model, training=True)
     parallel, tied = config.parallel, config.tied_norm

@@ -31,36 +31,36 @@ def main() -> None:
     parser.add_argument("-s", type=positive, default=64, metavar="HS", help="head size, 64 or 128 (64)")
     parser.add_argument("-r", type=positive, default=50, metavar="RUNS", help="measurements; the median counts (50)")
     args = parser.parse_args()
-    B, T, NH, NKV, C = args.b, args.t, args.n, args.k or args.n, args.n * args.s
+    B, T, NH, NKV, HS = args.b, args.t, args.n, args.k or args.n, args.s
     if NH % NKV:
         raise UserError(f"-k {NKV}: must divide the number of heads, {NH}")
     device.use("cuda")
-    layers = [arrays(B, T, C, NH, NKV, seed) for seed in range(LAYERS)]
+    layers = [arrays(B, T, NH, NKV, HS, seed) for seed in range(LAYERS)]
 
     def forward() -> None:
         for a in layers:
-            flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV)
+            flash_attention_forward(a["out"], a["lse"], a["qkv"], B, T, NH, NKV, HS)
 
     def backward() -> None:
         for a in layers:
             flash_attention_backward(
-                a["dqkv"], a.get("dkv_heads"), a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, C, NH, NKV
+                a["dqkv"], a.get("dkv_heads"), a["dsum"], a["dout"], a["out"], a["lse"], a["qkv"], B, T, NH, NKV, HS
             )
 
-    flops = 2 * B * T * T / 2 * C
-    print(f"{device.name}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {args.s}")
+    flops = 2 * B * T * T / 2 * NH * HS
+    print(f"{device.name}: B {B}, T {T}, {NH} heads ({NKV} of keys) of {HS}")
     for name, work, products in (("forward", forward, 2), ("backward", backward, 5)):
         us = median_us(work, args.r) / LAYERS
         print(f"{name:8}  {us:8.1f} us  {products * flops / us * 1e-6:6.1f} TFLOP/s")
 
 
-def arrays(B: int, T: int, C: int, NH: int, NKV: int, seed: int) -> dict:
+def arrays(B: int, T: int, NH: int, NKV: int, HS: int, seed: int) -> dict:
     """One layer's arrays, with normal random numbers for its inputs."""
     rng = np.random.default_rng(seed)
-    qkv = B, T, (NH + 2 * NKV) * C // NH
-    shapes = {"qkv": qkv, "dqkv": qkv, "out": (B, T, C), "dout": (B, T, C), "lse": (B, NH, T), "dsum": (B, NH, T)}
+    qkv, out = (B, T, NH + 2 * NKV, HS), (B, T, NH, HS)
+    shapes = {"qkv": qkv, "dqkv": qkv, "out": out, "dout": out, "lse": (B, NH, T), "dsum": (B, NH, T)}
     if NKV < NH:
-        shapes["dkv_heads"] = B, T, 2, C
+        shapes["dkv_heads"] = B, T, 2, NH, HS
     layer = {name: device.zeros(shape) for name, shape in shapes.items()}
     for name in ("qkv", "dout"):
         device.copy_in(layer[name], rng.standard_normal(shapes[name], dtype=np.float32))

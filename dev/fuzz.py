@@ -12,6 +12,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent / "data")]
@@ -20,10 +21,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from device.errors import UserError  # noqa: E402
 from llmc.arguments import Parser, natural  # noqa: E402
 from llmc.program import run_program  # noqa: E402
+from llmc.scripts import model_kinds  # noqa: E402
+from llmc.tensors import Config  # noqa: E402
 
 import numpy as np  # noqa: E402
 
 MEMORY = 1 << 30  # bytes, on top of what the program has when it begins
+
+
+def smallest(config: type[Config]) -> Config:
+    """A model of a few kilobytes: its first preset with one layer and one head of a few channels."""
+    preset = config.described(next(iter(config.PRESETS)))
+    ones = {field.name: 1 for field in fields(config) if field.type is int}
+    return replace(preset, **ones | {"vocab_size": 7, "max_seq_len": 5, "channels": 8})
 
 
 def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[bytes]]]:
@@ -47,13 +57,10 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     from llmc.tensors import num_parameters
     from llmc.tokenizer import Tokenizer
     from train_gpt2_fp32 import GPT2Config
-    from train_llama3 import Llama3Config
-    from train_pythia import PythiaConfig
 
     from safetensors.numpy import save_file
 
-    gpt2, llama = GPT2Config(5, 7, 1, 1, 4), Llama3Config(5, 7, 1, 2, 1, 4, 3, tied=False)
-    configs = {"gpt2": gpt2, "llama3": llama, "pythia": PythiaConfig(5, 7, 1, 1, 4, rotary=0.5)}
+    configs, gpt2 = [smallest(kind.Config) for kind in model_kinds()], smallest(GPT2Config)
     rng, file = np.random.default_rng(0), folder / "whole"
 
     def content(write: Callable, *arguments) -> bytes:
@@ -67,8 +74,8 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
         return lambda path: [tensor.sum() for tensor in read_model(path, type(config))[1].values()]
 
     found = {
-        f"{name} model": (model_reader(config), [content(write_model, config, parameters(config))])
-        for name, config in configs.items()
+        f"{config.NAME} model": (model_reader(config), [content(write_model, config, parameters(config))])
+        for config in configs
     }
 
     x = rng.integers(0, 7, (1, 3)).astype(np.int32)
@@ -133,9 +140,9 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
 
     saved = folder / "saved"
     saved.mkdir()
-    save_file({name: np.zeros(shape, np.float32) for name, shape in import_hf.shapes_of(llama).items()},
+    save_file({name: np.zeros(shape, np.float32) for name, shape in import_hf.shapes_of(configs[1]).items()},
               saved / "model.safetensors")  # fmt: skip
-    settings = [json.dumps(config_json(config)).encode() for config in configs.values()]
+    settings = [json.dumps(config_json(config)).encode() for config in configs]
     import_whole = {"model.safetensors": (saved / "model.safetensors").read_bytes(), "config.json": settings[1]}
 
     def import_with(name: str) -> Callable[[Path], object]:
@@ -193,7 +200,7 @@ def main() -> None:
             raise AssertionError(f"{names[0]}: whole files are refused")
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-        flags = [f"-runs={args.n}", "-max_len=8192", "-rss_limit_mb=0", "-print_final_stats=1", "-verbosity=1"]
+        flags = [f"-runs={args.n}", "-max_len=16384", "-rss_limit_mb=0", "-print_final_stats=1", "-verbosity=1"]
         atheris.Setup([sys.argv[0], *flags, str(corpus)], lambda data: check(reader, folder / "input", data) and None)
         atheris.Fuzz()
 

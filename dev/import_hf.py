@@ -28,8 +28,9 @@ from device.errors import UserError
 from kernels.rope import ORIGINAL_LENGTH
 from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
-from llmc.files import TRAINERS, first_word, replacing
+from llmc.files import first_word, replacing
 from llmc.program import run_program
+from llmc.scripts import kind_of_magic
 from llmc.tensors import Config, layout, num_parameters
 from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from train_gpt2_fp32 import GPT2Config
@@ -318,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-o", "--out", type=a_path, metavar="FILE", required=True, help="the .bin to write")
     parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")
     args = parser.parse_args(arguments)
-    if os.path.lexists(args.out) and first_word(args.out) not in TRAINERS:
+    if os.path.lexists(args.out) and not kind_of_magic(first_word(args.out)):
         raise UserError(f"{args.out}: there is something that is no model: name another with -o, or remove it")
     files = find_files(args.source)
     path = files[0].parent / "config.json"

@@ -199,25 +199,21 @@ add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses=B,T",
     needs=("V <= Vp", "Vp % 4 == 0"))
 
 
-def heads(size, a) -> dict:
-    return {"C": size.NH * size.HS}
-
-
 ALL_HEADS = "B,T,NH+2*NKV,HS"
 GROUPS = ("NH % NKV == 0",)
 BY_HEAD = f"qkvr={ALL_HEADS} dqkvr={ALL_HEADS} att=B,NH,T,T datt=B,NH,T,T out_r=B,NH,T,HS dout_r=B,NH,T,HS"
 for relu in False, True:
-    given, variant = (lambda size, a, relu=relu: heads(size, a) | {"relu": relu}), "relu" if relu else ""
+    given, variant = (lambda size, a, relu=relu: {"relu": relu}), "relu" if relu else ""
     sizes = "B=1 T=32 NH=4 NKV=4 HS=32"
     add(attention_forward, sizes, f"out=B,T,NH*HS qkv={ALL_HEADS} {BY_HEAD}", given, variant, GROUPS)
     add(attention_backward, sizes, f"dqkv={ALL_HEADS} dout=B,T,NH*HS {BY_HEAD}", given, variant, GROUPS)
 for HS in 64, 128:
     sizes, variant = f"B=1 T=80 NH=2 NKV=1 HS={HS}", "" if HS == 64 else "128"
-    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}", heads, variant, GROUPS)
+    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}", variant=variant, needs=GROUPS)
     add(
         flash_attention_backward, sizes,
         f"dqkv={ALL_HEADS} dkv_heads=B,T,2,NH,HS dsum=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}",
-        heads, variant, GROUPS,
+        variant=variant, needs=GROUPS,
     )  # fmt: skip
 for rope in rope_forward, rope_backward:
     name = "qkv" if rope is rope_forward else "dqkv"

@@ -23,11 +23,11 @@ if not __package__:  # run as a program: look in the repository, not in dev/, wh
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from device.errors import UserError
-from generate import MODELS
 from llmc.arguments import Parser, make_parser
 from llmc.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
 from llmc.dataloader import DataLoader
 from llmc.program import run_program
+from llmc.scripts import model_kinds
 from llmc.tensors import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ def remove_empty(directory: Path) -> None:
 
 
 def main() -> None:
-    configs = {kind.Config.SCRIPT: kind.Config for kind in MODELS}
+    configs = {kind.Config.SCRIPT: kind.Config for kind in model_kinds()}
     parser = Parser(description="Train in a directory of the run's own, and name the command that samples from it.")
     parser.add_argument("script", choices=configs, help="the trainer")
     parser.add_argument("flags", nargs=REMAINDER, help="the trainer's")

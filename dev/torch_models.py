@@ -63,17 +63,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT2Config, kind: str):
         super().__init__()
-        self.num_heads, self.kind = config.num_heads, kind
+        self.num_heads, self.head_size, self.kind = config.num_heads, config.head_size, kind
         self.c_attn = nn.Linear(config.channels, 3 * config.channels)
         self.c_proj = nn.Linear(config.channels, config.channels)
 
     def forward(self, x: torch.Tensor, future: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self.c_attn(x).view(B, T, 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)
         if self.kind == "sdpa":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         elif self.kind == "softmax":
-            scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.num_heads)  # (B, NH, T, T)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_size)  # (B, NH, T, T)
             y = scores.masked_fill(future, -math.inf).softmax(-1) @ v  # (B, NH, T, HS)
         else:
             y = relu_attention(q, k, v, future, lengths)

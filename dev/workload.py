@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
-from generate import MODELS
 from llmc.arguments import Parser, add_device_arguments, on_off, parse_arguments, positive
 from llmc.attention import choose_attention
 from llmc.checkpoint import write_model
@@ -15,11 +14,12 @@ from llmc.dataloader import DataLoader, write_tokens
 from llmc.exchange import Exchange
 from llmc.model import Model
 from llmc.run import Origin, build_model
+from llmc.scripts import model_kinds
 from llmc.tensors import Config
 
 import numpy as np
 
-SCRIPTS = {kind.Config.SCRIPT.removesuffix(".py"): kind for kind in MODELS}
+SCRIPTS = {kind.Config.SCRIPT.removesuffix(".py"): kind for kind in model_kinds()}
 LEARNING_RATE = 3e-4
 SEED = 1337
 
@@ -87,7 +87,7 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     flags += [] if args.zero_stage else ["-z", "0"]
     flags += ["--bitwise", "1"] if args.bitwise else []
     device.use_tf32(args.precision == "tf32")
-    choose_attention(args.attention, config.channels, config.num_heads)  # refuses what the model cannot have
+    choose_attention(args.attention, config.head_size)  # refuses what the model cannot have
     return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", tuple(flags))
 
 

@@ -422,7 +422,7 @@ TOPICS["flash_attention"] = Topic(
         attention_rung("swizzled_kernel", 128),
         attention_rung("two_stages_kernel", 128),
         Rung("flash_attention_forward of kernels/flash_attention.py",
-             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, 64 * a.NH, a.NH, a.NH),
+             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
              "32 queries a warp, so that each operand that is loaded serves four products, by wide loads.", tf32=True),
     ],
 )  # fmt: skip

@@ -11,15 +11,15 @@ cu = device.source(__file__)
 
 
 def attention_forward(
-    out, qkvr, att, out_r, qkv, B: int, T: int, C: int, NH: int, NKV: int, relu: bool = False
+    out, qkvr, att, out_r, qkv, B: int, T: int, NH: int, NKV: int, HS: int, relu: bool = False
 ) -> None:
-    """out (B,T,C) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values, of
-    HS = C / NH channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
+    """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values,
+    of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
     qkvr, which is q (B,NH,T,HS), then k and v (B,NKV,T,HS), and att (B,NH,T,T) are set and kept for backward. out_r
-    (B,NH,T,HS) is scratch for att v, which is out before its axes are permuted.
+    (B,NH,T,HS) is scratch for att v, which is out before its axes are permuted; it may lie where qkv is.
     """
-    HS, G = C // NH, NH // NKV
+    G, C = NH // NKV, NH * HS
     launch_by_row(cu.permute_kernel, B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     # The G query heads of a group are neighbours: a product takes them for one head with G * T queries.
@@ -31,13 +31,13 @@ def attention_forward(
 
 
 def attention_backward(
-    dqkv, dqkvr, datt, dout_r, dout, qkvr, att, B: int, T: int, C: int, NH: int, NKV: int, relu: bool = False
+    dqkv, dqkvr, datt, dout_r, dout, qkvr, att, B: int, T: int, NH: int, NKV: int, HS: int, relu: bool = False
 ) -> None:
-    """dqkv (B,T,NH+2*NKV,HS) is set from dout (B,T,C) and what forward kept: qkvr and att.
+    """dqkv (B,T,NH+2*NKV,HS) is set from dout (B,T,NH,HS) and what forward kept: qkvr and att.
 
     dqkvr, laid out as qkvr, datt (B,NH,T,T) and dout_r (B,NH,T,HS), which is dout permuted, are scratch.
     """
-    HS, G = C // NH, NH // NKV
+    G, C = NH // NKV, NH * HS
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     dq, dk, dv = split(dqkvr, B * T * C, B * T * NKV * HS)
     launch_by_row(cu.unpermute_backward_kernel, B * T, C, HS, (dout_r, dout, T, NH, HS))

@@ -12,57 +12,52 @@ TILE_FLOATS = 2048  # as in flash_attention.cu: a warp has TILE_FLOATS / HS quer
 OPERAND_BYTES = 4 * 2 * 4 * TILE_FLOATS  # two arrays of them, for four warps, in shared memory
 
 
-def supported(C: int, NH: int) -> bool:
-    """Whether there are kernels for heads of C / NH channels."""
-    return C % NH == 0 and C // NH in HEAD_SIZES
-
-
-def flash_attention_forward(out, lse, qkv, B: int, T: int, C: int, NH: int, NKV: int) -> None:
-    """out (B,T,C) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values, of
-    HS = C / NH channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
+def flash_attention_forward(out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values,
+    of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
     lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees.
-    Raises UserError for heads of another size than 64 or 128 channels, and on a GPU without TF32 (before
+    Raises UserError for heads of another size than HEAD_SIZES, and on a GPU without TF32 (before
     compute capability 8.0).
     """
-    forward, _, _ = kernels(C, NH)
-    forward(grid(B, T, C, NH), (THREADS,), (out, lse, qkv, T, NH, NKV))
+    forward, _, _ = kernels(HS)
+    forward(grid(B, T, NH, HS), (THREADS,), (out, lse, qkv, T, NH, NKV))
 
 
 def flash_attention_backward(
-    dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, C: int, NH: int, NKV: int
+    dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int
 ) -> None:
-    """dqkv (B,T,NH+2*NKV,HS) is set to the gradient of qkv, from dout (B,T,C) and what forward wrote: out (B,T,C) and
-    lse (B,NH,T). Those must be of this qkv: a NaN in it is found by what forward made of it.
+    """dqkv (B,T,NH+2*NKV,HS) is set to the gradient of qkv, from dout (B,T,NH,HS) and what forward wrote: out
+    (B,T,NH,HS) and lse (B,NH,T). Those must be of this qkv: a NaN in it is found by what forward made of it.
 
     dsum (B,NH,T) is scratch: it is set to the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is
     scratch for each query head's share of the gradients of its key and value head; where NKV = NH the share is the
     whole, and dkv_heads, which may be None, is not used.
     """
-    _, backward_query, backward_key = kernels(C, NH)
-    size, block = grid(B, T, C, NH), (THREADS,)
+    _, backward_query, backward_key = kernels(HS)
+    size, block = grid(B, T, NH, HS), (THREADS,)
     backward_query(size, block, (dqkv, dsum, dout, out, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
     backward_key(size, block, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
     if NKV < NH:
-        HS, heads = C // NH, B * T * 2 * NKV
+        heads = B * T * 2 * NKV
         block = HS // 4, 4 * THREADS // HS
         group_sum = cu.flash_attention_group_sum_kernel
         group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
 
 
-def grid(B: int, T: int, C: int, NH: int) -> tuple[int, int]:
+def grid(B: int, T: int, NH: int, HS: int) -> tuple[int, int]:
     """A block for each head of each sequence and each tile of queries or keys."""
-    rows = THREADS // 32 * TILE_FLOATS // (C // NH)
+    rows = THREADS // 32 * TILE_FLOATS // HS
     return B * NH, ceil_div(T, rows)
 
 
-def kernels(C: int, NH: int) -> tuple:
-    """The kernels for heads of C / NH channels: forward, backward by queries, backward by keys."""
-    if not supported(C, NH):
-        raise UserError(f"flash attention takes heads of 64 or 128 channels, not {C} / {NH}: use -a softmax")
+def kernels(HS: int) -> tuple:
+    """The kernels for heads of HS channels: forward, backward by queries, backward by keys."""
+    if HS not in HEAD_SIZES:
+        raise UserError(f"flash attention takes heads of 64 or 128 channels, not {HS}: use -a softmax")
     if device.kind == "cuda" and device.compute_capability < 80:
         raise UserError("flash attention needs TF32, a GPU of compute capability 8.0 or later: use -a softmax")
-    if C // NH == 64:
+    if HS == 64:
         return (
             cu.flash_attention_forward_kernel_64,
             cu.flash_attention_backward_query_kernel_64,

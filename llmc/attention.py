@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
-from kernels.flash_attention import flash_attention_backward, flash_attention_forward, supported
+from kernels.flash_attention import HEAD_SIZES, flash_attention_backward, flash_attention_forward
 
 if TYPE_CHECKING:
     from llmc.model import Model
 
-# A model's tables go on with these. It has rows of its own for `atty` (L,B,T,C), the heads' outputs side by side, and
-# for `proj` (B,T,C), whose place is free while attention runs in forward.
+# A model's tables go on with these. It has a row of its own for `atty` (L,B,T,Q), the heads' outputs side by side.
+# Q = NH HS, which is C where the heads divide the channels among them.
 
 FLASH_ACTIVATIONS = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
@@ -25,14 +25,14 @@ FLASH_ACTIVATIONS = (
 
 FLASH_GRADIENTS = (
     ("dsum",        ("B", "NH", "T")),               # of datty * atty over a head's channels
-    ("dkv_heads",   ("B", "T", "2C")),               # where query heads share keys: each one's share of dk and dv
+    ("dkv_heads",   ("B", "T", "2Q")),               # where query heads share keys: each one's share of dk and dv
 )  # fmt: skip
 
 MATRIX_ACTIVATIONS = (
     ("qkvr",        ("L", "QKV", "B", "T")),         # q (B, NH, T, HS), then k and v (B, NKV, T, HS)
     ("att",         ("L", "B", "NH", "T", "T")),
     ("qkv",         ("B", "T", "QKV")),              # scratch: q, k, v before they are permuted
-    ("atty_r",      ("B", "NH", "T", "HS"), "proj"), # forward: the heads' outputs, one head after another
+    ("atty_r",      ("B", "NH", "T", "HS"), "qkv"),  # forward: the heads' outputs, one head after another
     ("datty_r",     ("B", "NH", "T", "HS"), "qkv"),  # backward: their gradients
 )  # fmt: skip
 
@@ -42,18 +42,18 @@ MATRIX_GRADIENTS = (
 )  # fmt: skip
 
 
-def choose_attention(kind: str, C: int, NH: int) -> str:
-    """What -a `kind` stands for in a model with NH query heads of C / NH channels: "auto" is flash attention if that is
-    supported and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
-    if kind == "flash" and not supported(C, NH):
-        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {C // NH}: use -a softmax")
+def choose_attention(kind: str, HS: int) -> str:
+    """What -a `kind` stands for in a model with heads of HS channels: "auto" is flash attention if it has kernels for
+    them and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
+    if kind == "flash" and HS not in HEAD_SIZES:
+        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {HS}: use -a softmax")
     if kind == "flash" and device.kind == "cuda" and not device.tf32:
         raise UserError(
             "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no --precision fp32; "
             "use -a softmax"
         )
     if kind == "auto":
-        return "flash" if supported(C, NH) and device.kind == "cuda" and device.tf32 else "softmax"
+        return "flash" if HS in HEAD_SIZES and device.kind == "cuda" and device.tf32 else "softmax"
     return kind
 
 
@@ -71,23 +71,23 @@ def attention_input(model: Model, l: int, B: int, T: int):
 
 
 def causal_attention_forward(model: Model, l: int, B: int, T: int) -> None:
-    """Sets layer l's atty (B,T,C) to the attention of its attention_input, and what backward needs beside it."""
-    acts, C, NH, NKV = model.acts(B, T), model.config.channels, model.config.num_heads, model.config.kv_heads
+    """Sets layer l's atty (B,T,Q) to the attention of its attention_input, and what backward needs beside it."""
+    acts, NH, NKV, HS = model.acts(B, T), model.config.num_heads, model.config.kv_heads, model.config.head_size
     a, qkv = acts.layer[l], attention_input(model, l, B, T)
     if model.attention == "flash":
-        flash_attention_forward(a.atty, a.lse, qkv, B, T, C, NH, NKV)
+        flash_attention_forward(a.atty, a.lse, qkv, B, T, NH, NKV, HS)
     else:
-        attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, C, NH, NKV, model.attention == "relu")
+        attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, NH, NKV, HS, model.attention == "relu")
 
 
 def causal_attention_backward(dqkv, datty, model: Model, l: int, B: int, T: int) -> None:
-    """dqkv (B,T,QKV) is set to the gradient of layer l's attention_input, from datty (B,T,C), that of its atty."""
+    """dqkv (B,T,QKV) is set to the gradient of layer l's attention_input, from datty (B,T,Q), that of its atty."""
     acts, gacts, config = model.acts(B, T), model.grads_acts, model.config
-    a, C, NH, NKV = acts.layer[l], config.channels, config.num_heads, config.kv_heads
+    a, NH, NKV, HS = acts.layer[l], config.num_heads, config.kv_heads, config.head_size
     if model.attention == "flash":
-        flash_attention_backward(dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, C, NH, NKV)
+        flash_attention_backward(dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, NH, NKV, HS)
     else:
         attention_backward(
-            dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, C, NH, NKV,
+            dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, NH, NKV, HS,
             model.attention == "relu",
         )  # fmt: skip

@@ -35,7 +35,6 @@ from llmc import ranks
 from llmc.files import (
     DEBUG_STATE,
     HEADER_BYTES,
-    TRAINERS,
     file_size,
     first_word,
     make_header,
@@ -44,6 +43,7 @@ from llmc.files import (
     replacing,
 )
 from llmc.lock import Lock
+from llmc.scripts import kind_of_magic
 from llmc.tensors import Config, layout, num_parameters
 
 import numpy as np
@@ -60,7 +60,7 @@ def model_path(path: str | Path) -> Path:
     """
     path = Path(path)
     folder, file = (path, path / "model.bin") if path.is_dir() else (path.parent, path)
-    if path.exists() and (folder / "config.json").is_file() and first_word(file) not in TRAINERS:
+    if path.exists() and (folder / "config.json").is_file() and not kind_of_magic(first_word(file)):
         raise UserError(
             f"{path}: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py {folder} -o model.bin"
         )

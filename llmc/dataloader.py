@@ -19,10 +19,10 @@ from pathlib import Path
 
 from device.errors import UserError
 from llmc.files import (
-    CONTENTS,
     HEADER_BYTES,
     TOKENS,
     TOKENS_32,
+    contents,
     file_size,
     looks_like_text,
     make_header,
@@ -90,7 +90,7 @@ def open_tokens(path: str | Path) -> np.ndarray:
     """
     size = file_size(path, REMEDY)
     magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
-    if magic not in CONTENTS:
+    if contents(magic) is None:
         return np.memmap(path, dtype=_type_without_header(Path(path), size), mode="r")
     header = read_header(path, magic if magic in FORMATS else TOKENS, REMEDY)
     version, dtype = FORMATS[magic]

@@ -1,6 +1,7 @@
 """Files that begin with 256 integers, and files that are written whole or not at all.
 
 Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers, the first of which says what follows.
+The number of a model's files stands in its script.
 """
 
 import codecs
@@ -14,32 +15,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 from device.errors import UserError
+from llmc.scripts import kind_of_magic
 
 import numpy as np
 
 HEADER_BYTES = 256 * 4
 
-GPT2_MODEL, LLAMA3_MODEL = 20240326, 20240803
-PYTHIA_MODEL = 20230403  # of llm.cupy alone: the day of Pythia's paper, before the first of llm.c's numbers
 DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240327, 20240328, 20240520, 20240522
 TOKENS_32 = 20240801
 
 CONTENTS = {
-    GPT2_MODEL: "a GPT-2 model",
-    LLAMA3_MODEL: "a Llama 3 model",
-    PYTHIA_MODEL: "a Pythia model",
     DEBUG_STATE: "a debug state",
     TOKENIZER: "a tokenizer",
     TOKENS: "GPT-2 tokens",
     EVALUATION: "a multiple-choice evaluation set",
     TOKENS_32: "tokens of 32 bits",
-}
-
-
-TRAINERS = {
-    GPT2_MODEL: "train_gpt2_fp32.py",
-    LLAMA3_MODEL: "train_llama3.py",
-    PYTHIA_MODEL: "train_pythia.py",
 }
 
 CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape
@@ -94,6 +84,14 @@ def first_word(path: str | Path) -> int | None:
         return None
 
 
+def contents(magic: int) -> str | None:
+    """What the files are that begin with this number; None where it is none of ours."""
+    if magic in CONTENTS:
+        return CONTENTS[magic]
+    kind = kind_of_magic(magic)
+    return kind and f"a {kind.Config.NAME} model"
+
+
 def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = HEADER_BYTES) -> np.ndarray:
     """The header of a file of one kind, int32 (header_bytes / 4,).
 
@@ -103,12 +101,12 @@ def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = H
     size = file_size(path, remedy)
     header = np.fromfile(path, dtype="<i4", count=min(size, header_bytes) // 4)
     if size >= HEADER_BYTES and header[0] != magic:
-        found = CONTENTS.get(int(header[0]), f"magic number {header[0]}")
-        if magic in TRAINERS:
-            remedy = f"use {TRAINERS[int(header[0])]} for it" if int(header[0]) in TRAINERS else remedy
-        raise UserError(f"{path}: not {CONTENTS[magic]} (found {found}, expected magic number {magic}); {remedy}")
+        found, other = contents(int(header[0])) or f"magic number {header[0]}", kind_of_magic(int(header[0]))
+        if other and kind_of_magic(magic):
+            remedy = f"use {other.Config.SCRIPT} for it"
+        raise UserError(f"{path}: not {contents(magic)} (found {found}, expected magic number {magic}); {remedy}")
     if size < header_bytes:
-        raise UserError(f"{path}: {size} bytes is too short for {CONTENTS[magic]}; {remedy}")
+        raise UserError(f"{path}: {size} bytes is too short for {contents(magic)}; {remedy}")
     return header
 
 

@@ -275,7 +275,7 @@ def build_model(
         raise UserError(
             f"-t {flags.sequence_length} is above the model's longest sequence, {config.max_seq_len}: lower -t"
         )
-    attention = choose_attention(flags.attention, config.channels, config.num_heads)
+    attention = choose_attention(flags.attention, config.head_size)
     flags = Namespace(**vars(flags) | {"attention": attention})
     B, T, seed = flags.batch_size, flags.sequence_length, FIRST_SEED if flags.seed is None else flags.seed
     model, exchange = exchanging_model(kind, config, B, T, attention, flags.zero_stage, flags.bitwise)

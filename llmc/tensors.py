@@ -127,6 +127,12 @@ class Config:
         return self.num_heads
 
     @property
+    def head_size(self) -> int:
+        """The channels of a head. Where they are a size of their own, a subclass has a field of this name, with a
+        default."""
+        return self.channels // self.num_heads
+
+    @property
     def absent(self) -> frozenset[str]:
         """The tensors of the tables that this model does not have."""
         return frozenset({"dkv_heads"} if self.kv_heads == self.num_heads else ())
@@ -143,10 +149,10 @@ class Config:
     def sizes(self) -> dict[str, int]:
         """What the symbols in the tables stand for, but for the batch's. These are the sizes that every model has; a
         subclass adds its own."""
-        C, NH, V, HS = self.channels, self.num_heads, self.vocab_size, self.channels // self.num_heads
+        C, NH, HS, V = self.channels, self.num_heads, self.head_size, self.vocab_size
         return {
             "V": V, "Vp": padded(V), "maxT": self.max_seq_len, "L": self.num_layers, "NH": NH, "HS": HS, "C": C,
-            "QKV": (NH + 2 * self.kv_heads) * HS,
+            "Q": NH * HS, "QKV": (NH + 2 * self.kv_heads) * HS,
         }  # fmt: skip
 
     def rows(self) -> list[tuple[str, object]]:
@@ -192,7 +198,7 @@ class Config:
                 raise UserError(f"{source}: {field.name} is {value}; it must be a positive number{' or 0' * zero}")
             if field.type is str and value not in self.CHOICES[field.name]:
                 raise UserError(f"{source}: {field.name} is {value}; it can be {' or '.join(self.CHOICES[field.name])}")
-        if self.channels % self.num_heads:
+        if "head_size" not in (field.name for field in fields(self)) and self.channels % self.num_heads:
             raise UserError(
                 f"{source}: {self.channels} channels cannot be split among {self.num_heads} heads evenly"
             )
@@ -239,5 +245,6 @@ def num_parameters(config: Config) -> int:
 
 
 def flops_per_token(config: Config, T: int) -> float:
-    """Forward and backward FLOPs a token: 6 for each weight and 6 L C T for causal attention, as llm.c counts them."""
-    return 6.0 * num_parameters(config) + 6.0 * config.num_layers * config.channels * T
+    """Forward and backward FLOPs a token: 6 for each parameter and 6 L NH HS T for causal attention, as llm.c counts
+    them."""
+    return 6.0 * num_parameters(config) + 6.0 * config.num_layers * config.num_heads * config.head_size * T

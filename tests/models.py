@@ -1,12 +1,11 @@
 """Tiny models of each kind, for the tests that run for all of them."""
 
 from llmc.model import Model
+from llmc.scripts import model_kinds
 from llmc.tensors import Config
-from train_gpt2_fp32 import GPT2, GPT2Config
-from train_llama3 import Llama3, Llama3Config
-from train_pythia import Pythia, PythiaConfig
-
-MODELS: tuple[type[Model], ...] = (GPT2, Llama3, Pythia)
+from train_gpt2_fp32 import GPT2Config
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
 ODD = GPT2Config(32, 101, 2, 3, 21)
@@ -19,4 +18,7 @@ GROUPS_OF_64 = Llama3Config(80, 101, 1, 4, 2, 256, 90, tied=False)
 
 
 def kind_of(config: Config) -> type[Model]:
-    return {GPT2Config: GPT2, Llama3Config: Llama3, PythiaConfig: Pythia}[type(config)]
+    return next(kind for kind in model_kinds() if kind.Config is type(config))
+
+
+MODELS = model_kinds()

@@ -35,19 +35,19 @@ def run_forward(dev, qkv: np.ndarray, NH: int, NKV: int, kind: str) -> tuple:
     with guarded(dev) as memory:
         out, qkvr = memory.write((B, T, NH * HS)), memory.write(qkv.size)
         att, out_r = memory.write((B, NH, T, T)), memory.scratch((B, NH, T, HS))
-        attention_forward(out, qkvr, att, out_r, memory.read(qkv), B, T, NH * HS, NH, NKV, kind == "relu")
+        attention_forward(out, qkvr, att, out_r, memory.read(qkv), B, T, NH, NKV, HS, kind == "relu")
     return tuple(dev.to_host(array) for array in (out, qkvr, att))
 
 
 def run_backward(dev, dout: np.ndarray, qkvr: np.ndarray, att: np.ndarray, NKV: int, kind: str) -> np.ndarray:
     """dqkv (B,T,(NH+2*NKV)*HS), on the host."""
     B, T, C = dout.shape
-    NH = att.shape[1]
+    NH, HS = att.shape[1], C // att.shape[1]
     with guarded(dev) as memory:
-        dqkv, dqkvr = memory.write((B, T, (NH + 2 * NKV) * C // NH)), memory.scratch(qkvr.shape)
-        datt, dout_r = memory.scratch(att.shape), memory.scratch((B, NH, T, C // NH))
+        dqkv, dqkvr = memory.write((B, T, (NH + 2 * NKV) * HS)), memory.scratch(qkvr.shape)
+        datt, dout_r = memory.scratch(att.shape), memory.scratch((B, NH, T, HS))
         inputs = memory.read(dout), memory.read(qkvr), memory.read(att)
-        attention_backward(dqkv, dqkvr, datt, dout_r, *inputs, B, T, C, NH, NKV, kind == "relu")
+        attention_backward(dqkv, dqkvr, datt, dout_r, *inputs, B, T, NH, NKV, HS, kind == "relu")
     return dev.to_host(dqkv)
 
 

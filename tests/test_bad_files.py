@@ -8,6 +8,7 @@ from dev.fuzz import check, readers
 from device.errors import UserError
 from llmc.checkpoint import load_checkpoint, newest_checkpoint, read_model, save_checkpoint
 from llmc.logger import read_log
+from llmc.scripts import model_kinds
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer
 from models import ODD
@@ -16,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+MODELS = [f"{kind.Config.NAME} model" for kind in model_kinds()]
 KINDS = [
-    "gpt2 model", "llama3 model", "pythia model", "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag",
-    "log", "config.json", "safetensors",
+    *MODELS, "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag", "log", "config.json", "safetensors",
 ]  # fmt: skip
 WORDS = [struct.pack("<i", n) for n in (0, -1, 1, 2**31 - 1, -(2**31), 65536, 20240326, 20240520)]
 WORDS += [struct.pack("<f", x) for x in (float("nan"), float("inf"), -1.0)] + [b"null", b"1e999", b"[[[[", b'"\\ud800"']
@@ -108,7 +109,7 @@ def refused(function, *arguments) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:6], "hellaswag", "log"])
+@pytest.mark.parametrize("kind", [*MODELS, "debug state", "tokens", "tokenizer", "hellaswag", "log"])
 def test_a_pipe_is_refused(kinds, tmp_path, in_time, kind):
     os.mkfifo(tmp_path / "pipe")
     refused(kinds[1][kind][0], tmp_path / "pipe")

@@ -244,7 +244,7 @@ ENGLISH = "To be, or not to be, that is the question.\n" * 40
     [
         ("text.txt", ENGLISH.encode(), "text"), ("a b.text", "Être ou ne pas être".encode("latin-1"), "text"),
         ("wide.txt", ENGLISH.encode("utf-16"), "text"), ("kanji", "生きるべきか死ぬべきか".encode("shift_jis"), "text"),
-        ("x.jsonl", b'{"text": "a"}\n', "text"), ("x.txt.gz", gzip.compress(ENGLISH.encode()), "a gzip file"),
+        ("x.jsonl", b'{"text": "a"}\n', "text"), ("x.txt.gz", gzip.compress(ENGLISH.encode(), mtime=0), "a gzip file"),
         ("x.parquet", b"PAR1" + bytes(range(256)), "a Parquet file"),
     ],
 )  # fmt: skip

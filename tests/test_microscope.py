@@ -136,7 +136,7 @@ def test_lanes_that_a_branch_has_parted_are_counted_together_where_they_meet_aga
     (["layernorm"], "layernorm: not a launcher; there are encoder_forward, "),
     (["transpose", "--shape", "M=3"], "--shape M=3: 'M=3' is not one of its sizes and a number, as in N=64,C=128"),
     (["transpose", "--shape", "N=0"], "'N=0' is not one of its sizes"),
-    (["flash_attention_forward", "--shape", "HS=32"], "flash attention takes heads of 64 or 128 channels, not 64 / 2"),
+    (["flash_attention_forward", "--shape", "HS=32"], "flash attention takes heads of 64 or 128 channels, not 32"),
     (["attention_forward", "--shape", "NKV=3"], "attention_forward needs NH % NKV == 0"),
     (["rmsnorm_forward", "--shape", "C=100000"], "rmsnorm_forward_kernel: 400000 bytes of shared memory, more"),
     (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements, at most 4,194,304 can be"),

@@ -1,14 +1,19 @@
 """The whole models against their definition in float64: logits, loss, every gradient, and ten AdamW steps."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import device
 import oracle
 from device.errors import UserError
-from kernels.flash_attention import supported
-from llmc.attention import choose_attention
+from kernels.flash_attention import HEAD_SIZES
+from llmc.attention import (
+    attention_input,
+    causal_attention_backward,
+    causal_attention_forward,
+    choose_attention,
+)
 from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import sort_by_token
@@ -17,11 +22,11 @@ from llmc.generation import next_logits, print_sample
 from llmc.model import Model, build_from_file, build_from_random
 from llmc.sampler import Sampler
 from llmc.step import train_step
-from llmc.tensors import ALIGNMENT, Config, layout, name_tensors, num_parameters, ranges, without
+from llmc.tensors import ALIGNMENT, Config, flops_per_token, layout, name_tensors, num_parameters, ranges, without
 from llmc.tokenizer import Tokenizer
 from llmc.update import adamw_update
 from models import EVEN, GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ODD, PYTHIA_HEADS_OF_64, PYTHIA_ODD, kind_of
-from oracle import assert_close, guarded, model_tolerance, normal
+from oracle import assert_close, guarded, leaf, model_tolerance, normal
 
 import numpy as np
 import pytest
@@ -71,7 +76,7 @@ def definition(attention: str) -> str:
 
 
 def batch_shape(config: Config) -> tuple[int, int]:
-    return (1, 71) if config.channels // config.num_heads == 64 else (2, 11)
+    return (1, 71) if config.head_size == 64 else (2, 11)
 
 
 def tolerance(dev, attention: str) -> float:
@@ -97,7 +102,7 @@ def name_parameters(flat: np.ndarray, config: Config) -> SimpleNamespace:
 
 def build(dev, config: Config, B: int, T: int, attention: str, flat: np.ndarray) -> Model:
     """A model of these parameters, with NaN wherever the trainer does not write first."""
-    if attention == "flash" and not supported(config.channels, config.num_heads):
+    if attention == "flash" and config.head_size not in HEAD_SIZES:
         pytest.skip("no flash attention for this head size")
     model = kind_of(config)(config, B, T, attention)
     for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
@@ -198,7 +203,7 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
             # Softmax is blind to what moves all scores of a row: the key bias has gradient 0. What rounding makes of
             # that, AdamW scales up to whole steps in any direction.
             # RoPE turns part of it differently for every key, and then moves not all scores alike.
-            C, HS = config.channels, config.channels // config.num_heads
+            C, HS = config.channels, config.head_size
             blind = np.arange(C, 2 * C)[np.arange(C) % HS >= getattr(config, "rotary_channels", 0)]
             ours, theirs = (np.delete(values, blind, axis=1) for values in (ours, theirs))
         assert_close(f"{name} after ten steps", ours, theirs, oracle.after_steps(allowed))
@@ -462,9 +467,56 @@ def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()
 
 
-def test_flash_attention_is_refused_where_products_are_not_in_tf32(monkeypatch):
+def test_flash_attention_is_refused_where_products_are_not_in_tf32(dev, monkeypatch):
     monkeypatch.setattr(device.current.device, "kind", "cuda")
     monkeypatch.setattr(device.current.device, "tf32", False)
     with pytest.raises(UserError, match="-a flash computes in TF32: .*; use -a softmax"):
-        choose_attention("flash", 128, 2)
-    assert choose_attention("auto", 128, 2) == "softmax"
+        choose_attention("flash", 64)
+    assert choose_attention("auto", 64) == "softmax"
+
+
+@dataclass(frozen=True)
+class OwnHeadSizeConfig(Config):
+    """A model that is nothing but attention, in heads whose size does not follow from its channels."""
+
+    max_seq_len: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    channels: int
+    head_size: int = 8
+    PARAMETERS = (("attprojw", ("L", "C", "Q")),)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads
+
+
+class OwnHeadSize(Model):
+    Config, MATRICES, PRODUCTS = OwnHeadSizeConfig, ("attprojw",), ("attprojw",)
+    ACTIVATIONS = (("atty", ("L", "B", "T", "Q")),)
+    ACTIVATION_GRADIENTS = (("datty", ("B", "T", "Q")), ("dqkv", ("B", "T", "QKV")))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
+@pytest.mark.parametrize("C, NH, NKV, HS", [(21, 4, 2, 64), (515, 4, 1, 64), (9, 2, 1, 128), (7, 3, 3, 5)])
+def test_the_size_of_heads_need_not_follow_from_the_channels(dev, rng, attention, C, NH, NKV, HS):
+    if attention == "flash" and HS not in HEAD_SIZES:
+        pytest.skip("no flash attention for this head size")
+    config, B, T = OwnHeadSizeConfig(32, 11, 2, NH, NKV, C, HS), 2, 19
+    config.check("this one")
+    model = OwnHeadSize(config, B, T, attention)
+    qkv, dout = normal(rng, B, T, (NH + 2 * NKV) * HS), normal(rng, B, T, NH * HS)
+    dev.copy_in(attention_input(model, 1, B, T), qkv)
+    dev.copy_in(model.grads_acts.datty, dout)
+    dev.synchronize()
+    causal_attention_forward(model, 1, B, T)
+    causal_attention_backward(model.grads_acts.dqkv, model.grads_acts.datty, model, 1, B, T)
+    qkv64 = leaf(qkv)
+    want = oracle.attention(qkv64, NH, definition(attention), NKV)
+    (want * leaf(dout).detach()).sum().backward()
+    error = oracle.KERNEL_TF32 if attention == "flash" else oracle.kernel_tolerance(dev)
+    assert_close("atty", model.acts(B, T).layer[1].atty, want, error)
+    assert_close("dqkv", model.grads_acts.dqkv, qkv64.grad, error)
+    assert flops_per_token(config, T) == 6 * (2 * C * NH * HS + 2 * NH * HS * T)

@@ -325,7 +325,7 @@ for kind, NKV in ("softmax", NH), ("softmax", 1), ("relu", NH), ("relu", 1):
     @case({"qkv": all_heads}, lambda i, a=(kind, NKV): [attention(i.qkv.flatten(2), NH, *a)], variant)
     def ours_attention_forward(new, i, relu=kind == "relu", NKV=NKV):
         out, qkvr = new(ROWS), new(tuple(i.qkv.shape))
-        attention_forward(out, qkvr, new((B, NH, T, T)), new(ROWS), i.qkv, B, T, C, NH, NKV, relu)
+        attention_forward(out, qkvr, new((B, NH, T, T)), new(ROWS), i.qkv, B, T, NH, NKV, HS, relu)
         return [out]
 
     @case(
@@ -335,9 +335,9 @@ for kind, NKV in ("softmax", NH), ("softmax", 1), ("relu", NH), ("relu", 1):
     )
     def ours_attention_backward(new, i, relu=kind == "relu", NKV=NKV):
         (qkvr, dqkvr, dqkv), att = (new(tuple(i.qkv.shape)) for _ in range(3)), new((B, NH, T, T))
-        attention_forward(new(ROWS), qkvr, att, new(ROWS), i.qkv, B, T, C, NH, NKV, relu)
+        attention_forward(new(ROWS), qkvr, att, new(ROWS), i.qkv, B, T, NH, NKV, HS, relu)
         attention_backward(
-            dqkv, dqkvr, new((B, NH, T, T)), new(ROWS), i.dout, qkvr, att, B, T, C, NH, NKV, relu
+            dqkv, dqkvr, new((B, NH, T, T)), new(ROWS), i.dout, qkvr, att, B, T, NH, NKV, HS, relu
         )
         return apart(dqkv, NH, NKV)
 
@@ -360,7 +360,7 @@ for head_size, heads, length in (64, 2, 71), (128, 1, 37):
     @case({"qkv": all_heads}, lambda i, NH=heads: [attention(i.qkv.flatten(2), NH, "softmax", 1)], head_size)
     def ours_flash_attention_forward(new, i, C=channels, NH=heads, T=length):
         out, lse = new((B, T, C)), new((B, NH, T))
-        flash_attention_forward(out, lse, i.qkv, B, T, C, NH, 1)
+        flash_attention_forward(out, lse, i.qkv, B, T, NH, 1, C // NH)
         return [out]
 
     @case(
@@ -372,8 +372,9 @@ for head_size, heads, length in (64, 2, 71), (128, 1, 37):
     )
     def ours_flash_attention_backward(new, i, C=channels, NH=heads, T=length):
         out, lse, dqkv = new((B, T, C)), new((B, NH, T)), new(tuple(i.qkv.shape))
-        flash_attention_forward(out, lse, i.qkv, B, T, C, NH, 1)
-        flash_attention_backward(dqkv, new((B, T, 2, C)), new((B, NH, T)), i.dout, out, lse, i.qkv, B, T, C, NH, 1)
+        flash_attention_forward(out, lse, i.qkv, B, T, NH, 1, C // NH)
+        dkv_heads, dsum = new((B, T, 2, C)), new((B, NH, T))
+        flash_attention_backward(dqkv, dkv_heads, dsum, i.dout, out, lse, i.qkv, B, T, NH, 1, C // NH)
         return apart(dqkv, NH, 1)
 
     @case(
@@ -384,7 +385,8 @@ for head_size, heads, length in (64, 2, 71), (128, 1, 37):
     def ours_flash_attention_backward_after_forward(new, i, C=channels, NH=heads, T=length, finite=finite):
         qkv, dout = map(new, finite)
         dqkv = new(tuple(qkv.shape))
-        flash_attention_backward(dqkv, new((B, T, 2, C)), new((B, NH, T)), dout, i.out, i.lse, qkv, B, T, C, NH, 1)
+        dkv_heads, dsum = new((B, T, 2, C)), new((B, NH, T))
+        flash_attention_backward(dqkv, dkv_heads, dsum, dout, i.out, i.lse, qkv, B, T, NH, 1, C // NH)
         return apart(dqkv, NH, 1)
 
 

@@ -1,0 +1,25 @@
+"""The model scripts: each train_*.py in the repository's root, found by being there."""
+
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def model_kinds() -> tuple[type, ...]:
+    """The kinds of models, subclasses of llmc.model.Model, in the order of their scripts' names. A script that takes
+    its model from another script adds none."""
+    scripts = [import_module(path.stem) for path in sorted(ROOT.glob("train_*.py"))]
+    return tuple(
+        found
+        for script in scripts
+        for found in vars(script).values()
+        if isinstance(found, type) and found.__module__ == script.__name__ and hasattr(found, "Config")
+    )
+
+
+def kind_of_magic(magic: int | None) -> type | None:
+    """The kind of the models whose files begin with this number."""
+    return next((kind for kind in model_kinds() if kind.Config.MAGIC == magic), None)

@@ -1,0 +1,31 @@
+"""Model scripts: found by being there, and each says of itself what the programs need to know."""
+
+import sys
+
+from llmc import scripts
+from llmc.scripts import ROOT, kind_of_magic, model_kinds
+
+import pytest
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Scripts elsewhere, that are the only ones."""
+    monkeypatch.setattr(scripts, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_a_script_is_found_by_being_there_and_one_that_takes_its_model_from_another_adds_none(folder):
+    (folder / "train_toy.py").write_text("class Toy:\n    Config = object\n\ndef main(): pass\n")
+    (folder / "train_toys.py").write_text("from train_toy import Toy, main\n")
+    (folder / "other.py").write_text("raise SystemExit('no model script')")
+    assert [kind.__name__ for kind in model_kinds.__wrapped__()] == ["Toy"]
+
+
+def test_every_script_has_one_model_which_names_it_and_a_number_of_its_own():
+    paths = sorted(path.name for path in ROOT.glob("train_*.py") if "(Model):" in path.read_text())
+    assert [kind.Config.SCRIPT for kind in model_kinds()] == paths
+    assert all(kind_of_magic(kind.Config.MAGIC) is kind for kind in model_kinds())
