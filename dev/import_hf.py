@@ -14,62 +14,29 @@ does; without either the import takes heads to be 64 channels wide, as in all fo
 import json
 import os
 import re
-import reprlib
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dev.huggingface import PYTHIA_GELUS, config_json, named_tensors, rope_scaling
+from dev.huggingface import config_json, families, named_tensors
 from device.errors import UserError
-from kernels.rope import ORIGINAL_LENGTH
 from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
 from llmc.files import first_word, replacing
+from llmc.huggingface import HuggingFace, Settings
 from llmc.program import run_program
 from llmc.scripts import kind_of_magic
 from llmc.tensors import Config, layout, num_parameters
 from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
-from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
-from train_pythia import PythiaConfig
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-# What makes a model compute something else than ours does: the setting, its default, and the values that do not.
-GPT2_SETTINGS = (
-    ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-    ("layer_norm_epsilon", 1e-5, (1e-5,)),
-    ("scale_attn_weights", True, (True,)),
-    ("scale_attn_by_inverse_layer_idx", False, (False,)),
-    ("add_cross_attention", False, (False,)),
-    ("quantization_config", None, (None,)),
-)
-LLAMA_SETTINGS = (
-    ("hidden_act", "silu", ("silu",)),
-    ("attention_bias", False, (False,)),
-    ("mlp_bias", False, (False,)),
-    ("pretraining_tp", 1, (1,)),
-    ("quantization_config", None, (None,)),
-)
-NEOX_GELUS = {theirs: ours for ours, theirs in PYTHIA_GELUS.items()} | {"gelu_new": "tanh", "gelu_fast": "tanh"}
-NEOX_SETTINGS = (
-    ("hidden_act", "gelu", tuple(NEOX_GELUS)),
-    ("use_parallel_residual", True, (True, False)),
-    ("attention_bias", True, (True,)),
-    ("tie_word_embeddings", False, (False,)),
-    ("quantization_config", None, (None,)),
-)
-LLAMA_ROPE_TYPES, NEOX_ROPE_TYPES = ("default", "llama3"), ("default",)
-LLAMA3_SCALING = {  # the factor and the length may be others
-    name: value for name, value in rope_scaling(8.0, ORIGINAL_LENGTH).items() if name.endswith("freq_factor")
-}
-
+WITHOUT_CONFIG = "gpt2"  # the model_type whose tensors say all but the heads
 PRECISIONS = ("F32", "F16", "BF16", "F64")
 CLASSIFIERS = re.compile(r"(.*\.)?((score|classifier|qa_outputs|multiple_choice_head)\..*)")  # what they have as heads
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
@@ -114,13 +81,14 @@ def find_files(source: Path) -> list[Path]:
     return [source / name for name in names]
 
 
-def open_tensors(files: list[Path], prefix: str) -> dict[str, object]:
+def open_tensors(files: list[Path], family: type[HuggingFace]) -> dict[str, object]:
     """The tensors in safetensors files, not yet read, by name; one that was saved without its head lacks the prefix,
     which is put before it.
 
     Raises UserError where a file is damaged or of another kind.
     """
-    tensors = {}
+    tensors, prefix = {}, family.PREFIX
+    whole = {"lm_head.weight", *(name for names in family.NAMES.values() for name in names)}
     for path in files:
         try:
             file = safe_open(path, framework="pt")
@@ -128,120 +96,9 @@ def open_tensors(files: list[Path], prefix: str) -> dict[str, object]:
             raise UserError(f"{path}: not a whole safetensors file ({error})") from None
         for name in file.keys():
             if not BUFFERS.fullmatch(name):
-                named = name.startswith(prefix) or name in ("lm_head.weight", "embed_out.weight")
+                named = name.startswith(prefix) or name in whole
                 tensors[name if named else prefix + name] = file.get_slice(name)
     return tensors
-
-
-def refuse(source: Path, name: str, value, supported: str) -> None:
-    raise UserError(f"{source}: {name} is {reprlib.repr(value)} in its config.json; {supported} is supported")
-
-
-def check_settings(source: Path, settings: dict, required: tuple) -> None:
-    """Raises UserError for a setting with which transformers computes something else than ours does."""
-    for name, default, values in required:
-        if settings.get(name, default) not in values:
-            supported = " or ".join("none" if value is None else str(value) for value in values)
-            refuse(source, name, settings[name], supported)
-
-
-def number(source: Path, settings: dict, name: str, default: float) -> float:
-    """A setting that is a number. Raises UserError where it is something else."""
-    value = settings.get(name, default)
-    if type(value) not in (int, float) or not abs(value) < 2**127:  # what fp32 can hold
-        refuse(source, name, value, "a number")
-    return float(value)
-
-
-def size(source: Path, settings: dict, name: str, default: int | None = None) -> int:
-    """A setting that is a size. Raises UserError where it is missing or something else."""
-    value = default if settings.get(name) is None else settings[name]
-    if type(value) is not int or value < 1:
-        refuse(source, name, value, "a whole number from 1 on")
-    if value >= 1 << 31:
-        refuse(source, name, value, "a whole number below 2**31")
-    return value
-
-
-def gpt2_config(source: Path, settings: dict, tensors: dict[str, object], heads: int | None) -> GPT2Config:
-    """The sizes of a GPT-2, as its tensors show them, and its heads. Raises UserError where this is none."""
-    check_settings(source, settings, GPT2_SETTINGS)
-    shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}
-    wte, wpe = (shapes.get(f"transformer.{name}.weight", ()) for name in ("wte", "wpe"))
-    if len(wte) != 2 or len(wpe) != 2:
-        raise UserError(
-            f"{source}: no GPT-2 (it lacks the embeddings wte.weight and wpe.weight); another model needs a config.json"
-        )
-    layers = [int(found[1]) for name in shapes if (found := re.match(r"transformer\.h\.(\d+)\.", name))]
-    num_layers = 1 + max(layers, default=-1)
-    heads = heads or size(source, settings, "n_head", default=max(1, wte[1] // 64))
-    return GPT2Config(wpe[0], wte[0], num_layers, heads, wte[1])
-
-
-def llama3_config(source: Path, settings: dict) -> Llama3Config:
-    """The sizes of a Llama, as its config.json has them. Raises UserError where ours computes something else."""
-    check_settings(source, settings, LLAMA_SETTINGS)
-    size_of = partial(size, source, settings)
-    C, NH = size_of("hidden_size"), size_of("num_attention_heads")
-    NKV, HS = size_of("num_key_value_heads", NH), size_of("head_dim", max(1, C // NH))
-    if NH % NKV:
-        refuse(source, "num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
-    if HS != C // NH:
-        refuse(source, "head_dim", HS, f"hidden_size / num_attention_heads, {C} / {NH},")
-    eps = number(source, settings, "rms_norm_eps", 1e-6)
-    theta, scaling, length, _ = rope(source, settings, LLAMA_ROPE_TYPES, settings.get("rope_theta", 1e4))
-    return Llama3Config(
-        size_of("max_position_embeddings"), size_of("vocab_size"), size_of("num_hidden_layers"), NH, NKV, C,
-        size_of("intermediate_size"), theta, scaling, eps, bool(settings.get("tie_word_embeddings", False)),
-        length,
-    )  # fmt: skip
-
-
-def pythia_config(source: Path, settings: dict) -> PythiaConfig:
-    """The sizes of a GPT-NeoX, as its config.json has them. Raises UserError where ours computes something else."""
-    check_settings(source, settings, NEOX_SETTINGS)
-    size_of = partial(size, source, settings)
-    C, hidden = size_of("hidden_size"), size_of("intermediate_size")
-    if hidden != 4 * C:
-        refuse(source, "intermediate_size", hidden, f"4 times hidden_size, {C},")
-    theta, rotary = settings.get("rotary_emb_base", 1e4), settings.get("rotary_pct", 0.25)
-    theta, _, _, rotary = rope(source, settings, NEOX_ROPE_TYPES, theta, rotary)
-    return PythiaConfig(
-        size_of("max_position_embeddings"), size_of("vocab_size"), size_of("num_hidden_layers"),
-        size_of("num_attention_heads"), C, rotary, theta, number(source, settings, "layer_norm_eps", 1e-5),
-        parallel=settings.get("use_parallel_residual", True), gelu=NEOX_GELUS[settings.get("hidden_act", "gelu")],
-    )  # fmt: skip
-
-
-def rope(
-    source: Path, settings: dict, types: tuple[str, ...], theta: float, rotary: float | None = None
-) -> tuple[float, float, int, float]:
-    """RoPE's theta, scaling factor, 0 for none, the positions that a scaled model was first trained on, and the share
-    of a head that RoPE turns, which is the whole unless a default, `rotary`, is given. Before transformers 5, theta and
-    the share stood beside what is rope_parameters today, and that was called rope_scaling."""
-    where = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
-    found = settings.get(where) or {}
-    if not isinstance(found, dict):
-        refuse(source, where, found, "an object")
-    found = {"rope_theta": theta, "factor": 0.0, "partial_rotary_factor": 1 if rotary is None else rotary} | found
-    kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in types:
-        refuse(source, f"{where}.rope_type", kind, " or ".join(types))
-    required = {"partial_rotary_factor": 1} if rotary is None else {}
-    if kind == "llama3":
-        required |= LLAMA3_SCALING
-    for name, value in required.items():
-        if found.get(name) != value:
-            refuse(source, f"{where}.{name}", found.get(name), f"{value:g}")
-    found = {f"{where}.{name}": value for name, value in found.items()}  # as messages name them
-    theta, scaling, rotary = (
-        number(source, found, f"{where}.{name}", 0.0) for name in ("rope_theta", "factor", "partial_rotary_factor")
-    )
-    if kind != "llama3":
-        return theta, 0.0, ORIGINAL_LENGTH, rotary
-    if scaling < 1:
-        refuse(source, f"{where}.factor", scaling, "a number from 1 on")
-    return theta, scaling, size(source, found, f"{where}.original_max_position_embeddings"), rotary
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
@@ -324,17 +181,18 @@ def main(arguments: list[str] | None = None) -> None:
     files = find_files(args.source)
     path = files[0].parent / "config.json"
     settings = read_json(path) if path.is_file() else {}
-    family = settings.get("model_type", "gpt2")
-    if family == "gpt2":
-        tensors = open_tensors(files, "transformer.")
-        config = gpt2_config(args.source, settings, tensors, args.heads)
-    elif family in ("llama", "gpt_neox"):
-        if args.heads:
-            raise UserError("--heads is for a GPT-2 without config.json: leave it out")
-        tensors = open_tensors(files, "model." if family == "llama" else "gpt_neox.")
-        config = (llama3_config if family == "llama" else pythia_config)(args.source, settings)
-    else:
-        refuse(args.source, "model_type", family, "gpt2, llama or gpt_neox")
+    model_type, known = settings.get("model_type", WITHOUT_CONFIG), families()
+    if not isinstance(model_type, str) or model_type not in known:
+        *others, last = known
+        Settings(args.source, settings).refuse("model_type", model_type, f"{', '.join(others)} or {last}")
+    if args.heads and model_type != WITHOUT_CONFIG:
+        raise UserError("--heads is for a GPT-2 without config.json: leave it out")
+    family = known[model_type]
+    tensors = open_tensors(files, family)
+    shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}
+    given = Settings(args.source, settings, shapes, args.heads)
+    given.check(family.REQUIRED)
+    config = family.read_config(given)
     config.check(str(args.source))
     check_tensors(args.source, config, tensors)
     rows = "; ".join(f"{name} {value}" for name, value in config.rows())
@@ -343,10 +201,10 @@ def main(arguments: list[str] | None = None) -> None:
         f"{config.max_seq_len}; {num_parameters(config):,} parameters",
         flush=True,
     )
-    if family == "gpt2" and args.heads is None and settings.get("n_head") is None:
+    if model_type == WITHOUT_CONFIG and args.heads is None and settings.get("n_head") is None:
         print(
             f"{args.source}: no config.json says how many heads the model has; {config.num_heads} of "
-            f"{config.channels // config.num_heads} channels each is a guess, and --heads names another number",
+            f"{config.head_size} channels each is a guess, and --heads names another number",
             file=sys.stderr,
         )
     write_model(args.out, config, tensors)

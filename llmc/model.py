@@ -14,6 +14,7 @@ from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import read_model
+from llmc.huggingface import HuggingFace
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges
 
 import numpy as np
@@ -43,6 +44,7 @@ class Model:
 
     A subclass is one kind of model. It says:
     Config                    the class of its sizes
+    HuggingFace               what llmc/huggingface.py wants to know of it, where transformers has such a model
     MATRICES                  the parameters that weight decay applies to, and that start as random numbers
     PRODUCTS                  those whose gradient begins as a matrix product, which sets it unless told to accumulate
     ACTIVATIONS, ACTIVATION_GRADIENTS
@@ -57,6 +59,7 @@ class Model:
     """
 
     Config: type[Config]
+    HuggingFace: type[HuggingFace] | None = None
     MATRICES: tuple[str, ...]
     PRODUCTS: tuple[str, ...]
     ACTIVATIONS: Table

@@ -1,0 +1,139 @@
+"""A model in the terms of Hugging Face's transformers: what a script says of it, and a config.json that is read.
+
+The two sides cut and order the same numbers differently. Theirs has one tensor a layer, ours one with a part for each
+layer. Ours has q, k and v in one tensor. Their RoPE turns channels i and i + R/2 of a head together, where R of its
+channels are turned, ours 2i and 2i + 1, so the rows of q and k are in another order. They do not pad the vocabulary.
+"""
+
+import math
+import reprlib
+from pathlib import Path
+from typing import NoReturn
+
+from device.errors import UserError
+from kernels.rope import HIGH, LOW, ORIGINAL_LENGTH
+from llmc.tensors import Config
+
+import numpy as np
+
+
+class HuggingFace:
+    """What a script says of its kind of model. A subclass has:
+
+    TYPE        its model_type in config.json
+    PREFIX      how names of tensors begin, but for the classifier's: what is missing in a model saved without that
+    NAMES       our tensor, and theirs in the order in which it holds them; {} stands for the layer
+    RENAMED     parameters of a transformers model that have another name in files: {name: name in files}
+    REQUIRED    what makes a model compute something else than ours does: (setting, default, the values that do not)
+
+    and the functions below.
+    """
+
+    TYPE: str
+    PREFIX: str
+    NAMES: dict[str, tuple[str, ...]]
+    RENAMED: dict[str, str] = {}
+    REQUIRED: tuple[tuple[str, object, tuple], ...]
+
+    @staticmethod
+    def parts(config: Config, name: str, tensor) -> list:
+        """One of our tensors, of one layer, as views in the order of theirs, or Reordered. NumPy's or CuPy's array or
+        PyTorch's tensor."""
+        raise NotImplementedError
+
+    @staticmethod
+    def config_json(config: Config) -> dict:
+        """What config.json says of this kind alone. Raises UserError for a model that transformers has not."""
+        raise NotImplementedError
+
+    @staticmethod
+    def read_config(given: "Settings") -> Config:
+        """The sizes of a model. Raises UserError where ours computes something else."""
+        raise NotImplementedError
+
+
+class Reordered:
+    """The rows of a tensor in another order, which no view can give."""
+
+    def __init__(self, tensor, order: np.ndarray):
+        self.tensor, self.order = tensor, order
+        self.shape, self.nbytes = tensor.shape, tensor.nbytes
+        self.size = math.prod(tensor.shape)
+
+    def reshape(self, *shape):
+        return self.tensor[self.order].reshape(*shape)
+
+    def __setitem__(self, everything, values) -> None:
+        self.tensor[self.order] = values
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.tensor[self.order], dtype)
+
+
+class Settings:
+    """What a config.json says. shapes: of the tensors beside it, by name; heads: how many a user says that there are.
+    UserErrors name `source`."""
+
+    def __init__(
+        self, source: Path, values: dict, shapes: dict[str, list[int]] | None = None, heads: int | None = None
+    ):
+        self.source, self.values, self.shapes, self.heads = source, values, shapes or {}, heads
+
+    def get(self, name: str, default=None):
+        return self.values.get(name, default)
+
+    def refuse(self, name: str, value, supported: str) -> NoReturn:
+        raise UserError(f"{self.source}: {name} is {reprlib.repr(value)} in its config.json; {supported} is supported")
+
+    def check(self, required: tuple) -> None:
+        """Raises UserError for a setting with which transformers computes something else than ours does."""
+        for name, default, values in required:
+            if self.get(name, default) not in values:
+                supported = " or ".join("none" if value is None else str(value) for value in values)
+                self.refuse(name, self.values[name], supported)
+
+    def number(self, name: str, default: float) -> float:
+        """A setting that is a number. Raises UserError where it is something else."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not abs(value) < 2**127:  # what fp32 can hold
+            self.refuse(name, value, "a number")
+        return float(value)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A setting that is a size. Raises UserError where it is missing or something else."""
+        value = default if self.get(name) is None else self.get(name)
+        if type(value) is not int or value < 1:
+            self.refuse(name, value, "a whole number from 1 on")
+        if value >= 1 << 31:
+            self.refuse(name, value, "a whole number below 2**31")
+        return value
+
+    def rope(
+        self, types: tuple[str, ...], theta: float, rotary: float | None = None
+    ) -> tuple[float, float, int, float]:
+        """RoPE's theta, scaling factor, 0 for none, the positions that a scaled model was first trained on, and the
+        share of a head that RoPE turns, which is the whole unless a default, `rotary`, is given. Before transformers 5,
+        theta and the share stood beside what is rope_parameters today, and that was called rope_scaling."""
+        where = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        found = self.get(where) or {}
+        if not isinstance(found, dict):
+            self.refuse(where, found, "an object")
+        found = {"rope_theta": theta, "factor": 0.0, "partial_rotary_factor": 1 if rotary is None else rotary} | found
+        kind = found.get("rope_type", found.get("type", "default"))
+        if kind not in types:
+            self.refuse(f"{where}.rope_type", kind, " or ".join(types))
+        required = {"partial_rotary_factor": 1} if rotary is None else {}
+        if kind == "llama3":  # the factor and the length may be others
+            required |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
+        for name, value in required.items():
+            if found.get(name) != value:
+                self.refuse(f"{where}.{name}", found.get(name), f"{value:g}")
+        named = Settings(self.source, {f"{where}.{name}": value for name, value in found.items()})  # as in messages
+        theta, scaling, rotary = (
+            named.number(f"{where}.{name}", 0.0) for name in ("rope_theta", "factor", "partial_rotary_factor")
+        )
+        if kind != "llama3":
+            return theta, 0.0, ORIGINAL_LENGTH, rotary
+        if scaling < 1:
+            self.refuse(f"{where}.factor", scaling, "a number from 1 on")
+        return theta, scaling, named.size(f"{where}.original_max_position_embeddings"), rotary
