@@ -20,19 +20,6 @@ CUDA = $(shell nvidia-smi 2>/dev/null | \
 GPUS = $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 NCCL = $(if $(CUDA),$(if $(filter-out 0 1,$(GPUS)),"nvidia-nccl-cu$(CUDA)>=2.27"))
 
-# What `make train` runs: with a GPU and the starter pack, with a GPU only, without a GPU, and without one but with MODEL.
-SMALL_RUN = -i data/python_docs -b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300 -n 250 -nk 1
-TRAIN_GPU = --device cuda -i data/tiny_shakespeare -b 4 -t 1024
-TRAIN_GPU_OFFLINE = --device cuda -e d12 -i data/python_docs -b 4 -t 1024
-TRAIN_CPU = -e layers=4,heads=4,channels=128 $(SMALL_RUN) -x 3000 -v 500 -s 1000
-TRAIN_CPU_MODEL = -e $(MODEL) -i data/tiny_shakespeare -b 4 -t 64 -n 100 -nk 1
-# The same of the models that have no starter pack, with a GPU and without one.
-TRAIN_train_llama3_GPU = --device cuda -e smollm2-135m -i data/python_docs -b 4 -t 1024
-TRAIN_train_llama3_CPU = -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
-TRAIN_train_pythia_GPU = --device cuda -e pythia-160m -i data/python_docs -b 4 -t 1024
-TRAIN_train_pythia_CPU = -e layers=4,heads=4,channels=128,maxT=64 $(SMALL_RUN) -x 2200 -v 550 -s 1100
-WITHOUT_STARTER_PACK = $(TRAIN_$(NAME)_$(if $(CUDA),GPU,CPU))
-
 ifeq ($(VENV),)
 PY = $(PYTHON)
 else
@@ -56,27 +43,7 @@ help: ## list these targets
 		printf '  make %-18s %s\n' "$$target" "$$does"; done
 
 train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GPU, a small model without one
-	@if [ -n "$(WITHOUT_STARTER_PACK)" ]; then \
-		flags="$(WITHOUT_STARTER_PACK) $(if $(MODEL),-e $(MODEL))"; \
-	elif [ "$(NAME)" != train_gpt2_fp32 ]; then \
-		echo "error: SCRIPT=$(SCRIPT): 'make train' knows train_gpt2_fp32.py, train_llama3.py and train_pythia.py" >&2; \
-		exit 1; \
-	elif [ -z "$(CUDA)$(MODEL)" ]; then \
-		echo "No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU."; \
-		echo "GPT-2 124M takes seconds a step here; to fetch and train it all the same: make train MODEL=gpt2_124M.bin"; \
-		flags="$(TRAIN_CPU)"; \
-	elif bash dev/download_starter_pack.sh; then \
-		flags="$(if $(CUDA),$(TRAIN_GPU),$(TRAIN_CPU_MODEL))"; \
-	elif [ -n "$(CUDA)" ]; then \
-		echo "The starter pack could not be fetched: training from random weights on Python's own documentation instead."; \
-		flags="$(TRAIN_GPU_OFFLINE)"; \
-	else \
-		echo "error: MODEL=$(MODEL) needs the starter pack, which could not be fetched; plain 'make train' does without" >&2; \
-		exit 1; \
-	fi; \
-	case "$$flags" in *data/python_docs*) \
-		test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py || exit 1;; esac; \
-	exec $(PY) dev/make_train.py $(NAME).py $$flags $(ARGS)
+	@exec $(PY) dev/make_train.py --first-run $(if $(CUDA),cuda,cpu) $(if $(MODEL),--model $(MODEL)) $(NAME).py $(ARGS)
 
 # One process a core, a file's tests in one after the other; ARGS="-n 0" for a single one, which a debugger needs. With a
 # GPU there is one, whose tests may need all of its memory.
@@ -106,9 +73,8 @@ sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU
 		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(KERNEL_TESTS) $(ARGS)
 
 ATTENTIONS = softmax relu flash
-SANITIZED = train_gpt2_fp32.py:layers=2,heads=2,channels=128 \
-	train_llama3.py:layers=2,heads=2,kv_heads=1,channels=128,hidden=176 \
-	train_pythia.py:layers=2,heads=2,channels=128
+SANITIZED = $$($(PY) -c "from llmc.scripts import model_kinds as kinds; \
+	print(*(f'{kind.Config.SCRIPT}:{kind.Config.SMALL}' for kind in kinds()))")
 CU13_BIN = $$($(PY) -c "import sysconfig; print(sysconfig.get_path('platlib'))")/nvidia/cu13/bin
 compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each model and attention
 	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py

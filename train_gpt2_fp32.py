@@ -117,6 +117,12 @@ class GPT2Config(Config):
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 50257}
     DEFAULT_MODEL = "gpt2_124M.bin"
     FETCH = "fetch it with dev/download_starter_pack.sh"
+    FIRST_RUN = {
+        "cuda": ("d12", "-b 4 -t 1024"),
+        "cpu": ("layers=4,heads=4,channels=128", "-x 3000 -v 500 -s 1000"),
+    }
+    SMALL = "layers=2,heads=2,channels=128"
+    STARTER_PACK = {"cuda": "-b 4 -t 1024", "cpu": "-b 4 -t 64 -n 100 -nk 1"}
 
     def sizes(self) -> dict[str, int]:
         return super().sizes() | {"P": MOST_PARTIALS}

@@ -147,6 +147,11 @@ class Llama3Config(Config):
     }  # fmt: skip
     DEFAULT_MODEL = "llama3.2_1B.bin"
     FETCH = "make one from Hugging Face's with dev/import_hf.py"
+    FIRST_RUN = {
+        "cuda": ("smollm2-135m", "-b 4 -t 1024"),
+        "cpu": ("layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64", "-x 2200 -v 550 -s 1100"),
+    }
+    SMALL = "layers=2,heads=2,kv_heads=1,channels=128,hidden=176"
 
     @property
     def kv_heads(self) -> int:

@@ -140,6 +140,11 @@ class PythiaConfig(Config):
     CHOICES = {"norm": ("layer", "rms"), "gelu": ("tanh", "erf")}
     DEFAULT_MODEL = "pythia_160M.bin"
     FETCH = "make one from Hugging Face's with dev/import_hf.py"
+    FIRST_RUN = {
+        "cuda": ("pythia-160m", "-b 4 -t 1024"),
+        "cpu": ("layers=4,heads=4,channels=128,maxT=64", "-x 2200 -v 550 -s 1100"),
+    }
+    SMALL = "layers=2,heads=2,channels=128"
 
     @property
     def absent(self) -> frozenset[str]:

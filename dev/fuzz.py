@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from device.errors import UserError  # noqa: E402
 from llmc.arguments import Parser, natural  # noqa: E402
 from llmc.program import run_program  # noqa: E402
-from llmc.scripts import model_kinds  # noqa: E402
+from llmc.scripts import ROOT, model_kinds  # noqa: E402
 from llmc.tensors import Config  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -186,7 +186,8 @@ def main() -> None:
         raise UserError("atheris is missing, which makes the inputs: pip install atheris") from None
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
         folder = Path(place)
-        with atheris.instrument_imports(include=["device", "llmc", "dev.import_hf", "dev.huggingface"]):
+        models = [path.stem for path in ROOT.glob("train_*.py")]
+        with atheris.instrument_imports(include=["device", "llmc", "dev.import_hf", "dev.huggingface", *models]):
             found = readers(folder)
         names = [name for name in found if args.reader in name]
         if len(names) != 1:

@@ -1,4 +1,4 @@
-"""Turns a GPT-2, a Llama or a GPT-NeoX (Pythia) of Hugging Face's transformers into a model `.bin`.
+"""Turns a model of Hugging Face's transformers, of a kind that a script here trains, into a model `.bin`.
 
     python dev/import_hf.py DIR -o model.bin                  # what save_pretrained or a download left: config.json and
     python dev/import_hf.py model.safetensors -o model.bin    # safetensors; or, for GPT-2, a safetensors file alone
@@ -171,7 +171,7 @@ def take_tokenizer_along(source: Path, model: Path, vocab_size: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(description="Turn a GPT-2, a Llama or a GPT-NeoX of transformers into a model .bin.")
+    parser = Parser(description="Turn a model of transformers into a model .bin.")
     parser.add_argument("source", type=a_path, help="a directory with config.json and safetensors, or such a file")
     parser.add_argument("-o", "--out", type=a_path, metavar="FILE", required=True, help="the .bin to write")
     parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")

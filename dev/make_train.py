@@ -1,6 +1,9 @@
 """What `make train` runs: a trainer, whose checkpoints go to a directory of the run's own, first runs/gpt2_fp32_1.
 
     python dev/make_train.py train_gpt2_fp32.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000
+    python dev/make_train.py --first-run cpu train_gpt2_fp32.py -x 2000    # the flags are the script's, and then these
+
+The data of a first run are fetched or made here.
 
 A run that has not come to its end goes on when it is asked for again: with the same flags, on the same data, from a
 checkpoint that is whole, and in no other process. Anything else starts in the next directory. In the end it prints the
@@ -13,6 +16,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from argparse import REMAINDER
 from contextlib import suppress
@@ -32,7 +36,43 @@ from llmc.tensors import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
+PYTHON_DOCS = "data/python_docs"
+# On the CPU, beside what the script says.
+SMALL_RUN = "-b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300 -n 250 -nk 1"
 UNFINISHED = "unfinished.json"  # in a run's directory until it has come to its end: its flags; locked while it runs
+
+
+def first_run(config: type[Config], where: str, model: str | None) -> list[str]:
+    """The flags of a script's first run on a device: of the model that is named, or its own. Fetches llm.c's starter
+    pack where the run can begin with it. Raises UserError where a model is in there that cannot be fetched."""
+    on_device = "--device cuda" if where == "cuda" else ""
+    if config.STARTER_PACK and (where == "cuda" or model):
+        if subprocess.run(["bash", ROOT / "dev" / "download_starter_pack.sh"]).returncode == 0:
+            named = f"-e {model}" if model else ""
+            return f"{on_device} {named} -i data/tiny_shakespeare {config.STARTER_PACK[where]}".split()
+        if model:
+            raise UserError(
+                f"MODEL={model} needs the starter pack, which could not be fetched; plain 'make train' does without"
+            )
+        print("The starter pack could not be fetched: training from random weights on Python's own documentation.")
+    elif config.STARTER_PACK:
+        print("No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU.")
+        print(
+            "GPT-2 124M takes seconds a step here; to fetch and train it all the same: "
+            f"make train MODEL={config.DEFAULT_MODEL}", flush=True,
+        )  # fmt: skip
+    own, flags = config.FIRST_RUN[where]
+    small = SMALL_RUN if where == "cpu" else ""
+    return f"{on_device} -e {model or own} -i {PYTHON_DOCS} {small} {flags}".split()
+
+
+def make_data(flags: list[str]) -> None:
+    """Makes the data that flags name, where that is Python's documentation and it is not there. Ends the program where
+    they cannot be made: who makes them has said why."""
+    if PYTHON_DOCS in flags and not Path(f"{PYTHON_DOCS}_val.bin").exists():
+        code = subprocess.run([sys.executable, ROOT / "dev" / "data" / "python_docs.py"]).returncode
+        if code:
+            sys.exit(code)
 
 
 def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Path, TextIO]:
@@ -100,10 +140,15 @@ def remove_empty(directory: Path) -> None:
 def main() -> None:
     configs = {kind.Config.SCRIPT: kind.Config for kind in model_kinds()}
     parser = Parser(description="Train in a directory of the run's own, and name the command that samples from it.")
+    parser.add_argument("--first-run", choices=("cuda", "cpu"), help="begin with the script's own flags on this device")
+    parser.add_argument("--model", help="of the first run (the script's)")
     parser.add_argument("script", choices=configs, help="the trainer")
     parser.add_argument("flags", nargs=REMAINDER, help="the trainer's")
-    script, flags = vars(parser.parse_args()).values()
-    config = configs[script]
+    args = parser.parse_args()
+    script, flags, config = args.script, args.flags, configs[args.script]
+    if args.first_run:
+        flags = first_run(config, args.first_run, args.model) + flags
+        make_data(flags)
     directory, unfinished = make_parser(config).parse_args(flags).checkpoint_dir, None
     if directory is None:
         directory, unfinished = directory_for(script.removeprefix("train_").removesuffix(".py"), flags, config)

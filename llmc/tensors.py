@@ -101,6 +101,9 @@ class Config:
     DEFAULTS           further fields that a description may leave out; vocab_size where the data has no tokenizer
     CHOICES            the words that a field of type str can be
     FETCH              where such a model can be had
+    FIRST_RUN          what `make train` runs on each device: a model to start (-e), and flags
+    SMALL              a small model with heads of 64 channels, which any attention takes: what a sanitizer runs
+    STARTER_PACK       where it can begin with llm.c's starter pack instead: the flags on each device
     """
 
     NAME: str
@@ -114,6 +117,9 @@ class Config:
     DEFAULTS: dict[str, object]
     CHOICES: dict[str, tuple[str, ...]] = {}
     FETCH: str
+    FIRST_RUN: dict[str, tuple[str, str]]
+    SMALL: str
+    STARTER_PACK: dict[str, str] = {}
 
     @classmethod
     def fetch_or_start(cls) -> str:

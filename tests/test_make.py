@@ -5,8 +5,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
-from dev import kept
+from dev import kept, make_train
+from device.errors import UserError
+from llmc.arguments import make_parser
+from llmc.scripts import model_kinds
+from train_gpt2_fp32 import GPT2
 
 import pytest
 
@@ -89,11 +94,39 @@ SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0
 def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
     printed = make("train", "PYTHON=echo", "VENV=", f"SCRIPT={script}", "ARGS=-x 5", smi=smi, tmp_path=tmp_path)
     command = printed.splitlines()[-1].split()  # echo, for Python, says what it was to run
-    assert command[:2] == ["dev/make_train.py", f"{script.removesuffix('.py')}.py"]
-    assert command[command.index("-e") + 1] == model and command[command.index("-i") + 1] == "data/python_docs"
-    assert command[-2:] == ["-x", "5"]
+    where, name = "cpu" if smi is None else "cuda", f"{script.removesuffix('.py')}.py"
+    assert command == ["dev/make_train.py", "--first-run", where, name, "-x", "5"]
+    config = next(kind.Config for kind in model_kinds() if kind.Config.SCRIPT == name)
+    flags = make_train.first_run(config, where, None)
+    assert flags[flags.index("-e") + 1] == model and flags[flags.index("-i") + 1] == "data/python_docs"
+    assert ("--device cuda" in " ".join(flags)) == (where == "cuda")
+    make_parser(config).parse_args(flags)
     if smi is None:  # the small models that README.md times on the CPU
         assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in kept.published("cpu"))
+
+
+def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatch):
+    plan = make("-n", "train", "PYTHON=python", "VENV=", "MODEL=mine.bin", smi=SMI, tmp_path=tmp_path)
+    assert "dev/make_train.py --first-run cuda --model mine.bin train_gpt2_fp32.py" in plan
+    fetched = []
+    monkeypatch.setattr(make_train.subprocess, "run", lambda command: SimpleNamespace(returncode=fetched.pop()))
+    for kind in model_kinds():
+        for where in "cuda", "cpu":
+            fetched[:] = [0]
+            flags = make_train.first_run(kind.Config, where, "mine.bin")
+            assert flags[flags.index("-e") + 1] == "mine.bin" and flags.count("-e") == 1
+            make_parser(kind.Config).parse_args(flags)
+
+
+def test_a_starter_pack_that_cannot_be_fetched_is_done_without(monkeypatch, capsys):
+    codes = [0, 1, 1]
+    monkeypatch.setattr(make_train.subprocess, "run", lambda command: SimpleNamespace(returncode=codes.pop(0)))
+    flags = make_train.first_run(GPT2.Config, "cuda", None)
+    assert " ".join(flags) == "--device cuda -i data/tiny_shakespeare -b 4 -t 1024"
+    assert make_train.first_run(GPT2.Config, "cuda", None)[2:4] == ["-e", "d12"]
+    assert "could not be fetched" in capsys.readouterr().out
+    with pytest.raises(UserError, match="MODEL=mine.bin needs the starter pack"):
+        make_train.first_run(GPT2.Config, "cpu", "mine.bin")
 
 
 @pytest.mark.parametrize("script", ["train_llama3", "train_llama3.py"])

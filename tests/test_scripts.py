@@ -1,7 +1,10 @@
 """Model scripts: found by being there, and each says of itself what the programs need to know."""
 
+import re
+import subprocess
 import sys
 
+from kernels.flash_attention import HEAD_SIZES
 from llmc import scripts
 from llmc.scripts import ROOT, kind_of_magic, model_kinds
 
@@ -29,3 +32,15 @@ def test_every_script_has_one_model_which_names_it_and_a_number_of_its_own():
     paths = sorted(path.name for path in ROOT.glob("train_*.py") if "(Model):" in path.read_text())
     assert [kind.Config.SCRIPT for kind in model_kinds()] == paths
     assert all(kind_of_magic(kind.Config.MAGIC) is kind for kind in model_kinds())
+
+
+@pytest.mark.parametrize("config", [kind.Config for kind in model_kinds()], ids=lambda config: config.NAME)
+def test_every_script_has_a_small_model_that_any_attention_takes(config):
+    assert config.described(config.SMALL).head_size in HEAD_SIZES
+
+
+def test_the_sanitizer_runs_the_small_model_of_every_script():
+    text = re.search(r'^SANITIZED = \$\$\(\$\(PY\) -c "(.*?)"\)$', (ROOT / "Makefile").read_text(), re.M | re.S)[1]
+    command = [sys.executable, "-c", text.replace("\\\n\t", "")]
+    words = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert words == [f"{kind.Config.SCRIPT}:{kind.Config.SMALL}" for kind in model_kinds()]
