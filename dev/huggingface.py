@@ -18,10 +18,10 @@ def families() -> dict[str, type[HuggingFace]]:
 
 def family_of(config: Config) -> type[HuggingFace]:
     """What its script says of a model. Raises UserError where transformers has none like it."""
-    family = next(kind.HuggingFace for kind in model_kinds() if kind.Config is type(config))
-    if family is None:
-        raise UserError(f"{config.SCRIPT} does not say what Hugging Face's transformers call a {config.NAME}")
-    return family
+    for kind in model_kinds():
+        if kind.Config is type(config) and kind.HuggingFace:
+            return kind.HuggingFace
+    raise UserError(f"{config.SCRIPT} does not say what Hugging Face's transformers call a {config.NAME}")
 
 
 def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[int, ...]]]:

@@ -186,7 +186,7 @@ def test_each_fault_of_the_published_relu_attention_would_be_caught(product_dev,
 def test_softmax_rows_are_found_beyond_two_to_the_31_elements(dev):
     T = 1024
     rows = (2**31 // T + 3) // T * T + T  # whole matrices, the last of them wholly beyond
-    if dev.kind() != "cuda" or dev.memory()[0] < 4.2 * rows * T:
+    if dev.kind != "cuda" or dev.memory()[0] < 4.2 * rows * T:
         pytest.skip("needs 9 GB of GPU memory")
     att = dev.zeros((rows, T))
     scores = normal(np.random.default_rng(0), T, T)

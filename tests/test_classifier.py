@@ -69,7 +69,7 @@ def test_a_loss_that_is_not_finite_has_no_gradient(dev):
 
 def test_rows_are_found_beyond_two_to_the_31_elements(dev):
     rows, V, Vp = 43000, 50257, 50304  # row 42691 is the first that lies beyond
-    if dev.kind() != "cuda" or dev.memory()[0] < 4.2 * rows * Vp:
+    if dev.kind != "cuda" or dev.memory()[0] < 4.2 * rows * Vp:
         pytest.skip("needs 9 GB of GPU memory")
     logits, losses = dev.zeros((rows, Vp)), dev.empty((rows,))
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from llmc.checkpoint import read_model, write_model
 from llmc.model import build_from_file
 from llmc.tensors import Config, num_parameters, shape_of
 from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
+from models import kind_of as kind_of_config
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
@@ -516,6 +517,18 @@ def test_a_pythia_that_transformers_does_not_have_is_not_exported(variant, tmp_p
     with pytest.raises(UserError, match="neither RMSNorm nor one norm for both"):
         export_hf.main([str(tmp_path / "model.bin")])
     assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
+
+
+@only_pythia
+def test_a_model_whose_script_says_nothing_of_transformers_is_neither_imported_nor_exported(
+    saved, tmp_path, monkeypatch, rng
+):
+    monkeypatch.setattr(kind_of_config(PYTHIAS[0]), "HuggingFace", None)
+    assert "gpt2 or llama is supported" in refusal(saved, tmp_path)
+    write_random(tmp_path / "model.bin", PYTHIAS[0], rng)
+    with pytest.raises(UserError, match="train_pythia.* does not say what .* call a Pythia"):
+        export_hf.main([str(tmp_path / "model.bin")])
+    assert not (tmp_path / "model").exists()
 
 
 def test_damaged_or_foreign_files_are_refused(saved, tmp_path):

@@ -161,7 +161,7 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
     unguarded = SimpleNamespace(**{name: getattr(product_dev, name) for name in names})
     with guarded(unguarded) as memory:
         with monkeypatch.context() as patch:
-            patch.setattr(product_dev.current.device, "empty", lambda shape: memory.scratch(shape))
+            patch.setattr(product_dev.current.device, "empty", memory.scratch)
             model = build(product_dev, config, B, T, attention, flat)
         logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
     want_logits, want_loss, want = oracle.gradients(
