@@ -165,8 +165,8 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_forward(
-            a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.attprojb, p.ln2w, p.ln2b, B, T, C,
-            d.attproj,
+            a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.ln2w, p.ln2b, B, T, C,
+            bias2=p.attprojb, dropout=d.attproj,
         )  # fmt: skip
 
         matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 4 * C)
@@ -178,8 +178,9 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         else:
             mean, rstd, weight, bias = acts.lnf_mean, acts.lnf_rstd, params.lnfw, params.lnfb
         fused_residual_forward(
-            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, p.fcprojb, weight, bias, B, T, C, d.fcproj
-        )
+            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, weight, bias, B, T, C,
+            bias2=p.fcprojb, dropout=d.fcproj,
+        )  # fmt: skip
         residual = a.residual3
 
     matmul_forward(acts.logits, acts.ln, params.wte, None, B, T, C, Vp)
@@ -207,8 +208,8 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
     matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     layernorm_backward(
-        dresidual, grads.lnfw, grads.lnfb, grads.layer[L - 1].fcprojb, partials,
-        dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C, dproj, drop.layer[L - 1].fcproj,
+        dresidual, grads.lnfw, grads.lnfb, dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,
+        scratch=partials, dbias2=grads.layer[L - 1].fcprojb, dinp2=dproj, dropout=drop.layer[L - 1].fcproj,
     )  # fmt: skip
 
     for l in reversed(range(L)):
@@ -221,8 +222,8 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
         layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
         matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
         layernorm_backward(
-            dresidual, g.ln2w, g.ln2b, g.attprojb, partials, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
-            dproj, drop.layer[l].attproj,
+            dresidual, g.ln2w, g.ln2b, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
+            scratch=partials, dbias2=g.attprojb, dinp2=dproj, dropout=drop.layer[l].attproj,
         )  # fmt: skip
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
@@ -237,8 +238,8 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
         layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
         matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
         layernorm_backward(
-            dresidual, g.ln1w, g.ln1b, dbias_before, partials, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C,
-            dproj, dropped,
+            dresidual, g.ln1w, g.ln1b, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C,
+            scratch=partials, dbias2=dbias_before, dinp2=dproj, dropout=dropped,
         )  # fmt: skip
 
     embedding_backward(model, grads.wte, grads.wpe, dproj, B, T, C)

@@ -250,7 +250,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
         causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_rmsnorm_forward(
-            a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C, d.attproj
+            a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C, dropout=d.attproj
         )
 
         matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
@@ -261,7 +261,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
         else:
             rstd, weight = acts.lnf_rstd, params.lnfw
         fused_residual_rmsnorm_forward(
-            a.residual3, acts.ln, rstd, a.residual2, acts.proj, weight, eps, B, T, C, d.fcproj
+            a.residual3, acts.ln, rstd, a.residual2, acts.proj, weight, eps, B, T, C, dropout=d.fcproj
         )
         residual = a.residual3
 
@@ -293,8 +293,8 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     rmsnorm_backward(
-        dresidual, grads.lnfw, partials, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
-        dproj, drop.layer[L - 1].fcproj,
+        dresidual, grads.lnfw, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
+        scratch=partials, dinp2=dproj, dropout=drop.layer[L - 1].fcproj,
     )  # fmt: skip
 
     for l in reversed(range(L)):
@@ -307,8 +307,9 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
         matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
         rmsnorm_backward(
-            dresidual, g.ln2w, partials, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C, dproj, drop.layer[l].attproj
-        )
+            dresidual, g.ln2w, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C,
+            scratch=partials, dinp2=dproj, dropout=drop.layer[l].attproj,
+        )  # fmt: skip
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
         matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
@@ -319,8 +320,9 @@ def llama3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
         matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
         rmsnorm_backward(
-            dresidual, g.ln1w, partials, dln, residual, p.ln1w, a.ln1_rstd, B, T, C, dproj, dropped
-        )
+            dresidual, g.ln1w, dln, residual, p.ln1w, a.ln1_rstd, B, T, C,
+            scratch=partials, dinp2=dproj, dropout=dropped,
+        )  # fmt: skip
 
     embedding_backward(model, grads.wte, None, dresidual, B, T, C)
 

@@ -196,7 +196,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
 
     embedding_forward(model, acts.encoded, params.wte, None, B, T, C, drop.encoded)
     mean, rstd, norms = norms_before(config, acts, 0, params)
-    parallel_residual_forward(None, outs, mean, rstd, acts.encoded, [], norms, eps, B, T, C)
+    parallel_residual_forward(None, outs, mean, rstd, acts.encoded, norms, eps, B, T, C, branches=[])
     residual = acts.encoded
 
     for l in range(L):
@@ -210,8 +210,9 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
         branches = [(acts.proj, p.attprojb, d.attproj)]
         if not config.parallel:
             parallel_residual_forward(
-                a.residual2, [acts.ln2], a.ln2_mean, a.ln2_rstd, residual, branches, [(p.ln2w, p.ln2b)], eps, B, T, C
-            )
+                a.residual2, [acts.ln2], a.ln2_mean, a.ln2_rstd, residual, [(p.ln2w, p.ln2b)], eps, B, T, C,
+                branches=branches,
+            )  # fmt: skip
             residual, branches = a.residual2, []
 
         matmul_forward(a.fch, acts.ln1 if config.tied_norm else acts.ln2, p.fcw, None, B, T, C, 4 * C)
@@ -219,7 +220,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
         matmul_forward(acts.fcproj, acts.fch_gelu, p.fcprojw, None, B, T, 4 * C, C)
         branches.append((acts.fcproj, p.fcprojb, d.fcproj))
         mean, rstd, norms = norms_before(config, acts, l + 1, params)
-        parallel_residual_forward(a.residual3, outs, mean, rstd, residual, branches, norms, eps, B, T, C)
+        parallel_residual_forward(a.residual3, outs, mean, rstd, residual, norms, eps, B, T, C, branches=branches)
         residual = a.residual3
 
     matmul_forward(acts.logits, acts.ln1, params.lm_head, None, B, T, C, Vp)
@@ -255,7 +256,9 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
     matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
-    parallel_residual_backward(dresidual, branches, dnorms, partials, [dln1], residual, norms, mean, rstd, B, T, C)
+    parallel_residual_backward(
+        dresidual, dnorms, [dln1], residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
+    )
 
     for l in reversed(range(L)):
         p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
@@ -273,8 +276,8 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
         if not parallel:
             parallel_residual_backward(
-                dresidual, [(dproj, g.attprojb, drop.layer[l].attproj)], [(g.ln2w, g.ln2b)], partials, [dln2],
-                a.residual2, [(p.ln2w, p.ln2b)], a.ln2_mean, a.ln2_rstd, B, T, C,
+                dresidual, [(g.ln2w, g.ln2b)], [dln2], a.residual2, [(p.ln2w, p.ln2b)], a.ln2_mean, a.ln2_rstd, B, T, C,
+                branches=[(dproj, g.attprojb, drop.layer[l].attproj)], scratch=partials,
             )  # fmt: skip
 
         matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
@@ -286,7 +289,9 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
         norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
         matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
         douts = [dln2] if tied else [dln1, dln2]
-        parallel_residual_backward(dresidual, branches, dnorms, partials, douts, residual, norms, mean, rstd, B, T, C)
+        parallel_residual_backward(
+            dresidual, dnorms, douts, residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
+        )
 
     embedding_backward(model, grads.wte, None, dproj, B, T, C)
 

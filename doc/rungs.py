@@ -190,7 +190,7 @@ TOPICS["layernorm_backward"] = Topic(
         Rung("one_pass_kernel", one_pass),
         Rung("layernorm_backward of kernels/layernorm.py",
              lambda cu, a: layernorm_backward(
-                 a.dinp, a.dweight, a.dbias, None, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, 1, a.N, a.C),
+                 a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, 1, a.N, a.C, scratch=a.scratch),
              "A warp a row finds the two means, then a thread with four columns walks down the block's rows: two "
              "barriers for as many rows as there are warps."),
     ],

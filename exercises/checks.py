@@ -416,8 +416,8 @@ def check_layernorm(lab: Lab) -> str:
             parameters = given(weight), given(bias), B, T, C
             with lab.in_place_of(kernels.layernorm.cu):
                 if fused:
-                    inputs = given(x), given(branch), given(bias2)
-                    kernels.layernorm.fused_residual_forward(residual, out, mean, rstd, *inputs, *parameters)
+                    inputs = given(x), given(branch), *parameters
+                    kernels.layernorm.fused_residual_forward(residual, out, mean, rstd, *inputs, bias2=given(bias2))
                 else:
                     kernels.layernorm.layernorm_forward(out, mean, rstd, given(x), *parameters)
             sums = x.astype(np.float64) + (branch.astype(np.float64) + bias2 if fused else 0)

@@ -13,25 +13,28 @@ EPS = 1e-5  # as layernorm.cu has it
 
 def layernorm_forward(out, mean, rstd, inp, weight, bias, B: int, T: int, C: int) -> None:
     """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself; mean, rstd (B,T) are set too."""
-    launch_forward(out, mean, rstd, None, inp, None, None, weight, bias, B * T, C)
+    launch_forward(out, mean, rstd, inp, weight, bias, B * T, C)
 
 
 def fused_residual_forward(
-    residual, out, mean, rstd, inp1, inp2, bias2, weight, bias, B: int, T: int, C: int, dropout: Dropout | None = None
-) -> None:
+    residual, out, mean, rstd, inp1, inp2, weight, bias, B: int, T: int, C: int,
+    *, bias2, dropout: Dropout | None = None,
+) -> None:  # fmt: skip
     """residual (B,T,C) = inp1 + dropout(inp2 + bias2), then out, mean and rstd = layernorm of it.
 
     inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet. With dropout the arrays must not overlap.
     """
     if dropout:  # one branch of the two that a parallel residual takes
         parallel_residual_forward(
-            residual, [out], mean, rstd, inp1, [(inp2, bias2, dropout)], [(weight, bias)], EPS, B, T, C
+            residual, [out], mean, rstd, inp1, [(weight, bias)], EPS, B, T, C, branches=[(inp2, bias2, dropout)]
         )
         return
-    launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, B * T, C)
+    launch_forward(out, mean, rstd, inp1, weight, bias, B * T, C, residual=residual, inp2=inp2, bias2=bias2)
 
 
-def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N: int, C: int) -> None:
+def launch_forward(
+    out, mean, rstd, inp1, weight, bias, N: int, C: int, *, residual=None, inp2=None, bias2=None
+) -> None:
     """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
     # A thread for each four channels, in whole warps. On an H200 eight took 2 to 3% longer up to C = 768, and as long
     # from 1024 on.
@@ -45,8 +48,8 @@ def launch_forward(out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, N
 
 
 def layernorm_backward(
-    dinp, dweight, dbias, dbias2, scratch, dout, inp, weight, mean, rstd, B: int, T: int, C: int,
-    dinp2=None, dropout: Dropout | None = None,
+    dinp, dweight, dbias, dout, inp, weight, mean, rstd, B: int, T: int, C: int,
+    *, scratch, dbias2=None, dinp2=None, dropout: Dropout | None = None,
 ) -> None:  # fmt: skip
     """dinp (B,T,C) += the gradient of the layernorm's input; dweight, dbias (C) += those of its parameters.
 
@@ -56,8 +59,8 @@ def layernorm_backward(
     """
     if dropout:
         parallel_residual_backward(
-            dinp, [(dinp2, dbias2, dropout)], [(dweight, dbias)], scratch, [dout], inp, [(weight, None)], mean, rstd,
-            B, T, C,
+            dinp, [(dweight, dbias)], [dout], inp, [(weight, None)], mean, rstd, B, T, C,
+            branches=[(dinp2, dbias2, dropout)], scratch=scratch,
         )  # fmt: skip
         return
     warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)  # of dout and of n, in fours

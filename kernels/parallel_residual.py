@@ -11,7 +11,7 @@ cu = device.source(__file__)
 
 
 def parallel_residual_forward(
-    residual, outs, mean, rstd, inp, branches, norms, eps: float, B: int, T: int, C: int
+    residual, outs, mean, rstd, inp, norms, eps: float, B: int, T: int, C: int, *, branches
 ) -> None:
     """residual (B,T,C) = inp + the sum of dropout(proj + bias) over up to two branches (proj (B,T,C), bias (C),
     dropout), and with n its normalised rows, out (B,T,C) = n * weight + shift for each out of outs and its norm (weight
@@ -42,7 +42,7 @@ def pair(given: list, absent=None) -> list:
 
 
 def parallel_residual_backward(
-    dinp, branches, dnorms, scratch, douts, inp, norms, mean, rstd, B: int, T: int, C: int
+    dinp, dnorms, douts, inp, norms, mean, rstd, B: int, T: int, C: int, *, branches, scratch
 ) -> None:
     """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C), which is forward's residual, from douts, those of
     the outs (B,T,C), as many of them as there are norms; for each norm, dnorms has (dweight (C), dshift (C)), which are

@@ -19,12 +19,12 @@ def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) 
 
 
 def fused_residual_rmsnorm_forward(
-    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int, dropout: Dropout | None = None
+    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int, *, dropout: Dropout | None = None
 ) -> None:
     """residual (B,T,C) = inp1 + dropout(inp2), then out and rstd = rmsnorm of it. The arrays must not overlap."""
     if dropout:  # one branch of the two that a parallel residual takes
         parallel_residual_forward(
-            residual, [out], None, rstd, inp1, [(inp2, None, dropout)], [(weight, None)], eps, B, T, C
+            residual, [out], None, rstd, inp1, [(weight, None)], eps, B, T, C, branches=[(inp2, None, dropout)]
         )
         return
     grid, block, shared_mem = row_launch(B * T, C)
@@ -41,8 +41,9 @@ def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
 
 
 def rmsnorm_backward(
-    dinp, dweight, scratch, dout, inp, weight, rstd, B: int, T: int, C: int, dinp2=None, dropout: Dropout | None = None
-) -> None:
+    dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int,
+    *, scratch, dinp2=None, dropout: Dropout | None = None,
+) -> None:  # fmt: skip
     """dinp (B,T,C) += the gradient of the rmsnorm's input; dweight (C) += that of its weight.
 
     The projection that was added in front has the new dinp as its gradient; with `dropout` behind it, dinp2 (B,T,C) =
@@ -51,8 +52,8 @@ def rmsnorm_backward(
     """
     if dropout:
         parallel_residual_backward(
-            dinp, [(dinp2, None, dropout)], [(dweight, None)], scratch, [dout], inp, [(weight, None)], None, rstd,
-            B, T, C,
+            dinp, [(dweight, None)], [dout], inp, [(weight, None)], None, rstd, B, T, C,
+            branches=[(dinp2, None, dropout)], scratch=scratch,
         )  # fmt: skip
         return
     vectors, row_bytes = ceil_div(C, 4), 2 * 16 * ceil_div(C, 4)

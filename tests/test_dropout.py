@@ -141,15 +141,23 @@ def test_a_fused_norm_drops_of_the_projection_and_its_bias_and_passes_the_gradie
         dinp, dinp2, ours = memory.update(before), memory.write((B, T, C)), [memory.update(x) for x in sums]
         stream, w = (memory.read(inp1), memory.read(inp2)), memory.read(weight)
         if layernorm:
-            parameters = memory.read(bias2), w, memory.read(bias)
-            fused_residual_forward(residual, out, mean, rstd, *stream, *parameters, B, T, C, drop)
+            ours_bias, ours_bias2 = memory.read(bias), memory.read(bias2)
+            fused_residual_forward(
+                residual, out, mean, rstd, *stream, w, ours_bias, B, T, C, bias2=ours_bias2, dropout=drop
+            )
             scratch = memory.scratch((MOST_PARTIALS, 3 * C))
-            layernorm_backward(dinp, *ours, scratch, memory.read(dout), residual, w, mean, rstd, B, T, C, dinp2, drop)
+            layernorm_backward(
+                dinp, *ours[:2], memory.read(dout), residual, w, mean, rstd, B, T, C,
+                scratch=scratch, dbias2=ours[2], dinp2=dinp2, dropout=drop,
+            )  # fmt: skip
         else:
-            fused_residual_rmsnorm_forward(residual, out, rstd, *stream, w, 1e-5, B, T, C, drop)
+            fused_residual_rmsnorm_forward(residual, out, rstd, *stream, w, 1e-5, B, T, C, dropout=drop)
             mean.fill(0)  # it has none
             scratch = memory.scratch((MOST_PARTIALS, C))
-            rmsnorm_backward(dinp, ours[0], scratch, memory.read(dout), residual, w, rstd, B, T, C, dinp2, drop)
+            rmsnorm_backward(
+                dinp, ours[0], memory.read(dout), residual, w, rstd, B, T, C,
+                scratch=scratch, dinp2=dinp2, dropout=drop,
+            )  # fmt: skip
     inp1, inp2, weight, bias, bias2 = leaves = [leaf(x) for x in (inp1, inp2, weight, bias, bias2)]
     kept = factors(drop, B, T, C)
     x = inp1 + (inp2 + bias2 if layernorm else inp2) * kept

@@ -71,6 +71,21 @@ def test_launchers_know_no_model_no_rank_and_no_setting():
     assert len(found) > 10 and not any(found.values()), {name: words for name, words in found.items() if words}
 
 
+def positional_arrays(source: str) -> dict[str, int]:
+    """How many arrays, which have no type, each function of a launcher's source takes by position."""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: sum(argument.annotation is None for argument in node.args.args) for node in functions}
+
+
+def test_no_launcher_takes_more_than_eight_arrays_by_position():
+    """Which of nine is which, nobody sees: biases, scratch and what is optional are named."""
+    found = {}
+    for path in (ROOT / "kernels").glob("*.py"):
+        found |= positional_arrays(path.read_text())
+    assert found["layernorm_backward"] == 8
+    assert max(found.values()) == 8, {name: count for name, count in found.items() if count > 8}
+
+
 @pytest.mark.parametrize(
     "path, source",
     [

@@ -47,8 +47,9 @@ def test_fused_residual_forward_adds_projection_and_its_bias_before_the_layernor
     with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
         residual, out = memory.write((B, T, C)), memory.write((B, T, C))
         mean, rstd = memory.write((B, T)), memory.write((B, T))
-        inputs = memory.read(inp1), memory.read(inp2), *(parameters.read(values) for values in (bias2, weight, bias))
-        fused_residual_forward(residual, out, mean, rstd, *inputs, B, T, C)
+        ours_bias2, ours_weight, ours_bias = (parameters.read(values) for values in (bias2, weight, bias))
+        inputs = memory.read(inp1), memory.read(inp2), ours_weight, ours_bias
+        fused_residual_forward(residual, out, mean, rstd, *inputs, B, T, C, bias2=ours_bias2)
     x = leaf(inp1) + leaf(inp2) + leaf(bias2)
     assert_close("residual", residual, x, KERNEL_FP32)
     assert_close("residual mean", mean, x.mean(-1), KERNEL_FP32)
@@ -89,7 +90,9 @@ def check_backward(dev, B: int, T: int, C: int, with_bias2: bool) -> None:
         ours_dweight, ours_dbias = parameters.update(dweight), parameters.update(dbias)
         ours_dbias2 = parameters.update(dbias2) if with_bias2 else None
         inputs = memory.read(dout), memory.read(x), parameters.read(weight), *map(memory.read, mean_and_rstd(x))
-        layernorm_backward(ours_dinp, ours_dweight, ours_dbias, ours_dbias2, scratch, *inputs, B, T, C)
+        layernorm_backward(
+            ours_dinp, ours_dweight, ours_dbias, *inputs, B, T, C, scratch=scratch, dbias2=ours_dbias2
+        )
     dinp = x64.grad + leaf(before).detach()
     assert_close("dinp", ours_dinp, dinp, KERNEL_FP32)
     assert_close("dweight", ours_dweight, weight64.grad + leaf(dweight), KERNEL_FP32)

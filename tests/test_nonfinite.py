@@ -114,7 +114,7 @@ def ours_layernorm_forward(new, i):
 def ours_fused_residual_forward(new, i):
     residual, out = new(ROWS), new(ROWS)
     fused_residual_forward(
-        residual, out, new(STATS), new(STATS), i.inp1, i.inp2, i.bias2, i.weight, i.bias, B, T, C
+        residual, out, new(STATS), new(STATS), i.inp1, i.inp2, i.weight, i.bias, B, T, C, bias2=i.bias2
     )
     return [residual, out]
 
@@ -126,8 +126,9 @@ def ours_fused_residual_forward(new, i):
 def ours_layernorm_backward(new, i):
     dweight, dbias, dbias2 = new(np.zeros(C)), new(np.zeros(C)), new(np.zeros(C))
     layernorm_backward(
-        i.dinp, dweight, dbias, dbias2, new((MOST_PARTIALS, 3 * C)), i.dout, i.inp, i.weight, i.mean, i.rstd, B, T, C
-    )
+        i.dinp, dweight, dbias, i.dout, i.inp, i.weight, i.mean, i.rstd, B, T, C,
+        scratch=new((MOST_PARTIALS, 3 * C)), dbias2=dbias2,
+    )  # fmt: skip
     return [i.dinp, dweight, dbias]
 
 
@@ -164,7 +165,7 @@ def ours_fused_residual_rmsnorm_forward(new, i):
 )
 def ours_rmsnorm_backward(new, i):
     dweight = new(np.zeros(C))
-    rmsnorm_backward(i.dinp, dweight, new((MOST_PARTIALS, C)), i.dout, i.inp, i.weight, i.rstd, B, T, C)
+    rmsnorm_backward(i.dinp, dweight, i.dout, i.inp, i.weight, i.rstd, B, T, C, scratch=new((MOST_PARTIALS, C)))
     return [i.dinp, dweight]
 
 
@@ -197,8 +198,8 @@ def parallel_definition(i):
 def ours_parallel_residual_forward(new, i):
     outs = [new(ROWS) for _ in range(3)]
     parallel_residual_forward(
-        outs[0], outs[1:], new(STATS), new(STATS), i.inp, [(i.proj0, i.bias0, None), (i.proj1, None, None)],
-        [(i.weight0, i.shift0), (i.weight1, None)], EPS, B, T, C,
+        outs[0], outs[1:], new(STATS), new(STATS), i.inp, [(i.weight0, i.shift0), (i.weight1, None)], EPS, B, T, C,
+        branches=[(i.proj0, i.bias0, None), (i.proj1, None, None)],
     )  # fmt: skip
     return outs
 
@@ -216,8 +217,8 @@ def parallel_gradients(i):
 def ours_parallel_residual_backward(new, i):
     sums = [new(np.zeros(C)) for _ in range(5)]
     parallel_residual_backward(
-        i.dinp, [(None, sums[4], None)], [sums[:2], sums[2:4]], new((MOST_PARTIALS, 5 * C)), [i.dout0, i.dout1], i.inp,
-        [(i.weight0, None), (i.weight1, None)], i.mean, i.rstd, B, T, C,
+        i.dinp, [sums[:2], sums[2:4]], [i.dout0, i.dout1], i.inp, [(i.weight0, None), (i.weight1, None)], i.mean,
+        i.rstd, B, T, C, branches=[(None, sums[4], None)], scratch=new((MOST_PARTIALS, 5 * C)),
     )  # fmt: skip
     return [i.dinp, *sums]
 

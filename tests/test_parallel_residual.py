@@ -91,7 +91,9 @@ def check_forward(
         }
         added = list(zip(projs, ours["biases"], case.dropouts, strict=False))
         norms = list(zip(ours["weights"], ours["shifts"], strict=True))
-        parallel_residual_forward(residual, outs, mean, rstd, memory.read(case.inp), added, norms, EPS, B, T, C)
+        parallel_residual_forward(
+            residual, outs, mean, rstd, memory.read(case.inp), norms, EPS, B, T, C, branches=added
+        )
     case.define()
     if branches:
         assert_close("residual", residual, case.x, KERNEL_FP32)
@@ -159,8 +161,9 @@ def check_backward(dev, variant: str, B: int, T: int, C: int, shift: int, biases
         dnorms = list(zip(ours["weights"], ours["shifts"], strict=True))[: case.outputs]
         norms = [(parameters.read(weight), None) for weight in case.weights]
         parallel_residual_backward(
-            dinp, added, dnorms, memory.scratch((MOST_PARTIALS, sums * C)), [memory.read(dout) for dout in douts],
-            memory.read(x), norms, mean, memory.read(case.rstd.detach()[..., 0].float().numpy()), B, T, C,
+            dinp, dnorms, [memory.read(dout) for dout in douts], memory.read(x), norms, mean,
+            memory.read(case.rstd.detach()[..., 0].float().numpy()), B, T, C,
+            branches=added, scratch=memory.scratch((MOST_PARTIALS, sums * C)),
         )  # fmt: skip
     assert_close("dinp", dinp, case.leaves["inp"].grad, KERNEL_FP32)
     for i, dproj in enumerate(dprojs):

@@ -96,7 +96,7 @@ def check_backward(dev, B: int, T: int, C: int, shift: int = 0) -> None:
         ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, C))
         ours_dweight, weight = parameters.update(dweight), parameters.read(weight)
         inputs = memory.read(dout), memory.read(x), weight, memory.read(rstd)
-        rmsnorm_backward(ours_dinp, ours_dweight, scratch, *inputs, B, T, C)
+        rmsnorm_backward(ours_dinp, ours_dweight, *inputs, B, T, C, scratch=scratch)
     assert_close("dinp", ours_dinp, x64.grad + leaf(before), KERNEL_FP32)
     assert_close("dweight", ours_dweight, weight64.grad + leaf(dweight), KERNEL_FP32)
 
@@ -124,6 +124,6 @@ def test_a_row_of_zeros_has_a_finite_gradient(dev):
     with guarded(dev) as memory:
         dinp, dweight = memory.update(np.zeros((1, 1, 6), np.float32)), memory.update(np.zeros(6, np.float32))
         inputs = memory.read(dout), memory.read(x), memory.read(weight), memory.read(rstd)
-        rmsnorm_backward(dinp, dweight, memory.scratch((MOST_PARTIALS, 6)), *inputs, 1, 1, 6)
+        rmsnorm_backward(dinp, dweight, *inputs, 1, 1, 6, scratch=memory.scratch((MOST_PARTIALS, 6)))
     assert_close("dinp", dinp, np.full((1, 1, 6), 2 * EPS**-0.5), KERNEL_FP32)
     assert not dev.to_host(dweight).any()

@@ -120,11 +120,11 @@ def parallel_residual(N: int, C: int, dropout: float):
         b0, b1, w0, s0, w1, s1, db0, db1, dw0, ds0, dw1, ds1 = vectors
         inp, proj0, proj1, dinp, dout0, dout1 = (normal(rng, N, C) for _ in range(6))
         branches, norms = [(proj0, b0, drops[0]), (proj1, b1, drops[1])], [(w0, s0), (w1, s1)]
-        parallel_residual_forward(residual, [out0, out1], mean, rstd, inp, branches, norms, 1e-5, 1, N, C)
+        parallel_residual_forward(residual, [out0, out1], mean, rstd, inp, norms, 1e-5, 1, N, C, branches=branches)
         norm_transposed(out_T, residual, norms[1], mean, rstd, 1, N, C)
         dbranches, dnorms = [(dproj0, db0, drops[0]), (dproj1, db1, drops[1])], [(dw0, ds0), (dw1, ds1)]
         parallel_residual_backward(
-            dinp, dbranches, dnorms, scratch, [dout0, dout1], residual, norms, mean, rstd, 1, N, C
+            dinp, dnorms, [dout0, dout1], residual, norms, mean, rstd, 1, N, C, branches=dbranches, scratch=scratch
         )
 
     return work
@@ -182,7 +182,7 @@ def several_passes() -> None:
     dinp, dout, inp = (normal(rng, N, C) for _ in range(3))
     dweight, dbias, scratch = (np.zeros(shape, np.float32) for shape in (C, C, (MOST_PARTIALS, 3 * C)))
     layernorm_backward(
-        dinp, dweight, dbias, None, scratch, dout, inp, normal(rng, C), normal(rng, N), abs(normal(rng, N)), 1, N, C
+        dinp, dweight, dbias, dout, inp, normal(rng, C), normal(rng, N), abs(normal(rng, N)), 1, N, C, scratch=scratch
     )
 
 

@@ -29,7 +29,7 @@ class Recorder:
         return launch
 
 
-def launched(launcher: Callable, *arguments) -> dict[str, tuple[tuple, tuple]]:
+def launched(launcher: Callable, *arguments, **named) -> dict[str, tuple[tuple, tuple]]:
     """{kernel: (grid, block)} of a launcher of linear layers, norms or sums. Arrays may be None."""
     calls = {}
     with ExitStack() as stack:
@@ -39,5 +39,5 @@ def launched(launcher: Callable, *arguments) -> dict[str, tuple[tuple, tuple]]:
             multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, sgemm=lambda *args, **more: None
         )
         stack.enter_context(patch.object(device.current, "device", h200))
-        launcher(*arguments)
+        launcher(*arguments, **named)
     return calls

@@ -75,7 +75,7 @@ def draw() -> str:
     forward.mark(0, 0, 1, FOUR, "e")
     forward.rules(1)
 
-    launch = launched(layernorm_backward, *[None] * 10, B, T, C)["layernorm_backward"]
+    launch = launched(layernorm_backward, *[None] * 8, B, T, C, scratch=None)["layernorm_backward"]
     warps, rows = launch[1][0] // WARP, 24
     for x, phase in ((LEFT, 1), (right, 2)):
         says = "first a warp has a row, a lane every 32nd four" if phase == 1 else (
