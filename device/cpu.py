@@ -31,6 +31,7 @@ class CpuDevice:
     shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
     recording = True
     multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
+    has_streams = False  # and so runs a plan in program order
     main_stream = side_stream = None
     in_communication = False
 

@@ -21,6 +21,7 @@ PIECE = 1 << 24  # floats that `pieces` copies to the host at a time
 
 class CudaDevice:
     kind = "cuda"
+    has_streams = True
 
     def __init__(self, number: int = 0):
         import cupy

@@ -196,7 +196,7 @@ class Recording:
     def __call__(self, *arguments: object) -> None:
         if arguments not in self.plans:
             self.plans[arguments] = self.note(arguments)
-        elif not self.replays:
+        elif not self.replays or not self.device.has_streams and not self.plans[arguments].insertions:
             self.work(*arguments)
         else:
             if arguments not in self.graphs:

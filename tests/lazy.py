@@ -14,7 +14,7 @@ class LazyDevice(device.CpuDevice):
     """Gives its work to streams as CudaDevice does, and does a stream's work only where somebody waits for it. What
     is given to the other streams is then done as late as the waits allow; with `eagerly`, as early as they allow."""
 
-    eagerly = False
+    has_streams, eagerly = True, False
 
     def __init__(self):
         super().__init__()

@@ -64,6 +64,7 @@ class Gpu(device.CpuDevice):
     on, switch = device.CudaDevice.on, device.CudaDevice.switch
     communicate, communicated = device.CudaDevice.communicate, device.CudaDevice.communicated
     join_communication = device.CudaDevice.join_communication
+    has_streams = True
     blas = SimpleNamespace(use_stream=lambda stream: None, captured=nullcontext)
 
     def begin(self, rank: int, rows: int) -> None:

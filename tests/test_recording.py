@@ -97,13 +97,14 @@ def test_a_rule_that_is_left_out_is_noticed(left_out, monkeypatch):
 
 
 def test_a_launch_that_was_not_there_before_is_an_error():
-    device.use("cpu")
+    device.current.switch(LazyDevice())
     x, count = np.zeros(4, np.float32), [1]
     recorded = device.record(lambda: [device.fill_zero(x) for _ in range(count[0])])
     recorded()
     count[0] = 2
     with pytest.raises(RuntimeError, match="a recorded step has launched fill_zero where it had not before"):
         recorded()
+    device.use("cpu")
 
 
 def plan_of(config, attention: str, B: int, dropout: float, memory: list | None = None) -> recording.Plan:
