@@ -384,7 +384,9 @@ def test_a_launcher_asks_the_file_that_it_launches_for_its_warp_size_and_blocks(
     free, fixed = device.Source(CU / "basics.cu"), device.Source(CU / "warps.cu")
     assert (free.warp_size, free.block(256)) == ((1, 1) if warp == 1 else (32, 256))
     assert (fixed.warp_size, fixed.block(256)) == (32, 256)
-    assert not hasattr(device, "warp_size") and not hasattr(device, "block")  # which could not know the file
+    assert not hasattr(device, "block")  # which could not know the file
+    with pytest.raises(TypeError, match="path"):
+        device.warp_size()
 
     x, out = random(64), poisoned(7, 64)
     fixed.exchange_kernel((1,), (fixed.block(64),), (out, x, 1, 32))
