@@ -55,8 +55,8 @@ def model_path(path: str | Path) -> Path:
     """The file of a model that is named by itself, by the directory of its checkpoint, or by a --checkpoint-dir: the
     newest checkpoint's, which is said on stderr then.
 
-    Raises UserError where a directory has none, for a model as Hugging Face keeps it, or a file of one, and as
-    `newest_checkpoint` does.
+    Raises UserError where a directory has none, for a model as Hugging Face keeps it, or a file of one, where the
+    tokenizer in a checkpoint is not the one that was saved there, and as `newest_checkpoint` does.
     """
     path = Path(path)
     folder, file = (path, path / "model.bin") if path.is_dir() else (path.parent, path)
@@ -65,12 +65,14 @@ def model_path(path: str | Path) -> Path:
             f"{path}: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py {folder} -o model.bin"
         )
     if not path.is_dir() or file.exists():
+        _check_saved_tokenizer(file)
         return file
     newest = newest_checkpoint(path)
     if newest is None:
         raise UserError(f"{path}: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir")
     if ranks.rank() == 0:
         ranks.say(f"{path}: its newest checkpoint is {newest.name}")
+    _check_saved_tokenizer(newest / "model.bin")
     return newest / "model.bin"
 
 
@@ -424,6 +426,14 @@ def check_saved(file: Path) -> None:
         older = _older(checkpoint)
         remedy = f"use {older}, an older checkpoint that is complete" if older else "no older checkpoint is beside it"
         _check_file(file, expected, remedy)
+
+
+def _check_saved_tokenizer(model: Path) -> None:
+    """Raises UserError, as `check_saved` does, where the tokenizer's files that were saved with the model of a
+    checkpoint are not the ones that lie beside it."""
+    if model.name == "model.bin" and os.path.lexists(model.parent / "state.json"):
+        for name in read_record(model.parent)["files"].keys() - {"model.bin", "optimizer.bin"}:
+            check_saved(model.parent / name)
 
 
 def _check_file(file: Path, expected: dict, remedy: str) -> None:

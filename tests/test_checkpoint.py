@@ -275,6 +275,26 @@ def test_a_damaged_model_of_a_checkpoint_is_refused_by_whatever_name_it_is_read(
     assert "state.json: damaged" in refusal(read_model, saved, type(config))
 
 
+@pytest.mark.parametrize("name", TOKENIZER)
+@pytest.mark.parametrize("damage", ["a bit", "missing", "a pipe"])
+def test_a_checkpoint_whose_tokenizer_is_not_the_saved_one_names_no_model(monkeypatch, checkpoint, name, damage):
+    monkeypatch.chdir(checkpoint.parent)
+    Path("link").symlink_to(checkpoint)
+    names = [".", checkpoint.name, f"{checkpoint.name}/model.bin", "link"]
+    for path in names:
+        assert model_path(path).is_file()
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).unlink()
+    if damage == "a bit":
+        (checkpoint / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "a pipe":
+        os.mkfifo(checkpoint / name)
+    want = {"a bit": "damaged (its CRC-32", "missing": "no such file", "a pipe": "not a regular file"}[damage]
+    for path in names:
+        message = refusal(model_path, path)
+        assert f"{name}: {want}" in message and "older checkpoint" in message
+
+
 def test_a_damaged_model_of_a_copied_checkpoint_is_refused(tmp_path, checkpoint):
     """Its name says no step."""
     shutil.copytree(checkpoint, tmp_path / "best")

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 import zlib
 from pathlib import Path
 
 import device
 import generate
 from dev import export_hf, import_hf
+from dev.data import text
 from device.errors import UserError
 from llmc.arguments import parse_arguments
 from llmc.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
@@ -444,6 +446,25 @@ def test_a_damaged_model_is_used_by_no_program(folder, monkeypatch, capsys):
     assert not (folder / "out").exists()
     out, error = run(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"), code=1)
     assert error == f"error: {want}\n" and not steps(out)
+
+
+def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, monkeypatch, capsys):
+    """A bit of a letter is flipped: generate.py would write another letter, and export_hf.py a wrong tokenizer.json."""
+    write_tokenizer(folder / "data_tokenizer.bin")
+    run(folder, *SAVE, "-x", "2")
+    monkeypatch.chdir(folder)
+    damaged = Path("run/step_00000002/model_tokenizer.bin")
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    want = re.escape(f"{damaged}: damaged (its CRC-32 is not the recorded one); no older checkpoint is beside it")
+    with pytest.raises(UserError, match=want):
+        generate.main(["-e", "run", "--device", "cpu"])
+    with pytest.raises(UserError, match=want):
+        export_hf.main(["run", "-o", "out"])
+    assert not (folder / "out").exists()
+    with pytest.raises(UserError, match=want):
+        text.given_tokenizer(Namespace(train_tokenizer=None, tokenizer=str(damaged)))
 
 
 # Damage

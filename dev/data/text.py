@@ -62,6 +62,7 @@ from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
 from device.errors import UserError
 from llmc.arguments import Parser, a_path, number, positive, whole_number
+from llmc.checkpoint import check_saved
 from llmc.dataloader import open_tokens, token_format
 from llmc.files import replacing
 from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
@@ -424,6 +425,7 @@ def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
         return Tokenizer.from_encoding(gpt2_encoding() if args.tokenizer == "gpt2" else byte_encoding())
     if not Path(args.tokenizer).is_file():
         raise UserError(f"--tokenizer {args.tokenizer}: no such file; name one, or gpt2 or bytes")
+    check_saved(Path(args.tokenizer))
     tokenizer = Tokenizer.load(args.tokenizer)
     tokenizer.encode("a")
     return tokenizer
