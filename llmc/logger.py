@@ -50,8 +50,9 @@ class Logger(Reports):
 
     first_step: the first step that this run will log. Lines of that step and later ones are dropped from a file that is
     already there, so a new run (0) starts it afresh and a resumed run carries on where its checkpoint was made.
-    Raises UserError where the file cannot be opened, holds something else than a log, which stays as it is, or another
-    run logs to it for longer than a `Lock` waits. A line that cannot be written later on is lost.
+    Raises UserError where the file cannot be opened, is a pipe that nobody reads, holds something else than a log
+    (which stays as it is), or another run logs to it for longer than a `Lock` waits. A line that cannot be written
+    later on is lost.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
@@ -68,7 +69,7 @@ class Logger(Reports):
                 if first_step > 0:
                     with replacing(file) as replaced:
                         replaced.write("".join(kept).encode())
-            self._file = open(path, "ab" if first_step > 0 else "wb", buffering=0)
+            self._file = open(path, "ab" if first_step > 0 else "wb", buffering=0, opener=_open)
         except OSError as error:
             self.close()
             raise UserError(
@@ -174,6 +175,13 @@ class TensorBoard(Reports):
         record = io.BytesIO()
         self._Records(record).write(self._Event(wall_time=time.time(), **fields).SerializeToString())
         return record.getvalue()
+
+
+def _open(path: str, flags: int) -> int:
+    """Opens a log for writing. Raises OSError for a pipe that nobody reads, where a plain open would wait."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def append(file: BinaryIO, data: bytes) -> None:

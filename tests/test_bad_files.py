@@ -7,7 +7,7 @@ import struct
 from dev.fuzz import check, readers
 from device.errors import UserError
 from llmc.checkpoint import load_checkpoint, newest_checkpoint, read_model, save_checkpoint
-from llmc.logger import read_log
+from llmc.logger import Logger, read_log
 from llmc.scripts import model_kinds
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer
@@ -130,6 +130,22 @@ def test_a_pipe_in_a_checkpoint_is_refused(tmp_path, rng, in_time, name):
     refused(newest_checkpoint, tmp_path)
     if name != "optimizer.bin":
         refused(read_model, checkpoint / "model.bin", type(ODD))
+
+
+def test_a_pipe_that_nobody_reads_is_no_log(tmp_path, in_time):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: cannot be written"):
+        Logger(tmp_path / "pipe")
+
+
+def test_a_pipe_that_somebody_reads_takes_a_log(tmp_path, in_time):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    logger = Logger(tmp_path / "pipe")
+    logger.log_train(1, 1.0)
+    assert os.read(reader, 100) == b"s:1 trl:1.0000\n"
+    logger.close()
+    os.close(reader)
 
 
 def test_a_device_is_refused(in_time):

@@ -473,6 +473,14 @@ def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache
     assert use_cache(filled_cache)[library.name] == size
 
 
+def test_a_pipe_in_the_cache_gives_way_to_a_library(filled_cache):
+    (library,) = filled_cache.glob("two-*.so")
+    size = library.stat().st_size
+    library.unlink()
+    os.mkfifo(library)
+    assert use_cache(filled_cache)[library.name] == size
+
+
 def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(tmp_path):
     program = f"""
 from pathlib import Path

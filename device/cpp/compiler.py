@@ -22,6 +22,7 @@ from pathlib import Path
 
 from device.cpp.launch import Module, Parameter, load_runtime
 from device.errors import UserError
+from llmc.files import open_file, replacing
 
 HERE = Path(__file__).parent
 
@@ -139,7 +140,8 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
 def _is_whole(library: Path) -> bool:
     """Whether a library is there as it was built."""
     try:
-        content = library.read_bytes()
+        with open_file(library) as file:
+            content = file.read()
     except OSError:
         return False
     return content[-32:] == hashlib.sha256(content[:-32]).digest()
