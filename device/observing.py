@@ -18,6 +18,8 @@ OPERATIONS = {
 }
 DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0}
 
+ACCESSES: dict[str, dict[str, str | None]] = {}  # of the kernels that have been observed, as kernel_accesses gives them
+
 Observer = Callable[[str, dict[str, Any], Callable[[], None]], None]
 
 
@@ -63,6 +65,7 @@ class ObservedDevice:
 
     def kernel(self, path: Path, name: str) -> Callable[..., None]:
         kernel, parameters = self.device.kernel(path, name), kernel_accesses(path)[name]
+        ACCESSES[name] = parameters
 
         def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
             arguments = dict(zip(parameters, args, strict=True))
@@ -78,5 +81,4 @@ def accesses(name: str, arguments: dict[str, Any]) -> dict[str, str]:
         written = UPDATES if arguments.get("beta") else SETS
         arrays = [key for key in OPERATIONS[name] if key in ("a", "b", "c", "array", "dst", "src")]
         return {key: READS if i else written for i, key in enumerate(arrays)}
-    found = next(found[name] for source in current.sources if name in (found := kernel_accesses(source.path)))
-    return {key: access for key, access in found.items() if access and arguments[key] is not None}
+    return {key: access for key, access in ACCESSES[name].items() if access and arguments[key] is not None}

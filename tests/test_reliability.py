@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 import zlib
+from argparse import Namespace
 from pathlib import Path
 
 import device

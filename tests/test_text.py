@@ -15,6 +15,7 @@ import time
 import unicodedata
 from pathlib import Path
 
+import device
 import generate
 from dev import export_hf
 from dev.data.common import Unsuitable
@@ -862,11 +863,10 @@ def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_loss(prepare):
 def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, kind, speed):
     from dev.data import recommend as module
 
-    for name in ("use", "use_tf32"):
-        monkeypatch.setattr(module.device, name, lambda how: None)
-    monkeypatch.setattr(module.device, "kind", lambda: kind)
-    monkeypatch.setattr(module.device, "name", lambda: "a machine")
-    monkeypatch.setattr(module.device, "memory", lambda: (10**11, 10**11))
+    device.use("cpu")
+    monkeypatch.setattr(device, "use", lambda how: None)
+    for name, stands in (("kind", kind), ("name", "a machine"), ("memory", lambda: (10**11, 10**11))):
+        monkeypatch.setattr(device.current.device, name, stands)
     monkeypatch.setattr(module, "product_seconds", lambda m, n, k: 2 * m * n * k / speed)
     before = 0
     for val in (65, 300, 3_000, 10**5, 10**6, 10**8):

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from device.cpp.launch import Module, Parameter, load_runtime
 from device.errors import UserError
-from llmc.files import open_file, replacing
 
 HERE = Path(__file__).parent
 
@@ -130,7 +129,10 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         content = Path(built).read_bytes()
         whole = Path(folder) / "whole.so"
         try:
-            whole.write_bytes(content + hashlib.sha256(content).digest())
+            with open(whole, "wb") as file:
+                file.write(content + hashlib.sha256(content).digest())
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(whole, library)  # another process may do the same meanwhile: either file will do
         except OSError as error:
             raise UserError(f"{library}: cannot be written ({error.strerror.lower()})") from error
@@ -139,9 +141,10 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
 
 def _is_whole(library: Path) -> bool:
     """Whether a library is there as it was built."""
+    if not library.is_file():  # also a pipe, which would be waited for
+        return False
     try:
-        with open_file(library) as file:
-            content = file.read()
+        content = library.read_bytes()
     except OSError:
         return False
     return content[-32:] == hashlib.sha256(content[:-32]).digest()
