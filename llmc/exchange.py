@@ -114,11 +114,14 @@ class Exchange:
         """A function that does `work`, the forward and backward pass on one batch, and the exchange that belongs to it.
         It is told whether the batch is the first and whether it is the last of a step; in a bitwise run every batch
         is both to `work`. device.record says what is asked of `work`. All ranks must call it alike."""
-        recording = device.record(work, [self.model.grads_memory], self.insertions)
+
+        def batch(first: bool, last: bool) -> None:
+            work(first or self.bitwise, last or self.bitwise)
+
+        recording = device.record(batch, [self.model.grads_memory], self.insertions)
 
         def forward_backward(first: bool, last: bool) -> None:
-            arguments = first or self.bitwise, last or self.bitwise
-            planned = recording.follows_plan(*arguments)
+            planned = recording.follows_plan(first, last)
             if ranks.size() > 1:
                 if first and not planned:
                     self.gather_parameters()
@@ -126,7 +129,7 @@ class Exchange:
                 if first and not planned:
                     self.share_overflow()
                     device.join_communication()
-            recording(*arguments)
+            recording(first, last)
             if ranks.size() > 1:
                 self.model.rows.end()
             if self.bitwise:
@@ -493,8 +496,12 @@ class StepPlan:
                 complete.append((max(writers, default=-1), matrices))
         self.buckets, bucket, after = [], [], []
         for writer, matrices in sorted(complete):
+            needs = [writer] if writer >= 0 else []
+            if matrices == embedding:  # of any length: `sum_late` sums the last batch's rows only
+                self.buckets.append((matrices, tuple(needs)))
+                continue
             bucket += matrices
-            after += [writer] if writer >= 0 else []
+            after += needs
             if writer < end and length(bucket) >= SMALLEST_BUCKET:
                 self.buckets.append((bucket, tuple(after)))
                 bucket, after = [], []

@@ -10,6 +10,12 @@ from llmc import collectives, exchange, ranks
 import numpy as np
 
 
+class Mark:
+    """A place in a stream, (stream, how many works are in front of it)."""
+
+    place: tuple[list, int]
+
+
 class LazyDevice(device.CpuDevice):
     """Gives its work to streams as CudaDevice does, and does a stream's work only where somebody waits for it. What
     is given to the other streams is then done as late as the waits allow; with `eagerly`, as early as they allow."""
@@ -20,7 +26,7 @@ class LazyDevice(device.CpuDevice):
         super().__init__()
         self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
         self.done = {id(stream): 0 for stream in self.streams}
-        self.stream, self.communicating = self.main_stream, False
+        self.stream, self.communicating, self.tape = self.main_stream, False, None
         for name in ("copy_in", "copy_out", "fill_zero", "copy", "sgemm", "sgemm_strided_batched"):
             setattr(self, name, partial(self.put, getattr(self, name)))
 
@@ -29,7 +35,7 @@ class LazyDevice(device.CpuDevice):
         return [self.main_stream, self.side_stream, self.urgent_stream]
 
     def put(self, work, *arguments, **options) -> None:
-        self.stream.append(partial(work, *arguments, **options))
+        self.give("put", self.stream, partial(work, *arguments, **options))
 
     def kernel(self, path, name):
         return partial(self.put, super().kernel(path, name))
@@ -37,11 +43,22 @@ class LazyDevice(device.CpuDevice):
     def memory_operations(self, operations) -> None:
         self.put(super().memory_operations, operations)
 
-    def mark(self, stream: list) -> tuple[list, int]:
-        return stream, len(stream)
+    def mark(self, stream: list) -> Mark:
+        mark = Mark()
+        self.give("mark", stream, mark)
+        return mark
 
-    def wait(self, stream: list, mark: tuple[list, int]) -> None:
-        stream.append(mark)
+    def wait(self, stream: list, mark: Mark) -> None:
+        self.give("wait", stream, mark)
+
+    def give(self, what: str, stream: list, item) -> None:
+        """Gives a stream something to do, or, while a graph is captured, notes it for the graph's replays."""
+        if self.tape is not None:
+            self.tape.append((what, stream, item))
+        elif what == "mark":
+            item.place = stream, len(stream)
+        else:
+            stream.append(item.place if what == "wait" else item)
 
     def on(self, stream: list):
         return On(self, stream)
@@ -53,7 +70,7 @@ class LazyDevice(device.CpuDevice):
             super().communicate(work)
         self.communicating = True
 
-    def communicated(self) -> tuple[list, int]:
+    def communicated(self) -> Mark:
         return self.mark(self.urgent_stream)
 
     def join_communication(self) -> None:
@@ -62,13 +79,14 @@ class LazyDevice(device.CpuDevice):
             self.communicating = False
 
     def capture(self, work):
-        def graph() -> None:
-            self.wait(self.side_stream, self.mark(self.main_stream))
-            work()
-            self.wait(self.main_stream, self.mark(self.side_stream))
-            self.join_communication()
-
-        return SimpleNamespace(launch=lambda stream: graph())
+        """As on CUDA, `work` runs once, and what it gives to the device is replayed."""
+        self.tape = tape = []
+        self.wait(self.side_stream, self.mark(self.main_stream))
+        work()
+        self.wait(self.main_stream, self.mark(self.side_stream))
+        self.join_communication()
+        self.tape = None
+        return SimpleNamespace(launch=lambda stream: [self.give(*one) for one in tape])
 
     def advance(self, stream: list, count: int) -> None:
         """Does the first `count` works of a stream, and what they wait for."""

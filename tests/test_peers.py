@@ -66,7 +66,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("N, of_each, lazy, peers", [
-    (2, 3, LazyDevice, True), (3, 1, EagerDevice, True), (3, 1, LazyDevice, False)
+    (2, 3, LazyDevice, True), (3, 2, EagerDevice, True), (3, 1, LazyDevice, False)
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, replace(LLAMA_ODD, tied=True), PYTHIA_ODD], ids=str)
 @pytest.mark.parametrize("flags, grad_clip", FLAGS, ids=str)
@@ -78,7 +78,8 @@ def test_ranks_train_as_one(config, N, of_each, lazy, flags, grad_clip, peers, m
     batches = rng.integers(0, config.vocab_size, (3, of_each * N, 2, B, T), dtype=np.int32)
     one, start = (train(config, B, these, grad_clip, **flags) for these in (batches, batches[:0]))
     monkeypatch.setattr(exchange, "LARGEST_BUCKET", 100)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+    if lazy is LazyDevice:  # else all is one bucket
+        monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
     found = Threads(N, monkeypatch, peers).run(lambda rank: train(config, B, batches, grad_clip, **flags), lazy)
     assert all(np.array_equal(found[0], other) for other in found[1:])
     if "bitwise" in flags:
@@ -86,6 +87,27 @@ def test_ranks_train_as_one(config, N, of_each, lazy, flags, grad_clip, peers, m
     else:
         found, one, start = (bits.view(np.float32) for bits in (found[0], one, start))
         assert np.linalg.norm(found - one) < 1e-3 * np.linalg.norm(one - start)
+
+
+@pytest.mark.parametrize("flags", [{}, {"bitwise": True}], ids=str)
+def test_a_step_gathers_parameters_once(flags, monkeypatch, rng):
+    """However many batches it has: they change at its end."""
+    gathered, threads = [], Threads(2, monkeypatch, peers=False)
+
+    def broadcast(pieces: list) -> None:
+        threads.broadcast(pieces)
+        threads.together(lambda: gathered.append(sum(x.size for x, _ in pieces)))
+
+    monkeypatch.setattr(collectives, "broadcast", broadcast)
+    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+
+    def floats_of(batches: int) -> int:
+        gathered.clear()
+        of_steps = rng.integers(0, ODD.vocab_size, (4, 2 * batches, 2, 1, T), dtype=np.int32)
+        threads.run(lambda rank: train(ODD, 1, of_steps, 0.0, sharded=True, **flags), LazyDevice)
+        return sum(gathered)
+
+    assert floats_of(1) == floats_of(3) > 0
 
 
 # What a script shares with others by name: the tensors of attention and of the loss; and two places of dropout that
