@@ -38,7 +38,7 @@ from safetensors import SafetensorError, safe_open
 
 WITHOUT_CONFIG = "gpt2"  # the model_type whose tensors say all but the heads
 PRECISIONS = ("F32", "F16", "BF16", "F64")
-CLASSIFIERS = re.compile(r"(.*\.)?((score|classifier|qa_outputs|multiple_choice_head)\..*)")  # what they have as heads
+CLASSIFIERS = re.compile(r"(.*\.)?((score|classifier|qa_outputs|multiple_choice_head)\..*)")  # the heads of classifiers
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
 
 SAVE_AGAIN = "save the model again with save_pretrained"

@@ -205,8 +205,8 @@ class CpuDevice:
     # Other GPUs of this machine
 
     def memory_handle(self, array) -> tuple[str, int]:
-        """The handle by which another process of this machine can open an array on a GPU. Raises an error where CUDA
-        does not let it."""
+        """A handle to an array on a GPU, with which another process of this machine can open the array. Raises an error
+        where CUDA gives none."""
         raise NotImplementedError("processes that train on the CPU share no memory")
 
     def open_memory(self, handle: tuple[str, int], like):
@@ -244,7 +244,8 @@ class CpuEvent:
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
-    """The beginning of a contiguous array as `count` matrices (rows, columns), each of which may lie transposed."""
+    """The beginning of a contiguous array as `count` matrices (rows, columns). With `transposed` each is stored as
+    (columns, rows)."""
     flat = array.reshape(-1)[: count * rows * columns]
     if transposed:
         return flat.reshape(count, columns, rows).transpose(0, 2, 1)

@@ -9,7 +9,7 @@ from typing import Any
 from device import current
 from device.sources import READS, SETS, UPDATES, kernel_accesses
 
-# The operations that are no kernels: their parameters, the first of which is written.
+# The parameters of the operations that are not kernels. Each operation writes its first parameter.
 OPERATIONS = {
     "sgemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta"),
     "sgemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b"),

@@ -9,9 +9,9 @@
    before, which is more than conflicts ask for: where products of both streams begin together, an H200 takes 2% less
    for GPT-2 124M, but 3% more for SmolLM2. A wait that an earlier one implies is left out.
 
-From the second call on, a device replays the launches in that order: a GPU as a graph, for which the host makes one
-call. Insertions are what somebody else wants done beside a step, such as the exchange of gradients: each says after
-which launches it may begin, and before which one it must be done.
+From the second call on, a device replays the launches in that order. A GPU replays them as a CUDA graph, with one call
+of the host. An insertion is work that another part of the program wants done beside a step, such as the exchange of
+gradients. It says after which launches it may begin, and before which launch it must be done.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ import numpy as np
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
 CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read
-LOOKED_AT = 1 << 16           # bytes, by which a file without a header is told from others
+LOOKED_AT = 1 << 16           # bytes at the beginning that show whether a file without a header holds tokens
 UPPER_HALF = 1 << 4           # above that of any token of 32 bits, for no vocabulary has 2**20 of them
 FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
 

@@ -44,7 +44,7 @@ KINDS = TEXT + HTML + LINES + TABLE
 
 BLOCK = 1 << 20          # bytes or characters that are read at once
 SAMPLE = 1 << 16         # bytes from which an encoding is detected
-HEAD = 1 << 12           # bytes by which a file without a suffix is told, and in which HTML declares an encoding
+HEAD = 1 << 12           # bytes that tell what a file without a suffix is; HTML declares its encoding in them
 FIRST_LINES = 100        # of records, one of which must have the field
 EXAMPLES = 3             # of the files that are skipped for a reason, by name
 UNIT = 1 << 23           # bytes of files in a unit of work
@@ -54,7 +54,7 @@ AS_LIKELY = 1.02         # a guess is uncertain where another reading of the tex
 WIDER = {  # encodings to the commoner ones that have their characters and more
     "iso8859-1": "cp1252", "gb2312": "gb18030", "euc_kr": "cp949", "shift_jis_2004": "cp932",
 }  # fmt: skip
-ESCAPE = b"\x1b$"         # by which ISO-2022, all ASCII bytes, turns to Japanese, Korean or Chinese
+ESCAPE = b"\x1b$"         # begins Japanese, Korean or Chinese characters in ISO-2022, whose bytes are all ASCII
 
 
 class Unreadable(Exception):
