@@ -169,8 +169,9 @@ class Run:
         """Takes leave of the other ranks, and says what has been lost."""
         self.watch.logs.close()
         self.saver.release()
+        speaks = ranks.rank() == 0  # for all; behind ranks.finish each process is by itself
         ranks.finish()
-        self.saver.raise_what_is_unsaved()
+        self.saver.raise_what_is_unsaved(speaks)
         self.watch.logs.raise_what_is_lost()
         if self.stop.heeded is not None:
             sys.exit(128 + self.stop.number)

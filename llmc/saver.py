@@ -80,9 +80,10 @@ class Saver:
         if self.lock is not None:
             self.lock.release()
 
-    def raise_what_is_unsaved(self) -> None:
-        """Raises UserError where the last checkpoint could not be written; other ranks than 0 exit with status 1."""
-        if self.unsaved and ranks.rank() > 0:
+    def raise_what_is_unsaved(self, speaks: bool) -> None:
+        """Where the last checkpoint could not be written, raises UserError if this rank speaks for all, else exits with
+        status 1."""
+        if self.unsaved and not speaks:
             sys.exit(1)
         if self.unsaved:
             raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
