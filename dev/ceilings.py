@@ -118,7 +118,7 @@ def work_of(model: Model) -> Work:
         N=B * T,
         products=tuple(products),
         # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
-        attention=7.0 * config.num_layers * B * T * T * config.channels,
+        attention=7.0 * config.num_layers * B * T * T * config.num_heads * config.head_size,
         parameters=num_parameters(config),
         kept=sum(math.prod(shape_of(symbols, sizes)) for symbols in kept),
         logits=B * T * padded(config.vocab_size),

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from llmc.model import Model
 
 # A model's tables go on with these. It has a row of its own for `atty` (L,B,T,Q), the heads' outputs side by side.
-# Q = NH HS, which is C where the heads divide the channels among them.
+# Q = NH HS, which is C where the heads divide the channels among them. A model that recomputes qkv for backward has a
+# row for it too, (B,T,QKV).
 
 FLASH_ACTIVATIONS = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
@@ -65,9 +66,10 @@ TABLES = {
 
 
 def attention_input(model: Model, l: int, B: int, T: int):
-    """Where layer l's attention takes its queries, keys and values from, (B,T,QKV): kept for backward, or scratch."""
+    """Where layer l's attention takes its queries, keys and values from, (B,T,QKV): kept for backward where the tables
+    have one for each layer, or scratch."""
     acts = model.acts(B, T)
-    return acts.layer[l].qkv if model.attention == "flash" else acts.qkv
+    return getattr(acts.layer[l], "qkv", acts.qkv)
 
 
 def causal_attention_forward(model: Model, l: int, B: int, T: int) -> None:
@@ -85,7 +87,9 @@ def causal_attention_backward(dqkv, datty, model: Model, l: int, B: int, T: int)
     acts, gacts, config = model.acts(B, T), model.grads_acts, model.config
     a, NH, NKV, HS = acts.layer[l], config.num_heads, config.kv_heads, config.head_size
     if model.attention == "flash":
-        flash_attention_backward(dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, a.qkv, B, T, NH, NKV, HS)
+        flash_attention_backward(
+            dqkv, gacts.dkv_heads, gacts.dsum, datty, a.atty, a.lse, attention_input(model, l, B, T), B, T, NH, NKV, HS
+        )
     else:
         attention_backward(
             dqkv, gacts.dqkvr, gacts.datt, acts.datty_r, datty, a.qkvr, a.att, B, T, NH, NKV, HS,

@@ -15,7 +15,7 @@ from kernels.dropout import Dropout
 from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import read_model
 from llmc.huggingface import HuggingFace
-from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges
+from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges, without
 
 import numpy as np
 
@@ -134,9 +134,11 @@ class Model:
 
     @classmethod
     def tables(cls, attention: str) -> tuple[Table, Table]:
-        """The tables of activations and of their gradients with this kind of attention."""
+        """The tables of activations and of their gradients with this kind of attention. A tensor that the attention's
+        table has too is the model's own."""
         activations, gradients = attention_tables[attention]
-        return cls.ACTIVATIONS + activations, cls.ACTIVATION_GRADIENTS + gradients
+        own = frozenset(name for name, *_ in cls.ACTIVATIONS)
+        return cls.ACTIVATIONS + without(activations, own), cls.ACTIVATION_GRADIENTS + gradients
 
     def acts(self, B: int, T: int) -> SimpleNamespace:
         """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""

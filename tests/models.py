@@ -1,20 +1,72 @@
-"""Tiny models of each kind, for the tests that run for all of them."""
+"""The tests' list of models: tiny ones of each kind, for the tests that run for all of them."""
+
+from dataclasses import replace
 
 from llmc.model import Model
 from llmc.scripts import model_kinds
 from llmc.tensors import Config
-from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
-from train_pythia import PythiaConfig
+from train_gpt2_fp32 import GPT2, GPT2Config
+from train_llama3 import Llama3, Llama3Config
+from train_pythia import Pythia, PythiaConfig
 
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
 ODD = GPT2Config(32, 101, 2, 3, 21)
 EVEN = GPT2Config(32, 256, 1, 2, 64)
 HEADS_OF_64 = GPT2Config(80, 101, 2, 2, 128)
 LLAMA_ODD = Llama3Config(32, 101, 2, 6, 2, 36, 41, tied=False)  # heads of 6
+GROUPS_OF_64 = Llama3Config(80, 101, 1, 4, 2, 256, 90, tied=False)
 PYTHIA_ODD = PythiaConfig(32, 101, 2, 3, 21, rotary=0.6)  # heads of 7, of which 4 channels are rotated
 PYTHIA_HEADS_OF_64 = PythiaConfig(80, 101, 2, 2, 128)
-GROUPS_OF_64 = Llama3Config(80, 101, 1, 4, 2, 256, 90, tied=False)
+
+# With an attention that each can have.
+ONE_OF_EACH = [
+    (ODD, "relu"), (HEADS_OF_64, "flash"), (LLAMA_ODD, "softmax"), (GROUPS_OF_64, "flash"), (PYTHIA_ODD, "softmax"),
+    (PYTHIA_HEADS_OF_64, "flash"),
+]  # fmt: skip
+# All that models of a kind differ in.
+VARIANTS = [
+    (ODD, "softmax"), (ODD, "relu"), (EVEN, "softmax"), (EVEN, "relu"), (HEADS_OF_64, "flash"),
+    *((replace(LLAMA_ODD, num_kv_heads=NKV), "softmax") for NKV in (1, 2, 3, 6)),
+    (replace(LLAMA_ODD, tied=True, rope_scaling=32.0), "relu"),
+    (replace(LLAMA_ODD, num_heads=9, num_kv_heads=3, channels=54, norm_eps=1e-3), "softmax"),
+    (GROUPS_OF_64, "flash"), (replace(GROUPS_OF_64, num_kv_heads=4, tied=True), "flash"),
+    *((replace(PYTHIA_ODD, norm=norm, tied_norm=tied, parallel=parallel), "softmax")
+      for norm in ("layer", "rms") for tied, parallel in ((False, True), (True, True), (False, False))),
+    (replace(PYTHIA_ODD, channels=24, norm_eps=1e-3, gelu="erf", rope_theta=50.0), "relu"),
+    (replace(PYTHIA_ODD, channels=24, rotary=1.0, parallel=False), "relu"),
+    (PYTHIA_HEADS_OF_64, "flash"), (replace(PYTHIA_HEADS_OF_64, tied_norm=True), "flash"),
+]  # fmt: skip
+
+# The kinds, and one of each as -e describes it.
+TINY: dict[str, tuple[type[Model], str]] = {
+    "gpt2": (GPT2, "layers=2,heads=2,channels=32"),
+    "llama3": (Llama3, "layers=2,heads=4,kv_heads=2,channels=40,hidden=44"),
+    "pythia": (Pythia, "layers=2,heads=2,channels=32"),
+}
+
+# What is imported from transformers and exported to them.
+GPT2S = [GPT2Config(17, 53, 2, 3, 24), GPT2Config(8, 128, 1, 1, 5), GPT2Config(32, 257, 3, 2, 128)]
+LLAMAS = [
+    Llama3Config(17, 53, 2, 6, 2, 48, 40, rope_theta=1e4, tied=True),
+    Llama3Config(64, 300, 2, 6, 1, 48, 56, rope_theta=5e5, rope_scaling=8.0, tied=False),
+    Llama3Config(33, 128, 1, 6, 6, 36, 64, rope_theta=1e5, norm_eps=1e-3, tied=True),
+    Llama3Config(64, 257, 3, 4, 2, 64, 33, rope_theta=1e3, rope_scaling=32.0, tied=False),
+    Llama3Config(64, 257, 1, 4, 2, 64, 32, rope_theta=1e3, rope_scaling=8.0, tied=False, original_length=100),
+]
+PYTHIAS = [
+    PythiaConfig(17, 53, 2, 3, 24, rotary=0.5, gelu="erf"),
+    PythiaConfig(40, 300, 2, 3, 21, rotary=0.6, parallel=False),  # heads of 7, of which 4 channels are turned
+    PythiaConfig(33, 128, 1, 2, 32, rotary=1.0, rope_theta=500.0, norm_eps=1e-3),
+    PythiaConfig(64, 257, 3, 4, 128, gelu="erf", parallel=False),
+]
+FAMILIES = [GPT2S, LLAMAS, PYTHIAS]
+
+
+def described(name: str, V: int, maxT: int) -> tuple[str, Config]:
+    """The model of TINY of this name, with that vocabulary and length: what -e takes, and its sizes."""
+    kind, description = TINY[name]
+    description += f",maxT={maxT}"
+    return description, kind.Config.described(description, V)
 
 
 def kind_of(config: Config) -> type[Model]:

@@ -19,24 +19,18 @@ from llmc.model import build_from_random
 from llmc.sampler import Sampler
 from llmc.step import train_step
 from llmc.tensors import Config
-from models import kind_of
-from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
-from train_pythia import PythiaConfig
+from models import TINY, kind_of
 
 import numpy as np
 import pytest
 
 STEPS, B, T = 6, 2, 21
-# Wide enough that products are shared out among threads, and layernorm's rows among blocks.
-GPT2 = GPT2Config(64, 317, 2, 2, 128)  # heads of 64, which flash attention takes
-LLAMA3 = Llama3Config(64, 317, 1, 4, 2, 256, 352)
-PYTHIA = PythiaConfig(64, 317, 2, 2, 128)
+# Wide enough that products are shared out among threads, and layernorm's rows among blocks; heads of 64.
 MODELS = {
-    "softmax": (GPT2, "softmax"), "relu": (GPT2, "relu"), "flash": (GPT2, "flash"),
-    "pythia-softmax": (PYTHIA, "softmax"), "pythia-flash": (PYTHIA, "flash"),
-    "llama-softmax": (LLAMA3, "softmax"), "llama-flash": (LLAMA3, "flash"),
+    f"{name}-{attention}": (kind.Config.described(kind.Config.SMALL, 317), attention)
+    for name, (kind, _) in TINY.items() for attention in ("softmax", "flash")
 }  # fmt: skip
+MODELS["gpt2-relu"] = MODELS["gpt2-softmax"][0], "relu"
 
 
 def digest_of_run(config: Config, attention: str) -> dict[str, str]:

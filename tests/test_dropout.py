@@ -15,22 +15,14 @@ from llmc.exchange import Exchange
 from llmc.model import Model, build_from_random, dropouts
 from llmc.step import train_step
 from llmc.tensors import Config
-from models import (
-    EVEN,
-    GROUPS_OF_64,
-    HEADS_OF_64,
-    LLAMA_ODD,
-    ODD,
-    PYTHIA_HEADS_OF_64,
-    PYTHIA_ODD,
-    kind_of,
-)
+from models import EVEN, ODD, ONE_OF_EACH, PYTHIA_ODD, kind_of
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, model_tolerance, normal
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import name_of
 
 # The random numbers
 
@@ -173,14 +165,11 @@ def test_a_fused_norm_drops_of_the_projection_and_its_bias_and_passes_the_gradie
 
 # Whole models
 
-MODELS = {
-    "GPT-2": (ODD, "softmax"), "GPT-2 relu": (EVEN, "relu"), "GPT-2 flash": (HEADS_OF_64, "flash"),
-    "Llama": (LLAMA_ODD, "softmax"), "Llama flash": (GROUPS_OF_64, "flash"),
-    "Pythia": (PYTHIA_ODD, "softmax"), "Pythia flash": (PYTHIA_HEADS_OF_64, "flash"),
-    "Pythia sequential": (replace(PYTHIA_ODD, parallel=False), "softmax"),
-    "Pythia tied RMSNorm": (replace(PYTHIA_ODD, norm="rms", tied_norm=True), "relu"),
-}  # fmt: skip
-each_model = pytest.mark.parametrize("config, attention", MODELS.values(), ids=MODELS)
+MODELS = [
+    *ONE_OF_EACH, (ODD, "softmax"), (EVEN, "relu"), (replace(PYTHIA_ODD, parallel=False), "softmax"),
+    (replace(PYTHIA_ODD, norm="rms", tied_norm=True), "relu"),
+]  # fmt: skip
+each_model = pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
 B, T = 2, 11
 
 

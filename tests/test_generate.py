@@ -15,10 +15,9 @@ from llmc.dataloader import write_tokens
 from llmc.sampler import Sampler, sample
 from llmc.tensors import num_parameters
 from llmc.tokenizer import tokenizer_files, write_tokenizer
+from models import TINY, described, kind_of
 from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
-from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest
@@ -26,12 +25,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
-LLAMA = Llama3Config(40, 257, 2, 4, 2, 32, 48, rope_scaling=8.0)
-PYTHIA = PythiaConfig(40, 257, 2, 2, 32)
+OTHERS = [described(name, 257, 40)[1] for name in TINY if name != "gpt2"]
 EOT = 256
 
 
-@pytest.fixture(scope="module", params=[CONFIG, LLAMA, PYTHIA], ids=lambda config: config.NAME)
+@pytest.fixture(scope="module", params=[CONFIG, *OTHERS], ids=lambda config: config.NAME)
 def theirs(request):
     """transformers' model of 257 byte tokens, with opinions: weights as they start out would make all tokens about as
     likely, or have each repeat itself."""
@@ -45,7 +43,7 @@ def theirs(request):
 
 @pytest.fixture
 def config(theirs):
-    return {"gpt2": CONFIG, "llama": LLAMA, "gpt_neox": PYTHIA}[theirs.config.model_type]
+    return next(c for c in (CONFIG, *OTHERS) if kind_of(c).HuggingFace.TYPE == theirs.config.model_type)
 
 
 @pytest.fixture

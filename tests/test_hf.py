@@ -16,10 +16,10 @@ from llmc.checkpoint import read_model, write_model
 from llmc.model import build_from_file
 from llmc.tensors import Config, num_parameters, shape_of
 from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
+from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS
 from models import kind_of as kind_of_config
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
 
 import numpy as np
@@ -34,31 +34,14 @@ from transformers import (
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
     GPT2LMHeadModel,
-    GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
     GPTNeoXForTokenClassification,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 from transformers import GPT2Config as HFConfig
 
-GPT2S = [GPT2Config(17, 53, 2, 3, 24), GPT2Config(8, 128, 1, 1, 5), GPT2Config(32, 257, 3, 2, 128)]
-LLAMAS = [
-    Llama3Config(17, 53, 2, 6, 2, 48, 40, rope_theta=1e4, tied=True),
-    Llama3Config(64, 300, 2, 6, 1, 48, 56, rope_theta=5e5, rope_scaling=8.0, tied=False),
-    Llama3Config(33, 128, 1, 6, 6, 36, 64, rope_theta=1e5, norm_eps=1e-3, tied=True),
-    Llama3Config(64, 257, 3, 4, 2, 64, 33, rope_theta=1e3, rope_scaling=32.0, tied=False),
-    Llama3Config(64, 257, 1, 4, 2, 64, 32, rope_theta=1e3, rope_scaling=8.0, tied=False, original_length=100),
-]
-PYTHIAS = [
-    PythiaConfig(17, 53, 2, 3, 24, rotary=0.5, gelu="erf"),
-    PythiaConfig(40, 300, 2, 3, 21, rotary=0.6, parallel=False),  # heads of 7, of which 4 channels are turned
-    PythiaConfig(33, 128, 1, 2, 32, rotary=1.0, rope_theta=500.0, norm_eps=1e-3),
-    PythiaConfig(64, 257, 3, 4, 128, gelu="erf", parallel=False),
-]
-CONFIGS = GPT2S + LLAMAS + PYTHIAS
-FAMILIES = [GPT2S[0], LLAMAS[0], PYTHIAS[0]]
-CLASSES = {GPT2Config: GPT2LMHeadModel, Llama3Config: LlamaForCausalLM, PythiaConfig: GPTNeoXForCausalLM}
+CONFIGS = [config for family in FAMILIES for config in family]
+FIRST = [family[0] for family in FAMILIES]
 MASK = torch.ones(1, 1, 17, 17, dtype=torch.uint8).tril()  # a causal one, as old files hold
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,13 +52,18 @@ def name_of(config: Config) -> str:
     if isinstance(config, PythiaConfig):
         order = "parallel" if config.parallel else "sequential"
         return f"Pythia {config.num_heads} of {config.channels} {order} {config.gelu}"
-    length = "" if config.original_length == 8192 else f" from {config.original_length} positions"
-    return f"Llama {config.num_heads}-{config.num_kv_heads} {'tied' if config.tied else 'untied'}{length}"
+    length = "" if getattr(config, "original_length", 8192) == 8192 else f" from {config.original_length} positions"
+    return f"{config.NAME} {config.num_heads}-{config.num_kv_heads} {'tied' if config.tied else 'untied'}{length}"
+
+
+def class_of(config: Config) -> str:
+    """transformers' class of such a model."""
+    return type(transformers_model(config)).__name__
 
 
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-each_family = pytest.mark.parametrize("theirs", FAMILIES, ids=name_of, indirect=True)
-each_tied = pytest.mark.parametrize("theirs", FAMILIES[:2], ids=name_of, indirect=True)
+each_family = pytest.mark.parametrize("theirs", FIRST, ids=name_of, indirect=True)
+each_tied = pytest.mark.parametrize("theirs", FIRST[:2], ids=name_of, indirect=True)
 only_gpt2 = pytest.mark.parametrize("theirs", GPT2S[:1], ids=name_of, indirect=True)
 only_pythia = pytest.mark.parametrize("theirs", PYTHIAS[:1], ids=name_of, indirect=True)
 only_llama = pytest.mark.parametrize("theirs", LLAMAS[:1], ids=name_of, indirect=True)
@@ -171,7 +159,7 @@ def test_an_exported_model_has_the_same_logits_in_transformers(config, dev, tmp_
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tied = exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
     assert tied == getattr(config, "tied", isinstance(config, GPT2Config))
-    assert type(exported) is CLASSES[type(config)]
+    assert type(exported).__name__ == class_of(config)
     assert exported.dtype == torch.float32
     assert_logits(dev, tmp_path / "model.bin", config, exported, rng)
 
@@ -200,7 +188,7 @@ def test_what_transformers_saves_is_imported_and_exported_again_bit_by_bit(confi
     assert (tmp_path / "imported.bin").read_bytes() == before
 
 
-@pytest.mark.parametrize("config", FAMILIES, ids=name_of)
+@pytest.mark.parametrize("config", FIRST, ids=name_of)
 def test_named_tensors_are_views_that_can_be_set_of_numpy_and_of_pytorch(config, rng):
     sizes = config.sizes()
     zeros = {name: np.zeros(shape_of(shape, sizes), np.float32) for name, shape in config.parameters()}
@@ -259,7 +247,7 @@ def test_a_llama_says_its_heads_itself(saved, tmp_path):
             "layers.{}.attention.rotary_emb.inv_freq": torch.ones(2),
         }),
     ],
-    ids=[name_of(config) for config in FAMILIES],
+    ids=lambda value: name_of(value) if isinstance(value, Config) else "buffers",
     indirect=["theirs"],
 )  # fmt: skip
 def test_names_without_prefix_and_the_buffers_of_old_files_are_understood(theirs, buffers, request, tmp_path):
@@ -566,7 +554,7 @@ def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
 )  # fmt: skip
 def test_a_classifier_is_said_to_be_one_with_the_class_that_is_needed(config, kind, head, tmp_path):
     kind(make_model(config).config).save_pretrained(tmp_path / "saved")
-    needed = CLASSES[type(config)].__name__
+    needed = class_of(config)
     words = f"saved: tensor {head} is the head of a classifier; a language model, {needed}, is needed"
     assert words in refusal(tmp_path / "saved", tmp_path)
     if kind.__name__.startswith("GPT2"):  # which needs no config.json
@@ -647,7 +635,7 @@ def write_random(path: Path, config: Config, rng) -> None:
 SAMPLES = ["", " ", "It's the tokenizer's  own test,\n\n  isn't it?", "Größe 日本語 🙂 \t\x00\x7f"]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+@pytest.mark.parametrize("family", FIRST, ids=name_of)
 def test_an_exported_tokenizer_splits_text_as_ours_does(family, bpe, tmp_path, rng):
     tokenizer = Tokenizer.load(bpe)
     write_random(tmp_path / "model.bin", replace(family, vocab_size=tokenizer.vocab_size), rng)
@@ -810,7 +798,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(saved, bpe, tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "eos"), [(257, 256), (50257, 50256), (300, None)])
-@pytest.mark.parametrize("family", FAMILIES, ids=name_of)
+@pytest.mark.parametrize("family", FIRST, ids=name_of)
 def test_the_end_of_text_token_is_said_where_it_is_known(family, vocab_size, eos, tmp_path, rng):
     write_random(tmp_path / "model.bin", replace(family, vocab_size=vocab_size), rng)
     export_hf.main([str(tmp_path / "model.bin")])

@@ -25,25 +25,11 @@ from llmc.step import train_step
 from llmc.tensors import ALIGNMENT, Config, flops_per_token, layout, name_tensors, num_parameters, ranges, without
 from llmc.tokenizer import Tokenizer
 from llmc.update import adamw_update
-from models import EVEN, GROUPS_OF_64, HEADS_OF_64, LLAMA_ODD, ODD, PYTHIA_HEADS_OF_64, PYTHIA_ODD, kind_of
+from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, PYTHIA_HEADS_OF_64, PYTHIA_ODD, VARIANTS, kind_of
 from oracle import assert_close, guarded, leaf, model_tolerance, normal
 
 import numpy as np
 import pytest
-
-MODELS = [
-    (ODD, "softmax"), (ODD, "relu"), (EVEN, "softmax"), (EVEN, "relu"), (HEADS_OF_64, "flash"),
-    *((replace(LLAMA_ODD, num_kv_heads=NKV), "softmax") for NKV in (1, 2, 3, 6)),
-    (replace(LLAMA_ODD, tied=True, rope_scaling=32.0), "relu"),
-    (replace(LLAMA_ODD, num_heads=9, num_kv_heads=3, channels=54, norm_eps=1e-3), "softmax"),
-    (GROUPS_OF_64, "flash"), (replace(GROUPS_OF_64, num_kv_heads=4, tied=True), "flash"),
-    *((replace(PYTHIA_ODD, norm=norm, tied_norm=tied, parallel=parallel), "softmax")
-      for norm in ("layer", "rms") for tied, parallel in ((False, True), (True, True), (False, False))),
-    (replace(PYTHIA_ODD, channels=24, norm_eps=1e-3, gelu="erf", rope_theta=50.0), "relu"),
-    (replace(PYTHIA_ODD, channels=24, rotary=1.0, parallel=False), "relu"),
-    (PYTHIA_HEADS_OF_64, "flash"), (replace(PYTHIA_HEADS_OF_64, tied_norm=True), "flash"),
-]  # fmt: skip
-
 
 PYTHIAS = [
     PYTHIA_ODD, PYTHIA_HEADS_OF_64, replace(PYTHIA_ODD, norm="rms", tied_norm=True),
@@ -59,11 +45,8 @@ def name_of(value) -> str:
     return "-".join([value.NAME.replace(" ", ""), f"C{value.channels}{groups}", *form])
 
 
-ONE_OF_EACH = [
-    (ODD, "relu"), (HEADS_OF_64, "flash"), (LLAMA_ODD, "softmax"), (GROUPS_OF_64, "flash"), (PYTHIA_ODD, "softmax")
-]  # fmt: skip
-each_model = pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
-CONFIGS = [ODD, EVEN, HEADS_OF_64, LLAMA_ODD, GROUPS_OF_64, *PYTHIAS]
+each_model = pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
+CONFIGS = [*dict.fromkeys([EVEN, *(config for config, _ in ONE_OF_EACH), *PYTHIAS])]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 
 
@@ -88,7 +71,7 @@ def flat_parameters(config: Config) -> np.ndarray:
     rng = np.random.default_rng(config.channels)
     flat = 0.05 * normal(rng, num_parameters(config))
     params = name_parameters(flat, config)
-    for name in {"ln1w", "ln2w", "lnfw"} & set(names_of(config)):
+    for name in kind_of(config).first_weights(config)[1].keys() & set(names_of(config)):
         getattr(params, name)[:] += 1
     for name, shape in config.parameters():
         if shape[0] == "Vp":
@@ -178,7 +161,7 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "config, attention, weight_decay", [(*each, 0.1) for each in MODELS] + [(*each, 0.0) for each in ONE_OF_EACH],
+    "config, attention, weight_decay", [(*each, 0.1) for each in VARIANTS] + [(*each, 0.0) for each in ONE_OF_EACH],
     ids=name_of,
 )
 def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weight_decay):
@@ -442,8 +425,8 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatc
     assert np.array_equal(params, dev.to_host(model.params_memory))
     params = name_parameters(params, config)
     large, small = {
-        "GPT-2": (0.02, 0.02 / 8**0.5), "Llama 3": (0.02, 0.02), "Pythia": ((2 / 5 / 128) ** 0.5, 2 / (2 * 128**0.5)),
-    }[config.NAME]  # of 4 layers, of any, and of 2 layers of 128 channels
+        "GPT-2": (0.02, 0.02 / 8**0.5), "Pythia": ((2 / 5 / 128) ** 0.5, 2 / (2 * 128**0.5)),
+    }.get(config.NAME, (0.02, 0.02))  # of 4 layers, of 2 layers of 128 channels, and of any
     for name, shape in config.parameters():
         tensor = getattr(params, name)
         if shape[0] == "Vp":
@@ -456,7 +439,7 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatc
             assert (tensor == (0 if name.endswith("b") else 1)).all(), name
 
 
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, replace(LLAMA_ODD, tied=True), *PYTHIAS], ids=name_of)
+@pytest.mark.parametrize("config", [*CONFIGS, replace(LLAMA_ODD, tied=True)], ids=name_of)
 def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
     flat = flat_parameters(config)
     write_model(tmp_path / "model.bin", config, flat)

@@ -7,16 +7,15 @@ from dev import profile_step, traffic
 from device.errors import UserError
 from device.sources import kernel_accesses
 from kernels.matmul import matmul_forward
+from llmc.scripts import model_kinds
 
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MODELS = {  # flash attention takes heads of 64 channels; from 1024 rows on there are transpositions
-    "train_gpt2_fp32": "layers=1,heads=2,channels=128",
-    "train_llama3": "layers=1,heads=2,kv_heads=1,channels=128,hidden=96",
-    "train_pythia": "layers=1,heads=2,channels=128,gelu=erf",
-}
+# Flash attention takes heads of 64 channels; from 1024 rows on there are transpositions.
+MODELS = {k.Config.SCRIPT[:-3]: k.Config.SMALL.replace("layers=2", "layers=1") for k in model_kinds()}
+MODELS["train_pythia"] += ",gelu=erf"
 BATCH = ["-b", "16", "-t", "64", "--vocab-size", "300", "--device", "cpu"]
 
 
@@ -34,17 +33,17 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
     monkeypatch.setattr(profile_step, "measure_ceilings", lambda: profile_step.Ceilings(1e12, 1e9, "ceilings"))
     rows = profile(script, attention, capsys, tmp_path / "step.png")
     assert not [name for name, words in rows.items() if words[-2:] == ["not", "counted"]]
-    llama = script == "train_llama3"
+    shared = "kv_heads" in MODELS[script]
     calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1} | {
         "train_gpt2_fp32": {"layernorm_backward": 3, "gelu_backward": 1, "sgemm 1024 x 384 x 128 NT": 2},
         "train_llama3": {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1},
         "train_pythia": {"parallel_residual_backward": 2, "gelu_erf_backward": 1, "rope": 2,
                               "sgemm 1024 x 384 x 128 NT": 2},
-    }[script]  # fmt: skip
+    }.get(script, {})  # fmt: skip
     if attention == "flash":
         calls |= {"flash_attention_forward": 1, "flash_attention_backward_key": 1}
     else:  # of heads that share keys, the queries follow one another
-        calls |= {f"{attention}_forward": 1, f"sgemm {'128 x 64 x 64 NT x16' if llama else '64 x 64 x 64 NT x32'}": 2}
+        calls |= {f"{attention}_forward": 1, f"sgemm {'128 x 64 x 64 NT x16' if shared else '64 x 64 x 64 NT x32'}": 2}
     assert {name: int(rows[name][0]) for name in calls} == calls
     assert rows["sgemm 1024 x 384 x 128 NT"][4:6] == [f"{2 * 1024 * 384 * 128 / 1e9:.4g}", "GFLOP"]
     times = [float(row[2]) for row in rows.values() if len(row) > 3 and row[0].isdigit()]

@@ -27,7 +27,7 @@ from llmc.logger import read_log
 from llmc.ranks import HELLO, Group, find_place, first_host, launch
 from llmc.report import StopRequest
 from llmc.tokenizer import write_tokenizer
-from models import GPT2Config, Llama3Config, PythiaConfig
+from models import TINY, described
 
 import numpy as np
 import pytest
@@ -36,12 +36,9 @@ from test_reliability import overflowing
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 61, 2, 16
-SCRIPTS = {
-    "gpt2": ("train_gpt2_fp32.py", "layers=3,heads=3,channels=36,maxT=64"),
-    "llama3": ("train_llama3.py", "layers=2,heads=4,kv_heads=2,channels=40,hidden=44,maxT=64"),
-    "pythia": ("train_pythia.py", "layers=2,heads=2,channels=32,maxT=64"),
-}
-CONFIGS = {"gpt2": GPT2Config, "llama3": Llama3Config, "pythia": PythiaConfig}
+SCRIPTS = {name: (kind.Config.SCRIPT, described(name, V, 64)[0]) for name, (kind, _) in TINY.items()}
+SCRIPTS["gpt2"] = "train_gpt2_fp32.py", "layers=3,heads=3,channels=36,maxT=64"  # whose tensors no shard begins with
+CONFIGS = {name: kind.Config for name, (kind, _) in TINY.items()}
 FLAGS = ["-i", "data", "-b", str(B), "-t", str(T), "-g", "0", "-v", "3", "-m", "7", "-l", "1e-2"]
 GPUS = 0
 if "cuda" in DEVICES:

@@ -8,14 +8,14 @@ from llmc.batches import Batches
 from llmc.exchange import Exchange
 from llmc.model import build_from_random
 from llmc.step import train_step
-from models import kind_of
+from models import ONE_OF_EACH, VARIANTS, kind_of
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy import LazyDevice
-from test_model import MODELS, ONE_OF_EACH, name_of
+from test_model import name_of
 from test_peers import EagerDevice
 
 BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
@@ -127,7 +127,7 @@ def plan_of(config, attention: str, B: int, dropout: float, memory: list | None 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("B", [1, 32])  # from 1024 rows on, operands are transposed
-@pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
+@pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
 def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, B, dropout):
     """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's, transposed. The
     streams wait for each other no more often than a person would let them: the side stream once a product, the main

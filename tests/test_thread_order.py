@@ -5,6 +5,7 @@ one thread reads that another wrote without a barrier between them then differs.
 """
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from llmc.exchange import Exchange
 from llmc.model import Model, build_from_random
 from llmc.step import train_step
 from llmc.tensors import Config
-from models import kind_of
+from models import ONE_OF_EACH, kind_of
 from oracle import normal
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
@@ -92,18 +93,17 @@ STEPS = {
     "softmax, odd sizes": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21),
     "softmax, more rows than a pass takes": (GPT2Config(MANY, 1101, 1, 1, 8), "softmax", 6, MANY),
     "softmax, dropout": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21, 0.2),
-    "relu": (GPT2Config(37, 1101, 1, 2, 40), "relu", 1, 37),
-    "flash, heads of 64": (GPT2Config(70, 1101, 1, 1, 64), "flash", 1, 70),
     "flash, heads of 128": (GPT2Config(70, 1101, 1, 1, 128), "flash", 1, 70),
-    "llama, odd sizes": (Llama3Config(21, 1101, 1, 3, 1, 30, 37), "softmax", 2, 21),
     "llama, more rows than a pass takes": (Llama3Config(MANY, 1101, 1, 2, 2, 8, 9, tied=False), "softmax", 6, MANY),
     "llama, dropout": (Llama3Config(21, 1101, 1, 3, 1, 30, 37), "softmax", 2, 21, 0.2),
-    "llama, flash": (Llama3Config(70, 1101, 1, 2, 1, 128, 80), "flash", 1, 70),
     "pythia, odd sizes": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6, gelu="erf"), "softmax", 2, 21),
     "pythia, dropout": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6), "softmax", 2, 21, 0.2),
     "pythia, tied RMSNorm": (PythiaConfig(21, 1101, 1, 3, 24, norm="rms", tied_norm=True), "softmax", 2, 21),
     "pythia, sequential, flash": (PythiaConfig(70, 1101, 1, 2, 128, parallel=False), "flash", 1, 70),
     "llama, flash, heads of 128": (Llama3Config(70, 1101, 1, 2, 1, 256, 80), "flash", 1, 70),
+} | {
+    f"{config.NAME}, {attention}": (replace(config, vocab_size=1101, num_layers=1), attention, 1, 70 if flash else 21)
+    for config, attention in ONE_OF_EACH for flash in [attention == "flash"]
 }
 
 

@@ -17,9 +17,8 @@ from llmc.logger import read_log
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
+from models import TINY, described
 from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
-from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest
@@ -27,16 +26,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "train_gpt2_fp32.py"
 V = 61
-MODELS = {
-    "gpt2": (SCRIPT, "layers=2,heads=2,channels=32,maxT=64", GPT2Config(64, V, 2, 2, 32)),
-    "llama3": (
-        ROOT / "train_llama3.py", "layers=2,heads=4,kv_heads=2,channels=32,hidden=44,maxT=64",
-        Llama3Config(64, V, 2, 4, 2, 32, 44),
-    ),
-    "pythia": (
-        ROOT / "train_pythia.py", "layers=2,heads=4,channels=32,maxT=64", PythiaConfig(64, V, 2, 4, 32)
-    ),
-}  # fmt: skip
+MODELS = {name: (ROOT / kind.Config.SCRIPT, *described(name, V, 64)) for name, (kind, _) in TINY.items()}
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
 STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms, (\d+) tok/s\)(.*)")
 
