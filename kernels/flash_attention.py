@@ -9,7 +9,7 @@ cu = device.source(__file__)
 HEAD_SIZES = (64, 128)
 THREADS = 128
 TILE_FLOATS = 2048  # as in flash_attention.cu: a warp has TILE_FLOATS / HS queries or keys
-OPERAND_BYTES = 4 * 2 * 4 * TILE_FLOATS  # two arrays of them, for four warps, in shared memory
+OPERAND_BYTES = 4 * 4 * TILE_FLOATS  # an array of them, for four warps, in shared memory
 
 
 def flash_attention_forward(out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
@@ -37,7 +37,7 @@ def flash_attention_backward(
     _, backward_query, backward_key = kernels(HS)
     size, block = grid(B, T, NH, HS), (THREADS,)
     backward_query(size, block, (dqkv, dsum, dout, out, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
-    backward_key(size, block, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
+    backward_key(size, block, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV), shared_mem=2 * OPERAND_BYTES)
     if NKV < NH:
         heads = B * T * 2 * NKV
         block = HS // 4, 4 * THREADS // HS
