@@ -32,8 +32,9 @@ MEMORY = 1 << 30  # bytes, on top of what the program has when it begins
 def smallest(config: type[Config]) -> Config:
     """A model of a few kilobytes: its first preset with one layer and one head of a few channels."""
     preset = config.described(next(iter(config.PRESETS)))
-    ones = {field.name: 1 for field in fields(config) if field.type is int}
-    return replace(preset, **ones | {"vocab_size": 7, "max_seq_len": 5, "channels": 8})
+    sizes = {field.name: 1 for field in fields(config) if field.type is int}
+    sizes |= {name: 8 for name in ("channels", "head_size") if name in sizes}
+    return replace(preset, **sizes | {"vocab_size": 7, "max_seq_len": 5})
 
 
 def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[bytes]]]:

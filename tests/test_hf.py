@@ -14,6 +14,7 @@ from device.errors import UserError
 from generate import kind_of
 from llmc.checkpoint import read_model, write_model
 from llmc.model import build_from_file
+from llmc.scripts import model_kinds
 from llmc.tensors import Config, num_parameters, shape_of
 from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
 from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS
@@ -117,6 +118,12 @@ def imported(source, tmp_path, *flags: str) -> tuple[Config, dict[str, np.ndarra
     path = tmp_path / "imported.bin"
     import_hf.main([str(source), "-o", str(path), *flags])
     return read_model(path, kind_of(path).Config)
+
+
+def supported_types() -> str:
+    """What the refusal of another model_type names."""
+    *others, last = (kind.HuggingFace.TYPE for kind in model_kinds() if kind.HuggingFace)
+    return f"{', '.join(others)} or {last} is supported"
 
 
 def refusal(source, tmp_path) -> str:
@@ -358,7 +365,7 @@ def test_a_model_that_computes_something_else_is_refused(setting, value, saved, 
 @pytest.mark.parametrize(
     ("setting", "value", "supported"),
     [
-        ("model_type", "mistral", "gpt2, llama or gpt_neox is supported"),
+        ("model_type", "mistral", supported_types()),
         ("hidden_act", "gelu", "silu is supported"),
         ("attention_bias", True, "False is supported"),
         ("mlp_bias", True, "False is supported"),
@@ -512,7 +519,7 @@ def test_a_model_whose_script_says_nothing_of_transformers_is_neither_imported_n
     saved, tmp_path, monkeypatch, rng
 ):
     monkeypatch.setattr(kind_of_config(PYTHIAS[0]), "HuggingFace", None)
-    assert "gpt2 or llama is supported" in refusal(saved, tmp_path)
+    assert supported_types() in refusal(saved, tmp_path) and "gpt_neox" not in supported_types()
     write_random(tmp_path / "model.bin", PYTHIAS[0], rng)
     with pytest.raises(UserError, match="train_pythia.* does not say what .* call a Pythia"):
         export_hf.main([str(tmp_path / "model.bin")])
