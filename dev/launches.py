@@ -25,6 +25,7 @@ from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
 from kernels.matmul import matmul_backward_bias, matmul_forward, transpose
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
+from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
 from kernels.rope import rope_backward, rope_forward, rope_table
@@ -215,10 +216,22 @@ for HS in 64, 128:
         f"dqkv={ALL_HEADS} dkv_heads=B,T,2,NH,HS dsum=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}",
         variant=variant, needs=GROUPS,
     )  # fmt: skip
+
+
+def angles(size, a) -> dict:
+    return {"table": device.asarray(rope_table(size.T, size.HS, 1e4))}
+
+
 for rope in rope_forward, rope_backward:
     name = "qkv" if rope is rope_forward else "dqkv"
-    add(rope, "B=2 T=16 NH=4 NKV=2 HS=32", f"{name}={ALL_HEADS}",
-        lambda size, a: {"table": device.asarray(rope_table(size.T, size.HS, 1e4))}, needs=("HS % 2 == 0",))
+    add(rope, "B=2 T=16 NH=4 NKV=2 HS=32", f"{name}={ALL_HEADS}", angles, needs=("HS % 2 == 0",))
+
+
+QK = f"rstd=B,T,NH+NKV inp={ALL_HEADS} qweight=HS kweight=HS"
+add(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out={ALL_HEADS} {QK}",
+    lambda size, a: angles(size, a) | {"eps": EPS}, needs=("HS % 2 == 0",))
+add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dqkv={ALL_HEADS} dqweight=HS dkweight=HS scratch=P,2*HS {QK}",
+    angles, needs=("HS % 2 == 0",))
 
 
 def norm() -> dict:

@@ -16,6 +16,7 @@ MOVED = {
     "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
     "rmsnorm_backward": "dout inp dinp dinp",
     "norm_transposed": "inp out_T",
+    "qk_norm_forward": "inp out",
     "parallel_residual_forward": "inp proj0 proj1 residual out0 out1",
     "parallel_residual_dropout_forward": "inp proj0 proj1 residual out0 out1",
     "parallel_residual_backward": "dout0 dout1 inp dinp dinp",
@@ -53,6 +54,7 @@ FLOATS = {
     "gather_rows": lambda a: 2 * floats_of_others(a),
     "sum": lambda a: (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
     "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
+    "qk_norm_backward": lambda a: 3 * a.inp.size * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
     # Reads each query head's share, writes the sums of each group's.
     "flash_attention_group_sum": lambda a: a.dkv_heads.size * (a.NH + a.NKV) / a.NH,
     # Of a causal matrix half is read, and all is written, zeros and all.

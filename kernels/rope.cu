@@ -6,7 +6,7 @@
 // Backward: a rotation by -a, as the gradient of a rotation is its inverse.
 // Memory-bound: reads and writes those channels of queries and keys once. Cosines and sines come from a table (T, R/2, 2):
 // a row of it is as long as what is rotated of a head, and all heads of a position use the same row.
-#include "common.cuh"
+#include "rope.cuh"
 
 // Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even; direction is 1, or
 // -1 for backward. Block (t, b): one position; its threads: (channels by fours, heads).
@@ -19,7 +19,6 @@ extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __r
     by_alignment(HS % 4 == 0 && R % 4 == 0, [&](auto memory) {
         for (int i = 4 * threadIdx.x; i < R; i += 4 * blockDim.x) {
             const Four a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
-            const float cos0 = a.x[0], sin0 = direction * a.x[1], cos1 = a.x[2], sin1 = direction * a.x[3];
             for (int first = threadIdx.y; first < heads; first += AT_ONCE * blockDim.y) {
                 Four x[AT_ONCE] = {};
 #pragma unroll
@@ -30,9 +29,7 @@ extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __r
 #pragma unroll
                 for (int b = 0; b < AT_ONCE; b++) {
                     const int h = first + b * blockDim.y;
-                    const Four out = {{x[b].x[0] * cos0 - x[b].x[1] * sin0, x[b].x[0] * sin0 + x[b].x[1] * cos0,
-                                       x[b].x[2] * cos1 - x[b].x[3] * sin1, x[b].x[2] * sin1 + x[b].x[3] * cos1}};
-                    if (h < heads) memory.store(row + (size_t)h * HS + i, out, R - i);
+                    if (h < heads) memory.store(row + (size_t)h * HS + i, rotate(x[b], a, direction), R - i);
                 }
             }
         }

@@ -8,6 +8,7 @@ from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import Pythia, PythiaConfig
+from train_qwen3 import Qwen3, Qwen3Config
 
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
 ODD = GPT2Config(32, 101, 2, 3, 21)
@@ -17,11 +18,13 @@ LLAMA_ODD = Llama3Config(32, 101, 2, 6, 2, 36, 41, tied=False)  # heads of 6
 GROUPS_OF_64 = Llama3Config(80, 101, 1, 4, 2, 256, 90, tied=False)
 PYTHIA_ODD = PythiaConfig(32, 101, 2, 3, 21, rotary=0.6)  # heads of 7, of which 4 channels are rotated
 PYTHIA_HEADS_OF_64 = PythiaConfig(80, 101, 2, 2, 128)
+QWEN_ODD = Qwen3Config(32, 101, 2, 6, 2, 21, 41, head_size=10, tied=False)
+QWEN_HEADS_OF_64 = Qwen3Config(80, 101, 1, 4, 2, 96, 90, head_size=64)
 
 # With an attention that each can have.
 ONE_OF_EACH = [
     (ODD, "relu"), (HEADS_OF_64, "flash"), (LLAMA_ODD, "softmax"), (GROUPS_OF_64, "flash"), (PYTHIA_ODD, "softmax"),
-    (PYTHIA_HEADS_OF_64, "flash"),
+    (PYTHIA_HEADS_OF_64, "flash"), (QWEN_ODD, "softmax"), (QWEN_HEADS_OF_64, "flash"),
 ]  # fmt: skip
 # All that models of a kind differ in.
 VARIANTS = [
@@ -35,6 +38,9 @@ VARIANTS = [
     (replace(PYTHIA_ODD, channels=24, norm_eps=1e-3, gelu="erf", rope_theta=50.0), "relu"),
     (replace(PYTHIA_ODD, channels=24, rotary=1.0, parallel=False), "relu"),
     (PYTHIA_HEADS_OF_64, "flash"), (replace(PYTHIA_HEADS_OF_64, tied_norm=True), "flash"),
+    *((replace(QWEN_ODD, num_kv_heads=NKV), "softmax") for NKV in (1, 2)),
+    (replace(QWEN_ODD, num_kv_heads=6, channels=66, head_size=4, tied=True, norm_eps=1e-3, rope_theta=50.0), "relu"),
+    (QWEN_HEADS_OF_64, "flash"), (replace(QWEN_HEADS_OF_64, num_kv_heads=4, channels=300, tied=False), "flash"),
 ]  # fmt: skip
 
 # The kinds, and one of each as -e describes it.
@@ -42,6 +48,7 @@ TINY: dict[str, tuple[type[Model], str]] = {
     "gpt2": (GPT2, "layers=2,heads=2,channels=32"),
     "llama3": (Llama3, "layers=2,heads=4,kv_heads=2,channels=40,hidden=44"),
     "pythia": (Pythia, "layers=2,heads=2,channels=32"),
+    "qwen3": (Qwen3, "layers=2,heads=4,kv_heads=2,channels=36,hidden=44,head_size=12"),
 }
 
 # What is imported from transformers and exported to them.
@@ -59,7 +66,12 @@ PYTHIAS = [
     PythiaConfig(33, 128, 1, 2, 32, rotary=1.0, rope_theta=500.0, norm_eps=1e-3),
     PythiaConfig(64, 257, 3, 4, 128, gelu="erf", parallel=False),
 ]
-FAMILIES = [GPT2S, LLAMAS, PYTHIAS]
+QWENS = [
+    Qwen3Config(17, 53, 2, 6, 2, 48, 40, head_size=8),
+    Qwen3Config(40, 300, 3, 6, 1, 21, 56, head_size=10, tied=False, norm_eps=1e-3),
+    Qwen3Config(33, 128, 1, 6, 6, 36, 64, head_size=4, rope_theta=500.0),
+]
+FAMILIES = [GPT2S, LLAMAS, PYTHIAS, QWENS]
 
 
 def described(name: str, V: int, maxT: int) -> tuple[str, Config]:

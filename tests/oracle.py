@@ -14,13 +14,22 @@ from llmc.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
+from train_qwen3 import Qwen3Config
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import GPT2Config as HFGPT2Config
-from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
 from transformers import LlamaConfig as HFLlamaConfig
+from transformers import Qwen3Config as HFQwen3Config
 
 # Largest relative Frobenius error against float64. fp32 rounds at 6e-8: the sum over a row that a kernel takes keeps
 # well inside 1e-5, and a model's gradient has passed through some hundred of those. TF32 keeps 10 bits of each factor
@@ -279,6 +288,32 @@ def pythia(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: PythiaConfi
     return F.linear(norm(x, "lnf"), p["lm_head"])
 
 
+def qwen3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Qwen3Config, kind: str) -> torch.Tensor:
+    """Qwen3's forward pass: logits (B, T, Vp). Channels of q and k are in Meta's order."""
+    NH, NKV, HS = config.num_heads, config.num_kv_heads, config.head_size
+    B, T = tokens.shape
+    angles = torch.arange(T).double()[:, None] * config.rope_theta ** -(torch.arange(0, HS, 2).double() / HS)
+    turns = torch.polar(torch.ones(()).double(), angles)  # (T, HS/2) complex numbers of size 1
+
+    def norm(x, weight):
+        return F.rms_norm(x, (x.shape[-1],), weight, config.norm_eps)
+
+    def turned(x):
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:3], HS // 2, 2))
+        return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+
+    x = p["wte"][tokens]
+    for l in range(config.num_layers):
+        heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).view(B, T, NH + 2 * NKV, HS)
+        q, k, v = heads.split((NH, NKV, NKV), dim=2)
+        q, k = turned(norm(q, p["qnormw"][l])), turned(norm(k, p["knormw"][l]))
+        h = attention(torch.cat([q, k, v], dim=2).flatten(2), NH, kind, NKV)
+        x = x + F.linear(h, p["attprojw"][l])
+        up, gate = F.linear(norm(x, p["ln2w"][l]), p["fcw"][l]).chunk(2, dim=-1)
+        x = x + F.linear(F.silu(gate) * up, p["fcprojw"][l])
+    return F.linear(norm(x, p["lnfw"]), p["wte" if config.tied else "lm_head"])
+
+
 def rope_angles(config: Llama3Config, T: int) -> torch.Tensor:
     """The angle (T, HS/2) of each pair of channels at each position, with Llama 3.1's scaling of the frequencies."""
     HS = config.channels // config.num_heads
@@ -294,7 +329,7 @@ def forward(
     config: Config, params: dict[str, torch.Tensor], tokens, targets, kind: str = "softmax"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits (B, T, V) without the padded vocabulary, and the mean loss of the targets (B, T)."""
-    definition = {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia}[type(config)]
+    definition = {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia, Qwen3Config: qwen3}[type(config)]
     tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
     logits = definition(params, tokens, config, kind)[..., : config.vocab_size]
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -351,7 +386,8 @@ def transformers_model(config: Config, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         kind = {
-            GPT2Config: transformers_gpt2, Llama3Config: transformers_llama, PythiaConfig: transformers_pythia
+            GPT2Config: transformers_gpt2, Llama3Config: transformers_llama, PythiaConfig: transformers_pythia,
+            Qwen3Config: transformers_qwen3,
         }[type(config)]  # fmt: skip
         model = kind(config).double()
         with torch.no_grad():
@@ -396,6 +432,16 @@ def transformers_pythia(config: PythiaConfig) -> GPTNeoXForCausalLM:
             "rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary
         },
         attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
+    ))  # fmt: skip
+
+
+def transformers_qwen3(config: Qwen3Config) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM(HFQwen3Config(
+        max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads, head_dim=config.head_size, intermediate_size=config.hidden,
+        rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tied, attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
     ))  # fmt: skip
 
 

@@ -1,0 +1,43 @@
+"""RMSNorm of each head of queries and keys, with RoPE after it: the launchers of qk_norm.cu."""
+
+import device
+from device import ceil_div
+from kernels.reduce import MOST_PARTIALS, add_partials
+
+import numpy as np
+
+cu = device.source(__file__)
+
+
+def qk_norm_forward(
+    out, rstd, inp, qweight, kweight, table, eps: float, B: int, T: int, NH: int, NKV: int, HS: int
+) -> None:
+    """out (B,T,NH+2*NKV,HS) = inp with its NH query and its NKV key heads normalised, each by itself, multiplied by
+    qweight (HS) or kweight (HS), and rotated; value heads are copied. inp and out must not overlap.
+
+    rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of those heads is set too. HS is even; table is `rope_table` of HS
+    for at least T positions.
+    """
+    heads = 4  # a block; a warp has one
+    args = out, rstd, inp, qweight, kweight, table, np.float32(eps), B * T, T, NH, NKV, HS
+    cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (cu.warp_size, heads), args)
+
+
+def qk_norm_backward(
+    dqkv, dqweight, dkweight, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int, *, scratch
+) -> None:
+    """dqkv (B,T,NH+2*NKV,HS), the gradient of forward's out, becomes that of its inp, in place; dqweight, dkweight (HS)
+    += those of the weights. The value heads of dqkv stay as they are.
+
+    inp, the weights and table are forward's, rstd is what it left; scratch holds (MOST_PARTIALS, 2 HS) floats.
+    """
+    row_bytes = 2 * 16 * ceil_div(HS, 4)  # of a warp's sums
+    warps = max(1, min(8, device.shared_memory // row_bytes))
+    chunks = min(ceil_div(B * T * (NH + NKV), warps), 4 * device.multiprocessors, MOST_PARTIALS)
+    cu.qk_norm_backward_kernel(
+        (chunks,),
+        (cu.warp_size, warps),
+        (dqkv, scratch, inp, qweight, kweight, rstd, table, B * T, T, NH, NKV, HS),
+        shared_mem=warps * row_bytes,
+    )
+    add_partials([dqweight, dkweight], scratch, chunks, HS)

@@ -1,0 +1,68 @@
+"""Qwen3 against transformers' Qwen3ForCausalLM: logits, loss, every gradient, and ten AdamW steps."""
+
+from dataclasses import replace
+
+import oracle
+from device.errors import UserError
+from llmc.tensors import num_parameters
+from oracle import assert_close, model_tolerance
+from train_qwen3 import Qwen3, Qwen3Config
+
+import numpy as np
+import pytest
+import torch
+from test_llama3 import assert_all_close, assert_is_transformers
+from test_model import build, forward_backward, make_batches
+
+SMALL = Qwen3Config(16, 101, 2, 6, 2, 48, 67, head_size=8, tied=False)  # heads of C / NH channels
+CONFIGS = {
+    "6/1, larger heads": replace(SMALL, num_kv_heads=1, head_size=18),
+    "6/2, smaller heads": replace(SMALL, head_size=6),
+    "6/2, tied": replace(SMALL, tied=True),
+    "6/6, tied, larger heads": replace(SMALL, num_kv_heads=6, tied=True, head_size=16),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_qwen3_is_transformers_in_logits_loss_gradients_and_ten_steps(product_dev, config):
+    assert_is_transformers(product_dev, config)
+
+
+def test_qwen3_0_6b_is_transformers_in_logits_loss_and_every_gradient(product_dev):
+    if product_dev.kind != "cuda":
+        pytest.skip("takes minutes on the CPU")
+    config = replace(Qwen3Config.described("qwen3-0.6b"), vocab_size=20_000)  # of which PyTorch makes float64 logits
+    B, T = 1, 129
+    theirs = oracle.transformers_model(config)
+    flat = oracle.flat_parameters_of(theirs, config).astype(np.float32)
+    theirs.cuda()
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    tokens = (torch.as_tensor(ids, dtype=torch.long, device="cuda") for ids in (inputs, targets))
+    want_logits, want_loss = oracle.transformers_loss(theirs, *tokens)
+    want_loss.backward()
+    theirs.cpu()
+    gradients = oracle.flat_parameters_of(theirs, config, gradients=True)
+    allowed = 2 * model_tolerance(product_dev)  # gradients pass through 28 layers
+    for attention in ("softmax", "flash") if product_dev.tf32 else ("softmax",):
+        model = build(product_dev, config, B, T, attention, flat)
+        assert isinstance(model, Qwen3)
+        logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
+        assert_close(f"{attention} logits", logits, want_logits, allowed)
+        assert_close(f"{attention} loss", np.array(loss), want_loss, allowed)
+        assert_all_close(f"{attention} d", product_dev.to_host(model.grads_memory), gradients, config, allowed)
+
+
+def test_the_presets_have_the_originals_numbers_of_parameters():
+    """As the models' pages at Hugging Face count them, in billions, with the embedding once."""
+    counts = {"qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022}
+    for preset, count in counts.items():
+        assert round(num_parameters(Qwen3Config.described(preset)) / 1e9, 3) == count
+
+
+@pytest.mark.parametrize("description, message", [
+    ("layers=1,heads=4,kv_heads=3,channels=32,hidden=8", "4 heads cannot share 3 key/value heads evenly"),
+    ("layers=1,heads=4,kv_heads=2,channels=32,hidden=8,head_size=7", "heads of 7 channels are odd"),
+])  # fmt: skip
+def test_heads_that_make_no_model_are_refused(description, message):
+    with pytest.raises(UserError, match=message):
+        Qwen3Config.described(description)
