@@ -1,6 +1,6 @@
 """The models in PyTorch: what dev/bench.py times ours against, and what dev/train_torch.py trains beside them.
 
-GPT-2 is written plainly here. Llama 3 and Pythia are transformers' own. All have `loss` and `load`.
+GPT-2 is written plainly here. The others are transformers' own. All have `loss` and `load`.
 """
 
 import math
@@ -141,7 +141,7 @@ TRANSFORMERS_ATTENTION = {"softmax": "eager", "sdpa": "sdpa", "relu": "llmc_relu
 
 
 class Transformers(nn.Module):
-    """transformers' LlamaForCausalLM or GPTNeoXForCausalLM, as `build_torch_model` says."""
+    """transformers' own class of that kind of model, as `build_torch_model` says."""
 
     def __init__(self, config: Config, attention: str = "softmax", padded: bool = False):
         super().__init__()
