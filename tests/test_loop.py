@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+import re
 import textwrap
 
 from llmc.run import Run
 from llmc.saver import Saver
 from llmc.settings import Settings
+from llmc.step import train_step
 from llmc.validation import Validation
 from llmc.watch import Guard, Logs, Watch
 from models import MODELS
@@ -34,6 +36,26 @@ def test_the_loop_shows_what_a_run_does_in_the_order_in_which_it_happens():
     ]  # fmt: skip
     assert [name for name in names if name in order] == order
     assert names.index("model_forward") < names.index("model.loss") < names.index("model_backward")
+
+
+def test_the_step_that_benchmarks_and_tests_take_is_the_loops():
+    """llmc/step.py makes the loop's calls, in its order."""
+    names = {
+        "model_forward(model, ": "model.forward(", "model_backward(model, ": "model.backward(",
+        "s.learning_rate(step)": "learning_rate", "s.batches": "batches.count", "s.step_tokens": "batches.step_tokens",
+        "s.weight_decay": "weight_decay", "s.grad_clip": "grad_clip", "run.exchange": "exchange",
+        "s.B": "B", "s.T": "T",
+    }  # fmt: skip
+    loop = loop_of(MODELS[0])
+    for name, other in names.items():
+        loop = loop.replace(name, other)
+
+    def steps(source: str) -> list[str]:
+        found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+        found = [ast.unparse(node) for node in sorted(found, key=lambda node: node.lineno)]
+        return [call for call in found if re.match(r"(model|batches|forward_backward|adamw_update)\b", call)]
+
+    assert steps(loop) == steps(inspect.getsource(train_step).replace("recorded(", "forward_backward("))
 
 
 @pytest.mark.parametrize("part", [Run, Saver, Validation, Watch, Logs, Guard])

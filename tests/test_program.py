@@ -75,7 +75,7 @@ def test_a_full_disk_under_the_output_is_one_line(buffering, code, monkeypatch):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("program", ["generate.py", "dev/on_paper.py"])
+@pytest.mark.parametrize("program", ["generate.py", "dev/plot_log.py"])
 def test_help_that_cannot_be_printed_is_one_line(program, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import oracle
+from dev.ceilings import work_of
 from device.errors import UserError
 from llmc.tensors import num_parameters
 from oracle import assert_close, model_tolerance
@@ -57,6 +58,11 @@ def test_the_presets_have_the_originals_numbers_of_parameters():
     counts = {"qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022}
     for preset, count in counts.items():
         assert round(num_parameters(Qwen3Config.described(preset)) / 1e9, 3) == count
+
+
+def test_the_limit_of_a_step_counts_attention_by_the_size_of_its_heads(dev):
+    model, B, T = Qwen3(replace(SMALL, head_size=16), 2, 8, "softmax"), 2, 8
+    assert work_of(model).attention == 7 * 2 * B * T * T * 6 * 16
 
 
 @pytest.mark.parametrize("description, message", [

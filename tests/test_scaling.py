@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev.on_paper import LINKS, step_ms
 from dev.timeline import one_step, row_of, without
 
 import pytest
@@ -63,20 +62,3 @@ def test_the_middle_one_of_three_steps_is_drawn():
         "exchange": [(4.0, 7.0)], "matrix products": [(2.0, 5.0)], "other kernels": [(0.0, 1.0), (8.0, 9.0)],
     }  # fmt: skip
     assert without(rows["exchange"], rows["matrix products"]) == 2.0 and without(rows["exchange"], []) == 3.0
-
-
-@pytest.mark.parametrize("rate, latency", LINKS.values(), ids=LINKS)
-def test_on_paper_more_gpus_take_longer_and_one_takes_its_own_time(rate, latency):
-    times = [step_ms(16.4, 3.9, 9.0, 498e6, 154e6, N, rate, latency) for N in (1, 2, 8, 64, 512)]
-    assert times[0] == 16.4 and times == sorted(times)
-    # Two GPUs send each half of all bytes, twice; what is late is waited for, and the rest where it takes longer than
-    # the layers' forward or backward pass.
-    late, layers = 77e6 / rate * 1e3 + 1e3 * latency, 172e6 / rate * 1e3 + 12e3 * latency
-    assert times[1] == pytest.approx(16.4 + 2 * late + max(0.0, layers - 3.9) + max(0.0, layers - 9.0))
-
-
-@pytest.mark.parametrize("flags", ["--step 0", "--step nan", "--forward -1", "--late inf", "--late 2e8", "--gpus 0"])
-def test_on_paper_takes_no_numbers_that_make_no_sense(flags):
-    command = [sys.executable, str(ROOT / "dev" / "on_paper.py"), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and flags.split()[0] in done.stderr and "Traceback" not in done.stderr
