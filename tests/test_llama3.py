@@ -6,6 +6,7 @@ from dataclasses import replace
 import oracle
 from llmc.batches import Batches
 from llmc.exchange import Exchange
+from llmc.model import Model
 from llmc.step import train_step
 from llmc.tensors import Config, name_tensors
 from oracle import assert_close, model_tolerance
@@ -83,12 +84,10 @@ def test_a_llama_is_transformers_in_logits_loss_gradients_and_ten_steps(product_
     assert_is_transformers(product_dev, config)
 
 
-def test_smollm2_135m_is_transformers_in_logits_loss_and_every_gradient(product_dev):
+def assert_a_large_one_is_transformers(product_dev, kind: type[Model], config: Config, B: int, T: int) -> None:
+    """Compares logits, loss and every gradient, with each attention. It takes the CPU minutes, and is left out there."""
     if product_dev.kind != "cuda":
         pytest.skip("takes minutes on the CPU")
-    config = Llama3Config.described("smollm2-135m")
-    attentions = ("softmax", "flash") if product_dev.tf32 else ("softmax",)
-    B, T = 2, 129
     theirs = oracle.transformers_model(config)
     flat = oracle.flat_parameters_of(theirs, config).astype(np.float32)
     theirs.cuda()
@@ -98,12 +97,16 @@ def test_smollm2_135m_is_transformers_in_logits_loss_and_every_gradient(product_
     want_loss.backward()
     theirs.cpu()
     gradients = oracle.flat_parameters_of(theirs, config, gradients=True)
-    # transformers normalises in fp32 whatever the model is in; and gradients pass through 30 layers.
+    # transformers normalises in fp32 whatever the model is in; and gradients pass through some 30 layers.
     allowed = 2 * model_tolerance(product_dev)
-    for attention in attentions:
+    for attention in ("softmax", "flash") if product_dev.tf32 else ("softmax",):
         model = build(product_dev, config, B, T, attention, flat)
-        assert isinstance(model, Llama3)
+        assert isinstance(model, kind)
         logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
         assert_close(f"{attention} logits", logits, want_logits, allowed)
         assert_close(f"{attention} loss", np.array(loss), want_loss, allowed)
         assert_all_close(f"{attention} d", product_dev.to_host(model.grads_memory), gradients, config, allowed)
+
+
+def test_smollm2_135m_is_transformers_in_logits_loss_and_every_gradient(product_dev):
+    assert_a_large_one_is_transformers(product_dev, Llama3, Llama3Config.described("smollm2-135m"), B=2, T=129)

@@ -2,18 +2,13 @@
 
 from dataclasses import replace
 
-import oracle
 from dev.ceilings import work_of
 from device.errors import UserError
 from llmc.tensors import num_parameters
-from oracle import assert_close, model_tolerance
 from train_qwen3 import Qwen3, Qwen3Config
 
-import numpy as np
 import pytest
-import torch
-from test_llama3 import assert_all_close, assert_is_transformers
-from test_model import build, forward_backward, make_batches
+from test_llama3 import assert_a_large_one_is_transformers, assert_is_transformers
 
 SMALL = Qwen3Config(16, 101, 2, 6, 2, 48, 67, head_size=8, tied=False)  # heads of C / NH channels
 CONFIGS = {
@@ -30,27 +25,8 @@ def test_a_qwen3_is_transformers_in_logits_loss_gradients_and_ten_steps(product_
 
 
 def test_qwen3_0_6b_is_transformers_in_logits_loss_and_every_gradient(product_dev):
-    if product_dev.kind != "cuda":
-        pytest.skip("takes minutes on the CPU")
     config = replace(Qwen3Config.described("qwen3-0.6b"), vocab_size=20_000)  # of which PyTorch makes float64 logits
-    B, T = 1, 129
-    theirs = oracle.transformers_model(config)
-    flat = oracle.flat_parameters_of(theirs, config).astype(np.float32)
-    theirs.cuda()
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    tokens = (torch.as_tensor(ids, dtype=torch.long, device="cuda") for ids in (inputs, targets))
-    want_logits, want_loss = oracle.transformers_loss(theirs, *tokens)
-    want_loss.backward()
-    theirs.cpu()
-    gradients = oracle.flat_parameters_of(theirs, config, gradients=True)
-    allowed = 2 * model_tolerance(product_dev)  # gradients pass through 28 layers
-    for attention in ("softmax", "flash") if product_dev.tf32 else ("softmax",):
-        model = build(product_dev, config, B, T, attention, flat)
-        assert isinstance(model, Qwen3)
-        logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
-        assert_close(f"{attention} logits", logits, want_logits, allowed)
-        assert_close(f"{attention} loss", np.array(loss), want_loss, allowed)
-        assert_all_close(f"{attention} d", product_dev.to_host(model.grads_memory), gradients, config, allowed)
+    assert_a_large_one_is_transformers(product_dev, Qwen3, config, B=1, T=129)
 
 
 def test_the_presets_have_the_originals_numbers_of_parameters():
