@@ -335,10 +335,10 @@ class Qwen3HuggingFace(HuggingFace):
     @staticmethod
     def read_config(given: Settings) -> Qwen3Config:
         NH, HS = given.size("num_attention_heads"), given.size("head_dim", 128)
-        NKV, layers = given.size("num_key_value_heads", NH), given.get("layer_types") or ["full_attention"]
+        NKV, layers = given.size("num_key_value_heads", NH), given.get("layer_types")
         if NH % NKV:
             given.refuse("num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
-        if set(layers) != {"full_attention"}:
+        if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
             given.refuse("layer_types", layers, "full_attention alone")
         theta, _, _, _ = given.rope(("default",), given.get("rope_theta", 1e4))
         return Qwen3Config(

@@ -85,7 +85,7 @@ def test_a_llama_is_transformers_in_logits_loss_gradients_and_ten_steps(product_
 
 
 def assert_a_large_one_is_transformers(product_dev, kind: type[Model], config: Config, B: int, T: int) -> None:
-    """Compares logits, loss and every gradient, with each attention. It takes the CPU minutes, and is left out there."""
+    """Compares logits, loss and every gradient, with each attention. On the CPU it would take minutes: skipped."""
     if product_dev.kind != "cuda":
         pytest.skip("takes minutes on the CPU")
     theirs = oracle.transformers_model(config)

@@ -1,11 +1,13 @@
 """Qwen3 against transformers' Qwen3ForCausalLM: logits, loss, every gradient, and ten AdamW steps."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from dev.ceilings import work_of
 from device.errors import UserError
+from llmc.huggingface import Settings
 from llmc.tensors import num_parameters
-from train_qwen3 import Qwen3, Qwen3Config
+from train_qwen3 import Qwen3, Qwen3Config, Qwen3HuggingFace
 
 import pytest
 from test_llama3 import assert_a_large_one_is_transformers, assert_is_transformers
@@ -48,3 +50,37 @@ def test_the_limit_of_a_step_counts_attention_by_the_size_of_its_heads(dev):
 def test_heads_that_make_no_model_are_refused(description, message):
     with pytest.raises(UserError, match=message):
         Qwen3Config.described(description)
+
+
+# What the config.json of Qwen/Qwen3-0.6B says, but for what only matters to who generates.
+PUBLISHED = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def read(settings: dict) -> Qwen3Config:
+    given = Settings(Path("here"), settings)
+    given.check(Qwen3HuggingFace.REQUIRED)
+    return Qwen3HuggingFace.read_config(given)
+
+
+def test_the_published_config_json_is_the_preset():
+    assert read(PUBLISHED) == Qwen3Config.described("qwen3-0.6b")
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window is True .*; False is supported"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*; full_attention alone is supported"),
+    ({"layer_types": 7}, "layer_types is 7 .*; full_attention alone is supported"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn' .*; default is"),
+    ({"attention_bias": True}, "attention_bias is True"), ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"num_key_value_heads": 5}, "num_key_value_heads is 5 .*; a divisor of num_attention_heads, 16, is supported"),
+])  # fmt: skip
+def test_what_computes_something_else_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        read(PUBLISHED | settings)
