@@ -280,7 +280,8 @@ def test_what_a_rank_does_not_understand_ends_it_in_one_line(said, capfd, monkey
     "gpt2", pytest.param("llama3", marks=pytest.mark.long), pytest.param("pythia", marks=pytest.mark.long)
 ])  # fmt: skip
 def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder, model, rng):
-    """Losses, validation, answers, samples, checkpoints; with clipping, decay, dropout, moments shared out or not."""
+    """Losses, validation, answers, samples, checkpoints; with clipping, decay, dropout, moments shared out or not. And
+    they close what they have opened, of which Python reports as it ends what was left, where it is asked to."""
     write_evaluation(folder / "questions.bin", random_examples(rng, 7))
     found = {}
     for gpus, zero in ((1, "0"), (2, "1"), (most(folder), "0"))[: 3 if most(folder) > 2 else 2]:
