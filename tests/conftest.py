@@ -5,6 +5,8 @@ import os
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # there is one for each core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; nothing is fetched
 
 import device
