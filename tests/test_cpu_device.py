@@ -534,7 +534,8 @@ out = np.zeros(4, np.float32)
 modules[0].kernel("fill_kernel")(1, 4, (out, np.float32(3)))
 print(out.sum(), modules[1].kernels[0])
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(tmp_path)}
+    cache = cache_with_the_runtime(tmp_path / "cache")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(cache)}
     command = [sys.executable, "-c", program]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
     assert [process.communicate(timeout=120)[0] for process in processes] == ["12.0 assert_kernel\n"] * 2

@@ -133,7 +133,7 @@ def renamed(kind: type[Model]) -> type[Model]:
     return getattr(module, kind.__name__)
 
 
-@pytest.mark.parametrize("N", [1, 2, 3])
+@pytest.mark.parametrize("N", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}], ids=str)
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=str)
 def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, N, monkeypatch, rng):
