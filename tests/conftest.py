@@ -1,18 +1,25 @@
 """Fixtures that all tests share: the device they run on, and seeded random numbers."""
 
+import functools
 import os
 
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # there is one for each core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; nothing is fetched
 
 import device
+from device import cpu
 from device.errors import UserError
 
 import hypothesis
 import numpy as np
 import pytest
+
+# Each test has a new CPU device, which looks for OpenBLAS among all loaded libraries; it has one thread already.
+cpu.keep_openblas_to_one_thread = functools.cache(cpu.keep_openblas_to_one_thread)
 
 DEVICES = ["cpu", "cpu-warp32"]
 try:

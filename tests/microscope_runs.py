@@ -1,9 +1,9 @@
 """What tests/test_microscope.py looks at, as JSON on stdout. A process of its own, since the CPU device's runtime is
-loaded once in a process, and the microscope's is another one."""
+loaded once in a process, and the microscope's is another one. The argument is a folder for kernels that lack a barrier.
+"""
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,11 +77,10 @@ def main() -> None:
         lines = [[one.arrays[x.array].name, KINDS[x.kind], x.place.line, x.warps, x.lanes] for x in lines_of(one)]
         found["lines"][kernel], found["outside"][kernel] = lines, sum(one.outside.values())
     for file, which, name in MUTANTS:
-        with tempfile.TemporaryDirectory() as folder:
-            use_kernels(mutated(Path(folder), file, which))
-            watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
-            races = [line for one in watched for line in race_lines(one)]
-            found["mutants"].append({"file": file, "which": which, "launcher": name, "races": races})
+        use_kernels(mutated(Path(sys.argv[1]) / f"{Path(file).stem}_{which}", file, which))
+        watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
+        races = [line for one in watched for line in race_lines(one)]
+        found["mutants"].append({"file": file, "which": which, "launcher": name, "races": races})
     json.dump(found, sys.stdout)
 
 
@@ -98,6 +97,7 @@ def watch_broken(file: Path, name: str, block: tuple, grid: tuple):
 
 def mutated(folder: Path, file: str, which: int) -> Path:
     """The kernels, copied to a folder, where a file's barrier number `which` is left out."""
+    folder.mkdir(exist_ok=True)
     for path in [*(ROOT / "kernels").glob("*.cu"), *(ROOT / "kernels").glob("*.cuh")]:
         parts = path.read_text().split("__syncthreads();")
         if path.name == file:

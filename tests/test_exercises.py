@@ -90,10 +90,11 @@ EMPTY = {
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory) -> dict[tuple, str]:
+def faults(pytestconfig) -> dict[tuple, str]:
     """What is wrong, by (exercise, "solved"), (exercise, "empty") and (exercise, number of FAULTS)."""
-    root = tmp_path_factory.mktemp("root")
-    (root / "kernels").symlink_to(ROOT / "kernels")
+    root = pytestconfig.cache.mkdir("exercises")  # stays: a library for the microscope is kept for a file at its place
+    if not (root / "kernels").exists():
+        (root / "kernels").symlink_to(ROOT / "kernels")
     texts = {(exercise.name, "solved"): whole(exercise) for exercise in EXERCISES}
     for name, old, *_ in FAULTS:
         assert whole(BY_NAME[name]).count(old) == 1, f"{name}: `{old}`"
@@ -103,7 +104,7 @@ def faults(tmp_path_factory) -> dict[tuple, str]:
     files = {}
     for name, which in texts:
         files[name, which] = root / "exercises" / f"{name}-{which}" / BY_NAME[name].file
-        files[name, which].parent.mkdir(parents=True)
+        files[name, which].parent.mkdir(parents=True, exist_ok=True)
         files[name, which].write_text(texts[name, which])
 
     watched = [key for key in files if BY_NAME[key[0]].microscope]

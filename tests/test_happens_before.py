@@ -307,9 +307,11 @@ def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch)
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
-    """Whichever it is, but for one that nothing reads in the same step."""
+    """Whichever it is, but for one that nothing reads in the same step; and without any left out there is no race."""
     plan, counts = recording.Plan.__init__, []
     for left_out in range(12):
+        if counts and left_out > max(counts):
+            break
         def planned(self, launches, gradients, insertions, left_out=left_out):
             waited = [i for i, one in enumerate(insertions) if one.before is not None]
             counts.append(len(waited))

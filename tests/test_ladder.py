@@ -142,13 +142,13 @@ def test_the_microscope_counts_what_the_pages_say(watched):
 
 
 @pytest.mark.long
-def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing():
+def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing(pytestconfig):
     pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed")
     from test_nvrtc import compiled
 
     paths = [ladder.LADDER / f"{name}.cu" for name in TOPICS]
     with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock
-        reports = list(pool.map(lambda path: compiled(path, 90), paths))
+        reports = list(pool.map(lambda path: compiled(path, 90, pytestconfig.cache), paths))
     for path, kernels in zip(paths, reports, strict=True):
         assert sorted(kernels) == sorted(device.kernel_declarations(path))
         assert all(max(spilled) <= 16 for spilled in kernels.values()), kernels

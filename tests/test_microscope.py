@@ -17,8 +17,11 @@ KEPT = json.loads(compare_ncu.KEPT.read_text())
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict:
-    done = subprocess.run([sys.executable, ROOT / "tests" / "microscope_runs.py"], capture_output=True, text=True)
+def runs(pytestconfig) -> dict:
+    # A library for the microscope is kept for a file at its place: in a folder that stays, the kernels without a
+    # barrier are compiled only after a kernel has changed.
+    command = [sys.executable, ROOT / "tests" / "microscope_runs.py", pytestconfig.cache.mkdir("without_barriers")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
+import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +32,8 @@ MAY_SPILL: dict[str, int] = {}
 NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
 
-def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
-    """Bytes of (stack frame, spill stores, spill loads) a thread, by kernel, as the assembler reports them."""
+def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list[int]]:
+    """Bytes of [stack frame, spill stores, spill loads] a thread, by kernel, as the assembler reports them."""
     program = nvrtc.createProgram(source + NEW, name, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
@@ -44,23 +46,40 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
         nvrtc.destroyProgram(program)
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     rows = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}", log, re.DOTALL)
-    return {kernel: (int(frame), int(stores), int(loads)) for kernel, frame, stores, loads in rows}
+    return {kernel: [int(size) for size in sizes] for kernel, *sizes in rows}
 
 
 @functools.cache
-def compiled(path: Path, capability: int) -> dict[str, tuple[int, int, int]]:
+def compiler() -> str:
+    """Which NVRTC compiles, and how this file asks it."""
+    nvrtc.getSupportedArchs()  # loads it
+    loaded = sorted(set(re.findall(r"/\S*/libnvrtc\.so\S*", Path("/proc/self/maps").read_text())))
+    files = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in loaded]
+    return f"{nvrtc.getVersion()} {files} {Path(__file__).read_text()}"
+
+
+def compiled(path: Path, capability: int, cache: pytest.Cache) -> dict[str, list[int]]:
+    """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
+    holds for the same text, options and compiler: most changes change no kernel."""
     # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
     options = (*NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
-    return compile_kernels(device.cuda_source(path), path.name, options)
+    source = device.cuda_source(path)
+    key = hashlib.sha256(repr((compiler(), options, source)).encode()).hexdigest()
+    name = f"nvrtc/{path.parent.name}_{path.stem}_{capability}"
+    known, kernels = cache.get(name, (None, None))
+    if known != key:
+        kernels = compile_kernels(source, path.name, options)
+        cache.set(name, (key, kernels))
+    return kernels
 
 
 @pytest.fixture(scope="module", autouse=True)
-def all_compiled():
+def all_compiled(pytestconfig):
     """Compiles on all cores what the tests will ask for: NVRTC lets go of the interpreter's lock."""
 
     def compile_one(pair: tuple[Path, int]) -> None:
         with contextlib.suppress(pytest.fail.Exception):  # the test compiles it again, and says why it failed
-            compiled(*pair)
+            compiled(*pair, pytestconfig.cache)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_one, itertools.product(KERNELS, CAPABILITIES)))
@@ -74,17 +93,17 @@ def test_there_are_kernels_to_compile():
 
 @each_capability
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
-def test_every_kernel_of_a_file_compiles(path, capability):
+def test_every_kernel_of_a_file_compiles(path, capability, pytestconfig):
     declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
-    assert sorted(compiled(path, capability)) == sorted(declared)
+    assert sorted(compiled(path, capability, pytestconfig.cache)) == sorted(declared)
 
 
 @each_capability
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
-def test_kernels_keep_what_they_work_on_in_registers(path, capability):
+def test_kernels_keep_what_they_work_on_in_registers(path, capability, pytestconfig):
     spilling = {
         kernel: f"stack frame {frame}, spill stores {stores}, spill loads {loads} bytes"
-        for kernel, (frame, stores, loads) in compiled(path, capability).items()
+        for kernel, (frame, stores, loads) in compiled(path, capability, pytestconfig.cache).items()
         if max(frame, stores, loads) > MAY_SPILL.get(kernel, 0)
     }
     assert not spilling

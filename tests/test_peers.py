@@ -65,10 +65,15 @@ FLAGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("N, of_each, lazy, peers", [
-    (2, 3, LazyDevice, True), (3, 2, EagerDevice, True), (3, 1, LazyDevice, False)
+WAYS = [(2, 3, LazyDevice, True), (3, 2, EagerDevice, True), (3, 1, LazyDevice, False)]
+CONFIGS = [ODD, LLAMA_ODD, replace(LLAMA_ODD, tied=True), PYTHIA_ODD]
+
+
+# The exchange knows no model: one goes all ways, the others in the ordinary run a single one.
+@pytest.mark.parametrize("config, N, of_each, lazy, peers", [
+    pytest.param(config, *way, marks=[pytest.mark.long] * (config is not ODD and way is not WAYS[0]))
+    for config in CONFIGS for way in WAYS
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, replace(LLAMA_ODD, tied=True), PYTHIA_ODD], ids=str)
 @pytest.mark.parametrize("flags, grad_clip", FLAGS, ids=str)
 def test_ranks_train_as_one(config, N, of_each, lazy, flags, grad_clip, peers, monkeypatch, rng):
     """Three steps, of which two follow the plan, with several batches on each rank, or one. All ranks end with the same
@@ -128,7 +133,7 @@ def renamed(kind: type[Model]) -> type[Model]:
     return getattr(module, kind.__name__)
 
 
-@pytest.mark.parametrize("N", [1, 2, 3])
+@pytest.mark.parametrize("N", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}], ids=str)
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=str)
 def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, N, monkeypatch, rng):

@@ -56,7 +56,7 @@ def results(program: list[tuple], kind: type[device.CpuDevice]) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", [LazyDevice, EagerDevice])
 @given(PROGRAMS.map(apart))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_random_programs_give_what_program_order_gives(kind, program):
     expected = results(program, device.CpuDevice)
     found = results(program, kind)
@@ -149,7 +149,7 @@ class Tokens:
         inputs[:], targets[:] = self.rng.integers(0, self.vocab_size, (2, *inputs.shape))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.long), 0.1])
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dropout):
     """Steps of three batches, the next given to the device while it has the one before."""

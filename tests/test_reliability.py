@@ -144,6 +144,7 @@ def test_a_run_that_waits_hears_ctrl_c(folder, monkeypatch):
     assert (process.returncode, out, error) == (130, "", "interrupted before the first step\n")
 
 
+@pytest.mark.long  # tests/test_ranks.py has runs of several ranks with checkpoints and logs
 def test_of_several_ranks_one_has_the_lock(folder):
     out, _ = run(folder, *SAVE, "-x", "2", "-o", "run.log", "--gpus", "2")
     assert "saved run/step_00000002" in out and os.listdir(folder / "run") == ["step_00000002"]
@@ -511,7 +512,9 @@ def large_batches(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("first, second, at_once", [
-    ("SIGTERM", "SIGTERM", True), ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGINT", True), ("SIGHUP", "SIGHUP", False),
+    ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGHUP", False),
+    pytest.param("SIGTERM", "SIGTERM", True, marks=pytest.mark.long),
+    pytest.param("SIGHUP", "SIGINT", True, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
     two_threads = os.environ | {"LLMC_CPU_THREADS": "2"}  # with more, a batch may take less than the pauses below
@@ -840,7 +843,7 @@ def kill_and_resume(folder: Path, kills: int, rng) -> None:
 
 
 def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng):
-    kill_and_resume(folder, 4, rng)
+    kill_and_resume(folder, 2, rng)
 
 
 @pytest.mark.long
