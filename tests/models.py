@@ -10,6 +10,8 @@ from train_llama3 import Llama3, Llama3Config
 from train_pythia import Pythia, PythiaConfig
 from train_qwen3 import Qwen3, Qwen3Config
 
+import pytest
+
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
 ODD = GPT2Config(32, 101, 2, 3, 21)
 EVEN = GPT2Config(32, 256, 1, 2, 64)
@@ -42,6 +44,9 @@ VARIANTS = [
     (replace(QWEN_ODD, num_kv_heads=6, channels=66, head_size=4, tied=True, norm_eps=1e-3, rope_theta=50.0), "relu"),
     (QWEN_HEADS_OF_64, "flash"), (replace(QWEN_HEADS_OF_64, num_kv_heads=4, channels=300, tied=False), "flash"),
 ]  # fmt: skip
+
+# The same, those beyond ONE_OF_EACH only before a release: for claims that no variant bears on more than another.
+SOME = [each if each in ONE_OF_EACH else pytest.param(*each, marks=pytest.mark.long) for each in VARIANTS]
 
 # The kinds, and one of each as -e describes it.
 TINY: dict[str, tuple[type[Model], str]] = {

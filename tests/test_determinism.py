@@ -59,7 +59,10 @@ def digest_of_run(config: Config, attention: str) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in results.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [
+    name if name.startswith("gpt2") or name.endswith("softmax") else pytest.param(name, marks=pytest.mark.long)
+    for name in MODELS
+])  # fmt: skip
 def test_two_runs_are_bit_identical(product_dev, name):
     assert digest_of_run(*MODELS[name]) == digest_of_run(*MODELS[name])
 

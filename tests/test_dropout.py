@@ -170,6 +170,11 @@ MODELS = [
     (replace(PYTHIA_ODD, norm="rms", tied_norm=True), "relu"),
 ]  # fmt: skip
 each_model = pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
+# Where the kind of model bears on nothing but its dropouts, others are for before a release.
+first_models = pytest.mark.parametrize(
+    "config, attention", [*MODELS[:3], *(pytest.param(*each, marks=pytest.mark.long) for each in MODELS[3:])],
+    ids=name_of,
+)  # fmt: skip
 B, T = 2, 11
 
 
@@ -246,7 +251,7 @@ def compute_loss(model: Model) -> None:
     model.loss(B, T, dloss=1.0)
 
 
-@each_model
+@first_models
 def test_only_training_drops(dev, config, attention):
     losses = []
     for rate in 0.0, 0.5:
@@ -260,7 +265,7 @@ def test_only_training_drops(dev, config, attention):
     assert all(np.array_equal(losses[0], other) for other in losses[1:])
 
 
-@each_model
+@first_models
 def test_each_step_and_each_batch_of_it_drops_anew_and_a_repeated_step_drops_the_same(dev, config, attention):
     model, batches = build(config, attention, 0.5, count=3)
     step_of = train_step(Exchange(model), batches)

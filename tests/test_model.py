@@ -25,7 +25,7 @@ from llmc.step import train_step
 from llmc.tensors import ALIGNMENT, Config, flops_per_token, layout, name_tensors, num_parameters, ranges, without
 from llmc.tokenizer import Tokenizer
 from llmc.update import adamw_update
-from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, PYTHIA_HEADS_OF_64, PYTHIA_ODD, VARIANTS, kind_of
+from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, PYTHIA_HEADS_OF_64, PYTHIA_ODD, SOME, VARIANTS, kind_of
 from oracle import assert_close, guarded, leaf, model_tolerance, normal
 
 import numpy as np
@@ -46,6 +46,7 @@ def name_of(value) -> str:
 
 
 each_model = pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
+some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 CONFIGS = [*dict.fromkeys([EVEN, *(config for config, _ in ONE_OF_EACH), *PYTHIAS])]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 
@@ -161,7 +162,9 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "config, attention, weight_decay", [(*each, 0.1) for each in VARIANTS] + [(*each, 0.0) for each in ONE_OF_EACH],
+    "config, attention, weight_decay",
+    [(*each, decay) for decay in (0.0, 0.1) for each in ONE_OF_EACH]
+    + [pytest.param(*each, 0.1, marks=pytest.mark.long) for each in VARIANTS if each not in ONE_OF_EACH],
     ids=name_of,
 )
 def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weight_decay):
@@ -192,7 +195,7 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
         assert_close(f"{name} after ten steps", ours, theirs, oracle.after_steps(allowed))
 
 
-@each_model
+@some_models
 def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(product_dev, config, attention):
     flat, (B, T), count = flat_parameters(config), batch_shape(config), 3
     batches = make_batches(config, count, B, T)
@@ -205,7 +208,7 @@ def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(pro
         assert_close(f"accumulated d{name}", gradient, want[name], tolerance(product_dev, attention))
 
 
-@each_model
+@some_models
 def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)
@@ -291,7 +294,7 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(prod
         assert np.array_equal(grads, fresh_grads), (b, t)
 
 
-@each_model
+@some_models
 def test_generation_takes_the_logits_of_the_next_token(product_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     model = build(product_dev, config, B, T, attention, flat)
