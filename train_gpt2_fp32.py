@@ -103,7 +103,7 @@ class GPT2Config(Config):
     num_heads: int    # (NH)
     channels: int     # (C)
 
-    NAME, SCRIPT, MAGIC, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", 20240326, PARAMETERS
+    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", 20240326, 1024, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"
     }  # fmt: skip

@@ -128,7 +128,7 @@ class Llama3Config(Config):
     tied: bool = True    # the classifier's weight is wte
     original_length: int = ORIGINAL_LENGTH  # positions that the model was first trained on, by which RoPE is scaled
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, 2048, PARAMETERS
+    NAME, SCRIPT, MAGIC, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",

@@ -123,7 +123,7 @@ class PythiaConfig(Config):
     parallel: bool = True  # the MLP reads what the attention reads, and not what it adds
     gelu: str = "tanh"   # or "erf"
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Pythia", "train_pythia.py", 20230403, 2048, PARAMETERS
+    NAME, SCRIPT, MAGIC, PARAMETERS = "Pythia", "train_pythia.py", 20230403, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len",
         "rotary": "rotary", "theta": "rope_theta", "eps": "norm_eps", "norm": "norm", "tied_norm": "tied_norm",

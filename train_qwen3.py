@@ -110,7 +110,7 @@ class Qwen3Config(Config):
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "Qwen3", "train_qwen3.py", 20250505, 2048, PARAMETERS
+    NAME, SCRIPT, MAGIC, PARAMETERS = "Qwen3", "train_qwen3.py", 20250505, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "head_size": "head_size", "maxT": "max_seq_len", "theta": "rope_theta", "eps": "norm_eps",

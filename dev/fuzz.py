@@ -143,7 +143,8 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     saved.mkdir()
     save_file({name: np.zeros(shape, np.float32) for name, shape in import_hf.shapes_of(configs[1]).items()},
               saved / "model.safetensors")  # fmt: skip
-    settings = [json.dumps(config_json(config)).encode() for config in configs]
+    known = [kind.Config for kind in model_kinds() if kind.HuggingFace]
+    settings = [json.dumps(config_json(config)).encode() for config in configs if type(config) in known]
     import_whole = {"model.safetensors": (saved / "model.safetensors").read_bytes(), "config.json": settings[1]}
 
     def import_with(name: str) -> Callable[[Path], object]:

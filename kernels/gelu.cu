@@ -1,8 +1,8 @@
 // GELU (Hendrycks & Gimpel 2016): gelu(x) = x * P(a standard normal number is below x), in two forms:
 //   tanh: x/2 * (1 + tanh(u)) = x * sigmoid(2u), which is cheaper, with u = sqrt(2/pi) * (x + 0.044715 x^3);
 //   erf: x/2 * (1 + erf(x / sqrt(2))), the definition itself, from which the other is off by 0.0005 at most.
-// x = inp + bias, where inp (N, C) is a product without its bias yet and C is 4 times the model's channels: a multiple of
-// 4, although the bias, a parameter, need not begin at 16 bytes.
+// x = inp + bias, where inp (N, C) is a product without its bias yet. The bias, a parameter, need not begin at 16 bytes;
+// where there is none it is a null pointer.
 // Backward: dinp = dout * gelu'(x), with s the factor of x in gelu(x) = x * s; dbias += sum_rows(dinp).
 //   tanh: gelu' = s + x * s * (1 - s) * 2 du/dx;  erf: gelu' = s + x * exp(-x^2 / 2) / sqrt(2 pi).
 // Memory-bound: forward reads and writes N*C floats; backward reads two and writes two, one of them gelu(x) transposed:
@@ -35,7 +35,7 @@ __device__ __forceinline__ void forward(float* out, const float* inp, const floa
     const size_t at = (size_t)blockIdx.x * C + i;
     by_alignment(C % 4 == 0 && is_aligned(bias), [&](auto memory) {
         Four x = memory.load(inp + at, C - i);
-        const Four b = memory.load(bias + i, C - i);
+        const Four b = bias != nullptr ? memory.load(bias + i, C - i) : Four();
         for (int k = 0; k < 4; k++) {
             const float u = x.x[k] + b.x[k];
             x.x[k] = u * Gelu::share(u);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void backward(float* dout, float* out_T, float* parti
             tile.fill(n0, i0, end, C, [&](int n, int i, int c) {
                 const size_t at = (size_t)n * C + i;
                 Four x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
-                const Four b = memory.load(bias + i, C - i);
+                const Four b = bias != nullptr ? memory.load(bias + i, C - i) : Four();
                 for (int k = 0; k < 4; k++) {
                     const float u = x.x[k] + b.x[k], s = Gelu::share(u);
                     d.x[k] *= Gelu::gradient(u, s);

@@ -15,9 +15,9 @@ from kernels.flash_attention import HEAD_SIZES, flash_attention_backward, flash_
 if TYPE_CHECKING:
     from llmc.model import Model
 
-# A model's tables go on with these. It has a row of its own for `atty` (L,B,T,Q), the heads' outputs side by side.
-# Q = NH HS, which is C where the heads divide the channels among them. A model that recomputes qkv for backward has a
-# row for it too, (B,T,QKV).
+# These rows follow those of a model's own ACTIVATIONS and ACTIVATION_GRADIENTS. The model's have `atty` (L,B,T,Q), the
+# heads' outputs side by side. Q = NH HS, which is C where the heads divide the channels among them. A model that
+# recomputes qkv for backward has a row for it, too: (B,T,QKV).
 
 FLASH_ACTIVATIONS = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values

@@ -127,12 +127,19 @@ def new_model(path: str | Path, config: Config) -> Iterator[dict[str, np.ndarray
     """
     _, length = _file_layout(config)
     with replacing(path) as file:
-        file.write(config.header().tobytes())
+        file.write(_header(config).tobytes())
         file.flush()
         os.posix_fallocate(file.fileno(), 0, config.HEADER_BYTES + 4 * length)  # a disk that is full says so here
         body = np.memmap(file, dtype="<f4", mode="r+", offset=config.HEADER_BYTES, shape=(length,))
         yield _named_views(body, config)
         body.flush()
+
+
+def _header(config: Config) -> np.ndarray:
+    header = config.header()
+    if header.nbytes != config.HEADER_BYTES:
+        raise ValueError(f"{config.SCRIPT}: HEADER_BYTES is {config.HEADER_BYTES}, header() has {header.nbytes} bytes")
+    return header
 
 
 def _file_layout(config: Config) -> tuple[dict[str, tuple[int, tuple]], int]:
@@ -147,7 +154,7 @@ def _named_views(body: np.ndarray, config: Config) -> dict[str, np.ndarray]:
 def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:
     """A model file's contents."""
     _check_length(params, config)
-    yield config.header()
+    yield _header(config)
     there, _ = layout(config.parameters(), config.sizes(), align=1)
     for name, (_, shape) in _file_layout(config)[0].items():
         length = math.prod(shape)

@@ -31,31 +31,34 @@ class Model:
     acts_memory, grads_acts_memory                    activations and their gradients, and scratch
 
     The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
-    has neither gradients nor moments. norm (4,): a norm of gradients, the factor that clips them, how many steps were
-    not finite, and whether AdamW left a parameter of this rank out, which the next step tells all ranks
-    (kernels/adamw.py). skip_nonfinite says whether training goes on after such a step.
+    has neither gradients nor moments. skip_nonfinite says whether training goes on after a step that is not finite.
+    norm (4,) holds: the norm of the gradients; the factor that clips them; how many steps were not finite; and whether
+    AdamW left out a parameter of this rank (kernels/adamw.py), which the next step tells all ranks.
 
     Each of several ranks has a model. Where they are sharded (llmc/exchange.py), a rank has the moments of its own part
     of the parameters alone. rows is how ranks exchange the embedding's rows.
 
-    A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs, targets, order, count (B T,) and
-    random (RANDOM_WORDS,): tokens, what follows each, what sort_by_token makes of them for the embedding's gradient,
-    and what random_words makes for dropout. dropout is the share of activations that training drops, by dropout_seed.
+    A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs and targets (B T,), the tokens and
+    what follows each; order and count (B T,), which llmc/dataloader.py's sort_by_token makes for the embedding's
+    gradient; and random (RANDOM_WORDS,), which random_words makes for dropout. dropout is the share of activations
+    that training drops, by dropout_seed.
 
     A subclass is one kind of model. It says:
     Config                    the class of its sizes
     HuggingFace               what llmc/huggingface.py wants to know of it, where transformers has such a model
     MATRICES                  the parameters that weight decay applies to, and that start as random numbers
-    PRODUCTS                  those whose gradient begins as a matrix product, which sets it unless told to accumulate
+    PRODUCTS                  those whose gradient backward sets in a step's first batch, by a matrix product; the other
+                              gradients are zeroed before, and backward adds to them
     ACTIVATIONS, ACTIVATION_GRADIENTS
-                              the tables of activations and of their gradients, scratch included; `partials` holds at
-                              least 1024 floats
+                              the tables of activations and of their gradients, scratch included; `partials` (P, width)
+                              has MOST_PARTIALS rows (kernels/reduce.py), as wide as the launchers' docstrings ask
     first_weights, and where it has some, constants
     forward(B, T, training), backward(B, T, accumulate)
 
-    The tensors inside attention are in llmc/attention.py.
+    llmc/attention.py has the rows of the tensors inside attention; they follow those of the two tables.
 
-    Raises UserError where the device has too little memory.
+    Raises UserError where the device has too little memory, and ValueError where a name above is none of the Config's
+    PARAMETERS.
     """
 
     Config: type[Config]
@@ -72,6 +75,7 @@ class Model:
         """shard: the part of the parameters whose moments this model has; None for all. beside: what else is going to
         be allocated for batches of b, as `lengths` has it."""
         self.config, self.B, self.T, self.attention, self.rows = config, B, T, attention, None
+        self.check_names("MATRICES and PRODUCTS", (*self.MATRICES, *self.PRODUCTS))
         self.acts_table, grads_acts_table = self.tables(attention)
         sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
 
@@ -115,6 +119,11 @@ class Model:
         self.added_to = [
             (start, end) for start, end, product in ranges(config.parameters(), sizes, self.PRODUCTS) if not product
         ]
+
+    def check_names(self, where: str, names: tuple[str, ...]) -> None:
+        unknown = set(names) - {name for name, *_ in self.config.PARAMETERS}
+        if unknown:
+            raise ValueError(f"{type(self).__name__}: {min(unknown)}, in {where}, is none of PARAMETERS")
 
     @classmethod
     def lengths(
@@ -185,6 +194,7 @@ class Model:
         They are made on the host a piece at a time.
         """
         deviations, constants = self.first_weights(self.config)
+        self.check_names("first_weights", (*deviations, *constants))
         device.fill_zero(self.params_memory)
         done, total, shown = 0, self.params_memory.size, time.monotonic()
         random, staged = np.random.default_rng(seed), np.empty(min(STAGED, total), np.float32)

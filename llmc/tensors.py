@@ -44,7 +44,10 @@ def layout(
     floats."""
     starts, end = {}, 0
     for name, symbols, *owner in without(table, absent):
-        shape = shape_of(symbols, sizes)
+        try:
+            shape = shape_of(symbols, sizes)
+        except KeyError as error:
+            raise ValueError(f"{name} {symbols}: sizes() has no {error}") from None
         if owner:
             owned, owned_shape = starts[owner[0]]
             start, before = starts[owner[-1]]
@@ -93,14 +96,14 @@ class Config:
 
     NAME, SCRIPT       what the model is called, and the program that trains it
     MAGIC              the number that its files begin with
-    HEADER_BYTES       the length of their header
+    HEADER_BYTES       the length of their header, where header() is not the one below
     PARAMETERS         the table of all parameters that such models can have, in the order of the buffer
     DESCRIPTION        the words of `-e layers=4,heads=4`, each with its field
-    PRESETS            named models (`-e d12`), each such a description
-    DEFAULT_MODEL      the file that -e stands for by default
+    PRESETS            named models (`-e d12`), at least one, each such a description
+    DEFAULT_MODEL      the file that -e stands for by default; it need not be there
     DEFAULTS           further fields that a description may leave out; vocab_size where the data has no tokenizer
     CHOICES            the words that a field of type str can be
-    FETCH              where such a model can be had
+    FETCH              where such a model can be had, for messages: "make one with train_x.py" if nowhere
     FIRST_RUN          what `make train` runs on each device: a model to start (-e), and flags
     SMALL              a small model with heads of 64 channels, which any attention takes: what a sanitizer runs
     STARTER_PACK       where it can begin with llm.c's starter pack instead: the flags on each device
@@ -109,7 +112,7 @@ class Config:
     NAME: str
     SCRIPT: str
     MAGIC: int
-    HEADER_BYTES = 1024
+    HEADER_BYTES = 2048
     PARAMETERS: Table
     DESCRIPTION: dict[str, str]
     PRESETS: dict[str, str]
@@ -125,7 +128,8 @@ class Config:
     def fetch_or_start(cls) -> str:
         """Where such a model can be had, or how to do without, for a message of a program that trains."""
         first, *others = cls.PRESETS
-        return f"{cls.FETCH}, or start from random weights with -e {first} ({', '.join(others)})"
+        listed = f" ({', '.join(others)})" if others else ""
+        return f"{cls.FETCH}, or start from random weights with -e {first}{listed}"
 
     @property
     def kv_heads(self) -> int:

@@ -8,6 +8,7 @@ wte (Vp, C), wpe (maxT, C), ln1w (L, C), qkvw (L, 3C, C) ... lnfb (C).
 
 import math
 import os
+from collections.abc import Callable
 
 from dev.huggingface import named_tensors, transformers_parameters
 from llmc.tensors import Config, name_tensors, num_parameters
@@ -325,11 +326,16 @@ def rope_angles(config: Llama3Config, T: int) -> torch.Tensor:
     return torch.arange(T).double()[:, None] * f
 
 
+def definition_of(config: Config) -> Callable:
+    """The function above that is the forward pass of such a model."""
+    return {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia, Qwen3Config: qwen3}[type(config)]
+
+
 def forward(
     config: Config, params: dict[str, torch.Tensor], tokens, targets, kind: str = "softmax"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits (B, T, V) without the padded vocabulary, and the mean loss of the targets (B, T)."""
-    definition = {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia, Qwen3Config: qwen3}[type(config)]
+    definition = definition_of(config)
     tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
     logits = definition(params, tokens, config, kind)[..., : config.vocab_size]
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -523,3 +523,12 @@ def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, pa
     (checkpoint / "state.json").write_text(json.dumps(record))
     os.replace(other / "optimizer.bin", checkpoint / "optimizer.bin")
     assert "made for another model" in refusal(load_checkpoint, checkpoint, GPT2Config)
+
+
+def test_a_header_of_another_length_than_the_script_says_is_not_written(tmp_path, monkeypatch):
+    """A copy of GPT-2's script without its header() writes one of 2048 bytes."""
+    monkeypatch.setattr(GPT2Config, "HEADER_BYTES", 2048)
+    params = np.zeros(num_parameters(TINY), np.float32)
+    with pytest.raises(ValueError, match="train_gpt2_fp32.py: HEADER_BYTES is 2048, header.* has 1024 bytes"):
+        write_model(tmp_path / "model.bin", TINY, params)
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """Dropout: its random numbers, where and when they are drawn, and whole models that train with it."""
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -196,7 +197,7 @@ def build(config: Config, attention: str, rate: float, count: int = 1) -> tuple[
 
 def dropping(monkeypatch, config: Config, model: Model) -> None:
     """Makes oracle's definition of the model drop what ours drops: of the second and fourth product of each layer,
-    which add to the residual stream, and of GPT-2's and Pythia's embedding."""
+    which add to the residual stream, and of the embedding where the model drops there."""
     drop, C = dropouts(model, training=True), config.channels
     after = [(1, factors(d.attproj, B, T, C), 1, factors(d.fcproj, B, T, C)) for d in drop.layer]
     products = iter([factor for layer in after for factor in layer] + [1])  # the last are the logits
@@ -205,14 +206,14 @@ def dropping(monkeypatch, config: Config, model: Model) -> None:
         return F.linear(x, getattr(weight, "matrix", weight), *bias) * next(products)
 
     monkeypatch.setattr(oracle, "F", SimpleNamespace(**{**vars(F), "linear": linear}))
-    define = {"GPT-2": oracle.gpt2, "Pythia": oracle.pythia}.get(config.NAME)
+    define, drops_embedding = oracle.definition_of(config), "drop.encoded" in inspect.getsource(type(model).forward)
     embedded = factors(drop.encoded, B, T, C)
 
     def with_embedding_dropped(p, tokens, *others):
         rows = (p["wte"][tokens] + (p["wpe"][:T] if "wpe" in p else 0)) * embedded
         return define({**p, "wte": Rows(p["wte"], rows), "wpe": torch.zeros(T, C)}, tokens, *others)
 
-    if define:
+    if drops_embedding:
         monkeypatch.setattr(oracle, define.__name__, with_embedding_dropped)
 
 

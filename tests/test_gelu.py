@@ -73,3 +73,18 @@ def test_gelu_of_huge_numbers_is_themselves_or_zero(dev, form):
         gelu_backward(dinp, dbias, out_T, scratch, x, bias, 1, 6, form == "none")
     assert dev.to_host(out).tolist() == [[0, 0, 0, 20, 80, 1e4]]
     assert dev.to_host(dinp).tolist() == [[0, 0, 0, 1, 1, 1]]
+
+
+@each_form
+@pytest.mark.parametrize("C", [64, 7])
+def test_without_a_bias_gelu_is_that_of_a_bias_of_zeros(dev, form, C):
+    inp, _, dout = make(20, C)
+    results = []
+    for zeros in np.zeros(C, np.float32), None:
+        with guarded(dev) as memory:
+            x, out, dinp, out_T = memory.read(inp), memory.write((20, C)), memory.update(dout), memory.write((C, 20))
+            bias, dbias = (None, None) if zeros is None else (memory.read(zeros), memory.update(zeros))
+            gelu_forward(out, x, bias, 20, C, form == "none")
+            gelu_backward(dinp, dbias, out_T, memory.scratch((MOST_PARTIALS, C)), x, bias, 20, C, form == "none")
+        results.append([dev.to_host(array).tobytes() for array in (out, dinp, out_T)])
+    assert results[0] == results[1]

@@ -25,7 +25,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
-OTHERS = [described(name, 257, 40)[1] for name in TINY if name != "gpt2"]
+OTHERS = [described(name, 257, 40)[1] for name, (kind, _) in TINY.items()
+          if name != "gpt2" and kind.HuggingFace]
 EOT = 256
 
 

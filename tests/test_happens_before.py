@@ -16,7 +16,7 @@ from device import recording
 from llmc import collectives, exchange, ranks
 from llmc.exchange import exchanging_model
 from llmc.update import adamw_update
-from models import LLAMA_ODD, ODD, PYTHIA_ODD, kind_of
+from models import ODD, ONE_OF_EACH, kind_of
 
 import numpy as np
 import pytest
@@ -268,7 +268,8 @@ def races(logs: list[list], places: dict) -> set[str]:
     return found
 
 
-CONFIGS = [replace(ODD, num_layers=3), LLAMA_ODD, PYTHIA_ODD, replace(ODD, num_layers=1)]
+OTHERS = [config for config, attention in ONE_OF_EACH if attention == "softmax"]
+CONFIGS = [replace(ODD, num_layers=3), *OTHERS, replace(ODD, num_layers=1)]
 FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip": 0.1}, {"bitwise": True},
          {"sharded": True, "bitwise": True}]
 CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CONFIGS[0], 1, False)]

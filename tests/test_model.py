@@ -485,6 +485,26 @@ class OwnHeadSize(Model):
     ACTIVATION_GRADIENTS = (("datty", ("B", "T", "Q")), ("dqkv", ("B", "T", "QKV")))
 
 
+class Misnamed(OwnHeadSize):
+    PRODUCTS = ("attnprojw",)
+
+    @classmethod
+    def first_weights(cls, config):
+        return {"attprojw": 0.02}, {"ln1w": 1.0}
+
+
+def test_a_script_that_misnames_its_tensors_or_sizes_is_told_so(dev, monkeypatch):
+    config = OwnHeadSizeConfig(8, 11, 1, 1, 1, 8)
+    with pytest.raises(ValueError, match="Misnamed: attnprojw, in MATRICES and PRODUCTS, is none of PARAMETERS"):
+        Misnamed(config, 1, 1, "softmax")
+    monkeypatch.setattr(Misnamed, "PRODUCTS", ())
+    with pytest.raises(ValueError, match="Misnamed: ln1w, in first_weights, is none of PARAMETERS"):
+        Misnamed(config, 1, 1, "softmax").randomize(1)
+    monkeypatch.setattr(Misnamed, "ACTIVATIONS", (*Misnamed.ACTIVATIONS, ("ln", ("B", "T", "CC"))))
+    with pytest.raises(ValueError, match=r"ln \('B', 'T', 'CC'\): sizes\(\) has no 'CC'"):
+        Misnamed(config, 1, 1, "softmax")
+
+
 @pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
 @pytest.mark.parametrize("C, NH, NKV, HS", [(21, 4, 2, 64), (515, 4, 1, 64), (9, 2, 1, 128), (7, 3, 3, 5)])
 def test_the_size_of_heads_need_not_follow_from_the_channels(dev, rng, attention, C, NH, NKV, HS):

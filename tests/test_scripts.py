@@ -22,8 +22,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_script_is_found_by_being_there_and_one_that_takes_its_model_from_another_adds_none(folder):
-    (folder / "train_toy.py").write_text("class Toy:\n    Config = object\n\ndef main(): pass\n")
-    (folder / "train_toys.py").write_text("from train_toy import Toy, main\n")
+    (folder / "train_made_up.py").write_text("class Toy:\n    Config = object\n\ndef main(): pass\n")
+    (folder / "train_made_up_2.py").write_text("from train_made_up import Toy, main\n")
     (folder / "other.py").write_text("raise SystemExit('no model script')")
     assert [kind.__name__ for kind in model_kinds.__wrapped__()] == ["Toy"]
 
