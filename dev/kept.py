@@ -84,6 +84,12 @@ TABLES = (
         ),
     ),
     Table(
+        "qwen3", "NVIDIA H200",
+        (
+            Column("Qwen3 0.6B, B 2, T 1024", "train_qwen3 -e qwen3-0.6b -b 2 -t 1024", "compile"),
+        ),
+    ),
+    Table(
         "cpu", "CPU, 2 cores",
         (
             Column("GPT-2 124M, B 4, T 64", "train_gpt2_fp32 -e d12 -b 4 -t 64", "eager,eager-sdpa"),

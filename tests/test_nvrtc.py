@@ -25,7 +25,9 @@ each_capability = pytest.mark.parametrize(
 )
 
 # Bytes a thread that a kernel may spill, or keep of a local array in memory; each with its reason.
-MAY_SPILL: dict[str, int] = {}
+MAY_SPILL = {
+    "flash_attention_backward_query_kernel_64": 8,  # 4 bytes, by NVRTC 13.2 for 9.0: still 3% less time
+}
 
 
 # What comes from NVRTC's cache, which goes by the PTX, comes without the assembler's report: this is in no other PTX.
