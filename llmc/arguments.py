@@ -65,14 +65,6 @@ def non_negative(text: str) -> float:
     return value
 
 
-def above_0(text: str) -> float:
-    """A finite number above 0."""
-    value = number(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
-
-
 def fraction(text: str) -> float:
     """A number from 0 to 1."""
     value = number(text)

@@ -22,6 +22,7 @@ from kernels.matmul import (
     transpose,
 )
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
+from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import MOST_PARTIALS, global_norm
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
 from kernels.rope import rope_backward, rope_forward, rope_table
@@ -405,6 +406,36 @@ for direction, rope in (1, rope_forward), (-1, rope_backward):
     def ours_rope(new, i, rope=rope):
         rope(i.qkv, new(rope_table(T, HS, 1e4)), B, T, NH, NH, HS)
         return [i.qkv]
+
+
+HEADS = (B, T, 3 * NH, HS)
+
+
+def heads_normalised(inp, qweight, kweight):
+    q, k, v = inp.split(NH, 2)
+    q, k = normalise(q, centred=False) * qweight, normalise(k, centred=False) * kweight
+    return rotated(torch.cat([q, k, v], 2), 1)
+
+
+@case({"inp": HEADS, "qweight": (HS,), "kweight": (HS,)}, lambda i: [heads_normalised(i.inp, i.qweight, i.kweight)])
+def ours_qk_norm_forward(new, i):
+    out, table = new(HEADS), new(rope_table(T, HS, 1e4))
+    qk_norm_forward(out, new((B, T, 2 * NH)), i.inp, i.qweight, i.kweight, table, EPS, B, T, NH, NH, HS)
+    return [out]
+
+
+@case(
+    {"dqkv": HEADS, "inp": HEADS, "qweight": (HS,), "kweight": (HS,)},
+    lambda i: through(heads_normalised, [i.inp, i.qweight, i.kweight], i.dqkv),
+)
+def ours_qk_norm_backward(new, i):
+    out, rstd, table = new(HEADS), new((B, T, 2 * NH)), new(rope_table(T, HS, 1e4))
+    dqweight, dkweight, scratch = new((HS,)), new((HS,)), new((MOST_PARTIALS, 2 * HS))
+    qk_norm_forward(out, rstd, i.inp, i.qweight, i.kweight, table, EPS, B, T, NH, NH, HS)
+    qk_norm_backward(
+        i.dqkv, dqweight, dkweight, i.inp, i.qweight, i.kweight, rstd, table, B, T, NH, NH, HS, scratch=scratch
+    )
+    return [i.dqkv, dqweight, dkweight]
 
 
 def adamw_definition(i):
