@@ -3,8 +3,9 @@ head of queries and keys.
 
 The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
 and last the loop over steps. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH
-the query heads and NKV the heads of keys and values, HS their size, Q = NH HS, QKV = (NH + 2 NKV) HS, H the hidden
-channels, V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
+the query heads and NKV the heads of keys and values, QK = NH + NKV, HS the size of a head, Q = NH HS, QKV =
+(NH + 2 NKV) HS, H the hidden channels, V the vocabulary and Vp the same padded. Query head h attends to key and value
+head h // (NH / NKV).
 """
 
 from dataclasses import dataclass

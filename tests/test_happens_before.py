@@ -306,7 +306,9 @@ def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch)
         assert not races(list(map(change, logs)), places)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [
+    CONFIGS[0], CONFIGS[-1], *(pytest.param(config, marks=pytest.mark.long) for config in CONFIGS[1:-1])
+], ids=str)  # fmt: skip
 def test_a_gather_that_is_not_waited_for_is_noticed(config, monkeypatch):
     """Whichever it is, but for one that nothing reads in the same step; and without any left out there is no race."""
     plan, counts = recording.Plan.__init__, []

@@ -70,13 +70,14 @@ EACH = [config for config, attention in ONE_OF_EACH if attention != "flash"]
 CONFIGS = [*EACH, replace(LLAMA_ODD, tied=True)]
 
 
-# The exchange knows no model: one goes all ways, the others in the ordinary run a single one.
-@pytest.mark.parametrize("config, N, of_each, lazy, peers", [
-    pytest.param(config, *way, marks=[pytest.mark.long] * (config is not ODD and way is not WAYS[0]))
-    for config in CONFIGS for way in WAYS
+# The exchange knows no model: one goes all ways with all flags, the others in the ordinary run a single way with some.
+@pytest.mark.parametrize("config, N, of_each, lazy, peers, flags, grad_clip", [
+    pytest.param(config, *way, *flags, marks=[pytest.mark.long] * (
+        config is not ODD and (way is not WAYS[0] or flags not in FLAGS[2::3])
+    ))
+    for config in CONFIGS for way in WAYS for flags in FLAGS
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("flags, grad_clip", FLAGS, ids=str)
-def test_ranks_train_as_one(config, N, of_each, lazy, flags, grad_clip, peers, monkeypatch, rng):
+def test_ranks_train_as_one(config, N, of_each, lazy, peers, flags, grad_clip, monkeypatch, rng):
     """Three steps, of which two follow the plan, with several batches on each rank, or one. All ranks end with the same
     bits; they are one rank's to rounding, or, in a bitwise run, to the last bit. Buckets are smaller than a tensor."""
     device.use("cpu")

@@ -14,11 +14,12 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
+from llmc.program import run_trainer
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
 from models import TINY, described
-from train_gpt2_fp32 import GPT2Config
+from train_gpt2_fp32 import GPT2Config, main
 
 import numpy as np
 import pytest
@@ -59,10 +60,15 @@ def make_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen:
+def program(folder: Path, *flags: str) -> list:
+    """A trainer and its flags."""
     kind, _, model = folder.name.partition(".")
     script, description, _ = MODELS[model]
-    command = [sys.executable, script, "--device", kind, "-e", description, *SMALL, *flags]
+    return [script, "--device", kind, "-e", description, *SMALL, *flags]
+
+
+def start(folder: Path, *flags: str) -> subprocess.Popen:
+    command = [sys.executable, *program(folder, *flags)]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -294,6 +300,29 @@ def refuse(folder: Path, *flags: str, code: int = 1) -> str:
     return error
 
 
+@pytest.fixture
+def refuse_here(folder, monkeypatch, capsys):
+    """`refuse` in this process, which need not import everything anew."""
+
+    def refuse_here(*flags: str, code: int = 1) -> str:
+        before = files(folder)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", list(map(str, program(folder, "-o", "run.log", *flags))))
+        with pytest.raises(SystemExit) as end:
+            run_trainer(main)
+        out, error = capsys.readouterr()
+        if code == 1:
+            error += f"{end.value.code}\n"  # Python prints it as it ends, and exits with 1
+        else:
+            assert end.value.code == code
+        assert error.count("\n") == 1 and error.startswith("error: "), error
+        assert files(folder) == before
+        assert not re.search("^step ", out, re.M)
+        return error
+
+    return refuse_here
+
+
 USAGE = [
     (["-b", "0"], "-b/--batch-size: 0 must be at least 1"),
     (["-t", "0"], "-t/--sequence-length: 0 must be at least 1"),
@@ -318,8 +347,13 @@ USAGE = [
 
 
 @pytest.mark.parametrize("flags, message", USAGE, ids=[" ".join(flags) for flags, _ in USAGE])
-def test_a_wrong_flag_is_refused_in_one_line_with_code_2(folder, flags, message):
-    assert re.search(message, refuse(folder, *flags, code=2))
+def test_a_wrong_flag_is_refused_in_one_line_with_code_2(refuse_here, flags, message):
+    assert re.search(message, refuse_here(*flags, code=2))
+
+
+@pytest.mark.parametrize("flags, code", [(["-b", "0"], 2), (["-t", "65"], 1)])
+def test_a_process_that_refuses_exits_with_that_code(folder, flags, code):
+    refuse(folder, *flags, code=code)
 
 
 COUNTS = ["-b", "-t", "-d", "-x", "-u", "-v", "-m", "-s", "-g", "-n", "-nk", "--gpus"]
@@ -394,8 +428,8 @@ VALUES = [
 
 
 @pytest.mark.parametrize("flags, message", VALUES, ids=[" ".join(flags) for flags, _ in VALUES])
-def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(folder, flags, message):
-    assert re.search(message, refuse(folder, *flags))
+def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(refuse_here, flags, message):
+    assert re.search(message, refuse_here(*flags))
 
 
 DAMAGES = {
