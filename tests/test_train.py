@@ -320,7 +320,10 @@ def refuse_here(folder, monkeypatch, capsys):
         assert not re.search("^step ", out, re.M)
         return error
 
-    return refuse_here
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield refuse_here
+    for number, handler in handlers.items():  # a run that has begun takes them
+        signal.signal(number, handler)
 
 
 USAGE = [
