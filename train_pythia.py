@@ -399,7 +399,7 @@ class Pythia(Model):
 
     @classmethod
     def constants(cls, config: PythiaConfig, T: int) -> dict[str, np.ndarray]:
-        """rope (T, R/2, 2): cosine and sine of the angle by which each pair of channels turns at each position."""
+        """rope (T, R/2, 2): the cosine and the sine of each pair's angle at each position."""
         return {"rope": rope_table(T, config.rotary_channels, config.rope_theta)}
 
 

@@ -370,7 +370,7 @@ class Qwen3(Model):
 
     @classmethod
     def constants(cls, config: Qwen3Config, T: int) -> dict[str, np.ndarray]:
-        """rope (T, HS/2, 2): cosine and sine of the angle by which each pair of channels turns at each position."""
+        """rope (T, HS/2, 2): the cosine and the sine of each pair's angle at each position."""
         return {"rope": rope_table(T, config.head_size, config.rope_theta)}
 
 

@@ -2,8 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-// Two pairs of neighbouring channels, turned by two angles, of which `angles` has cosine and sine. direction is 1, or -1
-// to turn back.
+// Rotates two pairs of neighbouring channels. `angles` holds the cosine and the sine of the first pair's angle, then those
+// of the second. direction is 1, or -1 to rotate back.
 __device__ inline Four rotate(const Four& x, const Four& angles, float direction) {
     const float cos0 = angles.x[0], sin0 = direction * angles.x[1], cos1 = angles.x[2], sin1 = direction * angles.x[3];
     return {{x.x[0] * cos0 - x.x[1] * sin0, x.x[0] * sin0 + x.x[1] * cos0,

@@ -121,6 +121,7 @@ class Model:
         ]
 
     def check_names(self, where: str, names: tuple[str, ...]) -> None:
+        """Raises ValueError for a name, given `where` in the script, that is none of PARAMETERS."""
         unknown = set(names) - {name for name, *_ in self.config.PARAMETERS}
         if unknown:
             raise ValueError(f"{type(self).__name__}: {min(unknown)}, in {where}, is none of PARAMETERS")

@@ -79,7 +79,7 @@ class LazyDevice(device.CpuDevice):
             self.communicating = False
 
     def capture(self, work):
-        """As on CUDA, `work` runs once, and what it gives to the device is replayed."""
+        """Runs `work` once, as CUDA does, and replays the launches that `work` gave to the device."""
         self.tape = tape = []
         self.wait(self.side_stream, self.mark(self.main_stream))
         work()

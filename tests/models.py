@@ -18,7 +18,7 @@ EVEN = GPT2Config(32, 256, 1, 2, 64)
 HEADS_OF_64 = GPT2Config(80, 101, 2, 2, 128)
 LLAMA_ODD = Llama3Config(32, 101, 2, 6, 2, 36, 41, tied=False)  # heads of 6
 GROUPS_OF_64 = Llama3Config(80, 101, 1, 4, 2, 256, 90, tied=False)
-PYTHIA_ODD = PythiaConfig(32, 101, 2, 3, 21, rotary=0.6)  # heads of 7, of which 4 channels are rotated
+PYTHIA_ODD = PythiaConfig(32, 101, 2, 3, 21, rotary=0.6)  # heads of 7; RoPE rotates 4 of the 7 channels
 PYTHIA_HEADS_OF_64 = PythiaConfig(80, 101, 2, 2, 128)
 QWEN_ODD = Qwen3Config(32, 101, 2, 6, 2, 21, 41, head_size=10, tied=False)
 QWEN_HEADS_OF_64 = Qwen3Config(80, 101, 1, 4, 2, 96, 90, head_size=64)
@@ -67,7 +67,7 @@ LLAMAS = [
 ]
 PYTHIAS = [
     PythiaConfig(17, 53, 2, 3, 24, rotary=0.5, gelu="erf"),
-    PythiaConfig(40, 300, 2, 3, 21, rotary=0.6, parallel=False),  # heads of 7, of which 4 channels are turned
+    PythiaConfig(40, 300, 2, 3, 21, rotary=0.6, parallel=False),  # heads of 7; RoPE rotates 4 of the 7 channels
     PythiaConfig(33, 128, 1, 2, 32, rotary=1.0, rope_theta=500.0, norm_eps=1e-3),
     PythiaConfig(64, 257, 3, 4, 128, gelu="erf", parallel=False),
 ]

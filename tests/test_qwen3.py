@@ -27,7 +27,7 @@ def test_a_qwen3_is_transformers_in_logits_loss_gradients_and_ten_steps(product_
 
 
 def test_qwen3_0_6b_is_transformers_in_logits_loss_and_every_gradient(product_dev):
-    config = replace(Qwen3Config.described("qwen3-0.6b"), vocab_size=20_000)  # of which PyTorch makes float64 logits
+    config = replace(Qwen3Config.described("qwen3-0.6b"), vocab_size=20_000)  # PyTorch's logits are in float64
     assert_a_large_one_is_transformers(product_dev, Qwen3, config, B=1, T=129)
 
 
