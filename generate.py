@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     args = make_parser().parse_args(arguments)
     device.use(args.device)
-    device.use_tf32(args.precision == "tf32")
+    device.use_precision(args.precision)
 
     path = find_model(args.model)
     kind = kind_of(path)

@@ -46,10 +46,10 @@ def product_seconds(m: int, n: int, k: int) -> float:
     on the CPU they make little difference."""
     a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,))
     if device.kind == "cpu":
-        return seconds(lambda: device.sgemm(c, a, b, m, n, k, False, True), calls=1, rounds=3)
+        return seconds(lambda: device.gemm(c, a, b, m, n, k, False, True), calls=1, rounds=3)
     calls = max(1, min(20, round(4e11 / (2 * m * n * k))))
     return min(
-        seconds(lambda: device.sgemm(c, a, b, m, n, k, trans_a, trans_b), calls, 3)  # noqa: B023
+        seconds(lambda: device.gemm(c, a, b, m, n, k, trans_a, trans_b), calls, 3)  # noqa: B023
         for trans_a in (False, True) for trans_b in (False, True)
     )  # fmt: skip
 

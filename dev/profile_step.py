@@ -3,7 +3,7 @@
     python dev/profile_step.py                            # GPT-2 124M at B4 T1024 on a GPU, B4 T64 on the CPU
     python dev/profile_step.py train_llama3 -b 2 -a softmax --out softmax.png
 
-Rows are the kernels by their names, and matrix products as sgemm m x n x k, with BLAS's letters for how the operands
+Rows are the kernels by their names, and matrix products as gemm m x n x k, with BLAS's letters for how the operands
 lie: T is transposed. Bytes are counted from a kernel's arguments, each array read once and written once; FLOPs as
 2 m n k, and for flash attention those of the causal half: 2 products forward, 3 in the kernel of dq, 4 in that of dk
 and dv. They are held against the ceilings that dev/ceilings.py measures: a large product, a large copy.
@@ -45,11 +45,11 @@ matplotlib.use("Agg")  # no display needed
 
 def label_of(kernel: str, arguments: dict) -> str:
     """The row that a call belongs to."""
-    if not kernel.startswith("sgemm"):
+    if not kernel.startswith("gemm"):
         return kind_of(kernel)
     a = SimpleNamespace(**arguments)
     letters = "".join("T" if transposed else "N" for transposed in (a.trans_a, a.trans_b))
-    return f"sgemm {a.m} x {a.n} x {a.k} {letters}" + (f" x{a.count}" if "count" in arguments else "")
+    return f"gemm {a.m} x {a.n} x {a.k} {letters}" + (f" x{a.count}" if "count" in arguments else "")
 
 
 @dataclass
@@ -121,7 +121,7 @@ def keep_busy(seconds: float) -> Callable[[], None]:
     n = 4096
     count = math.ceil(seconds / product_seconds(n, n, n))
     a, b, c = random_array(n * n), random_array(n * n), device.empty((n * n,))
-    work = device.record(lambda: [device.sgemm(c, a, b, n, n, n) for _ in range(count)])
+    work = device.record(lambda: [device.gemm(c, a, b, n, n, n) for _ in range(count)])
     for _ in range(2):  # the second call records it; from then on it is replayed, and an observer does not see it
         work()
     device.synchronize()

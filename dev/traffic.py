@@ -65,8 +65,8 @@ FLOATS = {
 }
 
 FLOPS = {
-    "sgemm": lambda a: 2 * a.m * a.n * a.k,
-    "sgemm_strided_batched": lambda a: 2 * a.m * a.n * a.k * a.count,
+    "gemm": lambda a: 2 * a.m * a.n * a.k,
+    "gemm_strided_batched": lambda a: 2 * a.m * a.n * a.k * a.count,
     "flash_attention_forward": lambda a: 2 * a.T * a.out.size,
     "flash_attention_backward_query": lambda a: 3 * a.T * a.out.size,
     "flash_attention_backward_key": lambda a: 4 * a.T * a.dout.size,

@@ -86,7 +86,7 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     flags += ["--precision", "fp32"] if args.precision == "fp32" else []
     flags += [] if args.zero_stage else ["-z", "0"]
     flags += ["--bitwise", "1"] if args.bitwise else []
-    device.use_tf32(args.precision == "tf32")
+    device.use_precision(args.precision)
     choose_attention(args.attention, config.head_size)  # refuses what the model cannot have
     return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", tuple(flags))
 

@@ -1,7 +1,7 @@
 """The one place that knows about devices: an NVIDIA GPU through CuPy, or the CPU.
 
 `use` chooses a device once; everything else here then works on it. What stands in CpuDevice (cpu.py), such as `empty`,
-`copy_in` or `sgemm`, can be called as `device.empty`, and does the same on CudaDevice (cuda.py). Arrays are
+`copy_in` or `gemm`, can be called as `device.empty`, and does the same on CudaDevice (cuda.py). Arrays are
 `cupy.ndarray` on CUDA and `numpy.ndarray` on the CPU. Kernels are the same .cu files on both (sources.py): NVRTC
 compiles them, or a C++ compiler (cpp/). Matrix products are cuBLAS's (cublas.py) or NumPy's. CuPy is imported only when
 CUDA is used.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from device import current, errors  # noqa: F401  errors before what imports packages
+from device.bf16 import BF16, from_bf16, to_bf16
 from device.cpu import CpuDevice, host_memory
 from device.cuda import CudaDevice
 from device.errors import UserError, first_line
@@ -21,9 +22,9 @@ from device.sources import Source, cuda_source, kernel_declarations, source
 import numpy as np
 
 __all__ = [
-    "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "ceil_div", "compile_all", "constant",
-    "cuda_source", "host_memory", "kernel_declarations", "observe", "pieces", "record", "source", "touch", "use",
-    "use_recording", "why_not_cuda", "zeros",
+    "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "ceil_div", "compile_all",
+    "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces", "record",
+    "source", "to_bf16", "touch", "use", "use_precision", "use_recording", "why_not_cuda", "width", "zeros",
 ]  # fmt: skip
 
 # What to do where CUDA does not work, by a part of what it says.
@@ -73,6 +74,18 @@ def use(kind: str = "auto", number: int = 0) -> str:
 def compile_all() -> None:
     """Compiles every kernel file that has been imported, several at a time, rather than each at its first launch."""
     current.device.compile_all([source.path for source in current.sources])
+
+
+def use_precision(precision: str) -> str:
+    """CpuDevice.use_precision."""
+    found = unobserved().use_precision(precision)
+    current.forget_kernels()
+    return found
+
+
+def width() -> int:
+    """How many numbers of the type `floatX` a thread moves in one access of 16 bytes."""
+    return 16 // current.device.floatX.itemsize
 
 
 def use_recording(on: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from device import cpp
+from device.bf16 import BF16, floatX_of, from_bf16, to_bf16
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class CpuDevice:
     kind = "cpu"
     identity = ""
     compute_capability = 0
-    tf32 = False
+    precision, floatX, tf32 = "fp32", floatX_of("fp32"), False
     shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
     recording = True
     multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
@@ -36,7 +37,7 @@ class CpuDevice:
     in_communication = False
 
     def __init__(self):
-        self.modules: dict[Path, cpp.Module] = {}
+        self.modules: dict[tuple[Path, np.dtype], cpp.Module] = {}
         self.constants: dict[tuple, np.ndarray] = {}
         cpp.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
         cores = cpp.threads()
@@ -44,9 +45,13 @@ class CpuDevice:
         self.pool = ThreadPoolExecutor(cores, initializer=lambda: np.seterr(over="ignore", invalid="ignore"))
         self.name = f"CPU, {cores} cores"
 
-    def use_tf32(self, on: bool) -> bool:
-        """Lets matrix products round their operands to TF32 (10 mantissa bits); returns whether they now do."""
-        return False
+    def use_precision(self, precision: str) -> str:
+        """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; or "bf16", in
+        which `floatX`, the type of parameters, activations and their gradients, is BF16. Returns what it has come to: a
+        CPU has no TF32, a GPU before compute capability 8.0 fp32 alone."""
+        self.precision = "bf16" if precision == "bf16" else "fp32"
+        self.floatX = floatX_of(self.precision)
+        return self.precision
 
     # Memory
 
@@ -115,25 +120,32 @@ class CpuDevice:
         return self.module(path).kernel(name)
 
     def module(self, path: Path) -> cpp.Module:
-        if path not in self.modules:
-            self.modules[path] = cpp.compile_source(path)
-        return self.modules[path]
+        key = path, self.floatX
+        if key not in self.modules:
+            self.modules[key] = cpp.compile_source(path, *self.defines())
+        return self.modules[key]
+
+    def defines(self) -> list[str]:
+        """What kernels are built with, beside the size of a warp."""
+        return ["-DfloatX=bf16"] if self.floatX == BF16 else []
 
     def compile_all(self, paths: list[Path]) -> None:
         """Compiles kernel files, several at a time."""
-        self.modules.update(zip(paths, cpp.compile_all(paths), strict=True))
+        keys = [(path, self.floatX) for path in paths]
+        self.modules.update(zip(keys, cpp.compile_all(paths, *self.defines()), strict=True))
 
     # Products
 
-    def sgemm(
+    def gemm(
         self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0
     ) -> None:
-        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous, fp32 (TF32 where `tf32`).
+        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. a and b are fp32, as is c then
+        (TF32 where `tf32`), or both are bf16, and c is bf16 or fp32: sums are fp32 in any case.
 
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k).
         """
         (a,), (b,), (c,) = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
-        self.product(c, a, b, np.float32(beta))
+        with_fp32(lambda c, a, b: self.product(c, a, b, np.float32(beta)), c, a, b)
 
     def product(self, c, a, b, beta) -> None:
         """c = a @ b + beta * c, c's longer side shared out among the cores; NumPy lets go of the interpreter's lock."""
@@ -158,12 +170,16 @@ class CpuDevice:
         with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU, what is not finite is no one's business here
             list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
 
-    def sgemm_strided_batched(
+    def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
     ) -> None:
-        """`sgemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
+        """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
         a, b, c = matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count), matrix(c, m, n, False, count)
-        self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
+
+        def product(c, a, b) -> None:
+            self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
+
+        with_fp32(product, c, a, b)
 
     # Streams, as a recording uses them
 
@@ -250,6 +266,14 @@ def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: 
     if transposed:
         return flat.reshape(count, columns, rows).transpose(0, 2, 1)
     return flat.reshape(count, rows, columns)
+
+
+def with_fp32(product: Callable[..., None], c: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    """Calls product(c, a, b) with those of the arrays that are bf16 as fp32, and rounds c to bf16 if it is."""
+    wide = [from_bf16(x) if x.dtype == BF16 else x for x in (c, a, b)]
+    product(*wide)
+    if wide[0] is not c:
+        c[:] = to_bf16(wide[0])
 
 
 def host_memory() -> tuple[int, int]:

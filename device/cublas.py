@@ -7,12 +7,16 @@ import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from device.bf16 import BF16
+
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WORKSPACE = 32 << 20  # bytes
+CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 14, 68, -1
+TYPES = {BF16: CUDA_R_16BF, np.dtype(np.float32): 0}  # CUDA_R_32F
 
 
 class Cublas:
@@ -52,23 +56,34 @@ class Cublas:
         finally:
             self.calls = self.cupy_calls
 
-    def sgemm(
+    def gemm(
         self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0
     ) -> None:
         # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
-        self.calls.sgemm(
-            self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0),
-            b.data.ptr, k if trans_b else n, a.data.ptr, m if trans_a else k, address_of(beta), c.data.ptr, n,
-        )  # fmt: skip
+        shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
+        ld_a, ld_b = m if trans_a else k, k if trans_b else n
+        if a.dtype == BF16:
+            self.calls.gemmEx(
+                *shape, b.data.ptr, CUDA_R_16BF, ld_b, a.data.ptr, CUDA_R_16BF, ld_a, address_of(beta),
+                c.data.ptr, TYPES[c.dtype], n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT,
+            )  # fmt: skip
+        else:
+            self.calls.sgemm(*shape, b.data.ptr, ld_b, a.data.ptr, ld_a, address_of(beta), c.data.ptr, n)
 
-    def sgemm_strided_batched(
+    def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
     ) -> None:
-        self.calls.sgemmStridedBatched(
-            self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0),
-            b.data.ptr, k if trans_b else n, n * k, a.data.ptr, m if trans_a else k, m * k,
-            address_of(0.0), c.data.ptr, n, m * n, count,
-        )  # fmt: skip
+        shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
+        ld_a, ld_b = m if trans_a else k, k if trans_b else n
+        if a.dtype == BF16:
+            self.calls.gemmStridedBatchedEx(
+                *shape, b.data.ptr, CUDA_R_16BF, ld_b, n * k, a.data.ptr, CUDA_R_16BF, ld_a, m * k, address_of(0.0),
+                c.data.ptr, TYPES[c.dtype], n, m * n, count, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT,
+            )  # fmt: skip
+        else:
+            self.calls.sgemmStridedBatched(
+                *shape, b.data.ptr, ld_b, n * k, a.data.ptr, ld_a, m * k, address_of(0.0), c.data.ptr, n, m * n, count
+            )
 
 
 class CapturedCalls:
@@ -84,9 +99,17 @@ class CapturedCalls:
         self.sgemmStridedBatched = library.cublasSgemmStridedBatched
         matrix = [pointer, number, size]
         self.sgemmStridedBatched.argtypes = [*shape, *matrix, *matrix, pointer, *matrix, number]
+        self.gemmEx = library.cublasGemmEx
+        typed = [pointer, number, number]
+        self.gemmEx.argtypes = [*shape, *typed, *typed, pointer, *typed, number, number]
+        self.gemmStridedBatchedEx = library.cublasGemmStridedBatchedEx
+        typed = [*typed, size]
+        self.gemmStridedBatchedEx.argtypes = [*shape, *typed, *typed, pointer, *typed, number, number, number]
         self.set_workspace = library.cublasSetWorkspace_v2
         self.set_workspace.argtypes = [pointer, pointer, ctypes.c_size_t]
-        for function in (self.sgemm, self.sgemmStridedBatched, self.set_workspace):
+        for function in (
+            self.sgemm, self.sgemmStridedBatched, self.gemmEx, self.gemmStridedBatchedEx, self.set_workspace
+        ):  # fmt: skip
             function.errcheck = check_status
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from device.bf16 import BF16, floatX_of
 from device.cublas import Cublas
 from device.sources import cuda_source
 
@@ -36,7 +37,7 @@ class CudaDevice:
         self.multiprocessors = self.properties["multiProcessorCount"]
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
-        self.modules: dict[Path, Any] = {}
+        self.modules: dict[tuple[Path, np.dtype], Any] = {}
         self.constants: dict[tuple, Any] = {}
         self.opened: dict[str, int] = {}
         # Streams of our own: the default one can not be captured into a graph. The main stream has priority over the
@@ -49,15 +50,21 @@ class CudaDevice:
         self.stream = self.main_stream
         self.stream.use()
         self.blas = Cublas(cupy, [self.main_stream, self.side_stream])
-        self.sgemm, self.sgemm_strided_batched = self.blas.sgemm, self.blas.sgemm_strided_batched
+        self.gemm, self.gemm_strided_batched = self.blas.gemm, self.blas.gemm_strided_batched
         self.capturing, self.recording = False, True
         self.communicating, self.in_communication = None, False
-        self.use_tf32(True)
+        self.use_precision("tf32")
 
-    def use_tf32(self, on: bool) -> bool:
-        self.tf32 = on and self.compute_capability >= 80
-        self.blas.use_tf32(self.tf32)
-        return self.tf32
+    def use_precision(self, precision: str) -> str:
+        if self.compute_capability < 80:
+            precision = "fp32"
+        self.precision, self.floatX = precision, floatX_of(precision)
+        self.blas.use_tf32(precision == "tf32")
+        return precision
+
+    @property
+    def tf32(self) -> bool:
+        return self.precision == "tf32"
 
     # Memory
 
@@ -112,9 +119,11 @@ class CudaDevice:
         return CudaKernel(self.module(path).get_function(name))
 
     def module(self, path: Path):
-        if path not in self.modules:
-            self.modules[path] = self.cupy.RawModule(code=cuda_source(path), options=NVRTC_OPTIONS)
-        return self.modules[path]
+        key = path, self.floatX
+        if key not in self.modules:
+            options = NVRTC_OPTIONS + (("-DfloatX=bf16",) if self.floatX == BF16 else ())
+            self.modules[key] = self.cupy.RawModule(code=cuda_source(path), options=options)
+        return self.modules[key]
 
     def compile_all(self, paths: list[Path]) -> None:
         with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock

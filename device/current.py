@@ -15,5 +15,10 @@ def switch(to: Any) -> None:
     """Makes `to` the device in use. Every kernel file looks its kernels up again, on that device."""
     global device
     device = to
+    forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Lets every kernel file look its kernels up again: they are others for another device, or another precision."""
     for source in sources:
         source.forget()

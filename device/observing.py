@@ -11,8 +11,8 @@ from device.sources import READS, SETS, UPDATES, kernel_accesses
 
 # The parameters of the operations that are not kernels. Each operation writes its first parameter.
 OPERATIONS = {
-    "sgemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta"),
-    "sgemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b"),
+    "gemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta"),
+    "gemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b"),
     "fill_zero": ("array",),
     "copy": ("dst", "src"),
 }

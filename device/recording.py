@@ -88,7 +88,7 @@ def place(launches: list[Launch], gradients: list[Range]) -> list[bool]:
     side = [False] * len(launches)
     for i in reversed(range(len(launches))):
         writes = launches[i].writes
-        is_product = launches[i].name == "sgemm" and touch(writes, gradients)
+        is_product = launches[i].name == "gemm" and touch(writes, gradients)
         for_side = [only_side_reads(one, i, launches, side, gradients) for one in writes] if not is_product else []
         side[i] = is_product or bool(for_side) and all(for_side)
     return side

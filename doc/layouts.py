@@ -31,7 +31,7 @@ def rate(m: int, n: int, k: int, trans_a: bool, trans_b: bool) -> float:
     """TFLOP/s of a product."""
     a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,))
     calls = max(2, round(1e12 / (2 * m * n * k)))
-    return 2e-12 * m * n * k / seconds(lambda: device.sgemm(c, a, b, m, n, k, trans_a, trans_b), calls)
+    return 2e-12 * m * n * k / seconds(lambda: device.gemm(c, a, b, m, n, k, trans_a, trans_b), calls)
 
 
 def main() -> None:

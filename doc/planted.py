@@ -28,13 +28,13 @@ MARKERS = "<!-- planted -->", "<!-- end of planted -->"
 # What is wrong; a piece of layernorm.cu that is there once, and what takes its place.
 MISTAKES = {
     "variance divided by C - 1": ("block_sum(sum) / C + 1e-5f", "block_sum(sum) / (C - 1) + 1e-5f"),
-    "`=` where backward adds": ("Four dx = memory.load(p, C - i);", "Four dx = {};"),
+    "`=` where backward adds": ("Vec dx = memory.load(p, C - i);", "Vec dx = {};"),
     "mean written one row too far": ("mean[blockIdx.x] = m;", "mean[blockIdx.x + 1] = m;"),
     "last vector of a ragged row not written": (
         "memory.store(out + start + i, x, C - i);", "if (i + 3 < C) memory.store(out + start + i, x, C - i);"
     ),
     "aligned load of rows that are not": (
-        "Four x = memory.load(inp1 + start + i, C - i);", "Four x = Aligned::load(inp1 + start + i, 4);"
+        "Vec x = memory.load(inp1 + start + i, C - i);", "Vec x = Aligned::load(inp1 + start + i, 4);"
     ),
     "NaN clamped to a number": (
         "            Aligned::store(row + i, x, 4);",

@@ -210,10 +210,10 @@ def product_rung(kernel: str, block: tuple, rows: int, columns: int, **options) 
 
 def cublas(tf32: bool) -> Launch:
     def launch(cu: device.Source, a: SimpleNamespace) -> None:
-        before = device.tf32
-        device.use_tf32(tf32)
-        device.sgemm(a.c, a.a, a.b, a.M, a.N, a.K)
-        device.use_tf32(before)
+        before = device.precision
+        device.use_precision("tf32" if tf32 else "fp32")
+        device.gemm(a.c, a.a, a.b, a.M, a.N, a.K)
+        device.use_precision(before)
 
     return launch
 

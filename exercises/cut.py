@@ -136,8 +136,8 @@ EXERCISES = (
     Exercise(
         "bias_gradient",
         (
-            Hole("Four sum = {};", "memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);", """\
-Four sum = {};
+            Hole("Vec sum = {};", "memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);", """\
+Vec sum = {};
 // Write here: sum.x[0] to sum.x[3] = the sums of columns i to i + 3 over the rows from `begin` to `end` - 1.
 // memory.load(p, C - i) gives the four floats from p on, with 0 for those past the end of the row."""),
             Hole("of_lane[threadIdx.y][threadIdx.x] = sum;", "out[i] = before + total;", """\

@@ -20,8 +20,8 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
     if (scale != scale) return;
     const int left = n - i < 4 ? (int)(n - i) : 4;
     by_alignment(left == 4 && is_aligned(params), [&](auto memory) {  // all four buffers are aligned alike
-        Four p = memory.load(params + i, left), m4 = memory.load(m + i, left), v4 = memory.load(v + i, left);
-        const Four g = memory.load(grads + i, left);
+        Vec p = memory.load(params + i, left), m4 = memory.load(m + i, left), v4 = memory.load(v + i, left);
+        const Vec g = memory.load(grads + i, left);
         for (int k = 0; k < 4; k++) {
             if (!(fabsf(scale * g.x[k]) < LARGEST)) {
                 norm[3] = 1.0f;

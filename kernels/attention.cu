@@ -72,7 +72,7 @@ extern "C" __global__ void softmax_forward_kernel(float* att, float scale, size_
         float largest = -INFINITY, sum = 0.0f;  // of this lane's share, updated together (online softmax)
 #pragma unroll 4
         for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
-            const Four x = memory.load(row + s, T - s);
+            const Vec x = memory.load(row + s, T - s);
             float four_largest = largest;
             for (int k = 0; k < 4; k++) four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;
             sum *= __expf(scale * (largest - four_largest));
@@ -83,7 +83,7 @@ extern "C" __global__ void softmax_forward_kernel(float* att, float scale, size_
         const float norm = 1.0f / warp_sum(sum * __expf(scale * (largest - row_largest)));
 #pragma unroll 4
         for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
-            Four x = {};
+            Vec x = {};
             if (s < length) x = memory.load(row + s, T - s);
             for (int k = 0; k < 4; k++) x.x[k] = s + k < length ? __expf(scale * (x.x[k] - row_largest)) * norm : 0.0f;
             memory.store(row + s, x, T - s);
@@ -102,13 +102,13 @@ extern "C" __global__ void softmax_backward_kernel(float* datt, const float* att
         float sum = 0.0f;
 #pragma unroll 4
         for (int s = 4 * lane; s < length; s += 4 * WARP_SIZE) {
-            const Four d = memory.load(drow + s, T - s), a = memory.load(row + s, T - s);
+            const Vec d = memory.load(drow + s, T - s), a = memory.load(row + s, T - s);
             for (int k = 0; k < 4; k++) sum += s + k < length ? d.x[k] * a.x[k] : 0.0f;
         }
         sum = warp_sum(sum);
 #pragma unroll 4
         for (int s = 4 * lane; s < T; s += 4 * WARP_SIZE) {
-            Four d = {}, a = {};
+            Vec d = {}, a = {};
             if (s < length) d = memory.load(drow + s, T - s), a = memory.load(row + s, T - s);
             for (int k = 0; k < 4; k++) d.x[k] = s + k < length ? scale * a.x[k] * (d.x[k] - sum) : 0.0f;
             memory.store(drow + s, d, T - s);
@@ -125,7 +125,7 @@ extern "C" __global__ void relu_forward_kernel(float* att, float scale, size_t r
     by_alignment(T % 4 == 0, [&](auto memory) {
 #pragma unroll 4
         for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
-            Four x = {};
+            Vec x = {};
             if (s < length) x = memory.load(row + s, T - s);
             for (int k = 0; k < 4; k++) x.x[k] = s + k >= length || x.x[k] <= 0.0f ? 0.0f : x.x[k] * norm;  // NaN stays
             memory.store(row + s, x, T - s);
@@ -141,7 +141,7 @@ extern "C" __global__ void relu_backward_kernel(float* datt, const float* att, f
     by_alignment(T % 4 == 0, [&](auto memory) {
 #pragma unroll 4
         for (int s = 4 * threadIdx.x; s < T; s += 4 * WARP_SIZE) {
-            Four d = {}, a = {};
+            Vec d = {}, a = {};
             if (s < length) d = memory.load(datt + n * T + s, T - s), a = memory.load(att + n * T + s, T - s);
             for (int k = 0; k < 4; k++) d.x[k] = s + k >= length || a.x[k] <= 0.0f ? 0.0f : d.x[k] * norm;
             memory.store(datt + n * T + s, d, T - s);

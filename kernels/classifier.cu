@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
 
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's share
     for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
-        Four x = Aligned::load(row + i, 4);
+        Vec x = Aligned::load(row + i, 4);
         if (i + 4 > V) {
             for (int k = 0; k < 4; k++) x.x[k] = i + k < V ? x.x[k] : -INFINITY;
         }
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     // From the row's end to its start: what was read last is the likeliest to be in L2 still.
     for (int i = 4 * ((V - 1) / (4 * blockDim.x) * blockDim.x + threadIdx.x); i >= 0; i -= 4 * blockDim.x) {
         if (i >= V) continue;
-        Four x = Aligned::load(i < cached ? cache + i : row + i, 4);
+        Vec x = Aligned::load(i < cached ? cache + i : row + i, 4);
         for (int k = 0; k < 4; k++) x.x[k] = __expf(x.x[k] - row_largest) * scale;
         if (i + 4 > V) {
             for (int k = 0; k < 4; k++) x.x[k] = i + k < V ? x.x[k] : 0.0f;

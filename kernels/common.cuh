@@ -72,32 +72,89 @@ __device__ inline float block_max(float x) {
     return largest;
 }
 
-// Four consecutive floats, moved in one 16-byte access where that is possible. Rows of an (N, C) matrix allow it when C is
-// a multiple of 4, and any other C must work too, so a kernel's body is written once and compiled twice:
-//   by_alignment(C % 4 == 0, [&](auto memory) { Four x = memory.load(p, left); ... memory.store(p, x, left); });
-// `left` is how many floats there are from p to the end of the row; those that are missing load as 0 and are not stored.
-struct Four {
-    float x[4];
+// A float of 16 bits, bfloat16: the sign and the exponent of fp32, and the first 7 bits of its mantissa.
+struct bf16 {
+    unsigned short bits;
+};
+
+// The type of parameters, activations and their gradients: float, or bf16 where a build says -DfloatX=bf16. What is read
+// becomes fp32 in registers, and all arithmetic is done in that; what is written is rounded to the nearest bf16.
+#ifndef floatX
+#define floatX float
+#endif
+constexpr int WIDTH = 16 / sizeof(floatX);  // of them in an access of 16 bytes
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+// Two floats as bf16, the first in the lower half of the word: rounded to nearest, of two as near to the even one.
+__device__ inline unsigned to_bf16(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    return both;
+#else
+    auto round = [](float x) {
+        const unsigned bits = __float_as_uint(x);
+        const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded;  // one NaN for all, as the instruction has it
+    };
+    return round(first) | round(second) << 16;
+#endif
+}
+
+__device__ inline void set(float& to, float x) { to = x; }
+__device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
+
+// WIDTH consecutive numbers, as floats. In memory they are floatX, moved in one access of 16 bytes where that is
+// possible, or floats, moved in one or two. Rows of an (N, C) matrix allow it when C is a multiple of WIDTH, and any
+// other C must work too, so a kernel's body is written once and compiled twice:
+//   by_alignment(C % WIDTH == 0, [&](auto memory) { Vec x = memory.load(p, left); ... memory.store(p, x, left); });
+// `left` is how many there are from p to the end of the row; those that are missing load as 0 and are not stored.
+struct Vec {
+    float x[WIDTH];
 };
 
 struct Aligned {
-    __device__ static Four load(const float* p, int left) {
-        const float4 f = *reinterpret_cast<const float4*>(p);
-        return {{f.x, f.y, f.z, f.w}};
+    __device__ static Vec load(const float* p, int left) {
+        Vec v;
+        for (int k = 0; k < WIDTH; k += 4) {
+            const float4 f = *reinterpret_cast<const float4*>(p + k);
+            v.x[k] = f.x, v.x[k + 1] = f.y, v.x[k + 2] = f.z, v.x[k + 3] = f.w;
+        }
+        return v;
     }
-    __device__ static void store(float* p, const Four& v, int left) {
-        *reinterpret_cast<float4*>(p) = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]);
+    __device__ static Vec load(const bf16* p, int left) {
+        const uint4 u = *reinterpret_cast<const uint4*>(p);
+        const unsigned words[4] = {u.x, u.y, u.z, u.w};
+        Vec v;
+        for (int k = 0; k < WIDTH; k++) {
+            v.x[k] = __uint_as_float(k % 2 == 0 ? words[k / 2] << 16 : words[k / 2] & 0xffff0000u);
+        }
+        return v;
+    }
+    __device__ static void store(float* p, const Vec& v, int left) {
+        for (int k = 0; k < WIDTH; k += 4) {
+            *reinterpret_cast<float4*>(p + k) = make_float4(v.x[k], v.x[k + 1], v.x[k + 2], v.x[k + 3]);
+        }
+    }
+    __device__ static void store(bf16* p, const Vec& v, int left) {
+        unsigned words[4];
+        for (int k = 0; k < WIDTH; k += 2) words[k / 2] = to_bf16(v.x[k], v.x[k + 1]);
+        *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
     }
 };
 
 struct Ragged {
-    __device__ static Four load(const float* p, int left) {
-        Four v;
-        for (int k = 0; k < 4; k++) v.x[k] = k < left ? p[k] : 0.0f;
+    template <class T>
+    __device__ static Vec load(const T* p, int left) {
+        Vec v;
+        for (int k = 0; k < WIDTH; k++) v.x[k] = k < left ? to_float(p[k]) : 0.0f;
         return v;
     }
-    __device__ static void store(float* p, const Four& v, int left) {
-        for (int k = 0; k < 4 && k < left; k++) p[k] = v.x[k];
+    template <class T>
+    __device__ static void store(T* p, const Vec& v, int left) {
+        for (int k = 0; k < WIDTH && k < left; k++) set(p[k], v.x[k]);
     }
 };
 
@@ -106,57 +163,77 @@ __device__ inline void by_alignment(bool aligned, Body body) {
     if (aligned) body(Aligned()); else body(Ragged());
 }
 
-__device__ inline bool is_aligned(const float* p) { return (reinterpret_cast<size_t>(p) & 15) == 0; }
+__device__ inline bool is_aligned(const void* p) { return (reinterpret_cast<size_t>(p) & 15) == 0; }
 
-// A matrix is transposed by tiles of 64 x 64 that wait in shared memory, so that reads and writes both use whole sectors:
-// half a warp moves 256 neighbouring bytes. (Where it wrote twice 128, an H200 took 2 to 12% longer.)
+// Backward recomputes what a weight's gradient takes of a product's input. In fp32 and TF32 that product is faster where
+// its input is transposed, in bf16 it is not: there it is written as it is (kernels/matmul.py).
+constexpr bool TRANSPOSES = sizeof(floatX) == 4;
+
+// A matrix is transposed by tiles of TILE rows that wait in shared memory, so that reads and writes both use whole
+// sectors: half a warp moves 256 neighbouring bytes. (Where it wrote twice 128, an H200 took 2 to 12% longer.)
 // A block has TILE_THREADS x TILE_THREADS threads; thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and in
-// each the vectors of four floats x, x + TILE_THREADS, ...
-constexpr int TILE = 64;
+// each the vectors x, x + TILE_THREADS, ...
+constexpr int TILE = 64, TILE_COLUMNS = 16 * WIDTH;
 constexpr int TILE_THREADS = WARP_SIZE > 1 ? 16 : 1;
-constexpr int TILE_ROWS = TILE / TILE_THREADS;
-constexpr int TILE_VECTORS = TILE / 4 / TILE_THREADS;
+constexpr int TILE_VECTORS = TILE_COLUMNS / WIDTH / TILE_THREADS;
 
 struct Tile {
     // A word more to a row, so that the words of a column lie in different banks. A thread has four columns, or four
     // rows, so that threads x and x + 8 still share a bank, and an access takes two passes. A swizzle needs only one, but
     // gained 1% at most.
-    float at[TILE][TILE + 1];
+    float at[TILE][TILE_COLUMNS + 1];
 
-    __device__ void put(int row, int column, const Four& v) {
-        for (int k = 0; k < 4; k++) at[row][column + k] = v.x[k];
+    __device__ void put(int row, int column, const Vec& v) {
+        for (int k = 0; k < WIDTH; k++) at[row][column + k] = v.x[k];
     }
 
-    // Puts value(n, i, c) wherever the thread has a vector inside an (N, C) matrix, for the tile at row n0 and column i0:
-    // its four floats are row n, columns i to i + 3, and it is the thread's vector number c of the row.
-    template <class Value>
-    __device__ void fill(int n0, int i0, int N, int C, Value value) {
+    // Calls work(n, i, row, column, c) wherever the thread has a vector inside an (N, C) matrix, for the tile at row n0
+    // and column i0: its numbers are row n, columns i to i + WIDTH - 1 of the matrix, it lies at (row, column) of the
+    // tile, and it is the thread's vector number c of the row.
+    template <class Work>
+    __device__ static void for_each(int n0, int i0, int N, int C, Work work) {
 #pragma unroll
-        for (int r = 0; r < TILE_ROWS; r++) {
+        for (int r = 0; r < TILE / TILE_THREADS; r++) {
             const int row = threadIdx.y + r * TILE_THREADS;
             for (int c = 0; c < TILE_VECTORS; c++) {
-                const int column = 4 * (threadIdx.x + c * TILE_THREADS);
-                if (n0 + row < N && i0 + column < C) put(row, column, value(n0 + row, i0 + column, c));
+                const int column = WIDTH * (threadIdx.x + c * TILE_THREADS);
+                if (n0 + row < N && i0 + column < C) work(n0 + row, i0 + column, row, column, c);
             }
         }
+    }
+
+    // The tile at row n0 and column i0 of an (N, C) matrix whose vectors are value(n, i, c). Where TRANSPOSES is false,
+    // they are stored to out (N, C) at once; else write_recomputed has to follow.
+    template <class Memory, class Value>
+    __device__ void fill(Memory memory, floatX* out, int n0, int i0, int N, int C, Value value) {
+        for_each(n0, i0, N, C, [&](int n, int i, int row, int column, int c) {
+            const Vec v = value(n, i, c);
+            if (TRANSPOSES) put(row, column, v); else memory.store(out + (size_t)n * C + i, v, C - i);
+        });
     }
 };
 
 // Writes the tile that was read at row n0 and column i0 of an (N, C) matrix to the transposed (C, N) matrix. The caller
 // puts a barrier before.
-__device__ inline void store_transposed(float* out_T, const Tile& tile, int n0, int i0, int N, int C) {
-    by_alignment(N % 4 == 0, [&](auto memory) {
+__device__ inline void store_transposed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
+    by_alignment(N % WIDTH == 0, [&](auto memory) {
 #pragma unroll
-        for (int r = 0; r < TILE_ROWS; r++) {
+        for (int r = 0; r < TILE_COLUMNS / TILE_THREADS; r++) {
             const int column = threadIdx.y + r * TILE_THREADS;
-            for (int c = 0; c < TILE_VECTORS; c++) {
-                const int row = 4 * (threadIdx.x + c * TILE_THREADS);
-                Four v;
-                for (int k = 0; k < 4; k++) v.x[k] = tile.at[row + k][column];
+            for (int row = WIDTH * threadIdx.x; row < TILE; row += WIDTH * TILE_THREADS) {
+                Vec v;
+                for (int k = 0; k < WIDTH; k++) v.x[k] = tile.at[row + k][column];
                 if (i0 + column < C && n0 + row < N) {
                     memory.store(out_T + (size_t)(i0 + column) * N + n0 + row, v, N - n0 - row);
                 }
             }
         }
     });
+}
+
+// What a tile was filled with, as a weight's gradient takes it: to out_T (C, N), or nothing more to do in bf16.
+__device__ inline void write_recomputed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
+    if (!TRANSPOSES) return;
+    __syncthreads();
+    store_transposed(out_T, tile, n0, i0, N, C);
 }

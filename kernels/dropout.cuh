@@ -34,12 +34,14 @@ struct Dropout {
         : site(site), step(random[2]), batch(random[3]), key0(random[0]), key1(random[1]),
           threshold(site < 0 ? 0 : random[4]), scale(site < 0 ? 1.0f : __int_as_float(random[5])) {}
 
-    // Four neighbours of a row of an (N, C) matrix: row n, columns i to i + 3.
-    __device__ Four operator()(const Four& v, int n, int i, int C) const {
+    // A vector of a row of an (N, C) matrix: row n, columns i to i + WIDTH - 1. Every four of them are a group.
+    __device__ Vec operator()(const Vec& v, int n, int i, int C) const {
         const unsigned group = (unsigned)n * ceil_div(C, 4) + i / 4;
-        const Words draw = philox({{group, site, step, batch}}, key0, key1);
-        Four kept;
-        for (int k = 0; k < 4; k++) kept.x[k] = draw.x[k] < threshold ? 0.0f : scale * v.x[k];
+        Vec kept;
+        for (int g = 0; g < WIDTH / 4; g++) {
+            const Words draw = philox({{group + g, site, step, batch}}, key0, key1);
+            for (int k = 0; k < 4; k++) kept.x[4 * g + k] = draw.x[k] < threshold ? 0.0f : scale * v.x[4 * g + k];
+        }
         return kept;
     }
 };

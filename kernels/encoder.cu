@@ -20,8 +20,8 @@ __device__ inline void forward_positions(float* out, const int* inp, const float
     float* row = out + (size_t)n * C;
     by_alignment(C % 4 == 0, [&](auto memory) {
         for (int i = 4 * threadIdx.x; i < C; i += 4 * WARP_SIZE) {
-            Four a = memory.load(token + i, C - i);
-            const Four b = position == nullptr ? Four() : memory.load(position + i, C - i);
+            Vec a = memory.load(token + i, C - i);
+            const Vec b = position == nullptr ? Vec() : memory.load(position + i, C - i);
             for (int k = 0; k < 4; k++) a.x[k] += b.x[k];
             memory.store(row + i, finish(a, n, i), C - i);
         }
@@ -30,35 +30,35 @@ __device__ inline void forward_positions(float* out, const int* inp, const float
 
 extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, const float* wte, const float* wpe,
                                                   int N, int T, int C) {
-    forward_positions(out, inp, wte, wpe, N, T, C, [](const Four& a, int n, int i) { return a; });
+    forward_positions(out, inp, wte, wpe, N, T, C, [](const Vec& a, int n, int i) { return a; });
 }
 
 extern "C" __global__ void encoder_dropout_forward_kernel(float* out, const int* inp, const float* wte,
                                                           const float* wpe, int N, int T, int C,
                                                           const int* random, int site) {
     const Dropout drop(random, site);
-    forward_positions(out, inp, wte, wpe, N, T, C, [&](const Four& a, int n, int i) { return drop(a, n, i, C); });
+    forward_positions(out, inp, wte, wpe, N, T, C, [&](const Vec& a, int n, int i) { return drop(a, n, i, C); });
 }
 
 // row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, four each;
 // lanes); lane y adds up every blockDim.y-th position. At most 1024 threads.
 __device__ inline void sum_positions(float* row, bool accumulate, const float* dout, const int* position, int positions,
                                      int C) {
-    __shared__ Four of_thread[1024];
+    __shared__ Vec of_thread[1024];
     by_alignment(C % 4 == 0, [&](auto memory) {
         for (int i0 = 0; i0 < C; i0 += 4 * blockDim.x) {
             const int i = i0 + 4 * threadIdx.x;
-            Four sum = {};
+            Vec sum = {};
             if (i < C) {
                 for (int j = threadIdx.y; j < positions; j += blockDim.y) {
-                    const Four d = memory.load(dout + (size_t)position[j] * C + i, C - i);
+                    const Vec d = memory.load(dout + (size_t)position[j] * C + i, C - i);
                     for (int k = 0; k < 4; k++) sum.x[k] += d.x[k];
                 }
             }
             of_thread[threadIdx.y * blockDim.x + threadIdx.x] = sum;
             __syncthreads();
             if (threadIdx.y == 0 && i < C) {
-                Four total = {};
+                Vec total = {};
                 if (accumulate) total = memory.load(row + i, C - i);
                 for (int y = 0; y < blockDim.y && y < positions; y++) {
                     for (int k = 0; k < 4; k++) total.x[k] += of_thread[y * blockDim.x + threadIdx.x].x[k];
@@ -100,7 +100,7 @@ extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, c
             const float* value = values + (size_t)x * C;
             float* row = dwte + (size_t)indices[x] * C;
             for (int i0 = 4 * threadIdx.x; i0 < C; i0 += AT_ONCE * STRIDE) {
-                Four sum[AT_ONCE], added[AT_ONCE];
+                Vec sum[AT_ONCE], added[AT_ONCE];
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     const int i = i0 + k * STRIDE;

@@ -31,9 +31,9 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
             while (piece < last && v >= piece[4]) piece += 4;
             const long long i = piece[1] + 4 * (v - piece[0]), there = i + piece[3];
             const int left = piece[2] - i < 4 ? (int)(piece[2] - i) : 4;
-            Four sum;
+            Vec sum;
             for (int r = 0; r < num_from; r += AT_ONCE) {
-                Four x[AT_ONCE];
+                Vec x[AT_ONCE];
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     if (r + k >= num_from) break;

@@ -747,10 +747,10 @@ extern "C" __global__ void flash_attention_group_sum_kernel(float* dqkv, const f
     const int n = blockIdx.x * blockDim.y + threadIdx.y, i = 4 * threadIdx.x, group = NH / NKV;
     if (n >= heads) return;
     const float* share = dkv_heads + (size_t)n * group * HS + i;  // the heads of a group are neighbours
-    Four sum = Aligned::load(share, 4);
+    Vec sum = Aligned::load(share, 4);
     #pragma unroll 4
     for (int h = 1; h < group; h++) {
-        const Four x = Aligned::load(share + h * HS, 4);
+        const Vec x = Aligned::load(share + h * HS, 4);
         for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
     }
     const int position = n / (2 * NKV), head = NH + n % (2 * NKV);

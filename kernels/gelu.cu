@@ -5,8 +5,8 @@
 // where there is none it is a null pointer.
 // Backward: dinp = dout * gelu'(x), with s the factor of x in gelu(x) = x * s; dbias += sum_rows(dinp).
 //   tanh: gelu' = s + x * s * (1 - s) * 2 du/dx;  erf: gelu' = s + x * exp(-x^2 / 2) / sqrt(2 pi).
-// Memory-bound: forward reads and writes N*C floats; backward reads two and writes two, one of them gelu(x) transposed:
-// the weight gradient of the next product needs it that way, so forward's output need not be kept.
+// Memory-bound: forward reads and writes N*C numbers; backward reads two and writes two, one of them gelu(x) for the
+// weight gradient of the next product, so forward's output need not be kept. In fp32 that is transposed (Tile::fill).
 #include "common.cuh"
 
 // The two forms: s = share(x), gelu(x) = x * s and gelu'(x) = gradient(x, s).
@@ -27,16 +27,16 @@ struct Erf {
 };
 
 // Inlined by force: g++ otherwise rounds the tanh form in another way on the CPU device.
-// Block x: a row; thread: four columns of grid column y.
+// Block x: a row; thread: a vector of columns of grid column y.
 template <class Gelu>
-__device__ __forceinline__ void forward(float* out, const float* inp, const float* bias, int C) {
-    const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
+__device__ __forceinline__ void forward(floatX* out, const floatX* inp, const floatX* bias, int C) {
+    const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const size_t at = (size_t)blockIdx.x * C + i;
-    by_alignment(C % 4 == 0 && is_aligned(bias), [&](auto memory) {
-        Four x = memory.load(inp + at, C - i);
-        const Four b = bias != nullptr ? memory.load(bias + i, C - i) : Four();
-        for (int k = 0; k < 4; k++) {
+    by_alignment(C % WIDTH == 0 && is_aligned(bias), [&](auto memory) {
+        Vec x = memory.load(inp + at, C - i);
+        const Vec b = bias != nullptr ? memory.load(bias + i, C - i) : Vec();
+        for (int k = 0; k < WIDTH; k++) {
             const float u = x.x[k] + b.x[k];
             x.x[k] = u * Gelu::share(u);
         }
@@ -44,22 +44,23 @@ __device__ __forceinline__ void forward(float* out, const float* inp, const floa
     });
 }
 
-// A block takes the 64 columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout (N,C) becomes
-// dinp in place, out_T (C,N) is set to the transposed gelu(inp + bias), partials (gridDim.y, C) to the sums of dinp.
+// A block takes the TILE_COLUMNS columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout (N,C)
+// becomes dinp in place, out_T (C,N) is set to the transposed gelu(inp + bias), partials (gridDim.y, C) to the sums of
+// dinp.
 template <class Gelu>
-__device__ __forceinline__ void backward(float* dout, float* out_T, float* partials, const float* inp,
-                                         const float* bias, int N, int C, int rows) {
+__device__ __forceinline__ void backward(floatX* dout, floatX* out_T, float* partials, const floatX* inp,
+                                         const floatX* bias, int N, int C, int rows) {
     __shared__ Tile tile;
-    const int i0 = blockIdx.x * TILE, begin = blockIdx.y * rows, end = min(N, begin + rows);
-    Four sums[TILE_VECTORS] = {};
+    const int i0 = blockIdx.x * TILE_COLUMNS, begin = blockIdx.y * rows, end = min(N, begin + rows);
+    Vec sums[TILE_VECTORS] = {};
 
     for (int n0 = begin; n0 < end; n0 += TILE) {
-        by_alignment(C % 4 == 0 && is_aligned(bias), [&](auto memory) {
-            tile.fill(n0, i0, end, C, [&](int n, int i, int c) {
+        by_alignment(C % WIDTH == 0 && is_aligned(bias), [&](auto memory) {
+            tile.fill(memory, out_T, n0, i0, end, C, [&](int n, int i, int c) {
                 const size_t at = (size_t)n * C + i;
-                Four x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
-                const Four b = bias != nullptr ? memory.load(bias + i, C - i) : Four();
-                for (int k = 0; k < 4; k++) {
+                Vec x = memory.load(inp + at, C - i), d = memory.load(dout + at, C - i);
+                const Vec b = bias != nullptr ? memory.load(bias + i, C - i) : Vec();
+                for (int k = 0; k < WIDTH; k++) {
                     const float u = x.x[k] + b.x[k], s = Gelu::share(u);
                     d.x[k] *= Gelu::gradient(u, s);
                     x.x[k] = u * s;
@@ -69,35 +70,34 @@ __device__ __forceinline__ void backward(float* dout, float* out_T, float* parti
                 return x;
             });
         });
-        __syncthreads();
-        store_transposed(out_T, tile, n0, i0, N, C);
+        write_recomputed(out_T, tile, n0, i0, N, C);
         __syncthreads();
     }
 
     // The threads of a column of the block have sums of the same 64 columns of the matrix: the tile brings them together.
-    for (int c = 0; c < TILE_VECTORS; c++) tile.put(threadIdx.y, 4 * (threadIdx.x + c * TILE_THREADS), sums[c]);
+    for (int c = 0; c < TILE_VECTORS; c++) tile.put(threadIdx.y, WIDTH * (threadIdx.x + c * TILE_THREADS), sums[c]);
     __syncthreads();
-    for (int column = threadIdx.y * TILE_THREADS + threadIdx.x; column < TILE; column += TILE_THREADS * TILE_THREADS) {
+    for (int column = threadIdx.y * TILE_THREADS + threadIdx.x; column < TILE_COLUMNS; column += TILE_THREADS * TILE_THREADS) {
         float total = 0.0f;
         for (int y = 0; y < TILE_THREADS; y++) total += tile.at[y][column];
         if (i0 + column < C) partials[(size_t)blockIdx.y * C + i0 + column] = total;
     }
 }
 
-extern "C" __global__ void gelu_forward_kernel(float* out, const float* inp, const float* bias, int C) {
+extern "C" __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, const floatX* bias, int C) {
     forward<Tanh>(out, inp, bias, C);
 }
 
-extern "C" __global__ void gelu_backward_kernel(float* dout, SETS float* out_T, float* partials, const float* inp,
-                                                const float* bias, int N, int C, int rows) {
+extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T, float* partials, const floatX* inp,
+                                                const floatX* bias, int N, int C, int rows) {
     backward<Tanh>(dout, out_T, partials, inp, bias, N, C, rows);
 }
 
-extern "C" __global__ void gelu_erf_forward_kernel(float* out, const float* inp, const float* bias, int C) {
+extern "C" __global__ void gelu_erf_forward_kernel(floatX* out, const floatX* inp, const floatX* bias, int C) {
     forward<Erf>(out, inp, bias, C);
 }
 
-extern "C" __global__ void gelu_erf_backward_kernel(float* dout, SETS float* out_T, float* partials, const float* inp,
-                                                    const float* bias, int N, int C, int rows) {
+extern "C" __global__ void gelu_erf_backward_kernel(floatX* dout, SETS floatX* out_T, float* partials, const floatX* inp,
+                                                    const floatX* bias, int N, int C, int rows) {
     backward<Erf>(dout, out_T, partials, inp, bias, N, C, rows);
 }

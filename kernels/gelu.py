@@ -12,16 +12,17 @@ def gelu_forward(out, inp, bias, N: int, C: int, erf: bool = False) -> None:
     (C) has not been added yet. bias is None where the product has none."""
     block = 256  # on an H200 128 take as long, 64 18% longer, 1024 12%
     kernel = cu.gelu_erf_forward_kernel if erf else cu.gelu_forward_kernel
-    kernel((N, ceil_div(C, 4 * block)), (block,), (out, inp, bias, C))
+    kernel((N, ceil_div(C, device.width() * block)), (block,), (out, inp, bias, C))
 
 
 def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int, erf: bool = False) -> None:
     """dinp (N,C), which comes in as the gradient of the output, is set to that of the input; dbias (C) += its columns.
     bias and dbias are None where the product has no bias.
 
-    out_T (C,N) is set to gelu(inp + bias), transposed; scratch holds (MOST_PARTIALS, C) floats.
+    out_T (C,N) is set to gelu(inp + bias), transposed, or out_T (N,C) to gelu(inp + bias) where matmul.transposes() is
+    false. scratch holds (MOST_PARTIALS, C) floats.
     """
     side, rows = cu.block(16), rows_per_chunk(N, multiple=64)
     chunks, kernel = ceil_div(N, rows), cu.gelu_erf_backward_kernel if erf else cu.gelu_backward_kernel
-    kernel((ceil_div(C, 64), chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
+    kernel((ceil_div(C, 16 * device.width()), chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
     add_partials([dbias], scratch, chunks, C)

@@ -19,9 +19,9 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
     by_alignment(C % 4 == 0, [&](auto memory) {
         float sum = 0.0f;
         for (int i = first; i < C; i += step) {
-            Four x = memory.load(inp1 + start + i, C - i);
+            Vec x = memory.load(inp1 + start + i, C - i);
             if (inp2 != nullptr) {
-                const Four y = memory.load(inp2 + start + i, C - i), b = memory.load(bias2 + i, C - i);
+                const Vec y = memory.load(inp2 + start + i, C - i), b = memory.load(bias2 + i, C - i);
                 for (int k = 0; k < 4; k++) x.x[k] += y.x[k] + b.x[k];
                 memory.store(residual + start + i, x, C - i);
             }
@@ -32,14 +32,14 @@ extern "C" __global__ void layernorm_forward_kernel(float* out, float* mean, flo
 
         sum = 0.0f;
         for (int i = first; i < C; i += step) {
-            const Four x = Aligned::load(row + i, 4);
+            const Vec x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
         }
         const float s = rsqrtf(block_sum(sum) / C + 1e-5f);
 
         for (int i = first; i < C; i += step) {
-            Four x = Aligned::load(row + i, 4);
-            const Four w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
+            Vec x = Aligned::load(row + i, 4);
+            const Vec w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
             for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m) * w.x[k] + b.x[k];
             memory.store(out + start + i, x, C - i);
         }
@@ -74,8 +74,8 @@ extern "C" __global__ void layernorm_backward_kernel(float* __restrict__ dinp, f
                 float sum_g = 0.0f, sum_gn = 0.0f;
 #pragma unroll 6  // loads in flight: C = 768 is six of them; one at a time took 9% longer
                 for (int i = 4 * lane; i < C; i += 4 * WARP_SIZE) {
-                    const Four d = memory.load(dout + start + i, C - i), w = memory.load(weight + i, C - i);
-                    Four n = memory.load(inp + start + i, C - i);
+                    const Vec d = memory.load(dout + start + i, C - i), w = memory.load(weight + i, C - i);
+                    Vec n = memory.load(inp + start + i, C - i);
                     for (int k = 0; k < 4; k++) {
                         n.x[k] = (n.x[k] - m) * s;
                         const float g = d.x[k] * w.x[k];  // 0 past the end of the row, where d is
@@ -92,8 +92,8 @@ extern "C" __global__ void layernorm_backward_kernel(float* __restrict__ dinp, f
             __syncthreads();
             const int count = min(warps, N - begin);
             for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
-                const Four w = memory.load(weight + i, C - i);
-                Four sum_dw = {}, sum_db = {}, sum_dx = {};
+                const Vec w = memory.load(weight + i, C - i);
+                Vec sum_dw = {}, sum_db = {}, sum_dx = {};
                 if (begin >= gridDim.x * warps) {  // go on with the sums of the rows before
                     sum_dw = memory.load(sums + i, C - i);
                     sum_db = memory.load(sums + C + i, C - i);
@@ -102,8 +102,8 @@ extern "C" __global__ void layernorm_backward_kernel(float* __restrict__ dinp, f
 #pragma unroll 8  // one row at a time took 5% longer
                 for (int r = 0; r < count; r++) {
                     float* p = dinp + (size_t)(begin + r) * C + i;
-                    Four dx = memory.load(p, C - i);
-                    const Four d = Aligned::load(rows_d + r * width + i, 4), n = Aligned::load(rows_n + r * width + i, 4);
+                    Vec dx = memory.load(p, C - i);
+                    const Vec d = Aligned::load(rows_d + r * width + i, 4), n = Aligned::load(rows_n + r * width + i, 4);
                     for (int k = 0; k < 4; k++) {
                         dx.x[k] += rstd_of[r] * (d.x[k] * w.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
                         sum_dw.x[k] += d.x[k] * n.x[k];

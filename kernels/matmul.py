@@ -9,10 +9,16 @@ cu = device.source(__file__)
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC); bias None where a following kernel adds it, or none."""
-    device.sgemm(out, inp, weight, B * T, OC, C, trans_b=True)
+    device.gemm(out, inp, weight, B * T, OC, C, trans_b=True)
     if bias is not None:
         block = 256
-        cu.add_bias_kernel((B * T, ceil_div(OC, 4 * block)), (block,), (out, bias, OC))
+        cu.add_bias_kernel((B * T, ceil_div(OC, device.width() * block)), (block,), (out, bias, OC))
+
+
+def transposes() -> bool:
+    """Whether backward gives matmul_backward_weight_transposed its input transposed, as the kernels that recompute it
+    write it (common.cuh: TRANSPOSES). In bf16 it lies as in forward: there cuBLAS is as fast with either."""
+    return device.floatX != device.BF16
 
 
 # cuBLAS multiplies TF32 matrices faster where an operand's neighbours in memory are also neighbours along the dimension
@@ -29,18 +35,18 @@ def matmul_backward_inp(
 ) -> None:
     """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += where accumulate: the input had another reader. weight_T:
     scratch for the transposed weight (C,OC); None to do without."""
-    if weight_T is None or B * T < ROWS_WORTH_TRANSPOSING or C * OC >= MOST_WEIGHTS_A_ROW * B * T:
-        device.sgemm(dinp, dout, weight, B * T, C, OC, beta=float(accumulate))
+    if weight_T is None or not transposes() or B * T < ROWS_WORTH_TRANSPOSING or C * OC >= MOST_WEIGHTS_A_ROW * B * T:
+        device.gemm(dinp, dout, weight, B * T, C, OC, beta=float(accumulate))
     else:
         transpose(weight_T, weight, OC, C)
-        device.sgemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=float(accumulate))
+        device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=float(accumulate))
 
 
 def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
     """dweight (OC,C) += dout (B,T,OC)^T @ inp (B,T,C), or = where not accumulate, which spares zeroing and reading it.
     inp_T (C,B*T) is scratch for the transposed input."""
-    if B * T < ROWS_WORTH_TRANSPOSING:
-        device.sgemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=float(accumulate))
+    if not transposes() or B * T < ROWS_WORTH_TRANSPOSING:
+        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=float(accumulate))
     else:
         transpose(inp_T, inp, B * T, C)
         matmul_backward_weight_transposed(dweight, dout, inp_T, B, T, C, OC, accumulate)
@@ -49,8 +55,9 @@ def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC
 def matmul_backward_weight_transposed(
     dweight, dout, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool
 ) -> None:
-    """matmul_backward_weight where the input is there transposed, inp_T (C,B*T)."""
-    device.sgemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, beta=float(accumulate))
+    """matmul_backward_weight where the input is there transposed, inp_T (C,B*T), or inp_T (B*T,C) as it is where
+    transposes() is false."""
+    device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=transposes(), beta=float(accumulate))
 
 
 def matmul_backward_bias(dbias, scratch, dout, B: int, T: int, OC: int) -> None:
@@ -61,4 +68,4 @@ def matmul_backward_bias(dbias, scratch, dout, B: int, T: int, OC: int) -> None:
 def transpose(out, inp, N: int, C: int) -> None:
     """out (C,N) = inp (N,C)^T."""
     side = cu.block(16)
-    cu.transpose_kernel((ceil_div(C, 64), ceil_div(N, 64)), (side, side), (out, inp, N, C))
+    cu.transpose_kernel((ceil_div(C, 16 * device.width()), ceil_div(N, 64)), (side, side), (out, inp, N, C))

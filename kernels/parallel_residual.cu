@@ -32,9 +32,9 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
 
     by_alignment(aligned, [&](auto memory) {
         // x += dropout(proj + bias)
-        auto add = [&](Four& x, Four proj, const float* bias, int i, int site) {
+        auto add = [&](Vec& x, Vec proj, const float* bias, int i, int site) {
             if (bias != nullptr) {
-                const Four b = memory.load(bias + i, C - i);
+                const Vec b = memory.load(bias + i, C - i);
                 for (int k = 0; k < 4; k++) proj.x[k] += b.x[k];
             }
             if (DROP) proj = Dropout(random, site)(proj, blockIdx.x, i, C);
@@ -42,7 +42,7 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
         };
         float sum = 0.0f;
         for (int first = 4 * threadIdx.x; first < C; first += AT_ONCE * step) {
-            Four x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
+            Vec x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
@@ -66,22 +66,22 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
 
         sum = 0.0f;
         for (int i = 4 * threadIdx.x; i < C; i += step) {
-            const Four x = Aligned::load(row + i, 4);
+            const Vec x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
         }
         const float s = rsqrtf(block_sum(sum) / C + eps);
 
         // out = n * weight + shift
-        auto scale = [&](float* out, const Four& n, const float* weight, const float* shift, int i) {
-            const Four w = memory.load(weight + i, C - i);
-            const Four b = shift != nullptr ? memory.load(shift + i, C - i) : Four();
-            Four y;
+        auto scale = [&](float* out, const Vec& n, const float* weight, const float* shift, int i) {
+            const Vec w = memory.load(weight + i, C - i);
+            const Vec b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
+            Vec y;
             for (int k = 0; k < 4; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
             memory.store(out + start + i, y, C - i);
         };
 #pragma unroll 2
         for (int i = 4 * threadIdx.x; i < C; i += step) {
-            Four x = Aligned::load(row + i, 4);
+            Vec x = Aligned::load(row + i, 4);
             for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m);
             scale(out0, x, weight0, shift0, i);
             if (out1 != nullptr) scale(out1, x, weight1, shift1, i);
@@ -143,9 +143,9 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
         for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
             const size_t start = (size_t)begin * C;
             const int count = min(rows, N - begin);
-            auto add_to_sum = [&](int row, int i, Four sum) {
+            auto add_to_sum = [&](int row, int i, Vec sum) {
                 if (begin >= gridDim.x * rows) {  // go on with the sums of the rows before
-                    const Four before = memory.load(sums + row * C + i, C - i);
+                    const Vec before = memory.load(sums + row * C + i, C - i);
                     for (int k = 0; k < 4; k++) sum.x[k] += before.x[k];
                 }
                 memory.store(sums + row * C + i, sum, C - i);
@@ -153,8 +153,8 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
 
             float sum_g[MOST_ROWS] = {}, sum_gn[MOST_ROWS] = {};
             for (int i = 4 * threadIdx.x; i < C; i += step) {
-                const Four w0 = memory.load(weight0 + i, C - i), w1 = untied ? memory.load(weight1 + i, C - i) : Four();
-                Four d0[MOST_ROWS] = {}, d1[MOST_ROWS] = {}, n[MOST_ROWS] = {};
+                const Vec w0 = memory.load(weight0 + i, C - i), w1 = untied ? memory.load(weight1 + i, C - i) : Vec();
+                Vec d0[MOST_ROWS] = {}, d1[MOST_ROWS] = {}, n[MOST_ROWS] = {};
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
@@ -162,12 +162,12 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
                     if (untied) d1[r] = memory.load(dout1 + start + (size_t)r * C + i, C - i);
                     n[r] = memory.load(inp + start + (size_t)r * C + i, C - i);
                 }
-                Four sum_d0 = {}, sum_d0n = {}, sum_d1 = {}, sum_d1n = {};
+                Vec sum_d0 = {}, sum_d0n = {}, sum_d1 = {}, sum_d1n = {};
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
                     const float m = centred ? mean[begin + r] : 0.0f, s = rstd[begin + r];
-                    Four g;
+                    Vec g;
                     for (int k = 0; k < 4; k++) {
                         n[r].x[k] = (n[r].x[k] - m) * s;
                         g.x[k] = d0[r].x[k] * w0.x[k] + d1[r].x[k] * w1.x[k];  // 0 past the end of the row, where d is
@@ -186,7 +186,7 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
                 if (untied) add_to_sum(of_dout1, i, sum_d1n);
                 if (untied && centred) add_to_sum(of_dout1 + 1, i, sum_d1);
             }
-            Four dx[MOST_ROWS];
+            Vec dx[MOST_ROWS];
             auto load_dx = [&](int i) {
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
@@ -209,19 +209,19 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
             __syncthreads();
 
             for (int i = 4 * threadIdx.x; i < C; i += step) {
-                Four sum0 = {}, sum1 = {};
+                Vec sum0 = {}, sum1 = {};
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
                     const size_t at = start + (size_t)r * C + i;
-                    const Four g = Aligned::load(rows_g + r * width + i, 4);
-                    const Four n = Aligned::load(rows_n + r * width + i, 4);
+                    const Vec g = Aligned::load(rows_g + r * width + i, 4);
+                    const Vec n = Aligned::load(rows_n + r * width + i, 4);
                     const float s = rstd[begin + r];
                     for (int k = 0; k < 4; k++) dx[r].x[k] += s * (g.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
                     memory.store(dinp + at, dx[r], C - i);
                     // What goes back through a branch's dropout, into the sum for its bias.
-                    auto through = [&](int site, float* dproj, Four& sum) {
-                        Four p = dx[r];
+                    auto through = [&](int site, float* dproj, Vec& sum) {
+                        Vec p = dx[r];
                         if (DROP && dproj != nullptr) {
                             p = Dropout(random, site)(p, begin + r, i, C);
                             memory.store(dproj + at, p, C - i);
@@ -272,17 +272,16 @@ extern "C" __global__ void norm_transposed_kernel(SETS float* __restrict__ out_T
                                                   const float* __restrict__ mean, const float* __restrict__ rstd,
                                                   int N, int C) {
     __shared__ Tile tile;
-    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
     by_alignment(C % 4 == 0 && is_aligned(weight) && is_aligned(shift), [&](auto memory) {
-        tile.fill(n0, i0, N, C, [&](int n, int i, int) {
+        tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
             const float m = mean != nullptr ? mean[n] : 0.0f;
-            const Four w = memory.load(weight + i, C - i);
-            const Four b = shift != nullptr ? memory.load(shift + i, C - i) : Four();
-            Four x = memory.load(inp + (size_t)n * C + i, C - i);
+            const Vec w = memory.load(weight + i, C - i);
+            const Vec b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
+            Vec x = memory.load(inp + (size_t)n * C + i, C - i);
             for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - m) * w.x[k] + b.x[k];
             return x;
         });
     });
-    __syncthreads();
-    store_transposed(out_T, tile, n0, i0, N, C);
+    write_recomputed(out_T, tile, n0, i0, N, C);
 }

@@ -29,13 +29,13 @@ extern "C" __global__ void qk_norm_forward_kernel(SETS float* __restrict__ out, 
         }
         float sum = 0.0f;
         for (int i = 4 * threadIdx.x; i < HS; i += 4 * WARP_SIZE) {
-            const Four v = memory.load(x + i, HS - i);
+            const Vec v = memory.load(x + i, HS - i);
             for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
         }
         const float s = rsqrtf(warp_sum(sum) / HS + eps);
         for (int i = 4 * threadIdx.x; i < HS; i += 4 * WARP_SIZE) {
-            Four v = memory.load(x + i, HS - i);
-            const Four w = memory.load(weight + i, HS - i);
+            Vec v = memory.load(x + i, HS - i);
+            const Vec w = memory.load(weight + i, HS - i);
             for (int k = 0; k < 4; k++) v.x[k] = s * v.x[k] * w.x[k];
             memory.store(y + i, rotate(v, memory.load(angles + i, HS - i), 1.0f), HS - i);
         }
@@ -56,8 +56,8 @@ extern "C" __global__ void qk_norm_backward_kernel(float* __restrict__ dqkv, flo
     const int width = 4 * ceil_div(HS, 4), lane = threadIdx.x, warps = blockDim.y;
     float* own = sums + 2 * threadIdx.y * width;
     for (int i = 4 * lane; i < HS; i += 4 * WARP_SIZE) {
-        Aligned::store(own + i, Four(), 4);
-        Aligned::store(own + width + i, Four(), 4);
+        Aligned::store(own + i, Vec(), 4);
+        Aligned::store(own + width + i, Vec(), 4);
     }
 
     for (int head = blockIdx.x * warps + threadIdx.y; head < N * (NH + NKV); head += gridDim.x * warps) {
@@ -74,15 +74,15 @@ extern "C" __global__ void qk_norm_backward_kernel(float* __restrict__ dqkv, flo
             };
             float sum_gn = 0.0f;
             for (int i = 4 * lane; i < HS; i += 4 * WARP_SIZE) {
-                const Four dy = turned_back(i), x = memory.load(inp + start + i, HS - i);
-                const Four w = memory.load(weight + i, HS - i);
+                const Vec dy = turned_back(i), x = memory.load(inp + start + i, HS - i);
+                const Vec w = memory.load(weight + i, HS - i);
                 for (int k = 0; k < 4; k++) sum_gn += dy.x[k] * w.x[k] * (x.x[k] * s);
             }
             const float mean_gn = warp_sum(sum_gn) / HS;
             for (int i = 4 * lane; i < HS; i += 4 * WARP_SIZE) {
-                const Four dy = turned_back(i), x = memory.load(inp + start + i, HS - i);
-                const Four w = memory.load(weight + i, HS - i);
-                Four dx, total = Aligned::load(sum + i, 4);
+                const Vec dy = turned_back(i), x = memory.load(inp + start + i, HS - i);
+                const Vec w = memory.load(weight + i, HS - i);
+                Vec dx, total = Aligned::load(sum + i, 4);
                 for (int k = 0; k < 4; k++) {
                     const float normalised = x.x[k] * s;
                     dx.x[k] = s * (dy.x[k] * w.x[k] - normalised * mean_gn);

@@ -9,10 +9,10 @@ extern "C" __global__ void column_partials_kernel(float* partials, const float* 
     if (i >= C) return;
     const int begin = blockIdx.y * rows, end = min(N, begin + rows);
     by_alignment(C % 4 == 0, [&](auto memory) {
-        Four sum = {};
+        Vec sum = {};
 #pragma unroll 8  // loads in flight: one at a time took 14% longer
         for (int n = begin; n < end; n++) {
-            const Four x = memory.load(inp + (size_t)n * C + i, C - i);
+            const Vec x = memory.load(inp + (size_t)n * C + i, C - i);
             for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
         }
         memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);
@@ -49,7 +49,7 @@ extern "C" __global__ void squares_partials_kernel(float* partials, const float*
     for (size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += 4 * (size_t)gridDim.x * blockDim.x) {
         const int left = n - i < 4 ? (int)(n - i) : 4;
         by_alignment(left == 4 && is_aligned(x), [&](auto memory) {
-            const Four v = memory.load(x + i, left);
+            const Vec v = memory.load(x + i, left);
             for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
         });
     }

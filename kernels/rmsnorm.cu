@@ -31,7 +31,7 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
     by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
         float sum = 0.0f;
         for (int first = 4 * threadIdx.x; first < C; first += AT_ONCE * step) {
-            Four x[AT_ONCE] = {}, y[AT_ONCE] = {};
+            Vec x[AT_ONCE] = {}, y[AT_ONCE] = {};
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
@@ -53,8 +53,8 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
 
 #pragma unroll 4
         for (int i = 4 * threadIdx.x; i < C; i += step) {
-            Four x = Aligned::load(row + i, 4);
-            const Four w = memory.load(weight + i, C - i);
+            Vec x = Aligned::load(row + i, 4);
+            const Vec w = memory.load(weight + i, C - i);
             for (int k = 0; k < 4; k++) x.x[k] = s * x.x[k] * w.x[k];
             memory.store(out + start + i, x, C - i);
         }
@@ -102,8 +102,8 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
             const int count = min(rows, N - begin);
             float sum_gx[MOST_ROWS] = {};
             for (int i = 4 * threadIdx.x; i < C; i += step) {
-                const Four w = memory.load(weight + i, C - i);
-                Four d[MOST_ROWS] = {}, x[MOST_ROWS] = {};
+                const Vec w = memory.load(weight + i, C - i);
+                Vec d[MOST_ROWS] = {}, x[MOST_ROWS] = {};
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r < count) d[r] = memory.load(dout + start + (size_t)r * C + i, C - i);
@@ -130,8 +130,8 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
             __syncthreads();
 
             for (int i = 4 * threadIdx.x; i < C; i += step) {
-                const Four w = memory.load(weight + i, C - i);
-                Four sum = {}, dx[MOST_ROWS];
+                const Vec w = memory.load(weight + i, C - i);
+                Vec sum = {}, dx[MOST_ROWS];
                 if (begin >= gridDim.x * rows) sum = memory.load(sums + i, C - i);  // of the rows before
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
@@ -140,8 +140,8 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
-                    const Four d = Aligned::load(rows_d + r * width + i, 4);
-                    const Four x = Aligned::load(rows_x + r * width + i, 4);
+                    const Vec d = Aligned::load(rows_d + r * width + i, 4);
+                    const Vec x = Aligned::load(rows_x + r * width + i, 4);
                     const float s = rstd[begin + r];
                     for (int k = 0; k < 4; k++) {
                         const float n = x.x[k] * s;

@@ -18,9 +18,9 @@ extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __r
     const float* angles = table + (size_t)blockIdx.x * R;
     by_alignment(HS % 4 == 0 && R % 4 == 0, [&](auto memory) {
         for (int i = 4 * threadIdx.x; i < R; i += 4 * blockDim.x) {
-            const Four a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
+            const Vec a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
             for (int first = threadIdx.y; first < heads; first += AT_ONCE * blockDim.y) {
-                Four x[AT_ONCE] = {};
+                Vec x[AT_ONCE] = {};
 #pragma unroll
                 for (int b = 0; b < AT_ONCE; b++) {
                     const int h = first + b * blockDim.y;

@@ -2,10 +2,14 @@
 #pragma once
 #include "common.cuh"
 
-// Rotates two pairs of neighbouring channels. `angles` holds the cosine and the sine of the first pair's angle, then those
-// of the second. direction is 1, or -1 to rotate back.
-__device__ inline Four rotate(const Four& x, const Four& angles, float direction) {
-    const float cos0 = angles.x[0], sin0 = direction * angles.x[1], cos1 = angles.x[2], sin1 = direction * angles.x[3];
-    return {{x.x[0] * cos0 - x.x[1] * sin0, x.x[0] * sin0 + x.x[1] * cos0,
-             x.x[2] * cos1 - x.x[3] * sin1, x.x[2] * sin1 + x.x[3] * cos1}};
+// Rotates pairs of neighbouring channels. `angles` holds the cosine and the sine of the first pair's angle, then those of
+// the next. direction is 1, or -1 to rotate back.
+__device__ inline Vec rotate(const Vec& x, const Vec& angles, float direction) {
+    Vec y;
+    for (int k = 0; k < WIDTH; k += 2) {
+        const float cos = angles.x[k], sin = direction * angles.x[k + 1];
+        y.x[k] = x.x[k] * cos - x.x[k + 1] * sin;
+        y.x[k + 1] = x.x[k] * sin + x.x[k + 1] * cos;
+    }
+    return y;
 }

@@ -15,8 +15,8 @@ extern "C" __global__ void swiglu_forward_kernel(float* __restrict__ out, const 
     if (i >= C) return;
     const float* row = inp + 2 * (size_t)blockIdx.x * C;
     by_alignment(C % 4 == 0, [&](auto memory) {
-        Four up = memory.load(row + i, C - i);
-        const Four gate = memory.load(row + C + i, C - i);
+        Vec up = memory.load(row + i, C - i);
+        const Vec gate = memory.load(row + C + i, C - i);
         for (int k = 0; k < 4; k++) up.x[k] *= gate.x[k] * sigmoid(gate.x[k]);
         memory.store(out + (size_t)blockIdx.x * C + i, up, C - i);
     });
@@ -27,13 +27,13 @@ extern "C" __global__ void swiglu_backward_kernel(SETS float* __restrict__ dinp,
                                                   const float* __restrict__ dout, const float* __restrict__ inp,
                                                   int N, int C) {
     __shared__ Tile tile;
-    const int i0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;
+    const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
     by_alignment(C % 4 == 0, [&](auto memory) {
-        tile.fill(n0, i0, N, C, [&](int n, int i, int) {
+        tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
             const size_t at = 2 * (size_t)n * C + i;  // of up; gate is C further
-            Four up = memory.load(inp + at, C - i), gate = memory.load(inp + at + C, C - i);
-            Four d = memory.load(dout + (size_t)n * C + i, C - i);
-            Four out;
+            Vec up = memory.load(inp + at, C - i), gate = memory.load(inp + at + C, C - i);
+            Vec d = memory.load(dout + (size_t)n * C + i, C - i);
+            Vec out;
             for (int k = 0; k < 4; k++) {
                 const float g = gate.x[k], s = sigmoid(g), silu = g * s;
                 out.x[k] = silu * up.x[k];
@@ -45,6 +45,5 @@ extern "C" __global__ void swiglu_backward_kernel(SETS float* __restrict__ dinp,
             return out;
         });
     });
-    __syncthreads();
-    store_transposed(out_T, tile, n0, i0, N, C);
+    write_recomputed(out_T, tile, n0, i0, N, C);
 }

@@ -486,7 +486,7 @@ class StepPlan:
         model, embedding = exchange.model, exchange.model.rows.embedding if exchange.peers else []
         vectors = without(model.added_to, embedding)
         writes = [parts_in(model.grads_memory, launch.writes) for launch in launches]
-        end = max(i for i, launch in enumerate(launches) if launch.name == "sgemm" and not writes[i])
+        end = max(i for i, launch in enumerate(launches) if launch.name == "gemm" and not writes[i])
         complete = []
         for one in parameter_ranges(model.config):
             writers = [i for i, parts in enumerate(writes) if device.touch([one], parts)]

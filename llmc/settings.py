@@ -138,7 +138,7 @@ def settle_precision(flags: Namespace, before: bool | None) -> Namespace:
     names, precision = {True: "tf32", False: "fp32"}, flags.precision
     if before is not None and "precision" not in flags.given:
         precision = names[before or flags.attention == "flash"]  # which is in TF32 on any device
-    device.use_tf32(precision == "tf32")
+    device.use_precision(precision)
     now = device.tf32
     if before not in (None, now) and flags.attention != "flash":
         if "precision" in flags.given and precision != names[before]:

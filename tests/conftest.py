@@ -57,11 +57,11 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 
 def switch_device(name: str, monkeypatch) -> None:
-    kind, _, variant = name.partition("-")
+    kind, *variants = name.split("-")
     if kind == "cpu":
-        monkeypatch.setenv("LLMC_CPU_WARP", variant.removeprefix("warp") or "1")
+        monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in variants else "1")
     device.use(kind)
-    device.use_tf32(variant == "tf32")
+    device.use_precision(next((each for each in ("tf32", "bf16") if each in variants), "fp32"))
 
 
 @pytest.fixture(params=DEVICES)
@@ -72,6 +72,18 @@ def dev(request, monkeypatch):
     of 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none.
     """
     switch_device(request.param, monkeypatch)
+    yield device
+    device.synchronize()
+
+
+@pytest.fixture(params=[*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
+                + ["cuda-bf16"] * ("cuda" in DEVICES))  # fmt: skip
+def each_type(request, monkeypatch):
+    """`dev` for kernels that are built for each type: also with bf16 for parameters, activations and their gradients.
+    What tests/oracle.py makes and compares follows the type."""
+    switch_device(request.param, monkeypatch)
+    if "bf16" in request.param and device.floatX != device.BF16:
+        pytest.skip("this GPU has no bf16")
     yield device
     device.synchronize()
 

@@ -27,7 +27,7 @@ class LazyDevice(device.CpuDevice):
         self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
         self.done = {id(stream): 0 for stream in self.streams}
         self.stream, self.communicating, self.tape = self.main_stream, False, None
-        for name in ("copy_in", "copy_out", "fill_zero", "copy", "sgemm", "sgemm_strided_batched"):
+        for name in ("copy_in", "copy_out", "fill_zero", "copy", "gemm", "gemm_strided_batched"):
             setattr(self, name, partial(self.put, getattr(self, name)))
 
     @property

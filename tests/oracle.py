@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 
+import device
 from dev.huggingface import named_tensors, transformers_parameters
 from llmc.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
@@ -38,6 +39,8 @@ from transformers import Qwen3Config as HFQwen3Config
 KERNEL_FP32 = 1e-5
 MODEL_FP32 = 1e-4
 KERNEL_TF32 = 1e-3
+# bf16 keeps 8 bits, the first of which is not stored: the nearest such number is off by this share at most.
+BF16 = 2.0**-8
 MODEL_TF32 = 5e-3
 # AdamW moves a parameter by the learning rate whatever the size of its gradient, so where that is smaller than its
 # rounding error, the direction is rounding's. Of TF32's errors some 0.7% of a tensor are left after ten steps of 1e-3.
@@ -45,10 +48,11 @@ STEPPED_TF32 = 1e-2
 
 
 def to_numpy(array) -> np.ndarray:
-    """The host copy of a numpy array, CuPy array or PyTorch tensor."""
+    """The host copy of a numpy array, CuPy array or PyTorch tensor; that of bf16 is fp32."""
     if isinstance(array, torch.Tensor):
         return array.detach().cpu().numpy()
-    return array.get() if hasattr(array, "get") else np.asarray(array)
+    host = array.get() if hasattr(array, "get") else np.asarray(array)
+    return device.from_bf16(host) if host.dtype == device.BF16 else host
 
 
 def relative_error(got, want) -> float:
@@ -91,8 +95,14 @@ def after_steps(tolerance: float) -> float:
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """fp32 numbers of the standard normal distribution."""
-    return rng.standard_normal(shape, dtype=np.float32)
+    """fp32 numbers of the standard normal distribution, which `floatX` holds exactly."""
+    return exact(rng.standard_normal(shape, dtype=np.float32))
+
+
+def exact(values: np.ndarray) -> np.ndarray:
+    """fp32 values, rounded to what the device's type `floatX` holds."""
+    in_use = device.current.device
+    return device.from_bf16(device.to_bf16(values)) if in_use and in_use.floatX == device.BF16 else values
 
 
 def leaf(values) -> torch.Tensor:
@@ -101,7 +111,13 @@ def leaf(values) -> torch.Tensor:
 
 
 def assert_close(name: str, got, want, tolerance: float) -> None:
-    """Fails where the relative error of got, as a whole tensor, is above the tolerance; says where got is worst."""
+    """Fails where the relative error of got, as a whole tensor, is above the tolerance; says where got is worst.
+
+    In a bf16 tensor each number may instead be off by its own rounding, and by the tolerance as a share of the tensor's
+    largest number."""
+    if getattr(got, "dtype", None) == device.BF16:
+        assert_rounded(name, to_numpy(got), to_numpy(want), tolerance)
+        return
     error = relative_error(got, want)
     if error <= tolerance:
         note_error(name, error, tolerance)
@@ -115,15 +131,29 @@ def assert_close(name: str, got, want, tolerance: float) -> None:
     )
 
 
-# Both are quiet NaNs of float32: whatever a kernel computes from them is NaN too, so reading outside an array, or an
-# output before it is written, shows in the result. Their payloads tell them from NaNs that arithmetic makes.
-GUARD = 0x7FC0DEAD
-POISON = 0x7FC0BEEF
+def assert_rounded(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+    want = want.astype(np.float64)
+    allowed = BF16 * np.abs(want) + tolerance * np.abs(want).max(initial=0.0)
+    distance = np.where(np.isfinite(got), np.abs(got - want), np.inf)
+    worst = np.unravel_index(np.argmax(distance - allowed), distance.shape) if got.size else ()
+    assert not got.size or distance[worst] <= allowed[worst], (
+        f"{name}: more than one rounding off at {tuple(map(int, worst))}: {got[worst]!r}, expected {want[worst]!r}"
+    )
+    note_error(name, relative_error(got, want), BF16)
+
+
+# All are quiet NaNs of float32, or of bf16 as their upper halves: whatever a kernel computes from them is NaN too, so
+# reading outside an array, or an output before it is written, shows in the result. Their payloads tell them from NaNs
+# that arithmetic makes.
+GUARD = {4: 0x7FC0DEAD, 2: 0x7FD1}
+POISON = {4: 0x7FC0BEEF, 2: 0x7FD2}
 MARGIN = 4096  # elements on either side: more than a block of threads, or a row, can overshoot by
 
 
 class guarded:
-    """Device arrays between guard zones, checked when the block ends.
+    """Device arrays between guard zones, checked when the block ends. Those of floats are of the type `floatX` that the
+    device has, unless another is given.
 
         with guarded(dev) as memory:
             inp = memory.read(x)                # an input: must still be x afterwards
@@ -142,19 +172,19 @@ class guarded:
         self.shift = shift
         self.arrays = []  # (name, buffer, host copy of what was put there, mode)
 
-    def read(self, values, name: str | None = None):
+    def read(self, values, dtype=None, name: str | None = None):
         """A device array with these values (float32 or int32), which may only be read."""
-        return self._place(np.ascontiguousarray(values), "read", name)
+        return self._place(self._bits(values, dtype), "read", name)
 
-    def update(self, values, name: str | None = None):
+    def update(self, values, dtype=None, name: str | None = None):
         """A device array that starts with these values, for gradients that accumulate."""
-        return self._place(np.ascontiguousarray(values), "update", name)
+        return self._place(self._bits(values, dtype), "update", name)
 
-    def write(self, shape, dtype=np.float32, name: str | None = None):
+    def write(self, shape, dtype=None, name: str | None = None):
         """A device array of POISON, of which every element must be written (with something that is not a NaN)."""
         return self._place(self._poison(shape, dtype), "write", name)
 
-    def scratch(self, shape, dtype=np.float32, name: str | None = None):
+    def scratch(self, shape, dtype=None, name: str | None = None):
         """A device array of POISON, of which any part may be written."""
         return self._place(self._poison(shape, dtype), "scratch", name)
 
@@ -162,7 +192,7 @@ class guarded:
         """Asserts all that the methods above promise. Leaving the with block calls it."""
         self.dev.synchronize()
         for name, buffer, before, mode in self.arrays:
-            after = to_numpy(buffer).view(np.uint32)
+            after = self.dev.to_host(buffer).view(before.dtype)
             start, end = MARGIN + self.shift, len(after) - MARGIN
             changed = np.flatnonzero(after != before) - start
             outside = changed[(changed < 0) | (changed >= end - start)]
@@ -171,7 +201,10 @@ class guarded:
                 assert not len(changed), f"{name}: an input was changed, first at element {changed[0]}"
             if mode in ("write", "update"):
                 inside = after[start:end]
-                bad = np.isnan(inside.view(np.float32)) if buffer.dtype == np.float32 else inside == POISON
+                if buffer.dtype == device.BF16:
+                    bad = np.isnan(device.from_bf16(inside))
+                else:
+                    bad = np.isnan(inside.view(np.float32)) if buffer.dtype == np.float32 else inside == POISON[4]
                 assert not bad.any(), f"{name}: {bad.sum()} of {bad.size} unwritten or NaN, first at {bad.argmax()}"
 
     def __enter__(self):
@@ -181,15 +214,23 @@ class guarded:
         if kind is None:
             self.check()
 
-    @staticmethod
-    def _poison(shape, dtype) -> np.ndarray:
-        return np.full(shape, POISON, dtype=np.uint32).view(dtype)
+    def _poison(self, shape, dtype) -> np.ndarray:
+        dtype = np.dtype(dtype or self.dev.floatX)
+        return np.full(shape, POISON[dtype.itemsize], f"u{dtype.itemsize}").view(dtype)
+
+    def _bits(self, values, dtype) -> np.ndarray:
+        """The values as the device has them. Those of bf16 must be exact: `exact` makes them so."""
+        values = np.ascontiguousarray(values)
+        assert values.dtype in (np.float32, np.int32), f"kernels take float32 and int32, not {values.dtype}"
+        if values.dtype == np.int32 or (dtype or self.dev.floatX) != device.BF16:
+            return values
+        assert np.array_equal(exact(values), values, equal_nan=True), f"values {values.shape} are not exact in bf16"
+        return device.to_bf16(values)
 
     def _place(self, values: np.ndarray, mode: str, name: str | None):
-        assert values.dtype in (np.float32, np.int32), f"kernels take float32 and int32, not {values.dtype}"
-        start = MARGIN + self.shift
-        host = np.full(start + values.size + MARGIN, GUARD, dtype=np.uint32)
-        host[start : start + values.size] = values.reshape(-1).view(np.uint32)
+        start, size = MARGIN + self.shift, values.itemsize
+        host = np.full(start + values.size + MARGIN, GUARD[size], dtype=f"u{size}")
+        host[start : start + values.size] = values.reshape(-1).view(host.dtype)
         buffer = self.dev.empty(host.shape, values.dtype)
         self.dev.copy_in(buffer, host.view(values.dtype))
         self.dev.synchronize()

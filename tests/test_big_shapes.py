@@ -54,7 +54,7 @@ def losses_and_gradients(config, attention: str, batch_size: int, parameters: np
 def gpu():
     if device.use() != "cuda" or device.memory()[0] < 116 << 30:
         pytest.skip("needs a GPU with 116 GiB free")
-    device.use_tf32(True)
+    device.use_precision("tf32")
     yield
     import cupy
 

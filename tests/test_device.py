@@ -28,7 +28,7 @@ any_product = given(
 @example(m=64, n=32, k=16, trans_a=False, trans_b=False)
 @example(m=5, n=300, k=211, trans_a=True, trans_b=True)  # enough work to be shared out among cores
 @example(m=701, n=30, k=3200, trans_a=False, trans_b=True)
-def test_sgemm_multiplies_by_rows_and_adds_beta_times_what_was_there(product_dev, m, n, k, trans_a, trans_b):
+def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(product_dev, m, n, k, trans_a, trans_b):
     rng = np.random.default_rng([m, n, k])
     a, b, before = normal(rng, m, k), normal(rng, k, n), normal(rng, m, n)
     want = a.astype(np.float64) @ b
@@ -36,20 +36,20 @@ def test_sgemm_multiplies_by_rows_and_adds_beta_times_what_was_there(product_dev
         with guarded(product_dev) as memory:
             c = memory.write((m, n)) if beta == 0 else memory.update(before)
             inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
-            product_dev.sgemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
+            product_dev.gemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
         assert_close(f"c, beta {beta}", c, want + beta * before, kernel_tolerance(product_dev))
 
 
 @any_product
 @example(m=64, n=64, k=64, trans_a=False, trans_b=True)
 @example(m=7, n=5, k=3, trans_a=True, trans_b=False)
-def test_sgemm_strided_batched_multiplies_each_of_the_matrices(product_dev, m, n, k, trans_a, trans_b):
+def test_gemm_strided_batched_multiplies_each_of_the_matrices(product_dev, m, n, k, trans_a, trans_b):
     rng, count = np.random.default_rng([m, n, k]), 5
     a, b = normal(rng, count, m, k), normal(rng, count, k, n)
     with guarded(product_dev) as memory:
         c = memory.write((count, m, n))
         inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
-        product_dev.sgemm_strided_batched(c, *inputs, m, n, k, count, trans_a, trans_b)
+        product_dev.gemm_strided_batched(c, *inputs, m, n, k, count, trans_a, trans_b)
     assert_close("c, batched", c, a.astype(np.float64) @ b, kernel_tolerance(product_dev))
 
 

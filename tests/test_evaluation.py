@@ -66,7 +66,7 @@ def answers(model, examples, normalised: bool = True) -> list[int]:
 
 
 def test_answers_are_those_of_transformers(dev, tmp_path, rng):
-    dev.use_tf32(False)  # which may tell two completions that are about as likely apart the other way
+    dev.use_precision("fp32")  # which may tell two completions that are about as likely apart the other way
     B, T = 10, 19
     config = GPT2Config(24, V, 2, 2, 32)
     theirs = transformers_model(config)

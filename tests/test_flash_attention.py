@@ -22,13 +22,13 @@ def run(dev, qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     B, T, NH, HS = dout.shape
     NKV = (qkv.shape[2] - NH) // 2
     with guarded(dev) as memory:
-        inp = memory.read(qkv, "qkv")
+        inp = memory.read(qkv, name="qkv")
         out = memory.write((B, T, NH, HS), name="out")
         lse = memory.write((B, NH, T), name="lse")
         flash_attention_forward(out, lse, inp, B, T, NH, NKV, HS)
     with guarded(dev) as memory:
-        inp, grad = memory.read(qkv, "qkv"), memory.read(dout, "dout")
-        out, lse = memory.read(to_numpy(out), "out"), memory.read(to_numpy(lse), "lse")
+        inp, grad = memory.read(qkv, name="qkv"), memory.read(dout, name="dout")
+        out, lse = memory.read(to_numpy(out), name="out"), memory.read(to_numpy(lse), name="lse")
         dqkv = memory.write(qkv.shape, name="dqkv")
         dkv_heads = memory.scratch((B, T, 2, NH, HS)) if NKV < NH else None
         dsum = memory.scratch((B, NH, T))

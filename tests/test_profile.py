@@ -38,17 +38,17 @@ def test_profile_counts_every_kernel_of_a_step(script, attention, capsys, monkey
     assert not [name for name, words in rows.items() if words[-2:] == ["not", "counted"]]
     shared = "kv_heads" in MODELS[script]
     calls = {"encoder_forward": 1, "fused_classifier": 1, "adamw": 1} | {
-        "train_gpt2_fp32": {"layernorm_backward": 3, "gelu_backward": 1, "sgemm 1024 x 384 x 128 NT": 2},
-        "train_llama3": {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "sgemm 1024 x 384 x 128 NT": 1},
+        "train_gpt2_fp32": {"layernorm_backward": 3, "gelu_backward": 1, "gemm 1024 x 384 x 128 NT": 2},
+        "train_llama3": {"rmsnorm_backward": 3, "swiglu_backward": 1, "rope": 2, "gemm 1024 x 384 x 128 NT": 1},
         "train_pythia": {"parallel_residual_backward": 2, "gelu_erf_backward": 1, "rope": 2,
-                              "sgemm 1024 x 384 x 128 NT": 2},
+                              "gemm 1024 x 384 x 128 NT": 2},
     }.get(script, {})  # fmt: skip
     if attention == "flash":
         calls |= {"flash_attention_forward": 1, "flash_attention_backward_key": 1}
     else:  # of heads that share keys, the queries follow one another
-        calls |= {f"{attention}_forward": 1, f"sgemm {'128 x 64 x 64 NT x16' if shared else '64 x 64 x 64 NT x32'}": 2}
+        calls |= {f"{attention}_forward": 1, f"gemm {'128 x 64 x 64 NT x16' if shared else '64 x 64 x 64 NT x32'}": 2}
     assert {name: int(rows[name][0]) for name in calls} == calls
-    assert rows["sgemm 1024 x 384 x 128 NT"][4:6] == [f"{2 * 1024 * 384 * 128 / 1e9:.4g}", "GFLOP"]
+    assert rows["gemm 1024 x 384 x 128 NT"][4:6] == [f"{2 * 1024 * 384 * 128 / 1e9:.4g}", "GFLOP"]
     times = [float(row[2]) for row in rows.values() if len(row) > 3 and row[0].isdigit()]
     assert times == sorted(times, reverse=True)
     assert float(rows["sum"][0]) == pytest.approx(sum(times), abs=0.0005 * len(times) + 0.001)
@@ -96,7 +96,7 @@ def test_an_observer_sees_launches_products_and_memsets_while_it_is_there(dev):
 
     with dev.observe(observer):
         work()
-    assert [name for name, _ in seen] == ["sgemm", "add_bias_kernel", "fill_zero"]
+    assert [name for name, _ in seen] == ["gemm", "add_bias_kernel", "fill_zero"]
     assert [seen[0][1][name] for name in ("m", "n", "k", "trans_b")] == [2, 3, 4, True]
     assert seen[1][1]["out"] is out and seen[1][1]["OC"] == 3
     assert (dev.to_host(out) == 5).all() and (dev.to_host(weight) == 0).all()

@@ -20,7 +20,7 @@ from test_peers import EagerDevice
 
 BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
 PLACES = st.integers(0, 2 * BLOCKS - 2)  # where a matrix begins, in halves of them
-OPERATIONS = st.tuples(st.sampled_from(["sgemm", "sgemm +=", "copy", "zero"]), PLACES, PLACES, PLACES)
+OPERATIONS = st.tuples(st.sampled_from(["gemm", "gemm +=", "copy", "zero"]), PLACES, PLACES, PLACES)
 PROGRAMS = st.lists(OPERATIONS, min_size=2, max_size=14)
 
 
@@ -34,7 +34,7 @@ def run(program: list[tuple], memory) -> None:
         elif what == "zero":
             device.fill_zero(c)
         else:
-            device.sgemm(c, a, b, SIDE, SIDE, SIDE, beta=float(what == "sgemm +="))
+            device.gemm(c, a, b, SIDE, SIDE, SIDE, beta=float(what == "gemm +="))
 
 
 def apart(program: list[tuple]) -> list[tuple]:
@@ -72,14 +72,14 @@ CONFLICTS = {
 # A product of the side stream (into the gradient at 18) in front of a launch that conflicts with it. What is copied
 # from 0 keeps the product before it off the side stream.
 NOTICED = {
-    "reads what the other writes": [("sgemm +=", 18, 0, 8), ("copy", 4, 18, 18)],
-    "writes what the other reads": [("sgemm", 18, 0, 8), ("sgemm +=", 0, 4, 6), ("copy", 10, 0, 0)],
-    "writes what the other writes": [("sgemm", 18, 0, 6), ("copy", 18, 4, 4)],
+    "reads what the other writes": [("gemm +=", 18, 0, 8), ("copy", 4, 18, 18)],
+    "writes what the other reads": [("gemm", 18, 0, 8), ("gemm +=", 0, 4, 6), ("copy", 10, 0, 0)],
+    "writes what the other writes": [("gemm", 18, 0, 6), ("copy", 18, 4, 4)],
 }
 
 
 def test_a_side_stream_that_waits_for_nothing_is_noticed(monkeypatch):
-    program = [("sgemm +=", 0, 4, 6), ("sgemm", 18, 0, 8), ("copy", 10, 0, 0)]
+    program = [("gemm +=", 0, 4, 6), ("gemm", 18, 0, 8), ("copy", 10, 0, 0)]
     expected, waits = results(program, device.CpuDevice), recording.waits
     assert all(results(program, kind) == expected for kind in (LazyDevice, EagerDevice))
     monkeypatch.setattr(recording, "waits", lambda launches, side: [
@@ -184,7 +184,7 @@ def test_the_devices_have_the_same_operations():
     from device.cublas import Cublas
 
     cuda, cpu = operations(device.CudaDevice), operations(device.CpuDevice)
-    cuda |= {name: parameters for name, parameters in operations(Cublas).items() if name.startswith("sgemm")}
+    cuda |= {name: parameters for name, parameters in operations(Cublas).items() if name.startswith("gemm")}
     assert {name: cpu[name] for name in cuda if name in cpu} == {name: cuda[name] for name in cuda if name in cpu}
     assert cpu.keys() - cuda.keys() == {"product", "share"}
     assert cuda.keys() - cpu.keys() == {"switch"}

@@ -139,7 +139,7 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def test_a_tiny_model_agrees_with_transformers_in_every_tensor_and_for_ten_steps(dev, tiny):
-    dev.use_tf32(False)
+    dev.use_precision("fp32")
     model = random_model(GPT2Config(20, 301, 2, 3, 48), 1337).double()
     compare_with_torch(dev, tiny, model, PARAMETERS_TINY)
 

@@ -38,7 +38,7 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
     prefix: the dataset. train, val: tokens in its splits, each LEAST_TOKENS or more. Measures the machine, in a second.
     """
     device.use("auto")
-    device.use_tf32(True)
+    device.use_precision("tf32")
     n = 4096 if device.kind == "cuda" else 2048
     speed = UTILISATION * 2 * n**3 / product_seconds(n, n, n)
     attention, longest = ("flash", 1024) if device.kind == "cuda" else ("softmax", 256)

@@ -58,8 +58,8 @@ def threads() -> int:
     return int(value)
 
 
-def compile_source(path: str | Path) -> Module:
-    """Compile a .cu file, or fetch it from the cache, and load it.
+def compile_source(path: str | Path, *defines: str) -> Module:
+    """Compile a .cu file, or fetch it from the cache, and load it. defines: -D... for the compiler.
 
     Raises UserError where there is no compiler, and where the file does not compile (with the compiler's message).
     """
@@ -71,17 +71,17 @@ def compile_source(path: str | Path) -> Module:
     library = _cached(
         path.stem,
         [*_included(path), HERE / "cuda_on_cpu.h", HERE / "runtime.h"],
-        [f"-DWARP_SIZE={warp}"],
+        [f"-DWARP_SIZE={warp}", *defines],
         lambda command: _with_launch_stubs(path, command),
     )
     return Module(library, path, warp)
 
 
-def compile_all(paths) -> list[Module]:
+def compile_all(paths, *defines: str) -> list[Module]:
     """compile_source for several files, as many at a time as there are cores; the modules in the files' order."""
     _build_runtime()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(compile_source, paths))
+        return list(pool.map(lambda path: compile_source(path, *defines), paths))
 
 
 def _build_runtime() -> Path:

@@ -25,7 +25,7 @@ ELEMENTS = {
     "int": "i4", "int2": "i4", "int4": "i4", "int32_t": "i4", "long long": "i8", "int64_t": "i8",
     "unsigned": "u4", "unsigned int": "u4", "uint32_t": "u4",
     "unsigned long long": "u8", "size_t": "u8", "uint64_t": "u8",
-    "unsigned short": "u2", "uint16_t": "u2", "unsigned char": "u1", "uint8_t": "u1",
+    "unsigned short": "u2", "uint16_t": "u2", "bf16": "u2", "unsigned char": "u1", "uint8_t": "u1",
 }  # fmt: skip
 SIZE_LIMIT = 2**31 - 1
 

@@ -36,7 +36,7 @@ def launched(launcher: Callable, *arguments, **named) -> dict[str, tuple[tuple, 
         for module in (layernorm, matmul, reduce):
             stack.enter_context(patch.object(module, "cu", Recorder(calls)))
         h200 = SimpleNamespace(
-            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, sgemm=lambda *args, **more: None
+            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, gemm=lambda *args, **more: None
         )
         stack.enter_context(patch.object(device.current, "device", h200))
         launcher(*arguments, **named)

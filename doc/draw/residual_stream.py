@@ -18,12 +18,12 @@ WIDTH, LEFT, TOP, ROW = 660, 100, 132, 24
 KEPT = ("residual3 before", "qkv", "lse", "atty", "residual2", "fch", "residual3")
 SCRATCH = ("ln", "proj", "fch_gelu", "dresidual", "dln", "dfch", "weight_T")
 WORDS = {
-    "fused_residual": "layernorm", "layernorm_forward_kernel": "layernorm", "sgemm": "product",
+    "fused_residual": "layernorm", "layernorm_forward_kernel": "layernorm", "gemm": "product",
     "flash_attention_forward_kernel": "attention", "gelu_forward": "GELU", "gelu_backward": "GELU",
     "layernorm_backward": "layernorm", "norm_transposed": "layernorm, T", "flash_attention_backward": "attention",
     "transpose_kernel": "transpose", "add_bias": "bias", "column_partials": "bias gradient",
 }  # fmt: skip
-WRITTEN = {"sgemm": {"c"}, "fill_zero": {"array"}} | {
+WRITTEN = {"gemm": {"c"}, "fill_zero": {"array"}} | {
     name: {one.split()[-1].lstrip("*") for one in parameters if "*" in one and "const" not in one}
     for path in (Path(__file__).resolve().parents[2] / "kernels").glob("*.cu")
     for name, parameters in device.kernel_declarations(path).items()

@@ -43,8 +43,8 @@ extern "C" __global__ void float4_kernel(float* params, const float* grads, floa
                                          float correction1, float correction2, float eps, float weight_decay) {
     const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
-    Four p = Aligned::load(params + i, 4), m4 = Aligned::load(m + i, 4), v4 = Aligned::load(v + i, 4);
-    const Four g = Aligned::load(grads + i, 4);
+    Vec p = Aligned::load(params + i, 4), m4 = Aligned::load(m + i, 4), v4 = Aligned::load(v + i, 4);
+    const Vec g = Aligned::load(grads + i, 4);
     for (int k = 0; k < 4; k++) {
         m4.x[k] = beta1 * m4.x[k] + complement1 * g.x[k];
         v4.x[k] = beta2 * v4.x[k] + complement2 * g.x[k] * g.x[k];

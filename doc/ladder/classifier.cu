@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024) float4_kernel(float* logits, 
     float largest = -INFINITY, sum = 0.0f;
 #pragma unroll 4
     for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
-        Four x = Aligned::load(row + i, 4);
+        Vec x = Aligned::load(row + i, 4);
         float top = largest;
         for (int k = 0; k < 4; k++) {
             if (i + k >= V) x.x[k] = -INFINITY;
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(1024) float4_kernel(float* logits, 
     const float scale = dloss / sum;
 #pragma unroll 4
     for (int i = 4 * threadIdx.x; i < Vp; i += 4 * blockDim.x) {
-        Four x = Aligned::load(row + i, 4);
+        Vec x = Aligned::load(row + i, 4);
         for (int k = 0; k < 4; k++) {
             x.x[k] = i + k < V ? __expf(x.x[k] - row_largest) * scale - (i + k == target ? dloss : 0.0f) : 0.0f;
         }

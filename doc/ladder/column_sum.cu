@@ -64,10 +64,10 @@ extern "C" __global__ void float4_kernel(float* partials, const float* inp, int 
     const int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const int begin = blockIdx.y * rows, end = min(N, begin + rows);
-    Four sum = {};
+    Vec sum = {};
 #pragma unroll 8
     for (int n = begin; n < end; n++) {
-        const Four x = Aligned::load(inp + (size_t)n * C + i, 4);
+        const Vec x = Aligned::load(inp + (size_t)n * C + i, 4);
         for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
     }
     Aligned::store(partials + (size_t)blockIdx.y * C + i, sum, 4);

@@ -29,7 +29,7 @@ extern "C" __global__ void float4_a_thread_kernel(float* out, const float* inp, 
 // with one load from each of its 2048 threads a multiprocessor had asked for enough.
 extern "C" __global__ void four_loads_kernel(float* out, const float* inp, size_t n) {
     const size_t first = 4 * (4 * (size_t)blockIdx.x * blockDim.x + threadIdx.x), step = 4 * blockDim.x;
-    Four x[4];
+    Vec x[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) if (first + k * step < n) x[k] = Aligned::load(inp + first + k * step, 4);
 #pragma unroll

@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float*
         for (int i = threadIdx.x; i < KEYS * HS / 4; i += 64) {
             const int row = i / (HS / 4), column = i % (HS / 4) * 4;
             const size_t at = (size_t)(s0 + row) * head.stride + column;
-            Aligned::store(&keys[row][column], s0 + row < T ? Aligned::load(head.k + at, 4) : Four(), 4);
-            Aligned::store(&values[row][column], s0 + row < T ? Aligned::load(head.v + at, 4) : Four(), 4);
+            Aligned::store(&keys[row][column], s0 + row < T ? Aligned::load(head.k + at, 4) : Vec(), 4);
+            Aligned::store(&values[row][column], s0 + row < T ? Aligned::load(head.v + at, 4) : Vec(), 4);
         }
         __syncthreads();
 #pragma unroll 1
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float*
                 float score = 0.0f;
 #pragma unroll
                 for (int i = 0; i < HS; i += 4) {
-                    const Four k = Aligned::load(&keys[s8 + s][i], 4);
+                    const Vec k = Aligned::load(&keys[s8 + s][i], 4);
                     for (int e = 0; e < 4; e++) score += q[i + e] * k.x[e];
                 }
                 p[s] = s0 + s8 + s <= t ? score * SCALE : -INFINITY;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float*
                 sum += p[s];
 #pragma unroll
                 for (int i = 0; i < HS; i += 4) {
-                    const Four v = Aligned::load(&values[s8 + s][i], 4);
+                    const Vec v = Aligned::load(&values[s8 + s][i], 4);
                     for (int e = 0; e < 4; e++) acc[i + e] += p[s] * v.x[e];
                 }
             }
@@ -121,7 +121,7 @@ template <bool SWIZZLED>
 __device__ inline void load_rows(float* tile, const float* rows, int count, int s0, int T, int stride) {
     for (int i = threadIdx.x; i < count * HS / 4; i += 128) {
         const int row = i / (HS / 4), column = i % (HS / 4) * 4;
-        Four x = s0 + row < T ? Aligned::load(rows + (size_t)(s0 + row) * stride + column, 4) : Four();
+        Vec x = s0 + row < T ? Aligned::load(rows + (size_t)(s0 + row) * stride + column, 4) : Vec();
         for (int e = 0; e < 4; e++) x.x[e] = to_tf32(x.x[e]);
         Aligned::store(tile + place<SWIZZLED>(row, column), x, 4);
     }

@@ -29,8 +29,8 @@ extern "C" __global__ void sigmoid_kernel(float* out, const float* inp, const fl
 extern "C" __global__ void float4_kernel(float* out, const float* inp, const float* bias, int C) {
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;
-    Four x = Aligned::load(inp + (size_t)blockIdx.x * C + i, 4);
-    const Four b = Aligned::load(bias + i, 4);
+    Vec x = Aligned::load(inp + (size_t)blockIdx.x * C + i, 4);
+    const Vec b = Aligned::load(bias + i, 4);
     for (int k = 0; k < 4; k++) x.x[k] = gelu(x.x[k] + b.x[k]);
     Aligned::store(out + (size_t)blockIdx.x * C + i, x, 4);
 }

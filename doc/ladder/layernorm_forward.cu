@@ -75,12 +75,12 @@ extern "C" __global__ void registers_kernel(float* out, float* mean, float* rstd
     const int n = blockIdx.x * blockDim.y + threadIdx.y, lane = threadIdx.x;
     if (n >= N) return;
     const float* row = inp + (size_t)n * C;
-    Four x[VECTORS];
+    Vec x[VECTORS];
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < VECTORS; j++) {
         const int i = 4 * (lane + 32 * j);
-        x[j] = i < C ? Aligned::load(row + i, 4) : Four();
+        x[j] = i < C ? Aligned::load(row + i, 4) : Vec();
     }
 #pragma unroll
     for (int j = 0; j < VECTORS; j++) sum += (x[j].x[0] + x[j].x[1]) + (x[j].x[2] + x[j].x[3]);
@@ -98,7 +98,7 @@ extern "C" __global__ void registers_kernel(float* out, float* mean, float* rstd
     for (int j = 0; j < VECTORS; j++) {
         const int i = 4 * (lane + 32 * j);
         if (i >= C) continue;
-        const Four w = Aligned::load(weight + i, 4), b = Aligned::load(bias + i, 4);
+        const Vec w = Aligned::load(weight + i, 4), b = Aligned::load(bias + i, 4);
         for (int k = 0; k < 4; k++) x[j].x[k] = x[j].x[k] * s * w.x[k] + b.x[k];
         Aligned::store(out + (size_t)n * C + i, x[j], 4);
     }

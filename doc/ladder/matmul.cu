@@ -110,14 +110,14 @@ extern "C" __global__ void __launch_bounds__(256) square_of_8_kernel(float* c, c
 
 // The same by 16 bytes, from here on for N and K that are multiples of 4. A thread copies one vector of each tile; the
 // tile of a lies transposed, so that what a thread wants of it are neighbours.
-__device__ inline Four load_four(const float* matrix, int row, int column, int rows, int columns) {
-    return row < rows && column < columns ? Aligned::load(matrix + (size_t)row * columns + column, 4) : Four();
+__device__ inline Vec load_four(const float* matrix, int row, int column, int rows, int columns) {
+    return row < rows && column < columns ? Aligned::load(matrix + (size_t)row * columns + column, 4) : Vec();
 }
 
 __device__ inline void load_tiles(float (&a_T)[8][128], float (&tile_b)[8][128], const float* a, const float* b, int m0,
                                   int n0, int k0, int M, int N, int K) {
     const int y = threadIdx.x / 2, k = threadIdx.x % 2 * 4, x = threadIdx.x % 32 * 4;
-    const Four of_a = load_four(a, m0 + y, k0 + k, M, K);
+    const Vec of_a = load_four(a, m0 + y, k0 + k, M, K);
     for (int i = 0; i < 4; i++) a_T[k + i][y] = of_a.x[i];
     Aligned::store(&tile_b[threadIdx.x / 32][x], load_four(b, k0 + threadIdx.x / 32, n0 + x, K, N), 4);
 }
@@ -128,8 +128,8 @@ __device__ inline void add_squares(float (&sum)[8][8], const float (&a_T)[8][128
                                    int dy, int x, int dx) {
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        const Four of_a[2] = {Aligned::load(&a_T[k][y], 4), Aligned::load(&a_T[k][y + dy], 4)};
-        const Four of_b[2] = {Aligned::load(&tile_b[k][x], 4), Aligned::load(&tile_b[k][x + dx], 4)};
+        const Vec of_a[2] = {Aligned::load(&a_T[k][y], 4), Aligned::load(&a_T[k][y + dy], 4)};
+        const Vec of_b[2] = {Aligned::load(&tile_b[k][x], 4), Aligned::load(&tile_b[k][x + dx], 4)};
         for (int i = 0; i < 8; i++)
             for (int j = 0; j < 8; j++) sum[i][j] += of_a[i / 4].x[i % 4] * of_b[j / 4].x[j % 4];
     }
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) mma_kernel(float* c, const 
         for (int i = 0; i < 2; i++) {
             const int y = threadIdx.x / 4 + 64 * i, k = threadIdx.x % 4 * 4;
             const int l = threadIdx.x / 32 + 8 * i, x = threadIdx.x % 32 * 4;
-            Four of_a = load_four(a, m0 + y, k0 + k, M, K), of_b = load_four(b, k0 + l, n0 + x, K, N);
+            Vec of_a = load_four(a, m0 + y, k0 + k, M, K), of_b = load_four(b, k0 + l, n0 + x, K, N);
             for (int e = 0; e < 4; e++) of_a.x[e] = to_tf32(of_a.x[e]), of_b.x[e] = to_tf32(of_b.x[e]);
             Aligned::store(&tile_a[y][k], of_a, 4);
             Aligned::store(&tile_b[l][x], of_b, 4);

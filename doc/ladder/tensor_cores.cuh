@@ -51,7 +51,7 @@ __device__ inline void copy_four(float* to, const float* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #else
-    Aligned::store(to, inside ? Aligned::load(from, 4) : Four(), 4);
+    Aligned::store(to, inside ? Aligned::load(from, 4) : Vec(), 4);
 #endif
 }
 
