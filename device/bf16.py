@@ -4,6 +4,7 @@ and the exponent of fp32, and the first 7 bits of its mantissa."""
 import numpy as np
 
 BF16 = np.dtype(np.uint16)
+DEFINES = {np.dtype(np.float32): (), BF16: ("-DfloatX=bf16",)}  # with which kernels are compiled for a type
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:

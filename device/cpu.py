@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from device import cpp
-from device.bf16 import BF16, floatX_of, from_bf16, to_bf16
+from device.bf16 import BF16, DEFINES, floatX_of, from_bf16, to_bf16
 
 import numpy as np
 
@@ -122,17 +122,13 @@ class CpuDevice:
     def module(self, path: Path) -> cpp.Module:
         key = path, self.floatX
         if key not in self.modules:
-            self.modules[key] = cpp.compile_source(path, *self.defines())
+            self.modules[key] = cpp.compile_source(path, *DEFINES[self.floatX])
         return self.modules[key]
-
-    def defines(self) -> list[str]:
-        """What kernels are built with, beside the size of a warp."""
-        return ["-DfloatX=bf16"] if self.floatX == BF16 else []
 
     def compile_all(self, paths: list[Path]) -> None:
         """Compiles kernel files, several at a time."""
         keys = [(path, self.floatX) for path in paths]
-        self.modules.update(zip(keys, cpp.compile_all(paths, *self.defines()), strict=True))
+        self.modules.update(zip(keys, cpp.compile_all(paths, *DEFINES[self.floatX]), strict=True))
 
     # Products
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from device.bf16 import BF16, floatX_of
+from device.bf16 import DEFINES, floatX_of
 from device.cublas import Cublas
 from device.sources import cuda_source
 
@@ -121,7 +121,7 @@ class CudaDevice:
     def module(self, path: Path):
         key = path, self.floatX
         if key not in self.modules:
-            options = NVRTC_OPTIONS + (("-DfloatX=bf16",) if self.floatX == BF16 else ())
+            options = NVRTC_OPTIONS + DEFINES[self.floatX]
             self.modules[key] = self.cupy.RawModule(code=cuda_source(path), options=options)
         return self.modules[key]
 

@@ -181,7 +181,7 @@ float m = 0.0f, s = 0.0f;
             Hole("const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);", "}", """\
 // Write here: gelu'(x) in the tanh form; s is share(x).
 return 0.0f;"""),
-            Hole("for (int k = 0; k < 4; k++) {", "memory.store(dout + at, d, C - i);", """\
+            Hole("for (int k = 0; k < WIDTH; k++) {", "memory.store(dout + at, d, C - i);", """\
 // Write here, for each of the thread's four columns, k = 0 to 3: x.x[k], which is inp, becomes gelu(inp + bias);
 // d.x[k], which is dout, becomes the gradient of the input; sums[c].x[k] grows by that. b.x[k] is bias."""),
         ),

@@ -143,12 +143,16 @@ def assert_rounded(name: str, got: np.ndarray, want: np.ndarray, tolerance: floa
     note_error(name, relative_error(got, want), BF16)
 
 
-# All are quiet NaNs of float32, or of bf16 as their upper halves: whatever a kernel computes from them is NaN too, so
-# reading outside an array, or an output before it is written, shows in the result. Their payloads tell them from NaNs
-# that arithmetic makes.
-GUARD = {4: 0x7FC0DEAD, 2: 0x7FD1}
-POISON = {4: 0x7FC0BEEF, 2: 0x7FD2}
+# Both are quiet NaNs of float32: whatever a kernel computes from them is NaN too, so reading outside an array, or an
+# output before it is written, shows in the result. Their payloads tell them from NaNs that arithmetic makes.
+GUARD = 0x7FC0DEAD
+POISON = 0x7FC0BEEF
 MARGIN = 4096  # elements on either side: more than a block of threads, or a row, can overshoot by
+
+
+def pattern(nan: int, size: int) -> int:
+    """GUARD or POISON for elements of 4 bytes, or of 2, a NaN of bf16."""
+    return nan if size == 4 else nan >> 16 | nan & 0x3F
 
 
 class guarded:
@@ -204,7 +208,7 @@ class guarded:
                 if buffer.dtype == device.BF16:
                     bad = np.isnan(device.from_bf16(inside))
                 else:
-                    bad = np.isnan(inside.view(np.float32)) if buffer.dtype == np.float32 else inside == POISON[4]
+                    bad = np.isnan(inside.view(np.float32)) if buffer.dtype == np.float32 else inside == POISON
                 assert not bad.any(), f"{name}: {bad.sum()} of {bad.size} unwritten or NaN, first at {bad.argmax()}"
 
     def __enter__(self):
@@ -216,7 +220,7 @@ class guarded:
 
     def _poison(self, shape, dtype) -> np.ndarray:
         dtype = np.dtype(dtype or self.dev.floatX)
-        return np.full(shape, POISON[dtype.itemsize], f"u{dtype.itemsize}").view(dtype)
+        return np.full(shape, pattern(POISON, dtype.itemsize), f"u{dtype.itemsize}").view(dtype)
 
     def _bits(self, values, dtype) -> np.ndarray:
         """The values as the device has them. Those of bf16 must be exact: `exact` makes them so."""
@@ -229,7 +233,7 @@ class guarded:
 
     def _place(self, values: np.ndarray, mode: str, name: str | None):
         start, size = MARGIN + self.shift, values.itemsize
-        host = np.full(start + values.size + MARGIN, GUARD[size], dtype=f"u{size}")
+        host = np.full(start + values.size + MARGIN, pattern(GUARD, size), dtype=f"u{size}")
         host[start : start + values.size] = values.reshape(-1).view(host.dtype)
         buffer = self.dev.empty(host.shape, values.dtype)
         self.dev.copy_in(buffer, host.view(values.dtype))

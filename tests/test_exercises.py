@@ -284,7 +284,7 @@ def test_a_kernel_that_no_longer_has_the_quoted_line_breaks_the_cut():
     gelu = BY_NAME["gelu"]
     for hole, says in (
         (Hole("const float slop = 1.0f;", "}"), "has 0 lines `const float slop = 1.0f;`"),
-        (Hole("__syncthreads();", "}"), "has 3 lines `__syncthreads();`"),
+        (Hole("__syncthreads();", "}"), "has 2 lines `__syncthreads();`"),
         (Hole("Four sums[TILE_VECTORS] = {};", "nothing();"), "has no line `nothing();` after `Four sums"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):

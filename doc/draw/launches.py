@@ -8,6 +8,8 @@ from unittest.mock import patch
 import device
 from kernels import layernorm, matmul, reduce
 
+import numpy as np
+
 MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes a block
 
 
@@ -36,8 +38,9 @@ def launched(launcher: Callable, *arguments, **named) -> dict[str, tuple[tuple, 
         for module in (layernorm, matmul, reduce):
             stack.enter_context(patch.object(module, "cu", Recorder(calls)))
         h200 = SimpleNamespace(
-            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, gemm=lambda *args, **more: None
-        )
+            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, floatX=np.dtype(np.float32),
+            gemm=lambda *args, **more: None,
+        )  # fmt: skip
         stack.enter_context(patch.object(device.current, "device", h200))
         launcher(*arguments, **named)
     return calls
