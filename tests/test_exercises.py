@@ -285,7 +285,7 @@ def test_a_kernel_that_no_longer_has_the_quoted_line_breaks_the_cut():
     for hole, says in (
         (Hole("const float slop = 1.0f;", "}"), "has 0 lines `const float slop = 1.0f;`"),
         (Hole("__syncthreads();", "}"), "has 2 lines `__syncthreads();`"),
-        (Hole("Four sums[TILE_VECTORS] = {};", "nothing();"), "has no line `nothing();` after `Four sums"),
+        (Hole("Vec sums[TILE_VECTORS] = {};", "nothing();"), "has no line `nothing();` after `Vec sums"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
             start(dataclasses.replace(gelu, holes=(hole,)))
