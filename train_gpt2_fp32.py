@@ -60,18 +60,18 @@ PARAMETERS = (                                       # in the order of the model
 
 ACTIVATIONS = (
     ("encoded",    ("B", "T", "C")),
-    ("ln1_mean",   ("L", "B", "T")),
-    ("ln1_rstd",   ("L", "B", "T")),
+    ("ln1_mean",   ("L", "B", "T"), "fp32"),
+    ("ln1_rstd",   ("L", "B", "T"), "fp32"),
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
     ("residual2",  ("L", "B", "T", "C")),
-    ("ln2_mean",   ("L", "B", "T")),
-    ("ln2_rstd",   ("L", "B", "T")),
+    ("ln2_mean",   ("L", "B", "T"), "fp32"),
+    ("ln2_rstd",   ("L", "B", "T"), "fp32"),
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
     ("residual3",  ("L", "B", "T", "C")),
-    ("lnf_mean",   ("B", "T")),
-    ("lnf_rstd",   ("B", "T")),
+    ("lnf_mean",   ("B", "T"), "fp32"),
+    ("lnf_rstd",   ("B", "T"), "fp32"),
     ("logits",     ("B", "T", "Vp")),                # and then their gradient
-    ("losses",     ("B", "T")),
+    ("losses",     ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
     ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
     ("ln_T",       ("C", "B", "T"), "ln"),           # backward: the same, transposed
@@ -89,7 +89,7 @@ ACTIVATION_GRADIENTS = (
     ("dfch",       ("B", "T", "4C")),                # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "dfch"),
     ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
-    ("partials",   ("P", "4C")),                     # sums of blocks, before they are added up
+    ("partials",   ("P", "4C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 

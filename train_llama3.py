@@ -70,15 +70,15 @@ FILE = (                                             # what a model file holds; 
 
 ACTIVATIONS = (
     ("encoded",     ("B", "T", "C")),
-    ("ln1_rstd",    ("L", "B", "T")),
+    ("ln1_rstd",    ("L", "B", "T"), "fp32"),
     ("atty",        ("L", "B", "T", "C")),           # the heads' outputs, side by side
     ("residual2",   ("L", "B", "T", "C")),
-    ("ln2_rstd",    ("L", "B", "T")),
+    ("ln2_rstd",    ("L", "B", "T"), "fp32"),
     ("fch",         ("L", "B", "T", "2H")),          # up and gate
     ("residual3",   ("L", "B", "T", "C")),
-    ("lnf_rstd",    ("B", "T")),
+    ("lnf_rstd",    ("B", "T"), "fp32"),
     ("logits",      ("B", "T", "Vp")),               # and then their gradient
-    ("losses",      ("B", "T")),
+    ("losses",      ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
     ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
     ("ln_T",        ("C", "B", "T"), "ln"),          # backward: the same, transposed
@@ -97,7 +97,7 @@ ACTIVATION_GRADIENTS = (
     ("dfch",        ("B", "T", "2H")),
     ("dqkv",        ("B", "T", "QKV")),
     ("weight_T",    ("W", "C")),                     # the weight at hand, transposed
-    ("partials",    ("P", "C")),                     # sums of blocks, before they are added up
+    ("partials",    ("P", "C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 

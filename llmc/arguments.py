@@ -115,30 +115,30 @@ class Parser(argparse.ArgumentParser):
 
 
 ATTENTIONS = ("auto", "flash", "softmax", "relu")
-PRECISIONS = ("fp32", "tf32")
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 
-def add_device_arguments(parser) -> None:
-    """The flags that say how a model computes, for every program that runs one."""
+def add_device_arguments(parser, precision: str = "tf32") -> None:
+    """The flags that say how a model computes, for every program that runs one. precision: the default."""
     add = parser.add_argument
     add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
-    add("--precision", choices=PRECISIONS, default="tf32",
-        help="of matrix products: fp32, or TF32 where the GPU can (%(default)s)")  # fmt: skip
+    add("--precision", choices=PRECISIONS, default=precision,
+        help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations (%(default)s)")
     add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
         help="the same in llm.c: fp32, tf32")  # fmt: skip
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
 
 
-def make_parser(config: type[Config]) -> argparse.ArgumentParser:
-    """The flags of the program that trains models of these sizes, in groups."""
+def make_parser(config: type[Config], script: str, precision: str) -> argparse.ArgumentParser:
+    """The flags of the program, `script`, that trains models of these sizes, in groups."""
     preset, description = next(iter(config.PRESETS.items()))
     names = ", ".join(config.PRESETS)
     recipe = "-b 4 -t 1024 -d 65536 -x 2000 -k cosine -u 100 --grad-clip 1"
     parser = Parser(
-        description=f"Train {config.NAME} in fp32 (llm.c's trainer in Python).",
+        description=f"Train {config.NAME} (llm.c's trainer in Python).",
         epilog=f"""examples:
-  python {config.SCRIPT} -i data/tiny_shakespeare -b 4 -t 1024
-  python {config.SCRIPT} -e {preset} -i data/python_docs {recipe}""",
+  python {script} -i data/tiny_shakespeare -b 4 -t 1024
+  python {script} -e {preset} -i data/python_docs {recipe}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -205,15 +205,18 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
     )
-    add_device_arguments(parser.add_argument_group("how it computes"))
+    add_device_arguments(parser.add_argument_group("how it computes"), precision)
     return parser
 
 
-def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
-    """The flags of the program that trains models of these sizes. `given` are the names of those that were given. Opens
+def parse_arguments(
+    config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
+) -> argparse.Namespace:
+    """The flags of the program that trains models of these sizes: their own, or another script, whose --precision is
+    another by default. `given` are the names of those that were given. Opens
     nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's description that is
     none, and for checkpoints that are asked for without a place (settings.py checks what depends on more)."""
-    parser = make_parser(config)
+    parser = make_parser(config, script or config.SCRIPT, precision)
     args = parser.parse_args(arguments)
     unset = object()
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))

@@ -153,16 +153,39 @@ def _named_views(body: np.ndarray, config: Config) -> dict[str, np.ndarray]:
 
 def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:
     """A model file's contents."""
-    _check_length(params, config)
+    if not isinstance(params, Iterator):
+        _check_length(params, config)
     yield _header(config)
     there, _ = layout(config.parameters(), config.sizes(), align=1)
+    pieces = Pieces(params)
     for name, (_, shape) in _file_layout(config)[0].items():
         length = math.prod(shape)
         if name in there:
             start = there[name][0]
-            yield from device.pieces(params[start : start + length])
+            yield from pieces.part(start, start + length)
         else:
             yield np.zeros(length, "<f4")
+
+
+class Pieces:
+    """A flat array, on the host or the device or an iterator over its pieces on the host, of which parts are wanted:
+    of an iterator in ascending order, so that there is never a whole copy."""
+
+    def __init__(self, values):
+        self.values, self.start, self.piece = values, 0, np.empty(0, "<f4")
+
+    def part(self, start: int, end: int) -> Iterator[np.ndarray]:
+        if not isinstance(self.values, Iterator):
+            yield from device.pieces(self.values[start:end])
+            return
+        while start < end:
+            behind = self.start + self.piece.size
+            if start >= behind:
+                self.start, self.piece = behind, next(self.values)
+                continue
+            piece = self.piece[start - self.start : end - self.start]
+            yield piece
+            start += piece.size
 
 
 # Debug states: a batch, and what one forward and backward pass of a reference implementation made of it
@@ -259,8 +282,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint `directory/step_<step>` and returns its path.
 
-    params, m and v are fp32 (num_parameters,), on the host or the device, or for m and v an iterator over such an array
-    in pieces on the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
+    params, m and v are fp32 (num_parameters,), on the host or the device, or iterators over such an array in pieces on
+    the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
     least a byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears
     complete or not at all. One that is already there for the same step is replaced. Raises UserError where the system
     refuses to write.

@@ -23,7 +23,7 @@ import numpy as np
 
 # Which algorithm NCCL chooses depends on what it measures, and the bits of a sum depend on the algorithm.
 REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-FLOAT32, SUM = 7, 0  # NCCL's numbers for them
+UINT8, FLOAT32, SUM = 1, 7, 0  # NCCL's numbers for them
 
 PIECE = 1 << 24  # floats of a moment that are exchanged at a time, for a checkpoint
 
@@ -71,7 +71,7 @@ class Nccl:
     def broadcast(self, pieces: Pieces) -> None:
         def calls(stream: int) -> None:
             for x, root in pieces:
-                self.communicator.bcast(x.data.ptr, x.size, FLOAT32, root, stream)
+                self.communicator.bcast(x.data.ptr, x.nbytes, UINT8, root, stream)
 
         self.group(calls)
 
@@ -143,7 +143,7 @@ class Gloo:
 
     def broadcast(self, pieces: Pieces) -> None:
         for x, root in pieces:
-            self.distributed.broadcast(self.tensor(x), root)
+            self.distributed.broadcast(self.tensor(x.view(np.uint8)), root)
 
     def exchange(self, sent: Pieces, received: Pieces) -> None:
         works = [self.distributed.isend(self.tensor(x), peer) for x, peer in sent]
@@ -261,7 +261,7 @@ def reduce(pieces: Pieces) -> None:
 
 
 def broadcast(pieces: Pieces) -> None:
-    """Starts making each array what it is on one rank."""
+    """Starts making each array, contiguous and of any type, what it is on one rank."""
     if _collectives and pieces:
         _collectives.broadcast(pieces)
 
