@@ -7,6 +7,7 @@ vocabulary and Vp the same padded, and maxT the longest sequence the model takes
 """
 
 import re
+from argparse import Namespace
 from dataclasses import astuple, dataclass
 from math import sqrt
 
@@ -332,8 +333,8 @@ class GPT2(Model):
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 
 
-def main() -> None:
-    with Run(GPT2, parse_arguments(GPT2Config)) as run:
+def main(flags: Namespace) -> None:
+    with Run(GPT2, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -369,4 +370,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(GPT2Config)))

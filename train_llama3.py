@@ -6,6 +6,7 @@ the query heads and NKV the heads of keys and values, HS = C / NH their size, QK
 channels, V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import device
@@ -437,8 +438,8 @@ class Llama3(Model):
         return {"rope": rope_table(T, config.head_size, config.rope_theta, scaling, config.original_length)}
 
 
-def main() -> None:
-    with Run(Llama3, parse_arguments(Llama3Config)) as run:
+def main(flags: Namespace) -> None:
+    with Run(Llama3, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -474,4 +475,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(Llama3Config)))

@@ -7,6 +7,7 @@ x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP 
 is sequential, it is GPT-2's.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from math import sqrt
 
@@ -403,8 +404,8 @@ class Pythia(Model):
         return {"rope": rope_table(T, config.rotary_channels, config.rope_theta)}
 
 
-def main() -> None:
-    with Run(Pythia, parse_arguments(PythiaConfig)) as run:
+def main(flags: Namespace) -> None:
+    with Run(Pythia, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -440,4 +441,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(PythiaConfig)))

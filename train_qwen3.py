@@ -8,6 +8,7 @@ the query heads and NKV the heads of keys and values, QK = NH + NKV, HS the size
 head h // (NH / NKV).
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import device
@@ -374,8 +375,8 @@ class Qwen3(Model):
         return {"rope": rope_table(T, config.head_size, config.rope_theta)}
 
 
-def main() -> None:
-    with Run(Qwen3, parse_arguments(Qwen3Config)) as run:
+def main(flags: Namespace) -> None:
+    with Run(Qwen3, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -411,4 +412,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(Qwen3Config)))

@@ -129,8 +129,10 @@ def add_device_arguments(parser, precision: str = "tf32") -> None:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
 
 
-def make_parser(config: type[Config], script: str, precision: str) -> argparse.ArgumentParser:
-    """The flags of the program, `script`, that trains models of these sizes, in groups."""
+def make_parser(config: type[Config], script: str = "", precision: str = "tf32") -> argparse.ArgumentParser:
+    """The flags of the program that trains models of these sizes, in groups: their own script, or another one, whose
+    precision is another by default."""
+    script = script or config.SCRIPT
     preset, description = next(iter(config.PRESETS.items()))
     names = ", ".join(config.PRESETS)
     recipe = "-b 4 -t 1024 -d 65536 -x 2000 -k cosine -u 100 --grad-clip 1"
@@ -212,11 +214,10 @@ def make_parser(config: type[Config], script: str, precision: str) -> argparse.A
 def parse_arguments(
     config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
 ) -> argparse.Namespace:
-    """The flags of the program that trains models of these sizes: their own, or another script, whose --precision is
-    another by default. `given` are the names of those that were given. Opens
+    """The flags of the program that trains models of these sizes (`make_parser`). `given` are the names of those that were given. Opens
     nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's description that is
     none, and for checkpoints that are asked for without a place (settings.py checks what depends on more)."""
-    parser = make_parser(config, script or config.SCRIPT, precision)
+    parser = make_parser(config, script, precision)
     args = parser.parse_args(arguments)
     unset = object()
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))

@@ -309,7 +309,7 @@ def refuse_here(folder, monkeypatch, capsys):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", list(map(str, program(folder, "-o", "run.log", *flags))))
         with pytest.raises(SystemExit) as end:
-            run_trainer(main)
+            run_trainer(lambda: main(parse_arguments(GPT2Config)))
         out, error = capsys.readouterr()
         if code == 1:
             error += f"{end.value.code}\n"  # Python prints it as it ends, and exits with 1
