@@ -104,7 +104,8 @@ class GPT2Config(Config):
     num_heads: int    # (NH)
     channels: int     # (C)
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", 20240326, 1024, PARAMETERS
+    NAME, SCRIPT, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", PARAMETERS
+    MAGIC, HEADER_BYTES, BF16_VERSION = 20240326, 1024, 5
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"
     }  # fmt: skip
@@ -135,8 +136,9 @@ class GPT2Config(Config):
     def from_header(cls, header: np.ndarray, source: str) -> "GPT2Config":
         version, *sizes, padded_vocab_size = (int(n) for n in header[1:8])
         if version != 3:
-            kind = {1: "fp32 without padding", 2: "bf16 without padding", 5: "bf16"}.get(version, "unknown")
-            raise UserError(f"{source}: model version {version} ({kind}); version 3 (fp32) is needed: {cls.FETCH}")
+            kind = {1: "fp32 without padding", 2: "bf16 without padding"}.get(version, "unknown")
+            needed = "version 3 (fp32) or 5 (bf16) is needed"
+            raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
         config = cls(*sizes)
         config.check(source)
         if padded_vocab_size != padded(config.vocab_size):

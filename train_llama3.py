@@ -129,7 +129,7 @@ class Llama3Config(Config):
     tied: bool = True    # the classifier's weight is wte
     original_length: int = ORIGINAL_LENGTH  # positions that the model was first trained on, by which RoPE is scaled
 
-    NAME, SCRIPT, MAGIC, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, PARAMETERS
+    NAME, SCRIPT, MAGIC, BF16_VERSION, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, 5, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",
@@ -217,9 +217,8 @@ class Llama3Config(Config):
         version, maxT, V, L, NH, NKV, C, multiple_of, scaled, _, _, tied, hidden, length = map(int, header[1:15])
         multiplier, eps, theta, scaling = (float(str(x)) for x in header[256:260].view("<f4"))
         if version not in (3, 103, 104):
-            kind = "bf16" if version == 5 else "unknown"
-            needed = "version 3, 103 or 104 (fp32) is needed"
-            raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
+            needed = "version 3, 103 or 104 (fp32), or 5 (bf16), is needed"
+            raise UserError(f"{source}: model version {version} (unknown); {needed}: {cls.FETCH}")
         if version == 3:
             if not (0 < multiplier < float("inf") and multiple_of > 0):
                 raise UserError(f"{source}: multiple_of {multiple_of}, ffn_dim_multiplier {multiplier} make no model")

@@ -214,9 +214,10 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
 def parse_arguments(
     config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
 ) -> argparse.Namespace:
-    """The flags of the program that trains models of these sizes (`make_parser`). `given` are the names of those that were given. Opens
-    nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's description that is
-    none, and for checkpoints that are asked for without a place (settings.py checks what depends on more)."""
+    """The flags of the program that trains models of these sizes (`make_parser`). `given` are the names of those that
+    were given. Opens nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's
+    description that is none, and for checkpoints that are asked for without a place (settings.py checks what depends on
+    more)."""
     parser = make_parser(config, script, precision)
     args = parser.parse_args(arguments)
     unset = object()

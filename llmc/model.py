@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from device.errors import UserError
 from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from llmc.attention import TABLES as attention_tables
-from llmc.checkpoint import read_model
+from llmc.checkpoint import conversion, read_model
 from llmc.huggingface import HuggingFace
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges, without
 
@@ -296,8 +297,11 @@ def dropouts(model: Model, training: bool) -> SimpleNamespace:
 def build_from_file(
     kind: type[Model], path: str | Path, B: int, T: int, attention: str, inference: bool = False
 ) -> Model:
-    """The model in a `.bin`. Raises UserError as `read_model` does."""
+    """The model in a `.bin`. Raises UserError as `read_model` does. Where its weights are converted, stderr says so."""
     config, tensors = read_model(path, kind.Config)
+    converted = conversion(path, kind.Config)
+    if converted:
+        print(converted, file=sys.stderr, flush=True)
     model = kind(config, B, T, attention, inference)
     model.load(tensors)
     return model

@@ -19,6 +19,7 @@ from llmc.attention import choose_attention
 from llmc.batches import Batches
 from llmc.checkpoint import (
     checkpoints,
+    conversion,
     load_checkpoint,
     lock_checkpoints,
     model_path,
@@ -275,6 +276,9 @@ def build_model(
         config = described
     if config is None:
         config, tensors = read_model(origin.source, kind.Config, kind.Config.fetch_or_start())
+        converted = conversion(origin.source, kind.Config)
+        if converted:
+            print(converted, flush=True)
     if flags.sequence_length > config.max_seq_len:
         raise UserError(
             f"-t {flags.sequence_length} is above the model's longest sequence, {config.max_seq_len}: lower -t"

@@ -117,6 +117,7 @@ class Config:
     NAME, SCRIPT       what the model is called, and the program that trains it
     MAGIC              the number that its files begin with
     HEADER_BYTES       the length of their header, where header() is not the one below
+    BF16_VERSION       the version of llm.c's files that hold such a model in bf16, where it has them
     PARAMETERS         the table of all parameters that such models can have, in the order of the buffer
     DESCRIPTION        the words of `-e layers=4,heads=4`, each with its field
     PRESETS            named models (`-e d12`), at least one, each such a description
@@ -133,6 +134,7 @@ class Config:
     SCRIPT: str
     MAGIC: int
     HEADER_BYTES = 2048
+    BF16_VERSION: int | None = None
     PARAMETERS: Table
     DESCRIPTION: dict[str, str]
     PRESETS: dict[str, str]
