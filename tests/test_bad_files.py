@@ -297,7 +297,7 @@ def test_a_pipe_that_somebody_reads_takes_a_log(tmp_path, in_time):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     logger = Logger(tmp_path / "pipe")
-    logger.log_train(1, 1.0)
+    logger.log(1, train_loss=1.0)
     assert os.read(reader, 100) == b"s:1 trl:1.0000\n"
     logger.close()
     os.close(reader)
