@@ -61,7 +61,7 @@ from dev.data.documents import (
 from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
 from device.errors import UserError
-from llmc.arguments import Parser, a_path, number, positive, whole_number
+from llmc.arguments import Parser, a_path, limited, number, positive, whole_number
 from llmc.checkpoint import check_saved
 from llmc.dataloader import open_tokens, token_format
 from llmc.files import replacing
@@ -84,24 +84,12 @@ LONGEST_TOKEN = 255            # bytes, as a tokenizer .bin has it
 MOST_CHARACTERS = 400_000      # in a document: what tiktoken is sure to split, even where all of it is white space
 
 
-def share(text: str) -> float:
-    """A number above 0 and below 1."""
-    value = number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
-    return value
+share = limited(number, ((lambda x: 0 < x < 1), "be above 0 and below 1"))
 
 
 def within(low: int, high: int) -> Callable[[str], int]:
     """A type of flag: a whole number from low to high."""
-
-    def check(text: str) -> int:
-        value = whole_number(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} must be from {low} to {high}")
-        return value
-
-    return check
+    return limited(whole_number, ((lambda n: low <= n <= high), f"be from {low} to {high}"))
 
 
 def encoding_name(text: str) -> str:
