@@ -104,7 +104,7 @@ def encoding_name(text: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Make a dataset of files and folders of text.")
     add = parser.add_argument
-    what = "a file, or a folder of .txt, .md, .rst, .html, .jsonl, .parquet and text without a suffix, each also as .gz"
+    what = "a file, or a folder of .parquet, .txt, .md, .rst, .html, .jsonl and text without a suffix, also as .gz"
     add("paths", metavar="PATH", nargs="+", help=what)
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
