@@ -22,7 +22,7 @@ from dev.data.common import Unsuitable
 from device.errors import UserError
 from llmc.arguments import parse_arguments
 from llmc.dataloader import find_token_files, open_tokens
-from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_encoding, byte_letters, load_model_tokenizer
+from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_letters, byte_tokenizer, load_model_tokenizer
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -724,7 +724,7 @@ def test_the_longest_document_can_be_split_even_if_it_is_white_space():
 
     n = text.MOST_CHARACTERS - 1
     for space in (" ", "\n"):
-        assert len(byte_encoding().encode_ordinary(space * n + "a")) == n + 1
+        assert len(byte_tokenizer().encode(space * n + "a")) == n + 1
 
 
 AWKWARD = [

@@ -65,7 +65,7 @@ from llmc.arguments import Parser, a_path, limited, number, positive, whole_numb
 from llmc.checkpoint import check_saved
 from llmc.dataloader import open_tokens, token_format
 from llmc.files import replacing
-from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
+from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 import numpy as np
 from tqdm import tqdm
@@ -410,7 +410,7 @@ def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
         optional("tokenizers", "--train-tokenizer")
         return None
     if args.tokenizer in ("gpt2", "bytes"):
-        return Tokenizer.from_encoding(gpt2_encoding() if args.tokenizer == "gpt2" else byte_encoding())
+        return gpt2_tokenizer() if args.tokenizer == "gpt2" else byte_tokenizer()
     if not Path(args.tokenizer).is_file():
         raise UserError(f"--tokenizer {args.tokenizer}: no such file; name one, or gpt2 or bytes")
     check_saved(Path(args.tokenizer))
