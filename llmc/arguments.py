@@ -2,6 +2,8 @@
 few of our own."""
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,53 +34,30 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on, up to LARGEST."""
-    if whole_number(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return natural(text)
+def limited(kind: Callable[[str], float], *limits: tuple[Callable[[float], bool], str]) -> Callable[[str], float]:
+    """A type of flag: a number of a kind that keeps within each of the limits, which say what it must do."""
+
+    def check(text: str) -> float:
+        value = kind(text)
+        for keeps, must in limits:
+            if not keeps(value):
+                raise argparse.ArgumentTypeError(f"{text} must {must}")
+        return value
+
+    return check
 
 
-def natural(text: str) -> int:
-    """A whole number from 0 on, up to LARGEST."""
-    value = seed(text)
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST}")
-    return value
-
-
-def seed(text: str) -> int:
-    """A whole number from 0 on, however large."""
-    value = whole_number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
-    return value
-
-
-def non_negative(text: str) -> float:
-    """A number from 0 on that is finite in fp32."""
-    value = number(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number, 0 or more")
-    if value > LARGEST_FP32:
-        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_FP32:g}")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number from 0 to 1."""
-    value = number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0 and 1")
-    return value
-
-
-def rate(text: str) -> float:
-    """A number from 0 on and below 1."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more, and below 1")
-    return value
+NOT_NEGATIVE = (lambda n: n >= 0), "be 0 or more"
+COUNTABLE = (lambda n: n <= LARGEST), f"be at most {LARGEST}"
+seed = limited(whole_number, NOT_NEGATIVE)  # however large
+natural = limited(whole_number, NOT_NEGATIVE, COUNTABLE)
+positive = limited(whole_number, ((lambda n: n >= 1), "be at least 1"), COUNTABLE)
+non_negative = limited(
+    number, ((lambda x: 0 <= x < math.inf), "be a finite number, 0 or more"),
+    ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
+)  # fmt: skip
+fraction = limited(number, ((lambda x: 0 <= x <= 1), "lie between 0 and 1"))
+rate = limited(number, ((lambda x: 0 <= x < 1), "be 0 or more, and below 1"))
 
 
 def on_off(text: str) -> bool:

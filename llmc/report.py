@@ -12,6 +12,7 @@ from contextlib import suppress
 import device
 from device.errors import UserError
 from llmc import ranks
+from llmc.program import Stdout
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -145,12 +146,13 @@ class StopRequest:
             signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)
 
 
-class Output:
+class Output(Stdout):
     """What a run prints to, in the place of `stream`, for as long as the with block lasts. Where the reader has left or
     the disk is full, the run goes on, if it is also told of `elsewhere`; that is said once on stderr."""
 
     def __init__(self, stream, elsewhere: str):
-        self.stream, self.elsewhere, self.failed = stream, elsewhere, False
+        super().__init__(stream)
+        self.elsewhere = elsewhere
 
     def __enter__(self) -> None:
         sys.stdout = self
@@ -158,25 +160,15 @@ class Output:
     def __exit__(self, *exception) -> None:
         sys.stdout = self.stream
 
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self.attempt(lambda: self.stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self.attempt(self.stream.flush)
-
     def attempt(self, work: Callable[[], object]) -> None:
-        if self.failed:
+        if self.failure:
             return
         try:
             work()
         except OSError as error:
             if not self.elsewhere and isinstance(error, BrokenPipeError):
                 raise
-            self.failed, reason = True, (error.strerror or str(error)).lower()
+            self.failure, reason = error, (error.strerror or str(error)).lower()
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # what is left in the stream goes there
             if not self.elsewhere:
                 raise UserError(
