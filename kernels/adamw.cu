@@ -1,7 +1,7 @@
 // AdamW (Loshchilov & Hutter 2017), one thread for four parameters:
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   param -= lr * ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param)
-// Memory-bound: reads four floats and writes three for each parameter.
+// Memory-bound: reads four floats and writes three for each parameter, and its copy where there is one in bf16.
 #include "common.cuh"
 
 constexpr float LARGEST = 1.8446743e19f;  // whose square is finite
@@ -10,8 +10,9 @@ constexpr float LARGEST = 1.8446743e19f;  // whose square is finite
 // gradient whose square would not be finite leaves its thread's parameters as they are, and norm[3] = 1 says so.
 // What is small beside 1 comes from the host in full precision: complement = 1 - beta (in fp32, 1 - 0.999 would be off by
 // 1e-5 of itself), and correction = 1 - beta^t.
-extern "C" __global__ void adamw_kernel(float* params, const float* grads, float* m, float* v, float* norm, size_t n,
-                                        float lr, float beta1, float beta2, float complement1,
+// rounded: the copy in bf16, or null.
+extern "C" __global__ void adamw_kernel(float* params, bf16* rounded, const float* grads, float* m, float* v,
+                                        float* norm, size_t n, float lr, float beta1, float beta2, float complement1,
                                         float complement2, float correction1, float correction2, float eps,
                                         float weight_decay) {
     const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
@@ -19,9 +20,11 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
     const float scale = norm[1];
     if (scale != scale) return;
     const int left = n - i < 4 ? (int)(n - i) : 4;
-    by_alignment(left == 4 && is_aligned(params), [&](auto memory) {  // all four buffers are aligned alike
-        Vec p = memory.load(params + i, left), m4 = memory.load(m + i, left), v4 = memory.load(v + i, left);
-        const Vec g = memory.load(grads + i, left);
+    // All buffers of floats are aligned alike.
+    by_alignment(left == 4 && is_aligned(params) && is_aligned(rounded, 8), [&](auto memory) {
+        Four p = memory.load_four(params + i, left), m4 = memory.load_four(m + i, left);
+        Four v4 = memory.load_four(v + i, left);
+        const Four g = memory.load_four(grads + i, left);
         for (int k = 0; k < 4; k++) {
             if (!(fabsf(scale * g.x[k]) < LARGEST)) {
                 norm[3] = 1.0f;
@@ -35,8 +38,9 @@ extern "C" __global__ void adamw_kernel(float* params, const float* grads, float
             const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
             p.x[k] -= lr * (step + weight_decay * p.x[k]);
         }
-        memory.store(params + i, p, left);
-        memory.store(m + i, m4, left);
-        memory.store(v + i, v4, left);
+        memory.store_four(params + i, p, left);
+        if (rounded != nullptr) memory.store_four(rounded + i, p, left);
+        memory.store_four(m + i, m4, left);
+        memory.store_four(v + i, v4, left);
     });
 }

@@ -7,28 +7,37 @@
 // rest is read a second time.
 #include "common.cuh"
 
-// One block a row; one-dimensional. Vp is a multiple of 4. Shared memory: the row's first `cached` floats, a multiple of 4.
-extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float* logits, float* losses, float dloss,
+__device__ inline float largest_of(Vec v) {
+    for (int step = 1; step < WIDTH; step *= 2) {
+        for (int k = 0; k < WIDTH; k += 2 * step) v.x[k] = fmaxf(v.x[k], v.x[k + step]);
+    }
+    return v.x[0];
+}
+
+// One block a row; one-dimensional. Vp is a multiple of WIDTH. Shared memory: the row's first `cached` numbers, a
+// multiple of WIDTH.
+extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(floatX* logits, float* losses, float dloss,
                                                                           const int* targets, int V, int Vp,
                                                                           int cached) {
-    DYNAMIC_SHARED(float, cache);
+    DYNAMIC_SHARED(floatX, cache);
     const int n = blockIdx.x, target = targets[n];
-    float* row = logits + (size_t)n * Vp;
-    const float target_logit = row[target];  // before anyone overwrites it; the reductions' barriers stand between
+    floatX* row = logits + (size_t)n * Vp;
+    // Before anyone overwrites it; the reductions' barriers stand between.
+    const float target_logit = to_float(row[target]);
 
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's share
-    for (int i = 4 * threadIdx.x; i < V; i += 4 * blockDim.x) {
-        Vec x = Aligned::load(row + i, 4);
-        if (i + 4 > V) {
-            for (int k = 0; k < 4; k++) x.x[k] = i + k < V ? x.x[k] : -INFINITY;
+    for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
+        Vec x = Aligned::load(row + i, WIDTH);
+        if (i + WIDTH > V) {
+            for (int k = 0; k < WIDTH; k++) x.x[k] = i + k < V ? x.x[k] : -INFINITY;
         }
-        if (i < cached) Aligned::store(cache + i, x, 4);
-        const float four_largest = fmaxf(fmaxf(x.x[0], x.x[1]), fmaxf(x.x[2], x.x[3]));
-        if (four_largest > largest) {
-            sum *= __expf(largest - four_largest);
-            largest = four_largest;
+        if (i < cached) Aligned::store(cache + i, x, WIDTH);
+        const float vector_largest = largest_of(x);
+        if (vector_largest > largest) {
+            sum *= __expf(largest - vector_largest);
+            largest = vector_largest;
         }
-        for (int k = 0; k < 4; k++) sum += __expf(x.x[k] - largest);
+        for (int k = 0; k < WIDTH; k++) sum += __expf(x.x[k] - largest);
     }
     const float row_largest = block_max(largest);
     const float row_sum = block_sum(sum * __expf(largest - row_largest));
@@ -38,17 +47,17 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     if (!(loss < INFINITY)) dloss = 0.0f * INFINITY;
     const float scale = dloss / row_sum;
     // From the row's end to its start: what was read last is the likeliest to be in L2 still.
-    for (int i = 4 * ((V - 1) / (4 * blockDim.x) * blockDim.x + threadIdx.x); i >= 0; i -= 4 * blockDim.x) {
+    for (int i = WIDTH * ((V - 1) / (WIDTH * blockDim.x) * blockDim.x + threadIdx.x); i >= 0; i -= WIDTH * blockDim.x) {
         if (i >= V) continue;
-        Vec x = Aligned::load(i < cached ? cache + i : row + i, 4);
-        for (int k = 0; k < 4; k++) x.x[k] = __expf(x.x[k] - row_largest) * scale;
-        if (i + 4 > V) {
-            for (int k = 0; k < 4; k++) x.x[k] = i + k < V ? x.x[k] : 0.0f;
+        Vec x = Aligned::load(i < cached ? cache + i : row + i, WIDTH);
+        for (int k = 0; k < WIDTH; k++) x.x[k] = __expf(x.x[k] - row_largest) * scale;
+        if (i + WIDTH > V) {
+            for (int k = 0; k < WIDTH; k++) x.x[k] = i + k < V ? x.x[k] : 0.0f;
         }
-        if (target >= i && target < i + 4) {
-            for (int k = 0; k < 4; k++) x.x[k] -= i + k == target ? dloss : 0.0f;
+        if (target >= i && target < i + WIDTH) {
+            for (int k = 0; k < WIDTH; k++) x.x[k] -= i + k == target ? dloss : 0.0f;
         }
-        Aligned::store(row + i, x, 4);
+        Aligned::store(row + i, x, WIDTH);
     }
-    for (int i = (V + 3) / 4 * 4 + threadIdx.x; i < Vp; i += blockDim.x) row[i] = 0.0f;
+    for (int i = WIDTH * ceil_div(V, WIDTH) + threadIdx.x; i < Vp; i += blockDim.x) set(row[i], 0.0f);
 }

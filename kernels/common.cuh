@@ -128,6 +128,12 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
+// Four floats, for arrays that stay fp32 where floatX is bf16, in one access. A Vec's eight would take two, in each of
+// which a warp's lanes skip every other 16 bytes.
+struct Four {
+    float x[4];
+};
+
 struct Aligned {
     __device__ static Vec load(const float* p, int left) {
         Vec v;
@@ -156,6 +162,16 @@ struct Aligned {
         for (int k = 0; k < WIDTH; k += 2) words[k / 2] = to_bf16(v.x[k], v.x[k + 1]);
         *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
     }
+    __device__ static Four load_four(const float* p, int left) {
+        const float4 f = *reinterpret_cast<const float4*>(p);
+        return {{f.x, f.y, f.z, f.w}};
+    }
+    __device__ static void store_four(float* p, const Four& v, int left) {
+        *reinterpret_cast<float4*>(p) = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]);
+    }
+    __device__ static void store_four(bf16* p, const Four& v, int left) {  // p at a multiple of 8 bytes
+        *reinterpret_cast<uint2*>(p) = make_uint2(to_bf16(v.x[0], v.x[1]), to_bf16(v.x[2], v.x[3]));
+    }
 };
 
 struct Ragged {
@@ -169,6 +185,15 @@ struct Ragged {
     __device__ static void store(T* p, const Vec& v, int left) {
         for (int k = 0; k < WIDTH && k < left; k++) set(p[k], v.x[k]);
     }
+    __device__ static Four load_four(const float* p, int left) {
+        Four v;
+        for (int k = 0; k < 4; k++) v.x[k] = k < left ? p[k] : 0.0f;
+        return v;
+    }
+    template <class T>
+    __device__ static void store_four(T* p, const Four& v, int left) {
+        for (int k = 0; k < 4 && k < left; k++) set(p[k], v.x[k]);
+    }
 };
 
 template <class Body>
@@ -176,7 +201,7 @@ __device__ inline void by_alignment(bool aligned, Body body) {
     if (aligned) body(Aligned()); else body(Ragged());
 }
 
-__device__ inline bool is_aligned(const void* p) { return (reinterpret_cast<size_t>(p) & 15) == 0; }
+__device__ inline bool is_aligned(const void* p, int bytes = 16) { return reinterpret_cast<size_t>(p) % bytes == 0; }
 
 // Backward recomputes what a weight's gradient takes of a product's input. In fp32 and TF32 that product is faster where
 // its input is transposed, in bf16 it is not: there it is written as it is (kernels/matmul.py).

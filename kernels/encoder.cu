@@ -1,4 +1,4 @@
-// Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C floats, or dropout of that; inp (B,T) holds token ids. A model
+// Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C numbers, or dropout of that; inp (B,T) holds token ids. A model
 // whose positions are rotary (rope.cu) has no wpe.
 // Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b. Most
 // rows of dwte get nothing: ranks exchange those that do, with their tokens (a sparse matrix), and add them then.
@@ -8,51 +8,51 @@
 // token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
 #include "dropout.cuh"
 
-// One warp a position. Block: (WARP_SIZE, positions). wpe may be null. finish(four, n, i) gives what is stored of the
-// four floats of position n from channel i on.
+// One warp a position. Block: (WARP_SIZE, positions). wpe may be null. finish(vector, n, i) gives what is stored of
+// the vector of position n from channel i on.
 template <class Finish>
-__device__ inline void forward_positions(float* out, const int* inp, const float* wte, const float* wpe,
+__device__ inline void forward_positions(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
                                          int N, int T, int C, Finish finish) {
     const int n = blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= N) return;
-    const float* token = wte + (size_t)inp[n] * C;
-    const float* position = wpe == nullptr ? nullptr : wpe + (size_t)(n % T) * C;
-    float* row = out + (size_t)n * C;
-    by_alignment(C % 4 == 0, [&](auto memory) {
-        for (int i = 4 * threadIdx.x; i < C; i += 4 * WARP_SIZE) {
+    const floatX* token = wte + (size_t)inp[n] * C;
+    const floatX* position = wpe == nullptr ? nullptr : wpe + (size_t)(n % T) * C;
+    floatX* row = out + (size_t)n * C;
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
+        for (int i = WIDTH * threadIdx.x; i < C; i += WIDTH * WARP_SIZE) {
             Vec a = memory.load(token + i, C - i);
             const Vec b = position == nullptr ? Vec() : memory.load(position + i, C - i);
-            for (int k = 0; k < 4; k++) a.x[k] += b.x[k];
+            for (int k = 0; k < WIDTH; k++) a.x[k] += b.x[k];
             memory.store(row + i, finish(a, n, i), C - i);
         }
     });
 }
 
-extern "C" __global__ void encoder_forward_kernel(float* out, const int* inp, const float* wte, const float* wpe,
+extern "C" __global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
                                                   int N, int T, int C) {
     forward_positions(out, inp, wte, wpe, N, T, C, [](const Vec& a, int n, int i) { return a; });
 }
 
-extern "C" __global__ void encoder_dropout_forward_kernel(float* out, const int* inp, const float* wte,
-                                                          const float* wpe, int N, int T, int C,
+extern "C" __global__ void encoder_dropout_forward_kernel(floatX* out, const int* inp, const floatX* wte,
+                                                          const floatX* wpe, int N, int T, int C,
                                                           const int* random, int site) {
     const Dropout drop(random, site);
     forward_positions(out, inp, wte, wpe, N, T, C, [&](const Vec& a, int n, int i) { return drop(a, n, i, C); });
 }
 
-// row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, four each;
-// lanes); lane y adds up every blockDim.y-th position. At most 1024 threads.
-__device__ inline void sum_positions(float* row, bool accumulate, const float* dout, const int* position, int positions,
-                                     int C) {
-    __shared__ Vec of_thread[1024];
-    by_alignment(C % 4 == 0, [&](auto memory) {
-        for (int i0 = 0; i0 < C; i0 += 4 * blockDim.x) {
-            const int i = i0 + 4 * threadIdx.x;
+// row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, a vector
+// each; lanes); lane y adds up every blockDim.y-th position. At most 4096 / WIDTH threads.
+__device__ inline void sum_positions(float* row, bool accumulate, const floatX* dout, const int* position,
+                                     int positions, int C) {
+    __shared__ Vec of_thread[4096 / WIDTH];
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
+        for (int i0 = 0; i0 < C; i0 += WIDTH * blockDim.x) {
+            const int i = i0 + WIDTH * threadIdx.x;
             Vec sum = {};
             if (i < C) {
                 for (int j = threadIdx.y; j < positions; j += blockDim.y) {
                     const Vec d = memory.load(dout + (size_t)position[j] * C + i, C - i);
-                    for (int k = 0; k < 4; k++) sum.x[k] += d.x[k];
+                    for (int k = 0; k < WIDTH; k++) sum.x[k] += d.x[k];
                 }
             }
             of_thread[threadIdx.y * blockDim.x + threadIdx.x] = sum;
@@ -61,7 +61,7 @@ __device__ inline void sum_positions(float* row, bool accumulate, const float* d
                 Vec total = {};
                 if (accumulate) total = memory.load(row + i, C - i);
                 for (int y = 0; y < blockDim.y && y < positions; y++) {
-                    for (int k = 0; k < 4; k++) total.x[k] += of_thread[y * blockDim.x + threadIdx.x].x[k];
+                    for (int k = 0; k < WIDTH; k++) total.x[k] += of_thread[y * blockDim.x + threadIdx.x].x[k];
                 }
                 memory.store(row + i, total, C - i);
             }
@@ -72,7 +72,7 @@ __device__ inline void sum_positions(float* row, bool accumulate, const float* d
 
 // order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,
 // and 0 at the others. Block x stands at place x of that order and works only where a token begins.
-extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, const int* inp, const int* order,
+extern "C" __global__ void wte_backward_kernel(float* dwte, const floatX* dout, const int* inp, const int* order,
                                                const int* count, int C) {
     const int* position = order + blockIdx.x;
     const int positions = count[blockIdx.x];
@@ -81,7 +81,7 @@ extern "C" __global__ void wte_backward_kernel(float* dwte, const float* dout, c
 }
 
 // The same sums, not added to dwte: values[x] (C) for the token indices[x], which is -1 where no token begins.
-extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indices, const float* dout, const int* inp,
+extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indices, const floatX* dout, const int* inp,
                                                       const int* order, const int* count, int C) {
     const int* position = order + blockIdx.x;
     const int positions = count[blockIdx.x];
@@ -100,20 +100,20 @@ extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, c
             const float* value = values + (size_t)x * C;
             float* row = dwte + (size_t)indices[x] * C;
             for (int i0 = 4 * threadIdx.x; i0 < C; i0 += AT_ONCE * STRIDE) {
-                Vec sum[AT_ONCE], added[AT_ONCE];
+                Four sum[AT_ONCE], added[AT_ONCE];
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     const int i = i0 + k * STRIDE;
                     if (i >= C) break;
-                    added[k] = memory.load(value + i, C - i);
-                    sum[k] = memory.load(row + i, C - i);
+                    added[k] = memory.load_four(value + i, C - i);
+                    sum[k] = memory.load_four(row + i, C - i);
                 }
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     const int i = i0 + k * STRIDE;
                     if (i >= C) break;
                     for (int j = 0; j < 4; j++) sum[k].x[j] += added[k].x[j];
-                    memory.store(row + i, sum[k], C - i);
+                    memory.store_four(row + i, sum[k], C - i);
                 }
             }
         }
@@ -121,11 +121,11 @@ extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, c
 }
 
 // Block (t, y), thread: one channel of one position, summed over the batch in order.
-extern "C" __global__ void wpe_backward_kernel(float* dwpe, const float* dout, int B, int T, int C) {
+extern "C" __global__ void wpe_backward_kernel(float* dwpe, const floatX* dout, int B, int T, int C) {
     const int t = blockIdx.x;
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= C) return;
     float sum = 0.0f;
-    for (int b = 0; b < B; b++) sum += dout[((size_t)b * T + t) * C + i];
+    for (int b = 0; b < B; b++) sum += to_float(dout[((size_t)b * T + t) * C + i]);
     dwpe[(size_t)t * C + i] += sum;
 }

@@ -3,17 +3,17 @@
 #include "common.cuh"
 
 // Columns of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of inp.
-// A thread owns four columns of grid column x; grid row y is the chunk of `rows` rows.
-extern "C" __global__ void column_partials_kernel(float* partials, const float* inp, int N, int C, int rows) {
-    const int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+// A thread owns a vector of columns of grid column x; grid row y is the chunk of `rows` rows.
+extern "C" __global__ void column_partials_kernel(float* partials, const floatX* inp, int N, int C, int rows) {
+    const int i = WIDTH * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const int begin = blockIdx.y * rows, end = min(N, begin + rows);
-    by_alignment(C % 4 == 0, [&](auto memory) {
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
         Vec sum = {};
 #pragma unroll 8  // loads in flight: one at a time took 14% longer
         for (int n = begin; n < end; n++) {
             const Vec x = memory.load(inp + (size_t)n * C + i, C - i);
-            for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
+            for (int k = 0; k < WIDTH; k++) sum.x[k] += x.x[k];
         }
         memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);
     });
@@ -49,7 +49,7 @@ extern "C" __global__ void squares_partials_kernel(float* partials, const float*
     for (size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += 4 * (size_t)gridDim.x * blockDim.x) {
         const int left = n - i < 4 ? (int)(n - i) : 4;
         by_alignment(left == 4 && is_aligned(x), [&](auto memory) {
-            const Vec v = memory.load(x + i, left);
+            const Four v = memory.load_four(x + i, left);
             for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
         });
     }

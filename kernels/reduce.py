@@ -36,12 +36,12 @@ def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> 
 
 def column_sum(out, scratch, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
-    if N <= MOST_PARTIALS:  # so few rows are partial sums themselves
+    if N <= MOST_PARTIALS and device.floatX != device.BF16:  # so few rows are partial sums themselves
         add_partials([out], inp, N, C)
         return
     block, rows = 64, rows_per_chunk(N, multiple=8)  # on an H200 128 and 256 threads take as long, 32 7% longer
     chunks = ceil_div(N, rows)
-    cu.column_partials_kernel((ceil_div(C, 4 * block), chunks), (block,), (scratch, inp, N, C, rows))
+    cu.column_partials_kernel((ceil_div(C, device.width() * block), chunks), (block,), (scratch, inp, N, C, rows))
     add_partials([out], scratch, chunks, C)
 
 

@@ -2,39 +2,40 @@
 // first C columns of a row are up, the last C are gate. There is no bias.
 // Backward: with s = sigmoid(gate),
 //   dup = dout * gate * s;  dgate = dout * up * s * (1 + gate * (1 - s))
-// Memory-bound: forward reads 2 N*C floats and writes N*C; backward reads 3 N*C and writes 3 N*C, a third of them out
-// transposed: the weight gradient of the next product needs it that way, so forward's output need not be kept.
+// Memory-bound: forward reads 2 N*C numbers and writes N*C; backward reads 3 N*C and writes 3 N*C, a third of them out
+// for the weight gradient of the next product, so forward's output need not be kept. In fp32 that is transposed
+// (Tile::fill).
 #include "common.cuh"
 
 // Far below 0 the exponential is infinite and the sigmoid 0; far above 0 they are 0 and 1.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// Block x: a row; thread: four columns of grid column y.
-extern "C" __global__ void swiglu_forward_kernel(float* __restrict__ out, const float* __restrict__ inp, int C) {
-    const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x);
+// Block x: a row; thread: a vector of columns of grid column y.
+extern "C" __global__ void swiglu_forward_kernel(floatX* __restrict__ out, const floatX* __restrict__ inp, int C) {
+    const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
     if (i >= C) return;
-    const float* row = inp + 2 * (size_t)blockIdx.x * C;
-    by_alignment(C % 4 == 0, [&](auto memory) {
+    const floatX* row = inp + 2 * (size_t)blockIdx.x * C;
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
         Vec up = memory.load(row + i, C - i);
         const Vec gate = memory.load(row + C + i, C - i);
-        for (int k = 0; k < 4; k++) up.x[k] *= gate.x[k] * sigmoid(gate.x[k]);
+        for (int k = 0; k < WIDTH; k++) up.x[k] *= gate.x[k] * sigmoid(gate.x[k]);
         memory.store(out + (size_t)blockIdx.x * C + i, up, C - i);
     });
 }
 
-// A block takes one tile of out. dinp (N,2C) and out_T (C,N) are set.
-extern "C" __global__ void swiglu_backward_kernel(SETS float* __restrict__ dinp, SETS float* __restrict__ out_T,
-                                                  const float* __restrict__ dout, const float* __restrict__ inp,
+// A block takes one tile of out. dinp (N,2C) and out_T (C,N) are set, or out_T (N,C) where it is not transposed.
+extern "C" __global__ void swiglu_backward_kernel(SETS floatX* __restrict__ dinp, SETS floatX* __restrict__ out_T,
+                                                  const floatX* __restrict__ dout, const floatX* __restrict__ inp,
                                                   int N, int C) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
-    by_alignment(C % 4 == 0, [&](auto memory) {
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
         tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
             const size_t at = 2 * (size_t)n * C + i;  // of up; gate is C further
             Vec up = memory.load(inp + at, C - i), gate = memory.load(inp + at + C, C - i);
             Vec d = memory.load(dout + (size_t)n * C + i, C - i);
             Vec out;
-            for (int k = 0; k < 4; k++) {
+            for (int k = 0; k < WIDTH; k++) {
                 const float g = gate.x[k], s = sigmoid(g), silu = g * s;
                 out.x[k] = silu * up.x[k];
                 gate.x[k] = d.x[k] * up.x[k] * (s + silu * (1.0f - s));

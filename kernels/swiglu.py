@@ -7,15 +7,16 @@ cu = device.source(__file__)
 
 
 def swiglu_forward(out, inp, N: int, C: int) -> None:
-    """out (N,C) = silu(gate) * up; a row of inp (N,2C) is C floats of up, then C of gate."""
+    """out (N,C) = silu(gate) * up; a row of inp (N,2C) is C numbers of up, then C of gate."""
     block = 128  # on an H200 64 to 256 take as long
-    cu.swiglu_forward_kernel((N, ceil_div(C, 4 * block)), (block,), (out, inp, C))
+    cu.swiglu_forward_kernel((N, ceil_div(C, device.width() * block)), (block,), (out, inp, C))
 
 
 def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
     """dinp (N,2C) is set to the gradient of inp (N,2C), from dout (N,C), that of the output.
 
-    out_T (C,N) is set to the output of swiglu_forward, transposed and recomputed. The arrays must not overlap.
+    out_T (C,N) is set to the output of swiglu_forward, recomputed and transposed, or out_T (N,C) to that output where
+    matmul.transposes() is false. The arrays must not overlap.
     """
-    side = cu.block(16)
-    cu.swiglu_backward_kernel((ceil_div(C, 64), ceil_div(N, 64)), (side, side), (dinp, out_T, dout, inp, N, C))
+    side, grid = cu.block(16), (ceil_div(C, 16 * device.width()), ceil_div(N, 64))
+    cu.swiglu_backward_kernel(grid, (side, side), (dinp, out_T, dout, inp, N, C))

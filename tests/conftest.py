@@ -76,8 +76,11 @@ def dev(request, monkeypatch):
     device.synchronize()
 
 
-@pytest.fixture(params=[*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
-                + ["cuda-bf16"] * ("cuda" in DEVICES))  # fmt: skip
+TYPES = [*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
+TYPES += ["cuda-bf16"] * ("cuda" in DEVICES)
+
+
+@pytest.fixture(params=TYPES)
 def each_type(request, monkeypatch):
     """`dev` for kernels that are built for each type: also with bf16 for parameters, activations and their gradients.
     What tests/oracle.py makes and compares follows the type."""
@@ -94,6 +97,17 @@ def product_dev(request, monkeypatch):
     switch_device(request.param, monkeypatch)
     if request.param == "cuda-tf32" and not device.tf32:
         pytest.skip("this GPU has no TF32")
+    yield device
+    device.synchronize()
+
+
+@pytest.fixture(params=TYPES + ["cuda-tf32"] * ("cuda" in DEVICES))
+def each_product(request, monkeypatch):
+    """`each_type` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
+    switch_device(request.param, monkeypatch)
+    for precision in "bf16", "tf32":
+        if precision in request.param and device.precision != precision:
+            pytest.skip(f"this GPU has no {precision}")
     yield device
     device.synchronize()
 

@@ -1,15 +1,17 @@
 """device: the same calls on the CPU and on CUDA."""
 
 import time
+from pathlib import Path
 
 import device
-from device import cpp, cuda_source
+from device import ceil_div, cpp, cuda_source, from_bf16, to_bf16
 from device.errors import UserError
 from kernels import gelu
 from oracle import assert_close, guarded, kernel_tolerance, normal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,29 +30,75 @@ any_product = given(
 @example(m=64, n=32, k=16, trans_a=False, trans_b=False)
 @example(m=5, n=300, k=211, trans_a=True, trans_b=True)  # enough work to be shared out among cores
 @example(m=701, n=30, k=3200, trans_a=False, trans_b=True)
-def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(product_dev, m, n, k, trans_a, trans_b):
+def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(each_product, m, n, k, trans_a, trans_b):
     rng = np.random.default_rng([m, n, k])
     a, b, before = normal(rng, m, k), normal(rng, k, n), normal(rng, m, n)
     want = a.astype(np.float64) @ b
-    for beta in (0.0, 1.0, 0.5):
-        with guarded(product_dev) as memory:
-            c = memory.write((m, n)) if beta == 0 else memory.update(before)
-            inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
-            product_dev.gemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
-        assert_close(f"c, beta {beta}", c, want + beta * before, kernel_tolerance(product_dev))
+    for dtype in {each_product.floatX, np.dtype(np.float32)}:  # weights' gradients are fp32 in any case
+        for beta in (0.0, 1.0, 0.5):
+            with guarded(each_product) as memory:
+                c = memory.write((m, n), dtype) if beta == 0 else memory.update(before, dtype)
+                inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
+                each_product.gemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
+            assert_close(f"c {dtype}, beta {beta}", c, want + beta * before, kernel_tolerance(each_product))
 
 
 @any_product
 @example(m=64, n=64, k=64, trans_a=False, trans_b=True)
 @example(m=7, n=5, k=3, trans_a=True, trans_b=False)
-def test_gemm_strided_batched_multiplies_each_of_the_matrices(product_dev, m, n, k, trans_a, trans_b):
+def test_gemm_strided_batched_multiplies_each_of_the_matrices(each_product, m, n, k, trans_a, trans_b):
     rng, count = np.random.default_rng([m, n, k]), 5
     a, b = normal(rng, count, m, k), normal(rng, count, k, n)
-    with guarded(product_dev) as memory:
-        c = memory.write((count, m, n))
-        inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
-        product_dev.gemm_strided_batched(c, *inputs, m, n, k, count, trans_a, trans_b)
-    assert_close("c, batched", c, a.astype(np.float64) @ b, kernel_tolerance(product_dev))
+    for dtype in {each_product.floatX, np.dtype(np.float32)}:
+        with guarded(each_product) as memory:
+            c = memory.write((count, m, n), dtype)
+            inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
+            each_product.gemm_strided_batched(c, *inputs, m, n, k, count, trans_a, trans_b)
+        assert_close(f"c {dtype}, batched", c, a.astype(np.float64) @ b, kernel_tolerance(each_product))
+
+
+bf16 = device.source(Path(__file__).parent / "cu" / "bf16.cu")
+
+
+def check_rounding(dev, words: np.ndarray) -> None:
+    """Compares the host's and the kernels' rounding with PyTorch's, for an even number of fp32 numbers, given as words.
+    Every NaN becomes 0x7fff; PyTorch has several."""
+    values = words.view(np.float32)
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    want = np.where(np.isnan(values), np.uint16(0x7FFF), theirs)
+    assert np.array_equal(to_bf16(values), want)
+    pairs, singles, x = dev.empty(words.shape, device.BF16), dev.empty(words.shape, device.BF16), dev.asarray(values)
+    bf16.to_bf16_kernel((ceil_div(words.size // 2, 256),), (256,), (pairs, singles, x, words.size // 2))
+    dev.synchronize()
+    assert np.array_equal(dev.to_host(pairs), want) and np.array_equal(dev.to_host(singles), want)
+
+
+def test_fp32_numbers_are_rounded_to_the_nearest_bf16_as_pytorch_does(dev):
+    # Each bf16 number with something behind it: nothing, little, the tie and its neighbours, nearly the next number.
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    words = (np.arange(1 << 16, dtype=np.uint32)[:, None] << 16 | lower).reshape(-1)
+    check_rounding(dev, words)
+    zero, least, most = np.float32([-0.0, 2**-133, 3.3895314e38])
+    assert to_bf16(np.array([zero, least / 2, least * 0.75, most, most * 1.002, most * 1.00195])).tolist() == [
+        0x8000, 0, 1, 0x7F7F, 0x7F80, 0x7F7F
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_every_fp32_number_is_rounded_to_the_nearest_bf16_as_pytorch_does(dev):
+    count = 1 << 24
+    for first in range(0, 1 << 32, count):
+        check_rounding(dev, np.arange(first, first + count, dtype=np.uint32))
+
+
+def test_every_bf16_number_is_the_fp32_number_of_that_value(dev):
+    words = np.arange(1 << 16, dtype=np.uint16)
+    want = torch.from_numpy(words).view(torch.bfloat16).float().numpy()
+    out = dev.empty(words.shape)
+    bf16.to_float_kernel((256,), (256,), (out, dev.asarray(words), words.size))
+    dev.synchronize()
+    assert np.array_equal(from_bf16(words).view(np.uint32), want.view(np.uint32))
+    assert np.array_equal(dev.to_host(out).view(np.uint32), want.view(np.uint32))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])

@@ -4,13 +4,21 @@ from draws import factors, words
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from llmc.dataloader import sort_by_token
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal, to_numpy
 
 import numpy as np
 import pytest
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+FP32 = np.float32
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
 
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 20), C=st.integers(1, 150), V=st.integers(1, 60))
 
@@ -21,14 +29,14 @@ def check(dev, tokens: np.ndarray, C: int, V: int) -> None:
     rng = np.random.default_rng([B, T, C, V])
     wte, wpe, dout = normal(rng, V, C), normal(rng, T + 3, C), normal(rng, B, T, C)
     dwte, dwpe = normal(rng, V, C), normal(rng, T + 3, C)
-    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
+    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
         out, inp = memory.write((B, T, C)), memory.read(tokens)
         encoder_forward(out, inp, parameters.read(wte), parameters.read(wpe), B, T, C)
-        ours_dwte, ours_dwpe = parameters.update(dwte), parameters.update(dwpe)
+        ours_dwte, ours_dwpe = parameters.update(dwte, FP32), parameters.update(dwpe, FP32)
         order, count = (memory.read(values) for values in sort_by_token(tokens))
         encoder_backward(ours_dwte, ours_dwpe, memory.read(dout), inp, order, count, B, T, C)
-        sparse_dwte, sparse_dwpe = parameters.update(dwte), parameters.update(dwpe)
-        values, indices = memory.scratch((B * T, C)), memory.scratch((B * T,), np.int32)
+        sparse_dwte, sparse_dwpe = parameters.update(dwte, FP32), parameters.update(dwpe, FP32)
+        values, indices = memory.scratch((B * T, C), FP32), memory.scratch((B * T,), np.int32)
         encoder_backward_sparse(values, indices, sparse_dwpe, memory.read(dout), inp, order, count, B, T, C)
         add_sparse(sparse_dwte, values, indices, B * T, C)
     token_rows, position_rows = leaf(wte), leaf(wpe)
@@ -76,12 +84,12 @@ def test_encoder_without_position_embedding_takes_the_rows_of_wte_as_they_are(de
     rng = np.random.default_rng([B, T, C, V])
     tokens = rng.integers(0, V, (B, T), dtype=np.int32)
     wte, dwte, dout = normal(rng, V, C), normal(rng, V, C), normal(rng, B, T, C)
-    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
-        out, inp, ours_dwte = memory.write((B, T, C)), memory.read(tokens), parameters.update(dwte)
+    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
+        out, inp, ours_dwte = memory.write((B, T, C)), memory.read(tokens), parameters.update(dwte, FP32)
         encoder_forward(out, inp, parameters.read(wte), None, B, T, C)
         order, count = (memory.read(values) for values in sort_by_token(tokens))
         encoder_backward(ours_dwte, None, memory.read(dout), inp, order, count, B, T, C)
-    assert (dev.to_host(out) == wte[tokens]).all()
+    assert (to_numpy(out) == wte[tokens]).all()
     want = leaf(dwte).detach().index_add(0, leaf(tokens).long().flatten(), leaf(dout).flatten(0, 1))
     assert_close("dwte alone", ours_dwte, want, KERNEL_FP32)
 

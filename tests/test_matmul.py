@@ -8,15 +8,28 @@ from kernels.matmul import (
     matmul_backward_weight_transposed,
     matmul_forward,
     transpose,
+    transposes,
 )
 from kernels.reduce import MOST_PARTIALS
-from oracle import KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal
+from oracle import BF16, KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, to_numpy
 
 import numpy as np
 import pytest
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+FP32 = np.float32
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
+
+@pytest.fixture
+def product_dev(each_product):
+    return each_product
+
 
 any_shape = given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 70), OC=st.integers(1, 200))
 
@@ -38,12 +51,18 @@ def make(B: int, T: int, C: int, OC: int) -> tuple:
 def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(product_dev, B, T, C, OC):
     inp, weight, bias, _ = make(B, T, C, OC)
     for b in (bias, None):
-        with guarded(product_dev) as memory, guarded(product_dev, shift=OC % 4) as parameters:
+        with guarded(product_dev) as memory, guarded(product_dev, shift=OC % product_dev.width()) as parameters:
             out = memory.write((B, T, OC))
             ours_bias = None if b is None else parameters.read(b)
             matmul_forward(out, memory.read(inp), parameters.read(weight), ours_bias, B, T, C, OC)
-        want = F.linear(leaf(inp), leaf(weight), None if b is None else leaf(b))
-        assert_close("product" if b is None else "product + bias", out, want, kernel_tolerance(product_dev))
+        product = (leaf(inp) @ leaf(weight).T).detach()
+        if b is None:
+            assert_close("product", out, product, kernel_tolerance(product_dev))
+            continue
+        want, tolerance = product + leaf(b), kernel_tolerance(product_dev)
+        if product_dev.floatX == product_dev.BF16:  # cuBLAS rounds the product, add_bias_kernel rounds the sum again
+            tolerance += float((1 + BF16) * BF16 * product.abs().max() / want.detach().abs().max())
+        assert_close("product + bias", out, want, tolerance)
 
 
 @pytest.mark.parametrize("with_scratch", [True, False])
@@ -54,7 +73,7 @@ def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(product_
 @example(B=2, T=ROWS_WORTH_TRANSPOSING, C=5, OC=70)
 def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, with_scratch, B, T, C, OC):
     _, weight, _, dout = make(B, T, C, OC)
-    with guarded(product_dev) as memory, guarded(product_dev, shift=OC % 4) as parameters:
+    with guarded(product_dev) as memory, guarded(product_dev, shift=OC % product_dev.width()) as parameters:
         dinp, weight_T = memory.write((B, T, C)), memory.scratch((C, OC)) if with_scratch else None
         matmul_backward_inp(dinp, memory.read(dout), parameters.read(weight), weight_T, B, T, C, OC)
     assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
@@ -79,7 +98,7 @@ def test_a_large_weight_is_not_transposed(dev, monkeypatch):
         with guarded(dev) as memory:
             dinp, weight_T = memory.write((B, T, C)), memory.scratch((C, OC))
             matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), weight_T, B, T, C, OC)
-        assert np.isnan(dev.to_host(weight_T)).all() == unused
+        assert np.isnan(to_numpy(weight_T)).all() == (unused or not transposes())
         assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(dev))
 
 
@@ -91,10 +110,11 @@ def test_a_large_weight_is_not_transposed(dev, monkeypatch):
 def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_dev, comes_transposed, B, T, C, OC):
     inp, _, _, dout = make(B, T, C, OC)
     before = normal(np.random.default_rng(OC), OC, C)
-    with guarded(product_dev) as memory, guarded(product_dev, shift=C % 4) as gradients:
-        added, written = gradients.update(before), gradients.write((OC, C))
+    with guarded(product_dev) as memory, guarded(product_dev, shift=C % product_dev.width()) as gradients:
+        added, written = gradients.update(before, FP32), gradients.write((OC, C), FP32)
         if comes_transposed:
-            launch, inputs = matmul_backward_weight_transposed, [memory.read(inp.reshape(B * T, C).T)]
+            rows = inp.reshape(B * T, C)
+            launch, inputs = matmul_backward_weight_transposed, [memory.read(rows.T if transposes() else rows)]
         else:
             launch, inputs = matmul_backward_weight, [memory.read(inp), memory.scratch((C, B * T))]
         launch(added, memory.read(dout), *inputs, B, T, C, OC, accumulate=True)
@@ -108,9 +128,9 @@ def test_matmul_backward_adds_to_the_gradient_of_its_weight_or_sets_it(product_d
 @examples
 def test_matmul_backward_adds_to_the_gradient_of_its_bias(dev, B, T, C, OC):
     dout, before = make(B, T, C, OC)[3], normal(np.random.default_rng(OC), OC)
-    with guarded(dev) as memory, guarded(dev, shift=OC % 4) as gradients:
-        dbias = gradients.update(before)
-        matmul_backward_bias(dbias, memory.scratch((MOST_PARTIALS, OC)), memory.read(dout), B, T, OC)
+    with guarded(dev) as memory, guarded(dev, shift=OC % dev.width()) as gradients:
+        dbias = gradients.update(before, FP32)
+        matmul_backward_bias(dbias, memory.scratch((MOST_PARTIALS, OC), FP32), memory.read(dout), B, T, OC)
     assert_close("dbias", dbias, leaf(dout).sum((0, 1)) + leaf(before), KERNEL_FP32)
 
 
@@ -124,4 +144,4 @@ def test_transpose_is_exact(dev, N, C, shift):
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         out = memory.write((C, N))
         transpose(out, parameters.read(inp), N, C)
-    assert np.array_equal(dev.to_host(out), inp.T)
+    assert np.array_equal(to_numpy(out), inp.T)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import device
+from device.bf16 import DEFINES, floatX_of
 from device.cuda import NVRTC_OPTIONS
 
 import pytest
@@ -18,15 +19,16 @@ import pytest
 nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed").nvrtc
 
 KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
-CAPABILITIES = 75, 90  # T4; H100 and H200
-FURTHER = 80, 100  # A100; B200
-each_capability = pytest.mark.parametrize(
-    "capability", [*CAPABILITIES, *(pytest.param(each, marks=pytest.mark.long) for each in FURTHER)]
+# Compute capabilities and precisions; before 8.0 there is no bf16.
+BUILDS = (75, "fp32"), (90, "fp32"), (90, "bf16")  # T4; H100 and H200
+FURTHER = (80, "fp32"), (80, "bf16"), (100, "fp32"), (100, "bf16")  # A100; B200
+each_build = pytest.mark.parametrize(
+    "capability, precision", [*BUILDS, *(pytest.param(*each, marks=pytest.mark.long) for each in FURTHER)]
 )
 
-# Bytes a thread that a kernel may spill, or keep of a local array in memory; each with its reason.
+# Bytes a thread that a kernel may spill, or keep of a local array in memory, by precision; each with its reason.
 MAY_SPILL = {
-    "flash_attention_backward_query_kernel_64": 8,  # 4 bytes, by NVRTC 13.2 for 9.0: still 3% less time
+    ("flash_attention_backward_query_kernel_64", "fp32"): 8,  # 4 bytes, by NVRTC 13.2 for 9.0: still 3% less time
 }
 
 
@@ -60,14 +62,15 @@ def compiler() -> str:
     return f"{nvrtc.getVersion()} {files} {Path(__file__).read_text()}"
 
 
-def compiled(path: Path, capability: int, cache: pytest.Cache) -> dict[str, list[int]]:
+def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list[int]]:
     """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
     holds for the same text, options and compiler: most changes change no kernel."""
     # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
     options = (*NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
+    options += DEFINES[floatX_of(precision)]
     source = device.cuda_source(path)
     key = hashlib.sha256(repr((compiler(), options, source)).encode()).hexdigest()
-    name = f"nvrtc/{path.parent.name}_{path.stem}_{capability}"
+    name = f"nvrtc/{path.parent.name}_{path.stem}_{capability}_{precision}"
     known, kernels = cache.get(name, (None, None))
     if known != key:
         kernels = compile_kernels(source, path.name, options)
@@ -79,12 +82,13 @@ def compiled(path: Path, capability: int, cache: pytest.Cache) -> dict[str, list
 def all_compiled(pytestconfig):
     """Compiles on all cores what the tests will ask for: NVRTC lets go of the interpreter's lock."""
 
-    def compile_one(pair: tuple[Path, int]) -> None:
+    def compile_one(pair: tuple[Path, tuple[int, str]]) -> None:
+        path, build = pair
         with contextlib.suppress(pytest.fail.Exception):  # the test compiles it again, and says why it failed
-            compiled(*pair, pytestconfig.cache)
+            compiled(path, *build, pytestconfig.cache)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, itertools.product(KERNELS, CAPABILITIES)))
+        list(pool.map(compile_one, itertools.product(KERNELS, BUILDS)))
 
 
 def test_there_are_kernels_to_compile():
@@ -93,20 +97,20 @@ def test_there_are_kernels_to_compile():
     }
 
 
-@each_capability
+@each_build
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
-def test_every_kernel_of_a_file_compiles(path, capability, pytestconfig):
+def test_every_kernel_of_a_file_compiles(path, capability, precision, pytestconfig):
     declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
-    assert sorted(compiled(path, capability, pytestconfig.cache)) == sorted(declared)
+    assert sorted(compiled(path, capability, precision, pytestconfig.cache)) == sorted(declared)
 
 
-@each_capability
+@each_build
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
-def test_kernels_keep_what_they_work_on_in_registers(path, capability, pytestconfig):
+def test_kernels_keep_what_they_work_on_in_registers(path, capability, precision, pytestconfig):
     spilling = {
         kernel: f"stack frame {frame}, spill stores {stores}, spill loads {loads} bytes"
-        for kernel, (frame, stores, loads) in compiled(path, capability, pytestconfig.cache).items()
-        if max(frame, stores, loads) > MAY_SPILL.get(kernel, 0)
+        for kernel, (frame, stores, loads) in compiled(path, capability, precision, pytestconfig.cache).items()
+        if max(frame, stores, loads) > MAY_SPILL.get((kernel, precision), 0)
     }
     assert not spilling
 

@@ -9,6 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+FP32 = np.float32
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
 
 @given(N=st.integers(1, 300), C=st.integers(1, 150))
 @example(N=64, C=64)
@@ -19,8 +26,8 @@ def test_column_sum_adds_the_sum_of_the_rows(dev, N, C):
     rng = np.random.default_rng([N, C])
     inp, before = abs(normal(rng, N, C)), abs(normal(rng, C))
     with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
-        out = parameters.update(before)
-        column_sum(out, memory.scratch((MOST_PARTIALS, C)), memory.read(inp), N, C)
+        out = parameters.update(before, FP32)
+        column_sum(out, memory.scratch((MOST_PARTIALS, C), FP32), memory.read(inp), N, C)
     assert_close("column sum", out, leaf(inp).sum(0) + leaf(before), KERNEL_FP32)
 
 
@@ -30,8 +37,8 @@ def test_add_partials_adds_to_each_output_that_is_there(dev, P, C, outs, missing
     rng = np.random.default_rng([P, C])
     partials, before = abs(normal(rng, P, outs, C)), abs(normal(rng, outs, C))
     with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
-        ours = [parameters.update(before[s]) if s != missing else None for s in range(outs)]
-        add_partials(ours, memory.read(partials), P, C)
+        ours = [parameters.update(before[s], FP32) if s != missing else None for s in range(outs)]
+        add_partials(ours, memory.read(partials, FP32), P, C)
     for s, out in enumerate(ours):
         if out is not None:
             assert_close("sum of partials", out, leaf(partials).sum(0)[s] + leaf(before)[s], KERNEL_FP32)
@@ -46,8 +53,8 @@ def test_global_norm_gives_the_norm_and_the_factor_that_clips_it(dev, n, largest
     rng = np.random.default_rng(n)
     x, cuts = normal(rng, n), np.sort(rng.integers(0, n, parts - 1))
     with guarded(dev, shift=n % 4) as memory:
-        norm = memory.update(np.zeros(4, np.float32))
-        global_norm(norm, memory.scratch((32, 32)), [memory.read(part) for part in np.split(x, cuts)], largest, False)
+        norm, parts = memory.update(np.zeros(4, FP32), FP32), [memory.read(part, FP32) for part in np.split(x, cuts)]
+        global_norm(norm, memory.scratch((32, 32), FP32), parts, largest, False)
     want = np.linalg.norm(x.astype(np.float64))
     assert_close("norm", norm[:1], np.array([want]), KERNEL_FP32)
     factor = min(1.0, largest / want) if largest > 0 else 1.0
@@ -58,8 +65,8 @@ def test_global_norm_gives_the_norm_and_the_factor_that_clips_it(dev, n, largest
 @pytest.mark.parametrize("largest", [0.0, 1.0])
 def test_a_gradient_of_zeros_is_not_scaled(dev, largest):
     with guarded(dev) as memory:
-        norm = memory.update(np.zeros(4, np.float32))
-        global_norm(norm, memory.scratch(1024), [memory.read(np.zeros(9, np.float32))], largest, False)
+        norm = memory.update(np.zeros(4, FP32), FP32)
+        global_norm(norm, memory.scratch(1024, FP32), [memory.read(np.zeros(9, FP32), FP32)], largest, False)
     assert dev.to_host(norm).tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
