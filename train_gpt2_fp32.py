@@ -7,6 +7,7 @@ vocabulary and Vp the same padded, and maxT the longest sequence the model takes
 """
 
 import re
+from argparse import Namespace
 from dataclasses import astuple, dataclass
 from math import sqrt
 
@@ -60,18 +61,18 @@ PARAMETERS = (                                       # in the order of the model
 
 ACTIVATIONS = (
     ("encoded",    ("B", "T", "C")),
-    ("ln1_mean",   ("L", "B", "T")),
-    ("ln1_rstd",   ("L", "B", "T")),
+    ("ln1_mean",   ("L", "B", "T"), "fp32"),
+    ("ln1_rstd",   ("L", "B", "T"), "fp32"),
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
     ("residual2",  ("L", "B", "T", "C")),
-    ("ln2_mean",   ("L", "B", "T")),
-    ("ln2_rstd",   ("L", "B", "T")),
+    ("ln2_mean",   ("L", "B", "T"), "fp32"),
+    ("ln2_rstd",   ("L", "B", "T"), "fp32"),
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
     ("residual3",  ("L", "B", "T", "C")),
-    ("lnf_mean",   ("B", "T")),
-    ("lnf_rstd",   ("B", "T")),
+    ("lnf_mean",   ("B", "T"), "fp32"),
+    ("lnf_rstd",   ("B", "T"), "fp32"),
     ("logits",     ("B", "T", "Vp")),                # and then their gradient
-    ("losses",     ("B", "T")),
+    ("losses",     ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
     ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
     ("ln_T",       ("C", "B", "T"), "ln"),           # backward: the same, transposed
@@ -89,7 +90,7 @@ ACTIVATION_GRADIENTS = (
     ("dfch",       ("B", "T", "4C")),                # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "dfch"),
     ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
-    ("partials",   ("P", "4C")),                     # sums of blocks, before they are added up
+    ("partials",   ("P", "4C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -103,7 +104,8 @@ class GPT2Config(Config):
     num_heads: int    # (NH)
     channels: int     # (C)
 
-    NAME, SCRIPT, MAGIC, HEADER_BYTES, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", 20240326, 1024, PARAMETERS
+    NAME, SCRIPT, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", PARAMETERS
+    MAGIC, HEADER_BYTES, BF16_VERSION = 20240326, 1024, 5
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"
     }  # fmt: skip
@@ -134,8 +136,9 @@ class GPT2Config(Config):
     def from_header(cls, header: np.ndarray, source: str) -> "GPT2Config":
         version, *sizes, padded_vocab_size = (int(n) for n in header[1:8])
         if version != 3:
-            kind = {1: "fp32 without padding", 2: "bf16 without padding", 5: "bf16"}.get(version, "unknown")
-            raise UserError(f"{source}: model version {version} ({kind}); version 3 (fp32) is needed: {cls.FETCH}")
+            kind = {1: "fp32 without padding", 2: "bf16 without padding"}.get(version, "unknown")
+            needed = "version 3 (fp32) or 5 (bf16) is needed"
+            raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
         config = cls(*sizes)
         config.check(source)
         if padded_vocab_size != padded(config.vocab_size):
@@ -332,8 +335,8 @@ class GPT2(Model):
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 
 
-def main() -> None:
-    with Run(GPT2, parse_arguments(GPT2Config)) as run:
+def main(flags: Namespace) -> None:
+    with Run(GPT2, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -369,4 +372,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(GPT2Config)))

@@ -6,6 +6,7 @@ the query heads and NKV the heads of keys and values, HS = C / NH their size, QK
 channels, V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import device
@@ -70,15 +71,15 @@ FILE = (                                             # what a model file holds; 
 
 ACTIVATIONS = (
     ("encoded",     ("B", "T", "C")),
-    ("ln1_rstd",    ("L", "B", "T")),
+    ("ln1_rstd",    ("L", "B", "T"), "fp32"),
     ("atty",        ("L", "B", "T", "C")),           # the heads' outputs, side by side
     ("residual2",   ("L", "B", "T", "C")),
-    ("ln2_rstd",    ("L", "B", "T")),
+    ("ln2_rstd",    ("L", "B", "T"), "fp32"),
     ("fch",         ("L", "B", "T", "2H")),          # up and gate
     ("residual3",   ("L", "B", "T", "C")),
-    ("lnf_rstd",    ("B", "T")),
+    ("lnf_rstd",    ("B", "T"), "fp32"),
     ("logits",      ("B", "T", "Vp")),               # and then their gradient
-    ("losses",      ("B", "T")),
+    ("losses",      ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
     ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
     ("ln_T",        ("C", "B", "T"), "ln"),          # backward: the same, transposed
@@ -97,7 +98,7 @@ ACTIVATION_GRADIENTS = (
     ("dfch",        ("B", "T", "2H")),
     ("dqkv",        ("B", "T", "QKV")),
     ("weight_T",    ("W", "C")),                     # the weight at hand, transposed
-    ("partials",    ("P", "C")),                     # sums of blocks, before they are added up
+    ("partials",    ("P", "C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ class Llama3Config(Config):
     tied: bool = True    # the classifier's weight is wte
     original_length: int = ORIGINAL_LENGTH  # positions that the model was first trained on, by which RoPE is scaled
 
-    NAME, SCRIPT, MAGIC, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, PARAMETERS
+    NAME, SCRIPT, MAGIC, BF16_VERSION, PARAMETERS = "Llama 3", "train_llama3.py", 20240803, 5, PARAMETERS
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "maxT": "max_seq_len", "theta": "rope_theta", "scaling": "rope_scaling",
@@ -216,9 +217,8 @@ class Llama3Config(Config):
         version, maxT, V, L, NH, NKV, C, multiple_of, scaled, _, _, tied, hidden, length = map(int, header[1:15])
         multiplier, eps, theta, scaling = (float(str(x)) for x in header[256:260].view("<f4"))
         if version not in (3, 103, 104):
-            kind = "bf16" if version == 5 else "unknown"
-            needed = "version 3, 103 or 104 (fp32) is needed"
-            raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
+            needed = "version 3, 103 or 104 (fp32), or 5 (bf16), is needed"
+            raise UserError(f"{source}: model version {version} (unknown); {needed}: {cls.FETCH}")
         if version == 3:
             if not (0 < multiplier < float("inf") and multiple_of > 0):
                 raise UserError(f"{source}: multiple_of {multiple_of}, ffn_dim_multiplier {multiplier} make no model")
@@ -437,8 +437,8 @@ class Llama3(Model):
         return {"rope": rope_table(T, config.head_size, config.rope_theta, scaling, config.original_length)}
 
 
-def main() -> None:
-    with Run(Llama3, parse_arguments(Llama3Config)) as run:
+def main(flags: Namespace) -> None:
+    with Run(Llama3, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -474,4 +474,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(Llama3Config)))

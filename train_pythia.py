@@ -7,6 +7,7 @@ x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP 
 is sequential, it is GPT-2's.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from math import sqrt
 
@@ -60,17 +61,17 @@ PARAMETERS = (                                       # in the order of the model
 
 ACTIVATIONS = (
     ("encoded",    ("B", "T", "C")),
-    ("ln1_mean",   ("L", "B", "T")),                 # in a parallel block of both norms. Means are LayerNorm's alone
-    ("ln1_rstd",   ("L", "B", "T")),
+    ("ln1_mean",   ("L", "B", "T"), "fp32"),         # in a parallel block of both norms. Means are LayerNorm's alone
+    ("ln1_rstd",   ("L", "B", "T"), "fp32"),
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
     ("residual2",  ("L", "B", "T", "C")),            # between attention and MLP: in a sequential block alone,
-    ("ln2_mean",   ("L", "B", "T")),                 # as what belongs to its norm
-    ("ln2_rstd",   ("L", "B", "T")),
+    ("ln2_mean",   ("L", "B", "T"), "fp32"),         # as what belongs to its norm
+    ("ln2_rstd",   ("L", "B", "T"), "fp32"),
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
     ("residual3",  ("L", "B", "T", "C")),
-    ("lnf_mean",   ("B", "T")),
-    ("lnf_rstd",   ("B", "T")),
-    ("losses",     ("B", "T")),
+    ("lnf_mean",   ("B", "T"), "fp32"),
+    ("lnf_rstd",   ("B", "T"), "fp32"),
+    ("losses",     ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take, and keeps its
     # gradients where the outputs of forward were that nothing needs any more.
     ("wide",       ("B", "T", "W")),                 # room for the logits, or for two of 4C channels and two of C
@@ -96,7 +97,7 @@ ACTIVATIONS = (
 ACTIVATION_GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
     ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
-    ("partials",   ("P", "6C")),                     # sums of blocks, before they are added up
+    ("partials",   ("P", "6C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -403,8 +404,8 @@ class Pythia(Model):
         return {"rope": rope_table(T, config.rotary_channels, config.rope_theta)}
 
 
-def main() -> None:
-    with Run(Pythia, parse_arguments(PythiaConfig)) as run:
+def main(flags: Namespace) -> None:
+    with Run(Pythia, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -440,4 +441,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(PythiaConfig)))

@@ -8,6 +8,7 @@ the query heads and NKV the heads of keys and values, QK = NH + NKV, HS the size
 head h // (NH / NKV).
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import device
@@ -55,19 +56,19 @@ PARAMETERS = (
 
 ACTIVATIONS = (
     ("encoded",     ("B", "T", "C")),
-    ("ln1_rstd",    ("L", "B", "T")),
+    ("ln1_rstd",    ("L", "B", "T"), "fp32"),
     ("qkvproj",     ("L", "B", "T", "QKV")),         # queries, keys and values as they are projected
     ("atty",        ("L", "B", "T", "Q")),           # the heads' outputs, side by side
     ("residual2",   ("L", "B", "T", "C")),
-    ("ln2_rstd",    ("L", "B", "T")),
+    ("ln2_rstd",    ("L", "B", "T"), "fp32"),
     ("fch",         ("L", "B", "T", "2H")),          # up and gate
     ("residual3",   ("L", "B", "T", "C")),
-    ("lnf_rstd",    ("B", "T")),
+    ("lnf_rstd",    ("B", "T"), "fp32"),
     ("logits",      ("B", "T", "Vp")),               # and then their gradient
-    ("losses",      ("B", "T")),
+    ("losses",      ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
     ("qkv",         ("B", "T", "QKV")),              # qkvproj with q and k normalised and rotated; backward: once more
-    ("qk_rstd",     ("B", "T", "QK")),               # of each head of q and k
+    ("qk_rstd",     ("B", "T", "QK"), "fp32"),       # of each head of q and k
     ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
     ("ln_T",        ("C", "B", "T"), "ln"),          # backward: the same, transposed
     ("atty_T",      ("Q", "B", "T")),                # backward: atty, transposed
@@ -85,7 +86,7 @@ ACTIVATION_GRADIENTS = (
     ("dfch",        ("B", "T", "2H")),
     ("dqkv",        ("B", "T", "QKV")),              # of qkv, then of qkvproj
     ("weight_T",    ("W", "C")),                     # the weight at hand, transposed
-    ("partials",    ("P", "S")),                     # sums of blocks, before they are added up
+    ("partials",    ("P", "S"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -374,8 +375,8 @@ class Qwen3(Model):
         return {"rope": rope_table(T, config.head_size, config.rope_theta)}
 
 
-def main() -> None:
-    with Run(Qwen3, parse_arguments(Qwen3Config)) as run:
+def main(flags: Namespace) -> None:
+    with Run(Qwen3, flags) as run:
         model, batches, s = run.model, run.batches, run.settings
 
         def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
@@ -411,4 +412,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(main)
+    run_trainer(lambda: main(parse_arguments(Qwen3Config)))

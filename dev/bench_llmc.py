@@ -12,11 +12,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
-import pty
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 
 import device
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_random_model, zipf_tokens
@@ -61,34 +59,20 @@ def write_files(directory: Path, workload: Workload, steps: int) -> None:
             (directory / place / f"tiny_shakespeare_{split}.bin").symlink_to(directory / f"{split}.bin")
 
 
-def terminal_lines(process: subprocess.Popen, terminal: int) -> Iterator[str]:
-    """The lines that a process writes to a terminal of its own, where C's stdout is flushed after each."""
-    with os.fdopen(terminal, "rb", buffering=0) as output:
-        rest = b""
-        while True:
-            try:
-                read = output.read(1 << 16)
-            except OSError:  # EIO: the process has closed its end
-                read = b""
-            if not read:
-                break
-            *lines, rest = (rest + read).split(b"\n")
-            yield from (line.decode(errors="replace").rstrip() for line in lines)
-    process.wait()
-
-
 def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int | None) -> None:
     """Runs an llm.c trainer and prints what it took. Raises UserError where it prints no milliseconds."""
     warm_up, count = (1, steps or 5) if device.kind == "cpu" else (10, steps or 45)
     write_files(directory, workload, warm_up + count)
     command = llmc_command(binary, directory, workload, warm_up + count)
-    terminal, other_end = pty.openpty()
     free, _ = device.memory()
     least, milliseconds, losses, printed = free, [], [], []
-    process = subprocess.Popen(command, cwd=directory, stdout=other_end, stderr=other_end)
-    os.close(other_end)
+    # C's stdout would be flushed in blocks of some pages where it is no terminal.
+    process = subprocess.Popen(
+        ["stdbuf", "-oL", *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace",
+    )
     try:
-        for line in terminal_lines(process, terminal):
+        for line in process.stdout:
             printed.append(line)
             least = min(least, device.memory()[0])
             found = re.match(r"step +\d+.*?([\d.]+) ms", line)
@@ -102,7 +86,7 @@ def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int | Non
         process.wait()
     timed = milliseconds[warm_up:]
     if not timed:
-        last = next((line for line in reversed(printed) if line), "nothing")
+        last = next((line.rstrip() for line in reversed(printed) if line.strip()), "nothing")
         raise UserError(f"{binary}: printed no milliseconds after {warm_up} steps; its last line: {last}")
     ms = float(np.median(timed))
     first_loss = f", first loss {losses[0]}" if losses else ""

@@ -27,34 +27,6 @@ import numpy as np
 
 KEPT = Path(__file__).resolve().parents[1] / "tests" / "data" / "microscope.json"
 
-# Where a count differs, and why.
-JOINED = "nvcc joins neighbouring accesses of four bytes, such as those to a struct Four, into one of sixteen"
-KEPT_IN_REGISTERS = "what one compiler keeps in a register the other loads again"
-PREDICATED = "ncu counts an unrolled instruction as executed also where all its lanes are switched off"
-TRAFFIC = "ncu also counts collisions with other traffic, which differ from run to run"
-SHARED_LOADS, SHARED_STORES, STORE_CONFLICTS = "shared loads", "shared stores", "shared store conflicts"
-KNOWN = [  # reason, kernel, counters
-    (JOINED, "wte_backward_kernel", [SHARED_LOADS, "shared load conflicts"]),
-    (JOINED, "wte_backward_sparse_kernel", [SHARED_LOADS, "shared load conflicts"]),
-    (JOINED, "rmsnorm_backward_kernel", [SHARED_LOADS]),
-    (JOINED, "parallel_residual_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
-    (JOINED, "parallel_residual_dropout_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
-    (PREDICATED, "rmsnorm_forward_kernel", [SHARED_STORES]),
-    (PREDICATED, "flash_attention_backward_key_kernel_64", ["copies to shared memory"]),
-    (KEPT_IN_REGISTERS, "fused_classifier_kernel", [SHARED_LOADS]),
-    (TRAFFIC, "fused_classifier_kernel", ["shared load conflicts"]),
-    (KEPT_IN_REGISTERS, "flash_attention_forward_kernel_64", [SHARED_LOADS]),
-    (KEPT_IN_REGISTERS, "flash_attention_forward_kernel_128", [SHARED_LOADS]),
-    (KEPT_IN_REGISTERS, "flash_attention_backward_query_kernel_64", [SHARED_LOADS]),
-    (KEPT_IN_REGISTERS, "flash_attention_backward_query_kernel_128", [SHARED_LOADS]),
-    (KEPT_IN_REGISTERS, "flash_attention_backward_key_kernel_64", [SHARED_LOADS]),
-    (KEPT_IN_REGISTERS, "flash_attention_backward_key_kernel_128", [SHARED_LOADS, "global load requests"]),
-    (TRAFFIC, "flash_attention_backward_query_kernel_64", [STORE_CONFLICTS]),
-    (TRAFFIC, "flash_attention_backward_query_kernel_128", [STORE_CONFLICTS]),
-    (TRAFFIC, "flash_attention_backward_key_kernel_64", [STORE_CONFLICTS]),
-    (TRAFFIC, "flash_attention_backward_key_kernel_128", [STORE_CONFLICTS]),
-]
-
 L1 = "l1tex__"
 COUNTERS = {
     "global load requests": f"{L1}t_requests_pipe_lsu_mem_global_op_ld.sum",

@@ -31,7 +31,7 @@ from llmc.arguments import Parser, make_parser
 from llmc.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
 from llmc.dataloader import DataLoader
 from llmc.program import run_program
-from llmc.scripts import model_kinds
+from llmc.scripts import script_configs
 from llmc.tensors import Config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,7 +138,7 @@ def remove_empty(directory: Path) -> None:
 
 
 def main() -> None:
-    configs = {kind.Config.SCRIPT: kind.Config for kind in model_kinds()}
+    configs = script_configs()
     parser = Parser(description="Train in a directory of the run's own, and name the command that samples from it.")
     parser.add_argument("--first-run", choices=("cuda", "cpu"), help="begin with the script's own flags on this device")
     parser.add_argument("--model", help="of the first run (the script's)")

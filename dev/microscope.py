@@ -35,11 +35,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dev.launches import LAUNCHES, launch_named, sizes_of
-from dev.microscope_page import write_page
 from dev.watch import (
     ATOMIC,
     KINDS,
@@ -58,6 +58,7 @@ from dev.watch import (
 )
 from device.errors import UserError
 from llmc.arguments import Parser
+from llmc.files import replacing
 from llmc.program import run_program
 
 import numpy as np
@@ -226,6 +227,15 @@ def thread_of(watched: Watched, access: np.void) -> str:
 
 
 # ---- for the page
+
+
+def write_page(path: Path, title: str, kernels: list[dict]) -> None:
+    """Writes dev/microscope.html with the launches of `page_of` in it, one file that needs no network."""
+    template = (Path(__file__).parent / "microscope.html").read_text(encoding="utf-8")
+    data = json.dumps({"title": title, "kernels": kernels}, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # no "</script>" or "<!--" of a source may end or hide the script that holds it
+    with replacing(path) as file:
+        file.write(template.replace("/*DATA*/null", data, 1).encode())
 
 
 def page_of(watched: Watched) -> dict:

@@ -19,7 +19,7 @@ import time
 
 import device
 from dev.timing import Ours, time_steps
-from dev.workload import make_parser, workload_of, write_data
+from dev.workload import further_flags, make_parser, workload_of, write_data
 from device.errors import UserError
 from llmc import collectives, ranks
 from llmc.arguments import positive
@@ -44,20 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def print_scaling(args: argparse.Namespace, said: bool) -> None:
     """The table: of the workload that was asked for, or else of WORKLOADS. Raises UserError where one cannot run."""
     counts = sorted({*(1 << i for i in range(args.gpus.bit_length()) if 1 << i < args.gpus), args.gpus})
-    given = [f"{args.script} -b {args.batch_size}" + "".join(
-        f" {flag} {value}"
-        for flag, value in (
-            ("-e", args.model), ("-t", args.sequence_length), ("--vocab-size", args.vocab_size),
-            ("-a", args.attention if args.attention != "auto" else None),
-            ("--precision", "fp32" if args.precision == "fp32" else None),
-            ("-z", None if args.zero_stage else 0), ("--bitwise", 1 if args.bitwise else None),
-        )
-        if value is not None
-    )]  # fmt: skip
-    width = max(len(workload) for workload in (given if said else WORKLOADS))
+    sizes = ("-b", args.batch_size), ("-e", args.model), ("-t", args.sequence_length), ("--vocab-size", args.vocab_size)
+    given = [f"{flag} {value}" for flag, value in sizes if value is not None]
+    workloads = [" ".join([args.script, *given, *further_flags(args)])] if said else WORKLOADS
+    width = max(map(len, workloads))
     head = [f"{n} GPU{'s' * (n > 1)}" for n in counts]
     print(f"{'':{width}} " + " ".join(f"{text:>29}" for text in head) + "   all gradients' sum", flush=True)
-    for workload in given if said else WORKLOADS:
+    for workload in workloads:
         print(f"{workload:{width}}", end=" ", flush=True)
         one = None
         for n in counts:

@@ -87,9 +87,9 @@ def main() -> None:
                 for _ in range(count):
                     loss += next_loss(val_loader).item() / count
                     num_bytes += int(text_bytes[targets].sum())
-            found = loss, bits_per_byte(loss, count * B * T, num_bytes)
-            print_validation(*found)
-            logger.log_val(step, *found)
+            bits = bits_per_byte(loss, count * B * T, num_bytes)
+            print_validation(loss, bits)
+            logger.log(step, val_loss=loss, bits_per_byte=bits)
         if step == steps:
             break
         started = time.perf_counter()
@@ -107,7 +107,7 @@ def main() -> None:
         total = float(total)
         ms = 1000 * (time.perf_counter() - started)
         print(f"step {step + 1:4}/{steps}: train loss {total:.6f} ({ms:.2f} ms)", flush=True)
-        logger.log_train(step, total)
+        logger.log(step, train_loss=total)
     logger.close()
 
 

@@ -82,13 +82,18 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     model = args.model or next(iter(kind.Config.PRESETS))
     config = describe(kind, model, args.vocab_size)
     T = args.sequence_length or (1024 if device.kind == "cuda" else 64)
-    flags = ["-a", args.attention] if args.attention != "auto" else []
-    flags += ["--precision", "fp32"] if args.precision == "fp32" else []
-    flags += [] if args.zero_stage else ["-z", "0"]
-    flags += ["--bitwise", "1"] if args.bitwise else []
     device.use_precision(args.precision)
     choose_attention(args.attention, config.head_size)  # refuses what the model cannot have
-    return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", tuple(flags))
+    return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", further_flags(args))
+
+
+def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """The flags of how a model computes that are not the script's defaults."""
+    flags = ["-a", args.attention] if args.attention != "auto" else []
+    flags += ["--precision", args.precision] if args.precision != "tf32" else []
+    flags += [] if args.zero_stage else ["-z", "0"]
+    flags += ["--bitwise", "1"] if args.bitwise else []
+    return tuple(flags)
 
 
 def describe(kind: type[Model], model: str, V: int | None) -> Config:

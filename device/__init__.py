@@ -24,7 +24,8 @@ import numpy as np
 __all__ = [
     "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "ceil_div", "compile_all",
     "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces", "record",
-    "source", "to_bf16", "touch", "use", "use_precision", "use_recording", "why_not_cuda", "width", "zeros",
+    "source", "to_bf16", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda", "width",
+    "zeros",
 ]  # fmt: skip
 
 # What to do where CUDA does not work, by a part of what it says.
@@ -77,9 +78,14 @@ def compile_all() -> None:
 
 
 def use_precision(precision: str) -> str:
-    """CpuDevice.use_precision."""
+    """CpuDevice.use_precision. Raises UserError for bf16 on a GPU that has none."""
     found = unobserved().use_precision(precision)
     current.forget_kernels()
+    if precision == "bf16" and found != precision:
+        raise UserError(
+            f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {current.device.name} is of "
+            f"{current.device.compute_capability / 10}: use --precision {found}"
+        )
     return found
 
 
@@ -134,6 +140,12 @@ def copy_in(dst, src: np.ndarray) -> None:
 def pieces(array) -> Iterator[np.ndarray]:
     """A flat device or host array, piece by piece on the host, so that there is never a whole copy of it."""
     return iter([array]) if isinstance(array, np.ndarray) else current.device.pieces(array)
+
+
+def to_floats(array) -> np.ndarray:
+    """A host array with the contents of a device array of fp32 or bf16, as fp32."""
+    host = current.device.to_host(array)
+    return from_bf16(host) if host.dtype == BF16 else host
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -10,7 +10,7 @@ cu = device.source(__file__)
 
 def adamw(
     params, grads, m, v, norm, n: int,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, t: int,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, t: int, *, rounded=None,
 ) -> None:  # fmt: skip
     """One AdamW step over n consecutive floats: params, m and v (n) are updated from grads (n).
 

@@ -106,6 +106,13 @@ __device__ inline unsigned to_bf16(float first, float second) {
 __device__ inline void set(float& to, float x) { to = x; }
 __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
 
+// x as it is read where it was stored as floatX.
+__device__ inline float rounded(float x) {
+    floatX stored;
+    set(stored, x);
+    return to_float(stored);
+}
+
 // WIDTH consecutive numbers, as floats. In memory they are floatX, moved in one access of 16 bytes where that is
 // possible, or floats, moved in one or two. Rows of an (N, C) matrix allow it when C is a multiple of WIDTH, and any
 // other C must work too, so a kernel's body is written once and compiled twice:
@@ -114,6 +121,12 @@ __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf1
 struct Vec {
     float x[WIDTH];
 };
+
+__device__ inline float sum_of(const Vec& v) {
+    float sum = (v.x[0] + v.x[1]) + (v.x[2] + v.x[3]);
+    for (int k = 4; k < WIDTH; k += 4) sum += (v.x[k] + v.x[k + 1]) + (v.x[k + 2] + v.x[k + 3]);
+    return sum;
+}
 
 struct Aligned {
     __device__ static Vec load(const float* p, int left) {

@@ -13,24 +13,25 @@
 #endif
 
 // to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i in
-// some pieces of them. A piece is four numbers: how many vectors of four floats the pieces before it have, its first
+// some pieces of them, all floats. A piece is four numbers: how many vectors the pieces before it have, its first
 // float, the float behind its last, and how much further on it lies in all buffers of `from` but the `own`-th. Of all
-// vectors the call does the `share`-th of `shares` equal parts. aligned: whether each piece begins and ends at 16 bytes.
+// vectors the call does the `share`-th of `shares` equal parts. aligned: whether each piece begins at 16 bytes and is
+// whole vectors.
 // A buffer may be in both lists.
 extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
                                       int num_from, int own, const long long* pieces, int num_pieces, int share,
                                       int shares, int aligned) {
     constexpr int AT_ONCE = 4;  // loads that a thread has under way, since another GPU answers later than memory
     const long long* last = pieces + 4 * (num_pieces - 1);
-    const long long vectors = last[0] + (last[2] - last[1] + 3) / 4;
+    const long long vectors = last[0] + (last[2] - last[1] + WIDTH - 1) / WIDTH;
     const long long begin = vectors * share / shares, end = vectors * (share + 1) / shares;
     by_alignment(aligned, [&](auto memory) {
         const long long* piece = pieces;
         const long long step = (long long)gridDim.x * blockDim.x;
         for (long long v = begin + (long long)blockIdx.x * blockDim.x + threadIdx.x; v < end; v += step) {
             while (piece < last && v >= piece[4]) piece += 4;
-            const long long i = piece[1] + 4 * (v - piece[0]), there = i + piece[3];
-            const int left = piece[2] - i < 4 ? (int)(piece[2] - i) : 4;
+            const long long i = piece[1] + WIDTH * (v - piece[0]), there = i + piece[3];
+            const int left = piece[2] - i < WIDTH ? (int)(piece[2] - i) : WIDTH;
             Vec sum;
             for (int r = 0; r < num_from; r += AT_ONCE) {
                 Vec x[AT_ONCE];
@@ -44,7 +45,7 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
                 for (int k = 0; k < AT_ONCE; k++) {
                     if (r + k >= num_from) break;
                     // Of one buffer the sum is a copy: 0 + x would make a 0 of -0.
-                    for (int j = 0; j < 4; j++) sum.x[j] = r + k == 0 ? x[k].x[j] : sum.x[j] + x[k].x[j];
+                    for (int j = 0; j < WIDTH; j++) sum.x[j] = r + k == 0 ? x[k].x[j] : sum.x[j] + x[k].x[j];
                     IN_ORDER(sum);
                 }
             }
@@ -57,8 +58,8 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
 }
 
 // Copies rows of a table (V, C) from the ranks to which they belong: those of the tokens of a batch, each once. The
-// table begins at float `start` of a flat buffer of which rank r has the r-th `length` floats; buffers[r] is the address
-// of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu). One warp a row.
+// table begins at number `start` of a flat buffer, of floatX, of which rank r has the r-th `length` numbers; buffers[r] is
+// the address of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu). One warp a row.
 // Block: (WARP_SIZE, rows).
 extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int rank, size_t length, size_t start,
                                               const int* inp, const int* order, const int* count, int N, int C) {
@@ -66,10 +67,10 @@ extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers,
     const int x = blockIdx.x * blockDim.y + threadIdx.y;
     if (x >= N || count[x] == 0) return;
     const size_t row = start + (size_t)inp[order[x]] * C;
-    float* own = reinterpret_cast<float*>(buffers[rank]);
+    floatX* own = reinterpret_cast<floatX*>(buffers[rank]);
     int owner = (int)(row / length);
     for (int i0 = threadIdx.x; i0 < C; i0 += AT_ONCE * WARP_SIZE) {
-        float values[AT_ONCE];
+        floatX values[AT_ONCE];
         int owners[AT_ONCE];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
@@ -77,7 +78,7 @@ extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers,
             if (i >= C) break;
             while (row + i >= (owner + 1) * length) owner++;
             owners[k] = owner;
-            values[k] = reinterpret_cast<const float*>(buffers[owner])[row + i];
+            values[k] = reinterpret_cast<const floatX*>(buffers[owner])[row + i];
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {

@@ -18,19 +18,20 @@ def sum_buffers(
     their addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work, with
     so many thread blocks. places: where each range begins in all of sources but the own-th, if elsewhere than in
     `to`."""
-    lengths = [ceil_div(end - start, 4) for start, end in ranges]
+    width = device.width()
+    lengths = [ceil_div(end - start, width) for start, end in ranges]
     shifts = [place - start for place, (start, _) in zip(places or [start for start, _ in ranges], ranges, strict=True)]
     pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one, shifts[i]))
-    aligned = all(number % 4 == 0 for one in ranges for number in one)
+    aligned = all(start % 4 == 0 and (end - start) % width == 0 for start, end in ranges)
     work = device.constant(pieces, np.int64), len(ranges), share, shares, int(aligned)
     cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
 
 
 def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
-    """Copies the rows of a table (V, C) that a batch takes to the own-th of some flat buffers, fp32. Each of them has
-    room for the whole table, which begins at its float `start`, but only the r-th `length` floats of buffer r count:
-    the rows come from there. buffers: their addresses, uint64. inp, order, count (N) int32: tokens, and what
-    sort_by_token makes of them."""
+    """Copies the rows of a table (V, C) that a batch takes to the own-th of some flat buffers, of the type `floatX`.
+    Each of them has room for the whole table, which begins at its number `start`, but only the r-th `length` numbers of
+    buffer r count: the rows come from there. buffers: their addresses, uint64. inp, order, count (N) int32: tokens, and
+    what sort_by_token makes of them."""
     rows = 8  # of a block
     cu.gather_rows_kernel(
         (ceil_div(N, rows),), (cu.warp_size, rows), (buffers, own, length, start, inp, order, count, N, C)
@@ -38,8 +39,8 @@ def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N
 
 
 def checksum(buffer) -> str:
-    """16 hexadecimal digits that tell a flat buffer, fp32, from others by all its bits."""
+    """16 hexadecimal digits that tell a flat buffer, fp32 or bf16, from others by all its bits."""
     total = device.zeros((1,), np.uint64)
-    words = buffer.view(np.uint32)
+    words = buffer.view(np.uint32) if buffer.nbytes % 4 == 0 else buffer.astype(np.uint32)
     cu.checksum_kernel((512,), (cu.block(128),), (total, words, words.size))
     return f"{int(device.to_host(total)[0]):016x}"

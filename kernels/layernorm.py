@@ -20,7 +20,7 @@ def fused_residual_forward(
     residual, out, mean, rstd, inp1, inp2, weight, bias, B: int, T: int, C: int,
     *, bias2, dropout: Dropout | None = None,
 ) -> None:  # fmt: skip
-    """residual (B,T,C) = inp1 + dropout(inp2 + bias2), then out, mean and rstd = layernorm of it.
+    """residual (B,T,C) = inp1 + dropout(inp2 + bias2), then out, mean and rstd = layernorm of what is stored.
 
     inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet. With dropout the arrays must not overlap.
     """
@@ -36,14 +36,15 @@ def launch_forward(
     out, mean, rstd, inp1, weight, bias, N: int, C: int, *, residual=None, inp2=None, bias2=None
 ) -> None:
     """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
-    # A thread for each four channels, in whole warps. On an H200 eight took 2 to 3% longer up to C = 768, and as long
-    # from 1024 on.
-    block = cu.block(min(1024, 32 * ceil_div(C, 128)))
+    # A thread for each vector, in whole warps. In fp32 that is four channels: eight took 2 to 3% longer on an H200 up
+    # to C = 768, and as long from 1024 on.
+    width = device.width()
+    block = cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
     cu.layernorm_forward_kernel(
         (N,),
         (block,),
         (out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, C),
-        shared_mem=16 * ceil_div(C, 4),
+        shared_mem=4 * width * ceil_div(C, width),
     )
 
 
@@ -63,8 +64,10 @@ def layernorm_backward(
             branches=[(dinp2, dbias2, dropout)], scratch=scratch,
         )  # fmt: skip
         return
-    warp, row_bytes = cu.warp_size, 2 * 16 * ceil_div(C, 4)  # of dout and of n, in fours
-    warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp  # a row each; a thread has four channels then, or more
+    width = device.width()
+    warp, row_bytes = cu.warp_size, 2 * 4 * width * ceil_div(C, width)  # of dout and of n, in vectors
+    # A row each. A thread has four channels then, or more; in bf16 eight, and half of the threads have none.
+    warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp
     warps = max(1, min(warps, (device.shared_memory - 1024) // row_bytes))  # static shared memory: 384 bytes
     # Four blocks a multiprocessor, of which some wait for memory: with two an H200 took 6% longer, with eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MOST_PARTIALS)
@@ -79,5 +82,5 @@ def layernorm_backward(
 
 def layernorm_transposed(out_T, inp, weight, bias, mean, rstd, B: int, T: int, C: int) -> None:
     """out_T (C,B*T) = the output of layernorm_forward, transposed, recomputed from its input and the mean and rstd it
-    left."""
+    left; or out_T (B*T,C) = that output where matmul.transposes() is false."""
     norm_transposed(out_T, inp, (weight, bias), mean, rstd, B, T, C)

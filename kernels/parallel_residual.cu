@@ -13,35 +13,36 @@
 // separately: kernels without it have none of its arithmetic.
 #include "dropout.cuh"
 
-// One block a row; one-dimensional. A thread has two loads of each input in flight. Shared memory: C floats, rounded up
-// to a multiple of 4, each thread touching only its own. Parameters need not begin at 16 bytes.
+// One block a row; one-dimensional. A thread has loads of eight numbers of each input in flight. Shared memory: C
+// floats, rounded up to a multiple of WIDTH, each thread touching only its own. Parameters need not begin at 16 bytes.
+// mean, rstd and the outs are of the stored x, which bf16 has rounded, because backward reads that.
 template <bool DROP>
-__device__ inline void forward_row(float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1,
-                                    float* __restrict__ mean, float* __restrict__ rstd, const float* __restrict__ inp,
-                                    const float* __restrict__ proj0, const float* __restrict__ bias0,
-                                    const float* __restrict__ proj1, const float* __restrict__ bias1,
-                                    const float* __restrict__ weight0, const float* __restrict__ shift0,
-                                    const float* __restrict__ weight1, const float* __restrict__ shift1,
+__device__ inline void forward_row(floatX* __restrict__ residual, floatX* __restrict__ out0, floatX* __restrict__ out1,
+                                    float* __restrict__ mean, float* __restrict__ rstd, const floatX* __restrict__ inp,
+                                    const floatX* __restrict__ proj0, const floatX* __restrict__ bias0,
+                                    const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
+                                    const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
+                                    const floatX* __restrict__ weight1, const floatX* __restrict__ shift1,
                                     float eps, int C, const int* __restrict__ random, int site0, int site1) {
-    constexpr int AT_ONCE = 2;  // fours that are loaded before the first is used
+    constexpr int AT_ONCE = 8 / WIDTH;  // vectors that are loaded before the first is used
     DYNAMIC_SHARED(float, row);
-    const int step = 4 * blockDim.x;
+    const int step = WIDTH * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;
-    const bool aligned = C % 4 == 0 && is_aligned(bias0) && is_aligned(bias1) && is_aligned(weight0) &&
+    const bool aligned = C % WIDTH == 0 && is_aligned(bias0) && is_aligned(bias1) && is_aligned(weight0) &&
                          is_aligned(shift0) && is_aligned(weight1) && is_aligned(shift1);
 
     by_alignment(aligned, [&](auto memory) {
         // x += dropout(proj + bias)
-        auto add = [&](Vec& x, Vec proj, const float* bias, int i, int site) {
+        auto add = [&](Vec& x, Vec proj, const floatX* bias, int i, int site) {
             if (bias != nullptr) {
                 const Vec b = memory.load(bias + i, C - i);
-                for (int k = 0; k < 4; k++) proj.x[k] += b.x[k];
+                for (int k = 0; k < WIDTH; k++) proj.x[k] += b.x[k];
             }
             if (DROP) proj = Dropout(random, site)(proj, blockIdx.x, i, C);
-            for (int k = 0; k < 4; k++) x.x[k] += proj.x[k];
+            for (int k = 0; k < WIDTH; k++) x.x[k] += proj.x[k];
         };
         float sum = 0.0f;
-        for (int first = 4 * threadIdx.x; first < C; first += AT_ONCE * step) {
+        for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
             Vec x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
@@ -58,31 +59,32 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
                 if (proj0 != nullptr) add(x[b], p0[b], bias0, i, site0);
                 if (proj1 != nullptr) add(x[b], p1[b], bias1, i, site1);
                 if (proj0 != nullptr) memory.store(residual + start + i, x[b], C - i);
-                Aligned::store(row + i, x[b], 4);
-                sum += (x[b].x[0] + x[b].x[1]) + (x[b].x[2] + x[b].x[3]);  // 0 past the end of the row
+                for (int k = 0; k < WIDTH; k++) x[b].x[k] = rounded(x[b].x[k]);
+                Aligned::store(row + i, x[b], WIDTH);
+                sum += sum_of(x[b]);  // 0 past the end of the row
             }
         }
         const float m = mean != nullptr ? block_sum(sum) / C : 0.0f;
 
         sum = 0.0f;
-        for (int i = 4 * threadIdx.x; i < C; i += step) {
-            const Vec x = Aligned::load(row + i, 4);
-            for (int k = 0; k < 4; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
+        for (int i = WIDTH * threadIdx.x; i < C; i += step) {
+            const Vec x = Aligned::load(row + i, WIDTH);
+            for (int k = 0; k < WIDTH; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
         }
         const float s = rsqrtf(block_sum(sum) / C + eps);
 
         // out = n * weight + shift
-        auto scale = [&](float* out, const Vec& n, const float* weight, const float* shift, int i) {
+        auto scale = [&](floatX* out, const Vec& n, const floatX* weight, const floatX* shift, int i) {
             const Vec w = memory.load(weight + i, C - i);
             const Vec b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
             Vec y;
-            for (int k = 0; k < 4; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
+            for (int k = 0; k < WIDTH; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
             memory.store(out + start + i, y, C - i);
         };
 #pragma unroll 2
-        for (int i = 4 * threadIdx.x; i < C; i += step) {
-            Vec x = Aligned::load(row + i, 4);
-            for (int k = 0; k < 4; k++) x.x[k] = s * (x.x[k] - m);
+        for (int i = WIDTH * threadIdx.x; i < C; i += step) {
+            Vec x = Aligned::load(row + i, WIDTH);
+            for (int k = 0; k < WIDTH; k++) x.x[k] = s * (x.x[k] - m);
             scale(out0, x, weight0, shift0, i);
             if (out1 != nullptr) scale(out1, x, weight1, shift1, i);
         }
@@ -94,65 +96,67 @@ __device__ inline void forward_row(float* __restrict__ residual, float* __restri
 }
 
 extern "C" __global__ void parallel_residual_forward_kernel(
-    float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const float* __restrict__ inp, const float* __restrict__ proj0,
-    const float* __restrict__ bias0, const float* __restrict__ proj1, const float* __restrict__ bias1,
-    const float* __restrict__ weight0, const float* __restrict__ shift0, const float* __restrict__ weight1,
-    const float* __restrict__ shift1, float eps, int C) {
+    floatX* __restrict__ residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
+    float* __restrict__ rstd, const floatX* __restrict__ inp, const floatX* __restrict__ proj0,
+    const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
+    const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
+    const floatX* __restrict__ shift1, float eps, int C) {
     forward_row<false>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
                         shift1, eps, C, nullptr, -1, -1);
 }
 
 extern "C" __global__ void parallel_residual_dropout_forward_kernel(
-    float* __restrict__ residual, float* __restrict__ out0, float* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const float* __restrict__ inp, const float* __restrict__ proj0,
-    const float* __restrict__ bias0, const float* __restrict__ proj1, const float* __restrict__ bias1,
-    const float* __restrict__ weight0, const float* __restrict__ shift0, const float* __restrict__ weight1,
-    const float* __restrict__ shift1, float eps, int C, const int* __restrict__ random, int site0, int site1) {
+    floatX* __restrict__ residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
+    float* __restrict__ rstd, const floatX* __restrict__ inp, const floatX* __restrict__ proj0,
+    const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
+    const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
+    const floatX* __restrict__ shift1, float eps, int C, const int* __restrict__ random, int site0, int site1) {
     forward_row<true>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
                        shift1, eps, C, random, site0, site1);
 }
 
 // A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Its threads share the
-// columns among them, by fours. A thread leaves g and n in shared memory while the block sums up g and g * n of each
+// columns among them, by vectors. A thread leaves g and n in shared memory while the block sums up g and g * n of each
 // row, and then finishes the same columns. dinp (N,C) is added to.
 //
 // The columns' sums go to partials (gridDim.x, S, C), those that there are: of dout0 * n, of dout0 (with mean), of
 // dout1 * n, of dout1 (with mean), of dproj0, of dproj1. Up to the last row they are kept in shared memory, or where
 // that is too small (keep = 0), in partials.
-// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of 4, and S such rows to keep the sums.
-constexpr int MOST_ROWS = 4, MOST_THREADS = 512;
+// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH, and S such rows to keep the sums.
+// In bf16 a thread has twice as many numbers, and blocks have half as many threads.
+constexpr int MOST_ROWS = 4, MOST_THREADS = 2048 / WIDTH;
 
 template <bool DROP>
-__device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict__ dproj0, float* __restrict__ dproj1,
-                                     float* __restrict__ partials, const float* __restrict__ dout0,
-                                     const float* __restrict__ dout1, const float* __restrict__ inp,
-                                     const float* __restrict__ weight0, const float* __restrict__ weight1,
+__device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restrict__ dproj0,
+                                     floatX* __restrict__ dproj1, float* __restrict__ partials,
+                                     const floatX* __restrict__ dout0,
+                                     const floatX* __restrict__ dout1, const floatX* __restrict__ inp,
+                                     const floatX* __restrict__ weight0, const floatX* __restrict__ weight1,
                                      const float* __restrict__ mean, const float* __restrict__ rstd, int N, int C,
                                      int S, int rows, int keep, const int* __restrict__ random, int site0, int site1) {
     __shared__ float of_warp[2][MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_g[MOST_ROWS], mean_gn[MOST_ROWS];
     DYNAMIC_SHARED(float, rows_g);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    const int width = 4 * ceil_div(C, 4), step = 4 * blockDim.x;
+    const int width = WIDTH * ceil_div(C, WIDTH), step = WIDTH * blockDim.x;
     const bool untied = dout1 != nullptr, centred = mean != nullptr;
     const int of_dout1 = centred ? 2 : 1, of_dproj = untied ? 2 * of_dout1 : of_dout1;  // rows of partials
     float* rows_n = rows_g + rows * width;
     float* sums = keep ? rows_n + rows * width : partials + (size_t)blockIdx.x * S * C;
 
-    by_alignment(C % 4 == 0 && is_aligned(weight0) && is_aligned(weight1), [&](auto memory) {
+    by_alignment(C % WIDTH == 0 && is_aligned(weight0) && is_aligned(weight1), [&](auto memory) {
         for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
             const size_t start = (size_t)begin * C;
             const int count = min(rows, N - begin);
             auto add_to_sum = [&](int row, int i, Vec sum) {
                 if (begin >= gridDim.x * rows) {  // go on with the sums of the rows before
                     const Vec before = memory.load(sums + row * C + i, C - i);
-                    for (int k = 0; k < 4; k++) sum.x[k] += before.x[k];
+                    for (int k = 0; k < WIDTH; k++) sum.x[k] += before.x[k];
                 }
                 memory.store(sums + row * C + i, sum, C - i);
             };
 
             float sum_g[MOST_ROWS] = {}, sum_gn[MOST_ROWS] = {};
-            for (int i = 4 * threadIdx.x; i < C; i += step) {
+            for (int i = WIDTH * threadIdx.x; i < C; i += step) {
                 const Vec w0 = memory.load(weight0 + i, C - i), w1 = untied ? memory.load(weight1 + i, C - i) : Vec();
                 Vec d0[MOST_ROWS] = {}, d1[MOST_ROWS] = {}, n[MOST_ROWS] = {};
 #pragma unroll
@@ -168,7 +172,7 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
                     if (r >= count) continue;
                     const float m = centred ? mean[begin + r] : 0.0f, s = rstd[begin + r];
                     Vec g;
-                    for (int k = 0; k < 4; k++) {
+                    for (int k = 0; k < WIDTH; k++) {
                         n[r].x[k] = (n[r].x[k] - m) * s;
                         g.x[k] = d0[r].x[k] * w0.x[k] + d1[r].x[k] * w1.x[k];  // 0 past the end of the row, where d is
                         sum_g[r] += g.x[k];
@@ -178,8 +182,8 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
                         sum_d0n.x[k] += d0[r].x[k] * n[r].x[k];
                         sum_d1n.x[k] += d1[r].x[k] * n[r].x[k];
                     }
-                    Aligned::store(rows_g + r * width + i, g, 4);
-                    Aligned::store(rows_n + r * width + i, n[r], 4);
+                    Aligned::store(rows_g + r * width + i, g, WIDTH);
+                    Aligned::store(rows_n + r * width + i, n[r], WIDTH);
                 }
                 add_to_sum(0, i, sum_d0n);
                 if (centred) add_to_sum(1, i, sum_d0);
@@ -193,7 +197,7 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
                     if (r < count && i < C) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
                 }
             };
-            load_dx(4 * threadIdx.x);  // on its way while the block sums up
+            load_dx(WIDTH * threadIdx.x);  // on its way while the block sums up
 #pragma unroll
             for (int r = 0; r < MOST_ROWS; r++) {
                 const float warp_g = warp_sum(sum_g[r]), warp_gn = warp_sum(sum_gn[r]);
@@ -208,25 +212,25 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
             }
             __syncthreads();
 
-            for (int i = 4 * threadIdx.x; i < C; i += step) {
+            for (int i = WIDTH * threadIdx.x; i < C; i += step) {
                 Vec sum0 = {}, sum1 = {};
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
                     const size_t at = start + (size_t)r * C + i;
-                    const Vec g = Aligned::load(rows_g + r * width + i, 4);
-                    const Vec n = Aligned::load(rows_n + r * width + i, 4);
+                    const Vec g = Aligned::load(rows_g + r * width + i, WIDTH);
+                    const Vec n = Aligned::load(rows_n + r * width + i, WIDTH);
                     const float s = rstd[begin + r];
-                    for (int k = 0; k < 4; k++) dx[r].x[k] += s * (g.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
+                    for (int k = 0; k < WIDTH; k++) dx[r].x[k] += s * (g.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
                     memory.store(dinp + at, dx[r], C - i);
                     // What goes back through a branch's dropout, into the sum for its bias.
-                    auto through = [&](int site, float* dproj, Vec& sum) {
+                    auto through = [&](int site, floatX* dproj, Vec& sum) {
                         Vec p = dx[r];
                         if (DROP && dproj != nullptr) {
                             p = Dropout(random, site)(p, begin + r, i, C);
                             memory.store(dproj + at, p, C - i);
                         }
-                        for (int k = 0; k < 4; k++) sum.x[k] += p.x[k];
+                        for (int k = 0; k < WIDTH; k++) sum.x[k] += p.x[k];
                     };
                     through(site0, dproj0, sum0);
                     through(site1, dproj1, sum1);
@@ -237,7 +241,7 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
             }
         }
         float* block_partials = partials + (size_t)blockIdx.x * S * C;
-        for (int i = 4 * threadIdx.x; keep && i < C; i += step) {
+        for (int i = WIDTH * threadIdx.x; keep && i < C; i += step) {
             for (int row = 0; row < S; row++) {
                 memory.store(block_partials + row * C + i, memory.load(sums + row * C + i, C - i), C - i);
             }
@@ -246,9 +250,9 @@ __device__ inline void backward_rows(float* __restrict__ dinp, float* __restrict
 }
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_backward_kernel(
-    float* __restrict__ dinp, float* __restrict__ partials, const float* __restrict__ dout0,
-    const float* __restrict__ dout1, const float* __restrict__ inp, const float* __restrict__ weight0,
-    const float* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
+    floatX* __restrict__ dinp, float* __restrict__ partials, const floatX* __restrict__ dout0,
+    const floatX* __restrict__ dout1, const floatX* __restrict__ inp, const floatX* __restrict__ weight0,
+    const floatX* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
     int N, int C, int S, int rows, int keep) {
     backward_rows<false>(dinp, nullptr, nullptr, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S,
                          rows, keep, nullptr, -1, -1);
@@ -256,30 +260,30 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_bac
 
 // Sets dproj0 and dproj1 (N,C), those that are given, too.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dropout_backward_kernel(
-    float* __restrict__ dinp, float* __restrict__ dproj0, float* __restrict__ dproj1, float* __restrict__ partials,
-    const float* __restrict__ dout0, const float* __restrict__ dout1, const float* __restrict__ inp,
-    const float* __restrict__ weight0, const float* __restrict__ weight1, const float* __restrict__ mean,
+    floatX* __restrict__ dinp, floatX* __restrict__ dproj0, floatX* __restrict__ dproj1, float* __restrict__ partials,
+    const floatX* __restrict__ dout0, const floatX* __restrict__ dout1, const floatX* __restrict__ inp,
+    const floatX* __restrict__ weight0, const floatX* __restrict__ weight1, const float* __restrict__ mean,
     const float* __restrict__ rstd, int N, int C, int S, int rows, int keep, const int* __restrict__ random,
     int site0, int site1) {
     backward_rows<true>(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
                         keep, random, site0, site1);
 }
 
-// out_T (C,N) = the transposed out of forward, from its residual inp and the mean (or null) and rstd it left. A block
-// takes one tile.
-extern "C" __global__ void norm_transposed_kernel(SETS float* __restrict__ out_T, const float* __restrict__ inp,
-                                                  const float* __restrict__ weight, const float* __restrict__ shift,
+// out_T (C,N) = the transposed out of forward, from its residual inp and the mean (or null) and rstd it left; in bf16
+// out_T (N,C) = that out as it is. A block takes one tile.
+extern "C" __global__ void norm_transposed_kernel(SETS floatX* __restrict__ out_T, const floatX* __restrict__ inp,
+                                                  const floatX* __restrict__ weight, const floatX* __restrict__ shift,
                                                   const float* __restrict__ mean, const float* __restrict__ rstd,
                                                   int N, int C) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
-    by_alignment(C % 4 == 0 && is_aligned(weight) && is_aligned(shift), [&](auto memory) {
+    by_alignment(C % WIDTH == 0 && is_aligned(weight) && is_aligned(shift), [&](auto memory) {
         tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
             const float m = mean != nullptr ? mean[n] : 0.0f;
             const Vec w = memory.load(weight + i, C - i);
             const Vec b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
             Vec x = memory.load(inp + (size_t)n * C + i, C - i);
-            for (int k = 0; k < 4; k++) x.x[k] = rstd[n] * (x.x[k] - m) * w.x[k] + b.x[k];
+            for (int k = 0; k < WIDTH; k++) x.x[k] = rstd[n] * (x.x[k] - m) * w.x[k] + b.x[k];
             return x;
         });
     });

@@ -15,7 +15,8 @@ def parallel_residual_forward(
 ) -> None:
     """residual (B,T,C) = inp + the sum of dropout(proj + bias) over up to two branches (proj (B,T,C), bias (C),
     dropout), and with n its normalised rows, out (B,T,C) = n * weight + shift for each out of outs and its norm (weight
-    (C), shift (C)). There are one or two norms; with one, only the first out is written. mean, rstd (B,T) are set too.
+    (C), shift (C)). There are one or two norms; with one, only the first out is written. mean, rstd (B,T) are set too;
+    they and outs are of what is stored.
 
     None: mean and the shifts for RMSNorm, which subtracts no mean; a bias; a dropout; and residual, where there are no
     branches and inp is the stream. The arrays must not overlap.
@@ -24,7 +25,8 @@ def parallel_residual_forward(
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
     block = cu.block(min(1024, 32 * ceil_div(C, 256)))  # a thread for each eight channels, in whole warps
-    grid, block, shared_mem = (B * T,), (block,), 16 * ceil_div(C, 4)
+    width = device.width()
+    grid, block, shared_mem = (B * T,), (block,), 4 * width * ceil_div(C, width)
     args = (
         residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1, shift1,
         np.float32(eps), C,
@@ -63,10 +65,12 @@ def parallel_residual_backward(
     dropped = dropout0 is not None or dropout1 is not None
     S = len(outs) + (len(biases) if dropped else min(1, len(biases)))  # without dropout both biases have the same sum
 
-    vectors, row_bytes = ceil_div(C, 4), 16 * ceil_div(C, 4)
-    passes = ceil_div(vectors, 512)  # over the columns, of as few whole warps as that takes
+    width = device.width()
+    vectors, row_bytes = ceil_div(C, width), 4 * width * ceil_div(C, width)
+    passes = ceil_div(C, 2048)  # over the columns, of as few whole warps as that takes
     threads = 32 * ceil_div(vectors, 32 * passes)
-    blocks = 2 if threads <= 256 else 1  # that share a multiprocessor
+    # That share a multiprocessor: in bf16 a thread has twice as many numbers, so up to twice as many registers.
+    blocks = 2 if threads <= 1024 // width else 1
     room = device.shared_memory // blocks - 2048  # CUDA takes 1024 bytes of each block's, the sums of warps 544
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
@@ -86,10 +90,13 @@ def parallel_residual_backward(
 
 def norm_transposed(out_T, inp, norm, mean, rstd, B: int, T: int, C: int) -> None:
     """out_T (C,B*T) = an out of parallel_residual_forward, transposed, recomputed from the residual that it left, its
-    norm (weight (C), shift (C)), mean and rstd. RMSNorm has None for mean and shift."""
+    norm (weight (C), shift (C)), mean and rstd; or out_T (B*T,C) = that out where matmul.transposes() is false. RMSNorm
+    has None for mean and shift."""
     side = cu.block(16)
     cu.norm_transposed_kernel(
-        (ceil_div(C, 64), ceil_div(B * T, 64)), (side, side), (out_T, inp, *norm, mean, rstd, B * T, C)
+        (ceil_div(C, 16 * device.width()), ceil_div(B * T, 64)),
+        (side, side),
+        (out_T, inp, *norm, mean, rstd, B * T, C),
     )
 
 

@@ -18,9 +18,9 @@ def qk_norm_forward(
     rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of those heads is set too. HS is even; table is `rope_table` of HS
     for at least T positions.
     """
-    heads = 4  # a block; a warp has one
+    heads = device.width()  # a block, which then has 128 threads
     args = out, rstd, inp, qweight, kweight, table, np.float32(eps), B * T, T, NH, NKV, HS
-    cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (cu.warp_size, heads), args)
+    cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
 
 
 def qk_norm_backward(
@@ -31,13 +31,19 @@ def qk_norm_backward(
 
     inp, the weights and table are forward's, rstd is what it left; scratch holds (MOST_PARTIALS, 2 HS) floats.
     """
-    row_bytes = 2 * 16 * ceil_div(HS, 4)  # of a warp's sums
-    warps = max(1, min(8, device.shared_memory // row_bytes))
-    chunks = min(ceil_div(B * T * (NH + NKV), warps), 4 * device.multiprocessors, MOST_PARTIALS)
+    width = device.width()
+    row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
+    at_once = max(1, min(2 * width, device.shared_memory // row_bytes))  # heads of a block, which has 256 threads
+    chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
     cu.qk_norm_backward_kernel(
         (chunks,),
-        (cu.warp_size, warps),
+        (lanes(), at_once),
         (dqkv, scratch, inp, qweight, kweight, rstd, table, B * T, T, NH, NKV, HS),
-        shared_mem=warps * row_bytes,
+        shared_mem=at_once * row_bytes,
     )
     add_partials([dqweight, dkweight], scratch, chunks, HS)
+
+
+def lanes() -> int:
+    """How many lanes of a warp have a head: LANES of qk_norm.cu."""
+    return min(cu.warp_size, 128 // device.width())

@@ -13,24 +13,24 @@
 // The sum over a row, which has a warp to itself or the whole block.
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
-// The block has one warp a row, (WARP_SIZE, rows), or several for a single long row, (warps * WARP_SIZE, 1). A thread has
-// eight loads of four floats in flight. Shared memory: C floats, rounded up to a multiple of 4, for each row; a thread
-// reads only what it wrote itself. x = inp1, or with ADD: x = residual = inp1 + inp2. The weight is a parameter and need
-// not begin at 16 bytes.
+// The block has one warp a row, (WARP_SIZE, rows), or several for a single long row, (warps * WARP_SIZE, 1). A thread
+// has loads of 32 numbers in flight. Shared memory: C floats, rounded up to a multiple of WIDTH, for each row; a thread
+// reads only what it wrote itself. x = inp1, or with ADD: x = residual = inp1 + inp2. rstd and out are of the stored x,
+// which bf16 has rounded, because backward reads that. The weight is a parameter and need not begin at 16 bytes.
 template <bool ADD>
-__device__ inline void forward_rows(float* __restrict__ residual, float* __restrict__ out, float* __restrict__ rstd,
-                                    const float* __restrict__ inp1, const float* __restrict__ inp2,
-                                    const float* __restrict__ weight, float eps, int N, int C) {
-    constexpr int AT_ONCE = ADD ? 4 : 8;  // fours that are loaded before the first is used
+__device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __restrict__ out, float* __restrict__ rstd,
+                                    const floatX* __restrict__ inp1, const floatX* __restrict__ inp2,
+                                    const floatX* __restrict__ weight, float eps, int N, int C) {
+    constexpr int AT_ONCE = (ADD ? 16 : 32) / WIDTH;  // vectors that are loaded before the first is used
     DYNAMIC_SHARED(float, rows);
-    const int n = blockIdx.x * blockDim.y + threadIdx.y, step = 4 * blockDim.x;
+    const int n = blockIdx.x * blockDim.y + threadIdx.y, step = WIDTH * blockDim.x;
     if (n >= N) return;
     const size_t start = (size_t)n * C;
-    float* row = rows + threadIdx.y * 4 * ceil_div(C, 4);
+    float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
 
-    by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
+    by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         float sum = 0.0f;
-        for (int first = 4 * threadIdx.x; first < C; first += AT_ONCE * step) {
+        for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
             Vec x[AT_ONCE] = {}, y[AT_ONCE] = {};
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
@@ -41,21 +41,21 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
-                for (int k = 0; k < 4; k++) {
-                    if (ADD) x[b].x[k] += y[b].x[k];
+                for (int k = 0; k < WIDTH; k++) {
+                    if (ADD) x[b].x[k] = rounded(x[b].x[k] + y[b].x[k]);
                     sum += x[b].x[k] * x[b].x[k];  // 0 past the end of the row
                 }
-                if (i < C) Aligned::store(row + i, x[b], 4);
+                if (i < C) Aligned::store(row + i, x[b], WIDTH);
                 if (ADD && i < C) memory.store(residual + start + i, x[b], C - i);
             }
         }
         const float s = rsqrtf(row_sum(sum) / C + eps);
 
-#pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < C; i += step) {
-            Vec x = Aligned::load(row + i, 4);
+#pragma unroll (16 / WIDTH)
+        for (int i = WIDTH * threadIdx.x; i < C; i += step) {
+            Vec x = Aligned::load(row + i, WIDTH);
             const Vec w = memory.load(weight + i, C - i);
-            for (int k = 0; k < 4; k++) x.x[k] = s * x.x[k] * w.x[k];
+            for (int k = 0; k < WIDTH; k++) x.x[k] = s * x.x[k] * w.x[k];
             memory.store(out + start + i, x, C - i);
         }
         if (threadIdx.x == 0) rstd[n] = s;
@@ -63,45 +63,47 @@ __device__ inline void forward_rows(float* __restrict__ residual, float* __restr
 }
 
 // Writes out (N,C) and rstd (N).
-extern "C" __global__ void rmsnorm_forward_kernel(float* __restrict__ out, float* __restrict__ rstd,
-                                                  const float* __restrict__ inp, const float* __restrict__ weight,
+extern "C" __global__ void rmsnorm_forward_kernel(floatX* __restrict__ out, float* __restrict__ rstd,
+                                                  const floatX* __restrict__ inp, const floatX* __restrict__ weight,
                                                   float eps, int N, int C) {
     forward_rows<false>(nullptr, out, rstd, inp, nullptr, weight, eps, N, C);
 }
 
 // Writes residual (N,C) too.
-extern "C" __global__ void fused_residual_rmsnorm_forward_kernel(float* __restrict__ residual, float* __restrict__ out,
+extern "C" __global__ void fused_residual_rmsnorm_forward_kernel(floatX* __restrict__ residual,
+                                                                 floatX* __restrict__ out,
                                                                  float* __restrict__ rstd,
-                                                                 const float* __restrict__ inp1,
-                                                                 const float* __restrict__ inp2,
-                                                                 const float* __restrict__ weight,
+                                                                 const floatX* __restrict__ inp1,
+                                                                 const floatX* __restrict__ inp2,
+                                                                 const floatX* __restrict__ weight,
                                                                  float eps, int N, int C) {
     forward_rows<true>(residual, out, rstd, inp1, inp2, weight, eps, N, C);
 }
 
 // A block takes `rows` rows at once, then advances by gridDim.x * rows. Its threads share the columns among them,
-// by fours. A thread leaves what it read of dout and x in shared memory while the block sums up g * x of each row, and
-// then finishes the same columns. dinp (N,C) is added to; the columns' sums of dout * n go to partials (gridDim.x, C).
-// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of 4. At most MOST_ROWS rows.
-constexpr int MOST_ROWS = 4, MOST_THREADS = 256;
+// by vectors. A thread leaves what it read of dout and x in shared memory while the block sums up g * x of each row,
+// and then finishes the same columns. dinp (N,C) is added to; the columns' sums of dout * n go to partials
+// (gridDim.x, C). Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH. At most MOST_ROWS rows.
+// In bf16 a thread has twice as many numbers, and blocks have half as many threads.
+constexpr int MOST_ROWS = 4, MOST_THREADS = 1024 / WIDTH;
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 3)
-rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, const float* __restrict__ dout,
-                        const float* __restrict__ inp, const float* __restrict__ weight,
+rmsnorm_backward_kernel(floatX* __restrict__ dinp, float* __restrict__ partials, const floatX* __restrict__ dout,
+                        const floatX* __restrict__ inp, const floatX* __restrict__ weight,
                         const float* __restrict__ rstd, int N, int C, int rows) {
     __shared__ float of_warp[MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_gx[MOST_ROWS];
     DYNAMIC_SHARED(float, rows_d);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    const int width = 4 * ceil_div(C, 4), step = 4 * blockDim.x;
+    const int width = WIDTH * ceil_div(C, WIDTH), step = WIDTH * blockDim.x;
     float* rows_x = rows_d + rows * width;
     float* sums = partials + (size_t)blockIdx.x * C;
 
-    by_alignment(C % 4 == 0 && is_aligned(weight), [&](auto memory) {
+    by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
             const size_t start = (size_t)begin * C;
             const int count = min(rows, N - begin);
             float sum_gx[MOST_ROWS] = {};
-            for (int i = 4 * threadIdx.x; i < C; i += step) {
+            for (int i = WIDTH * threadIdx.x; i < C; i += step) {
                 const Vec w = memory.load(weight + i, C - i);
                 Vec d[MOST_ROWS] = {}, x[MOST_ROWS] = {};
 #pragma unroll
@@ -111,9 +113,9 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
                 }
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
-                    for (int k = 0; k < 4; k++) sum_gx[r] += d[r].x[k] * w.x[k] * x[r].x[k];
-                    if (r < count) Aligned::store(rows_d + r * width + i, d[r], 4);
-                    if (r < count) Aligned::store(rows_x + r * width + i, x[r], 4);
+                    for (int k = 0; k < WIDTH; k++) sum_gx[r] += d[r].x[k] * w.x[k] * x[r].x[k];
+                    if (r < count) Aligned::store(rows_d + r * width + i, d[r], WIDTH);
+                    if (r < count) Aligned::store(rows_x + r * width + i, x[r], WIDTH);
                 }
             }
 #pragma unroll
@@ -129,7 +131,7 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
             }
             __syncthreads();
 
-            for (int i = 4 * threadIdx.x; i < C; i += step) {
+            for (int i = WIDTH * threadIdx.x; i < C; i += step) {
                 const Vec w = memory.load(weight + i, C - i);
                 Vec sum = {}, dx[MOST_ROWS];
                 if (begin >= gridDim.x * rows) sum = memory.load(sums + i, C - i);  // of the rows before
@@ -140,10 +142,10 @@ rmsnorm_backward_kernel(float* __restrict__ dinp, float* __restrict__ partials, 
 #pragma unroll
                 for (int r = 0; r < MOST_ROWS; r++) {
                     if (r >= count) continue;
-                    const Vec d = Aligned::load(rows_d + r * width + i, 4);
-                    const Vec x = Aligned::load(rows_x + r * width + i, 4);
+                    const Vec d = Aligned::load(rows_d + r * width + i, WIDTH);
+                    const Vec x = Aligned::load(rows_x + r * width + i, WIDTH);
                     const float s = rstd[begin + r];
-                    for (int k = 0; k < 4; k++) {
+                    for (int k = 0; k < WIDTH; k++) {
                         const float n = x.x[k] * s;
                         dx[r].x[k] += s * (d.x[k] * w.x[k] - n * s * mean_gx[r]);
                         sum.x[k] += d.x[k] * n;

@@ -21,7 +21,8 @@ def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) 
 def fused_residual_rmsnorm_forward(
     residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int, *, dropout: Dropout | None = None
 ) -> None:
-    """residual (B,T,C) = inp1 + dropout(inp2), then out and rstd = rmsnorm of it. The arrays must not overlap."""
+    """residual (B,T,C) = inp1 + dropout(inp2), then out and rstd = rmsnorm of what is stored. The arrays must not
+    overlap."""
     if dropout:  # one branch of the two that a parallel residual takes
         parallel_residual_forward(
             residual, [out], None, rstd, inp1, [(weight, None)], eps, B, T, C, branches=[(inp2, None, dropout)]
@@ -34,10 +35,11 @@ def fused_residual_rmsnorm_forward(
 
 def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
     """Grid, block and bytes of shared memory for the forward kernels: four rows a block and a warp for each, or where
-    rows are long, a block for each whose threads have sixteen channels. (Two rows a block took 6% longer on an H200 at
-    C 768, one 19%.)"""
+    rows are long, a block for each whose threads have sixteen channels. (In fp32 two rows a block took 6% longer on an
+    H200 at C 768, one 19%.)"""
+    width = device.width()
     rows, threads = (4, cu.warp_size) if C <= 1024 else (1, cu.block(min(1024, 32 * ceil_div(C, 512))))
-    return (ceil_div(N, rows),), (threads, rows), rows * 16 * ceil_div(C, 4)
+    return (ceil_div(N, rows),), (threads, rows), rows * 4 * width * ceil_div(C, width)
 
 
 def rmsnorm_backward(
@@ -56,10 +58,11 @@ def rmsnorm_backward(
             branches=[(dinp2, None, dropout)], scratch=scratch,
         )  # fmt: skip
         return
-    vectors, row_bytes = ceil_div(C, 4), 2 * 16 * ceil_div(C, 4)
-    passes = ceil_div(vectors, 256)  # over the columns, of as few whole warps as that takes
+    width = device.width()
+    vectors, row_bytes = ceil_div(C, width), 2 * 4 * width * ceil_div(C, width)
+    passes = ceil_div(C, 1024)  # over the columns, of as few whole warps as that takes
     block = cu.block(32 * ceil_div(vectors, 32 * passes))
-    # Three blocks share a multiprocessor. On an H200 two rows at once took 7% longer, one 36%.
+    # Three blocks share a multiprocessor. In fp32 on an H200 two rows at once took 7% longer, one 36%.
     rows = max(1, min(4, (device.shared_memory // 3 - 1024) // row_bytes))
     chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors, MOST_PARTIALS)
     cu.rmsnorm_backward_kernel(
@@ -72,5 +75,6 @@ def rmsnorm_backward(
 
 
 def rmsnorm_transposed(out_T, inp, weight, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = the output of rmsnorm_forward, transposed, recomputed from its input and the rstd it left."""
+    """out_T (C,B*T) = the output of rmsnorm_forward, transposed, recomputed from its input and the rstd it left; or
+    out_T (B*T,C) = that output where matmul.transposes() is false."""
     norm_transposed(out_T, inp, (weight, None), None, rstd, B, T, C)

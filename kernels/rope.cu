@@ -9,15 +9,15 @@
 #include "rope.cuh"
 
 // Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even; direction is 1, or
-// -1 for backward. Block (t, b): one position; its threads: (channels by fours, heads).
-extern "C" __global__ void rope_kernel(float* __restrict__ qkv, const float* __restrict__ table, float direction,
+// -1 for backward. Block (t, b): one position; its threads: (channels by vectors, heads).
+extern "C" __global__ void rope_kernel(floatX* __restrict__ qkv, const float* __restrict__ table, float direction,
                                        int heads, int all_heads, int HS, int R) {
-    constexpr int AT_ONCE = 4;  // heads of a thread that are loaded before the first is stored
+    constexpr int AT_ONCE = 16 / WIDTH;  // heads of a thread that are loaded before the first is stored
     const size_t position = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
-    float* row = qkv + position * all_heads * HS;
+    floatX* row = qkv + position * all_heads * HS;
     const float* angles = table + (size_t)blockIdx.x * R;
-    by_alignment(HS % 4 == 0 && R % 4 == 0, [&](auto memory) {
-        for (int i = 4 * threadIdx.x; i < R; i += 4 * blockDim.x) {
+    by_alignment(HS % WIDTH == 0 && R % WIDTH == 0, [&](auto memory) {
+        for (int i = WIDTH * threadIdx.x; i < R; i += WIDTH * blockDim.x) {
             const Vec a = memory.load(angles + i, R - i);  // cos and sin of one pair, then of the next
             for (int first = threadIdx.y; first < heads; first += AT_ONCE * blockDim.y) {
                 Vec x[AT_ONCE] = {};

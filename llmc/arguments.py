@@ -2,6 +2,8 @@
 few of our own."""
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,53 +34,30 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on, up to LARGEST."""
-    if whole_number(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return natural(text)
+def limited(kind: Callable[[str], float], *limits: tuple[Callable[[float], bool], str]) -> Callable[[str], float]:
+    """A type of flag: a number of a kind that keeps within each of the limits, which say what it must do."""
+
+    def check(text: str) -> float:
+        value = kind(text)
+        for keeps, must in limits:
+            if not keeps(value):
+                raise argparse.ArgumentTypeError(f"{text} must {must}")
+        return value
+
+    return check
 
 
-def natural(text: str) -> int:
-    """A whole number from 0 on, up to LARGEST."""
-    value = seed(text)
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST}")
-    return value
-
-
-def seed(text: str) -> int:
-    """A whole number from 0 on, however large."""
-    value = whole_number(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
-    return value
-
-
-def non_negative(text: str) -> float:
-    """A number from 0 on that is finite in fp32."""
-    value = number(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number, 0 or more")
-    if value > LARGEST_FP32:
-        raise argparse.ArgumentTypeError(f"{text} must be at most {LARGEST_FP32:g}")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number from 0 to 1."""
-    value = number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0 and 1")
-    return value
-
-
-def rate(text: str) -> float:
-    """A number from 0 on and below 1."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 0 or more, and below 1")
-    return value
+NOT_NEGATIVE = (lambda n: n >= 0), "be 0 or more"
+COUNTABLE = (lambda n: n <= LARGEST), f"be at most {LARGEST}"
+seed = limited(whole_number, NOT_NEGATIVE)  # however large
+natural = limited(whole_number, NOT_NEGATIVE, COUNTABLE)
+positive = limited(whole_number, ((lambda n: n >= 1), "be at least 1"), COUNTABLE)
+non_negative = limited(
+    number, ((lambda x: 0 <= x < math.inf), "be a finite number, 0 or more"),
+    ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
+)  # fmt: skip
+fraction = limited(number, ((lambda x: 0 <= x <= 1), "lie between 0 and 1"))
+rate = limited(number, ((lambda x: 0 <= x < 1), "be 0 or more, and below 1"))
 
 
 def on_off(text: str) -> bool:
@@ -115,30 +94,32 @@ class Parser(argparse.ArgumentParser):
 
 
 ATTENTIONS = ("auto", "flash", "softmax", "relu")
-PRECISIONS = ("fp32", "tf32")
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 
-def add_device_arguments(parser) -> None:
-    """The flags that say how a model computes, for every program that runs one."""
+def add_device_arguments(parser, precision: str = "tf32") -> None:
+    """The flags that say how a model computes, for every program that runs one. precision: the default."""
     add = parser.add_argument
     add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
-    add("--precision", choices=PRECISIONS, default="tf32",
-        help="of matrix products: fp32, or TF32 where the GPU can (%(default)s)")  # fmt: skip
+    add("--precision", choices=PRECISIONS, default=precision,
+        help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations (%(default)s)")
     add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
         help="the same in llm.c: fp32, tf32")  # fmt: skip
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
 
 
-def make_parser(config: type[Config]) -> argparse.ArgumentParser:
-    """The flags of the program that trains models of these sizes, in groups."""
+def make_parser(config: type[Config], script: str = "", precision: str = "tf32") -> argparse.ArgumentParser:
+    """The flags of the program that trains models of these sizes, in groups: their own script, or another one, whose
+    precision is another by default."""
+    script = script or config.SCRIPT
     preset, description = next(iter(config.PRESETS.items()))
     names = ", ".join(config.PRESETS)
     recipe = "-b 4 -t 1024 -d 65536 -x 2000 -k cosine -u 100 --grad-clip 1"
     parser = Parser(
-        description=f"Train {config.NAME} in fp32 (llm.c's trainer in Python).",
+        description=f"Train {config.NAME} (llm.c's trainer in Python).",
         epilog=f"""examples:
-  python {config.SCRIPT} -i data/tiny_shakespeare -b 4 -t 1024
-  python {config.SCRIPT} -e {preset} -i data/python_docs {recipe}""",
+  python {script} -i data/tiny_shakespeare -b 4 -t 1024
+  python {script} -e {preset} -i data/python_docs {recipe}""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -205,15 +186,18 @@ def make_parser(config: type[Config]) -> argparse.ArgumentParser:
         ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
     )
-    add_device_arguments(parser.add_argument_group("how it computes"))
+    add_device_arguments(parser.add_argument_group("how it computes"), precision)
     return parser
 
 
-def parse_arguments(config: type[Config], arguments: list[str] | None = None) -> argparse.Namespace:
-    """The flags of the program that trains models of these sizes. `given` are the names of those that were given. Opens
-    nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's description that is
-    none, and for checkpoints that are asked for without a place (settings.py checks what depends on more)."""
-    parser = make_parser(config)
+def parse_arguments(
+    config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
+) -> argparse.Namespace:
+    """The flags of the program that trains models of these sizes (`make_parser`). `given` are the names of those that
+    were given. Opens nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's
+    description that is none, and for checkpoints that are asked for without a place (settings.py checks what depends on
+    more)."""
+    parser = make_parser(config, script, precision)
     args = parser.parse_args(arguments)
     unset = object()
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))

@@ -1,6 +1,7 @@
 """Causal self-attention as a layer of a model: its kinds, the tensors that each needs, and the choice among them.
 
-softmax and relu make (T, T) matrices (attention.py); flash is softmax without them, in TF32 (flash_attention.py).
+softmax and relu make (T, T) matrices (attention.py); flash is softmax without them, in TF32 or bf16
+(flash_attention.py).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 FLASH_ACTIVATIONS = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
-    ("lse",         ("L", "B", "NH", "T")),          # log of the softmax's denominator
+    ("lse",         ("L", "B", "NH", "T"), "fp32"),  # log of the softmax's denominator
 )  # fmt: skip
 
 FLASH_GRADIENTS = (
-    ("dsum",        ("B", "NH", "T")),               # of datty * atty over a head's channels
-    ("dkv_heads",   ("B", "T", "2Q")),               # where query heads share keys: each one's share of dk and dv
+    ("dsum",        ("B", "NH", "T"), "fp32"),       # of datty * atty over a head's channels
+    ("dkv_heads",   ("B", "T", "2Q"), "fp32"),       # where query heads share keys: each one's share of dk and dv
 )  # fmt: skip
 
 MATRIX_ACTIVATIONS = (
@@ -45,16 +46,16 @@ MATRIX_GRADIENTS = (
 
 def choose_attention(kind: str, HS: int) -> str:
     """What -a `kind` stands for in a model with heads of HS channels: "auto" is flash attention if it has kernels for
-    them and products are in TF32 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
+    them and products are in TF32 or bf16 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
     if kind == "flash" and HS not in HEAD_SIZES:
         raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {HS}: use -a softmax")
-    if kind == "flash" and device.kind == "cuda" and not device.tf32:
+    if kind == "flash" and device.kind == "cuda" and device.precision == "fp32":
         raise UserError(
-            "-a flash computes in TF32: it needs a GPU of compute capability 8.0 or later, and no --precision fp32; "
-            "use -a softmax"
+            "-a flash computes in TF32 or bf16: it needs a GPU of compute capability 8.0 or later, and no --precision "
+            "fp32; use -a softmax"
         )
     if kind == "auto":
-        return "flash" if HS in HEAD_SIZES and device.kind == "cuda" and device.tf32 else "softmax"
+        return "flash" if HS in HEAD_SIZES and device.kind == "cuda" and device.precision != "fp32" else "softmax"
     return kind
 
 

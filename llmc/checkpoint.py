@@ -1,8 +1,8 @@
 """Models, debug states and training checkpoints on disk.
 
-A model `.bin` is a header of 32-bit words, which the model's Config knows to read and write, then raw fp32 tensors. A
-debug state `.bin` is llm.c's. A training checkpoint is a directory that holds all a run needs to go on as if it had
-never stopped:
+A model `.bin` is a header of 32-bit words, which the model's Config knows to read and write, then raw fp32 tensors; in
+llm.c's version 5 they are bf16. A debug state `.bin` is llm.c's. A training checkpoint is a directory that holds all a
+run needs to go on as if it had never stopped:
 
     step_00000020/
       model.bin       the parameters, as a model
@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import chain, dropwhile
 from pathlib import Path
 
 import device
@@ -49,6 +49,8 @@ from llmc.tensors import Config, layout, num_parameters
 import numpy as np
 
 # Models
+
+FP32_VERSION = 3  # of llm.c's files; those in bf16 differ from it in the version and the tensors' type alone
 
 
 def model_path(path: str | Path) -> Path:
@@ -83,16 +85,34 @@ def read_model_header(path: str | Path, kind: type[Config], remedy: str | None =
     another kind or version, has senseless sizes, or is not as long as its own header says.
     """
     header = read_header(path, kind.MAGIC, remedy or kind.FETCH, kind.HEADER_BYTES)
+    itemsize = 2 if _is_bf16(header, kind) else 4
+    header[1] = FP32_VERSION if itemsize == 2 else header[1]
     config = kind.from_header(header, str(path))
     config.check(str(path))
-    _check_size(path, kind.HEADER_BYTES + 4 * _file_layout(config)[1], remedy or kind.FETCH)
+    _check_size(path, kind.HEADER_BYTES + itemsize * _file_layout(config)[1], remedy or kind.FETCH)
     return config
+
+
+def _is_bf16(header: np.ndarray, kind: type[Config]) -> bool:
+    return kind.BF16_VERSION is not None and header[1] == kind.BF16_VERSION
+
+
+def conversion(path: str | Path, kind: type[Config]) -> str:
+    """A line that says what becomes of a model file's weights where they are of another type than the run's, else
+    nothing."""
+    in_file = device.BF16 if _is_bf16(read_header(path, kind.MAGIC, kind.FETCH, kind.HEADER_BYTES), kind) else None
+    if in_file == device.BF16 and device.floatX != device.BF16:
+        return f"{path}: its weights are bf16 and become fp32"
+    if in_file != device.BF16 and device.floatX == device.BF16:
+        return f"{path}: its weights are fp32; forward and backward take them rounded to bf16"
+    return ""
 
 
 def read_model(
     path: str | Path, kind: type[Config], remedy: str | None = None
 ) -> tuple[Config, dict[str, np.ndarray]]:
-    """The model in `path`: its sizes, and the file's tensors by name, in its order, as read-only memory maps, fp32.
+    """The model in `path`: its sizes, and the file's tensors by name, in its order, fp32: read-only memory
+    maps, or of a file in bf16 arrays.
 
     remedy, and UserError: as of `read_model_header`. Raises UserError also where a tensor that is no parameter is not
     0, and where the file belongs to a checkpoint and is not the one that was saved (`check_saved`).
@@ -103,19 +123,31 @@ def read_model(
 
 
 def _tensors(path: str | Path, config: Config) -> dict[str, np.ndarray]:
-    tensors = _named_views(np.memmap(path, dtype="<f4", mode="r", offset=config.HEADER_BYTES), config)
+    if _is_bf16(read_header(path, config.MAGIC, config.FETCH, config.HEADER_BYTES), type(config)):
+        body = device.from_bf16(np.fromfile(path, "<u2", offset=config.HEADER_BYTES))
+    else:
+        body = np.memmap(path, dtype="<f4", mode="r", offset=config.HEADER_BYTES)
+    tensors = _named_views(body, config)
     for name in tensors.keys() - {name for name, _ in config.parameters()}:
         if tensors[name].any():
             raise UserError(f"{path}: {name} is not 0, and a {config.NAME} has none: this is another kind of model")
     return tensors
 
 
-def write_model(path: str | Path, config: Config, params) -> None:
-    """Writes parameters, fp32 (num_parameters,) in the order of their table, on the host or the device, as a model.
+def write_model(path: str | Path, config: Config, params, bf16: bool = False) -> None:
+    """Writes parameters, fp32 (num_parameters,) in the order of their table, on the host or the device, as a model;
+    with bf16 rounded to that, as llm.c's version 5.
 
-    `path` appears whole or not at all. Raises UserError where the system refuses to write.
+    `path` appears whole or not at all. Raises UserError where the system refuses to write, or llm.c has no such file.
     """
-    _write(path, _model_pieces(config, params))
+    pieces = _model_pieces(config, params)
+    if bf16:
+        header = next(pieces)
+        if config.BF16_VERSION is None or header[1] != FP32_VERSION:
+            raise UserError(f"{path}: llm.c has no file in bf16 for such a {config.NAME}: leave --dtype bf16 out")
+        header[1] = config.BF16_VERSION
+        pieces = chain([header], map(device.to_bf16, pieces))
+    _write(path, pieces)
 
 
 @contextmanager
@@ -153,16 +185,39 @@ def _named_views(body: np.ndarray, config: Config) -> dict[str, np.ndarray]:
 
 def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:
     """A model file's contents."""
-    _check_length(params, config)
+    if not isinstance(params, Iterator):
+        _check_length(params, config)
     yield _header(config)
     there, _ = layout(config.parameters(), config.sizes(), align=1)
+    pieces = Pieces(params)
     for name, (_, shape) in _file_layout(config)[0].items():
         length = math.prod(shape)
         if name in there:
             start = there[name][0]
-            yield from device.pieces(params[start : start + length])
+            yield from pieces.part(start, start + length)
         else:
             yield np.zeros(length, "<f4")
+
+
+class Pieces:
+    """A flat array, on the host or the device or an iterator over its pieces on the host, of which parts are wanted:
+    of an iterator in ascending order, so that there is never a whole copy."""
+
+    def __init__(self, values):
+        self.values, self.start, self.piece = values, 0, np.empty(0, "<f4")
+
+    def part(self, start: int, end: int) -> Iterator[np.ndarray]:
+        if not isinstance(self.values, Iterator):
+            yield from device.pieces(self.values[start:end])
+            return
+        while start < end:
+            behind = self.start + self.piece.size
+            if start >= behind:
+                self.start, self.piece = behind, next(self.values)
+                continue
+            piece = self.piece[start - self.start : end - self.start]
+            yield piece
+            start += piece.size
 
 
 # Debug states: a batch, and what one forward and backward pass of a reference implementation made of it
@@ -259,8 +314,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint `directory/step_<step>` and returns its path.
 
-    params, m and v are fp32 (num_parameters,), on the host or the device, or for m and v an iterator over such an array
-    in pieces on the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
+    params, m and v are fp32 (num_parameters,), on the host or the device, or iterators over such an array in pieces on
+    the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
     least a byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears
     complete or not at all. One that is already there for the same step is replaced. Raises UserError where the system
     refuses to write.

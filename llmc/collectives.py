@@ -23,7 +23,7 @@ import numpy as np
 
 # Which algorithm NCCL chooses depends on what it measures, and the bits of a sum depend on the algorithm.
 REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-FLOAT32, SUM = 7, 0  # NCCL's numbers for them
+UINT8, FLOAT32, SUM = 1, 7, 0  # NCCL's numbers for them
 
 PIECE = 1 << 24  # floats of a moment that are exchanged at a time, for a checkpoint
 
@@ -45,44 +45,32 @@ class Nccl:
         unique_id = ranks.of_rank_0(lambda: list(nccl.get_unique_id()))
         self.communicator = nccl.NcclCommunicator(ranks.size(), bytes(unique_id), ranks.rank())
 
-    def group(self, calls: Callable[[int], None]) -> None:
-        """Makes calls, to which it gives the stream, as one."""
+    def group(self, calls: list[tuple]) -> None:
+        """Makes calls, each a function of NCCL's and its arguments before the stream, as one."""
+
         def work(stream: int) -> None:
             self.nccl.groupStart()
-            calls(stream)
+            for function, *arguments in calls:
+                function(*arguments, stream)
             self.nccl.groupEnd()
 
         device.communicate(work)
 
     def all_reduce(self, arrays: list) -> None:
-        def calls(stream: int) -> None:
-            for x in arrays:
-                self.communicator.allReduce(x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM, stream)
-
-        self.group(calls)
+        all_reduce = self.communicator.allReduce
+        self.group([(all_reduce, x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM) for x in arrays])
 
     def reduce(self, pieces: Pieces) -> None:
-        def calls(stream: int) -> None:
-            for x, root in pieces:
-                self.communicator.reduce(x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM, root, stream)
-
-        self.group(calls)
+        reduce = self.communicator.reduce
+        self.group([(reduce, x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM, root) for x, root in pieces])
 
     def broadcast(self, pieces: Pieces) -> None:
-        def calls(stream: int) -> None:
-            for x, root in pieces:
-                self.communicator.bcast(x.data.ptr, x.size, FLOAT32, root, stream)
-
-        self.group(calls)
+        self.group([(self.communicator.bcast, x.data.ptr, x.nbytes, UINT8, root) for x, root in pieces])
 
     def exchange(self, sent: Pieces, received: Pieces) -> None:
-        def calls(stream: int) -> None:
-            for x, peer in sent:
-                self.communicator.send(x.data.ptr, x.size, FLOAT32, peer, stream)
-            for x, peer in received:
-                self.communicator.recv(x.data.ptr, x.size, FLOAT32, peer, stream)
-
-        self.group(calls)
+        sends = [(self.communicator.send, x.data.ptr, x.size, FLOAT32, peer) for x, peer in sent]
+        receives = [(self.communicator.recv, x.data.ptr, x.size, FLOAT32, peer) for x, peer in received]
+        self.group(sends + receives)
 
 
 class Gloo:
@@ -143,7 +131,7 @@ class Gloo:
 
     def broadcast(self, pieces: Pieces) -> None:
         for x, root in pieces:
-            self.distributed.broadcast(self.tensor(x), root)
+            self.distributed.broadcast(self.tensor(x.view(np.uint8)), root)
 
     def exchange(self, sent: Pieces, received: Pieces) -> None:
         works = [self.distributed.isend(self.tensor(x), peer) for x, peer in sent]
@@ -261,7 +249,7 @@ def reduce(pieces: Pieces) -> None:
 
 
 def broadcast(pieces: Pieces) -> None:
-    """Starts making each array what it is on one rank."""
+    """Starts making each array, contiguous and of any type, what it is on one rank."""
     if _collectives and pieces:
         _collectives.broadcast(pieces)
 

@@ -1,9 +1,17 @@
 """Multiple-choice evaluation: batches that a model scores by which ending of a text it finds likeliest.
 
-An evaluation file is llm.c's: int32[256] header (20240522, 1, number of examples, bytes of the longest), then for each
-example a stream of uint16: 65535, the bytes of this example, its index, its label (which completion is the right one),
-the number of completions (4), the length of the context and its tokens, then for each completion its length and its
-tokens. HellaSwag (Zellers et al., 2019) comes in this form from dev/data/hellaswag.py.
+An evaluation file is llm.c's, little-endian. HellaSwag (Zellers et al., 2019) comes in this form from
+dev/data/hellaswag.py.
+
+    int32[256]      20240522, 1, number of examples, bytes of the longest example
+    uint16 stream   for each example:
+                      65535, where it starts
+                      its length in bytes, all of these fields included
+                      its number, from 0
+                      label: which completion is the right one, from 0
+                      number of completions, 4
+                      length of the context, then so many tokens
+                      for each completion: its length, then so many tokens
 """
 
 from dataclasses import dataclass

@@ -41,8 +41,9 @@ LARGEST_BUCKET = 1 << 23   # floats that peers sum at a time
 
 
 def shard_length(n: int) -> int:
-    """How many of n numbers a rank has where they are shared out: a multiple of 4; the last ranks may have fewer."""
-    return 4 * ceil_div(n, 4 * ranks.size())
+    """How many of n numbers a rank has where they are shared out: a multiple of 4, in bf16 of 8, so that each share of
+    the parameters begins at 16 bytes; the last ranks may have fewer."""
+    return device.width() * ceil_div(n, device.width() * ranks.size())
 
 
 def shards_of(n: int) -> list[Range]:
@@ -51,8 +52,8 @@ def shards_of(n: int) -> list[Range]:
     return [(min(n, r * length), min(n, (r + 1) * length)) for r in range(ranks.size())]
 
 
-def buffer_lengths(config: Config, B: int, T: int, bitwise: bool) -> dict[str, int]:
-    """The buffers that an Exchange allocates, by the name of what they hold, in floats."""
+def sizes_of_buffers(config: Config, B: int, T: int, bitwise: bool) -> dict[str, int]:
+    """The buffers that an Exchange allocates, all of fp32, by the name of what they hold, in bytes."""
     n, peers = num_parameters(config), collectives.peer_access()
     lengths = {"sums of batches": shard_length(n)} if bitwise else {}
     if peers and not bitwise:
@@ -60,7 +61,7 @@ def buffer_lengths(config: Config, B: int, T: int, bitwise: bool) -> dict[str, i
         lengths["embedding's gradient"] = B * T * config.channels
     elif bitwise and ranks.size() > 1 and not peers:
         lengths["others' gradients"] = ranks.size() * shard_length(n)
-    return lengths
+    return {name: 4 * length for name, length in lengths.items()}
 
 
 def exchanging_model(
@@ -70,24 +71,24 @@ def exchanging_model(
     sharded, each rank has the moments of its own shard. Raises UserError as Model does."""
     sharded = sharded and ranks.size() > 1
     shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
-    model = kind(config, B, T, attention, shard=shard, beside=lambda b: buffer_lengths(config, b, T, bitwise))
+    model = kind(config, B, T, attention, shard=shard, beside=lambda b: sizes_of_buffers(config, b, T, bitwise))
     return model, Exchange(model, sharded, bitwise)
 
 
 class Exchange:
     """The exchange of a model's gradients and parameters among all ranks; for a single rank it has nothing to do.
 
-    shards: the range of the flat buffers that belongs to each rank, of a length that is a multiple of 4 but for the
-    last. With sharded a rank updates its own shard; with bitwise it also has `sums`, those of its own shard over a
-    step's batches. received is room for what other ranks send. Ranks with peer access see the buffers of all in peers,
+    shards: the range of the flat buffers that belongs to each rank (shard_length). With sharded a rank updates its own
+    shard; with bitwise it also has `sums`, those of its own shard over a step's batches. received is room for what
+    other ranks send. Ranks with peer access see the buffers of all in peers,
     among them the rows that a batch adds to the embedding's gradient: wte_values (B T, C) and wte_indices (B T,).
     """
 
     def __init__(self, model: Model, sharded: bool = False, bitwise: bool = False):
         self.model, self.sharded, self.bitwise = model, sharded, bitwise
         self.shards = shards_of(model.params_memory.size)
-        buffers = {name: device.empty((length,)) for name, length in
-                   buffer_lengths(model.config, model.B, model.T, bitwise).items()}  # fmt: skip
+        buffers = {name: device.empty((size // 4,)) for name, size in
+                   sizes_of_buffers(model.config, model.B, model.T, bitwise).items()}  # fmt: skip
         self.sums, self.received = buffers.get("sums of batches"), buffers.get("others' gradients")
         self.peers = None
         if collectives.peer_access():
@@ -302,8 +303,9 @@ class Exchange:
         def work(_) -> None:
             for r, shard in enumerate(self.shards):
                 owned = overlaps(ranges, [shard])
-                if owned and r != rank:
-                    sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], owned, BLOCKS)
+                if owned and r != rank:  # a sum of one buffer is a copy
+                    words = [in_words(one, self.model.params_memory) for one in owned]
+                    sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], words, BLOCKS)
 
         device.communicate(work)
 
@@ -361,14 +363,32 @@ class Exchange:
             model.load(tensors)
         collectives.broadcast([(model.params_memory, 0)])
         device.join_communication()
+        if model.has_copy and ranks.size() > 1:
+            self.scatter_master(tensors)
         for own, values in zip((model.m_memory, model.v_memory), moments or (None, None), strict=True):
             collectives.scatter(own, self.shard[0], model.params_memory.size, values)
 
-    def whole_moments(self) -> tuple:
-        """AdamW's m and v of all parameters, (num_parameters,) each, as save_checkpoint takes them: where a rank has
-        only its shard, as pieces, all of which every rank must ask for."""
-        moments = self.model.m_memory, self.model.v_memory
-        return tuple(collectives.whole(own, self.shards) for own in moments) if self.sharded else moments
+    def scatter_master(self, tensors: Mapping[str, np.ndarray] | None) -> None:
+        """Gives each rank its part of the master copy, from the parameters of a file that rank 0 has."""
+        model, (begin, _) = self.model, self.shard
+        device.fill_zero(model.master_memory)
+        starts, _ = layout(model.config.parameters(), model.config.sizes(), align=1)
+        in_file, _ = layout(model.config.file_tensors(), model.config.sizes(), align=1)
+        for name, _ in model.config.parameters():
+            start, length = starts[name][0], math.prod(in_file[name][1])
+            ((first, end),) = overlaps([(start, start + length)], [self.shard]) or [(start, start)]
+            own = model.master_memory[max(0, first - begin) : max(0, end - begin)]
+            collectives.scatter(own, first - start, length, tensors[name].reshape(-1) if tensors else None)
+
+    def whole_state(self) -> tuple:
+        """The parameters, fp32, and AdamW's m and v of all of them, (num_parameters,) each, as save_checkpoint takes
+        them: where a rank has only its shard, as pieces, all of which every rank must ask for, in this order."""
+        model = self.model
+
+        def whole(own):
+            return collectives.whole(own, self.shards) if own.size < model.params_memory.size else own
+
+        return whole(model.master_memory), whole(model.m_memory), whole(model.v_memory)
 
 
 class Rows:
@@ -530,15 +550,21 @@ def length(ranges: list[Range]) -> int:
 
 
 def parts_in(flat, addresses: list[Range]) -> list[Range]:
-    """Those ranges of addresses that lie in a flat buffer, fp32, as ranges of it."""
-    base = device.address(flat)
-    return [((a - base) // 4, (b - base) // 4) for a, b in addresses if base <= a < base + flat.nbytes]
+    """Those ranges of addresses that lie in a flat buffer, as ranges of it."""
+    base, size = device.address(flat), flat.itemsize
+    return [((a - base) // size, (b - base) // size) for a, b in addresses if base <= a < base + flat.nbytes]
 
 
 def range_in(tensor, flat) -> Range:
     """Where a tensor lies in a flat buffer."""
-    start = (device.address(tensor) - device.address(flat)) // 4
+    start = (device.address(tensor) - device.address(flat)) // flat.itemsize
     return start, start + tensor.size
+
+
+def in_words(one: Range, flat) -> Range:
+    """A range of a flat buffer in words of 4 bytes. Of bf16 numbers it may have a neighbour at either end, which is
+    copied by itself, too."""
+    return one[0] * flat.itemsize // 4, ceil_div(one[1] * flat.itemsize, 4)
 
 
 def overlaps(ranges: list[Range], others: list[Range]) -> list[Range]:

@@ -17,7 +17,7 @@ def next_logits(model: Model, context: np.ndarray) -> np.ndarray:
     t = len(context)
     device.copy_in(model.inputs, context)
     model.forward(1, t)
-    return device.to_host(model.acts(1, t).logits[0, t - 1, : model.config.vocab_size])
+    return device.to_floats(model.acts(1, t).logits[0, t - 1, : model.config.vocab_size])
 
 
 def continuation(model: Model, tokens: list[int], count: int, draw: Callable[[np.ndarray], int]) -> Iterator[int]:

@@ -14,6 +14,7 @@ import socket
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,17 @@ from llmc.files import check_directory, open_file, replacing
 from llmc.lock import Lock
 
 import numpy as np
+
+FIGURES = {  # what may be told of a step: its name in the log, if it goes there, and in TensorBoard
+    "val_loss": ("tel", "loss/validation"),
+    "bits_per_byte": ("bpb", "loss/bits_per_byte"),
+    "train_loss": ("trl", "loss/train"),
+    "accuracy": ("eval", "accuracy/hellaswag"),
+    "norm": (None, "optimization/norm"),
+    "learning_rate": (None, "optimization/learning_rate"),
+    "tokens_per_second": (None, "speed/tokens_per_second"),
+    "percent_of_peak": (None, "speed/percent_of_TF32_peak"),
+}
 
 
 class Reports:
@@ -84,21 +96,13 @@ class Logger(Reports):
         if self._lock is not None:
             self._lock.release()
 
-    def log_val(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        self._write(step, "tel", loss)
-        if bits_per_byte is not None:
-            self._write(step, "bpb", bits_per_byte)
-
-    def log_train(self, step: int, loss: float) -> None:
-        self._write(step, "trl", loss)
-
-    def log_eval(self, step: int, accuracy: float) -> None:
-        self._write(step, "eval", accuracy)
-
-    def _write(self, step: int, name: str, value: float) -> None:
-        if self._file is not None:
-            line = f"s:{step} {name}:{value:.4f}\n".encode()
-            self._attempt(lambda: append(self._file, line), "a line")
+    def log(self, step: int, **figures: float | None) -> None:
+        """A line for each of these FIGURES that has a name in the log; None is left out."""
+        for figure, value in figures.items():
+            name, _ = FIGURES[figure]
+            if self._file is not None and name and value is not None:
+                line = f"s:{step} {name}:{value:.4f}\n".encode()
+                self._attempt(partial(append, self._file, line), "a line")
 
 
 class TensorBoard(Reports):
@@ -132,32 +136,17 @@ class TensorBoard(Reports):
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._beginning = self._record(file_version="brain.Event:2") + self._record(step=first_step, session_log=start)
 
-    def log_train(
-        self, step: int, loss: float, norm: float | None, learning_rate: float, tokens_per_second: float,
-        percent_of_peak: float | None,
-    ) -> None:  # fmt: skip
-        """What print_step says of a step; what is None is left out."""
-        self._write_figures(step, {
-            "loss/train": loss, "optimization/norm": norm, "optimization/learning_rate": learning_rate,
-            "speed/tokens_per_second": tokens_per_second, "speed/percent_of_TF32_peak": percent_of_peak,
-        })  # fmt: skip
-
-    def log_val(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        self._write_figures(step, {"loss/validation": loss, "loss/bits_per_byte": bits_per_byte})
-
-    def log_eval(self, step: int, accuracy: float) -> None:
-        self._write_figures(step, {"accuracy/hellaswag": accuracy})
+    def log(self, step: int, **figures: float | None) -> None:
+        """These FIGURES as one event; None is left out."""
+        if self.path is not None:
+            given = [(FIGURES[figure][1], value) for figure, value in figures.items() if value is not None]
+            values = [self._Summary.Value(tag=tag, simple_value=value) for tag, value in given]
+            self._write(step, self._Summary(value=values))
 
     def log_sample(self, step: int, text: str) -> None:
         """TensorBoard takes text for Markdown, in which indented lines are shown as they are."""
         if self.path is not None:
             self._write(step, self._text("sample", textwrap.indent(text, "    ", lambda line: True)))
-
-    def _write_figures(self, step: int, figures: dict[str, float | None]) -> None:
-        if self.path is not None:
-            given = {name: value for name, value in figures.items() if value is not None}
-            values = [self._Summary.Value(tag=name, simple_value=value) for name, value in given.items()]
-            self._write(step, self._Summary(value=values))
 
     def _write(self, step: int, summary) -> None:
         def write() -> None:

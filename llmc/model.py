@@ -1,10 +1,12 @@
-"""A model's six buffers, whatever the model: allocated once, named by its tables, filled from a file or at random."""
+"""A model's buffers, whatever the model: allocated once, named by its tables, filled from a file or at random."""
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from device.errors import UserError
 from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from llmc.attention import TABLES as attention_tables
-from llmc.checkpoint import read_model
+from llmc.checkpoint import conversion, read_model
 from llmc.huggingface import HuggingFace
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges, without
 
@@ -24,19 +26,25 @@ RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
 
 
 class Model:
-    """A model with room for batches of up to (B, T). Its buffers, each fp32 and allocated once:
+    """A model with room for batches of up to (B, T). Its buffers, each allocated once:
 
     params_memory, grads_memory, m_memory, v_memory   (num_parameters,): the parameters, in the order of their table,
                                                       their gradients and AdamW's two moments
-    acts_memory, grads_acts_memory                    activations and their gradients, and scratch
+    master_memory                                     (num_parameters,): the parameters as AdamW updates them
+    acts_memory, grads_acts_memory                    activations and their gradients, and scratch: bytes
+
+    Parameters, activations and the gradients of activations are of the type `floatX` that the device has when the model
+    is made, but for rows of the tables that name another. All else is fp32. In bf16 params_memory is master_memory,
+    rounded to nearest: learning rates are so small that bf16 parameters would mostly stay as they are. In fp32 the two
+    are the same buffer.
 
     The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
     has neither gradients nor moments. skip_nonfinite says whether training goes on after a step that is not finite.
     norm (4,) holds: the norm of the gradients; the factor that clips them; how many steps were not finite; and whether
     AdamW left out a parameter of this rank (kernels/adamw.py), which the next step tells all ranks.
 
-    Each of several ranks has a model. Where they are sharded (llmc/exchange.py), a rank has the moments of its own part
-    of the parameters alone. rows is how ranks exchange the embedding's rows.
+    Each of several ranks has a model. Where they are sharded (llmc/exchange.py), a rank has the moments, and in bf16
+    the master copy, of its own part of the parameters alone. rows is how ranks exchange the embedding's rows.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs and targets (B T,), the tokens and
     what follows each; order and count (B T,), which llmc/dataloader.py's sort_by_token makes for the embedding's
@@ -73,27 +81,35 @@ class Model:
         shard: tuple[int, int] | None = None, beside: Callable[[int], dict[str, int]] = lambda b: {},
     ):  # fmt: skip
         """shard: the part of the parameters whose moments this model has; None for all. beside: what else is going to
-        be allocated for batches of b, as `lengths` has it."""
+        be allocated for batches of b, as `sizes_of_buffers` has it."""
         self.config, self.B, self.T, self.attention, self.rows = config, B, T, attention, None
+        self.floatX = device.floatX
         self.check_names("MATRICES and PRODUCTS", (*self.MATRICES, *self.PRODUCTS))
         self.acts_table, grads_acts_table = self.tables(attention)
         sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
 
-        def lengths_of(b: int) -> dict[str, int]:
-            return self.lengths(config, b, T, attention, inference, shard) | beside(b)
+        def bytes_of(b: int) -> dict[str, int]:
+            return self.sizes_of_buffers(config, b, T, attention, inference, shard) | beside(b)
 
-        self.megabytes = {name: round(4 * length / 2**20) for name, length in lengths_of(B).items()}
+        self.megabytes = {name: round(size / 2**20) for name, size in bytes_of(B).items()}
         free, _ = device.memory()
-        if 4 * sum(lengths_of(B).values()) > free:
-            fitting = bisect_right(range(1, B), free, key=lambda b: 4 * sum(lengths_of(b).values()))
+        if sum(bytes_of(B).values()) > free:
+            fitting = bisect_right(range(1, B), free, key=lambda b: sum(bytes_of(b).values()))
             remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
             raise UserError(
                 f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
                 f"are free on {device.name}: {remedy}, or choose a smaller model (-e)"
             )
-        lengths = self.lengths(config, B, T, attention, inference, shard)
-        buffers = {name: device.empty((length,)) for name, length in lengths.items()}
+        own = self.sizes_of_buffers(config, B, T, attention, inference, shard)
+        types = {"parameters": self.floatX, "activations": np.uint8, "activation gradients": np.uint8}
+        buffers = {}
+        for name, size in own.items():
+            dtype = np.dtype(types.get(name, np.float32))
+            length = size // dtype.itemsize
+            buffers[name] = device.empty((length + length % 2,), dtype)[:length]  # whole words
         self.params_memory = buffers["parameters"]
+        self.master_memory = buffers.get("master copy", self.params_memory)
+        self.first = shard[0] if shard else 0
         self.acts_memory = buffers["activations"]
         self.params = name_tensors(self.params_memory, config.PARAMETERS, sizes, 1, absent)
         self.constant = SimpleNamespace(
@@ -111,7 +127,9 @@ class Model:
         )
         self.grads_acts_memory = buffers["activation gradients"]
         self.grads = name_tensors(self.grads_memory, config.PARAMETERS, sizes, 1, absent)
-        self.grads_acts = name_tensors(self.grads_acts_memory, grads_acts_table, sizes, absent=absent)
+        self.grads_acts = name_tensors(
+            self.grads_acts_memory, grads_acts_table, sizes, absent=absent, floatX=self.floatX
+        )
         self.norm, self.skip_nonfinite = device.zeros((4,)), False
         device.fill_zero(self.m_memory)
         device.fill_zero(self.v_memory)
@@ -127,19 +145,22 @@ class Model:
             raise ValueError(f"{type(self).__name__}: {min(unknown)}, in {where}, is none of PARAMETERS")
 
     @classmethod
-    def lengths(
+    def sizes_of_buffers(
         cls, config: Config, B: int, T: int, attention: str, inference: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> dict[str, int]:  # fmt: skip
-        """The buffers that a model allocates, by the name of what they hold, in floats."""
-        sizes, n = config.sizes() | {"B": B, "T": T}, num_parameters(config)
-        activations, gradients = (layout(t, sizes, ALIGNMENT, config.absent)[1] for t in cls.tables(attention))
+        """The buffers that a model allocates, by the name of what they hold, in bytes."""
+        sizes, n, X = config.sizes() | {"B": B, "T": T}, num_parameters(config), device.floatX
+        activations, gradients = (
+            layout(table, sizes, ALIGNMENT, config.absent, X)[1] for table in cls.tables(attention)
+        )
+        found = {"parameters": X.itemsize * n, "activations": activations}
         if inference:
-            return {"parameters": n, "activations": activations}
-        moments = shard[1] - shard[0] if shard else n
-        return {
-            "parameters": n, "activations": activations, "gradients": n, "AdamW m": moments, "AdamW v": moments,
-            "activation gradients": gradients,
+            return found
+        moments = 4 * (shard[1] - shard[0] if shard else n)
+        master = {"master copy": moments} if X == device.BF16 else {}
+        return found | master | {
+            "gradients": 4 * n, "AdamW m": moments, "AdamW v": moments, "activation gradients": gradients,
         }  # fmt: skip
 
     @classmethod
@@ -157,7 +178,7 @@ class Model:
                 del self.views_of[other]  # a text that is being written asks for each length once
             sizes = self.config.sizes() | {"B": B, "T": T}
             self.views_of[B, T] = name_tensors(
-                self.acts_memory, self.acts_table, sizes, absent=self.config.absent
+                self.acts_memory, self.acts_table, sizes, absent=self.config.absent, floatX=self.floatX
             )
         return self.views_of[B, T]
 
@@ -181,12 +202,39 @@ class Model:
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Takes over the parameters of a file, as `read_model` gives them; rows that it lacks become 0."""
+        starts, _ = layout(self.config.parameters(), self.config.sizes(), align=1)
+        self.zero_parameters()
         for name, _ in self.config.parameters():
-            parameter, values = getattr(self.params, name), tensors[name]
-            if values.size < parameter.size:
-                device.fill_zero(parameter)
-            device.copy_in(parameter, values)
-        device.synchronize()
+            values = tensors[name].reshape(-1)
+            for at in range(0, values.size, STAGED):
+                self.put(starts[name][0] + at, values[at : at + STAGED])
+
+    def zero_parameters(self) -> None:
+        device.fill_zero(self.params_memory)
+        device.fill_zero(self.master_memory)
+
+    def put(self, start: int, values: np.ndarray) -> None:
+        """Sets consecutive parameters, from the start-th on, to fp32 values on the host."""
+        if not values.size:
+            return
+        rounded = device.to_bf16(values) if self.floatX == device.BF16 else values
+        device.copy_in(self.params_memory[start:], rounded)
+        if self.has_copy:
+            begin, end = max(start, self.first), min(start + values.size, self.first + self.master_memory.size)
+            if begin < end:
+                device.copy_in(self.master_memory[begin - self.first :], values[begin - start : end - start])
+        device.synchronize()  # the values may change from now on
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether params_memory is a copy of master_memory, rounded to bf16."""
+        return self.master_memory is not self.params_memory
+
+    def master_and_copy(self, start: int, end: int) -> tuple:
+        """A range of the parameters as AdamW updates them, fp32, and their copy that it rounds from these, or None."""
+        if not self.has_copy:
+            return self.params_memory[start:end], None
+        return self.master_memory[start - self.first : end - self.first], self.params_memory[start:end]
 
     def randomize(self, seed: int) -> None:
         """Takes the initial weights of a model that is to be trained, from a seed: normal numbers for MATRICES, of the
@@ -196,14 +244,16 @@ class Model:
         """
         deviations, constants = self.first_weights(self.config)
         self.check_names("first_weights", (*deviations, *constants))
-        device.fill_zero(self.params_memory)
+        self.zero_parameters()
         done, total, shown = 0, self.params_memory.size, time.monotonic()
         random, staged = np.random.default_rng(seed), np.empty(min(STAGED, total), np.float32)
-        for name, shape in self.config.parameters():
-            parameter = getattr(self.params, name)
-            flat = parameter.reshape(-1)
-            for start in range(0, flat.size, STAGED):
-                piece = staged[: min(STAGED, flat.size - start)]
+        sizes = self.config.sizes()
+        starts, _ = layout(self.config.parameters(), sizes, align=1)
+        for name, symbols in self.config.parameters():
+            first, shape = starts[name]
+            used = prod(shape) // sizes["Vp"] * sizes["V"] if symbols[0] == "Vp" else prod(shape)  # the rest stays 0
+            for start in range(0, prod(shape), STAGED):
+                piece = staged[: min(STAGED, prod(shape) - start)]
                 if name in deviations:
                     random.standard_normal(out=piece, dtype=np.float32)
                     piece *= np.float32(deviations[name])
@@ -211,14 +261,11 @@ class Model:
                     piece.fill(constants[name])
                 else:
                     break
-                device.copy_in(flat[start:], piece)
-                device.synchronize()  # before the next piece takes its place
+                self.put(first + start, piece[: max(0, used - start)])
                 done += piece.size
                 if time.monotonic() - shown > 5:
                     shown = time.monotonic()
                     print(f"random weights: {100 * done // total}% of {total:,}", flush=True)
-            if shape[0] == "Vp":
-                device.fill_zero(parameter[self.config.vocab_size :])
 
     # What a kind of model says of itself
 
@@ -250,8 +297,11 @@ def dropouts(model: Model, training: bool) -> SimpleNamespace:
 def build_from_file(
     kind: type[Model], path: str | Path, B: int, T: int, attention: str, inference: bool = False
 ) -> Model:
-    """The model in a `.bin`. Raises UserError as `read_model` does."""
+    """The model in a `.bin`. Raises UserError as `read_model` does. Where its weights are converted, stderr says so."""
     config, tensors = read_model(path, kind.Config)
+    converted = conversion(path, kind.Config)
+    if converted:
+        print(converted, file=sys.stderr, flush=True)
     model = kind(config, B, T, attention, inference)
     model.load(tensors)
     return model

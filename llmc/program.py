@@ -22,14 +22,15 @@ class Stdout:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        return self.attempt(lambda: self.stream.write(text))
+        self.attempt(lambda: self.stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
         self.attempt(self.stream.flush)
 
-    def attempt(self, work: Callable[[], object]):
+    def attempt(self, work: Callable[[], object]) -> None:
         try:
-            return work()
+            work()
         except OSError as error:
             self.failure = error
             raise

@@ -12,6 +12,7 @@ from contextlib import suppress
 import device
 from device.errors import UserError
 from llmc import ranks
+from llmc.program import Stdout
 
 # Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
 TF32_PEAKS = (
@@ -21,16 +22,18 @@ TF32_PEAKS = (
 )  # fmt: skip
 
 
-def tf32_peak() -> float | None:
-    """The GPU's TF32 ceiling in FLOP/s, or None where it is not known or TF32 is off."""
-    if not device.tf32:
+def tensor_core_peak() -> float | None:
+    """The GPU's ceiling in FLOP/s for products in TF32, or in bf16, which is twice that; None where it is not known, or
+    products are in fp32."""
+    factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12}[device.precision]
+    if factor is None:
         return None
-    return next((1e12 * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name)), None)
+    return next((factor * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name)), None)
 
 
 def percent_of_peak(flops: float, ms: float) -> float | None:
-    """How much of the GPU's TF32 ceiling so many operations in so many milliseconds are, or None as `tf32_peak` is."""
-    peak = tf32_peak()
+    """How much of the GPU's ceiling so many operations in so many milliseconds are; None as `tensor_core_peak` is."""
+    peak = tensor_core_peak()
     return 100 * flops / (ms / 1000) / peak if peak else None
 
 
@@ -79,13 +82,13 @@ def print_step(
     tokens_per_second: float, percent_of_peak: float | None,
 ) -> None:  # fmt: skip
     """One line for a finished step, counted from 1. norm: of the gradients, where it was computed; average_ms: a step's
-    recent average, for the time left; percent_of_peak: of TF32's, where it is known."""
+    recent average, for the time left; percent_of_peak: of that of TF32 or bf16, where it is known."""
     parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {tokens_per_second:.0f} tok/s)"]
     if norm is not None:
         parts.append(f"norm {norm:.4f}")
     parts.append(f"lr {learning_rate:.2e}")
     if percent_of_peak is not None:
-        parts.append(f"{percent_of_peak:.1f}% of TF32 peak")
+        parts.append(f"{percent_of_peak:.1f}% of {device.precision.replace('tf', 'TF')} peak")
     parts.append(f"{duration(average_ms / 1000 * (steps - step))} left")
     print(", ".join(parts), flush=True)
 
@@ -143,12 +146,13 @@ class StopRequest:
             signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)
 
 
-class Output:
+class Output(Stdout):
     """What a run prints to, in the place of `stream`, for as long as the with block lasts. Where the reader has left or
     the disk is full, the run goes on, if it is also told of `elsewhere`; that is said once on stderr."""
 
     def __init__(self, stream, elsewhere: str):
-        self.stream, self.elsewhere, self.failed = stream, elsewhere, False
+        super().__init__(stream)
+        self.elsewhere = elsewhere
 
     def __enter__(self) -> None:
         sys.stdout = self
@@ -156,25 +160,15 @@ class Output:
     def __exit__(self, *exception) -> None:
         sys.stdout = self.stream
 
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        self.attempt(lambda: self.stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self.attempt(self.stream.flush)
-
     def attempt(self, work: Callable[[], object]) -> None:
-        if self.failed:
+        if self.failure:
             return
         try:
             work()
         except OSError as error:
             if not self.elsewhere and isinstance(error, BrokenPipeError):
                 raise
-            self.failed, reason = True, (error.strerror or str(error)).lower()
+            self.failure, reason = error, (error.strerror or str(error)).lower()
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # what is left in the stream goes there
             if not self.elsewhere:
                 raise UserError(

@@ -19,6 +19,7 @@ from llmc.attention import choose_attention
 from llmc.batches import Batches
 from llmc.checkpoint import (
     checkpoints,
+    conversion,
     load_checkpoint,
     lock_checkpoints,
     model_path,
@@ -222,7 +223,10 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
     elif args.resume:
         print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
     check_flags(flags)
-    flags = settle_precision(flags, recorded.get("tf32"))
+    before = recorded.get("precision")
+    if before is None and "tf32" in recorded:  # as checkpoints had it before there was bf16
+        before = "tf32" if recorded["tf32"] else "fp32"
+    flags = settle_precision(flags, before)
     if ranks.rank() > 0:
         flags = Namespace(**vars(flags) | {"log": None, "tensorboard": None})
     random = checkpoint is None and kind.Config.described(flags.model) is not None
@@ -272,6 +276,9 @@ def build_model(
         config = described
     if config is None:
         config, tensors = read_model(origin.source, kind.Config, kind.Config.fetch_or_start())
+        converted = conversion(origin.source, kind.Config)
+        if converted:
+            print(converted, flush=True)
     if flags.sequence_length > config.max_seq_len:
         raise UserError(
             f"-t {flags.sequence_length} is above the model's longest sequence, {config.max_seq_len}: lower -t"
@@ -354,7 +361,8 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
         [
             ("device", device.name),
             *([("why not CUDA", device.why_not_cuda)] if device.why_not_cuda else []),
-            ("matrix products", "TF32" if device.tf32 else "fp32"),
+            ("matrix products", {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32"}[device.precision]),
+            *([("activations, weights", "bf16; AdamW, losses and statistics in fp32")] if model.has_copy else []),
             ("attention", model.attention),
             *([("ranks", ranks_and_hosts()), ("exchange", collectives.way())] if ranks.size() > 1 else []),
             *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if run.exchange.sharded else []),

@@ -4,37 +4,28 @@ xorshift64* is Vigna, "An experimental exploration of Marsaglia's xorshift gener
 the multiplier are llm.c's, so equal seeds give equal coins.
 """
 
-from device.errors import UserError
-
 import numpy as np
 
 MASK64 = 2**64 - 1
 MULTIPLIER = 0x2545F4914F6CDD1D
 
 
-def random_u32(state: int) -> tuple[int, int]:
-    """One step of the generator: (number in 0 .. 2**32 - 1, next state). The state is in 1 .. 2**64 - 1."""
-    state ^= state >> 12
-    state ^= state << 25 & MASK64
-    state ^= state >> 27
-    return (state * MULTIPLIER & MASK64) >> 32, state
-
-
-def random_f32(state: int) -> tuple[float, int]:
-    """One step of the generator: (number in [0, 1), a multiple of 2**-24 and so exact in fp32, next state)."""
-    number, state = random_u32(state)
-    return (number >> 8) / 2**24, state
-
-
 class Sampler:
-    """A generator with its state, which can be read and set to carry on elsewhere."""
+    """A generator. Its state, in 1 .. 2**64 - 1, can be read and set to carry on elsewhere."""
 
     def __init__(self, seed: int = 1337) -> None:
         self.state = seed & MASK64 or MULTIPLIER  # xorshift never leaves 0
 
+    def random_u32(self) -> int:
+        """A number in 0 .. 2**32 - 1."""
+        self.state ^= self.state >> 12
+        self.state ^= self.state << 25 & MASK64
+        self.state ^= self.state >> 27
+        return (self.state * MULTIPLIER & MASK64) >> 32
+
     def random_f32(self) -> float:
-        coin, self.state = random_f32(self.state)
-        return coin
+        """A number in [0, 1), a multiple of 2**-24 and so exact in fp32."""
+        return (self.random_u32() >> 8) / 2**24
 
 
 def sample_softmax(logits: np.ndarray, coin: float) -> int:
@@ -51,12 +42,7 @@ def sample(logits: np.ndarray, coin: float, temperature: float = 1.0, top_k: int
     """Draws an index from softmax(logits / temperature), logits fp32 (V,), among the top_k largest where that is given.
 
     Temperature 0, or what is 0 in fp32, takes the largest logit. Logits that tie with the k-th largest all stay in.
-    Raises UserError for a negative temperature or a top_k below 1.
     """
-    if not temperature >= 0:
-        raise UserError(f"--temperature {temperature}: must be 0 or more")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"--top-k {top_k}: must be 1 or more")
     if np.float32(temperature) == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.size:

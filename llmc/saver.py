@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,11 +45,10 @@ class Saver:
         if not flags.checkpoint_dir or step == self.saved_step:
             return
         state = position | self.state | {"skipped": guard.skipped}
-        m, v = self.exchange.whole_moments()
+        params, m, v = self.exchange.whole_state()
 
         def write() -> tuple[str, str]:
             """The path, and what went wrong."""
-            params = self.exchange.model.params_memory
             try:
                 path = save_checkpoint(flags.checkpoint_dir, step, config, params, m, v, state, self.tokenizer)
                 return str(path), ""
@@ -57,7 +57,8 @@ class Saver:
 
         written = write() if ranks.rank() == 0 else ("", "")
         if self.exchange.sharded:
-            for _ in chain(m, v):  # what is left of the pieces, to which all ranks must come
+            pieces = [each for each in (params, m, v) if isinstance(each, Iterator)]
+            for _ in chain(*pieces):  # what is left of them, to which all ranks must come
                 pass
         path, self.unsaved = ranks.all_gather(written)[0]
         if self.unsaved:

@@ -10,30 +10,16 @@ Each climbs linearly to the full rate over the warm-up steps. After that
 import math
 from dataclasses import dataclass
 
-from device.errors import UserError
-
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Raises UserError for an unknown kind or values that make no schedule."""
-
     kind: str              # one of SCHEDULES
     learning_rate: float   # the full rate
     warmup_steps: int      # steps 0 .. warmup_steps - 1 climb; 0: none
     total_steps: int       # of the whole run
     final_fraction: float  # of the full rate, reached at the end of cosine, linear and wsd
-
-    def __post_init__(self) -> None:
-        if self.kind not in SCHEDULES:
-            raise UserError(f"-k {self.kind}: no such schedule; choose one of {', '.join(SCHEDULES)}")
-        if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
-            raise UserError(f"-l {self.learning_rate}: the learning rate must be a finite number, 0 or more")
-        if self.warmup_steps < 0:
-            raise UserError(f"-u {self.warmup_steps}: warm-up steps must be 0 or more")
-        if not 0 <= self.final_fraction <= 1:
-            raise UserError(f"-q {self.final_fraction}: the final fraction of the rate must lie between 0 and 1")
 
     def get_learning_rate(self, step: int) -> float:
         """The rate of a step, counted from 0."""

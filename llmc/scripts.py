@@ -20,6 +20,15 @@ def model_kinds() -> tuple[type, ...]:
     )
 
 
+def script_configs() -> dict[str, type]:
+    """By the name of each script, also of one that takes its model from another, the class of its model's sizes."""
+    modules = {path.name: import_module(path.stem) for path in sorted(ROOT.glob("train_*.py"))}
+    return {
+        name: next(each for each in vars(module).values() if isinstance(each, type) and hasattr(each, "PRESETS"))
+        for name, module in modules.items()
+    }
+
+
 def kind_of_magic(magic: int | None) -> type | None:
     """The kind of the models whose files begin with this number."""
     return next((kind for kind in model_kinds() if kind.Config.MAGIC == magic), None)

@@ -85,7 +85,7 @@ class Settings:
             "seed": self.shuffle_seed,
             "total_batch_size": self.step_tokens,
             "val_data": None if self.val_data == self.flags.data else self.val_data,
-            "tf32": self.flags.precision == "tf32",
+            "precision": self.flags.precision,
         }
 
 
@@ -128,26 +128,21 @@ def check_flags(flags: Namespace) -> None:
             f"-d {flags.total_batch_size} is not a multiple of {product} = {N * rows}: change -d, -b or -t"
         )
     if flags.attention == "flash" and "precision" in flags.given and flags.precision == "fp32":
-        raise UserError("-a flash computes in TF32: leave --precision fp32 out, or use -a softmax")
+        raise UserError("-a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax")
 
 
-def settle_precision(flags: Namespace, before: bool | None) -> Namespace:
+def settle_precision(flags: Namespace, before: str | None) -> Namespace:
     """The flags with the precision as it will be: as --precision says and the device can. A run that is resumed keeps
-    what it had: `before` says whether that was TF32. Sets the device to it. Raises UserError for a --precision that
-    asks for something else."""
-    names, precision = {True: "tf32", False: "fp32"}, flags.precision
-    if before is not None and "precision" not in flags.given:
-        precision = names[before or flags.attention == "flash"]  # which is in TF32 on any device
-    device.use_precision(precision)
-    now = device.tf32
-    if before not in (None, now) and flags.attention != "flash":
-        if "precision" in flags.given and precision != names[before]:
-            raise UserError(
-                f"cannot resume: products were in {names[before]}, and --precision asks for {names[now]}; leave it "
-                "out, or start another run"
-            )
-        print(f"products were in {names[before]} and are now in {names[now]}, which is what {device.name} has")
-    return Namespace(**vars(flags) | {"precision": names[now]})
+    the one that it had `before`, unless it is given another; where it changes, a line says so. Sets the device to it.
+    Raises UserError for bf16 on a GPU that has none."""
+    asked = flags.precision if before is None or "precision" in flags.given else before
+    if asked == "fp32" and flags.attention == "flash" and "precision" not in flags.given:
+        asked = "tf32"  # which flash attention is in on any device
+    now = device.use_precision(asked)
+    if before not in (None, now) and not (flags.attention == "flash" and "bf16" not in (before, now)):
+        why = f", which is what {device.name} has" if now != asked else ""
+        print(f"the run was in {before} and goes on in {now}{why}")
+    return Namespace(**vars(flags) | {"precision": now})
 
 
 def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:

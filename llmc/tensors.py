@@ -4,6 +4,8 @@ A table is a tuple of rows (name, shape) in the order of the buffer. A shape is 
 "3C"), which a dict of sizes turns into numbers; a symbol may begin with a factor. A tensor whose shape begins with "L"
 has one part for each layer. A row (name, shape, owner) takes the place of an earlier tensor, at a time when what that
 one held is no longer needed; a row (name, shape, owner, other) lies in the owner's place behind the other tensor there.
+The last word of a row may be "fp32": its tensor is that in any precision. The others are of the type of the run, which
+is bf16 in the precision of this name.
 """
 
 import math
@@ -19,7 +21,8 @@ import numpy as np
 
 Table = tuple[tuple, ...]
 
-ALIGNMENT = 64  # floats; every activation starts on a 256-byte boundary
+ALIGNMENT = 256  # bytes, to which every activation starts
+FP32 = "fp32"
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # How the value of a field is written in a model's description, by the field's type.
@@ -38,38 +41,55 @@ def without(table: Table, absent: frozenset[str]) -> Table:
 
 
 def layout(
-    table: Table, sizes: dict[str, int], align: int, absent: frozenset[str] = frozenset()
-) -> tuple[dict[str, tuple[int, tuple]], int]:
-    """For each tensor that is not absent its start in the buffer and its shape, and the length of the buffer, in
-    floats."""
+    table: Table, sizes: dict[str, int], align: int, absent: frozenset[str] = frozenset(),
+    floatX: np.dtype | None = None,
+) -> tuple[dict[str, tuple[int, tuple]], int]:  # fmt: skip
+    """For each tensor that is not absent its start in the buffer and its shape, and the length of the buffer. These are
+    numbers of elements; or, where the run's type floatX is given, of bytes."""
     starts, end = {}, 0
-    for name, symbols, *owner in without(table, absent):
+
+    def room(name: str) -> int:
+        return math.prod(starts[name][1]) * (itemsizes[name] if floatX else 1)
+
+    itemsizes = {row[0]: type_of(row, floatX).itemsize for row in table} if floatX else {}
+    for name, symbols, *words in without(table, absent):
+        owner = [word for word in words if word != FP32]
         try:
             shape = shape_of(symbols, sizes)
         except KeyError as error:
             raise ValueError(f"{name} {symbols}: sizes() has no {error}") from None
-        if owner:
-            owned, owned_shape = starts[owner[0]]
-            start, before = starts[owner[-1]]
-            start += math.prod(before) if len(owner) > 1 else 0
-            if start + math.prod(shape) > owned + math.prod(owned_shape):
-                raise ValueError(f"{name} {shape} does not fit where {owner[0]} {owned_shape} is")
-            starts[name] = start, shape
-            continue
         start = -(-end // align) * align
+        if owner:
+            start = starts[owner[-1]][0] + (room(owner[-1]) if len(owner) > 1 else 0)
         starts[name] = start, shape
-        end = start + math.prod(shape)
+        if owner and start + room(name) > starts[owner[0]][0] + room(owner[0]):
+            raise ValueError(f"{name} {shape} does not fit where {owner[0]} {starts[owner[0]][1]} is")
+        end = max(end, start + room(name))
     return starts, end
 
 
+def type_of(row: tuple, floatX: np.dtype) -> np.dtype:
+    """The type of a row's tensor in a run of this type."""
+    return np.dtype(np.float32) if FP32 in row[2:] else floatX
+
+
 def name_tensors(
-    buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT, absent: frozenset[str] = frozenset()
-) -> SimpleNamespace:
-    """The tensors of a table as views into a flat buffer: `.wte`, and with a part for each layer both `.qkvw` (all
-    layers) and `.layer[l].qkvw`. Those that are absent are None."""
-    starts, _ = layout(table, sizes, align, absent)
-    tensors = {name: buffer[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in starts.items()}
-    tensors = {name: tensors.get(name) for name, *_ in table}
+    buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT, absent: frozenset[str] = frozenset(),
+    floatX: np.dtype | None = None,
+) -> SimpleNamespace:  # fmt: skip
+    """The tensors of a table as views into a flat buffer, which is one of bytes where the run's type floatX is given:
+    `.wte`, and with a part for each layer both `.qkvw` (all layers) and `.layer[l].qkvw`. Those that are absent are
+    None."""
+    starts, _ = layout(table, sizes, align, absent, floatX)
+
+    def view(row: tuple):
+        at, shape = starts[row[0]]
+        if not floatX:
+            return buffer[at : at + math.prod(shape)].reshape(shape)
+        dtype = type_of(row, floatX)
+        return buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+    tensors = {row[0]: view(row) if row[0] in starts else None for row in table}
     layered = {name: tensors[name] for name, symbols, *_ in table if symbols[0] == "L"}
     layers = [
         SimpleNamespace(**{name: None if parts is None else parts[l] for name, parts in layered.items()})
@@ -97,6 +117,7 @@ class Config:
     NAME, SCRIPT       what the model is called, and the program that trains it
     MAGIC              the number that its files begin with
     HEADER_BYTES       the length of their header, where header() is not the one below
+    BF16_VERSION       the version of llm.c's files that hold such a model in bf16, where it has them
     PARAMETERS         the table of all parameters that such models can have, in the order of the buffer
     DESCRIPTION        the words of `-e layers=4,heads=4`, each with its field
     PRESETS            named models (`-e d12`), at least one, each such a description
@@ -113,6 +134,7 @@ class Config:
     SCRIPT: str
     MAGIC: int
     HEADER_BYTES = 2048
+    BF16_VERSION: int | None = None
     PARAMETERS: Table
     DESCRIPTION: dict[str, str]
     PRESETS: dict[str, str]
@@ -250,7 +272,7 @@ def padded(vocab_size: int) -> int:
 
 
 def num_parameters(config: Config) -> int:
-    """How many fp32 numbers a model has, padding of the vocabulary included."""
+    """How many parameters a model has, padding of the vocabulary included."""
     return layout(config.parameters(), config.sizes(), align=1)[1]
 
 

@@ -53,10 +53,6 @@ class Tokenizer:
     def __init__(self, tokens: list[bytes], eot: int) -> None:
         self.tokens, self.eot, self.bos, self.special = tokens, eot, eot, {eot}
 
-    @classmethod
-    def from_encoding(cls, encoding: tiktoken.Encoding) -> "Tokenizer":
-        return cls(token_bytes(encoding), encoding.eot_token)
-
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
         """Reads a tokenizer: a `.json` as `HuggingFaceTokenizer.load` does, else a `.bin` of version 1 or 2.
@@ -472,36 +468,32 @@ def _guess_tokenizer(model: Path, vocab_size: int) -> tuple[str, Tokenizer]:
             tokenizer = Tokenizer.load(path)
             if tokenizer.vocab_size == vocab_size:
                 return str(path), tokenizer
-    encodings = {257: ("a byte a token", byte_encoding), 50257: ("GPT-2's", gpt2_encoding)}
-    if vocab_size not in encodings:
+    known = {257: ("a byte a token", byte_tokenizer), 50257: ("GPT-2's", gpt2_tokenizer)}
+    if vocab_size not in known:
         raise UserError(f"{model}: no tokenizer known for {vocab_size} tokens; name its file with --tokenizer")
-    name, encoding = encodings[vocab_size]
-    return name, Tokenizer.from_encoding(encoding())
+    name, tokenizer = known[vocab_size]
+    return name, tokenizer()
 
 
-def byte_encoding() -> tiktoken.Encoding:
+def byte_tokenizer() -> Tokenizer:
     """256 tokens, one a byte, and end of text as number 256: a vocabulary that needs no download."""
-    return Tokenizer([bytes([byte]) for byte in range(256)] + [END_OF_TEXT.encode()], eot=256).encoding
+    return Tokenizer([bytes([byte]) for byte in range(256)] + [END_OF_TEXT.encode()], eot=256)
 
 
-def gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's encoding: from gpt2_tokenizer.bin in the current directory where it is, else as tiktoken downloads it.
+def gpt2_tokenizer() -> Tokenizer:
+    """GPT-2's: from gpt2_tokenizer.bin in the current directory where it is, else as tiktoken downloads it.
 
     Raises UserError where neither can be had.
     """
     if Path("gpt2_tokenizer.bin").is_file():
         tokenizer = Tokenizer.load("gpt2_tokenizer.bin")
         if tokenizer.vocab_size == 50257:
-            return tokenizer.encoding
+            return tokenizer
     try:
-        return tiktoken.get_encoding("gpt2")
+        encoding = tiktoken.get_encoding("gpt2")
     except OSError:  # what requests raises is one
         raise UserError(
             "GPT-2's vocabulary cannot be downloaded; connect to the internet, or put gpt2_tokenizer.bin "
             "(dev/download_starter_pack.sh) in the current directory"
         ) from None
-
-
-def token_bytes(encoding: tiktoken.Encoding) -> list[bytes]:
-    """The bytes of every token of an encoding, in order of the ids: what `write_tokenizer` takes."""
-    return [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
+    return Tokenizer([encoding.decode_single_token_bytes(n) for n in range(encoding.n_vocab)], encoding.eot_token)

@@ -36,10 +36,12 @@ def adamw_update(exchange: Exchange, lr: float, weight_decay: float, grad_clip: 
     def update(ranges: list[Range]) -> None:
         for begin, stop, decayed in decayed_ranges:
             for start, end in overlaps(overlaps([(begin, stop)], [exchange.shard]), ranges):
-                buffers = model.params_memory[start:end], model.grads_memory[start:end]
+                params, rounded = model.master_and_copy(start, end)
                 moments = model.m_memory[start - own : end - own], model.v_memory[start - own : end - own]
-                decay = weight_decay if decayed else 0.0
-                adamw(*buffers, *moments, model.norm, end - start, lr, BETA1, BETA2, EPS, decay, t)
+                decay, scalars = weight_decay if decayed else 0.0, (end - start, lr, BETA1, BETA2, EPS)
+                adamw(
+                    params, model.grads_memory[start:end], *moments, model.norm, *scalars, decay, t, rounded=rounded
+                )
 
     if exchange.bitwise:
         exchange.gather_sums()

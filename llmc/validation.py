@@ -50,10 +50,11 @@ class Validation:
         found = validate(self.batches, self.forward_loss, self.count, self.text_bytes, stopped)
         if found is None:
             return False
-        print_validation(*found)
-        logs.log_val(step, *found)
+        loss, bits_per_byte = found
+        print_validation(loss, bits_per_byte)
+        logs.log(step, val_loss=loss, bits_per_byte=bits_per_byte)
         accuracy = evaluate(self.questions, self.forward_loss, stopped) if self.questions else None
         if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
-            logs.log_eval(step, accuracy)
+            logs.log(step, accuracy=accuracy)
         return accuracy is not None or not self.questions

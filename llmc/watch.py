@@ -33,19 +33,10 @@ class Logs:
         places = flags.log, flags.checkpoint_dir, flags.tensorboard
         self.output = Output(sys.stdout, " and ".join(str(place) for place in places if place))
 
-    def log_train(
-        self, step: int, loss: float, norm: float | None, rate: float, speed: float, percent: float | None
-    ) -> None:
-        self.logger.log_train(step, loss)
-        self.tensorboard.log_train(step, loss, norm, rate, speed, percent)
-
-    def log_val(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        self.logger.log_val(step, loss, bits_per_byte)
-        self.tensorboard.log_val(step, loss, bits_per_byte)
-
-    def log_eval(self, step: int, accuracy: float) -> None:
-        self.logger.log_eval(step, accuracy)
-        self.tensorboard.log_eval(step, accuracy)
+    def log(self, step: int, **figures: float | None) -> None:
+        """These of logger.FIGURES go to both; None is left out."""
+        self.logger.log(step, **figures)
+        self.tensorboard.log(step, **figures)
 
     def log_sample(self, step: int, text: str) -> None:
         self.tensorboard.log_sample(step, text)
@@ -132,7 +123,9 @@ class Watch:
         percent = percent_of_peak(flops / ranks.size(), ms)
         shown = norm if s.grad_clip else None
         print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
-        self.logs.log_train(step, loss, shown, rate, speed, percent)
+        self.logs.log(
+            step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
+        )
         if isfinite(norm) and not overflow:
             self.guard.in_a_row = 0
         elif overflow:

@@ -151,8 +151,8 @@ MARGIN = 4096  # elements on either side: more than a block of threads, or a row
 
 
 def pattern(nan: int, size: int) -> int:
-    """GUARD or POISON for elements of 4 bytes, or of 2, a NaN of bf16."""
-    return nan if size == 4 else nan >> 16 | nan & 0x3F
+    """GUARD or POISON for elements of 4 bytes; of 2, a NaN of bf16; or of 1, which may be any part of a number."""
+    return {4: nan, 2: nan >> 16 | nan & 0x3F, 1: nan & 0xFF}[size]
 
 
 class guarded:

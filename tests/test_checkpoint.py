@@ -11,10 +11,12 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
+import device
 from device.errors import UserError
 from llmc.checkpoint import (
     check_saved,
     checkpoints,
+    conversion,
     load_checkpoint,
     lock_checkpoints,
     model_path,
@@ -102,6 +104,42 @@ def test_a_model_is_read_back_exactly(model, params):
     np.testing.assert_array_equal(flat(read), params)
 
 
+def test_llm_cs_bf16_file_is_written_and_read(tmp_path, model, params):
+    """Version 5: the header of version 3, and each number rounded to bf16."""
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "model_bf16.bin"
+    write_model(path, TINY, params, bf16=True)
+    data = path.read_bytes()
+    assert struct.unpack("<256i", data[:1024])[:2] == (20240326, 5)
+    assert data[8:1024] == model.read_bytes()[8:1024]
+    rounded = torch.from_numpy(params).bfloat16()
+    assert data[1024:] == rounded.view(torch.int16).numpy().tobytes()
+    config, read = read_model(path, GPT2Config)
+    assert config == TINY and flat(read).dtype == np.float32
+    np.testing.assert_array_equal(flat(read), rounded.float().numpy())
+    os.truncate(path, path.stat().st_size - 2)
+    assert "truncated or damaged" in refusal(read_model, path, GPT2Config)
+
+
+@pytest.mark.parametrize("precision, bf16, line", [
+    ("fp32", False, ""), ("fp32", True, "its weights are bf16 and become fp32"), ("bf16", True, ""),
+    ("bf16", False, "its weights are fp32; forward and backward take them rounded to bf16"),
+])  # fmt: skip
+def test_a_line_says_what_becomes_of_weights_of_another_type(tmp_path, params, precision, bf16, line):
+    device.use("cpu")
+    device.use_precision(precision)
+    path = tmp_path / "model.bin"
+    write_model(path, TINY, params, bf16)
+    assert conversion(path, GPT2Config) == (f"{path}: {line}" if line else "")
+
+
+def test_pieces_of_a_model_are_written_as_the_whole(tmp_path, model, params):
+    """Ranks that share a master copy out send it piece by piece."""
+    cuts = [0, 1, 500, 501, 2000, params.size]
+    write_model(tmp_path / "pieces.bin", TINY, (params[a:b] for a, b in itertools.pairwise(cuts)))
+    assert (tmp_path / "pieces.bin").read_bytes() == model.read_bytes()
+
+
 def test_a_model_that_cannot_be_written_leaves_what_was_there(tmp_path, model, params):
     before = model.read_bytes()
     with pytest.raises(ValueError, match="expected"):
@@ -135,7 +173,7 @@ def test_a_missing_model_is_refused_with_the_remedy(tmp_path):
     assert "gpt2_124M.bin: no such file" in message and "dev/download_starter_pack.sh" in message
 
 
-@pytest.mark.parametrize("version, kind", [(1, "fp32 without padding"), (2, "bf16"), (5, "bf16"), (77, "unknown")])
+@pytest.mark.parametrize("version, kind", [(1, "fp32 without padding"), (2, "bf16"), (77, "unknown")])
 def test_other_model_versions_are_refused_by_name(model, version, kind):
     overwrite(model, 4, struct.pack("<i", version))
     message = refusal(read_model, model, GPT2Config)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from device.errors import UserError
 from llmc.dataloader import DataLoader, open_tokens
-from llmc.tokenizer import Tokenizer, byte_encoding, byte_letters, find_tokenizer, token_bytes, write_tokenizer
+from llmc.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
 
 import numpy as np
 import pytest
@@ -27,8 +27,8 @@ EOT = 256
 @pytest.fixture
 def tokenizer(tmp_path):
     """The byte tokenizer's file, in place of GPT-2's vocabulary, which would have to be downloaded."""
-    encoding = byte_encoding()
-    write_tokenizer(tmp_path / "bytes.bin", token_bytes(encoding), encoding.eot_token)
+    bytewise = byte_tokenizer()
+    write_tokenizer(tmp_path / "bytes.bin", bytewise.tokens, bytewise.eot)
     return tmp_path / "bytes.bin"
 
 

@@ -1,14 +1,23 @@
 """layernorm.cu against PyTorch's layer_norm, with the residual connection in front of it."""
 
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
+from kernels.matmul import transposes
 from kernels.reduce import MOST_PARTIALS
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal
 
 import numpy as np
 import pytest
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+FP32 = np.float32
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
 
 # Rows of two or three numbers may be nearly constant: layernorm then magnifies the rounding of its input without bound.
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 30), C=st.integers(5, 150))
@@ -26,9 +35,9 @@ def layer_norm(x, weight, bias):
 @example(B=1, T=3, C=1601)
 def test_layernorm_forward_sets_output_mean_and_rstd(dev, B, T, C):
     rng = np.random.default_rng([B, T, C])
-    x, weight, bias = 2 * normal(rng, B, T, C) + 3, normal(rng, C), normal(rng, C)
-    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
-        out, mean, rstd = memory.write((B, T, C)), memory.write((B, T)), memory.write((B, T))
+    x, weight, bias = exact(2 * normal(rng, B, T, C) + 3), normal(rng, C), normal(rng, C)
+    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
+        out, mean, rstd = memory.write((B, T, C)), memory.write((B, T), FP32), memory.write((B, T), FP32)
         layernorm_forward(out, mean, rstd, memory.read(x), parameters.read(weight), parameters.read(bias), B, T, C)
     x = leaf(x)
     assert_close("mean", mean, x.mean(-1), KERNEL_FP32)
@@ -44,14 +53,14 @@ def test_layernorm_forward_sets_output_mean_and_rstd(dev, B, T, C):
 def test_fused_residual_forward_adds_projection_and_its_bias_before_the_layernorm(dev, B, T, C):
     rng = np.random.default_rng([B, T, C])
     inp1, inp2, bias2, weight, bias = (normal(rng, *shape) for shape in [(B, T, C)] * 2 + [(C,)] * 3)
-    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
+    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
         residual, out = memory.write((B, T, C)), memory.write((B, T, C))
-        mean, rstd = memory.write((B, T)), memory.write((B, T))
+        mean, rstd = memory.write((B, T), FP32), memory.write((B, T), FP32)
         ours_bias2, ours_weight, ours_bias = (parameters.read(values) for values in (bias2, weight, bias))
         inputs = memory.read(inp1), memory.read(inp2), ours_weight, ours_bias
         fused_residual_forward(residual, out, mean, rstd, *inputs, B, T, C, bias2=ours_bias2)
-    x = leaf(inp1) + leaf(inp2) + leaf(bias2)
-    assert_close("residual", residual, x, KERNEL_FP32)
+    assert_close("residual", residual, leaf(inp1) + leaf(inp2) + leaf(bias2), KERNEL_FP32)
+    x = leaf(residual)  # as it is stored
     assert_close("residual mean", mean, x.mean(-1), KERNEL_FP32)
     assert_close("residual rstd", rstd, (x.var(-1, correction=0) + 1e-5).rsqrt(), KERNEL_FP32)
     assert_close("residual out", out, layer_norm(x, leaf(weight), leaf(bias)), KERNEL_FP32)
@@ -60,7 +69,7 @@ def test_fused_residual_forward_adds_projection_and_its_bias_before_the_layernor
 def mean_and_rstd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What forward keeps of x (B,T,C)."""
     x = x.astype(np.float64)
-    return x.mean(-1).astype(np.float32), (1 / np.sqrt(x.var(-1) + 1e-5)).astype(np.float32)
+    return x.mean(-1).astype(FP32), (1 / np.sqrt(x.var(-1) + 1e-5)).astype(FP32)
 
 
 @any_shape
@@ -71,12 +80,12 @@ def mean_and_rstd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_layernorm_is_recomputed_transposed(dev, B, T, C):
     rng = np.random.default_rng([B, T, C])
     x, weight, bias = normal(rng, B, T, C), normal(rng, C), normal(rng, C)
-    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
-        out_T = memory.write((C, B * T))
-        inputs = memory.read(x), parameters.read(weight), parameters.read(bias), *map(memory.read, mean_and_rstd(x))
-        layernorm_transposed(out_T, *inputs, B, T, C)
-    want = layer_norm(leaf(x), leaf(weight), leaf(bias))
-    assert_close("transposed", out_T, want.reshape(B * T, C).T, KERNEL_FP32)
+    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
+        out_T = memory.write((C, B * T) if transposes() else (B * T, C))
+        mean, rstd = (memory.read(values, FP32) for values in mean_and_rstd(x))
+        layernorm_transposed(out_T, memory.read(x), parameters.read(weight), parameters.read(bias), mean, rstd, B, T, C)
+    want = layer_norm(leaf(x), leaf(weight), leaf(bias)).reshape(B * T, C)
+    assert_close("recomputed", out_T, want.T if transposes() else want, KERNEL_FP32)
 
 
 def check_backward(dev, B: int, T: int, C: int, with_bias2: bool) -> None:
@@ -85,11 +94,12 @@ def check_backward(dev, B: int, T: int, C: int, with_bias2: bool) -> None:
     weight, dweight, dbias, dbias2 = (normal(rng, C) for _ in range(4))
     x64, weight64, bias64 = leaf(x), leaf(weight), leaf(np.zeros(C))
     (layer_norm(x64, weight64, bias64) * leaf(dout).detach()).sum().backward()
-    with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
-        ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, 3 * C))
-        ours_dweight, ours_dbias = parameters.update(dweight), parameters.update(dbias)
-        ours_dbias2 = parameters.update(dbias2) if with_bias2 else None
-        inputs = memory.read(dout), memory.read(x), parameters.read(weight), *map(memory.read, mean_and_rstd(x))
+    with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
+        ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, 3 * C), FP32)
+        ours_dweight, ours_dbias = parameters.update(dweight, FP32), parameters.update(dbias, FP32)
+        ours_dbias2 = parameters.update(dbias2, FP32) if with_bias2 else None
+        mean, rstd = (memory.read(values, FP32) for values in mean_and_rstd(x))
+        inputs = memory.read(dout), memory.read(x), parameters.read(weight), mean, rstd
         layernorm_backward(
             ours_dinp, ours_dweight, ours_dbias, *inputs, B, T, C, scratch=scratch, dbias2=ours_dbias2
         )

@@ -184,8 +184,7 @@ def test_a_model_is_read_back_exactly(config, tmp_path, rng):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        (1, 5, "version 5 (bf16); version 3, 103 or 104 (fp32) is needed"),
-        (1, 4, "version 4 (unknown)"),
+        (1, 4, "version 4 (unknown); version 3, 103 or 104 (fp32), or 5 (bf16), is needed"),
         (2, 0, "max_seq_len is 0"),
         (3, -1, "vocab_size is -1"),
         (4, 0, "num_layers is 0"),

@@ -21,19 +21,19 @@ def refusal(function, *args):
 def write_run(logger, steps):
     for step in steps:
         if step % 2 == 0:
-            logger.log_val(step, 5 - step / 8)
-        logger.log_train(step, 4 - step / 16)
+            logger.log(step, val_loss=5 - step / 8)
+        logger.log(step, train_loss=4 - step / 16)
 
 
 def test_lines_are_llm_cs_and_on_disk_at_once(tmp_path):
     path = tmp_path / "main.log"
     logger = Logger(path)
     assert path.read_text() == ""
-    logger.log_val(0, 5.325461)
+    logger.log(0, val_loss=5.325461)
     assert path.read_text() == "s:0 tel:5.3255\n"
-    logger.log_train(0, np.float32(4.25))
-    logger.log_eval(20, 0.29551)
-    logger.log_val(40, 3.5, 1.23456)
+    logger.log(0, train_loss=np.float32(4.25))
+    logger.log(20, accuracy=0.29551)
+    logger.log(40, val_loss=3.5, bits_per_byte=1.23456)
     assert path.read_text() == (
         "s:0 tel:5.3255\ns:0 trl:4.2500\ns:20 eval:0.2955\ns:40 tel:3.5000\ns:40 bpb:1.2346\n"
     )
@@ -44,7 +44,7 @@ def test_lines_are_llm_cs_and_on_disk_at_once(tmp_path):
 def test_a_new_run_starts_a_log_afresh(tmp_path, before):
     path = tmp_path / "main.log"
     path.write_text(before)
-    Logger(path).log_train(0, 1.0)
+    Logger(path).log(0, train_loss=1.0)
     assert path.read_text() == "s:0 trl:1.0000\n"
 
 
@@ -67,13 +67,13 @@ def test_one_run_at_a_time_logs_to_a_file(tmp_path, monkeypatch, capsys, first_s
     other.symlink_to(path)
     path.write_text("s:1 trl:2.0000\ns:7 trl:1.0000\n")
     first = Logger(path, first_step=5)
-    first.log_train(5, 1.5)
+    first.log(5, train_loss=1.5)
     message = refusal(Logger, other, first_step)
     assert f"other.log is in use by process {os.getpid()} on {socket.gethostname()}: " in message
     assert "choose another log file (-o)" in message
     first.close()
     assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\n"
-    Logger(other, first_step=6).log_train(6, 1.25)
+    Logger(other, first_step=6).log(6, train_loss=1.25)
     assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\ns:6 trl:1.2500\n" and other.is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["main.log", "other.log"]
 
@@ -94,13 +94,13 @@ def test_a_resumed_run_leaves_the_log_of_one_that_never_stopped(tmp_path):
 
 
 def test_a_resumed_run_without_a_log_begins_one(tmp_path):
-    Logger(tmp_path / "main.log", first_step=4).log_train(4, 1.0)
+    Logger(tmp_path / "main.log", first_step=4).log(4, train_loss=1.0)
     assert (tmp_path / "main.log").read_text() == "s:4 trl:1.0000\n"
 
 
 def test_without_a_path_nothing_is_logged():
     logger = Logger(None)
-    logger.log_train(0, 1.0)
+    logger.log(0, train_loss=1.0)
     logger.close()
 
 
@@ -113,7 +113,7 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
 def test_a_full_disk_is_said_once_and_counted(capsys):
     logger = Logger("/dev/full")
     for step in range(3):
-        logger.log_train(step, 1.0)
+        logger.log(step, train_loss=1.0)
     assert capsys.readouterr().out == "/dev/full: a line was lost (no space left on device); the run goes on\n"
     assert logger.lost == 3
 

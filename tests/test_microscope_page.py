@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev.microscope_page import write_page
+from dev.microscope import write_page
 
 import pytest
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from types import SimpleNamespace
 
 import device
@@ -22,7 +23,18 @@ from llmc.generation import next_logits, print_sample
 from llmc.model import Model, build_from_file, build_from_random
 from llmc.sampler import Sampler
 from llmc.step import train_step
-from llmc.tensors import ALIGNMENT, Config, flops_per_token, layout, name_tensors, num_parameters, ranges, without
+from llmc.tensors import (
+    ALIGNMENT,
+    FP32,
+    Config,
+    flops_per_token,
+    layout,
+    name_tensors,
+    num_parameters,
+    ranges,
+    type_of,
+    without,
+)
 from llmc.tokenizer import Tokenizer
 from llmc.update import adamw_update
 from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, PYTHIA_HEADS_OF_64, PYTHIA_ODD, SOME, VARIANTS, kind_of
@@ -90,9 +102,8 @@ def build(dev, config: Config, B: int, T: int, attention: str, flat: np.ndarray)
         pytest.skip("no flash attention for this head size")
     model = kind_of(config)(config, B, T, attention)
     for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
-        memory[:] = np.nan
-    dev.copy_in(model.params_memory, flat)
-    dev.synchronize()
+        memory.view(np.uint8).fill(255)  # which is NaN in any type
+    model.put(0, flat)
     return model
 
 
@@ -141,7 +152,7 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)
     allowed = tolerance(product_dev, attention)
-    names = "empty", "copy_in", "synchronize"
+    names = "empty", "copy_in", "to_host", "synchronize"
     unguarded = SimpleNamespace(**{name: getattr(product_dev, name) for name in names})
     with guarded(unguarded) as memory:
         with monkeypatch.context() as patch:
@@ -336,22 +347,22 @@ def test_parameter_tensors_follow_one_another_as_in_their_table(config):
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
     device.use("cpu")
     model, sizes = kind_of(config)(config, 2, 11), config.sizes() | {"B": 2, "T": 11}
-    behind = 4 if config.channels % 4 == 0 else 1  # floats: with another C, rows are not loaded by fours
-    for table in (*model.tables("flash"), *model.tables("softmax")):
+    for table, floatX in product((*model.tables("flash"), *model.tables("softmax")), (np.dtype("f4"), device.BF16)):
         table = without(table, config.absent)
-        starts, length = layout(table, sizes, ALIGNMENT)
+        starts, length = layout(table, sizes, ALIGNMENT, floatX=floatX)
+        sizes_of = {row[0]: int(np.prod(starts[row[0]][1])) * type_of(row, floatX).itemsize for row in table}
+        behind = 16 if config.channels % (16 // floatX.itemsize) == 0 else floatX.itemsize  # another C: one by one
         end = 0
-        for name, _, *owner in table:
-            start, shape = starts[name]
-            assert start % (behind if owner else 64) == 0
+        for name, _, *words in table:
+            start, owner = starts[name][0], [word for word in words if word != FP32]
+            assert start % (behind if owner else 256) == 0
             if owner:
-                owner_start, owner_shape = starts[owner[0]]
-                before, before_shape = starts[owner[1]] if len(owner) > 1 else (owner_start, (0,))
-                assert start == before + np.prod(before_shape) and before >= owner_start
-                assert start + np.prod(shape) <= owner_start + np.prod(owner_shape)
+                owner_start = starts[owner[0]][0]
+                assert start == (starts[owner[1]][0] + sizes_of[owner[1]] if len(owner) > 1 else owner_start)
+                assert owner_start <= start and start + sizes_of[name] <= owner_start + sizes_of[owner[0]]
             else:
                 assert start >= end
-                end = start + int(np.prod(shape))
+                end = start + sizes_of[name]
         assert length == end
 
 
@@ -402,7 +413,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
     with pytest.raises(UserError, match=rf"B=640, T=32 {needed}at most -b \d+ fits, or choose .*\(-e\)$") as caught:
         kind(config, 640, 32, attention)
     fitting = int(re.search(r"at most -b (\d+)", str(caught.value))[1])
-    bytes_of = [4 * sum(kind.lengths(config, B, 32, attention, False).values()) for B in (fitting, fitting + 1)]
+    bytes_of = [sum(kind.sizes_of_buffers(config, B, 32, attention, False).values()) for B in (fitting, fitting + 1)]
     assert bytes_of[0] <= 5 << 20 < bytes_of[1]
     monkeypatch.setattr(dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
     with pytest.raises(UserError, match=f"B=640, T=32 {needed}-b 1 does not fit either, so lower -t"):
@@ -455,10 +466,9 @@ def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()
 
 
-def test_flash_attention_is_refused_where_products_are_not_in_tf32(dev, monkeypatch):
+def test_flash_attention_is_refused_in_fp32(dev, monkeypatch):
     monkeypatch.setattr(device.current.device, "kind", "cuda")
-    monkeypatch.setattr(device.current.device, "tf32", False)
-    with pytest.raises(UserError, match="-a flash computes in TF32: .*; use -a softmax"):
+    with pytest.raises(UserError, match="-a flash computes in TF32 or bf16: .*; use -a softmax"):
         choose_attention("flash", 64)
     assert choose_attention("auto", 64) == "softmax"
 

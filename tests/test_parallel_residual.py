@@ -4,9 +4,10 @@ import itertools
 
 from draws import factors, words
 from kernels.dropout import Dropout
+from kernels.matmul import transposes
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal, to_numpy
 
 import numpy as np
 import pytest
@@ -15,11 +16,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 EPS = 1e-5
+FP32 = np.float32
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
+
 # The norm, whether both branches read the same output ("tied"), and the rates at which each branch is dropped.
 VARIANTS = itertools.product(("layernorm", "rmsnorm"), ("tied", "untied"), ("0,0", ".3,.3", ".5,0"))
 each_variant = pytest.mark.parametrize("variant", [" ".join(words) for words in VARIANTS])
 
-# A parameter stands anywhere in its buffer, so it need not begin at 16 bytes even where C is a multiple of 4. Rows of
+# A parameter stands anywhere in its buffer, so it need not begin at 16 bytes even where C is a multiple of 8. Rows of
 # two or three numbers may be nearly constant: a norm then magnifies the rounding of its input without bound.
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 30), C=st.integers(5, 150), shift=st.integers(0, 3))
 
@@ -38,7 +47,7 @@ class Case:
         self.shape, self.centred, self.outputs = (B, T, C), norm == "layernorm", 2 if outputs == "untied" else 1
         self.rng = rng = np.random.default_rng([B, T, C])
         x = 2 * normal(rng, B, T, C) + 1
-        self.inp = x + np.copysign(np.float32(0.5), x)
+        self.inp = exact(x + np.copysign(FP32(0.5), x))
         self.projs = [normal(rng, B, T, C) / 4 for _ in range(branches)]
         self.biases = [normal(rng, C) / 4 if biases else None for _ in range(branches)]
         self.weights = [normal(rng, C) for _ in range(self.outputs)]
@@ -49,8 +58,9 @@ class Case:
         ]
         self.factors = [factors(dropout, B, T, C) for dropout in self.dropouts]
 
-    def define(self) -> None:
-        """Sets leaves and, from them, x, the norm's input, its mean and rstd, and the outputs."""
+    def define(self, stored: np.ndarray | None = None) -> None:
+        """Sets leaves and, from them, x, the norm's input, as it is before it is stored, and `stored`, by default x in
+        the device's type; from that its mean and rstd, and the outputs."""
         self.leaves = {"inp": leaf(self.inp)}
         for name in "projs", "biases", "weights", "shifts":
             self.leaves[name] = [None if values is None else leaf(values) for values in getattr(self, name)]
@@ -58,6 +68,8 @@ class Case:
         for proj, bias, factor in zip(self.leaves["projs"], self.leaves["biases"], self.factors, strict=False):
             x = x + (proj if bias is None else proj + bias) * factor
         self.x = x
+        self.stored = exact(to_numpy(x).astype(FP32)) if stored is None else stored
+        x = x + (leaf(self.stored) - x).detach()  # its numbers, and the gradient of x
         self.mean = x.mean(-1, keepdim=True) if self.centred else torch.zeros(())
         self.rstd = ((x - self.mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
         n = (x - self.mean) * self.rstd
@@ -65,6 +77,11 @@ class Case:
             n * weight + (0 if shift is None else shift)
             for weight, shift in zip(self.leaves["weights"], self.leaves["shifts"], strict=True)
         ]
+
+    def statistics(self, memory) -> tuple:
+        """mean, None for RMSNorm, and rstd, as forward leaves them."""
+        mean, rstd = (to_numpy(each).astype(FP32) for each in (self.mean, self.rstd))
+        return memory.read(mean[..., 0], FP32) if self.centred else None, memory.read(rstd[..., 0], FP32)
 
 
 def pair(values: list) -> list:
@@ -83,7 +100,7 @@ def check_forward(
         case = Case(memory, variant, B, T, C, branches, biases)
         residual = memory.write(case.shape) if branches else None
         outs = [memory.write(case.shape) for _ in range(case.outputs)]
-        mean, rstd = memory.write((B, T)) if case.centred else None, memory.write((B, T))
+        mean, rstd = memory.write((B, T), FP32) if case.centred else None, memory.write((B, T), FP32)
         projs = [memory.read(values) for values in case.projs]
         ours = {
             name: [optional(parameters.read, values) for values in getattr(case, name)]
@@ -94,7 +111,7 @@ def check_forward(
         parallel_residual_forward(
             residual, outs, mean, rstd, memory.read(case.inp), norms, EPS, B, T, C, branches=added
         )
-    case.define()
+    case.define(to_numpy(residual) if branches else None)
     if branches:
         assert_close("residual", residual, case.x, KERNEL_FP32)
     if case.centred:
@@ -126,13 +143,11 @@ def test_an_output_is_recomputed_transposed(dev, norm, B, T, C, shift):
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         case = Case(memory, f"{norm} untied 0,0", B, T, C)
         case.define()
-        x, mean, rstd = (tensor.detach().float().numpy() for tensor in (case.x, case.mean, case.rstd))
-        out_T, second = memory.write((C, B * T)), (case.weights[1], case.shifts[1])
-        norm_transposed(
-            out_T, memory.read(x), [optional(parameters.read, values) for values in second],
-            memory.read(mean[..., 0]) if case.centred else None, memory.read(rstd[..., 0]), B, T, C,
-        )  # fmt: skip
-    assert_close("out_T", out_T, case.outs[1].detach().reshape(B * T, C).T, KERNEL_FP32)
+        out_T = memory.write((C, B * T) if transposes() else (B * T, C))
+        second = [optional(parameters.read, values) for values in (case.weights[1], case.shifts[1])]
+        norm_transposed(out_T, memory.read(case.stored), second, *case.statistics(memory), B, T, C)
+    want = case.outs[1].detach().reshape(B * T, C)
+    assert_close("recomputed", out_T, want.T if transposes() else want, KERNEL_FP32)
 
 
 def check_backward(dev, variant: str, B: int, T: int, C: int, shift: int, biases: int = 2, branches: int = 2) -> None:
@@ -151,19 +166,17 @@ def check_backward(dev, variant: str, B: int, T: int, C: int, shift: int, biases
         before = {name: [normal(case.rng, C) for _ in range(2)] for name in ("weights", "shifts", "biases")}
         count = {"weights": case.outputs, "shifts": case.outputs * case.centred, "biases": biases}
         ours = {
-            name: pair([parameters.update(values) for values in arrays[: count[name]]])
+            name: pair([parameters.update(values, FP32) for values in arrays[: count[name]]])
             for name, arrays in before.items()
         }
         sums = sum(count.values())
-        mean = memory.read(case.mean.detach()[..., 0].float().numpy()) if case.centred else None
-        x = case.x.detach().float().numpy()
         added = list(zip(dprojs, ours["biases"], case.dropouts, strict=True))[:branches]
         dnorms = list(zip(ours["weights"], ours["shifts"], strict=True))[: case.outputs]
         norms = [(parameters.read(weight), None) for weight in case.weights]
         parallel_residual_backward(
-            dinp, dnorms, [memory.read(dout) for dout in douts], memory.read(x), norms, mean,
-            memory.read(case.rstd.detach()[..., 0].float().numpy()), B, T, C,
-            branches=added, scratch=memory.scratch((MOST_PARTIALS, sums * C)),
+            dinp, dnorms, [memory.read(dout) for dout in douts], memory.read(case.stored), norms,
+            *case.statistics(memory), B, T, C,
+            branches=added, scratch=memory.scratch((MOST_PARTIALS, sums * C), FP32),
         )  # fmt: skip
     assert_close("dinp", dinp, case.leaves["inp"].grad, KERNEL_FP32)
     for i, dproj in enumerate(dprojs):

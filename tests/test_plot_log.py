@@ -24,9 +24,9 @@ def logs(tmp_path):
     for path, level in zip(paths, (4.0, 5.0), strict=True):
         logger = Logger(path)
         for step in range(10):
-            logger.log_train(step, level - step / 10)
-        logger.log_val(0, level + 1)
-        logger.log_val(9, level)
+            logger.log(step, train_loss=level - step / 10)
+        logger.log(0, val_loss=level + 1)
+        logger.log(9, val_loss=level)
     with open(paths[1], "a") as file:
         file.write("s:10 trl:nan\ns:11 tr")
     return paths
@@ -65,8 +65,8 @@ def test_both_losses_of_every_run_are_drawn_as_logged(logs, tmp_path, monkeypatc
 def test_bits_per_byte_are_drawn_in_a_panel_of_their_own_where_a_log_has_them(logs, tmp_path, monkeypatch):
     logger = Logger(tmp_path / "c.log")
     for step, bits in (0, 8.0), (9, 2.5):
-        logger.log_train(step, 5.0)
-        logger.log_val(step, 5.0, bits)
+        logger.log(step, train_loss=5.0)
+        logger.log(step, val_loss=5.0, bits_per_byte=bits)
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import plot_log
 

@@ -309,24 +309,26 @@ def test_precision_is_what_the_device_has_and_flags_given_again_are_no_change(fo
     assert [line for line in out.splitlines() if " now " in line] == ["--max-steps was 2 and is now 3"]
 
 
-def test_a_run_in_tf32_keeps_it_where_it_can_and_refuses_a_precision_that_contradicts_it(finished, tmp_path):
-    """Checkpoints record `tf32`, true or false, as they always have."""
+@pytest.mark.parametrize("recorded", [{"precision": "tf32"}, {"tf32": True}], ids=["now", "before there was bf16"])
+def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_it_changes(
+    finished, tmp_path, recorded
+):
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     record = read_record(folder / "run" / "step_00000002")
-    assert record["state"]["flags"]["tf32"] is False  # as the CPU multiplies
-    record["state"]["flags"]["tf32"] = True  # as a GPU would have
+    assert record["state"]["flags"].pop("precision") == "fp32"  # as the CPU multiplies
+    record["state"]["flags"] |= recorded  # as a GPU would have
     crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
     (folder / "run" / "step_00000002" / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
-    for flags in ["-f", "0"], ["--precision", "fp32"]:
-        _, error = run(folder, *SAVE, "-y", "1", "-x", "9", *flags, code=1)
-        assert error == (
-            "error: cannot resume: products were in tf32, and --precision asks for fp32; leave it out, or start "
-            "another run\n"
-        )
-    for flags in [], ["-f", "1"]:
+    lines = {
+        (): "the run was in tf32 and goes on in fp32, which is what CPU",
+        ("-f", "1"): "the run was in tf32 and goes on in fp32, which is what CPU",
+        ("--precision", "fp32"): "the run was in tf32 and goes on in fp32\n",
+        ("--precision", "bf16"): "the run was in tf32 and goes on in bf16\n",
+    }
+    for flags, line in lines.items():
         out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", *flags)
-        assert "products were in tf32 and are now in fp32, which is what " in out and list(steps(out)) == [3]
+        assert line in out and list(steps(out)) == [3]
         shutil.rmtree(folder / "run" / "step_00000003")
 
 

@@ -21,16 +21,17 @@ PEAKS = [
 @pytest.mark.parametrize("name, peak", PEAKS)
 def test_a_gpus_peak_is_its_own_or_unknown(monkeypatch, name, peak):
     device.use("cpu")
-    monkeypatch.setattr(device.current.device, "tf32", True)
+    monkeypatch.setattr(device.current.device, "precision", "tf32")
     monkeypatch.setattr(device.current.device, "name", name)
-    assert report.tf32_peak() == peak
+    assert report.tensor_core_peak() == peak
+    monkeypatch.setattr(device.current.device, "precision", "bf16")
+    assert report.tensor_core_peak() == (2 * peak if peak else None)
 
 
-def test_without_tf32_there_is_no_share_of_its_peak(monkeypatch):
+def test_in_fp32_there_is_no_share_of_a_peak(monkeypatch):
     device.use("cpu")
-    monkeypatch.setattr(device.current.device, "tf32", False)
     monkeypatch.setattr(device.current.device, "name", "NVIDIA H200")
-    assert report.tf32_peak() is None
+    assert report.tensor_core_peak() is None
 
 
 @pytest.mark.parametrize("seconds, text", [(0, "0m00s"), (59.6, "1m00s"), (3599, "59m59s"), (7384, "2h03m")])

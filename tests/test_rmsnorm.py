@@ -1,8 +1,9 @@
 """rmsnorm.cu against PyTorch's rms_norm, with the residual connection in front of it."""
 
+from kernels.matmul import transposes
 from kernels.reduce import MOST_PARTIALS
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal
 
 import numpy as np
 import pytest
@@ -12,8 +13,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 EPS = 1e-5
+FP32 = np.float32
 
-# A weight stands anywhere in the parameter buffer, so it need not begin at 16 bytes even where C is a multiple of 4.
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
+
+# A weight stands anywhere in the parameter buffer, so it need not begin at 16 bytes even where C is a multiple of 8.
 any_shape = given(B=st.integers(1, 4), T=st.integers(1, 30), C=st.integers(1, 150), shift=st.integers(0, 3))
 
 
@@ -27,7 +35,7 @@ def make(B: int, T: int, C: int) -> tuple[np.random.Generator, np.ndarray]:
     """x (B,T,C) away from 0: a row of few numbers that are all near 0 would magnify the rounding of its input."""
     rng = np.random.default_rng([B, T, C])
     x = normal(rng, B, T, C)
-    return rng, x + np.copysign(np.float32(0.5), x)
+    return rng, exact(x + np.copysign(FP32(0.5), x))
 
 
 def reciprocal_rms(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
@@ -40,7 +48,7 @@ def test_rmsnorm_forward_sets_output_and_rstd(dev, B, T, C, shift):
     rng, x = make(B, T, C)
     weight = normal(rng, C)
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        out, rstd = memory.write((B, T, C)), memory.write((B, T))
+        out, rstd = memory.write((B, T, C)), memory.write((B, T), FP32)
         rmsnorm_forward(out, rstd, memory.read(x), parameters.read(weight), EPS, B, T, C)
     x = leaf(x)
     assert_close("rstd", rstd, reciprocal_rms(x), KERNEL_FP32)
@@ -53,21 +61,21 @@ def test_fused_residual_rmsnorm_forward_adds_the_projection_before_the_rmsnorm(d
     rng, inp1 = make(B, T, C)
     inp2, weight = normal(rng, B, T, C) / 4, normal(rng, C)
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        residual, out, rstd = memory.write((B, T, C)), memory.write((B, T, C)), memory.write((B, T))
+        residual, out, rstd = memory.write((B, T, C)), memory.write((B, T, C)), memory.write((B, T), FP32)
         inputs = memory.read(inp1), memory.read(inp2), parameters.read(weight)
         fused_residual_rmsnorm_forward(residual, out, rstd, *inputs, EPS, B, T, C)
-    x = leaf(inp1) + leaf(inp2)
-    assert_close("residual", residual, x, KERNEL_FP32)
+    assert_close("residual", residual, leaf(inp1) + leaf(inp2), KERNEL_FP32)
+    x = leaf(residual)  # as it is stored
     assert_close("residual rstd", rstd, reciprocal_rms(x), KERNEL_FP32)
     assert_close("residual out", out, F.rms_norm(x, (C,), leaf(weight), EPS), KERNEL_FP32)
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.1])
 def test_eps_is_added_to_the_mean_of_squares(dev, eps):
-    x, weight = 1e-2 * normal(np.random.default_rng(0), 1, 6, 33), np.ones(33, np.float32)
+    x, weight = exact(1e-2 * normal(np.random.default_rng(0), 1, 6, 33)), np.ones(33, FP32)
     x[0, 2] = 0  # eps alone is left
     with guarded(dev) as memory:
-        out, rstd = memory.write((1, 6, 33)), memory.write((1, 6))
+        out, rstd = memory.write((1, 6, 33)), memory.write((1, 6), FP32)
         rmsnorm_forward(out, rstd, memory.read(x), memory.read(weight), eps, 1, 6, 33)
     assert_close("small rstd", rstd, reciprocal_rms(leaf(x), eps), KERNEL_FP32)
     assert_close("small out", out, F.rms_norm(leaf(x), (33,), eps=eps), KERNEL_FP32)
@@ -79,10 +87,10 @@ def test_rmsnorm_is_recomputed_transposed(dev, B, T, C, shift):
     rng, x = make(B, T, C)
     weight, rstd = normal(rng, C), reciprocal_rms(leaf(x)).detach().float().numpy()
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        out_T = memory.write((C, B * T))
-        rmsnorm_transposed(out_T, memory.read(x), parameters.read(weight), memory.read(rstd), B, T, C)
-    want = F.rms_norm(leaf(x), (C,), leaf(weight), EPS)
-    assert_close("transposed", out_T, want.reshape(B * T, C).T, KERNEL_FP32)
+        out_T = memory.write((C, B * T) if transposes() else (B * T, C))
+        rmsnorm_transposed(out_T, memory.read(x), parameters.read(weight), memory.read(rstd, FP32), B, T, C)
+    want = F.rms_norm(leaf(x), (C,), leaf(weight), EPS).reshape(B * T, C)
+    assert_close("recomputed", out_T, want.T if transposes() else want, KERNEL_FP32)
 
 
 def check_backward(dev, B: int, T: int, C: int, shift: int = 0) -> None:
@@ -93,9 +101,9 @@ def check_backward(dev, B: int, T: int, C: int, shift: int = 0) -> None:
     (F.rms_norm(x64, (C,), weight64, EPS) * leaf(dout).detach()).sum().backward()
     rstd = reciprocal_rms(x64).detach().float().numpy()
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, C))
-        ours_dweight, weight = parameters.update(dweight), parameters.read(weight)
-        inputs = memory.read(dout), memory.read(x), weight, memory.read(rstd)
+        ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, C), FP32)
+        ours_dweight, weight = parameters.update(dweight, FP32), parameters.read(weight)
+        inputs = memory.read(dout), memory.read(x), weight, memory.read(rstd, FP32)
         rmsnorm_backward(ours_dinp, ours_dweight, *inputs, B, T, C, scratch=scratch)
     assert_close("dinp", ours_dinp, x64.grad + leaf(before), KERNEL_FP32)
     assert_close("dweight", ours_dweight, weight64.grad + leaf(dweight), KERNEL_FP32)
@@ -119,11 +127,11 @@ def test_rmsnorm_backward_takes_fewer_rows_at_once_where_shared_memory_is_too_sm
 
 
 def test_a_row_of_zeros_has_a_finite_gradient(dev):
-    x, dout, weight = np.zeros((1, 1, 6), np.float32), np.ones((1, 1, 6), np.float32), np.full(6, 2, np.float32)
-    rstd = np.full((1, 1), EPS**-0.5, np.float32)
+    x, dout, weight = np.zeros((1, 1, 6), FP32), np.ones((1, 1, 6), FP32), np.full(6, 2, FP32)
+    rstd = np.full((1, 1), EPS**-0.5, FP32)
     with guarded(dev) as memory:
-        dinp, dweight = memory.update(np.zeros((1, 1, 6), np.float32)), memory.update(np.zeros(6, np.float32))
-        inputs = memory.read(dout), memory.read(x), memory.read(weight), memory.read(rstd)
-        rmsnorm_backward(dinp, dweight, *inputs, 1, 1, 6, scratch=memory.scratch((MOST_PARTIALS, 6)))
+        dinp, dweight = memory.update(np.zeros((1, 1, 6), FP32)), memory.update(np.zeros(6, FP32), FP32)
+        inputs = memory.read(dout), memory.read(x), memory.read(weight), memory.read(rstd, FP32)
+        rmsnorm_backward(dinp, dweight, *inputs, 1, 1, 6, scratch=memory.scratch((MOST_PARTIALS, 6), FP32))
     assert_close("dinp", dinp, np.full((1, 1, 6), 2 * EPS**-0.5), KERNEL_FP32)
     assert not dev.to_host(dweight).any()

@@ -1,7 +1,7 @@
 """rope.cu against rotations of complex numbers, and the table against transformers."""
 
 from kernels.rope import rope_backward, rope_forward, rope_table
-from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
+from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal, to_numpy
 
 import numpy as np
 import pytest
@@ -45,30 +45,30 @@ def turned(qkv: torch.Tensor, table: np.ndarray, NKV: int) -> torch.Tensor:
 @any_shape
 @examples
 def test_rope_turns_the_pairs_of_queries_and_keys_and_leaves_values_alone(
-    dev, B, T, NKV, group, half, further, spare
+    each_type, B, T, NKV, group, half, further, spare
 ):
     NH, R, HS = NKV * group, 2 * half, 2 * half + further
     qkv, table = normal(np.random.default_rng([B, T, NH, HS]), B, T, NH + 2 * NKV, HS), rope_table(T + spare, R, THETA)
-    with guarded(dev) as memory:
+    with guarded(each_type) as memory:
         ours = memory.update(qkv)
-        rope_forward(ours, memory.read(table), B, T, NH, NKV, HS, R)
-    assert (dev.to_host(ours)[..., R:] == qkv[..., R:]).all()
+        rope_forward(ours, memory.read(table, np.float32), B, T, NH, NKV, HS, R)
+    assert (to_numpy(ours)[..., R:] == qkv[..., R:]).all()
     assert_close("turned", ours, turned(leaf(qkv), table, NKV), KERNEL_FP32)
-    assert (dev.to_host(ours)[:, :, NH + NKV :] == qkv[:, :, NH + NKV :]).all()
+    assert (to_numpy(ours)[:, :, NH + NKV :] == qkv[:, :, NH + NKV :]).all()
 
 
 @any_shape
 @examples
-def test_rope_backward_is_the_gradient(dev, B, T, NKV, group, half, further, spare):
+def test_rope_backward_is_the_gradient(each_type, B, T, NKV, group, half, further, spare):
     NH, R, HS = NKV * group, 2 * half, 2 * half + further
     rng, table = np.random.default_rng([B, T, NH, HS]), rope_table(T + spare, R, THETA)
     qkv, dout = leaf(normal(rng, B, T, NH + 2 * NKV, HS)), normal(rng, B, T, NH + 2 * NKV, HS)
-    with guarded(dev) as memory:
+    with guarded(each_type) as memory:
         ours = memory.update(dout)
-        rope_backward(ours, memory.read(table), B, T, NH, NKV, HS, R)
+        rope_backward(ours, memory.read(table, np.float32), B, T, NH, NKV, HS, R)
     (turned(qkv, table, NKV) * leaf(dout).detach()).sum().backward()
     assert_close("dqkv", ours, qkv.grad, KERNEL_FP32)
-    assert (dev.to_host(ours)[:, :, NH + NKV :] == dout[:, :, NH + NKV :]).all()
+    assert (to_numpy(ours)[:, :, NH + NKV :] == dout[:, :, NH + NKV :]).all()
 
 
 def test_a_query_and_a_key_meet_by_their_distance_alone(dev):

@@ -6,7 +6,8 @@ import sys
 
 from kernels.flash_attention import HEAD_SIZES
 from llmc import scripts
-from llmc.scripts import ROOT, kind_of_magic, model_kinds
+from llmc.scripts import ROOT, kind_of_magic, model_kinds, script_configs
+from train_gpt2_fp32 import GPT2Config
 
 import pytest
 
@@ -44,3 +45,14 @@ def test_the_sanitizer_runs_the_small_model_of_every_script():
     command = [sys.executable, "-c", text.replace("\\\n\t", "")]
     words = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert words == [f"{kind.Config.SCRIPT}:{kind.Config.SMALL}" for kind in model_kinds()]
+
+
+def test_a_script_that_takes_its_model_from_another_has_that_ones_sizes():
+    configs = script_configs()
+    assert configs["train_gpt2.py"] is configs["train_gpt2_fp32.py"]
+    assert {kind.Config.SCRIPT: kind.Config for kind in model_kinds()} | {"train_gpt2.py": GPT2Config} == configs
+
+
+def test_gpt2_as_the_mainline_trains_it_is_in_bf16_unless_told_otherwise():
+    run = subprocess.run([sys.executable, "train_gpt2.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert "weights and activations (bf16)" in " ".join(run.stdout.split()) and "train_gpt2.py -i data/" in run.stdout

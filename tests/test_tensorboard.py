@@ -91,12 +91,12 @@ def test_a_run_that_is_stopped_and_resumed_shows_each_step_once_with_what_it_pri
 def test_a_new_run_hides_the_one_before_and_what_is_not_known_is_left_out(tmp_path):
     for speed in (100.0, 200.0):
         board = TensorBoard(tmp_path)
-        board.log_val(0, 5.0)
-        board.log_train(0, 4.0, 0.5, 1e-3, speed, 12.5)
-        board.log_train(1, float("nan"), None, 1e300, speed, None)
+        board.log(0, val_loss=5.0)
+        board.log(0, train_loss=4.0, norm=0.5, learning_rate=1e-3, tokens_per_second=speed, percent_of_peak=12.5)
+        board.log(1, train_loss=float("nan"), norm=None, learning_rate=1e300, tokens_per_second=speed)
         if speed == 100:
-            board.log_train(2, 3.0, None, 1e-3, speed, None)
-        board.log_eval(2, 0.25)
+            board.log(2, train_loss=3.0, learning_rate=1e-3, tokens_per_second=speed, percent_of_peak=None)
+        board.log(2, accuracy=0.25)
         board.log_sample(2, "# é\n\n *x*")
         figures, texts = shown(tmp_path)  # before it is closed
         board.close()
@@ -112,7 +112,7 @@ def test_a_new_run_hides_the_one_before_and_what_is_not_known_is_left_out(tmp_pa
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     board = TensorBoard(None)
-    board.log_val(0, 5.0, 1.0)
+    board.log(0, val_loss=5.0, bits_per_byte=1.0)
     board.log_sample(0, "text")
     board.close()
     assert list(tmp_path.iterdir()) == [] and board.lost == 0

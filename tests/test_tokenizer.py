@@ -15,14 +15,13 @@ from llmc.tokenizer import (
     HuggingFaceTokenizer,
     StreamDecoder,
     Tokenizer,
-    byte_encoding,
     byte_letters,
+    byte_tokenizer,
     check_tokenizer,
     find_tokenizer,
-    gpt2_encoding,
+    gpt2_tokenizer,
     load_model_tokenizer,
     model_tokenizers,
-    token_bytes,
     tokenizer_files,
     write_tokenizer,
 )
@@ -164,15 +163,14 @@ def test_text_is_split_as_tiktoken_splits_it_for_gpt2(text):
 
 
 @given(st.text())
-def test_the_byte_encoding_spells_text_byte_by_byte(text):
-    encoding = byte_encoding()
-    assert encoding.encode_ordinary(text) == list(text.encode())
-    assert (encoding.n_vocab, encoding.eot_token) == (257, 256)
+def test_the_byte_tokenizer_spells_text_byte_by_byte(text):
+    tokenizer = byte_tokenizer()
+    assert tokenizer.encode(text) == list(text.encode())
+    assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
 
 
-def test_the_byte_encoding_becomes_a_tokenizer_file(tmp_path):
-    encoding = byte_encoding()
-    write_tokenizer(tmp_path / "t.bin", token_bytes(encoding), encoding.eot_token)
+def test_the_byte_tokenizer_becomes_a_file(tmp_path):
+    write_tokenizer(tmp_path / "t.bin", byte_tokenizer().tokens, byte_tokenizer().eot)
     tokenizer = Tokenizer.load(tmp_path / "t.bin")
     assert tokenizer.tokens == [bytes([byte]) for byte in range(256)] + [b"<|endoftext|>"]
     assert tokenizer.encode("<|endoftext|>é") == list("<|endoftext|>é".encode())
@@ -193,10 +191,11 @@ def test_gpt2s_own_encoding_is_rebuilt_from_its_tokens(tmp_path, monkeypatch):
     except OSError:
         pytest.skip("GPT-2's vocabulary cannot be downloaded")
     monkeypatch.chdir(tmp_path)
-    write_tokenizer("gpt2_tokenizer.bin", token_bytes(gpt2), gpt2.eot_token)
+    tokenizer = gpt2_tokenizer()
+    write_tokenizer("gpt2_tokenizer.bin", tokenizer.tokens, tokenizer.eot)
     text = CORPUS * 3 + open(__file__).read()
     assert Tokenizer.load("gpt2_tokenizer.bin").encode(text) == gpt2.encode_ordinary(text)
-    assert gpt2_encoding().encode("<|endoftext|>", allowed_special="all") == [50256]
+    assert gpt2_tokenizer().encoding.encode("<|endoftext|>", allowed_special="all") == [50256]
 
 
 def test_gpt2s_encoding_comes_from_the_file_in_the_current_directory_or_is_asked_for(tmp_path, monkeypatch):
@@ -205,10 +204,10 @@ def test_gpt2s_encoding_comes_from_the_file_in_the_current_directory_or_is_asked
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
     monkeypatch.chdir(tmp_path)
-    assert "gpt2_tokenizer.bin" in refusal(gpt2_encoding)
+    assert "gpt2_tokenizer.bin" in refusal(gpt2_tokenizer)
     tokens = LEARNED.tokens[:300] + [b"unused %d" % i for i in range(300, 50256)] + [b"<|endoftext|>"]
     write_tokenizer("gpt2_tokenizer.bin", tokens, 50256)
-    assert gpt2_encoding().encode_ordinary(CORPUS) == LEARNED.encode(CORPUS)
+    assert gpt2_tokenizer().encode(CORPUS) == LEARNED.encode(CORPUS)
 
 
 def test_the_tokenizer_of_a_dataset_is_its_own_or_gpt2s(tmp_path, monkeypatch):
@@ -246,7 +245,7 @@ def test_streamed_text_is_the_text_however_characters_are_split(text):
 
 
 def test_bytes_that_are_no_characters_are_replaced_and_controls_left_out():
-    tokenizer = Tokenizer(token_bytes(byte_encoding()), 256)
+    tokenizer = byte_tokenizer()
 
     def streamed(data):
         stream = StreamDecoder(tokenizer)
@@ -574,7 +573,7 @@ def upper_case(path):
 
 
 def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_a_guess_that_is_said(model, monkeypatch, capsys):
-    byte_tokens = token_bytes(byte_encoding())
+    byte_tokens = byte_tokenizer().tokens
 
     def said():
         """What is taken and why, in a line or none."""
@@ -601,7 +600,7 @@ def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_a_guess_that_is_sai
     os.unlink("m/tiny_tokenizer.bin")
     assert "--tokenizer" in refusal(load_model_tokenizer, model, 258)
     assert said() == ""
-    monkeypatch.setattr(tokenizer_module, "gpt2_encoding", byte_encoding)  # which tiktoken would download
+    monkeypatch.setattr(tokenizer_module, "gpt2_tokenizer", byte_tokenizer)  # which tiktoken would download
     assert load_model_tokenizer(model, 50257).tokens == byte_tokens
     assert said() == "tokenizer: GPT-2's"
 
@@ -623,7 +622,7 @@ def test_where_a_checkpoint_holds_no_tokenizer_none_is_guessed(model, recorded):
 @pytest.mark.parametrize("beside", ["m/tiny_tokenizer.bin", "m/gpt2_tokenizer.bin"])
 def test_the_tokenizer_of_data_is_compared_with_the_models(model, beside):
     data, size = Path("data_tokenizer.bin"), 257 if "gpt2" in beside else 999
-    byte_tokens = token_bytes(byte_encoding())
+    byte_tokens = byte_tokenizer().tokens
     padded = Tokenizer([*byte_tokens, b"<|unused 257|>"], 256)
     write_tokenizer(beside, byte_tokens, 256)
     check_tokenizer(data, Tokenizer(byte_tokens, 256), model, size)

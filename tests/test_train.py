@@ -309,7 +309,7 @@ def refuse_here(folder, monkeypatch, capsys):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", list(map(str, program(folder, "-o", "run.log", *flags))))
         with pytest.raises(SystemExit) as end:
-            run_trainer(main)
+            run_trainer(lambda: main(parse_arguments(GPT2Config)))
         out, error = capsys.readouterr()
         if code == 1:
             error += f"{end.value.code}\n"  # Python prints it as it ends, and exits with 1
@@ -340,7 +340,7 @@ USAGE = [
     (["-k", "zigzag"], "-k/--schedule: .*zigzag.*cosine"),
     (["-a", "magic"], "-a/--attention: .*magic.*relu"),
     (["-y", "yes"], "-y/--resume: yes must be 0 or 1"),
-    (["--precision", "bf16"], "--precision: .*bf16.*fp32.*tf32"),
+    (["--precision", "fp16"], "--precision: .*fp16.*fp32.*tf32.*bf16"),
     (["--precision", "0"], "--precision: .*0.*fp32.*tf32"),
     (["-f", "2"], "argument -f: 2 must be 0 or 1"),
     (["-f", "fp32"], "argument -f: fp32 must be 0 or 1"),
@@ -388,7 +388,7 @@ def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given)
 @pytest.mark.parametrize("flags", [["-f", "0"], ["--precision", "fp32"]])
 def test_flash_attention_in_fp32_is_refused(folder, flags):
     error = refuse(folder, "-a", "flash", *flags)
-    assert "error: -a flash computes in TF32: leave --precision fp32 out, or use -a softmax" in error
+    assert "error: -a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax" in error
 
 
 def test_a_seed_may_be_of_any_size():

@@ -13,7 +13,7 @@ from device.errors import UserError
 from llmc.dataloader import write_tokens
 from llmc.files import open_file, replacing
 from llmc.program import run_program
-from llmc.tokenizer import Tokenizer, gpt2_encoding, tokenizer_files, without_surrogates, write_tokenizer
+from llmc.tokenizer import Tokenizer, gpt2_tokenizer, tokenizer_files, without_surrogates, write_tokenizer
 
 import numpy as np
 
@@ -80,7 +80,7 @@ def read_text(path: Path) -> str:
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
     """The tokenizer of a `.bin` or a `tokenizer.json`, or GPT-2's. Says where it changes texts."""
-    tokenizer = Tokenizer.from_encoding(gpt2_encoding()) if path is None else Tokenizer.load(path)
+    tokenizer = gpt2_tokenizer() if path is None else Tokenizer.load(path)
     if changes := changes_of(tokenizer):
         print(f"{path}: its normalizer ({changes}) changes texts before they are encoded")
     return tokenizer

@@ -5,8 +5,8 @@
     .jsonl .ndjson                  one document a line, in a field of the object there
     .parquet                        one document a row, in a column
 
-All of them may be compressed, as .txt.gz. In a folder, a file whose name has no suffix, or one that names no type, as
-in chapter.1, is what its first bytes are: HTML, text, or binary.
+All but .parquet, which is compressed in itself, may be compressed, as .txt.gz. In a folder, a file whose name has no
+suffix, or one that names no type, as in chapter.1, is what its first bytes are: HTML, text, or binary.
 
 The encoding of a plain text is what its byte order mark says, else UTF-8 where it is that, else what the caller names,
 else what an HTML document declares, else what chardet guesses; what a few damaged bytes stood for becomes U+FFFD. Line
@@ -23,15 +23,14 @@ import io
 import json
 import os
 import re
-import shutil
 import stat
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from html.parser import HTMLParser
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, BinaryIO
 
 from device.errors import UserError, first_line
@@ -102,7 +101,7 @@ File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file; or the lines of a file that begin at bytes start..end-1; or row groups start..end-1 of a .parquet."""
+    """A file; or the lines of a file that begin at bytes start..end-1; or the row group `start` of a .parquet."""
 
     path: str
     kind: str  # one of KINDS, whatever the file's name
@@ -211,24 +210,14 @@ def units_of(files: list[File], field: str, encoding: str | None = None) -> list
 
 def parts_of(path: str, kind: str, size: int, field: str, encoding: str | None = None) -> list[Part]:
     """A file as parts of about UNIT bytes, where it can be divided; checks its first record."""
-    packed = path.lower().endswith(".gz")
     if kind in LINES:
         check_lines(path, field)
     if kind in TABLE:
         with open_table(path) as table:
             check_column(path, table, field)
-            groups = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
-        if packed:
-            return [Part(path, kind, size, 0, len(groups))]
-        ends, collected = [0], 0
-        for group, total in enumerate(groups, 1):
-            collected += total
-            if collected >= UNIT or group == len(groups):
-                ends.append(group)
-                collected = 0
-        share = size // max(1, len(groups))
-        return [Part(path, kind, share * (end - start), start, end) for start, end in pairwise(ends)]
-    if size <= UNIT or packed or kind in HTML or not lines_are_bytes(path, encoding):
+            groups = table.num_row_groups
+        return [Part(path, kind, size // groups, group, group + 1) for group in range(groups)]
+    if size <= UNIT or path.lower().endswith(".gz") or kind in HTML or not lines_are_bytes(path, encoding):
         return [Part(path, kind, size)]
     return [Part(path, kind, min(UNIT, size - start), start, start + UNIT) for start in range(0, size, UNIT)]
 
@@ -518,7 +507,7 @@ def read_lines(part: Part, field: str, longest: int, notes: Notes) -> Iterator[s
     with open_part(part) as file:
         for line in file:
             try:
-                text = record_text(line, field)
+                text = text_in(record_of(line), field) if line.strip() else ""
             except Unreadable as reason:
                 notes.skip(f"lines {reason}", part.path)
                 continue
@@ -527,15 +516,16 @@ def read_lines(part: Part, field: str, longest: int, notes: Notes) -> Iterator[s
             yield from cut([plain_line_ends(text)], longest)
 
 
-def record_text(line: bytes, field: str) -> str:
-    """The text in a line of JSON, "" for a blank line. Raises Unreadable where there is none."""
-    line = line.removeprefix(codecs.BOM_UTF8)
-    if not line.strip():
-        return ""
+def record_of(line: bytes) -> Any:
+    """What a line of JSON holds. Raises Unreadable where it is none."""
     try:
-        record = json.loads(line)
+        return json.loads(line.removeprefix(codecs.BOM_UTF8))
     except (ValueError, RecursionError):
         raise Unreadable("that are no JSON") from None
+
+
+def text_in(record: Any, field: str) -> str:
+    """The text in a field of an object. Raises Unreadable where there is none."""
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise Unreadable(f"without a text in {field}")
@@ -548,26 +538,20 @@ def plain_line_ends(text: str) -> str:
 
 def check_lines(path: str, field: str) -> None:
     """Raises UserError where none of a file's FIRST_LINES has a text in the field."""
-    found = None
-    try:
-        with open_part(Part(path, LINES[0], 0)) as file:
-            for line in islice((line for line in file if line.strip()), FIRST_LINES):
-                try:
-                    record_text(line, field)
-                    return
-                except Unreadable as reason:
-                    found = found or (line, reason)
-    except (OSError, EOFError, zlib.error):
-        return  # which is counted when it is read
-    if not found:
-        return
-    line, reason = found
-    try:
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8))
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
-    names = [name for name, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
-    raise UserError(f"{path}: its first line is {reason}; {fields(names)}")
+    lines = []
+    with suppress(OSError, EOFError, zlib.error), open_part(Part(path, LINES[0], 0)) as file:  # counted when it is read
+        lines = list(islice(filter(bytes.strip, file), FIRST_LINES))
+    for line in lines:
+        with suppress(Unreadable):
+            text_in(record_of(line), field)
+            return
+    if lines:
+        try:
+            first = record_of(lines[0])
+        except Unreadable:
+            raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
+        names = [name for name, value in first.items() if isinstance(value, str)] if isinstance(first, dict) else []
+        raise UserError(f"{path}: its first line is without a text in {field}; {fields(names)}")
 
 
 def fields(names: list[str]) -> str:
@@ -579,18 +563,11 @@ def fields(names: list[str]) -> str:
 def open_table(path: str) -> Any:
     """A pyarrow.parquet.ParquetFile. Raises UserError where there is none in the file."""
     parquet = optional("pyarrow.parquet", ".parquet")
-    packed = path.lower().endswith(".gz")
     try:
-        if not packed:
-            return parquet.ParquetFile(path)
-        unpacked = tempfile.TemporaryFile()  # a table's index is at its end
-        with gzip.open(path) as file:
-            shutil.copyfileobj(file, unpacked)
-        return parquet.ParquetFile(unpacked)
+        return parquet.ParquetFile(path)
     except Exception as error:  # Arrow's errors are of several kinds
-        room = f", or make room in {tempfile.gettempdir()}, where it is unpacked" if packed else ""
         raise UserError(
-            f"{path}: no table can be read from it ({first_line(error)}); fetch it again, or leave it out{room}"
+            f"{path}: no table can be read from it ({first_line(error)}); fetch it again, or leave it out"
         ) from None
 
 
@@ -605,7 +582,7 @@ def check_column(path: str, table: Any, field: str) -> None:
 def read_table(part: Part, field: str, longest: int, notes: Notes) -> Iterator[str]:
     """The documents of the rows in a part."""
     with open_table(part.path) as table:
-        batches = table.iter_batches(64, range(part.start, part.end), [field])
+        batches = table.iter_batches(64, [part.start], [field])
         while True:
             try:
                 texts = next(batches).column(0).to_pylist()

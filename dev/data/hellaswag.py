@@ -1,19 +1,8 @@
 """HellaSwag's validation set as token file: 10,042 contexts with four endings each, of which one is right.
 
 Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?" (2019). Writes data/hellaswag_val.bin, which the
-trainer's --hellaswag reads. The format is llm.c's, little-endian:
-
-    int32[256]      20240522, 1, number of examples, bytes of the longest example
-    uint16 stream   for each example:
-                      65535, where it starts
-                      its length in bytes, all of these fields included
-                      its number, from 0
-                      label: which ending is right, from 0
-                      number of endings, 4
-                      length of the context, then so many tokens
-                      for each ending: its length, then so many tokens
-
-The tokens of an ending are those of a space and the ending.
+trainer's --hellaswag reads; llmc/evaluation.py has the format. The tokens of an ending are those of a space and the
+ending.
 """
 
 import json

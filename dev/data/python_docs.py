@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from dev.data.common import DATA, encode_texts, run, write_dataset
 from llmc.arguments import Parser, a_path
-from llmc.tokenizer import Tokenizer, byte_encoding
+from llmc.tokenizer import byte_tokenizer
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--out", metavar="PREFIX", type=a_path, default=DATA / "python_docs", help="(%(default)s)")
     args = parser.parse_args()
 
-    tokenizer = Tokenizer.from_encoding(byte_encoding())
+    tokenizer = byte_tokenizer()
     tokens = list(chain(*encode_texts(tokenizer, [topics[name] for name in sorted(topics)])))
     num_train = len(tokens) * 9 // 10
     write_dataset(args.out, tokenizer, tokens[:num_train], tokens[num_train:])

@@ -52,7 +52,7 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
         return int(min(TOKENS_A_PARAMETER * num_parameters(config), EPOCHS * train, by_night))
 
     def fits(config, B: int) -> bool:
-        return 4 * sum(GPT2.lengths(config, B, T, attention).values()) < 0.9 * device.memory()[0]
+        return sum(GPT2.sizes_of_buffers(config, B, T, attention).values()) < 0.9 * device.memory()[0]
 
     for model, learning_rate in reversed(MODELS):  # noqa: B007, used below
         config = GPT2.Config.described(model, vocab_size)

@@ -61,11 +61,11 @@ from dev.data.documents import (
 from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
 from device.errors import UserError
-from llmc.arguments import Parser, a_path, number, positive, whole_number
+from llmc.arguments import Parser, a_path, limited, number, positive, whole_number
 from llmc.checkpoint import check_saved
 from llmc.dataloader import open_tokens, token_format
 from llmc.files import replacing
-from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_encoding, gpt2_encoding
+from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_tokenizer, gpt2_tokenizer
 
 import numpy as np
 from tqdm import tqdm
@@ -84,24 +84,12 @@ LONGEST_TOKEN = 255            # bytes, as a tokenizer .bin has it
 MOST_CHARACTERS = 400_000      # in a document: what tiktoken is sure to split, even where all of it is white space
 
 
-def share(text: str) -> float:
-    """A number above 0 and below 1."""
-    value = number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
-    return value
+share = limited(number, ((lambda x: 0 < x < 1), "be above 0 and below 1"))
 
 
 def within(low: int, high: int) -> Callable[[str], int]:
     """A type of flag: a whole number from low to high."""
-
-    def check(text: str) -> int:
-        value = whole_number(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} must be from {low} to {high}")
-        return value
-
-    return check
+    return limited(whole_number, ((lambda n: low <= n <= high), f"be from {low} to {high}"))
 
 
 def encoding_name(text: str) -> str:
@@ -116,7 +104,7 @@ def encoding_name(text: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Make a dataset of files and folders of text.")
     add = parser.add_argument
-    what = "a file, or a folder of .txt, .md, .rst, .html, .jsonl, .parquet and text without a suffix, each also as .gz"
+    what = "a file, or a folder of .parquet, .txt, .md, .rst, .html, .jsonl and text without a suffix, also as .gz"
     add("paths", metavar="PATH", nargs="+", help=what)
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
@@ -422,7 +410,7 @@ def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
         optional("tokenizers", "--train-tokenizer")
         return None
     if args.tokenizer in ("gpt2", "bytes"):
-        return Tokenizer.from_encoding(gpt2_encoding() if args.tokenizer == "gpt2" else byte_encoding())
+        return gpt2_tokenizer() if args.tokenizer == "gpt2" else byte_tokenizer()
     if not Path(args.tokenizer).is_file():
         raise UserError(f"--tokenizer {args.tokenizer}: no such file; name one, or gpt2 or bytes")
     check_saved(Path(args.tokenizer))

@@ -3,7 +3,7 @@
 import math
 
 from doc.draw.figure import Figure
-from llmc.tensors import ALIGNMENT, layout
+from llmc.tensors import ALIGNMENT, FP32, layout
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 B, T, ATTENTION = 4, 1024, "flash"
@@ -14,27 +14,27 @@ COLOURS = "abcde"
 def parts(table, sizes, align: int, absent) -> list[tuple[str, float]]:
     """The tensors that have a place of their own, in the order of the buffer, with their MiB."""
     starts, _ = layout(table, sizes, align, absent)
-    own = [row[0] for row in table if row[0] in starts and len(row) == 2]
+    own = [row[0] for row in table if row[0] in starts and set(row[2:]) <= {FP32}]
     return [(name, 4 * math.prod(starts[name][1]) / 2**20) for name in own]
 
 
 def draw() -> str:
     config = GPT2Config.described("d12")
     sizes = config.sizes() | {"B": B, "T": T}
-    lengths = GPT2.lengths(config, B, T, ATTENTION)
+    sizes_of = GPT2.sizes_of_buffers(config, B, T, ATTENTION)
     activations, gradients = GPT2.tables(ATTENTION)
     parameters = parts(config.parameters(), sizes, 1, config.absent)
     tables = {
         "activations": parts(activations, sizes, ALIGNMENT, config.absent),
         "activation gradients": parts(gradients, sizes, ALIGNMENT, config.absent),
     }
-    figure = Figure(WIDTH, 40 + STEP * len(lengths), "The six buffers of GPT-2 124M, to scale")
-    scale = (WIDTH - 2 * LEFT) / max(4 * n / 2**20 for n in lengths.values())
-    total = sum(4 * n / 2**20 for n in lengths.values())
+    figure = Figure(WIDTH, 40 + STEP * len(sizes_of), "The six buffers of GPT-2 124M, to scale")
+    scale = (WIDTH - 2 * LEFT) / max(n / 2**20 for n in sizes_of.values())
+    total = sum(n / 2**20 for n in sizes_of.values())
     figure.text(LEFT, 22, f"GPT-2 124M, B {B}, T {T}, flash attention: {total:.0f} MiB", 16, bold=True)
-    for i, (name, length) in enumerate(lengths.items()):
+    for i, (name, size_in_bytes) in enumerate(sizes_of.items()):
         y = 62 + i * STEP
-        figure.text(LEFT, y - 7, f"{name}: {4 * length / 2**20:.0f} MiB", 15)
+        figure.text(LEFT, y - 7, f"{name}: {size_in_bytes / 2**20:.0f} MiB", 15)
         x = LEFT
         for k, (tensor, size) in enumerate(tables.get(name, parameters)):
             w = size * scale

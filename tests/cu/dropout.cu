@@ -15,7 +15,9 @@ extern "C" __global__ void philox_kernel(int* out, const int* counter, const int
 extern "C" __global__ void dropout_ones_kernel(float* out, int C, const int* random, int site) {
     const Dropout drop(random, site);
     const int n = blockIdx.x;
-    for (int i = 4 * threadIdx.x; i < C; i += 4 * blockDim.x) {
-        Ragged::store(out + (size_t)n * C + i, drop({{1.0f, 1.0f, 1.0f, 1.0f}}, n, i, C), C - i);
+    Vec ones;
+    for (int k = 0; k < WIDTH; k++) ones.x[k] = 1.0f;
+    for (int i = WIDTH * threadIdx.x; i < C; i += WIDTH * blockDim.x) {
+        Ragged::store(out + (size_t)n * C + i, drop(ones, n, i, C), C - i);
     }
 }

@@ -1,0 +1,116 @@
+"""Whole models in bf16: as near to float64 as PyTorch's own, the same bits on every run, and files in fp32."""
+
+from copy import deepcopy
+
+import device
+import oracle
+from conftest import DEVICES, switch_device
+from llmc.batches import Batches
+from llmc.checkpoint import read_model, write_model
+from llmc.exchange import Exchange
+from llmc.model import build_from_file
+from llmc.step import train_step
+from llmc.tensors import Config, name_tensors
+from models import kind_of
+from train_gpt2_fp32 import GPT2Config
+from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
+from train_qwen3 import Qwen3Config
+
+import numpy as np
+import pytest
+import torch
+from test_model import GivenBatches, build, forward_backward, make_batches
+
+MODELS = {
+    "GPT-2": (GPT2Config(40, 250, 2, 2, 128), "softmax"),
+    "GPT-2, flash": (GPT2Config(40, 250, 2, 2, 128), "flash"),
+    "Llama 3": (Llama3Config(40, 250, 2, 6, 2, 96, 200, tied=False), "softmax"),
+    "Pythia": (PythiaConfig(40, 250, 2, 3, 96), "softmax"),
+    "Qwen3": (Qwen3Config(40, 250, 2, 4, 2, 96, 200, head_size=32), "softmax"),
+}
+each_model = pytest.mark.parametrize(("config", "attention"), MODELS.values(), ids=MODELS)
+B, T, SAMPLES = 2, 33, 4
+
+
+@pytest.fixture(params=["cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
+                + ["cuda-bf16"] * ("cuda" in DEVICES))  # fmt: skip
+def dev(request, monkeypatch):
+    switch_device(request.param, monkeypatch)
+    yield device
+    device.synchronize()
+
+
+def tensors_of(flat: np.ndarray, config: Config) -> dict[str, np.ndarray]:
+    tensors = name_tensors(flat, config.parameters(), config.sizes(), align=1)
+    return {name: getattr(tensors, name).astype(np.float64) for name, _ in config.parameters()}
+
+
+def transformers_gradients(model, config: Config, batch) -> tuple[float, np.ndarray]:
+    """The loss, and the gradients in our order."""
+    model.zero_grad()
+    _, loss = oracle.transformers_loss(model, *batch)
+    loss.backward()
+    return loss.item(), oracle.flat_parameters_of(deepcopy_in_double(model), config, gradients=True)
+
+
+def deepcopy_in_double(model):
+    gradients = [parameter.grad.double() for parameter in model.parameters()]
+    model = deepcopy(model).double()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    return model
+
+
+@each_model
+def test_gradients_are_as_near_to_float64_as_those_of_a_bf16_model_of_transformers(dev, config, attention):
+    """The root of the mean square over some batches, tensor by tensor, on parameters that bf16 holds exactly."""
+    exact = oracle.transformers_model(config).bfloat16().double()
+    theirs = deepcopy(exact).bfloat16()
+    flat = oracle.flat_parameters_of(exact, config).astype(np.float32)
+    model = build(dev, config, B, T, attention, flat)
+    errors = {}
+    for batch in make_batches(config, SAMPLES, B, T):
+        want_loss, want = transformers_gradients(exact, config, batch)
+        their_loss, their = transformers_gradients(theirs, config, batch)
+        _, loss = forward_backward(dev, model, *batch, 1 / (B * T))
+        assert abs(loss - want_loss) <= 1.2 * abs(their_loss - want_loss) + 2e-3 * want_loss
+        want, *others = (tensors_of(x, config) for x in (want, dev.to_host(model.grads_memory), their))
+        for name, values in want.items():
+            off = [np.square(other[name] - values).sum() / np.square(values).sum() for other in others]
+            errors.setdefault(name, []).append(off)
+    found = {name: np.sqrt(np.mean(squares, axis=0)) for name, squares in errors.items()}
+    worse = {name: (ours, their) for name, (ours, their) in found.items() if ours > 1.2 * their}
+    assert not worse, worse
+
+
+@each_model
+def test_training_is_repeated_to_the_bit_and_the_copy_is_the_master_rounded(dev, config, attention):
+    flat = oracle.flat_parameters_of(oracle.transformers_model(config), config).astype(np.float32)
+    results = []
+    for recording in (True, False):
+        dev.use_recording(recording)
+        model = build(dev, config, B, T, attention, flat)
+        sent = Batches(model, GivenBatches(make_batches(config, 4, B, T)))
+        step_of = train_step(Exchange(model), sent, weight_decay=0.1, grad_clip=1.0)
+        for step in range(4):
+            step_of(step, 1e-3)
+            dev.synchronize()
+        memories = model.master_memory, model.params_memory, model.m_memory, model.v_memory
+        results.append([dev.to_host(memory).tobytes() for memory in memories])
+    assert results[0] == results[1]
+    master, copy = dev.to_host(model.master_memory), dev.to_host(model.params_memory)
+    assert np.array_equal(copy, torch.from_numpy(master).bfloat16().view(torch.int16).numpy().view(np.uint16))
+    assert not np.array_equal(master, flat) and np.abs(master - flat).max() < 5e-3
+
+
+def test_a_file_of_a_bf16_model_has_its_master_copy(dev, tmp_path):
+    config, _ = MODELS["GPT-2"]
+    flat = oracle.flat_parameters_of(oracle.transformers_model(config), config).astype(np.float32)
+    model = build(dev, config, B, T, "softmax", flat)
+    write_model(tmp_path / "model.bin", config, model.master_memory)
+    _, tensors = read_model(tmp_path / "model.bin", GPT2Config)
+    assert np.array_equal(np.concatenate([tensor.ravel() for tensor in tensors.values()]), flat)
+    read = build_from_file(kind_of(config), tmp_path / "model.bin", B, T, "softmax", inference=True)
+    assert np.array_equal(dev.to_host(read.params_memory), dev.to_host(model.params_memory))
+    assert not read.has_copy and not hasattr(read, "grads")
