@@ -559,9 +559,9 @@ __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)
 
 constexpr int ROWS_SUMMED = IS_BF16 ? 16 : 8;  // of the tile, by one add_sum
 
-// p as add_sum takes it: the one for bf16 rounds it itself.
-__device__ inline float rounded(float x) { return IS_BF16 ? x : to_tf32(x); }
-__device__ inline float rounded(float x, bool keep_nan) { return IS_BF16 ? x : to_tf32(x, x, keep_nan); }
+// p as add_sum takes it: in TF32 rounded; the add_sum for bf16 rounds it itself.
+__device__ inline float summand(float x) { return IS_BF16 ? x : to_tf32(x); }
+__device__ inline float summand(float x, bool keep_nan) { return IS_BF16 ? x : to_tf32(x, x, keep_nan); }
 
 // A number for each of rows g and g + 8 of 16, as the lanes need it that hold a transposed sum: for rows 8h + 2t and
 // 8h + 2t + 1.
@@ -702,7 +702,7 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
             for (int i = 0; i < 4; i++) {
                 const float x = exp2_approx(p[m][n][i]);
                 sum[m][i / 2] += x;
-                p[m][n][i] = rounded(x);
+                p[m][n][i] = summand(x);
             }
         }
         if (8 * (n + 1) % ROWS_SUMMED == 0) add_sum<HS>(out, p, values, n + 1 - ROWS_SUMMED / 8, offsets, DIAGONAL);
@@ -806,7 +806,7 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const
             for (int i = 0; i < 4; i++) {
                 const bool hidden = DIAGONAL && ahead + 8 * n + 2 * t + i % 2 > 16 * m + 8 * (i / 2) + g;
                 const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - log2_sum[m][i / 2]);
-                ds[m][n][i] = rounded(x * ds[m][n][i], DIAGONAL);
+                ds[m][n][i] = summand(x * ds[m][n][i], DIAGONAL);
             }
         }
         if (8 * (n + 1) % ROWS_SUMMED == 0) add_sum<HS>(dq, ds, keys, n + 1 - ROWS_SUMMED / 8, offsets);
@@ -925,8 +925,8 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
                 const bool hidden = DIAGONAL && ahead + 8 * n + 2 * t + i % 2 < 16 * m + 8 * (i / 2) + g;
                 const float of_query = LOG2E * (i % 2 == 0 ? two.x : two.y);
                 const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - of_query);
-                p[m][n][i] = rounded(x);
-                ds[m][n][i] = rounded(x * ds[m][n][i]);
+                p[m][n][i] = summand(x);
+                ds[m][n][i] = summand(x * ds[m][n][i]);
             }
         }
         if (8 * (n + 1) % ROWS_SUMMED == 0) {
