@@ -1,4 +1,4 @@
-// Causal attention without the (T, T) matrices ("FlashAttention", Dao et al., arXiv 2205.14135), in TF32.
+// Causal attention without the (T, T) matrices ("FlashAttention", Dao et al., arXiv 2205.14135), in TF32 or bf16.
 //
 // With s = q k^T / sqrt(HS) over the keys up to the query itself, for each batch row and head:
 //   p = softmax(s);  out = p v;  lse = log(sum(exp(s)))                                    forward
@@ -7,15 +7,16 @@
 // Shapes: qkv and dqkv (B, T, NH + 2 NKV, HS), the heads of q, then of k, then of v; out and dout (B, T, NH, HS); lse
 // and D (B, NH, T). Query head h uses key and value head h // (NH / NKV).
 //
-// Bound by arithmetic on the tensor cores, and almost as much by shared memory, which feeds them: 2 T^2 HS operations a
-// head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Each warp owns 16 M rows of one side of the
-// products; the other side streams through shared memory, TILE_FLOATS floats of each of two arrays at a time, and while
-// the tensor cores work on one stage the next is being copied. M is 2 for HS = 64: each operand loaded then serves four
-// products. Backward goes over the scores twice, with a block for each tile of queries (dq, D) and with a block for
-// each tile of keys (dk, dv): every sum has one owner and a fixed order, without atomics, and two runs agree to the
-// bit. If query heads share keys (NKV < NH), there is still a block for each query head and tile of keys, since fewer
-// and longer ones would leave multiprocessors idle. It writes the head's share of dk and dv to dkv_heads
-// (B, T, 2, NH, HS), and a last kernel, bound by memory, adds up the shares of each group of heads in order.
+// Bound by arithmetic on the tensor cores, and almost as much by shared memory, which feeds them: 2 T^2 HS operations
+// a head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Each warp owns 16 M rows of one side of the
+// products; the other side streams through shared memory, a tile of 8 KiB of each of two arrays at a time, and while
+// the tensor cores work on one stage the next is being copied. In a step a warp takes 8 N rows of it. M is 2 for HS =
+// 64: each operand loaded then serves two products or four. Backward goes over the scores twice, with a block for each
+// tile of queries (dq, D) and with a block for each tile of keys (dk, dv): every sum has one owner and a fixed order,
+// without atomics, and two runs agree to the bit. If query heads share keys (NKV < NH), there is still a block for
+// each query head and tile of keys, since fewer and longer ones would leave multiprocessors idle. It writes the head's
+// share of dk and dv to dkv_heads (B, T, 2, NH, HS), in fp32, and a last kernel, bound by memory, adds up the shares
+// of each group of heads in order.
 //
 // The operands of a tensor-core product, A (16, 8) B (8, 8) + C (16, 8), are spread over the lanes of a warp. With
 // g = lane / 4 and t = lane % 4, a lane holds
@@ -31,16 +32,33 @@
 //   done transposed, out^T = v^T p^T, so that p is B: c[0], c[1] are then b0, b1 as they are, and row g of A may stand
 //   for column 2g of v, row g + 8 for column 2g + 1, which one 8-byte load fetches. In return a lane's sums belong to
 //   other queries than its scores, and what scales them changes lanes (to_columns).
+//
+// bf16 needs no such liberties. Its product is A (16, 16) B (16, 8) + C (16, 8). Where a lane holds columns t and t +
+// 4 of A above, it holds the pairs at columns 2t and 2t + 8 here, each in one word, and of B such pairs of rows. Two
+// results, packed, are an operand A, so sums are not transposed. The instruction ldmatrix fetches the words of four
+// (8, 8) matrices from shared memory, as they stand there or transposed.
+//
+// Each kernel is written once. What differs with the type is how a lane holds and finds its operands (Operand,
+// Offsets), the products (add_scores, add_sum), and where in a sum its numbers belong (scale_sum, store_sum). bf16
+// rounds p, ds and what it stores; all else is fp32.
 
 #define WARP_SIZE 32
 #include "common.cuh"
 
+constexpr bool IS_BF16 = sizeof(floatX) == 2;
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int WARPS = 4;                         // a block; two blocks fill a multiprocessor's registers
+constexpr int WARPS = 4;                            // a block; two blocks fill a multiprocessor's registers
 constexpr int THREADS = WARPS * 32;
-constexpr int TILE_FLOATS = 2048;                // of a streamed tile: TILE_FLOATS / HS rows
+constexpr int TILE_FLOATS = 2048;                   // that a streamed tile has room for
+constexpr int TILE_SIZE = TILE_FLOATS * WIDTH / 4;  // and how many of floatX: TILE_SIZE / HS rows
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+
+// A lane holds operands in words of 32 bits, each a number for TF32, or two of bf16. 16 columns take PRODUCTS products.
+__device__ float word_of(float);
+__device__ unsigned word_of(bf16);
+using Word = decltype(word_of(floatX()));
+constexpr int PRODUCTS = IS_BF16 ? 1 : 2;
 
 // ---- instructions
 
@@ -56,8 +74,8 @@ __device__ inline float to_tf32(float x) {
 // Each number is compared once, where a warp meets its own rows: q and dout when they are loaded, k and v in forward's
 // tile on the diagonal. There query i meets key and value i, so a NaN in q, k or v is one in lse or out of row i.
 // Backward does not search q, k and v again: what is not finite in lse, out or dout makes D of that row NaN or
-// infinite. The tile on the diagonal hands that on to dq; the block of keys adds 0 * D of its own rows to the scales of
-// dk and dv.
+// infinite. The tile on the diagonal hands that on to dq; the block of keys adds 0 * D of its own rows to the scales
+// of dk and dv. In bf16 every NaN stays one anyway.
 __device__ inline float to_tf32(float x, float y, bool keep_nan) {
     const bool unordered = !(x < y || x >= y);
     return keep_nan && unordered ? __uint_as_float(0x7fc00000u) : to_tf32(x);
@@ -83,6 +101,10 @@ template <int HS>
 __device__ inline float to_exponent() {
     return LOG2E * rsqrtf((float)HS);
 }
+
+// The two bf16 numbers of a word.
+__device__ inline float first_of(unsigned word) { return __uint_as_float(word << 16); }
+__device__ inline float second_of(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
 
 // d (16, 8) = a (16, 8) b (8, 8) + c.
 __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b1, const float (&c)[4]) {
@@ -112,15 +134,76 @@ __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b
 #endif
 }
 
-// Start to copy four floats, or one, to shared memory; zeros if not `inside`. They are there after copies_wait, for
-// this thread.
-__device__ inline void copy_four(float* to, const float* from, bool inside) {
+// The same of bf16, 16 columns of A by 16 rows of B: d (16, 8) = a (16, 16) b (16, 8) + c.
+__device__ inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&c)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+#elif defined(LLMC_CPU)
+    struct Lane { unsigned a[4], b[2]; float c[4]; };
+    Lane mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
+    cpu_warp_together(ALL_LANES, mine, [](Lane* const lanes[32]) {
+        float A[16][16], B[16][8];
+        for (int lane = 0; lane < 32; lane++) {
+            for (int i = 0; i < 8; i++) {
+                const unsigned a = lanes[lane]->a[i / 2], b = lanes[lane]->b[i / 2 % 2];
+                const int column = lane % 4 * 2 + i % 2;
+                A[lane / 4 + i / 2 % 2 * 8][column + i / 4 * 8] = i % 2 == 0 ? first_of(a) : second_of(a);
+                if (i < 4) B[column + i / 2 * 8][lane / 4] = i % 2 == 0 ? first_of(b) : second_of(b);
+            }
+        }
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                for (int k = 0; k < 16; k++)
+                    lanes[lane]->c[i] += A[lane / 4 + i / 2 * 8][k] * B[k][lane % 4 * 2 + i % 2];
+    }, "mma_bf16");
+    for (int i = 0; i < 4; i++) d[i] = mine.c[i];
+#else
+    __trap();  // the launchers refuse compute capability 7.5
+#endif
+}
+
+// Four (8, 8) matrices of bf16 from shared memory: `row` is where row lane % 8 of matrix lane / 8 begins. The lane
+// gets of matrix i columns 2t and 2t + 1 of row g, or if TRANSPOSED, rows 2t and 2t + 1 of column g, as r[i].
+template <bool TRANSPOSED>
+__device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+    const unsigned address = (unsigned)__cvta_generic_to_shared(row);
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+#elif defined(LLMC_CPU)
+    struct Lane { const bf16* row; unsigned r[4]; } mine = {row, {}};
+    cpu_warp_together(ALL_LANES, mine, [](Lane* const lanes[32]) {
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; i++) {
+                const int row0 = TRANSPOSED ? 2 * t : g, row1 = TRANSPOSED ? 2 * t + 1 : g;
+                const int column0 = TRANSPOSED ? g : 2 * t, column1 = TRANSPOSED ? g : 2 * t + 1;
+                const unsigned first = lanes[8 * i + row0]->row[column0].bits;
+                lanes[lane]->r[i] = first | (unsigned)lanes[8 * i + row1]->row[column1].bits << 16;
+            }
+        }
+    }, "load_matrices");
+    for (int i = 0; i < 4; i++) r[i] = mine.r[i];
+#endif
+}
+
+// Start to copy four words (16 bytes), or a float, to shared memory; zeros if not `inside`. They are there after
+// copies_wait, for this thread.
+template <class X>
+__device__ inline void copy_four(X* to, const X* from, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #else
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    *reinterpret_cast<float4*>(to) = inside ? *reinterpret_cast<const float4*>(from) : zero;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : zero;
 #endif
 }
 
@@ -141,10 +224,10 @@ __device__ inline void copies_wait() {
 
 // ---- tiles in shared memory
 
-// A row of a tile is kept as HS / 4 chunks of 16 bytes, swizzled: bit 1 of the row's number flips bit 1 of a chunk's, and
-// its bits 0 and 2, by xor, bit 2. Of an access of 16 bytes a lane, eight lanes are served at a time, of 8 bytes sixteen;
-// no two lanes of such a group meet in a bank. A lane wants chunks 4j + c of one row, for some c < 4 and every j:
-// `first` has their offsets in the tile for j = 0 and 1; each further two j are 32 floats on.
+// A row of a tile of floats is kept as HS / 4 chunks of 16 bytes, swizzled: bit 1 of the row's number flips bit 1 of a
+// chunk's, and its bits 0 and 2, by xor, bit 2. Of an access of 16 bytes a lane, eight lanes are served at a time, of
+// 8 bytes sixteen; no two lanes of such a group meet in a bank. A lane wants chunks 4j + c of one row, for some c < 4
+// and every j: `first` has their offsets in the tile for j = 0 and 1; each further two j are 32 floats on.
 struct Chunks {
     int first[2];
     __device__ int operator()(int j) const { return first[j % 2] + j / 2 * 32; }
@@ -156,48 +239,76 @@ __device__ inline Chunks swizzled_chunks(int row, int c) {
     return {{start + 16 * odd, start + 16 * (odd ^ 1)}};
 }
 
+// Of bf16, eight lanes at a time want a chunk of eight rows, or eight chunks of a row. Bits 0 to 2 of the row's number
+// flip those of the chunk's, by xor.
+template <int HS>
+__device__ inline int swizzled(int row, int chunk) { return row * HS + 8 * (chunk ^ row % 8); }
+
 // The offsets in a tile of what this lane loads, and of what this thread copies.
-struct Offsets {
+template <class X, int HS>
+struct Offsets;
+
+template <int HS>
+struct Offsets<float, HS> {
     Chunks score;         // in add_scores: row g, columns 4t .. 4t + 3 of 16
     Chunks sum[2];        // in add_sum: rows 2t and 2t + 1, columns 2g and 2g + 1 of 16
     int copy;             // the first chunk that the thread copies: eight threads copy 128 bytes of a row
+
+    __device__ Offsets() {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, chunk = threadIdx.x % 8;
+        const Chunks of_copy = swizzled_chunks<HS>(threadIdx.x / 8, chunk % 4);
+        copy = chunk < 4 ? of_copy.first[0] : of_copy.first[1];
+        score = swizzled_chunks<HS>(g, t);
+        for (int i = 0; i < 2; i++) {
+            sum[i] = swizzled_chunks<HS>(2 * t + i, g / 2);
+            sum[i].first[0] += g % 2 * 2;
+            sum[i].first[1] += g % 2 * 2;
+        }
+    }
 };
 
 template <int HS>
-__device__ inline Offsets tile_offsets() {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, chunk = threadIdx.x % 8;
-    Offsets offsets = {swizzled_chunks<HS>(g, t),
-                       {swizzled_chunks<HS>(2 * t, g / 2), swizzled_chunks<HS>(2 * t + 1, g / 2)}, 0};
-    const Chunks copy = swizzled_chunks<HS>(threadIdx.x / 8, chunk % 4);
-    offsets.copy = chunk < 4 ? copy.first[0] : copy.first[1];
-    for (Chunks& sum : offsets.sum) {
-        sum.first[0] += g % 2 * 2;
-        sum.first[1] += g % 2 * 2;
-    }
-    return offsets;
-}
+struct Offsets<bf16, HS> {
+    // The row that this lane names to load_matrices, of the four matrices of rows 0 .. 15 and columns 0 .. 15. It gets
+    // them row by row, or column by column.
+    int by_row, by_column, copy;
 
-// Starts to copy rows row0 .. row0 + TILE_FLOATS / HS - 1 of an array, zeros for rows before 0 or from T on.
-template <int HS>
-__device__ inline void copy_tile(float* tile, const float* rows, int row0, int T, int stride,
-                                 const Offsets& offsets) {
-    constexpr int ROWS = TILE_FLOATS / HS;
+    __device__ Offsets() {
+        const int lane = threadIdx.x % 32;
+        by_row = swizzled<HS>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        by_column = swizzled<HS>(lane % 16, lane / 16);
+        copy = swizzled<HS>(threadIdx.x / 8, threadIdx.x % 8);
+    }
+
+    // The same of rows row0 .. row0 + 15, where row0 is a multiple of 8, and columns 16k .. 16k + 15.
+    __device__ static int at(int offset, int row0, int k) { return row0 * HS + (offset ^ 16 * k); }
+};
+
+// Starts to copy ROWS rows of an array from row0 on, zeros for rows before 0 or from T on. In bf16 a thread counts from
+// its first row, inside or not, since nothing is read where a row is not: that took 4 to 6% less time on an H200. TF32
+// has no registers for it.
+template <int HS, int ROWS>
+__device__ inline void copy_rows(floatX* to, const floatX* rows, int row0, int T, int stride,
+                                 const Offsets<floatX, HS>& offsets) {
+    const int mine = threadIdx.x / 8 * stride + threadIdx.x % 8 * WIDTH;
+    const floatX* first = rows + ((long long)row0 * stride + mine);
     #pragma unroll
-    for (int i = 0; i < TILE_FLOATS / 4 / THREADS; i++) {
-        const int down = i * (THREADS / 8) % ROWS, right = i * (THREADS / 8) / ROWS * 32;
-        const int row = row0 + threadIdx.x / 8 + down, column = threadIdx.x % 8 * 4 + right;
+    for (int i = 0; i < ROWS * HS / WIDTH / THREADS; i++) {
+        const int down = i * (THREADS / 8) % ROWS, right = i * (THREADS / 8) / ROWS * 8 * WIDTH;
+        const int row = row0 + threadIdx.x / 8 + down, column = threadIdx.x % 8 * WIDTH + right;
         const bool inside = (unsigned)row < (unsigned)T;
-        const float* from = rows + (inside ? (long long)row * stride + column : 0);
-        copy_four(tile + offsets.copy + down * HS + right, from, inside);
+        const floatX* from = rows + (inside ? (long long)row * stride + column : 0);
+        if (IS_BF16) from = first + down * stride + right;
+        copy_four(to + offsets.copy + down * HS + right, from, inside);
     }
 }
 
-// Starts to copy the same rows of two arrays.
+// Starts to copy a tile of each of two arrays.
 template <int HS>
-__device__ inline void copy_tiles(float (&tiles)[2][TILE_FLOATS], const float* rows0, const float* rows1, int row0,
-                                  int T, int stride0, int stride1, const Offsets& offsets) {
-    copy_tile<HS>(tiles[0], rows0, row0, T, stride0, offsets);
-    copy_tile<HS>(tiles[1], rows1, row0, T, stride1, offsets);
+__device__ inline void copy_tiles(floatX (&tiles)[2][TILE_SIZE], const floatX* rows0, const floatX* rows1, int row0,
+                                  int T, int stride0, int stride1, const Offsets<floatX, HS>& offsets) {
+    copy_rows<HS, TILE_SIZE / HS>(tiles[0], rows0, row0, T, stride0, offsets);
+    copy_rows<HS, TILE_SIZE / HS>(tiles[1], rows1, row0, T, stride1, offsets);
 }
 
 // The block's copies are there for all of its threads, and none still reads what the next ones overwrite.
@@ -206,14 +317,14 @@ __device__ inline void copies_finish() {
     __syncthreads();
 }
 
-// What a block works at, a query head of a sequence, and where its queries, keys and values begin in qkv: their rows are
-// `stride` floats apart.
+// What a block works at, a query head of a sequence, and where its queries, keys and values begin in qkv: their rows
+// are `stride` numbers apart.
 template <int HS>
 struct Head {
     int C, sequence, number, stride;
-    const float *query, *key, *value;
+    const floatX *query, *key, *value;
 
-    __device__ Head(const float* qkv, int T, int NH, int NKV)
+    __device__ Head(const floatX* qkv, int T, int NH, int NKV)
         : C(NH * HS), sequence(blockIdx.x / NH), number(blockIdx.x % NH), stride(C + 2 * NKV * HS),
           query(qkv + (long long)sequence * T * stride + number * HS),
           key(qkv + (long long)sequence * T * stride + C + number / (NH / NKV) * HS), value(key + NKV * HS) {}
@@ -222,64 +333,156 @@ struct Head {
     __device__ long long rows(int T) const { return (long long)sequence * T * C + number * HS; }
 };
 
-// ---- products
+// ---- a warp's own rows
 
-// Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores: a[k] for columns 16k .. 16k + 15. Zeros from row T
-// on.
-template <int HS, int M>
-__device__ inline void load_operand(float (&a)[HS / 16][M][2][4], const float* rows, int row0, int T, int stride,
-                                    bool keep_nan = false) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    #pragma unroll
-    for (int m = 0; m < M; m++) {
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = row0 + 16 * m + 8 * h + g;
-            #pragma unroll
-            for (int k = 0; k < HS / 16; k++) {
-                float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (row < T) x = *reinterpret_cast<const float4*>(rows + (long long)row * stride + 16 * k + 4 * t);
-                a[k][m][0][h] = to_tf32(x.x, x.y, keep_nan);
-                a[k][m][0][h + 2] = to_tf32(x.y);
-                a[k][m][1][h] = to_tf32(x.z, x.w, keep_nan);
-                a[k][m][1][h + 2] = to_tf32(x.w);
-            }
-        }
-    }
-}
+// Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores, zeros from row T on, where row0 is the warp's
+// first. They can be had behind copies_finish and `finish`. If KEPT, they are kept in registers, else fetched from
+// shared memory for each product: SIZE numbers for all warps.
+template <class X, int HS, int M, bool KEPT>
+struct Operand;
 
-// All columns of such an operand in shared memory, in the order in which the lanes read it; each thread writes what
-// it will read.
-template <int HS, int M>
-struct Operand {
-    static constexpr int FLOATS = HS * 16 * M * WARPS;
+// Floats stand there in the order in which the lanes read them; each thread writes what it will read.
+template <int HS, int M, bool KEPT>
+struct Operand<float, HS, M, KEPT> {
+    static constexpr int SIZE = KEPT ? 0 : HS * 16 * M * WARPS;
     float* mine;
+    float a[HS / 16][M][2][4];
 
-    __device__ void put(const float (&a)[HS / 16][M][2][4]) const {
+    __device__ Operand(float* shared) : mine(shared + 4 * threadIdx.x) {}
+
+    __device__ void start(const float* rows, int row0, int T, int stride, const Offsets<float, HS>&,
+                          bool keep_nan = false) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         #pragma unroll
-        for (int k = 0; k < HS / 16; k++) {
+        for (int m = 0; m < M; m++) {
             #pragma unroll
-            for (int i = 0; i < 2 * M; i++) {
-                const float (&x)[4] = a[k][i / 2][i % 2];
-                *reinterpret_cast<float4*>(mine + (2 * M * k + i) * 4 * THREADS) = make_float4(x[0], x[1], x[2], x[3]);
+            for (int h = 0; h < 2; h++) {
+                const int row = row0 + 16 * m + 8 * h + g;
+                #pragma unroll
+                for (int k = 0; k < HS / 16; k++) {
+                    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (row < T) x = *reinterpret_cast<const float4*>(rows + (long long)row * stride + 16 * k + 4 * t);
+                    a[k][m][0][h] = to_tf32(x.x, x.y, keep_nan);
+                    a[k][m][0][h + 2] = to_tf32(x.y);
+                    a[k][m][1][h] = to_tf32(x.z, x.w, keep_nan);
+                    a[k][m][1][h + 2] = to_tf32(x.w);
+                }
             }
+        }
+        if (KEPT) return;
+        #pragma unroll
+        for (int i = 0; i < HS / 16 * M * 2; i++) {
+            const float (&x)[4] = a[i / 2 / M][i / 2 % M][i % 2];
+            *reinterpret_cast<float4*>(mine + i * 4 * THREADS) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
 
-    __device__ void get(float (&a)[M][2][4], int k) const {
+    __device__ void finish(const Offsets<float, HS>&) {}
+
+    __device__ void get(float (&to)[M][2][4], int k, const Offsets<float, HS>&) const {
         #pragma unroll
-        for (int i = 0; i < 2 * M; i++) {
-            const float4 x = *reinterpret_cast<const float4*>(mine + (2 * M * k + i) * 4 * THREADS);
-            float (&to)[4] = a[i / 2][i % 2];
-            to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+        for (int i = 0; i < M * 2; i++) {
+            const float (&x)[4] = a[k][i / 2][i % 2];
+            float4 y = make_float4(x[0], x[1], x[2], x[3]);
+            if (!KEPT) y = *reinterpret_cast<const float4*>(mine + (k * M * 2 + i) * 4 * THREADS);
+            float (&z)[4] = to[i / 2][i % 2];
+            z[0] = y.x, z[1] = y.y, z[2] = y.z, z[3] = y.w;
         }
     }
 };
 
+// Numbers of bf16 are copied there as a tile is, in any case.
+template <int HS, int M, bool KEPT>
+struct Operand<bf16, HS, M, KEPT> {
+    static constexpr int SIZE = HS * 16 * M * WARPS;
+    bf16* shared;
+    unsigned a[KEPT ? HS / 16 : 1][M][1][4];
+
+    __device__ Operand(bf16* shared) : shared(shared) {}
+
+    __device__ void start(const bf16* rows, int row0, int T, int stride, const Offsets<bf16, HS>& offsets,
+                          bool keep_nan = false) {
+        const int of_block = row0 - threadIdx.x / 32 * 16 * M;
+        copy_rows<HS, 16 * M * WARPS>(shared, rows, of_block, T, stride, offsets);
+    }
+
+    __device__ void finish(const Offsets<bf16, HS>& offsets) {
+        #pragma unroll
+        for (int i = 0; i < (KEPT ? HS / 16 * M : 0); i++) fetch(a[i / M][i % M][0], i % M, i / M, offsets);
+    }
+
+    __device__ void fetch(unsigned (&to)[4], int m, int k, const Offsets<bf16, HS>& offsets) const {
+        load_matrices<false>(to, shared + offsets.at(offsets.by_column, (threadIdx.x / 32 * M + m) * 16, k));
+    }
+
+    __device__ void get(unsigned (&to)[M][1][4], int k, const Offsets<bf16, HS>& offsets) const {
+        #pragma unroll
+        for (int m = 0; m < M; m++) {
+            if (!KEPT) fetch(to[m][0], m, k, offsets);
+            #pragma unroll
+            for (int i = 0; i < (KEPT ? 4 : 0); i++) to[m][0][i] = a[k][m][0][i];
+        }
+    }
+};
+
+// The same rows of another array, which are multiplied by those of an operand number by number, and are not rounded.
+template <class X, int HS, int M>
+struct Factors;
+
+template <int HS, int M>
+struct Factors<float, HS, M> {
+    const float* rows;
+    int row0, T, stride;
+
+    __device__ Factors(float*) {}
+
+    __device__ void start(const float* rows, int row0, int T, int stride, const Offsets<float, HS>&) {
+        this->rows = rows, this->row0 = row0, this->T = T, this->stride = stride;
+    }
+
+    // This lane's part of the sum of the products in row 16m + 8h + g.
+    template <bool KEPT>
+    __device__ float sum(const Operand<float, HS, M, KEPT>& operand, int m, int h, const Offsets<float, HS>&) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = row0 + 16 * m + 8 * h + g;
+        float sum = 0.0f;
+        #pragma unroll
+        for (int k = 0; k < HS / 16; k++) {
+            float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (row < T) x = *reinterpret_cast<const float4*>(rows + (long long)row * stride + 16 * k + 4 * t);
+            const float (&y)[2][4] = operand.a[k][m];
+            sum += tf32_bits(y[0][h]) * x.x + tf32_bits(y[0][h + 2]) * x.y;
+            sum += tf32_bits(y[1][h]) * x.z + tf32_bits(y[1][h + 2]) * x.w;
+        }
+        return sum;
+    }
+};
+
+template <int HS, int M>
+struct Factors<bf16, HS, M> : Operand<bf16, HS, M, false> {
+    __device__ Factors(bf16* shared) : Operand<bf16, HS, M, false>(shared) {}
+
+    template <bool KEPT>
+    __device__ float sum(const Operand<bf16, HS, M, KEPT>& operand, int m, int h,
+                         const Offsets<bf16, HS>& offsets) const {
+        float sum = 0.0f;
+        #pragma unroll
+        for (int k = 0; k < HS / 16; k++) {
+            unsigned x[4], y[4];
+            this->fetch(x, m, k, offsets);
+            operand.fetch(y, m, k, offsets);
+            #pragma unroll
+            for (int i = h; i < 4; i += 2) sum += first_of(x[i]) * first_of(y[i]) + second_of(x[i]) * second_of(y[i]);
+        }
+        return sum;
+    }
+};
+
+// ---- products
+
 // s (16 M, 8 N) += a tile^T, over columns 16k .. 16k + 15.
 template <int HS, int M, int N>
 __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4], const float* tile, int k,
-                                  const Offsets& offsets, bool keep_nan = false) {
+                                  const Offsets<float, HS>& offsets, bool keep_nan = false) {
     float4 b[N];
     #pragma unroll
     for (int n = 0; n < N; n++) b[n] = *reinterpret_cast<const float4*>(tile + offsets.score(k) + 8 * n * HS);
@@ -297,11 +500,24 @@ __device__ inline void add_scores(float (&s)[M][N][4], const float (&a)[M][2][4]
     }
 }
 
+template <int HS, int M, int N>
+__device__ inline void add_scores(float (&s)[M][N][4], const unsigned (&a)[M][1][4], const bf16* tile, int k,
+                                  const Offsets<bf16, HS>& offsets, bool keep_nan = false) {
+    unsigned b[N / 2][4];
+    #pragma unroll
+    for (int n = 0; n < N / 2; n++) load_matrices<false>(b[n], tile + offsets.at(offsets.by_row, 16 * n, k));
+    #pragma unroll
+    for (int n = 0; n < N; n++) {
+        #pragma unroll
+        for (int m = 0; m < M; m++) mma_bf16(s[m][n], a[m][0], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1], s[m][n]);
+    }
+}
+
 // sum (16 M, HS) += p tile, over rows 8n .. 8n + 7 of the tile; p is rounded. sum is kept transposed: of sum[j][2m +
 // h], a lane has in element 2e + i column 16j + 2g + e of row 16m + 8h + 2t + i.
 template <int HS, int M, int N>
 __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n,
-                               const Offsets& offsets, bool keep_nan = false) {
+                               const Offsets<float, HS>& offsets, bool keep_nan = false) {
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
         const float2 even = *reinterpret_cast<const float2*>(tile + offsets.sum[0](j) + 8 * n * HS);
@@ -318,6 +534,35 @@ __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)
     }
 }
 
+// Of bf16, over rows 8n .. 8n + 15. Of sum[j][2m + h], a lane has in element 2e + i column 16j + 8h + 2t + i of row
+// 16m + 8e + g.
+template <int HS, int M, int N>
+__device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const bf16* tile, int n,
+                               const Offsets<bf16, HS>& offsets, bool keep_nan = false) {
+    unsigned a[M][4];
+    #pragma unroll
+    for (int m = 0; m < M; m++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) a[m][i] = to_bf16(p[m][n + i / 2][i % 2 * 2], p[m][n + i / 2][i % 2 * 2 + 1]);
+    }
+    #pragma unroll
+    for (int j = 0; j < HS / 16; j++) {
+        unsigned b[4];
+        load_matrices<true>(b, tile + offsets.at(offsets.by_column, 8 * n, j));
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            #pragma unroll
+            for (int m = 0; m < M; m++) mma_bf16(sum[j][2 * m + h], a[m], b[2 * h], b[2 * h + 1], sum[j][2 * m + h]);
+        }
+    }
+}
+
+constexpr int ROWS_SUMMED = IS_BF16 ? 16 : 8;  // of the tile, by one add_sum
+
+// p as add_sum takes it: in TF32 rounded; the add_sum for bf16 rounds it itself.
+__device__ inline float summand(float x) { return IS_BF16 ? x : to_tf32(x); }
+__device__ inline float summand(float x, bool keep_nan) { return IS_BF16 ? x : to_tf32(x, x, keep_nan); }
+
 // A number for each of rows g and g + 8 of 16, as the lanes need it that hold a transposed sum: for rows 8h + 2t and
 // 8h + 2t + 1.
 __device__ inline void to_columns(float (&column)[2][2], const float (&row)[2]) {
@@ -328,54 +573,80 @@ __device__ inline void to_columns(float (&column)[2][2], const float (&row)[2]) 
     }
 }
 
-// Rows 16m .. 16m + 15 of sum times their scale.
+// Rows 16m .. 16m + 15 of sum times their scale, which a lane has for rows g and g + 8.
 template <int HS, int H>
-__device__ inline void scale_sum(float (&sum)[HS / 16][H][4], int m, const float (&scale)[2][2]) {
+__device__ inline void scale_sum(float (&sum)[HS / 16][H][4], int m, const float (&scale)[2]) {
+    float column[2][2];
+    if (!IS_BF16) to_columns(column, scale);
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             #pragma unroll
-            for (int i = 0; i < 4; i++) sum[j][2 * m + h][i] *= scale[h][i % 2];
+            for (int i = 0; i < 4; i++) sum[j][2 * m + h][i] *= IS_BF16 ? scale[i / 2] : column[h][i % 2];
         }
     }
 }
 
-// Rows row0 .. row0 + 8 H - 1 of an array = scale * sum; nothing from row T on.
-template <int HS, int H>
-__device__ inline void store_sum(float* rows, const float (&sum)[HS / 16][H][4], int row0, int T, int stride,
-                                 float scale) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+__device__ inline void store_two(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = make_float2(x, y); }
+__device__ inline void store_two(bf16* to, float x, float y) { *reinterpret_cast<unsigned*>(to) = to_bf16(x, y); }
+
+// Rows row0 .. row0 + 8 H - 1 of an array = scale * sum; nothing from row T on. The lanes hold pairs of neighbours.
+// Those of bf16 are brought together in `shared`, HS * 8 H numbers for each warp, and stored by 16 bytes.
+template <int HS, int H, class X>
+__device__ inline void store_sum(X* rows, const float (&sum)[HS / 16][H][4], int row0, int T, int stride, float scale,
+                                 X* shared) {
+    constexpr bool TOGETHER = sizeof(X) == 2;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (TOGETHER) {
+        shared += threadIdx.x / 32 * HS * 8 * H;
+        __syncwarp();  // the lanes have read what was there
+    }
     #pragma unroll
     for (int h = 0; h < H; h++) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int row = row0 + 8 * h + 2 * t + i;
-            if (row >= T) continue;
+            const int row = IS_BF16 ? h / 2 * 16 + 8 * i + g : 8 * h + 2 * t + i;
+            const int column = IS_BF16 ? h % 2 * 8 + 2 * t : 2 * g;
+            if (!TOGETHER && row0 + row >= T) continue;
             #pragma unroll
-            for (int j = 0; j < HS / 16; j++)
-                *reinterpret_cast<float2*>(rows + (long long)row * stride + 16 * j + 2 * g) =
-                    make_float2(sum[j][h][i] * scale, sum[j][h][2 + i] * scale);
+            for (int j = 0; j < HS / 16; j++) {
+                const float (&x)[4] = sum[j][h];
+                X* to = TOGETHER ? shared + swizzled<HS>(row, 2 * j + h % 2) + 2 * t
+                                 : rows + (long long)(row0 + row) * stride + 16 * j + column;
+                store_two(to, x[IS_BF16 ? 2 * i : i] * scale, x[IS_BF16 ? 2 * i + 1 : i + 2] * scale);
+            }
         }
+    }
+    if (!TOGETHER) return;
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < HS * 8 * H / 8 / 32; i++) {
+        const int row = (32 * i + lane) / (HS / 8), chunk = lane % (HS / 8);
+        if (row0 + row < T)
+            *reinterpret_cast<uint4*>(rows + (long long)(row0 + row) * stride + 8 * chunk) =
+                *reinterpret_cast<const uint4*>(shared + swizzled<HS>(row, chunk));
     }
 }
 
 // ---- forward
 
-// A tile of keys and values for the 16 M queries of a warp: p = 2^(to_exponent * q k^T - reference). The reference
-// keeps a row's sums in range; its largest exponent would do, but so does any number close to it. It moves, and what
-// has been summed is rescaled, only where an exponent passes it by more than 8. The tile on the diagonal comes first
-// and sets it.
-template <int HS, int M, bool DIAGONAL>
+// 8 N keys and values for the 16 M queries of a warp: p = 2^(to_exponent * q k^T - reference). The reference keeps a
+// row's sums in range; its largest exponent would do, but so does any number close to it. It moves, and what has been
+// summed is rescaled, only where an exponent passes it by more than 8. The step on the diagonal comes first and sets
+// it. `ahead` is the number of the first key less that of the first query.
+template <int HS, int M, int N, bool DIAGONAL, class Q>
 __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2], float (&reference)[M][2],
-                              const float (&q)[HS / 16][M][2][4], const float (&tiles)[2][TILE_FLOATS],
-                              const Offsets& offsets) {
-    const float *keys = tiles[0], *values = tiles[1];
-    constexpr int N = TILE_FLOATS / HS / 8;
+                              const Q& q, const floatX* keys, const floatX* values, int ahead,
+                              const Offsets<floatX, HS>& offsets) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {};
     #pragma unroll
-    for (int k = 0; k < HS / 16; k++) add_scores<HS>(p, q[k], keys, k, offsets, DIAGONAL);
+    for (int k = 0; k < HS / 16; k++) {
+        Word a[M][PRODUCTS][4];
+        q.get(a, k, offsets);
+        add_scores<HS>(p, a, keys, k, offsets, DIAGONAL);
+    }
 
     float top[M][2], highest = -INFINITY;
     #pragma unroll
@@ -389,7 +660,7 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 for (int i = 0; i < 2; i++) {
                     float& x = p[m][n][2 * h + i];
                     x = x * to_exponent<HS>() - reference[m][h];
-                    if (DIAGONAL && 8 * n + 2 * t + i > 16 * m + 8 * h + g) x = -INFINITY;
+                    if (DIAGONAL && ahead + 8 * n + 2 * t + i > 16 * m + 8 * h + g) x = -INFINITY;
                     top[m][h] = fmaxf(top[m][h], x);
                 }
             }
@@ -404,7 +675,8 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
             for (int h = 0; h < 2; h++) {
                 rise[h] = fmaxf(top[m][h], __shfl_xor_sync(ALL_LANES, top[m][h], 1));
                 rise[h] = fmaxf(rise[h], __shfl_xor_sync(ALL_LANES, rise[h], 2));
-                if (!DIAGONAL) rise[h] = fmaxf(rise[h], 0.0f);
+                // In bf16 not for the sake of other rows of the warp: roundings of a query's p then depend on it alone.
+                if (!DIAGONAL) rise[h] = rise[h] > (IS_BF16 ? 8.0f : 0.0f) ? rise[h] : 0.0f;
                 reference[m][h] += rise[h];
                 #pragma unroll
                 for (int n = 0; n < N; n++) {
@@ -413,14 +685,12 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
                 }
             }
             if (!DIAGONAL) {
-                float scale[2][2];
                 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     rise[h] = exp2_approx(-rise[h]);
                     sum[m][h] *= rise[h];
                 }
-                to_columns(scale, rise);
-                scale_sum<HS>(out, m, scale);
+                scale_sum<HS>(out, m, rise);
             }
         }
     }
@@ -432,75 +702,84 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
             for (int i = 0; i < 4; i++) {
                 const float x = exp2_approx(p[m][n][i]);
                 sum[m][i / 2] += x;
-                p[m][n][i] = to_tf32(x);
+                p[m][n][i] = summand(x);
             }
         }
-        add_sum<HS>(out, p, values, n, offsets, DIAGONAL);
+        if (8 * (n + 1) % ROWS_SUMMED == 0) add_sum<HS>(out, p, values, n + 1 - ROWS_SUMMED / 8, offsets, DIAGONAL);
     }
 }
 
-// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). A warp has as many queries as a streamed tile has keys,
-// so that it meets the diagonal in a single one.
-template <int HS>
-__device__ inline void forward(float* out, float* lse, const float* qkv, int T, int NH, int NKV) {
-    constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
-    __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
+// Grid (B * NH, tiles of WARPS * 16 M queries). In a step a warp takes at least as many keys as it has queries, so
+// that it meets the diagonal in a single one.
+template <int HS, int M, int N, bool Q_KEPT>
+__device__ inline void forward(floatX* out, float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    constexpr int ROWS = 16 * M, STEP = 8 * N, TILE_ROWS = TILE_SIZE / HS, STEPS = TILE_ROWS / STEP;
+    static_assert(ROWS <= STEP && STEP <= TILE_ROWS, "a warp meets its diagonal in one step");
+    __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; keys, values
+    DYNAMIC_SHARED(floatX, operands);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    // Tiles: the block's first, and the warp's own. Blocks with the most work come first.
-    const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp;
+    // The block's first warp's rows, this warp's, and its step on the diagonal. Blocks with the most work come first.
+    const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, row0 = (first + warp) * ROWS, diagonal = row0 / STEP;
     const Head<HS> head(qkv, T, NH, NKV);
-    const Offsets offsets = tile_offsets<HS>();
-    int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
+    const Offsets<floatX, HS> offsets;
+    int tile = ceil_div(min((first + WARPS) * ROWS, T), TILE_ROWS) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tiles<HS>(tiles[stage], head.key, head.value, tile * ROWS, T, head.stride, head.stride, offsets);
+        copy_tiles<HS>(tiles[stage], head.key, head.value, tile * TILE_ROWS, T, head.stride, head.stride, offsets);
     };
 
     start(tile, stage);
-    float q[HS / 16][M][2][4], acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
-    load_operand<HS>(q, head.query, diagonal * ROWS, T, head.stride, true);
+    Operand<floatX, HS, M, Q_KEPT> q(operands);
+    float acc[HS / 16][2 * M][4] = {}, sum[M][2] = {}, reference[M][2] = {};
+    q.start(head.query, row0, T, head.stride, offsets, true);
     copies_finish();
-    for (; tile >= first; tile--, stage ^= 1) {
+    q.finish(offsets);
+    for (; tile >= first * ROWS / TILE_ROWS; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) attend<HS, M, true>(acc, sum, reference, q, tiles[stage], offsets);
-        if (tile < diagonal) attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
+        #pragma unroll 1
+        for (int i = STEPS - 1; i >= 0; i--) {
+            const floatX *keys = tiles[stage][0] + i * STEP * HS, *values = tiles[stage][1] + i * STEP * HS;
+            const int step = tile * STEPS + i, ahead = ROWS == STEP ? 0 : step * STEP - row0;
+            if (step == diagonal) attend<HS, M, N, true>(acc, sum, reference, q, keys, values, ahead, offsets);
+            if (step < diagonal) attend<HS, M, N, false>(acc, sum, reference, q, keys, values, ahead, offsets);
+        }
         copies_finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        attend<HS, M, false>(acc, sum, reference, q, tiles[stage], offsets);
+        #pragma unroll
+        for (int i = STEPS - 1; i >= 0; i--) {
+            const floatX *keys = tiles[stage][0] + i * STEP * HS, *values = tiles[stage][1] + i * STEP * HS;
+            attend<HS, M, N, false>(acc, sum, reference, q, keys, values, 0, offsets);
+        }
         copies_finish();
     }
 
     #pragma unroll
     for (int m = 0; m < M; m++) {
-        float inverse[2], scale[2][2];
+        float inverse[2];
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const int row = diagonal * ROWS + 16 * m + 8 * h + g;
+            const int row = row0 + 16 * m + 8 * h + g;
             sum[m][h] += __shfl_xor_sync(ALL_LANES, sum[m][h], 1);
             sum[m][h] += __shfl_xor_sync(ALL_LANES, sum[m][h], 2);
             inverse[h] = 1.0f / sum[m][h];
             if (t == 0 && row < T) lse[(long long)blockIdx.x * T + row] = LN2 * reference[m][h] + logf(sum[m][h]);
         }
-        to_columns(scale, inverse);
-        scale_sum<HS>(acc, m, scale);
+        scale_sum<HS>(acc, m, inverse);
     }
-    store_sum<HS>(out + head.rows(T), acc, diagonal * ROWS, T, head.C, 1.0f);
+    store_sum<HS>(out + head.rows(T), acc, row0, T, head.C, 1.0f, &tiles[0][0][0]);
 }
 
 // ---- backward
 
-// A tile of keys and values for the 16 M queries of a warp. The warp keeps the queries in registers and their dout in
-// shared memory. With both in shared memory an H200 took 3% longer for HS = 64 and 18% for 128; with both in registers 3%
-// for 128. log2_sum is lse as a power of two.
-template <int HS, int M, bool DIAGONAL>
-__device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4],
-                                           const float (&q)[HS / 16][M][2][4], const Operand<HS, M>& dout,
-                                           const float (&log2_sum)[M][2],
-                                           const float (&D)[M][2], const float (&tiles)[2][TILE_FLOATS],
-                                           const Offsets& offsets) {
-    const float *keys = tiles[0], *values = tiles[1];
-    constexpr int N = TILE_FLOATS / HS / 8;
+// 8 N keys and values for the 16 M queries of a warp. The warp keeps the queries in registers and their dout in shared
+// memory. With both in shared memory an H200 took 3% longer for HS = 64 and 18% for 128 in TF32; with both in registers
+// 3% for 128. But in bf16, which needs half as many, 8% less for 128. log2_sum is lse as a power of two.
+template <int HS, int M, int N, bool DIAGONAL, class Q, class DOUT>
+__device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Q& q, const DOUT& dout,
+                                           const float (&log2_sum)[M][2], const float (&D)[M][2],
+                                           const floatX* keys, const floatX* values, int ahead,
+                                           const Offsets<floatX, HS>& offsets) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {}, ds[M][N][4];
     #pragma unroll
@@ -513,9 +792,10 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4],
     }
     #pragma unroll
     for (int k = 0; k < HS / 16; k++) {
-        add_scores<HS>(p, q[k], keys, k, offsets);
-        float a[M][2][4];
-        dout.get(a, k);
+        Word a[M][PRODUCTS][4];
+        q.get(a, k, offsets);
+        add_scores<HS>(p, a, keys, k, offsets);
+        dout.get(a, k, offsets);
         add_scores<HS>(ds, a, values, k, offsets);
     }
     #pragma unroll
@@ -524,90 +804,98 @@ __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4],
         for (int m = 0; m < M; m++) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const bool hidden = DIAGONAL && 8 * n + 2 * t + i % 2 > 16 * m + 8 * (i / 2) + g;
+                const bool hidden = DIAGONAL && ahead + 8 * n + 2 * t + i % 2 > 16 * m + 8 * (i / 2) + g;
                 const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - log2_sum[m][i / 2]);
-                const float y = x * ds[m][n][i];
-                ds[m][n][i] = to_tf32(y, y, DIAGONAL);
+                ds[m][n][i] = summand(x * ds[m][n][i], DIAGONAL);
             }
         }
-        add_sum<HS>(dq, ds, keys, n, offsets);
+        if (8 * (n + 1) % ROWS_SUMMED == 0) add_sum<HS>(dq, ds, keys, n + 1 - ROWS_SUMMED / 8, offsets);
     }
 }
 
-// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS queries). Sets dq, and D for the kernel that follows.
-template <int HS>
-__device__ inline void backward_query(float* dqkv, float* dsum, const float* dout, const float* out, const float* lse,
-                                      const float* qkv, int T, int NH, int NKV) {
-    constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
-    __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; keys, values
-    DYNAMIC_SHARED(float, operands);
+// Grid (B * NH, tiles of WARPS * 16 M queries). Sets dq, and D for the kernel that follows.
+template <int HS, int M, int N, bool Q_KEPT, bool DOUT_KEPT>
+__device__ inline void backward_query(floatX* dqkv, float* dsum, const floatX* dout, const floatX* out,
+                                      const float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    constexpr int ROWS = 16 * M, STEP = 8 * N, TILE_ROWS = TILE_SIZE / HS, STEPS = TILE_ROWS / STEP;
+    static_assert(ROWS <= STEP && STEP <= TILE_ROWS, "a warp meets its diagonal in one step");
+    __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; keys, values
+    DYNAMIC_SHARED(floatX, operands);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, diagonal = first + warp, row0 = diagonal * ROWS;
+    const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, row0 = (first + warp) * ROWS, diagonal = row0 / STEP;
     const Head<HS> head(qkv, T, NH, NKV);
     out += head.rows(T);
     dout += head.rows(T);
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
-    const Offsets offsets = tile_offsets<HS>();
-    int tile = min(first + WARPS, ceil_div(T, ROWS)) - 1, stage = 0;
+    const Offsets<floatX, HS> offsets;
+    int tile = ceil_div(min((first + WARPS) * ROWS, T), TILE_ROWS) - 1, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tiles<HS>(tiles[stage], head.key, head.value, tile * ROWS, T, head.stride, head.stride, offsets);
+        copy_tiles<HS>(tiles[stage], head.key, head.value, tile * TILE_ROWS, T, head.stride, head.stride, offsets);
     };
 
     start(tile, stage);
-    const Operand<HS, M> d{operands + 4 * threadIdx.x};
-    float q[HS / 16][M][2][4], dq[HS / 16][2 * M][4] = {}, log2_sum[M][2], D[M][2];
-    load_operand<HS>(q, head.query, row0, T, head.stride);
-    {
-        float da[HS / 16][M][2][4];
-        load_operand<HS>(da, dout, row0, T, head.C, true);
-        // D is taken of dout as the products see it, so that dp - D vanishes when it should.
-        #pragma unroll
-        for (int m = 0; m < M; m++) {
-            #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int row = row0 + 16 * m + 8 * h + g;
-                log2_sum[m][h] = row < T ? LOG2E * lse[row] : 0.0f;
-                D[m][h] = 0.0f;
-                #pragma unroll
-                for (int k = 0; k < HS / 16; k++) {
-                    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (row < T) x = *reinterpret_cast<const float4*>(out + (long long)row * head.C + 16 * k + 4 * t);
-                    const float (&y)[2][4] = da[k][m];
-                    D[m][h] += tf32_bits(y[0][h]) * x.x + tf32_bits(y[0][h + 2]) * x.y;
-                    D[m][h] += tf32_bits(y[1][h]) * x.z + tf32_bits(y[1][h + 2]) * x.w;
-                }
-                D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 1);
-                D[m][h] += __shfl_xor_sync(ALL_LANES, D[m][h], 2);
-                D[m][h] = fmaf(0.0f, log2_sum[m][h], D[m][h]);  // NaN if lse is not finite
-                if (t == 0 && row < T) dsum[row] = D[m][h];
-            }
-        }
-        d.put(da);
+    Operand<floatX, HS, M, Q_KEPT> q(operands);
+    Operand<floatX, HS, M, DOUT_KEPT> d(operands + q.SIZE);
+    Factors<floatX, HS, M> o(operands + q.SIZE + d.SIZE);
+    float dq[HS / 16][2 * M][4] = {}, log2_sum[M][2], D[M][2];
+    q.start(head.query, row0, T, head.stride, offsets);
+    d.start(dout, row0, T, head.C, offsets, true);
+    o.start(out, row0, T, head.C, offsets);
+    #pragma unroll
+    for (int i = 0; i < M * 2; i++) {
+        const int row = row0 + 8 * i + g;
+        log2_sum[i / 2][i % 2] = row < T ? LOG2E * lse[row] : 0.0f;
     }
+    // D is taken of dout as the products see it, so that dp - D vanishes when it should.
+    const auto find_D = [&] {
+        #pragma unroll
+        for (int i = 0; i < M * 2; i++) {
+            const int row = row0 + 8 * i + g;
+            float& sum = D[i / 2][i % 2];
+            sum = o.sum(d, i / 2, i % 2, offsets);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            sum = fmaf(0.0f, log2_sum[i / 2][i % 2], sum);  // NaN if lse is not finite
+            if (t == 0 && row < T) dsum[row] = sum;
+        }
+    };
+    if (!IS_BF16) find_D();  // out has no copy to wait for
     copies_finish();
-    for (; tile >= first; tile--, stage ^= 1) {
+    q.finish(offsets);
+    d.finish(offsets);
+    if (IS_BF16) find_D();
+    for (; tile >= first * ROWS / TILE_ROWS; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        if (tile == diagonal) backward_query_tile<HS, M, true>(dq, q, d, log2_sum, D, tiles[stage], offsets);
-        if (tile < diagonal) backward_query_tile<HS, M, false>(dq, q, d, log2_sum, D, tiles[stage], offsets);
+        #pragma unroll 1
+        for (int i = STEPS - 1; i >= 0; i--) {
+            const floatX *keys = tiles[stage][0] + i * STEP * HS, *values = tiles[stage][1] + i * STEP * HS;
+            const int step = tile * STEPS + i, ahead = ROWS == STEP ? 0 : step * STEP - row0;
+            if (step == diagonal)
+                backward_query_tile<HS, M, N, true>(dq, q, d, log2_sum, D, keys, values, ahead, offsets);
+            if (step < diagonal)
+                backward_query_tile<HS, M, N, false>(dq, q, d, log2_sum, D, keys, values, ahead, offsets);
+        }
         copies_finish();
     }
     for (; tile >= 0; tile--, stage ^= 1) {
         start(tile - 1, stage ^ 1);
-        backward_query_tile<HS, M, false>(dq, q, d, log2_sum, D, tiles[stage], offsets);
+        #pragma unroll 1
+        for (int i = STEPS - 1; i >= 0; i--) {
+            const floatX *keys = tiles[stage][0] + i * STEP * HS, *values = tiles[stage][1] + i * STEP * HS;
+            backward_query_tile<HS, M, N, false>(dq, q, d, log2_sum, D, keys, values, 0, offsets);
+        }
         copies_finish();
     }
-    store_sum<HS>(dqkv + (head.query - qkv), dq, row0, T, head.stride, rsqrtf((float)HS));
+    store_sum<HS>(dqkv + (head.query - qkv), dq, row0, T, head.stride, rsqrtf((float)HS), &tiles[0][0][0]);
 }
 
-// A tile of queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
-template <int HS, int M, bool DIAGONAL>
+// 8 N queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
+template <int HS, int M, int N, bool DIAGONAL, class K, class V>
 __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (&dv)[HS / 16][2 * M][4],
-                                         const Operand<HS, M>& k, const Operand<HS, M>& v,
-                                         const float (&tiles)[2][TILE_FLOATS],
-                                         const float (&terms)[2][TILE_FLOATS / HS], const Offsets& offsets) {
-    const float *queries = tiles[0], *douts = tiles[1], *lse = terms[0], *D = terms[1];
-    constexpr int N = TILE_FLOATS / HS / 8;
+                                         const K& k, const V& v, const floatX* queries, const floatX* douts,
+                                         const float* lse, const float* D, int ahead,
+                                         const Offsets<floatX, HS>& offsets) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float p[M][N][4] = {}, ds[M][N][4];
     #pragma unroll
@@ -621,10 +909,10 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
     }
     #pragma unroll
     for (int j = 0; j < HS / 16; j++) {
-        float a[M][2][4];
-        k.get(a, j);
+        Word a[M][PRODUCTS][4];
+        k.get(a, j, offsets);
         add_scores<HS>(p, a, queries, j, offsets);
-        v.get(a, j);
+        v.get(a, j, offsets);
         add_scores<HS>(ds, a, douts, j, offsets);
     }
     #pragma unroll
@@ -634,125 +922,145 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
         for (int m = 0; m < M; m++) {
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const bool hidden = DIAGONAL && 8 * n + 2 * t + i % 2 < 16 * m + 8 * (i / 2) + g;
+                const bool hidden = DIAGONAL && ahead + 8 * n + 2 * t + i % 2 < 16 * m + 8 * (i / 2) + g;
                 const float of_query = LOG2E * (i % 2 == 0 ? two.x : two.y);
                 const float x = hidden ? 0.0f : exp2_approx(p[m][n][i] * to_exponent<HS>() - of_query);
-                p[m][n][i] = to_tf32(x);
-                ds[m][n][i] = to_tf32(x * ds[m][n][i]);
+                p[m][n][i] = summand(x);
+                ds[m][n][i] = summand(x * ds[m][n][i]);
             }
         }
-        add_sum<HS>(dv, p, douts, n, offsets);
-        add_sum<HS>(dk, ds, queries, n, offsets);
+        if (8 * (n + 1) % ROWS_SUMMED == 0) {
+            add_sum<HS>(dv, p, douts, n + 1 - ROWS_SUMMED / 8, offsets);
+            add_sum<HS>(dk, ds, queries, n + 1 - ROWS_SUMMED / 8, offsets);
+        }
     }
 }
 
-// Grid (B * NH, tiles of WARPS * TILE_FLOATS / HS keys). Sets dk and dv of dqkv; or if query heads share keys, this
-// head's share of them in dkv_heads, which is null otherwise. Reads D from dsum.
-template <int HS>
-__device__ inline void backward_key(float* dqkv, float* dkv_heads, const float* dsum, const float* dout,
-                                    const float* lse, const float* qkv, int T, int NH, int NKV) {
-    constexpr int ROWS = TILE_FLOATS / HS, M = ROWS / 16;
-    __shared__ __align__(128) float tiles[2][2][TILE_FLOATS];    // stage; queries, output gradients
-    __shared__ __align__(8) float terms[2][2][ROWS];             // stage; lse and D of the queries
-    __shared__ float nan[THREADS];                               // of each thread: 0, or NaN as D is
-    DYNAMIC_SHARED(float, operands);
+// Grid (B * NH, tiles of WARPS * 16 M keys). Sets dk and dv of dqkv; or if query heads share keys, this head's share
+// of them in dkv_heads, which is null otherwise. Reads D from dsum.
+template <int HS, int M, int N, bool K_KEPT, bool V_KEPT>
+__device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float* dsum, const floatX* dout,
+                                    const float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    constexpr int ROWS = 16 * M, STEP = 8 * N, TILE_ROWS = TILE_SIZE / HS, STEPS = TILE_ROWS / STEP;
+    constexpr int DIAGONALS = ROWS > STEP ? ROWS / STEP : 1;    // steps in which a warp meets its diagonal
+    constexpr int UNROLL = STEPS > 2 ? 1 : STEPS;               // more than two steps would need too many registers
+    __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; queries, output gradients
+    __shared__ __align__(8) float terms[2][2][TILE_ROWS];       // stage; lse and D of the queries
+    __shared__ float nan[THREADS];                              // of each thread: 0, or NaN as D is
+    DYNAMIC_SHARED(floatX, operands);
     const int warp = threadIdx.x / 32;
-    const int first = blockIdx.y * WARPS, diagonal = first + warp, row0 = diagonal * ROWS;
+    const int first = blockIdx.y * WARPS, row0 = (first + warp) * ROWS, diagonal = row0 / STEP;
     const Head<HS> head(qkv, T, NH, NKV);
     dout += head.rows(T);
     lse += (long long)blockIdx.x * T;
     dsum += (long long)blockIdx.x * T;
-    const Offsets offsets = tile_offsets<HS>();
-    const int end = ceil_div(T, ROWS);
-    int tile = first, stage = 0;
+    const Offsets<floatX, HS> offsets;
+    const int end = ceil_div(T, TILE_ROWS);
+    int tile = first * ROWS / TILE_ROWS, stage = 0;
     const auto start = [&](int tile, int stage) {
-        copy_tiles<HS>(tiles[stage], head.query, dout, tile * ROWS, T, head.stride, head.C, offsets);
+        copy_tiles<HS>(tiles[stage], head.query, dout, tile * TILE_ROWS, T, head.stride, head.C, offsets);
         // Queries from T on are zeros throughout, and add zeros.
-        const int array = threadIdx.x / ROWS, down = threadIdx.x % ROWS, row = tile * ROWS + down;
+        const int array = threadIdx.x / TILE_ROWS, down = threadIdx.x % TILE_ROWS, row = tile * TILE_ROWS + down;
         const float* term = array == 0 ? lse : dsum;
         if (array < 2) copy_one(&terms[stage][array][down], term + (row < T ? row : 0), row < T);
     };
 
     start(tile, stage);
-    float* mine = operands + 4 * threadIdx.x;
-    const Operand<HS, M> k{mine}, v{mine + Operand<HS, M>::FLOATS};
+    Operand<floatX, HS, M, K_KEPT> k(operands);
+    Operand<floatX, HS, M, V_KEPT> v(operands + k.SIZE);
     float dk[HS / 16][2 * M][4] = {}, dv[HS / 16][2 * M][4] = {};
+    k.start(head.key, row0, T, head.stride, offsets);
+    v.start(head.value, row0, T, head.stride, offsets);
     {
-        float a[HS / 16][M][2][4], b[HS / 16][M][2][4];
-        load_operand<HS>(a, head.key, row0, T, head.stride);
-        load_operand<HS>(b, head.value, row0, T, head.stride);
-        k.put(a);
-        v.put(b);
-        const int row = row0 + threadIdx.x % 32;  // for HS = 128 the next warp's, too
+        const int row = row0 + threadIdx.x % 32;  // where M is 1 the next warp's, too
         nan[threadIdx.x] = warp_sum(row < T ? 0.0f * dsum[row] : 0.0f);
     }
     copies_finish();
-    for (; tile < min(first + WARPS, end); tile++, stage ^= 1) {
+    k.finish(offsets);
+    v.finish(offsets);
+    for (; tile < min((first + WARPS) * ROWS / TILE_ROWS, end); tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        if (tile == diagonal) backward_key_tile<HS, M, true>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
-        if (tile > diagonal) backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
+        #pragma unroll 1
+        for (int i = 0; i < STEPS; i++) {
+            const floatX *queries = tiles[stage][0] + i * STEP * HS, *douts = tiles[stage][1] + i * STEP * HS;
+            const float *lse = terms[stage][0] + i * STEP, *D = terms[stage][1] + i * STEP;
+            const int step = tile * STEPS + i, ahead = ROWS == STEP ? 0 : step * STEP - row0;
+            if (step >= diagonal && step < diagonal + DIAGONALS)
+                backward_key_tile<HS, M, N, true>(dk, dv, k, v, queries, douts, lse, D, ahead, offsets);
+            if (step >= diagonal + DIAGONALS)
+                backward_key_tile<HS, M, N, false>(dk, dv, k, v, queries, douts, lse, D, ahead, offsets);
+        }
         copies_finish();
     }
     for (; tile < end; tile++, stage ^= 1) {
         start(tile + 1, stage ^ 1);
-        backward_key_tile<HS, M, false>(dk, dv, k, v, tiles[stage], terms[stage], offsets);
+        #pragma unroll UNROLL
+        for (int i = 0; i < STEPS; i++) {
+            const floatX *queries = tiles[stage][0] + i * STEP * HS, *douts = tiles[stage][1] + i * STEP * HS;
+            const float *lse = terms[stage][0] + i * STEP, *D = terms[stage][1] + i * STEP;
+            backward_key_tile<HS, M, N, false>(dk, dv, k, v, queries, douts, lse, D, 0, offsets);
+        }
         copies_finish();
     }
-    // In both arrays dv lies C floats behind dk: dqkv is written to only if NKV = NH.
-    const bool shared_keys = NKV < NH;
-    float* to = shared_keys ? dkv_heads + head.rows(2 * T) : dqkv + (head.key - qkv);
-    const int to_stride = shared_keys ? 2 * head.C : head.stride;
-    store_sum<HS>(to, dk, row0, T, to_stride, rsqrtf((float)HS) + nan[threadIdx.x]);
-    store_sum<HS>(to + head.C, dv, row0, T, to_stride, 1.0f + nan[threadIdx.x]);
+    // In both arrays dv lies C numbers behind dk: dqkv is written to only if NKV = NH.
+    const auto store = [&](auto* to, int stride) {
+        const auto shared = reinterpret_cast<decltype(to)>(tiles);
+        store_sum<HS>(to, dk, row0, T, stride, rsqrtf((float)HS) + nan[threadIdx.x], shared);
+        store_sum<HS>(to + head.C, dv, row0, T, stride, 1.0f + nan[threadIdx.x], shared);
+    };
+    if (NKV < NH) store(dkv_heads + head.rows(2 * T), 2 * head.C);
+    else store(dqkv + (head.key - qkv), head.stride);
+}
+
+// The numbers in brackets are HS, M and N; then, which of a warp's own rows are kept in registers. kernels/
+// flash_attention.py has the rows of a block, 64 M, and the sizes of what is not declared here.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+flash_attention_forward_kernel_64(floatX* out, float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    forward<64, 2, 4, true>(out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_forward_kernel_64(float* out, float* lse, const float* qkv, int T, int NH, int NKV) {
-    forward<64>(out, lse, qkv, T, NH, NKV);
+flash_attention_backward_query_kernel_64(floatX* dqkv, float* dsum, const floatX* dout, const floatX* out,
+                                         const float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    backward_query<64, 2, 4, true, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_query_kernel_64(float* dqkv, float* dsum, const float* dout, const float* out,
-                                         const float* lse, const float* qkv, int T, int NH, int NKV) {
-    backward_query<64>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
+flash_attention_backward_key_kernel_64(floatX* dqkv, float* dkv_heads, const float* dsum, const floatX* dout,
+                                       const float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    backward_key<64, 2, IS_BF16 ? 2 : 4, IS_BF16, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_64(float* dqkv, float* dkv_heads, const float* dsum, const float* dout,
-                                       const float* lse, const float* qkv, int T, int NH, int NKV) {
-    backward_key<64>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+flash_attention_forward_kernel_128(floatX* out, float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    forward<128, IS_BF16 ? 2 : 1, IS_BF16 ? 4 : 2, !IS_BF16>(out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_forward_kernel_128(float* out, float* lse, const float* qkv, int T, int NH, int NKV) {
-    forward<128>(out, lse, qkv, T, NH, NKV);
+flash_attention_backward_query_kernel_128(floatX* dqkv, float* dsum, const floatX* dout, const floatX* out,
+                                         const float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    backward_query<128, 1, IS_BF16 ? 4 : 2, true, IS_BF16>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_query_kernel_128(float* dqkv, float* dsum, const float* dout, const float* out,
-                                         const float* lse, const float* qkv, int T, int NH, int NKV) {
-    backward_query<128>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_128(float* dqkv, float* dkv_heads, const float* dsum, const float* dout,
-                                       const float* lse, const float* qkv, int T, int NH, int NKV) {
-    backward_key<128>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+flash_attention_backward_key_kernel_128(floatX* dqkv, float* dkv_heads, const float* dsum, const floatX* dout,
+                                       const float* lse, const floatX* qkv, int T, int NH, int NKV) {
+    backward_key<128, 1, 2, IS_BF16, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
 
 // dk and dv of dqkv = the sums over the query heads of each group of dkv_heads (B, T, 2, NH, HS). Thread (x, y) of a
-// block: four channels of one of the B*T*2*NKV `heads` of keys and values.
-extern "C" __global__ void flash_attention_group_sum_kernel(float* dqkv, const float* dkv_heads, int heads, int NH,
+// block: WIDTH channels of one of the B*T*2*NKV `heads` of keys and values.
+extern "C" __global__ void flash_attention_group_sum_kernel(floatX* dqkv, const float* dkv_heads, int heads, int NH,
                                                             int NKV, int HS) {
-    const int n = blockIdx.x * blockDim.y + threadIdx.y, i = 4 * threadIdx.x, group = NH / NKV;
+    const int n = blockIdx.x * blockDim.y + threadIdx.y, i = WIDTH * threadIdx.x, group = NH / NKV;
     if (n >= heads) return;
     const float* share = dkv_heads + (size_t)n * group * HS + i;  // the heads of a group are neighbours
-    Vec sum = Aligned::load(share, 4);
+    Vec sum = Aligned::load(share, WIDTH);
     #pragma unroll 4
     for (int h = 1; h < group; h++) {
-        const Vec x = Aligned::load(share + h * HS, 4);
-        for (int k = 0; k < 4; k++) sum.x[k] += x.x[k];
+        const Vec x = Aligned::load(share + h * HS, WIDTH);
+        for (int k = 0; k < WIDTH; k++) sum.x[k] += x.x[k];
     }
     const int position = n / (2 * NKV), head = NH + n % (2 * NKV);
-    Aligned::store(dqkv + ((size_t)position * (NH + 2 * NKV) + head) * HS + i, sum, 4);
+    Aligned::store(dqkv + ((size_t)position * (NH + 2 * NKV) + head) * HS + i, sum, WIDTH);
 }

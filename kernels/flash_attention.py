@@ -1,4 +1,4 @@
-"""Causal attention without (T, T) matrices, in TF32: the launchers of flash_attention.cu."""
+"""Causal attention without (T, T) matrices, in TF32 or bf16: the launchers of flash_attention.cu."""
 
 import device
 from device import ceil_div
@@ -8,8 +8,7 @@ cu = device.source(__file__)
 
 HEAD_SIZES = (64, 128)
 THREADS = 128
-TILE_FLOATS = 2048  # as in flash_attention.cu: a warp has TILE_FLOATS / HS queries or keys
-OPERAND_BYTES = 4 * 4 * TILE_FLOATS  # an array of them, for four warps, in shared memory
+ROWS = {64: 128, 128: 64}  # of a block, as flash_attention.cu has it, by the size of heads; forward in bf16 has 128
 
 
 def flash_attention_forward(out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
@@ -21,7 +20,8 @@ def flash_attention_forward(out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS
     compute capability 8.0).
     """
     forward, _, _ = kernels(HS)
-    forward(grid(B, T, NH, HS), (THREADS,), (out, lse, qkv, T, NH, NKV))
+    rows, operands = (128, 1) if device.floatX == device.BF16 else (ROWS[HS], 0)
+    launch(forward, rows, operands, B, T, NH, HS, (out, lse, qkv, T, NH, NKV))
 
 
 def flash_attention_backward(
@@ -35,20 +35,21 @@ def flash_attention_backward(
     whole, and dkv_heads, which may be None, is not used.
     """
     _, backward_query, backward_key = kernels(HS)
-    size, block = grid(B, T, NH, HS), (THREADS,)
-    backward_query(size, block, (dqkv, dsum, dout, out, lse, qkv, T, NH, NKV), shared_mem=OPERAND_BYTES)
-    backward_key(size, block, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV), shared_mem=2 * OPERAND_BYTES)
+    operands = 3 if device.floatX == device.BF16 else 1
+    launch(backward_query, ROWS[HS], operands, B, T, NH, HS, (dqkv, dsum, dout, out, lse, qkv, T, NH, NKV))
+    launch(backward_key, ROWS[HS], 2, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV))
     if NKV < NH:
         heads = B * T * 2 * NKV
-        block = HS // 4, 4 * THREADS // HS
+        block = HS // device.width(), device.width() * THREADS // HS
         group_sum = cu.flash_attention_group_sum_kernel
         group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
 
 
-def grid(B: int, T: int, NH: int, HS: int) -> tuple[int, int]:
-    """A block for each head of each sequence and each tile of queries or keys."""
-    rows = THREADS // 32 * TILE_FLOATS // HS
-    return B * NH, ceil_div(T, rows)
+def launch(kernel, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
+    """A block for each head of each sequence and each tile of so many queries or keys. operands: of how many arrays it
+    has its rows in shared memory that it does not declare itself."""
+    shared = operands * rows * HS * device.floatX.itemsize
+    kernel((B * NH, ceil_div(T, rows)), (THREADS,), arguments, shared_mem=shared)
 
 
 def kernels(HS: int) -> tuple:

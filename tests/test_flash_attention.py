@@ -1,14 +1,30 @@
 """Flash attention against softmax attention in float64."""
 
+import device
+from conftest import DEVICES, switch_device
 from device.errors import UserError
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from oracle import KERNEL_TF32, assert_close, attention, guarded, to_numpy
+from oracle import (
+    BF16,
+    KERNEL_FP32,
+    KERNEL_TF32,
+    assert_close,
+    attention,
+    exact,
+    guarded,
+    normal,
+    relative_error,
+    to_numpy,
+)
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+FP32 = np.float32
 
 # (B, T, NH, NKV, HS): a single position, less than a tile, whole tiles, several with a ragged end, shared keys.
 SHAPES = [
@@ -16,30 +32,46 @@ SHAPES = [
     (1, 130, 2, 2, 128), (2, 67, 9, 3, 64), (1, 140, 6, 1, 64), (1, 70, 4, 2, 128),
 ]  # fmt: skip
 
+ON = ["cpu", "cpu-bf16"] + ["cuda", "cuda-bf16"] * ("cuda" in DEVICES)
 
-def run(dev, qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """out (B,T,NH,HS), lse (B,NH,T) and dqkv (B,T,NH+2*NKV,HS), by the kernels."""
+
+@pytest.fixture(params=ON)
+def dev(request, monkeypatch):
+    """The device, in TF32 and in bf16. These kernels have warps of 32 wherever they run."""
+    switch_device(request.param, monkeypatch)
+    if "bf16" in request.param and device.floatX != device.BF16:
+        pytest.skip("this GPU has no bf16")
+    yield device
+    device.synchronize()
+
+
+def run_all(dev, qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """out (B,T,NH,HS), lse (B,NH,T), dqkv (B,T,NH+2*NKV,HS) and dkv_heads (B,T,2,NH,HS), by the kernels."""
     B, T, NH, HS = dout.shape
     NKV = (qkv.shape[2] - NH) // 2
     with guarded(dev) as memory:
         inp = memory.read(qkv, name="qkv")
         out = memory.write((B, T, NH, HS), name="out")
-        lse = memory.write((B, NH, T), name="lse")
+        lse = memory.write((B, NH, T), FP32, name="lse")
         flash_attention_forward(out, lse, inp, B, T, NH, NKV, HS)
     with guarded(dev) as memory:
         inp, grad = memory.read(qkv, name="qkv"), memory.read(dout, name="dout")
-        out, lse = memory.read(to_numpy(out), name="out"), memory.read(to_numpy(lse), name="lse")
+        out, lse = memory.read(to_numpy(out), name="out"), memory.read(to_numpy(lse), FP32, name="lse")
         dqkv = memory.write(qkv.shape, name="dqkv")
-        dkv_heads = memory.scratch((B, T, 2, NH, HS)) if NKV < NH else None
-        dsum = memory.scratch((B, NH, T))
+        dkv_heads = memory.write((B, T, 2, NH, HS), FP32, name="dkv_heads") if NKV < NH else None
+        dsum = memory.scratch((B, NH, T), FP32)
         flash_attention_backward(dqkv, dkv_heads, dsum, grad, out, lse, inp, B, T, NH, NKV, HS)
-    return to_numpy(out), to_numpy(lse), to_numpy(dqkv)
+    return to_numpy(out), to_numpy(lse), to_numpy(dqkv), None if dkv_heads is None else to_numpy(dkv_heads)
+
+
+def run(dev, qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Without dkv_heads."""
+    return run_all(dev, qkv, dout)[:3]
 
 
 def make_inputs(rng, B: int, T: int, NH: int, NKV: int, HS: int) -> tuple[np.ndarray, np.ndarray]:
     """qkv (B,T,NH+2*NKV,HS) and dout (B,T,NH,HS)."""
-    shapes = (B, T, NH + 2 * NKV, HS), (B, T, NH, HS)
-    return tuple(rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    return normal(rng, B, T, NH + 2 * NKV, HS), normal(rng, B, T, NH, HS)
 
 
 def reference(qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -55,15 +87,34 @@ def reference(qkv: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return out.detach().reshape(B, T, NH, HS).numpy(), lse.numpy(), leaf.grad.numpy()
 
 
+# How many roundings to bf16 lie on the way to a tensor. out: of p and of out. dv: of p and of dv. dq and dk: of out,
+# from which D comes, of ds, and of the result.
+ROUNDINGS = {"out": 2, "lse": 0, "dq": 3, "dk": 3, "dv": 2}
+
+
+def tolerance(name: str) -> float:
+    """How large |got - want| / |want| may be. A rounding to bf16 changes a number by a share of at most BF16. The
+    changes of a sum's terms are as random as the terms, so they add up as those do, to the same share of the sum.
+    Roundings do not depend on each other: the square of their error is the sum of their squares. Nothing on the way to
+    lse is rounded, and the products are exact in fp32."""
+    if device.floatX != device.BF16:
+        return KERNEL_TF32
+    return max(KERNEL_FP32, ROUNDINGS[name] ** 0.5 * BF16)
+
+
+def gradients(dqkv: np.ndarray, NH: int) -> dict[str, np.ndarray]:
+    """dq, dk and dv, of NH heads of queries."""
+    NKV = (dqkv.shape[2] - NH) // 2
+    return dict(zip(("dq", "dk", "dv"), np.split(dqkv, [NH, NH + NKV], axis=2), strict=True))
+
+
 def check(got: tuple, want: tuple) -> None:
-    assert_close("out", got[0], want[0], KERNEL_TF32)
+    assert_close("out", got[0], want[0], tolerance("out"))
     # Backward uses lse as the logarithm that it is: its absolute error is the relative one of all probabilities.
-    assert_close("exp(lse), relative", np.exp(got[1] - want[1]), np.ones_like(want[1]), KERNEL_TF32)
-    NH = got[0].shape[2]
-    NKV = (got[2].shape[2] - NH) // 2
-    parts = [np.split(dqkv, [NH, NH + NKV], axis=2) for dqkv in (got[2], want[2])]
-    for name, ours, theirs in zip(("dq", "dk", "dv"), *parts, strict=True):
-        assert_close(name, ours, theirs, KERNEL_TF32)
+    assert_close("exp(lse), relative", np.exp(got[1] - want[1]), np.ones_like(want[1]), tolerance("lse"))
+    ours, theirs = (gradients(dqkv, got[0].shape[2]) for dqkv in (got[2], want[2]))
+    for name in ours:
+        assert_close(name, ours[name], theirs[name], tolerance(name))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -90,40 +141,57 @@ def test_gradients_of_shared_keys_and_values_are_the_sum_over_their_query_heads(
     qkv, dout = make_inputs(rng, *shape)
     q, k, v = np.split(qkv, [NH, NH + NKV], axis=2)
     repeated = np.concatenate([q, k.repeat(group, axis=2), v.repeat(group, axis=2)], axis=2)
-    out, lse, dqkv = run(dev, qkv, dout)
+    out, lse, dqkv, dkv_heads = run_all(dev, qkv, dout)
     want_out, want_lse, want = run(dev, repeated, dout)
     # A head computes the same whether its keys are shared or not, and shares are added in order: no bit may differ.
-    shares = want[:, :, NH:].reshape(B, T, 2 * NKV, group, HS)
+    shares = dkv_heads.reshape(B, T, 2 * NKV, group, HS)
     total = shares[:, :, :, 0].copy()
     for h in range(1, group):
         total += shares[:, :, :, h]
     assert (out == want_out).all() and (lse == want_lse).all()
     assert (dqkv[:, :, :NH] == want[:, :, :NH]).all()
-    assert (dqkv[:, :, NH:] == total).all()
+    assert (exact(dkv_heads).reshape(B, T, 2 * NH, HS) == want[:, :, NH:]).all()
+    assert (dqkv[:, :, NH:] == exact(total)).all()
+
+
+@pytest.mark.parametrize("dev", [on for on in ON if "bf16" in on], indirect=True)
+@pytest.mark.parametrize("shape", [(2, 67, 3, 3, 64), (1, 130, 2, 2, 128), (1, 256, 2, 2, 64)], ids=str)
+def test_errors_in_bf16_are_about_those_of_pytorch(dev, rng, shape):
+    qkv, dout = make_inputs(rng, *shape)
+    leaf = torch.from_numpy(qkv).bfloat16().requires_grad_()
+    q, k, v = leaf.transpose(1, 2).chunk(3, dim=1)
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    theirs.backward(torch.from_numpy(dout).bfloat16())
+
+    def named(out: np.ndarray, dqkv: np.ndarray) -> dict[str, np.ndarray]:
+        return {"out": out, **gradients(dqkv, dout.shape[2])}
+
+    ours, right = (named(out, dqkv) for out, _, dqkv in (run(dev, qkv, dout), reference(qkv, dout)))
+    for name, other in named(theirs.detach().float().numpy(), leaf.grad.float().numpy()).items():
+        assert relative_error(ours[name], right[name]) <= 1.2 * relative_error(other, right[name]), name
 
 
 def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(dev, rng):
     # Along a row the largest score so far rises, from either end, by far more than exp can hold in a float. All factors
-    # of the scores are exact in TF32, so that only the sums' order of magnitude is on trial.
+    # of the scores are exact in TF32 and bf16, so that only the sums' order of magnitude is on trial.
     T, HS = 200, 64
-    qkv = rng.standard_normal((1, T, 3, 2, HS), dtype=np.float32)  # q, k, v of two heads
+    qkv = normal(rng, 1, T, 3, 2, HS)  # q, k, v of two heads
     qkv[:, :, :2] = 0.0
     qkv[:, :, 0, :, 0] = 8.0
     height = 8.0 * (np.arange(T) // 8)
     qkv[0, :, 1, 0, 0] = 8.0 * height
     qkv[0, :, 1, 1, 0] = -8.0 * height
     qkv = qkv.reshape(1, T, 6, HS)
-    dout = rng.standard_normal((1, T, 2, HS), dtype=np.float32)
+    dout = normal(rng, 1, T, 2, HS)
     got, want = run(dev, qkv, dout), reference(qkv, dout)
-    assert_close("out", got[0], want[0], KERNEL_TF32)
+    assert_close("out", got[0], want[0], tolerance("out"))
     assert_close("lse", got[1], want[1], 1e-6)
-    assert_close("dv", got[2][:, :, 4:], want[2][:, :, 4:], KERNEL_TF32)
+    assert_close("dv", got[2][:, :, 4:], want[2][:, :, 4:], tolerance("dv"))
 
 
 def test_a_query_sees_no_later_key(dev, rng):
     T = 150
-    qkv = rng.standard_normal((1, T, 3, 64), dtype=np.float32)
-    dout = rng.standard_normal((1, T, 1, 64), dtype=np.float32)
+    qkv, dout = make_inputs(rng, 1, T, 1, 1, 64)
     out, lse, _ = run(dev, qkv, dout)
     for t in (0, 31, 32, 100):
         changed = qkv.copy()
@@ -131,6 +199,27 @@ def test_a_query_sees_no_later_key(dev, rng):
         other_out, other_lse, _ = run(dev, changed, dout)
         assert (other_out[:, : t + 1] == out[:, : t + 1]).all()
         assert (other_lse[..., : t + 1] == lse[..., : t + 1]).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(2, 71, 2, 1, 64), (1, 37, 1, 1, 128)], ids=str)
+def test_what_is_not_finite_is_handed_on(dev, rng, shape, value):
+    # In TF32, tests/test_nonfinite.py says more.
+    B, T, NH, NKV, HS = shape
+    for spoiled in (0, 1):
+        inputs = make_inputs(rng, *shape)
+        inputs[spoiled].reshape(-1)[rng.integers(inputs[spoiled].size)] = value
+        memory = guarded(dev)
+        qkv, dout = map(memory.read, inputs)
+        out, dqkv = memory.scratch(inputs[1].shape), memory.scratch(inputs[0].shape)
+        lse, dsum = (memory.scratch((B, NH, T), FP32) for _ in range(2))
+        dkv_heads = memory.scratch((B, T, 2, NH, HS), FP32)
+        flash_attention_forward(out, lse, qkv, B, T, NH, NKV, HS)
+        flash_attention_backward(dqkv, dkv_heads, dsum, dout, out, lse, qkv, B, T, NH, NKV, HS)
+        got, want = [to_numpy(out), to_numpy(lse), to_numpy(dqkv)], reference(*inputs)
+        ours, theirs = ({"out": out, "lse": lse, **gradients(dqkv, NH)} for out, lse, dqkv in (got, want))
+        for name in ours:
+            assert np.isfinite(theirs[name]).all() or not np.isfinite(ours[name]).all(), name
 
 
 @pytest.mark.parametrize("shape", [(2, 67, 3, 3, 64), (1, 130, 2, 2, 128), (2, 67, 6, 2, 64)], ids=str)
@@ -149,16 +238,16 @@ def test_offsets_past_two_to_the_31_elements(dev, B, NKV):
     heads = NH + 2 * NKV
     alone, dout_alone = make_inputs(np.random.default_rng(0), 1, T, NH, NKV, HS)
     want = run(dev, alone, dout_alone)
-    qkv, dqkv = dev.zeros((B, T, heads, HS)), dev.zeros((B, T, heads, HS))
-    out, dout = dev.zeros((B, T, NH, HS)), dev.zeros((B, T, NH, HS))
+    qkv, dqkv = (dev.zeros((B, T, heads, HS), dev.floatX) for _ in range(2))
+    out, dout = (dev.zeros((B, T, NH, HS), dev.floatX) for _ in range(2))
     lse, dsum = dev.zeros((B, NH, T)), dev.zeros((B, NH, T))
     dkv_heads = dev.zeros((B, T, 2, NH, HS)) if NKV < NH else None
-    dev.copy_in(qkv[-1:], alone)
-    dev.copy_in(dout[-1:], dout_alone)
+    for array, values in (qkv, alone), (dout, dout_alone):
+        dev.copy_in(array[-1:], dev.to_bf16(values) if dev.floatX == dev.BF16 else values)
     flash_attention_forward(out, lse, qkv, B, T, NH, NKV, HS)
     flash_attention_backward(dqkv, dkv_heads, dsum, dout, out, lse, qkv, B, T, NH, NKV, HS)
     for got, expected in zip((out, lse, dqkv), want, strict=True):
-        assert (dev.to_host(got[-1:]) == expected).all()
+        assert (to_numpy(got[-1:]) == expected).all()
 
 
 @pytest.mark.parametrize("HS, NH", [(96, 1), (32, 24), (33, 3), (256, 4)])
