@@ -123,7 +123,7 @@ def counts_of(watched: Watched) -> dict[str, int]:
     steps = watched.steps[watched.steps["array"] >= 0]
     shared = np.array([array.shared for array in watched.arrays])[steps["array"]]
     # cp.async (flash_attention.cu's copy_four and copy_one) stores to shared memory here, but is no store for ncu.
-    copying = [pc for pc, place in watched.places.items() if place.innermost().startswith("copy_")]
+    copying = [pc for pc, place in watched.places.items() if "copy_" in place.innermost()]
     copies = shared & np.isin(steps["pc"], copying)
     counts = {"copies to shared memory": int(copies.sum())}
     steps, shared = steps[~copies], shared[~copies]

@@ -31,15 +31,15 @@ MISTAKES = {
     "`=` where backward adds": ("Vec dx = memory.load(p, C - i);", "Vec dx = {};"),
     "mean written one row too far": ("mean[blockIdx.x] = m;", "mean[blockIdx.x + 1] = m;"),
     "last vector of a ragged row not written": (
-        "memory.store(out + start + i, x, C - i);", "if (i + 3 < C) memory.store(out + start + i, x, C - i);"
+        "memory.store(out + start + i, x, C - i);", "if (i + WIDTH - 1 < C) memory.store(out + start + i, x, C - i);"
     ),
     "aligned load of rows that are not": (
-        "Vec x = memory.load(inp1 + start + i, C - i);", "Vec x = Aligned::load(inp1 + start + i, 4);"
+        "Vec x = memory.load(inp1 + start + i, C - i);", "Vec x = Aligned::load(inp1 + start + i, WIDTH);"
     ),
     "NaN clamped to a number": (
-        "            Aligned::store(row + i, x, 4);",
-        "            for (int k = 0; k < 4; k++) x.x[k] = fminf(fmaxf(x.x[k], -1e30f), 1e30f);\n"
-        "            Aligned::store(row + i, x, 4);",
+        "            Aligned::store(row + i, x, WIDTH);",
+        "            for (int k = 0; k < WIDTH; k++) x.x[k] = fminf(fmaxf(x.x[k], -1e30f), 1e30f);\n"
+        "            Aligned::store(row + i, x, WIDTH);",
     ),
     "no barrier before shared memory is read": (
         "            __syncthreads();\n            const int count", "            const int count"

@@ -159,9 +159,10 @@ float total = 0.0f;"""),
 float m = 0.0f, s = 0.0f;
 // Write here: m = the row's mean, s = its rstd, and the row of out.
 // `sum` is what this thread's numbers add up to; block_sum(sum) gives every thread the sum over the block.
-// The thread's numbers wait in `row`, at i = first, first + step, ... : Aligned::load(row + i, 4) gives four. Where C
-// is no multiple of 4, the last four of a row go past its end, and no such number belongs to the variance.
-// memory.load(weight + i, C - i) and memory.store(out + start + i, x, C - i) move four floats, or what is there."""),
+// The thread's numbers wait in `row`, at i = first, first + step, ... : Aligned::load(row + i, WIDTH) gives
+// WIDTH of them: four in fp32. Where C is no multiple of WIDTH, the last of a row go past its end, and no such number
+// belongs to the variance. memory.load(weight + i, C - i) and memory.store(out + start + i, x, C - i) move WIDTH
+// numbers, or what is there."""),
         ),
         source="kernels/layernorm.cu",
         parts=('extern "C" __global__ void layernorm_forward_kernel(',),

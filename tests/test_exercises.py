@@ -62,7 +62,7 @@ FAULTS = [
      r"merge, both EMPTY|line 29: FloatingPoint"),
     ("softmax", "x.x[k] = s + k < length", "x.x[k] = s + k <= length",
      r"with T = 37 and scale 0.125, att\[0, 1\]: expected 0"),
-    ("softmax", "four_largest = s + k < length ? fmaxf(four_largest, x.x[k]) : four_largest;", "four_largest = 0.0f;",
+    ("softmax", "new_largest = s + k < length ? fmaxf(new_largest, x.x[k]) : new_largest;", "new_largest = 0.0f;",
      r"with T = 40 and scale 60, att\[\d+, \d+\]: expected 1, got nan"),
     ("flash_forward", "rescale[:, None] * out + p @ v", "out + p @ v", r"two tiles: out\[\d, \d\]: expected"),
     ("flash_forward", "for k, v in tiles", "for k, v in list(tiles)", r"after the next one had taken its place\?"),
