@@ -25,6 +25,7 @@ from kernels.matmul import (
 from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
+from llmc.classifier import classifier_backward, classifier_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import make_header
 from llmc.huggingface import HuggingFace, Settings
@@ -71,7 +72,7 @@ ACTIVATIONS = (
     ("residual3",  ("L", "B", "T", "C")),
     ("lnf_mean",   ("B", "T"), "fp32"),
     ("lnf_rstd",   ("B", "T"), "fp32"),
-    ("logits",     ("B", "T", "Vp")),                # and then their gradient
+    ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
     ("losses",     ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
     ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
@@ -80,7 +81,8 @@ ACTIVATIONS = (
     ("fch_gelu",   ("B", "T", "4C")),                # forward: output of the GELU at hand
     ("fch_gelu_T", ("4C", "B", "T"), "fch_gelu"),    # backward: the same, transposed
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels, before its bias
-    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient
+    ("lnf_T",      ("C", "B", "T")),                 # backward: output of the last layernorm, transposed
+    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: the gradient of proj
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
@@ -150,9 +152,9 @@ class GPT2Config(Config):
 
 
 def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
+    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training."""
     config, params, acts = model.config, model.params, model.acts(B, T)
-    L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
+    L, C = config.num_layers, config.channels
     drop = dropouts(model, training)
 
     embedding_forward(model, acts.encoded, params.wte, params.wpe, B, T, C, drop.encoded)
@@ -186,7 +188,7 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         )  # fmt: skip
         residual = a.residual3
 
-    matmul_forward(acts.logits, acts.ln, params.wte, None, B, T, C, Vp)
+    classifier_forward(model, acts.ln, params.wte, B, T)
 
 
 def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
@@ -199,16 +201,14 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
     dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
+    L, C = config.num_layers, config.channels
     dresidual, dln, datty, dfch, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dfch, gacts.dqkv
     weight_T, partials = gacts.weight_T, gacts.partials
     drop = dropouts(model, training=True)
     dproj = acts.dproj if model.dropout else dresidual
 
     residual = acts.layer[L - 1].residual3
-    matmul_backward_inp(dln, acts.logits, params.wte, None, B, T, C, Vp)
-    layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
-    matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
+    classifier_backward(model, dln, grads.wte, acts.lnf_T, B, T, accumulate)
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,

@@ -26,12 +26,13 @@ from kernels.reduce import MOST_PARTIALS
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
+from llmc.classifier import classifier_backward, classifier_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.huggingface import HuggingFace, Reordered, Settings
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
-from llmc.tensors import Config, padded
+from llmc.tensors import Config
 from llmc.update import adamw_update
 
 import numpy as np
@@ -74,24 +75,25 @@ ACTIVATIONS = (
     ("losses",     ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take, and keeps its
     # gradients where the outputs of forward were that nothing needs any more.
-    ("wide",       ("B", "T", "W")),                 # room for the logits, or for two of 4C channels and two of C
-    ("logits",     ("B", "T", "Vp"), "wide"),        # and then their gradient
-    ("fch_gelu",   ("B", "T", "4C"), "wide"),        # forward: output of the GELU at hand
-    ("fch_gelu_T", ("4C", "B", "T"), "wide"),        # backward: the same, transposed
-    ("ln_T",       ("C", "B", "T"), "wide"),         # backward: ln1 or ln2, transposed
-    ("atty_T",     ("C", "B", "T"), "wide"),         # backward: atty, transposed
-    ("dfch",       ("B", "T", "4C"), "wide", "fch_gelu"),  # of the GELU's output, which becomes that of its input
-    ("dqkv",       ("B", "T", "3C"), "wide", "fch_gelu"),
-    ("proj",       ("B", "T", "C"), "wide", "dfch"), # forward: the attention's projection, before its bias
-    ("dproj",      ("B", "T", "C"), "wide", "dfch"), # backward, with dropout: its gradient, at last that of encoded
-    ("fcproj",     ("B", "T", "C"), "wide", "proj"), # forward: the MLP's projection, before its bias
-    ("dfcproj",    ("B", "T", "C"), "wide", "proj"), # backward, with dropout: of fcproj
+    ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk. When
+                                                     # they have served, their place is that of what follows
+    ("fch_gelu",   ("B", "T", "4C"), "logits"),        # forward: output of the GELU at hand
+    ("fch_gelu_T", ("4C", "B", "T"), "logits"),        # backward: the same, transposed
+    ("ln_T",       ("C", "B", "T"), "logits"),         # backward: ln1 or ln2, transposed
+    ("atty_T",     ("C", "B", "T"), "logits"),         # backward: atty, transposed
+    ("dfch",       ("B", "T", "4C"), "logits", "fch_gelu"),  # of the GELU's output, which becomes that of its input
+    ("dqkv",       ("B", "T", "3C"), "logits", "fch_gelu"),
+    ("proj",       ("B", "T", "C"), "logits", "dfch"), # forward: the attention's projection, before its bias
+    ("dproj",      ("B", "T", "C"), "logits", "dfch"), # backward, with dropout: its gradient, at last that of encoded
+    ("fcproj",     ("B", "T", "C"), "logits", "proj"), # forward: the MLP's projection, before its bias
+    ("dfcproj",    ("B", "T", "C"), "logits", "proj"), # backward, with dropout: of fcproj
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
-    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1, at first of lnf's output
+    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
-    ("lnf_T",      ("C", "B", "T"), "ln2"),          # backward: output of the last norm, transposed
-    ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
+    ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers;
+                                                     # at first of lnf's output
+    ("lnf_T",      ("C", "B", "T")),                 # backward: output of the last norm, transposed
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
@@ -159,7 +161,7 @@ class PythiaConfig(Config):
         return int(self.rotary * self.head_size)
 
     def sizes(self) -> dict[str, int]:
-        return super().sizes() | {"P": MOST_PARTIALS, "W": max(padded(self.vocab_size), 10 * self.channels)}
+        return super().sizes() | {"P": MOST_PARTIALS}
 
     def rows(self) -> list[tuple[str, object]]:
         R, HS = self.rotary_channels, self.head_size
@@ -189,9 +191,9 @@ def norms_before(config: PythiaConfig, acts, l: int, *tensors) -> tuple:
 
 
 def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Sets the logits, acts(B, T).logits (B,T,Vp), from the first B*T of model.inputs; with dropout when training."""
+    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training."""
     config, params, acts = model.config, model.params, model.acts(B, T)
-    L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
+    L, NH, C = config.num_layers, config.num_heads, config.channels
     HS, R = config.head_size, config.rotary_channels
     drop, eps, outs = dropouts(model, training), config.norm_eps, (acts.ln1, acts.ln2)
 
@@ -224,7 +226,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
         parallel_residual_forward(a.residual3, outs, mean, rstd, residual, norms, eps, B, T, C, branches=branches)
         residual = a.residual3
 
-    matmul_forward(acts.logits, acts.ln1, params.lm_head, None, B, T, C, Vp)
+    classifier_forward(model, acts.ln1, params.lm_head, B, T)
 
 
 def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
@@ -235,7 +237,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
+    L, NH, C = config.num_layers, config.num_heads, config.channels
     HS, R = config.head_size, config.rotary_channels
     dresidual, dfch, dqkv, datty, dln1, dln2 = gacts.dresidual, acts.dfch, acts.dqkv, acts.datty, acts.dln1, acts.dln2
     weight_T, partials, drop = gacts.weight_T, gacts.partials, dropouts(model, training=True)
@@ -253,12 +255,10 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
     residual, branches = before(L)
     mean, rstd, norms, dnorms = norms_before(config, acts, L, params, grads)
-    matmul_backward_inp(dln1, acts.logits, params.lm_head, None, B, T, C, Vp)
-    norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
-    matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
+    classifier_backward(model, dln2, grads.lm_head, acts.lnf_T, B, T, accumulate)
     device.fill_zero(dresidual)
     parallel_residual_backward(
-        dresidual, dnorms, [dln1], residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
+        dresidual, dnorms, [dln2], residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
     )
 
     for l in reversed(range(L)):

@@ -1,7 +1,8 @@
 // Fused classifier: softmax cross-entropy over each row of logits (N, Vp) and its gradient, in one kernel.
 //   loss = log(sum_v exp(x_v)) - x_target;   dx_v = (softmax(x)_v - [v == target]) * dloss, written over x.
 // Only the first V of a row's Vp entries are vocabulary: the padding takes no part and gets gradient 0. Where the loss
-// is not finite, the gradient is NaN, so that the gradients' norm tells of any loss that is not finite.
+// is not finite, the gradient is NaN, so that the gradients' norm tells of any loss that is not finite. Where dloss is 0,
+// only the loss is wanted, and x stays.
 // Memory-bound: the row is read once, for the running maximum and sum (online softmax, Milakov & Gimelshein 2018), and
 // waits in shared memory until its gradient is written over it. Where shared memory is too small for a whole row, the
 // rest is read a second time.
@@ -44,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
 
     const float loss = logf(row_sum) + row_largest - target_logit;
     if (threadIdx.x == 0) losses[n] = loss;
+    if (dloss == 0.0f) return;
     if (!(loss < INFINITY)) dloss = 0.0f * INFINITY;
     const float scale = dloss / row_sum;
     // From the row's end to its start: what was read last is the likeliest to be in L2 still.

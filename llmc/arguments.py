@@ -150,6 +150,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
         ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
+        ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
         ("--seed", seed, None, "N", "seed: initial weights, sampling, dropout, and shuffles the data"),
     )

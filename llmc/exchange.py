@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 
 import device
 from device import Insertion, Launch, ceil_div
@@ -29,6 +29,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from kernels.exchange import Range, checksum, gather_rows, sum_buffers
 from llmc import collectives, ranks
+from llmc.classifier import CHUNK
 from llmc.model import Model
 from llmc.tensors import Config, layout, num_parameters
 
@@ -65,13 +66,20 @@ def sizes_of_buffers(config: Config, B: int, T: int, bitwise: bool) -> dict[str,
 
 
 def exchanging_model(
-    kind: type[Model], config: Config, B: int, T: int, attention: str, sharded: bool = False, bitwise: bool = False
-) -> tuple[Model, Exchange]:
+    kind: type[Model], config: Config, B: int, T: int, attention: str, sharded: bool = False, bitwise: bool = False,
+    logit_rows: int | None = None,
+) -> tuple[Model, Exchange]:  # fmt: skip
     """A model whose training ranks share, with room for batches of up to (B, T) on each, and its exchange. Where it is
-    sharded, each rank has the moments of its own shard. Raises UserError as Model does."""
+    sharded, each rank has the moments of its own shard. logit_rows as Model has it; None: chunks only where a rank
+    lacks the memory for all. Raises UserError as Model does."""
     sharded = sharded and ranks.size() > 1
     shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
-    model = kind(config, B, T, attention, shard=shard, beside=lambda b: sizes_of_buffers(config, b, T, bitwise))
+    beside = partial(sizes_of_buffers, config, T=T, bitwise=bitwise)
+    if logit_rows is None:
+        sizes = kind.sizes_of_buffers(config, B, T, attention, shard=shard) | beside(B=B)
+        crowded = sum(sizes.values()) > device.memory()[0]
+        logit_rows = CHUNK if any(ranks.all_gather(crowded)) else 0
+    model = kind(config, B, T, attention, shard=shard, beside=lambda b: beside(B=b), logit_rows=logit_rows)
     return model, Exchange(model, sharded, bitwise)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import device
+from llmc.classifier import logits_after
 from llmc.model import Model
 from llmc.sampler import Sampler, sample_softmax
 from llmc.tokenizer import StreamDecoder, Tokenizer
@@ -17,7 +18,7 @@ def next_logits(model: Model, context: np.ndarray) -> np.ndarray:
     t = len(context)
     device.copy_in(model.inputs, context)
     model.forward(1, t)
-    return device.to_floats(model.acts(1, t).logits[0, t - 1, : model.config.vocab_size])
+    return device.to_floats(logits_after(model, t))
 
 
 def continuation(model: Model, tokens: list[int], count: int, draw: Callable[[np.ndarray], int]) -> Iterator[int]:

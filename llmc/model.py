@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
-from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import conversion, read_model
+from llmc.classifier import classifier_loss
 from llmc.huggingface import HuggingFace
-from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, padded, ranges, without
+from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges, without
 
 import numpy as np
 
@@ -45,6 +45,9 @@ class Model:
 
     Each of several ranks has a model. Where they are sharded (llmc/exchange.py), a rank has the moments, and in bf16
     the master copy, of its own part of the parameters alone. rows is how ranks exchange the embedding's rows.
+
+    By chunks, logits exist of logit_rows positions at a time; of all where it is 0. What forward and the loss leave for
+    that (llmc/classifier.py): classified, the classifier's input and weight, and dloss, the gradient of a loss.
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs and targets (B T,), the tokens and
     what follows each; order and count (B T,), which llmc/dataloader.py's sort_by_token makes for the embedding's
@@ -79,17 +82,21 @@ class Model:
     def __init__(
         self, config: Config, B: int, T: int, attention: str = "softmax", inference: bool = False,
         shard: tuple[int, int] | None = None, beside: Callable[[int], dict[str, int]] = lambda b: {},
+        logit_rows: int = 0,
     ):  # fmt: skip
         """shard: the part of the parameters whose moments this model has; None for all. beside: what else is going to
-        be allocated for batches of b, as `sizes_of_buffers` has it."""
+        be allocated for batches of b, as `sizes_of_buffers` has it. logit_rows: of how many positions there are logits
+        at a time; 0 for all."""
         self.config, self.B, self.T, self.attention, self.rows = config, B, T, attention, None
+        self.logit_rows = logit_rows if logit_rows < B * T else 0
+        self.classified, self.dloss = None, 0.0
         self.floatX = device.floatX
         self.check_names("MATRICES and PRODUCTS", (*self.MATRICES, *self.PRODUCTS))
         self.acts_table, grads_acts_table = self.tables(attention)
-        sizes, absent = config.sizes() | {"B": B, "T": T}, config.absent
+        sizes, absent = batch_sizes(config, B, T, self.logit_rows), config.absent
 
         def bytes_of(b: int) -> dict[str, int]:
-            return self.sizes_of_buffers(config, b, T, attention, inference, shard) | beside(b)
+            return self.sizes_of_buffers(config, b, T, attention, inference, shard, logit_rows) | beside(b)
 
         self.megabytes = {name: round(size / 2**20) for name, size in bytes_of(B).items()}
         free, _ = device.memory()
@@ -100,7 +107,7 @@ class Model:
                 f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
                 f"are free on {device.name}: {remedy}, or choose a smaller model (-e)"
             )
-        own = self.sizes_of_buffers(config, B, T, attention, inference, shard)
+        own = self.sizes_of_buffers(config, B, T, attention, inference, shard, logit_rows)
         types = {"parameters": self.floatX, "activations": np.uint8, "activation gradients": np.uint8}
         buffers = {}
         for name, size in own.items():
@@ -147,10 +154,10 @@ class Model:
     @classmethod
     def sizes_of_buffers(
         cls, config: Config, B: int, T: int, attention: str, inference: bool = False,
-        shard: tuple[int, int] | None = None,
+        shard: tuple[int, int] | None = None, logit_rows: int = 0,
     ) -> dict[str, int]:  # fmt: skip
         """The buffers that a model allocates, by the name of what they hold, in bytes."""
-        sizes, n, X = config.sizes() | {"B": B, "T": T}, num_parameters(config), device.floatX
+        sizes, n, X = batch_sizes(config, B, T, logit_rows), num_parameters(config), device.floatX
         activations, gradients = (
             layout(table, sizes, ALIGNMENT, config.absent, X)[1] for table in cls.tables(attention)
         )
@@ -176,7 +183,7 @@ class Model:
         if (B, T) not in self.views_of:
             for other in self.views_of.keys() - {(self.B, self.T)}:
                 del self.views_of[other]  # a text that is being written asks for each length once
-            sizes = self.config.sizes() | {"B": B, "T": T}
+            sizes = batch_sizes(self.config, B, T, self.logit_rows)
             self.views_of[B, T] = name_tensors(
                 self.acts_memory, self.acts_table, sizes, absent=self.config.absent, floatX=self.floatX
             )
@@ -187,11 +194,10 @@ class Model:
         for start, end in self.added_to:
             device.fill_zero(self.grads_memory[start:end])
 
-    def loss(self, B: int, T: int, dloss: float) -> None:
-        """Sets acts(B, T).losses (B,T) to the cross-entropy of the logits and `targets`, and the logits to their
-        gradient, where dloss is the gradient of each single loss."""
-        acts, V = self.acts(B, T), self.config.vocab_size
-        fused_classifier(acts.logits, acts.losses, dloss, self.targets, B, T, V, padded(V))
+    def loss(self, B: int, T: int, dloss: float = 0.0) -> None:
+        """Sets acts(B, T).losses (B,T) to the cross-entropy of the logits and `targets`. For training, dloss is the
+        gradient of each single loss, and the logits become theirs; by chunks of logits, backward does both then."""
+        classifier_loss(self, B, T, dloss)
 
     def random_words(self, step: int, i: int) -> np.ndarray:
         """What decides in batch i of a step which activations are dropped, as kernels/dropout.cuh reads it: the seed's
@@ -278,6 +284,11 @@ class Model:
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
         """The deviations of MATRICES, which start as normal random numbers, and what others start as, if not 0."""
         raise NotImplementedError
+
+
+def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
+    """What the symbols in the tables stand for, in a batch. R: the rows of the logits."""
+    return config.sizes() | {"B": B, "T": T, "R": min(B * T, logit_rows or B * T)}
 
 
 def dropouts(model: Model, training: bool) -> SimpleNamespace:

@@ -261,8 +261,8 @@ def open_data(flags: Namespace, V: int) -> tuple[DataLoader, DataLoader, EvalLoa
 def build_model(
     kind: type[Model], flags: Namespace, tokenizer: Tokenizer | None, origin: Origin
 ) -> tuple[Exchange, Namespace, dict | None]:
-    """The model that the flags ask for, with its exchange; the flags with the attention that it has; and where a run is
-    resumed, the state of its checkpoint."""
+    """The model that the flags ask for, with its exchange; the flags with the attention and the chunks of
+    logits that it has; and where a run is resumed, the state of its checkpoint."""
     described = kind.Config.described(flags.model, tokenizer.vocab_size if tokenizer else None)
     config = tensors = moments = state = None
     if origin.checkpoint is not None:
@@ -284,9 +284,11 @@ def build_model(
             f"-t {flags.sequence_length} is above the model's longest sequence, {config.max_seq_len}: lower -t"
         )
     attention = choose_attention(flags.attention, config.head_size)
-    flags = Namespace(**vars(flags) | {"attention": attention})
     B, T, seed = flags.batch_size, flags.sequence_length, FIRST_SEED if flags.seed is None else flags.seed
-    model, exchange = exchanging_model(kind, config, B, T, attention, flags.zero_stage, flags.bitwise)
+    model, exchange = exchanging_model(
+        kind, config, B, T, attention, flags.zero_stage, flags.bitwise, flags.logit_rows
+    )
+    flags = Namespace(**vars(flags) | {"attention": attention, "logit_rows": model.logit_rows})
     model.dropout, model.dropout_seed, model.skip_nonfinite = flags.dropout, seed, flags.skip_nonfinite
     if origin.checkpoint is not None:
         exchange.load_checkpoint(tensors, moments)
@@ -364,6 +366,7 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
             ("matrix products", {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32"}[device.precision]),
             *([("activations, weights", "bf16; AdamW, losses and statistics in fp32")] if model.has_copy else []),
             ("attention", model.attention),
+            *([("logits", f"of {model.logit_rows} positions at a time")] if model.logit_rows else []),
             *([("ranks", ranks_and_hosts()), ("exchange", collectives.way())] if ranks.size() > 1 else []),
             *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if run.exchange.sharded else []),
             *([("gradients", "summed batch by batch: bitwise")] if run.exchange.bitwise else []),

@@ -20,7 +20,7 @@ FIXED = (
 )  # fmt: skip
 MAY_CHANGE = (
     "learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data", "zero_stage",
-    "bitwise",
+    "bitwise", "logit_rows",
 )  # fmt: skip
 
 # Flags that need not be the same on all ranks: what they name may lie in another place on each machine, or is of no

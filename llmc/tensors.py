@@ -4,6 +4,7 @@ A table is a tuple of rows (name, shape) in the order of the buffer. A shape is 
 "3C"), which a dict of sizes turns into numbers; a symbol may begin with a factor. A tensor whose shape begins with "L"
 has one part for each layer. A row (name, shape, owner) takes the place of an earlier tensor, at a time when what that
 one held is no longer needed; a row (name, shape, owner, other) lies in the owner's place behind the other tensor there.
+A place is as large as the largest of its tensors needs.
 The last word of a row may be "fp32": its tensor is that in any precision. The others are of the type of the run, which
 is bf16 in the precision of this name.
 """
@@ -46,26 +47,23 @@ def layout(
 ) -> tuple[dict[str, tuple[int, tuple]], int]:  # fmt: skip
     """For each tensor that is not absent its start in the buffer and its shape, and the length of the buffer. These are
     numbers of elements; or, where the run's type floatX is given, of bytes."""
-    starts, end = {}, 0
-
-    def room(name: str) -> int:
-        return math.prod(starts[name][1]) * (itemsizes[name] if floatX else 1)
-
-    itemsizes = {row[0]: type_of(row, floatX).itemsize for row in table} if floatX else {}
-    for name, symbols, *words in without(table, absent):
-        owner = [word for word in words if word != FP32]
+    shapes, within, places = {}, {}, {}  # within: a tensor's owner, and its start and end in the owner's place
+    for row in without(table, absent):
+        name, symbols, *words = row
+        owner = [word for word in words if word != FP32] or [name]
         try:
-            shape = shape_of(symbols, sizes)
+            shapes[name] = shape_of(symbols, sizes)
         except KeyError as error:
             raise ValueError(f"{name} {symbols}: sizes() has no {error}") from None
-        start = -(-end // align) * align
-        if owner:
-            start = starts[owner[-1]][0] + (room(owner[-1]) if len(owner) > 1 else 0)
-        starts[name] = start, shape
-        if owner and start + room(name) > starts[owner[0]][0] + room(owner[0]):
-            raise ValueError(f"{name} {shape} does not fit where {owner[0]} {starts[owner[0]][1]} is")
-        end = max(end, start + room(name))
-    return starts, end
+        start = within[owner[1]][2] if len(owner) > 1 else 0
+        end = start + math.prod(shapes[name]) * (type_of(row, floatX).itemsize if floatX else 1)
+        within[name] = owner[0], start, end
+        places[owner[0]] = max(end, places.get(owner[0], 0))
+    begins, end = {}, 0
+    for name, size in places.items():
+        begins[name] = -(-end // align) * align
+        end = begins[name] + size
+    return {name: (begins[within[name][0]] + within[name][1], shape) for name, shape in shapes.items()}, end
 
 
 def type_of(row: tuple, floatX: np.dtype) -> np.dtype:

@@ -32,7 +32,7 @@ class Validation:
 
         def forward_loss() -> None:
             model.forward(s.B, s.T)
-            model.loss(s.B, s.T, dloss=1.0 / s.step_tokens)
+            model.loss(s.B, s.T)
 
         self.forward_loss, self.count = device.record(forward_loss), s.val_batches
         self.batches = Batches(model, data)

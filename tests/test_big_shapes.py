@@ -3,6 +3,7 @@ small batch gives that they repeat."""
 
 import device
 from llmc.batches import Batches
+from llmc.model import batch_sizes
 from llmc.tensors import num_parameters, shape_of
 from models import kind_of
 from oracle import assert_close
@@ -65,7 +66,7 @@ def gpu():
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_batch_of_more_than_two_to_the_31_elements_gives_what_its_part_gives(gpu, config, attention):
     tables = kind_of(config).tables(attention)
-    sizes = config.sizes() | {"B": B * COPIES, "T": T}
+    sizes = batch_sizes(config, B * COPIES, T, 0)
     large = {row[0] for table in tables for row in table if np.prod(shape_of(row[1], sizes)) > 2**31}
     assert large >= {"logits", "fch", "dfch"} | (set() if attention == "flash" else {"att", "datt"})
     parameters = np.random.default_rng(1).standard_normal(num_parameters(config), dtype=np.float32)

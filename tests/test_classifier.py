@@ -18,7 +18,6 @@ def dev(each_type):
     return each_type
 
 
-
 def check(dev, logits: np.ndarray, targets: np.ndarray, Vp: int) -> tuple[np.ndarray, np.ndarray]:
     """The kernel on logits (B,T,V) in rows of Vp, whose padding holds NaN: compared, and its losses and gradients."""
     B, T, V = logits.shape
@@ -72,6 +71,15 @@ def test_a_loss_that_is_not_finite_has_no_gradient(dev):
     fused_classifier(dlogits, losses, DLOSS, dev.asarray(targets), 3, 1, 100, 128)
     assert np.isinf(dev.to_host(losses)).tolist() == [False, True, False]
     assert np.isnan(to_numpy(dlogits)[:, :100]).any(1).tolist() == [False, True, False]
+
+
+def test_a_dloss_of_0_gives_the_losses_alone(dev):
+    logits, targets = normal(np.random.default_rng(0), 3, 128), np.array([5, 6, 7], np.int32)
+    with guarded(dev) as memory:
+        losses, others = memory.write((3,), FP32), memory.write((3,), FP32)
+        fused_classifier(memory.read(logits), losses, 0.0, memory.read(targets), 3, 1, 101, 128)
+        fused_classifier(memory.update(logits), others, DLOSS, memory.read(targets), 3, 1, 101, 128)
+    assert np.array_equal(dev.to_host(losses), dev.to_host(others))
 
 
 def test_rows_are_found_beyond_two_to_the_31_elements(dev):

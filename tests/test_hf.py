@@ -145,7 +145,7 @@ def our_logits(dev, path: Path, config: Config, tokens: np.ndarray) -> np.ndarra
     model = build_from_file(kind_of(path), path, B, T, "softmax", inference=True)
     dev.copy_in(model.inputs, tokens)
     model.forward(B, T)
-    return dev.to_host(model.acts(B, T).logits)[..., : config.vocab_size]
+    return dev.to_host(model.acts(B, T).logits).reshape(B, T, -1)[..., : config.vocab_size]
 
 
 def assert_logits(dev, path: Path, config: Config, model, rng) -> None:

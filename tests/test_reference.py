@@ -75,7 +75,7 @@ def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.
     for step in range(STEPS):
         model.forward(B, T)
         if step == 0:
-            logits = dev.to_host(acts.logits)[..., : config.vocab_size]
+            logits = dev.to_host(acts.logits).reshape(B, T, -1)[..., : config.vocab_size]
             assert_close("logits", logits, state.logits, tolerance)
         model.loss(B, T, 1.0 / (B * T))
         losses.append(float(dev.to_host(acts.losses).mean(dtype=np.float64)))

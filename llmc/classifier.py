@@ -1,0 +1,88 @@
+"""The classifier as a layer of a model: logits, losses, and what backward makes of them.
+
+Of a whole batch, forward makes the logits, the loss turns them into their gradient, and backward multiplies with that.
+By chunks of model.logit_rows positions, the logits of all never exist: a chunk goes from its logits to the gradients
+before the next one takes its place. Training does that in backward; without training, the loss makes losses alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kernels.classifier import fused_classifier
+from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
+from llmc.tensors import padded
+
+if TYPE_CHECKING:
+    from llmc.model import Model
+
+CHUNK = 1024  # logit_rows where the logits of a whole batch do not fit
+
+
+def classifier_forward(model: Model, inp, weight, B: int, T: int) -> None:
+    """The logits of inp (B,T,C) by weight (Vp,C): acts(B, T).logits (B*T,Vp) = inp @ weight^T. By chunks, they are made
+    later, and inp must stay as it is."""
+    model.classified = inp.reshape(B * T, -1), weight
+    if not model.logit_rows:
+        logits_of(model, 0, B * T, B, T)
+
+
+def classifier_loss(model: Model, B: int, T: int, dloss: float) -> None:
+    """Sets acts(B, T).losses (B,T) to the cross-entropy of model.targets. The logits become their gradient where dloss,
+    the gradient of each single loss, is not 0. By chunks, backward does both then."""
+    model.dloss = dloss
+    if model.logit_rows and dloss:
+        return
+    for start, end in chunks(model, B * T):
+        if model.logit_rows:
+            logits_of(model, start, end, B, T)
+        losses_of(model, start, end, B, T)
+
+
+def classifier_backward(model: Model, dinp, dweight, inp_T, B: int, T: int, accumulate: bool) -> None:
+    """dinp (B,T,C) = the gradient of classifier_forward's inp; dweight (Vp,C) += that of its weight, or = where not
+    accumulate. inp_T (C,B*T) is scratch for the transposed inp."""
+    inp, weight = model.classified
+    Vp, C = weight.shape
+    dinp, inp_T = dinp.reshape(-1, C), inp_T.reshape(-1)  # may be those of larger batches
+    for start, end in chunks(model, B * T):
+        if model.logit_rows:
+            logits_of(model, start, end, B, T)
+            losses_of(model, start, end, B, T)
+        N, dlogits = end - start, model.acts(B, T).logits[: end - start]
+        matmul_backward_inp(dinp[start:end], dlogits, weight, None, 1, N, C, Vp)
+        matmul_backward_weight(
+            dweight, dlogits, inp[start:end], inp_T[: C * N], 1, N, C, Vp, accumulate or start > 0
+        )
+
+
+def logits_after(model: Model, t: int):
+    """The logits (V,) that follow the last of t positions of a single sequence, when forward has been there."""
+    row = t - 1
+    if model.logit_rows:
+        logits_of(model, row, t, 1, t)
+        row = 0
+    return model.acts(1, t).logits[row, : model.config.vocab_size]
+
+
+def chunks(model: Model, rows: int) -> Iterator[tuple[int, int]]:
+    """The ranges of rows whose logits exist at the same time."""
+    step = model.logit_rows or rows
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def logits_of(model: Model, start: int, end: int, B: int, T: int) -> None:
+    """Sets the first of acts(B, T).logits to those of rows start to end."""
+    inp, weight = model.classified
+    Vp, C = weight.shape
+    matmul_forward(model.acts(B, T).logits[: end - start], inp[start:end], weight, None, 1, end - start, C, Vp)
+
+
+def losses_of(model: Model, start: int, end: int, B: int, T: int) -> None:
+    """Sets the losses of rows start to end, and their logits to their gradient."""
+    acts, V = model.acts(B, T), model.config.vocab_size
+    fused_classifier(
+        acts.logits[: end - start], acts.losses.reshape(-1)[start:end], model.dloss, model.targets[start:end],
+        1, end - start, V, padded(V),
+    )  # fmt: skip
