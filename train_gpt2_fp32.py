@@ -25,7 +25,7 @@ from kernels.matmul import (
 from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
-from llmc.classifier import classifier_backward, classifier_forward
+from llmc.classifier import backward_by_chunks, classifier_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.files import make_header
 from llmc.huggingface import HuggingFace, Settings
@@ -81,8 +81,7 @@ ACTIVATIONS = (
     ("fch_gelu",   ("B", "T", "4C")),                # forward: output of the GELU at hand
     ("fch_gelu_T", ("4C", "B", "T"), "fch_gelu"),    # backward: the same, transposed
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels, before its bias
-    ("lnf_T",      ("C", "B", "T")),                 # backward: output of the last layernorm, transposed
-    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: the gradient of proj
+    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
@@ -201,14 +200,19 @@ def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> Non
     dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, C = config.num_layers, config.channels
+    L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
     dresidual, dln, datty, dfch, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dfch, gacts.dqkv
     weight_T, partials = gacts.weight_T, gacts.partials
     drop = dropouts(model, training=True)
     dproj = acts.dproj if model.dropout else dresidual
 
     residual = acts.layer[L - 1].residual3
-    classifier_backward(model, dln, grads.wte, acts.lnf_T, B, T, accumulate)
+    if model.logit_rows:
+        backward_by_chunks(model, dln, grads.wte, B, T, accumulate)
+    else:
+        matmul_backward_inp(dln, acts.logits, params.wte, None, B, T, C, Vp)
+        layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
+        matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     layernorm_backward(
         dresidual, grads.lnfw, grads.lnfb, dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,

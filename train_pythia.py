@@ -26,13 +26,13 @@ from kernels.reduce import MOST_PARTIALS
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.arguments import parse_arguments
 from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
-from llmc.classifier import classifier_backward, classifier_forward
+from llmc.classifier import backward_by_chunks, classifier_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.huggingface import HuggingFace, Reordered, Settings
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
-from llmc.tensors import Config
+from llmc.tensors import Config, padded
 from llmc.update import adamw_update
 
 import numpy as np
@@ -89,11 +89,10 @@ ACTIVATIONS = (
     ("dfcproj",    ("B", "T", "C"), "logits", "proj"), # backward, with dropout: of fcproj
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
-    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1
+    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1, at first of lnf's output
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
-    ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers;
-                                                     # at first of lnf's output
-    ("lnf_T",      ("C", "B", "T")),                 # backward: output of the last norm, transposed
+    ("lnf_T",      ("C", "B", "T"), "ln2"),          # backward: output of the last norm, transposed
+    ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
@@ -237,7 +236,7 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
     transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them.
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, NH, C = config.num_layers, config.num_heads, config.channels
+    L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
     HS, R = config.head_size, config.rotary_channels
     dresidual, dfch, dqkv, datty, dln1, dln2 = gacts.dresidual, acts.dfch, acts.dqkv, acts.datty, acts.dln1, acts.dln2
     weight_T, partials, drop = gacts.weight_T, gacts.partials, dropouts(model, training=True)
@@ -255,10 +254,15 @@ def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> N
 
     residual, branches = before(L)
     mean, rstd, norms, dnorms = norms_before(config, acts, L, params, grads)
-    classifier_backward(model, dln2, grads.lm_head, acts.lnf_T, B, T, accumulate)
+    if model.logit_rows:
+        backward_by_chunks(model, dln1, grads.lm_head, B, T, accumulate)
+    else:
+        matmul_backward_inp(dln1, acts.logits, params.lm_head, None, B, T, C, Vp)
+        norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
+        matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     parallel_residual_backward(
-        dresidual, dnorms, [dln2], residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
+        dresidual, dnorms, [dln1], residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
     )
 
     for l in reversed(range(L)):

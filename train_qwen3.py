@@ -26,13 +26,13 @@ from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.arguments import parse_arguments
 from llmc.attention import causal_attention_backward, causal_attention_forward
-from llmc.classifier import classifier_backward, classifier_forward
+from llmc.classifier import backward_by_chunks, classifier_forward
 from llmc.exchange import embedding_backward, embedding_forward
 from llmc.huggingface import HuggingFace, Reordered, Settings
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
-from llmc.tensors import Config
+from llmc.tensors import Config, padded
 from llmc.update import adamw_update
 
 import numpy as np
@@ -76,8 +76,7 @@ ACTIVATIONS = (
     ("fch_swiglu",  ("B", "T", "H")),                # forward: output of the SwiGLU at hand
     ("fch_swiglu_T", ("H", "B", "T"), "fch_swiglu"), # backward: the same, transposed
     ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
-    ("lnf_T",       ("C", "B", "T")),                # backward: output of the last RMSNorm, transposed
-    ("dproj",       ("B", "T", "C"), "proj"),        # backward, with dropout: the gradient of proj
+    ("dproj",       ("B", "T", "C"), "proj"),        # backward, with dropout: its gradient
 )  # fmt: skip
 
 ACTIVATION_GRADIENTS = (
@@ -220,15 +219,21 @@ def qwen3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> No
     """
     config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
-    HS, eps, rope = config.head_size, config.norm_eps, model.constant.rope
+    HS, eps, Vp, rope = config.head_size, config.norm_eps, padded(config.vocab_size), model.constant.rope
     Q, QKV = NH * HS, (NH + 2 * NKV) * HS
     dresidual, dln, datty, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dqkv
     dfch, dfch_swiglu, weight_T, partials = gacts.dfch, gacts.dfch_swiglu, gacts.weight_T, gacts.partials
     drop = dropouts(model, training=True)
     dproj = acts.dproj if model.dropout else dresidual
+    head, dhead = (params.wte, grads.wte) if config.tied else (params.lm_head, grads.lm_head)
 
     residual = acts.layer[L - 1].residual3
-    classifier_backward(model, dln, grads.wte if config.tied else grads.lm_head, acts.lnf_T, B, T, accumulate)
+    if model.logit_rows:
+        backward_by_chunks(model, dln, dhead, B, T, accumulate)
+    else:
+        matmul_backward_inp(dln, acts.logits, head, None, B, T, C, Vp)
+        rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
+        matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
     device.fill_zero(dresidual)
     rmsnorm_backward(
         dresidual, grads.lnfw, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import device
 from kernels.classifier import fused_classifier
-from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
+from kernels.matmul import matmul_backward_inp, matmul_forward
 from llmc.tensors import padded
 
 if TYPE_CHECKING:
@@ -40,21 +41,18 @@ def classifier_loss(model: Model, B: int, T: int, dloss: float) -> None:
         losses_of(model, start, end, B, T)
 
 
-def classifier_backward(model: Model, dinp, dweight, inp_T, B: int, T: int, accumulate: bool) -> None:
-    """dinp (B,T,C) = the gradient of classifier_forward's inp; dweight (Vp,C) += that of its weight, or = where not
-    accumulate. inp_T (C,B*T) is scratch for the transposed inp."""
+def backward_by_chunks(model: Model, dinp, dweight, B: int, T: int, accumulate: bool) -> None:
+    """dinp (B,T,C) = the gradient of classifier_forward's inp, in whose place it may be; dweight (Vp,C) += that of its
+    weight, or = where not accumulate. The losses are set on the way."""
     inp, weight = model.classified
     Vp, C = weight.shape
-    dinp, inp_T = dinp.reshape(-1, C), inp_T.reshape(-1)  # may be those of larger batches
+    dinp = dinp.reshape(-1, C)  # of which this batch may have the first rows
     for start, end in chunks(model, B * T):
-        if model.logit_rows:
-            logits_of(model, start, end, B, T)
-            losses_of(model, start, end, B, T)
+        logits_of(model, start, end, B, T)
+        losses_of(model, start, end, B, T)
         N, dlogits = end - start, model.acts(B, T).logits[: end - start]
+        device.gemm(dweight, dlogits, inp[start:end], Vp, C, N, trans_a=True, beta=float(accumulate or start > 0))
         matmul_backward_inp(dinp[start:end], dlogits, weight, None, 1, N, C, Vp)
-        matmul_backward_weight(
-            dweight, dlogits, inp[start:end], inp_T[: C * N], 1, N, C, Vp, accumulate or start > 0
-        )
 
 
 def logits_after(model: Model, t: int):

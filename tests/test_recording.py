@@ -129,12 +129,12 @@ def plan_of(config, attention: str, B: int, dropout: float, memory: list | None 
 @pytest.mark.parametrize("B", [1, 32])  # from 1024 rows on, operands are transposed
 @pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
 def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, B, dropout):
-    """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's and the last norm's,
-    transposed. The streams wait for each other no more often than a person would let them: the side stream once a
-    product, the main stream before a buffer that the side stream reads is written anew, up to four times a layer."""
+    """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's, transposed. The
+    streams wait for each other no more often than a person would let them: the side stream once a product, the main
+    stream before a buffer that the side stream reads is written anew, up to four times a layer."""
     plan, L = plan_of(config, attention, B, dropout), config.num_layers
     products = 4 * L + 1
-    recomputed = 2 * L + (L + 1) * (B == 32)
+    recomputed = 2 * L + 1 + L * (B == 32)
     assert sum(plan.side) == products + recomputed
     found = [(one, wait) for one, wait in zip(plan.side, plan.waits, strict=True) if wait is not None]
     assert sum(side for side, _ in found) <= products

@@ -677,7 +677,7 @@ def spoil(logits, *rest):
     global calls
     calls += 1
     if calls in {calls}:  # the first two are of the first validation
-        logits[0, 0, 0] = float("nan")
+        logits[0, 0] = float("nan")
     real(logits, *rest)
 kernels.classifier.fused_classifier = spoil
 runpy.run_path({script!r}, run_name="__main__")
