@@ -82,7 +82,11 @@ struct bf16 {
 #ifndef floatX
 #define floatX float
 #endif
+#ifdef CPU_WIDTH
+constexpr int WIDTH = CPU_WIDTH;
+#else
 constexpr int WIDTH = 16 / sizeof(floatX);  // of them in an access of 16 bytes
+#endif
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
@@ -135,6 +139,18 @@ struct Four {
 };
 
 struct Aligned {
+#ifdef CPU_WIDTH
+    template <class T>
+    static Vec load(const T* p, int left) {
+        Vec v;
+        for (int k = 0; k < WIDTH; k++) v.x[k] = to_float(p[k]);
+        return v;
+    }
+    template <class T>
+    static void store(T* p, const Vec& v, int left) {
+        for (int k = 0; k < WIDTH; k++) set(p[k], v.x[k]);
+    }
+#else
     __device__ static Vec load(const float* p, int left) {
         Vec v;
         for (int k = 0; k < WIDTH; k += 4) {
@@ -162,6 +178,7 @@ struct Aligned {
         for (int k = 0; k < WIDTH; k += 2) words[k / 2] = to_bf16(v.x[k], v.x[k + 1]);
         *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
     }
+#endif
     __device__ static Four load_four(const float* p, int left) {
         const float4 f = *reinterpret_cast<const float4*>(p);
         return {{f.x, f.y, f.z, f.w}};
@@ -211,7 +228,7 @@ constexpr bool TRANSPOSES = sizeof(floatX) == 4;
 // sectors: half a warp moves 256 neighbouring bytes. (Where it wrote twice 128, an H200 took 2 to 12% longer.)
 // A block has TILE_THREADS x TILE_THREADS threads; thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and in
 // each the vectors x, x + TILE_THREADS, ...
-constexpr int TILE = 64, TILE_COLUMNS = 16 * WIDTH;
+constexpr int TILE = 64, TILE_COLUMNS = WARP_SIZE > 1 ? 16 * WIDTH : 64;
 constexpr int TILE_THREADS = WARP_SIZE > 1 ? 16 : 1;
 constexpr int TILE_VECTORS = TILE_COLUMNS / WIDTH / TILE_THREADS;
 

@@ -18,7 +18,7 @@ def sum_buffers(
     their addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work, with
     so many thread blocks. places: where each range begins in all of sources but the own-th, if elsewhere than in
     `to`."""
-    width = device.width()
+    width = cu.width
     lengths = [ceil_div(end - start, width) for start, end in ranges]
     shifts = [place - start for place, (start, _) in zip(places or [start for start, _ in ranges], ranges, strict=True)]
     pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one, shifts[i]))

@@ -40,7 +40,7 @@ def flash_attention_backward(
     launch(backward_key, ROWS[HS], 2, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV))
     if NKV < NH:
         heads = B * T * 2 * NKV
-        block = HS // device.width(), device.width() * THREADS // HS
+        block = HS // cu.width, cu.width * THREADS // HS
         group_sum = cu.flash_attention_group_sum_kernel
         group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
 

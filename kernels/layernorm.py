@@ -38,7 +38,7 @@ def launch_forward(
     """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
     # A thread for each vector, in whole warps. In fp32 that is four channels: eight took 2 to 3% longer on an H200 up
     # to C = 768, and as long from 1024 on.
-    width = device.width()
+    width = cu.width
     block = cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
     cu.layernorm_forward_kernel(
         (N,),
@@ -64,7 +64,7 @@ def layernorm_backward(
             branches=[(dinp2, dbias2, dropout)], scratch=scratch,
         )  # fmt: skip
         return
-    width = device.width()
+    width = cu.width
     warp, row_bytes = cu.warp_size, 2 * 4 * width * ceil_div(C, width)  # of dout and of n, in vectors
     # A row each. A thread has four channels then, or more; in bf16 eight, and half of the threads have none.
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp

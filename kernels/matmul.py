@@ -12,7 +12,7 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
     device.gemm(out, inp, weight, B * T, OC, C, trans_b=True)
     if bias is not None:
         block = 256
-        cu.add_bias_kernel((B * T, ceil_div(OC, device.width() * block)), (block,), (out, bias, OC))
+        cu.add_bias_kernel((B * T, ceil_div(OC, cu.width * block)), (block,), (out, bias, OC))
 
 
 def transposes() -> bool:
@@ -68,4 +68,9 @@ def matmul_backward_bias(dbias, scratch, dout, B: int, T: int, OC: int) -> None:
 def transpose(out, inp, N: int, C: int) -> None:
     """out (C,N) = inp (N,C)^T."""
     side = cu.block(16)
-    cu.transpose_kernel((ceil_div(C, 16 * device.width()), ceil_div(N, 64)), (side, side), (out, inp, N, C))
+    cu.transpose_kernel(tile_grid(cu, N, C), (side, side), (out, inp, N, C))
+
+
+def tile_grid(cu, N: int, C: int) -> tuple[int, int]:
+    """A block for each Tile (common.cuh) of an (N,C) matrix."""
+    return ceil_div(C, 16 * cu.width if cu.warp_size > 1 else 64), ceil_div(N, 64)

@@ -24,7 +24,7 @@ __device__ inline void forward_row(floatX* __restrict__ residual, floatX* __rest
                                     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
                                     const floatX* __restrict__ weight1, const floatX* __restrict__ shift1,
                                     float eps, int C, const int* __restrict__ random, int site0, int site1) {
-    constexpr int AT_ONCE = 8 / WIDTH;  // vectors that are loaded before the first is used
+    constexpr int AT_ONCE = WIDTH < 8 ? 8 / WIDTH : 1;  // vectors that are loaded before the first is used
     DYNAMIC_SHARED(float, row);
     const int step = WIDTH * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;

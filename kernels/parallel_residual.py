@@ -3,6 +3,7 @@
 import device
 from device import ceil_div
 from kernels.dropout import Dropout
+from kernels.matmul import tile_grid
 from kernels.reduce import MOST_PARTIALS, add_partials
 
 import numpy as np
@@ -25,7 +26,7 @@ def parallel_residual_forward(
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
     block = cu.block(min(1024, 32 * ceil_div(C, 256)))  # a thread for each eight channels, in whole warps
-    width = device.width()
+    width = cu.width
     grid, block, shared_mem = (B * T,), (block,), 4 * width * ceil_div(C, width)
     args = (
         residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1, shift1,
@@ -65,7 +66,7 @@ def parallel_residual_backward(
     dropped = dropout0 is not None or dropout1 is not None
     S = len(outs) + (len(biases) if dropped else min(1, len(biases)))  # without dropout both biases have the same sum
 
-    width = device.width()
+    width = cu.width
     vectors, row_bytes = ceil_div(C, width), 4 * width * ceil_div(C, width)
     passes = ceil_div(C, 2048)  # over the columns, of as few whole warps as that takes
     threads = 32 * ceil_div(vectors, 32 * passes)
@@ -94,7 +95,7 @@ def norm_transposed(out_T, inp, norm, mean, rstd, B: int, T: int, C: int) -> Non
     has None for mean and shift."""
     side = cu.block(16)
     cu.norm_transposed_kernel(
-        (ceil_div(C, 16 * device.width()), ceil_div(B * T, 64)),
+        tile_grid(cu, B * T, C),
         (side, side),
         (out_T, inp, *norm, mean, rstd, B * T, C),
     )

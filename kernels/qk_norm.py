@@ -18,7 +18,7 @@ def qk_norm_forward(
     rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of those heads is set too. HS is even; table is `rope_table` of HS
     for at least T positions.
     """
-    heads = device.width()  # a block, which then has 128 threads
+    heads = cu.width  # a block, which then has 128 threads
     args = out, rstd, inp, qweight, kweight, table, np.float32(eps), B * T, T, NH, NKV, HS
     cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
 
@@ -31,7 +31,7 @@ def qk_norm_backward(
 
     inp, the weights and table are forward's, rstd is what it left; scratch holds (MOST_PARTIALS, 2 HS) floats.
     """
-    width = device.width()
+    width = cu.width
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
     at_once = max(1, min(2 * width, device.shared_memory // row_bytes))  # heads of a block, which has 256 threads
     chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
@@ -46,4 +46,4 @@ def qk_norm_backward(
 
 def lanes() -> int:
     """How many lanes of a warp have a head: LANES of qk_norm.cu."""
-    return min(cu.warp_size, 128 // device.width())
+    return min(cu.warp_size, 128 // cu.width)

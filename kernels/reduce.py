@@ -41,7 +41,7 @@ def column_sum(out, scratch, inp, N: int, C: int) -> None:
         return
     block, rows = 64, rows_per_chunk(N, multiple=8)  # on an H200 128 and 256 threads take as long, 32 7% longer
     chunks = ceil_div(N, rows)
-    cu.column_partials_kernel((ceil_div(C, device.width() * block), chunks), (block,), (scratch, inp, N, C, rows))
+    cu.column_partials_kernel((ceil_div(C, cu.width * block), chunks), (block,), (scratch, inp, N, C, rows))
     add_partials([out], scratch, chunks, C)
 
 

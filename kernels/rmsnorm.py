@@ -37,7 +37,7 @@ def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
     """Grid, block and bytes of shared memory for the forward kernels: four rows a block and a warp for each, or where
     rows are long, a block for each whose threads have sixteen channels. (In fp32 two rows a block took 6% longer on an
     H200 at C 768, one 19%.)"""
-    width = device.width()
+    width = cu.width
     rows, threads = (4, cu.warp_size) if C <= 1024 else (1, cu.block(min(1024, 32 * ceil_div(C, 512))))
     return (ceil_div(N, rows),), (threads, rows), rows * 4 * width * ceil_div(C, width)
 
@@ -58,7 +58,7 @@ def rmsnorm_backward(
             branches=[(dinp2, None, dropout)], scratch=scratch,
         )  # fmt: skip
         return
-    width = device.width()
+    width = cu.width
     vectors, row_bytes = ceil_div(C, width), 2 * 4 * width * ceil_div(C, width)
     passes = ceil_div(C, 1024)  # over the columns, of as few whole warps as that takes
     block = cu.block(32 * ceil_div(vectors, 32 * passes))

@@ -46,7 +46,7 @@ def rope_backward(dqkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: in
 
 def launch(qkv, table, direction: float, B: int, T: int, NH: int, NKV: int, HS: int, R: int) -> None:
     """Launch the kernel that forward and backward share, in blocks of some 64 threads: each has several heads."""
-    vectors = min(64, ceil_div(R, device.width()))
+    vectors = min(64, ceil_div(R, cu.width))
     cu.rope_kernel(
         (T, B), (vectors, 64 // vectors), (qkv, table, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R)
     )

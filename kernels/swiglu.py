@@ -2,14 +2,15 @@
 
 import device
 from device import ceil_div
+from kernels.matmul import tile_grid
 
 cu = device.source(__file__)
 
 
 def swiglu_forward(out, inp, N: int, C: int) -> None:
     """out (N,C) = silu(gate) * up; a row of inp (N,2C) is C numbers of up, then C of gate."""
-    block = 128  # on an H200 64 to 256 take as long
-    cu.swiglu_forward_kernel((N, ceil_div(C, device.width() * block)), (block,), (out, inp, C))
+    block = min(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
+    cu.swiglu_forward_kernel((N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
 
 
 def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
@@ -18,5 +19,5 @@ def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
     out_T (C,N) is set to the output of swiglu_forward, recomputed and transposed, or out_T (N,C) to that output where
     matmul.transposes() is false. The arrays must not overlap.
     """
-    side, grid = cu.block(16), (ceil_div(C, 16 * device.width()), ceil_div(N, 64))
+    side, grid = cu.block(16), tile_grid(cu, N, C)
     cu.swiglu_backward_kernel(grid, (side, side), (dinp, out_T, dout, inp, N, C))

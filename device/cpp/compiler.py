@@ -260,7 +260,7 @@ __attribute__((flatten))
 static void {name}_threads(const void* packed, const llmc::Builtins& builtins, llmc::Index from) {{
     const {name}_args args = *(const {name}_args*)packed;
     (void)args;
-    llmc::for_each_thread(builtins, from, [&] {{ {name}({", ".join("args." + p.name for p in parameters)}); }});
+    LLMC_FOR_EACH_THREAD(builtins, from, {name}({", ".join("args." + p.name for p in parameters)}))
 }}
 extern "C" __attribute__((visibility("default"))) const llmc::Kernel llmc_kernel_{name} =
     {{"{name}", {name}_threads, WARP_SIZE, {max_threads}}};""")

@@ -8,8 +8,12 @@
 // is a line or two here.
 //
 // WARP_SIZE comes with the build. At 1 (the default) every thread is a warp of its own: shuffles are the identity, and a
-// loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous. At 32 warps are those of a GPU.
+// loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous; a thread then moves CPU_WIDTH numbers at a time, in
+// loops that the compiler turns into vectors. At 32 warps are those of a GPU, as are accesses.
 #pragma once
+#if WARP_SIZE == 1
+#define CPU_WIDTH 16
+#endif
 #include "runtime.h"
 
 #include <atomic>
@@ -91,6 +95,11 @@ inline float __uint_as_float(unsigned x) { return llmc::bits<float>(x); }
 inline float __int_as_float(int x) { return llmc::bits<float>(x); }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+// The C library's are calls, which keep a loop from being vectorised. A NaN gives way to a number, as there.
+inline float cpu_fmaxf(float x, float y) { return x > y || y != y ? x : y; }
+inline float cpu_fminf(float x, float y) { return x < y || y != y ? x : y; }
+#define fmaxf cpu_fmaxf
+#define fminf cpu_fminf
 // exp2 of a whole number, by its exponent bits, times exp2 of a fraction, by a polynomial: without branches or calls, so
 // that the compiler vectorises it anywhere. As accurate as a GPU's; results that would be denormal are 0.
 inline float __expf(float exponent) {
@@ -266,23 +275,21 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
 inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
 
-// ---- the loop over a block's threads, which the loader wraps around each kernel
+// ---- the loop over a block's threads, which the loader wraps around each kernel. It is a macro, since GCC 12 does not
+// inline a kernel that another function calls for it, be that a lambda.
 
-namespace llmc {
-template <class F> inline __attribute__((always_inline)) void for_each_thread(const Builtins& builtins, Index from, F kernel) {
-    blockIdx = builtins.blockIdx, blockDim = builtins.blockDim, gridDim = builtins.gridDim;
-    // Counting from the block's first thread in the grid makes the kernel's `i = blockIdx.x * blockDim.x + threadIdx.x` the
-    // loop's own variable; GCC then takes `if (i < N)` as a second end of the loop, instead of masking every access.
-    const int first = blockIdx.x * blockDim.x;
-    for (int z = from.z; z < (int)end.z; z++, from.y = 0) {
-        threadIdx.z = z;
-        for (int y = from.y; y < (int)end.y; y++, from.x = 0) {
-            threadIdx.y = y;
-            for (int i = first + from.x; i < first + (int)end.x; i++) {
-                threadIdx.x = i - first;
-                kernel();
-            }
-        }
+// Counting from the block's first thread in the grid makes the kernel's `i = blockIdx.x * blockDim.x + threadIdx.x` the
+// loop's own variable; GCC then takes `if (i < N)` as a second end of the loop, instead of masking every access.
+#define LLMC_FOR_EACH_THREAD(builtins, from, call) \
+    blockIdx = builtins.blockIdx, blockDim = builtins.blockDim, gridDim = builtins.gridDim; \
+    const int first = blockIdx.x * blockDim.x; \
+    for (int z = from.z; z < (int)llmc::end.z; z++, from.y = 0) { \
+        threadIdx.z = z; \
+        for (int y = from.y; y < (int)llmc::end.y; y++, from.x = 0) { \
+            threadIdx.y = y; \
+            for (int i = first + from.x; i < first + (int)llmc::end.x; i++) { \
+                threadIdx.x = i - first; \
+                call; \
+            } \
+        } \
     }
-}
-}
