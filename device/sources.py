@@ -40,8 +40,8 @@ class Source:
     @property
     def width(self) -> int:
         """Numbers of the type `floatX` that a thread of this file's kernels moves at a time, WIDTH of common.cuh: 16
-        bytes of them, but 8 where a warp is a single thread (CPU_WIDTH of cuda_on_cpu.h)."""
-        return current.device.width() if self.warp_size > 1 else 16
+        bytes of them, but 16 numbers where a warp is a single thread (CPU_WIDTH of cuda_on_cpu.h)."""
+        return 16 // current.device.floatX.itemsize if self.warp_size > 1 else 16
 
     def block(self, threads: int) -> int:
         """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but
