@@ -32,7 +32,7 @@ DOC = ROOT / "doc"
 NAMES = (
     "01-eight-kernels", "02-what-bounds-a-kernel", "03-sums", "04-layernorm", "05-linear-layers",
     "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
-    "11-the-step", "13-trusting-it", "14-several-gpus",
+    "11-the-step", "12-two-bytes", "13-trusting-it", "14-several-gpus",
 )  # fmt: skip
 # All that the book has: its pages, their answers, and what holds them together.
 BOOK = [DOC / f"{name}.md" for name in (*NAMES, "glossary", "answers", "index")]
