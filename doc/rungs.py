@@ -517,6 +517,6 @@ TOPICS["flash_attention_bf16"] = Topic(
         attention_rung("two_stages_kernel", 128, tf32=False),
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
-             "32 queries a warp, so that each operand that is loaded serves four products; sums are seldom rescaled."),
+             "32 queries a warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
     ],
 )  # fmt: skip
