@@ -1,5 +1,5 @@
-// c (M, N) = a (M, K) b (K, N), all by rows and in bf16: 2 M N K operations on 2 (M K + K N + M N) bytes. matmul.cu has the
-// way up to tensor cores; this is what two bytes change behind it. Sums are fp32, and rounded once, where c is stored.
+// c (M, N) = a (M, K) b (K, N), all by rows and in bf16: 2 M N K operations on 2 (M K + K N + M N) bytes. matmul.cu climbs
+// up to tensor cores in TF32; this file shows what two bytes change. Sums are fp32, and are rounded once, to c.
 //
 // A block of 256 threads makes 128 x 128 elements. M is any number, N and K are multiples of 8, so that rows begin at
 // multiples of 16 bytes.
