@@ -148,7 +148,7 @@ def watch_kernel(
     """Does `work`, which launches this one kernel, under the microscope. others: arrays that the kernel may know by
     their addresses alone."""
     file = file or FILES[name]
-    library = cpp.compile_source(file).library_path
+    library = cpp.compile_source(file, *device.bf16.DEFINES[device.floatX]).library_path
     arrays, given = [], []
     in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
     unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}
