@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -243,6 +244,19 @@ def test_weights_exported_in_bf16_are_those_that_transformers_rounds(config, dev
         assert torch.equal(loaded(tokens).logits, saved(tokens).logits)
     imported(tmp_path / "out", tmp_path)
     assert_logits(dev, tmp_path / "imported.bin", config, loaded, rng)
+
+
+@pytest.mark.parametrize("out", ["out", "v5.bin"])
+def test_an_export_in_bf16_takes_the_memory_of_a_tensor_at_most(out, tmp_path, monkeypatch, rng):
+    config = GPT2Config(8, 128, 16, 2, 64)
+    monkeypatch.setattr(checkpoint, "ROUNDED", 1000)
+    write_random(tmp_path / "model.bin", config, rng)
+    export_hf.main([str(tmp_path / "model.bin"), "-o", str(tmp_path / f"first_{out}"), "--dtype", "bf16"])
+    tracemalloc.start()
+    export_hf.main([str(tmp_path / "model.bin"), "-o", str(tmp_path / out), "--dtype", "bf16"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0 < peak < num_parameters(config)  # a quarter of its bytes
 
 
 def test_a_model_file_that_is_exported_has_its_tokenizer_and_replaces_nothing(with_tokenizer, tmp_path):
