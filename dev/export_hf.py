@@ -166,9 +166,12 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
     config, params = read_model(path, kind_of(path).Config, NEEDED)
     tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir()) and out.suffix != ".bin"):
-        raise UserError(f"{out} exists already: remove it, or name another with -o")
-    if out.suffix == ".bin":
+    as_file = out.suffix == ".bin"
+    tokenizers = ("_tokenizer.json", "_tokenizer.bin") if as_file and tokenizer else ()
+    for place in (out, *(out.with_name(out.stem + name) for name in tokenizers)):
+        if os.path.lexists(place) and (as_file or not place.is_dir() or any(place.iterdir())):
+            raise UserError(f"{place} exists already: remove it, or name another with -o")
+    if as_file:
         print(f"writing {path} in {dtype}: {num_parameters(config):,} parameters", flush=True)
         write_model(out, config, params, bf16=dtype == "bf16")
         print(f"wrote {out}")

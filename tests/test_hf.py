@@ -265,9 +265,11 @@ def test_a_model_file_that_is_exported_has_its_tokenizer_and_replaces_nothing(wi
     assert (tmp_path / "other.bin").read_bytes() == (tmp_path / "imported.bin").read_bytes()
     for name in ("tokenizer.json", "tokenizer.bin", "tokenizer_config.json"):
         assert (tmp_path / f"other_{name}").read_bytes() == (tmp_path / f"imported_{name}").read_bytes()
-    for dtype in ("fp32", "bf16"):
-        with pytest.raises(UserError, match="imported.bin exists already: remove it, or name another"):
-            export_hf.main([str(tmp_path / "other.bin"), "-o", str(tmp_path / "imported.bin"), "--dtype", dtype])
+    (tmp_path / "mine_tokenizer.json").write_text("precious")
+    for name, there in ("imported.bin", "imported.bin"), ("mine.bin", "mine_tokenizer.json"):
+        with pytest.raises(UserError, match=f"{there} exists already: remove it, or name another"):
+            export_hf.main([str(tmp_path / "other.bin"), "-o", str(tmp_path / name), "--dtype", "bf16"])
+    assert (tmp_path / "mine_tokenizer.json").read_text() == "precious" and not (tmp_path / "mine.bin").exists()
 
 
 def test_an_unknown_dtype_is_one_line(tmp_path, capsys):
