@@ -194,7 +194,7 @@ def totals(watched: Watched) -> list[str]:
             figures += [f"{SECTOR * count:,}", f"{SECTOR * different:,}"]
             moved, touched = moved + SECTOR * count, touched + SECTOR * different
         rows.append((array.name, *figures))
-    share = f"; the profile counts {int(4 * watched.least_floats):,}" if watched.least_floats else ""
+    share = f"; the profile counts {int(watched.least_bytes):,}" if watched.least_bytes else ""
     return [*columns(rows, left=1), f"bytes moved: {moved:,}; each sector once: {touched:,}{share}"]
 
 

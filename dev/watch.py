@@ -15,7 +15,7 @@ from pathlib import Path
 
 import device
 from dev.launches import Launch
-from dev.traffic import floats_of
+from dev.traffic import bytes_of
 from device import cpp
 from device.cpp import compiler
 from device.cpp.launch import KernelError, runtime
@@ -99,7 +99,7 @@ class Watched:
     races: np.ndarray
     places: dict[int, Place]
     names: dict[int, str]       # of barriers and of what lanes exchange, by `what` of a step
-    least_floats: float         # that the kernel must move, as the profile counts
+    least_bytes: float          # that the kernel must move, as the profile counts
     outside: dict[Place, int]   # accesses to what is none of the arrays, by line
 
 
@@ -182,13 +182,13 @@ def watch_kernel(
         pcs -= (result.library or 0) + 1  # of the call, not of what follows it
     pcs = {int(pc) for pcs in all_pcs for pc in np.unique(pcs)}
     names = {int(what): ctypes.string_at(int(what)).decode() for what in np.unique(steps["what"]) if what}
-    places, floats = places_of(library, file, tuple(sorted(pcs))), floats_of(name, arguments) if name in FILES else 0.0
+    places, least = places_of(library, file, tuple(sorted(pcs))), bytes_of(name, arguments) if name in FILES else 0.0
     strays: dict[Place, int] = {}
     for pc, count in outside.tolist():
         if places[pc].frames:  # and not where the launch's arguments are read
             strays[places[pc]] = strays.get(places[pc], 0) + count
     return Watched(
-        name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, floats, strays
+        name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, least, strays
     )
 
 

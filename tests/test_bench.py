@@ -73,6 +73,25 @@ def test_bench_times_every_trainer_on_the_same_model(script, capsys):
         assert name in printed
 
 
+def test_in_bf16_pytorch_starts_from_the_same_weights_in_fp32(capsys):
+    bench.main([*TINY["train_gpt2_fp32"], "--precision", "bf16", "--steps", "1", "--peers", "eager"])
+    printed = capsys.readouterr().out
+    ours, eager = (line.split() for line in printed.partition("trainer")[2].splitlines()[1:])
+    assert float(eager[-1]) == pytest.approx(float(ours[-1]), abs=2e-3)
+    assert "ceilings: bf16 matrix product" in printed and ours[:4] == ["llm.cupy", "(softmax", "--precision", "bf16)"]
+
+
+def test_products_are_timed_in_the_types_that_a_step_in_bf16_has(monkeypatch):
+    device.use("cpu")
+    device.use_precision("bf16")
+    seen = []
+    monkeypatch.setattr(ceilings, "seconds", lambda work, *_, **named: work() or 1.0)
+    with device.observe(lambda name, a, work: seen.append([str(a[x].dtype) for x in "abc"])):
+        ceilings.product_seconds(3, 4, 5)
+        ceilings.product_seconds(3, 4, 5, np.dtype(np.float32))
+    assert seen == [["uint16"] * 3, ["uint16", "uint16", "float32"]]
+
+
 def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path):
     binary = tmp_path / "train_gpt2fp32cu"
     binary.write_text(LLMC.format(python=sys.executable))
@@ -94,6 +113,7 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
     [
         (bench_llmc.main, ["missing"], "missing: no such program"),
         (bench.main, ["--peers", "eager,jax"], "--peers jax"),
+        (bench.main, ["--peers", "compile-cudnn"], "--peers compile-cudnn: there are CUDA graphs and cuDNN only on"),
         (bench.main, ["-a", "flash"], "-a flash takes heads of"),
         (bench.main, ["-e", "gpt2_124M.bin"], "-e gpt2_124M.bin: name one of d12"),
     ],
@@ -121,9 +141,10 @@ def test_the_most_frequent_token_has_its_share():
 # What a step must do
 
 
-def limits_of(kind, config, monkeypatch):
+def limits_of(kind, config, monkeypatch, precision="fp32"):
     """The parts of the limit for B 1, T 16, where every product takes 1 ms by itself."""
     device.use("cpu")
+    device.use_precision(precision)
     monkeypatch.setattr(ceilings, "product_seconds", lambda *shape: 0.001)
     model = object.__new__(kind)  # without its buffers
     model.config, model.B, model.T = config, 1, 16
@@ -140,6 +161,14 @@ def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(monkeypatch):
     # qkv, the heads' outputs, two residuals, the MLP's hidden channels; of each row mean and rstd twice, lse a head.
     kept_floats = 12 * 16 * ((3 + 1 + 2 + 4) * 768 + 4 + 12)
     assert ms["kept activations across memory once"] == pytest.approx(1000 * 16 * kept_floats / 1e9)
+
+
+def test_in_bf16_the_limit_counts_two_bytes_but_for_what_is_fp32(monkeypatch):
+    ms = limits_of(GPT2, GPT2Config(1024, 50257, 12, 12, 768), monkeypatch, "bf16")
+    assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 30 * 124475904 / 1e9)
+    kept_bytes = 12 * 16 * (2 * (3 + 1 + 2 + 4) * 768 + 4 * (4 + 12))  # mean, rstd and lse are fp32
+    assert ms["kept activations across memory once"] == pytest.approx(1000 * 4 * kept_bytes / 1e9)
+    assert ms["logits across memory once"] == pytest.approx(1000 * 2 * 2 * 16 * 50304 / 1e9)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -224,6 +253,27 @@ def test_the_suite_is_what_the_tables_show(monkeypatch):
     timed.clear()
     bench.main(["train_llama3", "--device", "cpu"])
     assert timed == [(flags, None) for flags, _ in kept.published("cpu") if "llama3" in flags]
+
+
+def test_each_workload_of_a_suite_has_the_ceilings_of_its_own_precision(monkeypatch):
+    device.use("cpu")
+    flags = TINY["train_gpt2_fp32"]
+    timed, asked = [], ["fp32", "bf16", "fp32"]
+    monkeypatch.setattr(bench, "asked_for", lambda parser, args: [
+        parser.parse_args([*flags, "--precision", precision]) for precision in asked
+    ])  # fmt: skip
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1, 1, device.precision))
+    monkeypatch.setattr(bench, "bench", lambda *a: timed.append((device.precision, a[2].description)) or [])
+    bench.main(["--device", "cpu", "--suite"])
+    assert timed == [(precision, precision) for precision in asked]
+
+
+def test_a_table_of_which_nothing_is_kept_is_left_out(measurements):
+    column = kept.Column("B 4", "train_gpt2_fp32 -e d12 -b 4 -t 64")
+    table = kept.Table("some", "Some GPU", (column,), above="In bf16:\n\n")
+    assert kept.render(table) == ""
+    kept.keep("Some GPU", [row(3.456)])
+    assert kept.render(table).startswith("In bf16:\n\n|")
 
 
 def test_the_tables_show_what_is_kept():
