@@ -16,7 +16,6 @@ from pathlib import Path
 import device
 from dev.launches import Launch
 from dev.traffic import bytes_of
-from device import cpp
 from device.cpp import compiler
 from device.cpp.launch import KernelError, runtime
 from device.errors import UserError
@@ -103,8 +102,8 @@ class Watched:
     outside: dict[Place, int]   # accesses to what is none of the arrays, by line
 
 
-def use_microscope() -> None:
-    """Choose the CPU device, built for the microscope; UserError where the compiler cannot."""
+def use_microscope(precision: str = "fp32") -> None:
+    """Choose the CPU device, built for the microscope, and its precision; UserError where the compiler cannot."""
     command, version = compiler.installed_compiler()
     if "clang" in version:
         raise UserError("the microscope needs GCC, whose instrumentation keeps vectors whole: set CXX=g++")
@@ -115,6 +114,7 @@ def use_microscope() -> None:
     os.environ |= {"LLMC_CPU_DEBUG": "0", "LLMC_CPU_SANITIZE": "0"}
     device.CpuDevice.multiprocessors = MULTIPROCESSORS
     device.use("cpu")
+    device.use_precision(precision)
 
 
 def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
@@ -148,7 +148,7 @@ def watch_kernel(
     """Does `work`, which launches this one kernel, under the microscope. others: arrays that the kernel may know by
     their addresses alone."""
     file = file or FILES[name]
-    library = cpp.compile_source(file).library_path
+    library = device.module(file).library_path
     arrays, given = [], []
     in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
     unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}
