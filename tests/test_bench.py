@@ -9,6 +9,7 @@ from pathlib import Path
 import device
 from dev import bench, bench_llmc, bench_start, ceilings, kept, workload
 from device.errors import UserError
+from llmc.checkpoint import read_model
 from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3 import Llama3, Llama3Config
 
@@ -25,13 +26,15 @@ TINY = {
 
 # Speaks like llm.c's trainer for the GPU: a usage without good flags, lines with milliseconds with them.
 LLMC = """#!{python}
-import os, struct, sys
+import struct, sys
 if sys.argv[1:] == ["--help"]:
-    sys.exit("Usage: train [options]\\n  -i <string> train\\n  -j <string> val\\n  -b <int> B\\n  -t <int> T\\n")
+    sys.exit("Usage: train [options]\\n  -i <string> train\\n  -j <string> val\\n  -b <int> B\\n  -t <int> T\\n{usage}")
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+model = flags.pop("-e", "gpt2_124M.bin")
+assert struct.unpack("2i", open(model, "rb").read(8)) == (20240326, {version})
 assert flags == {{"-i": "train.bin", "-j": "val.bin", "-b": "2", "-t": "8"}}, flags
 magic, version, count = struct.unpack("3i", open("train.bin", "rb").read(12))
-assert magic == 20240520 and os.path.exists("gpt2_124M.bin")
+assert magic == 20240520 and version == 1
 steps = (count - 1) // 16
 for step in range(steps):
     print(f"step {{step + 1:4}}/{{steps}}: train loss 5.25 ({{1000.0 if step == 0 else 12.5}} ms, 1280 tok/s)")
@@ -73,32 +76,53 @@ def test_bench_times_every_trainer_on_the_same_model(script, capsys):
         assert name in printed
 
 
-def test_in_bf16_pytorch_starts_from_the_same_weights_in_fp32(capsys):
+def test_in_bf16_pytorch_starts_from_the_same_weights_in_fp32(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, ""))
     bench.main([*TINY["train_gpt2_fp32"], "--precision", "bf16", "--steps", "1", "--peers", "eager"])
     printed = capsys.readouterr().out
     ours, eager = (line.split() for line in printed.partition("trainer")[2].splitlines()[1:])
     assert float(eager[-1]) == pytest.approx(float(ours[-1]), abs=2e-3)
-    assert "ceilings: bf16 matrix product" in printed and ours[:4] == ["llm.cupy", "(softmax", "--precision", "bf16)"]
+    assert ours[:4] == ["llm.cupy", "(softmax", "--precision", "bf16)"]
 
 
 def test_products_are_timed_in_the_types_that_a_step_in_bf16_has(monkeypatch):
     device.use("cpu")
     device.use_precision("bf16")
     seen = []
-    monkeypatch.setattr(ceilings, "seconds", lambda work, *_, **named: work() or 1.0)
+    monkeypatch.setattr(ceilings, "seconds", lambda work, **named: (work(), 1.0)[1])
     with device.observe(lambda name, a, work: seen.append([str(a[x].dtype) for x in "abc"])):
         ceilings.product_seconds(3, 4, 5)
         ceilings.product_seconds(3, 4, 5, np.dtype(np.float32))
     assert seen == [["uint16"] * 3, ["uint16", "uint16", "float32"]]
+    monkeypatch.setattr(ceilings, "product_seconds", lambda *shape: 1.0)
+    assert ceilings.measure_ceilings().description.startswith("ceilings: bf16 matrix product 2048^3 ")
 
 
-def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path):
-    binary = tmp_path / "train_gpt2fp32cu"
-    binary.write_text(LLMC.format(python=sys.executable))
+@pytest.mark.parametrize("precision, usage, version", [
+    ("tf32", "", 3), ("bf16", "  -e <string> a model", 5), ("bf16", "", None),
+])  # fmt: skip
+def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path, precision, usage, version):
+    binary = tmp_path / "train_gpt2cu"
+    binary.write_text(LLMC.format(python=sys.executable, usage=usage, version=version))
     binary.chmod(0o755)
-    result = run("bench_llmc.py", binary, *TINY["train_gpt2_fp32"][1:], "--steps", "3", cwd=tmp_path)
+    flags = [*TINY["train_gpt2_fp32"][1:], "--precision", precision, "--steps", "3"]
+    result = run("bench_llmc.py", binary, *flags, cwd=tmp_path)
+    if version is None:
+        assert result.returncode == 1 and "takes no -e, so it trains in fp32 alone" in result.stderr
+        return
     assert result.returncode == 0, result.stderr
     assert "12.50 ms a step, 1280 tokens/s" in result.stdout and "first loss 5.25" in result.stdout
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_model_that_a_run_starts_from_is_the_same_file_in_any_precision(precision, tmp_path):
+    device.use("cpu")
+    args = workload.make_parser("").parse_args([*TINY["train_gpt2_fp32"], "--precision", precision])
+    asked = workload.workload_of(args, str(tmp_path))
+    workload.write_random_model(asked, tmp_path / "model.bin")
+    _, tensors = read_model(tmp_path / "model.bin", GPT2Config)
+    master = asked.build().model.master_memory
+    assert np.array_equal(np.concatenate([tensor.ravel() for tensor in tensors.values()]), master)
 
 
 def test_bench_start_stops_its_watch_at_the_first_finished_step():
