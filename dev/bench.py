@@ -341,7 +341,8 @@ def main(arguments: list[str] | None = None) -> None:
     kept, rows, ceilings = kept_rows(device.name), [], {}
     with tempfile.TemporaryDirectory() as directory:
         runs = [(asked, workload_of(asked, directory)) for asked in asked_for(parser, args)]
-        for asked, workload in runs:
+        # Each once: with --suite --precision bf16 the tables ask for some twice.
+        for asked, workload in {str(workload): (asked, workload) for asked, workload in runs}.values():
             if (precision := device.use_precision(asked.precision)) not in ceilings:
                 ceilings[precision] = measure_ceilings()
                 print(f"{device.name}\n{ceilings[precision].description}", flush=True)

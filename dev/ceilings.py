@@ -40,7 +40,7 @@ def random_array(length: int):
     """Random numbers of the type `floatX`, the same million over and over: normal ones take the host seconds a
     billion."""
     values = np.random.default_rng(1).standard_normal(1 << 20, dtype=np.float32)
-    return device.asarray(np.resize(device.to_bf16(values) if device.floatX == device.BF16 else values, length))
+    return device.asarray(np.resize(device.to_floatX(values), length))
 
 
 def product_seconds(m: int, n: int, k: int, dtype: np.dtype | None = None) -> float:

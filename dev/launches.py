@@ -69,8 +69,7 @@ class Launch:
         for name, shape in self.shapes_at(sizes).items():
             values = rng.standard_normal(shape, np.float32)
             values = abs(values) if name in ("rstd", "v") else values
-            rounds = device.floatX == device.BF16 and name not in self.fp32
-            arrays[name] = device.asarray(device.to_bf16(values) if rounds else values)
+            arrays[name] = device.asarray(values if name in self.fp32 else device.to_floatX(values))
         given = {**vars(size), **arrays}
         given |= self.others(size, SimpleNamespace(**arrays))
         wanted = [name for name in inspect.signature(self.launcher).parameters if name in given]
