@@ -148,6 +148,13 @@ def test_wrong_flags_are_refused(main, args, words):
         main([*TINY["train_gpt2_fp32"][1:], *args])
 
 
+def test_cudnn_has_no_attention_but_in_16_bits(monkeypatch):
+    device.use("cpu")
+    monkeypatch.setattr(device.current.device, "kind", "cuda")
+    with pytest.raises(UserError, match="--peers compile-cudnn: cuDNN's attention takes 16 bits: add --precision bf16"):
+        bench.usable_peers("compile-cudnn", "tf32", "auto", print)
+
+
 def test_what_is_wrong_is_said_in_one_line(tmp_path):
     result = run("bench.py", "--device", "cpu", "--peers", "jax", cwd=tmp_path)
     assert result.returncode == 1
