@@ -8,8 +8,7 @@ The rungs of a topic are the kernels of doc/ladder/<topic>.cu and, last, the lau
 Each is first compared with NumPy in float64, its outputs poisoned with NaNs, at odd sizes and at round ones. Then
 
 - on a GPU it is timed at the shapes of GPT-2 124M with B=4 and T=1024, on several sets of arrays in turn so that none
-  is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32, or in
-  bf16 for a rung in bf16;
+  is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32;
 - on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope.py): the bytes of the 32-byte sectors
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
@@ -24,11 +23,10 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import device
-from dev.ceilings import measure_ceilings
+from dev.ceilings import Ceilings, measure_ceilings
 from dev.microscope import columns, lines_of, race_lines
 from dev.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
 from device.errors import UserError
@@ -45,15 +43,14 @@ LADDER = ROOT / "doc" / "ladder"
 MEASURED = LADDER / "measured.json"
 
 # Relative error norms. fp32 rounds at 6e-8, and of a sum's hundreds of roundings most cancel. TF32 keeps 10 bits of the
-# factors of a product: it rounds at 5e-4, and errors of single products average out. bf16 keeps 7 bits, of the result
-# too.
-TOLERANCES = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 5e-3}
+# factors of a product: it rounds at 5e-4, and errors of single products average out.
+FP32, TF32 = 1e-5, 1e-3
 
 # ---- arrays
 
 
 def shapes_of(text: str, size: SimpleNamespace) -> dict[str, tuple[int, ...]]:
-    pairs = [word.replace("*=", "=").split("=") for word in text.split()]
+    pairs = [word.split("=") for word in text.split()]
     return {name: tuple(int(eval(part, {"P": MOST_PARTIALS}, vars(size))) for part in shape.split(","))
             for name, shape in pairs}  # fmt: skip
 
@@ -81,32 +78,13 @@ def references(topic: Topic, sizes: dict[str, int]) -> dict[str, np.ndarray]:
 
 
 def place_arrays(topic: Topic, sizes: dict[str, int], place: Callable[[str, np.ndarray], object]) -> SimpleNamespace:
-    """The sizes and device arrays that a rung is given, of the type `floatX` but for those with a star; place(how,
-    values) puts an array on the device, where how is "read", "update", "write" or "scratch"."""
+    """The sizes and device arrays that a rung is given; place(how, values) puts an array on the device, where how is
+    "read", "update", "write" or "scratch"."""
     reads, adds, sets = host_arrays(topic, sizes)
-    starred = re.findall(r"(\w+)\*=", f"{topic.reads} {topic.sets} {topic.adds} {topic.scratch}")
     shapes = shapes_of(topic.scratch, SimpleNamespace(**sizes))
     scratch = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
     kinds = ("read", reads), ("update", adds), ("write", sets), ("scratch", scratch)
-
-    def typed(name: str, values: np.ndarray) -> np.ndarray:
-        return values if values.dtype != np.float32 or name in starred else device.to_floatX(values)
-
-    return SimpleNamespace(**sizes, **{k: place(how, typed(k, x)) for how, named in kinds for k, x in named.items()})
-
-
-@contextmanager
-def in_precision(rung: Rung) -> Iterator[None]:
-    """Within the block, the device computes in the rung's precision."""
-    before = device.precision
-    device.use_precision(rung.precision)
-    yield
-    device.use_precision(before)
-
-
-def bytes_of(topic: Topic, rung: Rung, sizes: dict[str, int]) -> float:
-    """What a rung has to move; topics with a rung in bf16 have hardly an array that is fp32 there."""
-    return topic.bytes(SimpleNamespace(**sizes)) / (2 if rung.precision == "bf16" else 1)
+    return SimpleNamespace(**sizes, **{k: place(how, x) for how, named in kinds for k, x in named.items()})
 
 
 def on_device(how: str, values: np.ndarray):
@@ -135,13 +113,12 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 def check(name: str, rung: Rung, sizes: dict[str, int], wanted: dict[str, np.ndarray]) -> float:
     """The largest relative error of a rung's outputs; UserError where one is above its tolerance."""
-    with in_precision(rung):
-        arrays = place_arrays(TOPICS[name], sizes, on_device)
-        rung.launch(kernels_of(name), arrays)
-        device.synchronize()
-    errors = {key: relative_error(device.to_floats(getattr(arrays, key)), want) for key, want in wanted.items()}
+    arrays = place_arrays(TOPICS[name], sizes, on_device)
+    rung.launch(kernels_of(name), arrays)
+    device.synchronize()
+    errors = {key: relative_error(device.to_host(getattr(arrays, key)), want) for key, want in wanted.items()}
     worst = max(errors, key=errors.get)
-    if errors[worst] > TOLERANCES[rung.precision]:
+    if errors[worst] > (TF32 if rung.tf32 else FP32):
         raise UserError(f"{name}, {rung.kernel}, {text_of(sizes)}: {worst} is off by {errors[worst]:.2g} of itself")
     return errors[worst]
 
@@ -150,10 +127,10 @@ SETS_BYTES = 400 << 20  # of arrays in turn: several times the L2 of any GPU so 
 
 
 def seconds(name: str, rung: Rung, rounds: int = 9) -> float:
-    """The median time of a launch at the bench sizes, in the precision in use."""
+    """The median time of a launch at the bench sizes."""
     topic, cu = TOPICS[name], kernels_of(name)
     sets = [place_arrays(topic, topic.bench, on_device)]
-    while len(sets) < min(16, SETS_BYTES // bytes_of(topic, rung, topic.bench)):
+    while len(sets) < min(16, SETS_BYTES // topic.bytes(SimpleNamespace(**topic.bench))):
         copies = {key: value.copy() if hasattr(value, "nbytes") else value for key, value in vars(sets[0]).items()}
         sets.append(SimpleNamespace(**copies))
 
@@ -181,8 +158,7 @@ def seconds(name: str, rung: Rung, rounds: int = 9) -> float:
 
 
 def repeats_that_differ(name: str, rung: Rung, repeats: int = 9) -> int:
-    """How many repetitions of a launch at the bench sizes, in the precision in use, leave other bits in their outputs
-    than the first one."""
+    """How many repetitions of a launch at the bench sizes leave other bits in their outputs than the first one."""
     topic, cu = TOPICS[name], kernels_of(name)
     arrays = place_arrays(topic, topic.bench, on_device)
     outputs = shapes_of(f"{topic.sets} {topic.adds}", SimpleNamespace(**topic.bench))
@@ -214,9 +190,8 @@ def watch(name: str, launch: Callable[[], None]) -> list[Watched]:
 
 
 def watch_rung(name: str, rung: Rung, sizes: dict[str, int]) -> list[Watched]:
-    with in_precision(rung):
-        arrays = place_arrays(TOPICS[name], sizes, on_device)
-        return watch(name, lambda: rung.launch(kernels_of(name), arrays))
+    arrays = place_arrays(TOPICS[name], sizes, on_device)
+    return watch(name, lambda: rung.launch(kernels_of(name), arrays))
 
 
 def counts(name: str, rung: Rung) -> dict[str, float]:
@@ -227,7 +202,8 @@ def counts(name: str, rung: Rung) -> dict[str, float]:
         for line in lines_of(one):
             moved += SECTOR * line.sectors
             passes, least, worst = passes + line.passes, least + line.least_passes, max(worst, line.worst)
-    return ({"sectors": round(moved / bytes_of(topic, rung, topic.round), 2)} if moved else {}) | (
+    size = SimpleNamespace(**topic.round)
+    return ({"sectors": round(moved / topic.bytes(size), 2)} if moved else {}) | (
         {"worst": round(float(worst), 2), "mean": round(passes / least, 2)} if least else {}
     )  # fmt: skip
 
@@ -251,12 +227,12 @@ def title_and_idea(name: str, rung: Rung) -> tuple[str, str]:
     return title, idea[0].upper() + idea[1:] + "."
 
 
-def rate_of(topic: Topic, rung: Rung, microseconds: float, kept: dict) -> tuple[str, str]:
+def rate_of(topic: Topic, microseconds: float, kept: dict) -> tuple[str, str]:
     """GB/s or TFLOP/s, and the share of what the machine does at best."""
-    work, unit, most = bytes_of(topic, rung, topic.bench), 1e9, kept["copy"]
+    size = SimpleNamespace(**topic.bench)
+    work, unit, most = topic.bytes(size), 1e9, kept["copy"]
     if topic.flops:
-        work, unit = topic.flops(SimpleNamespace(**topic.bench)), 1e12
-        most = kept["product in bf16" if rung.precision == "bf16" else "product"]
+        work, unit, most = topic.flops(size), 1e12, kept["product"]
     rate = work / (microseconds * 1e-6)
     return three_digits(rate / unit), f"{rate / most:.0%}" if rate / most > 0.095 else f"{rate / most:.1%}"
 
@@ -271,17 +247,11 @@ def kept_measurement() -> dict:
     return json.loads(MEASURED.read_text())
 
 
-def shown_rungs(name: str, kept: dict) -> list[Rung]:
-    """All rungs, but one in bf16 only once it has been timed where the others have been."""
-    times = kept["times"].get(name)
-    return [rung for rung in TOPICS[name].rungs if rung.precision != "bf16" or times is None or rung.kernel in times]
-
-
 def rows_of(name: str, kept: dict) -> Iterator[tuple[str, ...]]:
     """The table of a topic, without its head."""
     topic = TOPICS[name]
     times, counted = kept["times"].get(name, {}), kept["counts"].get(name, {})
-    for rung in shown_rungs(name, kept):
+    for rung in topic.rungs:
         title, idea = title_and_idea(name, rung)
         timed, counted_here = times.get(rung.kernel), counted.get(rung.kernel, {})
         if timed and timed.get("differ"):
@@ -289,7 +259,7 @@ def rows_of(name: str, kept: dict) -> Iterator[tuple[str, ...]]:
         microseconds, rate, share = "", "", ""
         if timed:
             microseconds = three_digits(timed["microseconds"])
-            rate, share = rate_of(topic, rung, timed["microseconds"], kept)
+            rate, share = rate_of(topic, timed["microseconds"], kept)
         sectors = f"{counted_here['sectors']:.2f}" if "sectors" in counted_here else ""
         conflicts = f"{counted_here['worst']:.2g} / {counted_here['mean']:.2f}" if "worst" in counted_here else ""
         yield title, idea, microseconds, rate, share, sectors, conflicts
@@ -297,8 +267,8 @@ def rows_of(name: str, kept: dict) -> Iterator[tuple[str, ...]]:
 
 def table(name: str, kept: dict) -> str:
     """A topic's table for a page, in Markdown, with what its columns are."""
-    topic, in_bf16 = TOPICS[name], any(rung.precision == "bf16" for rung in shown_rungs(name, kept))
-    unit, ceiling = ("TFLOP/s", "product" if in_bf16 else "TF32 product") if topic.flops else ("GB/s", "copy")
+    topic = TOPICS[name]
+    unit, ceiling = ("TFLOP/s", "TF32 product") if topic.flops else ("GB/s", "copy")
     lines = [
         f"| rung | the idea that it adds | µs | {unit} | of the {ceiling} | sectors | conflicts |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -309,7 +279,6 @@ def table(name: str, kept: dict) -> str:
         best = f"a copy of 1 GiB, {kept['copy'] / 1e9:.0f} GB/s"
         if topic.flops:
             best = f"a product of 8192 x 8192 matrices in TF32, {kept['product'] / 1e12:.0f} TFLOP/s"
-            best += f", for bf16 one in bf16, {kept['product in bf16'] / 1e12:.0f}" if in_bf16 else ""
         caption += f"Times: {kept['machine']}, {text_of(topic.bench)}; the ceiling: {best}, in the same run. "
     caption += (
         f"Counts: the microscope, {text_of(topic.round)}. Sectors: bytes of the sectors that accesses touch, for each "
@@ -343,7 +312,7 @@ def write_tables() -> None:
             print(f"written: {path.relative_to(ROOT)}")
 
 
-def climb(name: str, ceilings: dict[str, float] | None, counting: bool) -> tuple[dict, list[str]]:
+def climb(name: str, ceilings: Ceilings | None, counting: bool) -> tuple[dict, list[str]]:
     """Checks the rungs of a topic, and times them or counts; prints its table. Returns what was measured, by kernel,
     and the races that the microscope saw."""
     topic, measured, races, errors = TOPICS[name], {}, [], []
@@ -354,11 +323,10 @@ def climb(name: str, ceilings: dict[str, float] | None, counting: bool) -> tuple
         sizes = sizes_for(topic, rung)
         error = max(check(name, rung, s, w) for s, w in zip(sizes, wanted[-len(sizes) :], strict=True))
         if ceilings:
-            with in_precision(rung):
-                measured[rung.kernel] = {"microseconds": round(1e6 * seconds(name, rung), 2)}
-                if not all(other.ordered for other in topic.rungs):
-                    measured[rung.kernel]["differ"] = repeats_that_differ(name, rung)
-            kept |= {"times": {name: measured}, **ceilings}
+            measured[rung.kernel] = {"microseconds": round(1e6 * seconds(name, rung), 2)}
+            if not all(other.ordered for other in topic.rungs):
+                measured[rung.kernel]["differ"] = repeats_that_differ(name, rung)
+            kept |= {"times": {name: measured}, "copy": ceilings.copy, "product": ceilings.product}
         if counting:
             measured[rung.kernel] = counts(name, rung)
             races += [line for one in watch_rung(name, rung, sizes[0]) for line in race_lines(one)]
@@ -401,12 +369,8 @@ def main() -> None:
     else:
         if device.compute_capability < 80:
             raise UserError(f"{device.name} has no TF32, which the ladders use: run with --device cpu")
-        best = measure_ceilings()
-        device.use_precision("bf16")
-        in_bf16 = measure_ceilings()
-        device.use_precision("tf32")
-        ceilings = {"copy": best.copy, "product": best.product, "product in bf16": in_bf16.product}
-        print(f"{device.name}, {best.description}; {in_bf16.description}\n")
+        ceilings = measure_ceilings()
+        print(f"{device.name}, {ceilings.description}\n")
     kept, races = kept_measurement(), []
     for name in [args.topic] if args.topic else TOPICS:
         measured, found = climb(name, ceilings, counting)
@@ -415,7 +379,7 @@ def main() -> None:
             kept["times" if ceilings else "counts"][name] = measured
     if args.keep:
         if ceilings:
-            kept |= {"machine": device.name, **ceilings}
+            kept |= {"machine": device.name, "copy": ceilings.copy, "product": ceilings.product}
         with replacing(MEASURED) as file:
             file.write((json.dumps(kept, indent=1) + "\n").encode())
         print(f"written: {MEASURED.relative_to(ROOT)}")

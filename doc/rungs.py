@@ -33,7 +33,7 @@ class Rung:
     launch: Launch              # given the topic's file, its arrays and its sizes
     idea: str = ""              # of a rung that is no kernel of the file
     fours: bool = False         # takes only sizes that are multiples of 4
-    precision: str = "fp32"     # of its operands
+    tf32: bool = False
     ordered: bool = True        # sums in a fixed order
     recorded: bool = True       # timed as a replayed graph
 
@@ -46,7 +46,7 @@ class Rung:
 @dataclass
 class Topic:
     """Arrays as "name=shape" of the sizes: `reads` are inputs, `adds` come in with numbers and are updated, `sets` come
-    in as NaNs, and so does `scratch`. A star after a name says that the array is fp32 for a rung in bf16 too."""
+    in as NaNs, and so does `scratch`."""
 
     reads: str
     sets: str
@@ -208,8 +208,14 @@ def product_rung(kernel: str, block: tuple, rows: int, columns: int, **options) 
     return Rung(kernel, launch, **options)
 
 
-def cublas(cu: device.Source, a: SimpleNamespace) -> None:
-    device.gemm(a.c, a.a, a.b, a.M, a.N, a.K)
+def cublas(tf32: bool) -> Launch:
+    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+        before = device.precision
+        device.use_precision("tf32" if tf32 else "fp32")
+        device.gemm(a.c, a.a, a.b, a.M, a.N, a.K)
+        device.use_precision(before)
+
+    return launch
 
 
 TOPICS["matmul"] = Topic(
@@ -227,11 +233,10 @@ TOPICS["matmul"] = Topic(
         product_rung("square_of_8_kernel", (256,), 128, 128),
         product_rung("vectorised_kernel", (256,), 128, 128, fours=True),
         product_rung("warp_tiles_kernel", (256,), 128, 128, fours=True),
-        product_rung("mma_kernel", (256,), 128, 128, fours=True, precision="tf32"),
-        product_rung("two_stages_kernel", (256,), 128, 128, fours=True, precision="tf32"),
-        Rung("cuBLAS in fp32", cublas, "NVIDIA's own, without tensor cores."),
-        Rung("cuBLAS in TF32", cublas, "NVIDIA's own, which training uses.", precision="tf32"),
-        Rung("cuBLAS in bf16", cublas, "Operands of 16 bits, sums in fp32.", precision="bf16"),
+        product_rung("mma_kernel", (256,), 128, 128, fours=True, tf32=True),
+        product_rung("two_stages_kernel", (256,), 128, 128, fours=True, tf32=True),
+        Rung("cuBLAS in fp32", cublas(False), "NVIDIA's own, without tensor cores."),
+        Rung("cuBLAS in TF32", cublas(True), "NVIDIA's own, which training uses.", tf32=True),
     ],
 )  # fmt: skip
 
@@ -397,36 +402,28 @@ def causal_attention(a: SimpleNamespace) -> dict:
     return {"out": (p / total @ v).transpose(0, 2, 1, 3), "lse": (largest + np.log(total))[..., 0]}
 
 
-def attention_rung(kernel: str, threads: int, precision: str = "tf32") -> Rung:
-    def launch(cu: device.Source, a: SimpleNamespace) -> None:
-        getattr(cu, kernel)((a.B * a.NH, ceil_div(a.T, 64)), (threads,), (a.out, a.lse, a.qkv, a.T, a.NH))
-
-    return Rung(kernel, launch, precision=precision)
-
-
-def production(cu: device.Source, a: SimpleNamespace) -> None:
-    flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64)
+def attention_rung(kernel: str, threads: int, tf32: bool = True) -> Rung:
+    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
+        (a.B * a.NH, ceil_div(a.T, 64)), (threads,), (a.out, a.lse, a.qkv, a.T, a.NH)), tf32=tf32)  # fmt: skip
 
 
 TOPICS["flash_attention"] = Topic(
-    reads="qkv=B,T,3,NH,64", sets="out=B,T,NH,64 lse*=B,NH,T", adds="", scratch="",
+    reads="qkv=B,T,3,NH,64", sets="out=B,T,NH,64 lse=B,NH,T", adds="", scratch="",
     odd={"B": 1, "T": 69, "NH": 2}, fours={"B": 2, "T": 20, "NH": 1}, round={"B": 1, "T": 128, "NH": 1},
     bench={"B": 4, "T": 1024, "NH": 12},
     reference=causal_attention,
     bytes=lambda s: 16 * s.B * s.T * s.NH * 64,
     flops=lambda s: 2 * s.T**2 * 64 * s.B * s.NH,  # half of 4 T^2 HS: what lies above the diagonal does not count
     rungs=[
-        attention_rung("scalar_kernel", 64, "fp32"),
-        attention_rung("tiled_kernel", 64, "fp32"),
+        attention_rung("scalar_kernel", 64, tf32=False),
+        attention_rung("tiled_kernel", 64, tf32=False),
         attention_rung("mma_kernel", 128),
         attention_rung("registers_kernel", 128),
         attention_rung("swizzled_kernel", 128),
         attention_rung("two_stages_kernel", 128),
-        Rung("flash_attention_forward of kernels/flash_attention.py", production,
-             "32 queries a warp, so that each operand that is loaded serves four products, by wide loads.",
-             precision="tf32"),
-        Rung("flash_attention_forward in bf16", production,
-             "Operands of 16 bits: half the bytes, and an instruction multiplies twice as many.", precision="bf16"),
+        Rung("flash_attention_forward of kernels/flash_attention.py",
+             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
+             "32 queries a warp, so that each operand that is loaded serves four products, by wide loads.", tf32=True),
     ],
 )  # fmt: skip
 
