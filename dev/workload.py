@@ -105,11 +105,14 @@ def describe(kind: type[Model], model: str, V: int | None) -> Config:
     return config
 
 
-def write_random_model(workload: Workload, path: Path) -> None:
-    """Writes the model that ours starts from."""
+def write_random_model(workload: Workload, path: Path, bf16: bool = False) -> None:
+    """Writes the model that ours starts from, fp32 in any precision, or as `write_model` has it in bf16."""
+    precision = device.precision
+    device.use_precision("fp32")
     model = workload.kind(workload.config, 1, 1, "softmax", inference=True)
     model.randomize(SEED)
-    write_model(path, model.config, model.params_memory)
+    write_model(path, model.config, model.params_memory, bf16)
+    device.use_precision(precision)
 
 
 # Tokens
