@@ -313,8 +313,8 @@ def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list
 
 def says_what(args: argparse.Namespace) -> bool:
     """Whether the flags say something of the model and the batch."""
-    said = args.model, args.sequence_length, args.vocab_size, args.batch_size, args.zero_stage, args.bitwise
-    return said != (None, None, None, 4, True, False)
+    names = "model", "sequence_length", "vocab_size", "batch_size", "zero_stage", "bitwise", "logit_rows"
+    return [getattr(args, name) for name in names] != [None, None, None, 4, True, False, None]
 
 
 def main(arguments: list[str] | None = None) -> None:
