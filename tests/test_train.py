@@ -501,7 +501,7 @@ class Turing(CpuDevice):
     """A GPU that has neither TF32 nor bf16."""
 
     compute_capability = 75
-    blas = SimpleNamespace(use_tf32=lambda on: None)
+    blas = SimpleNamespace(use_precision=lambda precision: None)
     use_precision = CudaDevice.use_precision
 
     def __init__(self):
