@@ -3,6 +3,7 @@
     python dev/bench.py                              # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
     python dev/bench.py train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
     python dev/bench.py -b 16 --peers '' --compare   # ours alone, beside what is kept of it
+    python dev/bench.py --precision bf16             # all in bf16, PyTorch under autocast
     python dev/bench.py --suite --keep               # all that doc/speed.md shows, into dev/measurements/
     python dev/bench.py --gpus 4                     # ours on 1, 2 and 4 GPUs: dev/scaling.py
     python dev/bench.py --tables                     # times nothing: the tables of doc/speed.md, from dev/measurements/
@@ -12,9 +13,10 @@ with its memory to itself. A step is that of the model script: a batch goes to t
 the host reads the loss, while the device may work on the next step already; PyTorch may do so too. Milliseconds are the
 median over steps, each from the end of the one before to its own. dev/bench_llmc.py times llm.c's trainers.
 
-PyTorch trains GPT-2 as dev/torch_models.py has it, and transformers' Llama. It gets TF32 products where ours has them,
-the fused AdamW, gradients set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On
-the CPU, `eager` has its default AdamW and the others the fused one.
+PyTorch trains GPT-2 as dev/torch_models.py has it, and transformers' classes of the other models. It gets TF32 products
+where ours has them, autocast where ours is in bf16 (with fp32 weights, as our master copy), the fused AdamW, gradients
+set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On the CPU, `eager` has its
+default AdamW and the others the fused one.
 
 Memory: ours is what the device has less of after the steps than before the model was made, and cuBLAS's workspaces;
 PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the process's resident memory to its peak.
@@ -32,7 +34,10 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import device
 from dev import scaling
@@ -52,12 +57,17 @@ from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, writ
 from device.cublas import WORKSPACE
 from device.errors import UserError
 from llmc.program import run_program
-from llmc.tensors import flops_per_token, num_parameters
+from llmc.tensors import flops_per_token, name_tensors, num_parameters
 
 import numpy as np
 
-PEERS = ("eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs", "compile-sdpa-bf16")
-DEFAULT_PEERS = {"cuda": ",".join(PEERS[:-1]), "cpu": "eager,eager-sdpa"}
+PEERS = (
+    "eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs", "compile-cudnn", "compile-graphs-cudnn",
+    "compile-sdpa-bf16",
+)  # fmt: skip
+DEFAULT_PEERS = {"cuda": PEERS[:5], "cpu": PEERS[:2]}
+CUDNN_PEERS = PEERS[5:7]  # whose attention is bf16 alone
+
 
 class TorchEvent:
     def __init__(self, torch, cuda: bool):
@@ -77,20 +87,27 @@ class Torch:
     """PyTorch's training step. As ours, it sends batches from and fetches losses to page-locked memory, of which there
     are two lots, and never waits for the device before the next step is launched."""
 
-    def __init__(self, peer: str, workload: Workload, tensors: dict[str, np.ndarray], attention: str):
+    def __init__(self, peer: str, workload: Workload, tensors: SimpleNamespace, attention: str):
         from dev.torch_models import build_torch_model
 
         import torch
 
-        self.torch, self.name, self.graphs = torch, TRAINERS[peer], peer == "compile-graphs"
+        self.torch, self.name, self.graphs = torch, TRAINERS[peer], "graphs" in peer
         self.cuda = device.kind == "cuda"
         self.device = torch.device("cuda" if self.cuda else "cpu")
         torch.set_float32_matmul_precision("high" if device.tf32 else "highest")
         with self.device:
-            model = build_torch_model(workload.config, "sdpa" if "sdpa" in peer else attention, padded=self.cuda)
+            attention = "sdpa" if "sdpa" in peer or peer in CUDNN_PEERS else attention
+            model = build_torch_model(workload.config, attention, padded=self.cuda)
         model.load(tensors)
         self.model_loss = model.loss
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=peer.endswith("bf16"))
+        bf16 = device.precision == "bf16" or peer.endswith("bf16")
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+        self.attention = nullcontext
+        if peer in CUDNN_PEERS:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            self.attention = partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
         if peer.startswith("compile"):
             mode = "reduce-overhead" if self.graphs else "default"
             self.model_loss = torch.compile(model.loss, mode=mode, dynamic=False)
@@ -113,7 +130,7 @@ class Torch:
         host = self.host_tokens[step % 2]
         host.copy_(self.torch.from_numpy(self.staged))
         tokens, targets = host.to(self.device, non_blocking=True)
-        with self.autocast:
+        with self.autocast, self.attention():
             loss = self.model_loss(tokens, targets)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -172,25 +189,25 @@ class Result:
     mebibytes: float
 
 
-def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, dict[str, np.ndarray], str]:
-    """Ours timed; and what a step of it must do, its first parameters, on the host, and its attention."""
+def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, SimpleNamespace, str]:
+    """Ours timed; and what a step of it must do, its first parameters, fp32 on the host, and its attention."""
     release_memory()
     free, _ = device.memory()
     reset_peak()
     resident = resident_mebibytes(peak=False)
     trainer = Ours(workload)
-    model = trainer.model
-    tensors = {name: device.to_host(getattr(model.params, name)) for name, _ in workload.config.parameters()}
+    model, config = trainer.model, workload.config
+    parameters = device.to_host(model.master_memory)
+    tensors = name_tensors(parameters, config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
     ms, loss = time_steps(trainer, steps)
     if device.kind == "cuda":
         mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20
     else:  # less the parameters that are held for the others
-        held = sum(tensor.nbytes for tensor in tensors.values())
-        mebibytes = resident_mebibytes(peak=True) - resident - held / 2**20
+        mebibytes = resident_mebibytes(peak=True) - resident - parameters.nbytes / 2**20
     return Result("ours", trainer.name, ms, loss, mebibytes), work_of(model), tensors, model.attention
 
 
-def run_torch(peer: str, workload: Workload, tensors: dict[str, np.ndarray], attention: str, steps) -> Result:
+def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, attention: str, steps) -> Result:
     import dev.torch_models  # noqa: F401, so that its import is not counted as memory of the first trainer that needs it
 
     import torch
@@ -213,12 +230,19 @@ def run_torch(peer: str, workload: Workload, tensors: dict[str, np.ndarray], att
             torch._dynamo.reset()
 
 
-def usable_peers(asked: str | None, attention: str, stated: Callable[[str], None]) -> list[str]:
-    """The peers to run. Raises UserError where one is asked for by a wrong name, or is asked for and not installed."""
-    peers = [peer for peer in (DEFAULT_PEERS[device.kind] if asked is None else asked).split(",") if peer]
+def usable_peers(
+    asked: str | None, precision: str, attention: str, stated: Callable[[str], None]
+) -> list[str]:  # fmt: skip
+    """The peers to run. Raises UserError where one is asked for by a wrong name, or is asked for and cannot run."""
+    default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision == "bf16")
+    peers = [peer for peer in (default if asked is None else asked.split(",")) if peer]
     for peer in peers:
         if peer not in PEERS:
             raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)} (or '' for none)")
+        if device.kind == "cpu" and ("graphs" in peer or peer in CUDNN_PEERS):
+            raise UserError(f"--peers {peer}: there are CUDA graphs and cuDNN only on a GPU")
+        if peer in CUDNN_PEERS and precision != "bf16":
+            raise UserError(f"--peers {peer}: cuDNN's attention takes 16 bits: add --precision bf16")
     if not peers:
         return []
     try:
@@ -228,16 +252,15 @@ def usable_peers(asked: str | None, attention: str, stated: Callable[[str], None
     missing = "PyTorch is not installed (pip install -r requirements-dev.txt)" if torch is None else None
     if torch and device.kind == "cuda" and not torch.cuda.is_available():
         missing = "this PyTorch has no CUDA"
-    if device.kind == "cpu" and "compile-graphs" in peers:
-        raise UserError("--peers compile-graphs: there are CUDA graphs only on a GPU")
     if missing and asked is not None:
         raise UserError(f"--peers {asked}: {missing}")
     if missing:
         stated(f"{missing}: ours is timed alone")
         return []
-    if attention == "relu" and any("sdpa" in peer for peer in peers):
+    fused = [peer for peer in peers if "sdpa" in peer or peer in CUDNN_PEERS]
+    if attention == "relu" and fused:
         stated("SDPA has no ReLU attention: left out")
-        peers = [peer for peer in peers if "sdpa" not in peer]
+        peers = [peer for peer in peers if peer not in fused]
     return peers
 
 
@@ -253,7 +276,7 @@ def print_result(result: Result, ours: Result, workload: Workload, ceilings: Cei
 
 
 def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> list[dict]:
-    """Prints the table of a workload; returns its rows as they are kept."""
+    """Prints the table of a workload, in the precision in use; returns its rows as they are kept."""
     write_data(workload)
     ours, work, tensors, attention = run_ours(workload, args.steps)
     print(f"\n{workload}: {num_parameters(workload.config):,} parameters")
@@ -263,7 +286,7 @@ def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> l
     print(COLUMNS.format("trainer", "ms/step", "tokens/s", "of ceiling", "memory", "x ours", "first loss"))
     print_result(ours, ours, workload, ceilings)
     results = [ours]
-    for peer in usable_peers(args.peers, attention, print):
+    for peer in usable_peers(args.peers, args.precision, attention, print):
         try:
             results.append(run_torch(peer, workload, tensors, attention, args.steps))
         except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
@@ -290,8 +313,8 @@ def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list
 
 def says_what(args: argparse.Namespace) -> bool:
     """Whether the flags say something of the model and the batch."""
-    said = args.model, args.sequence_length, args.vocab_size, args.batch_size, args.zero_stage, args.bitwise
-    return said != (None, None, None, 4, True, False)
+    names = "model", "sequence_length", "vocab_size", "batch_size", "zero_stage", "bitwise", "logit_rows"
+    return [getattr(args, name) for name in names] != [None, None, None, 4, True, False, None]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -314,14 +337,16 @@ def main(arguments: list[str] | None = None) -> None:
         scaling.print_scaling(args, says_what(args))
         return
     device.use(args.device)
-    usable_peers(args.peers, args.attention, lambda text: None)  # complains before anything takes time
-    kept, rows = kept_rows(device.name), []
+    usable_peers(args.peers, args.precision, args.attention, lambda text: None)  # complains before anything takes time
+    kept, rows, ceilings = kept_rows(device.name), [], {}
     with tempfile.TemporaryDirectory() as directory:
         runs = [(asked, workload_of(asked, directory)) for asked in asked_for(parser, args)]
-        ceilings = measure_ceilings()
-        print(f"{device.name}\n{ceilings.description}", flush=True)
-        for asked, workload in runs:
-            found = bench(workload, asked, ceilings)
+        # Each once: with --suite --precision bf16 the tables ask for some twice.
+        for asked, workload in {str(workload): (asked, workload) for asked, workload in runs}.values():
+            if (precision := device.use_precision(asked.precision)) not in ceilings:
+                ceilings[precision] = measure_ceilings()
+                print(f"{device.name}\n{ceilings[precision].description}", flush=True)
+            found = bench(workload, asked, ceilings[precision])
             rows += found
             if args.keep:
                 keep(device.name, found)

@@ -81,8 +81,7 @@ def arrays(B: int, T: int, NH: int, NKV: int, HS: int, seed: int) -> dict:
     fp32 = {"lse", "dsum", "dkv_heads"}
     layer = {name: device.zeros(shape, np.float32 if name in fp32 else device.floatX) for name, shape in shapes.items()}
     for name in ("qkv", "dout"):
-        values = rng.standard_normal(shapes[name], dtype=np.float32)
-        device.copy_in(layer[name], device.to_bf16(values) if device.floatX == device.BF16 else values)
+        device.copy_in(layer[name], device.to_floatX(rng.standard_normal(shapes[name], dtype=np.float32)))
         device.synchronize()
     return layer
 

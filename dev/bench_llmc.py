@@ -1,6 +1,7 @@
 """Times one of llm.c's trainers on what dev/bench.py times ours on: the same GPT-2, weights and tokens.
 
     python dev/bench_llmc.py ../llm.c/train_gpt2fp32cu -b 4 -t 1024
+    python dev/bench_llmc.py ../llm.c/train_gpt2cu --precision bf16    # as llm.c builds it by default
 
 Milliseconds are the median of those that it prints, after the first few. Memory is what the device, or on the CPU the
 machine, has less of while it runs: on a GPU with its CUDA context, some 500 MiB that dev/bench.py leaves out.
@@ -27,10 +28,12 @@ import numpy as np
 
 
 def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) -> list[str]:
-    """The command that runs an llm.c trainer, in a directory with gpt2_124M.bin and token files in it. Its usage tells
+    """The command that runs an llm.c trainer, in a directory with the model and token files in it. Its usage tells
     which of llm.c's trainers it is; the one for the CPU has no flags. Raises UserError for what it cannot run."""
     usage = subprocess.run([binary, "--help"], cwd=directory / "empty", capture_output=True, text=True, timeout=60)
     flags = set(re.findall(r"^\s*-(\w) ", usage.stdout + usage.stderr, re.M))
+    if device.precision == "bf16" and "e" not in flags:
+        raise UserError(f"{binary}: takes no -e, so it trains in fp32 alone: leave --precision bf16 out")
     if not flags:
         if (workload.B, workload.T) != (4, 64):
             raise UserError(f"{binary}: takes no flags, so it can only be run at -b 4 -t 64")
@@ -39,16 +42,21 @@ def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) 
     data = ["-i", "train.bin", "-j", "val.bin"] if "j" in flags else ["-i", "raw"]
     wanted = {
         "b": workload.B, "t": workload.T, "l": LEARNING_RATE, "v": 10**6, "m": 1, "s": 10**6, "g": 1, "x": steps,
-        "f": int(device.tf32), "e": "gpt2_124M.bin",
+        "f": int(device.tf32), "e": model_file(),
     }  # fmt: skip
     return [str(binary), *data, *(word for flag, value in wanted.items() if flag in flags
                                   for word in (f"-{flag}", str(value)))]  # fmt: skip
 
 
+def model_file() -> str:
+    """What llm.c calls its model file in the precision in use."""
+    return "gpt2_124M_bf16.bin" if device.precision == "bf16" else "gpt2_124M.bin"
+
+
 def write_files(directory: Path, workload: Workload, steps: int) -> None:
     """The model and the tokens, under all the names by which llm.c's trainers look for them."""
     (directory / "empty").mkdir()
-    write_random_model(workload, directory / "gpt2_124M.bin")
+    write_random_model(workload, directory / model_file(), device.precision == "bf16")
     tokens = zipf_tokens(steps * workload.B * workload.T + 1, workload.config.vocab_size)
     for split in ("train", "val"):
         write_tokens(directory / f"{split}.bin", tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import device
 from llmc.model import Model
-from llmc.tensors import num_parameters, padded, shape_of, without
+from llmc.tensors import num_parameters, padded, shape_of, type_of, without
 
 import numpy as np
 
@@ -37,14 +37,16 @@ def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: 
 
 
 def random_array(length: int):
-    """Random numbers, the same million over and over: normal ones take the host seconds a billion."""
-    return device.asarray(np.resize(np.random.default_rng(1).standard_normal(1 << 20, dtype=np.float32), length))
+    """Random numbers of the type `floatX`, the same million over and over: normal ones take the host seconds a
+    billion."""
+    values = np.random.default_rng(1).standard_normal(1 << 20, dtype=np.float32)
+    return device.asarray(np.resize(device.to_floatX(values), length))
 
 
-def product_seconds(m: int, n: int, k: int) -> float:
-    """A product of (m, k) and (k, n) on random numbers, on a GPU in the fastest of the four layouts that it might take;
-    on the CPU they make little difference."""
-    a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,))
+def product_seconds(m: int, n: int, k: int, dtype: np.dtype | None = None) -> float:
+    """A product of (m, k) and (k, n) on random numbers of the type `floatX`, to numbers of this type (floatX); on a GPU
+    in the fastest of the four layouts that it might take, on the CPU they make little difference."""
+    a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,), dtype or device.floatX)
     if device.kind == "cpu":
         return seconds(lambda: device.gemm(c, a, b, m, n, k, False, True), calls=1, rounds=3)
     calls = max(1, min(20, round(4e11 / (2 * m * n * k))))
@@ -56,7 +58,8 @@ def product_seconds(m: int, n: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """product: FLOP/s of a large square matrix product; copy: bytes/s, read and written, of a large copy."""
+    """Of the precision in use. product: FLOP/s of a large square matrix product; copy: bytes/s, read and written, of a
+    large copy."""
 
     product: float
     copy: float
@@ -80,7 +83,7 @@ def measure_ceilings() -> Ceilings:
             copy = 2 * src.nbytes / seconds(
                 lambda: list(pool.map(lambda part: np.copyto(dst[part], src[part]), parts)), calls=1
             )  # fmt: skip
-    kind = "TF32" if device.tf32 else "fp32"
+    kind = device.precision.replace("tf", "TF")
     description = (
         f"ceilings: {kind} matrix product {n}^3 {product / 1e12:.4g} TFLOP/s, copy {copy / 1e9:.0f} GB/s (read + write)"
     )
@@ -92,13 +95,13 @@ class Work:
     """What a training step of N positions must do, whatever its kernels.
 
     products: the linear layers, as (outputs, inputs, how many of these). attention: FLOPs of causal attention.
-    parameters: their number. kept: floats that forward leaves behind for backward. logits: floats.
+    These are bytes: update, what AdamW moves; kept, what forward leaves behind for backward; logits.
     """
 
     N: int
     products: tuple[tuple[int, int, int], ...]
     attention: float
-    parameters: int
+    update: int
     kept: int
     logits: int
 
@@ -106,22 +109,23 @@ class Work:
 def work_of(model: Model) -> Work:
     """Counted from the model's tables. Linear layers are the parameters of PRODUCTS. What is kept are the activations
     of each layer, the rows that begin with L, in the tables for flash attention: no (T, T) matrix has to be kept."""
-    config, B, T = model.config, model.B, model.T
+    config, B, T, X = model.config, model.B, model.T, device.floatX
     sizes = config.sizes() | {"B": B, "T": T}
     products = []
     for name, symbols in config.parameters():
         if name in model.PRODUCTS:
             *count, outputs, inputs = shape_of(symbols, sizes)
             products.append((outputs, inputs, math.prod(count)))
-    kept = [symbols for _, symbols, *_ in without(model.tables("flash")[0], config.absent) if symbols[0] == "L"]
+    kept = [row for row in without(model.tables("flash")[0], config.absent) if row[1][0] == "L"]
     return Work(
         N=B * T,
         products=tuple(products),
         # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
         attention=7.0 * config.num_layers * B * T * T * config.num_heads * config.head_size,
-        parameters=num_parameters(config),
-        kept=sum(math.prod(shape_of(symbols, sizes)) for symbols in kept),
-        logits=B * T * padded(config.vocab_size),
+        # Reads and writes parameters, m and v and reads gradients, all of them fp32; in bf16 it writes the copy too.
+        update=(30 if X == device.BF16 else 28) * num_parameters(config),
+        kept=sum(math.prod(shape_of(row[1], sizes)) * type_of(row, X).itemsize for row in kept),
+        logits=B * T * padded(config.vocab_size) * X.itemsize,
     )
 
 
@@ -131,19 +135,18 @@ def limits(work: Work, ceilings: Ceilings) -> dict[str, float]:
     N = work.N
     flops = sum(3 * 2 * N * outputs * inputs * count for outputs, inputs, count in work.products)
     own_shapes = sum(
-        count * product_seconds(*shape)
-        for outputs, inputs, count in work.products
-        for shape in ((N, outputs, inputs), (N, inputs, outputs), (outputs, inputs, N))  # out, dinp, dweight
+        count * product_seconds(*product)
+        for outputs, inputs, count in work.products  # to out, dinp, dweight
+        for product in ((N, outputs, inputs), (N, inputs, outputs), (outputs, inputs, N, np.dtype(np.float32)))
     )
     parts = {
         "linear products at the ceiling": flops / ceilings.product,
         "linear products in their own shapes": own_shapes,
         "causal attention at the ceiling": work.attention / ceilings.product,
-        # Reads and writes parameters, m and v, reads gradients.
-        "AdamW's bytes at copy speed": 7 * 4 * work.parameters / ceilings.copy,
+        "AdamW's bytes at copy speed": work.update / ceilings.copy,
         # Each is written and read again once, and so is its gradient.
-        "kept activations across memory once": 4 * 4 * work.kept / ceilings.copy,
-        "logits across memory once": 2 * 4 * work.logits / ceilings.copy,
+        "kept activations across memory once": 4 * work.kept / ceilings.copy,
+        "logits across memory once": 2 * work.logits / ceilings.copy,
     }
     return {name: 1000 * part for name, part in parts.items()}
 

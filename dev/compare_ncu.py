@@ -1,8 +1,8 @@
 """Compares what the microscope counts with what NVIDIA's profiler counts on a GPU: python dev/compare_ncu.py
 
-Every launcher of dev/launches.py runs at its small sizes, once on the GPU under ncu and once under the microscope, and
-tests/data/microscope.json keeps, for each kernel and counter, both numbers and the GPU. ncu must be on the PATH; it may
-lack the permission to read the counters (NVIDIA explains what to do under "ERR_NVGPUCTRPERM").
+Every launcher of dev/launches.py runs at its small sizes, and some in bf16 too: once on the GPU under ncu, and once
+under the microscope. tests/data/microscope.json keeps, for each kernel and counter, both numbers and the GPU. ncu must
+be on the PATH; it may lack the permission to read the counters (NVIDIA explains what to do under "ERR_NVGPUCTRPERM").
 """
 
 import sys
@@ -27,6 +27,12 @@ import numpy as np
 
 KEPT = Path(__file__).resolve().parents[1] / "tests" / "data" / "microscope.json"
 
+# Launchers with their precisions: all, then those whose kernels show what two-byte accesses count.
+RUNS = [(name, "tf32") for name in LAUNCHES] + [(name, "bf16") for name in (
+    "encoder_forward", "fused_residual_forward", "layernorm_backward", "gelu_backward", "swiglu_backward",
+    "fused_classifier", "attention_forward", "flash_attention_forward", "flash_attention_backward", "adamw",
+)]  # fmt: skip
+
 L1 = "l1tex__"
 COUNTERS = {
     "global load requests": f"{L1}t_requests_pipe_lsu_mem_global_op_ld.sum",
@@ -48,15 +54,21 @@ def main() -> None:
     args = parser.parse_args()
     if args.launch:
         device.use("cuda")
-        for launch in LAUNCHES.values():
-            launch.prepare(launch.sizes)()
+        for name, precision in RUNS:
+            device.use_precision(precision)
+            LAUNCHES[name].prepare(LAUNCHES[name].sizes)()
             device.synchronize()
         return
     counted = kept_counts() if args.ours else counts_of_ncu()
+    recorded = {row["launcher"] for row in json.loads(KEPT.read_text())["rows"]} if args.ours else None
     use_microscope()
     rows, at = [], iter(counted)
-    for name, launch in LAUNCHES.items():
-        for one in watch(launch, launch.sizes):
+    for launcher, precision in RUNS:
+        name = name_of(launcher, precision)
+        if args.ours and name not in recorded:
+            continue
+        device.use_precision(precision)
+        for one in watch(LAUNCHES[launcher], LAUNCHES[launcher].sizes):
             kernel, theirs = next(at)
             if kernel != one.kernel:
                 raise UserError(f"ncu saw {kernel} where {name} launches {one.kernel}")
@@ -77,6 +89,11 @@ def main() -> None:
         if row["ours"] != row["ncu"]:
             print(f"{row['launcher']:36} {row['kernel']:44} {row['counter']:24} {row['ours']:>9,} {row['ncu']:>9,}")
     print(f"{len(agree)} of {len(rows)} counts agree exactly; {KEPT.name} has all")
+
+
+def name_of(launcher: str, precision: str) -> str:
+    """A launcher as it is kept: by its name alone but in bf16."""
+    return f"{launcher} bf16" if precision == "bf16" else launcher
 
 
 def name_of_gpu() -> str:

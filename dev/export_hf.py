@@ -1,4 +1,4 @@
-"""Turns an llm.c model into a directory that Hugging Face's transformers loads.
+"""Turns an llm.c model into a directory that Hugging Face's transformers loads, or into another llm.c model.
 
     python dev/export_hf.py model.bin -o my_gpt2
     python -c "from transformers import GPT2LMHeadModel; GPT2LMHeadModel.from_pretrained('my_gpt2')"
@@ -6,6 +6,9 @@
 Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given, or found beside the model
 or the data that it was trained on, the tokenizer. The logits are the same, to rounding, for a model that was trained
 with softmax or flash attention; transformers has no ReLU attention.
+
+    python dev/export_hf.py model.bin -o my_gpt2 --dtype bf16         # weights rounded to bf16, in half the bytes
+    python dev/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
 """
 
 import json
@@ -17,11 +20,11 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dev.huggingface import config_json, named_tensors
+from dev.huggingface import config_json, named_tensors, take_tokenizer_along
 from device.errors import UserError
 from generate import NEEDED, find_model, kind_of
 from llmc.arguments import Parser, a_path
-from llmc.checkpoint import read_model, training_flags
+from llmc.checkpoint import in_bf16, read_model, training_flags, write_model
 from llmc.program import run_program
 from llmc.tensors import num_parameters
 from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters, model_tokenizers
@@ -29,6 +32,8 @@ from llmc.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters, m
 import numpy as np
 
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most, if no tensor is larger
+# A type's name in safetensors and in config.json, and the bytes of a number.
+DTYPES = {"fp32": ("F32", "float32", 4), "bf16": ("BF16", "bfloat16", 2)}
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -107,11 +112,12 @@ def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_l
         (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2))
 
 
-def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]]) -> None:
-    """Writes tensors (name, values, shape) as model.safetensors, or as several files and the index of what is where."""
-    files, size = [[]], 0
+def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]], dtype: str) -> None:
+    """Writes tensors (name, values, shape), fp32, as model.safetensors, or as several files and the index of what is
+    where; with dtype "bf16" rounded to that."""
+    files, size, itemsize = [[]], 0, DTYPES[dtype][2]
     for tensor in tensors:
-        nbytes = tensor[1].nbytes
+        nbytes = itemsize * tensor[1].size
         if files[-1] and size + nbytes > FILE_BYTES:
             files.append([])
             size = 0
@@ -121,51 +127,64 @@ def write_weights(directory: Path, tensors: list[tuple[str, np.ndarray, tuple]])
     if len(files) == 1:
         names = ["model.safetensors"]
     for name, content in zip(names, files, strict=True):
-        write_safetensors(directory / name, content)
+        write_safetensors(directory / name, content, dtype)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(values.nbytes for _, values, _ in tensors)},
+            "metadata": {"total_size": itemsize * sum(values.size for _, values, _ in tensors)},
             "weight_map": {key: name for name, file in zip(names, files, strict=True) for key, _, _ in file},
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]]) -> None:
+def write_safetensors(path: Path, tensors: list[tuple[str, np.ndarray, tuple]], dtype: str) -> None:
     """Writes fp32 tensors as a safetensors file, one at a time: the library would first copy all of them.
 
     The file is the length of its header, 8 bytes; the header, JSON that says where each tensor lies after it; and the
     tensors.
     """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header, end, (theirs, _, itemsize) = {"__metadata__": {"format": "pt"}}, 0, DTYPES[dtype]
     for name, values, shape in tensors:
-        start, end = end, end + values.nbytes
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        start, end = end, end + itemsize * values.size
+        header[name] = {"dtype": theirs, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, values, _ in tensors:
-            file.write(np.ascontiguousarray(values, "<f4"))
+            whole = [np.ascontiguousarray(values, "<f4")]
+            for piece in in_bf16(whole) if dtype == "bf16" else whole:
+                file.write(piece)
 
 
-def export(path: Path, out: Path, given: Path | None) -> None:
-    """Writes the directory `out`, which appears whole or not at all. given: the tokenizer's file, where one is.
+def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> None:
+    """Writes the directory `out`, or the file of that name where it ends in .bin; it appears whole or not at all.
+    given: the tokenizer's file, where one is. dtype: of the weights.
 
-    Raises UserError where the model cannot be read, transformers has none like it, the tokenizer is another model's, or
-    `out` cannot be written or holds something already.
+    Raises UserError where the model cannot be read, transformers or llm.c has none like it, the tokenizer is another
+    model's, or `out` cannot be written or holds something already.
     """
     config, params = read_model(path, kind_of(path).Config, NEEDED)
     tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already: remove it, or name another directory with -o")
-    content = config_json(config, eot, tokenizer.bos if tokenizer else eot)
+    as_file = out.suffix == ".bin"
+    tokenizers = ("_tokenizer.json", "_tokenizer.bin") if as_file and tokenizer else ()
+    for place in (out, *(out.with_name(out.stem + name) for name in tokenizers)):
+        if os.path.lexists(place) and (as_file or not place.is_dir() or any(place.iterdir())):
+            raise UserError(f"{place} exists already: remove it, or name another with -o")
+    if as_file:
+        print(f"writing {path} in {dtype}: {num_parameters(config):,} parameters", flush=True)
+        write_model(out, config, params, bf16=dtype == "bf16")
+        print(f"wrote {out}")
+        if tokenizer:
+            take_tokenizer_along(tokenizer_path, out, config.vocab_size)
+        return
+    content = config_json(config, eot, tokenizer.bos if tokenizer else eot, DTYPES[dtype][1])
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     print(f"exporting {path}: {num_parameters(config):,} parameters", flush=True)
     try:
         part.mkdir(parents=True)
         try:
-            write_weights(part, list(named_tensors(config, params)))
+            write_weights(part, list(named_tensors(config, params)), dtype)
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
             (part / "config.json").write_text(json.dumps(content, indent=2))
@@ -178,13 +197,15 @@ def export(path: Path, out: Path, given: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(description="Turn an llm.c model .bin into a directory for transformers.")
+    parser = Parser(description="Turn an llm.c model .bin into a directory for transformers, or into another .bin.")
     parser.add_argument("model", type=a_path, help="a .bin, a checkpoint, or a directory of checkpoints")
-    parser.add_argument("-o", "--out", type=a_path, metavar="DIR", help="where to (beside the model, without .bin)")
+    parser.add_argument("-o", "--out", type=a_path, metavar="DIR|FILE.bin",
+                        help="where to: a directory, or a .bin for llm.c (beside the model, without .bin)")  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights (%(default)s)")
     parser.add_argument("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer, .bin or .json")
     args = parser.parse_args(arguments)
     model = find_model(args.model)
-    export(model, args.out or model.with_suffix(""), args.tokenizer)
+    export(model, args.out or model.with_suffix(""), args.tokenizer, args.dtype)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """Our models as Hugging Face's transformers names, lays out and describes them: what is common to all of them. What is
-a model's own stands in its script, and llmc/huggingface.py says how."""
+a model's own stands in its script, and llmc/huggingface.py says how. And the tokenizer that goes along with a .bin."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 
 from device.errors import UserError
+from llmc.files import replacing
 from llmc.huggingface import HuggingFace
 from llmc.scripts import model_kinds
 from llmc.tensors import Config
+from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 
 
 def families() -> dict[str, type[HuggingFace]]:
@@ -51,9 +55,31 @@ def transformers_parameters(model) -> dict:
     return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
 
 
-def config_json(config: Config, eot: int | None = None, bos: int | None = None) -> dict:
+def config_json(config: Config, eot: int | None = None, bos: int | None = None, dtype: str = "float32") -> dict:
     """A model in the terms of transformers: what its config.json holds and its config class takes. eot and bos: the
-    tokens that end and begin a text, where they are known. Raises UserError for a model that transformers has not."""
-    common = {"vocab_size": config.vocab_size, "bos_token_id": bos, "eos_token_id": eot, "torch_dtype": "float32"}
+    tokens that end and begin a text, where they are known; dtype: of the weights. Raises UserError for a model that
+    transformers has not."""
+    common = {"vocab_size": config.vocab_size, "bos_token_id": bos, "eos_token_id": eot, "torch_dtype": dtype}
     family = family_of(config)
     return common | {"model_type": family.TYPE} | family.config_json(config)
+
+
+def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> None:
+    """Puts a tokenizer's files beside the model, under the names by which generate.py finds them: a .json also as a
+    .bin, or stderr says why not."""
+    for name, content in tokenizer_files(found, f"{model.stem}_").items():
+        beside = model.with_name(name)
+        with replacing(beside) as file:
+            file.write(content)
+        print(f"wrote {beside}")
+    if found.suffix == ".bin":
+        return
+    binary = model.with_name(f"{model.stem}_tokenizer.bin")
+    try:
+        tokenizer = Tokenizer.load(found)
+        if not tokenizer.fits(vocab_size, own=True):
+            raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
+        write_tokenizer(binary, tokenizer.tokens, tokenizer.eot)
+        print(f"wrote {binary}")
+    except UserError as error:
+        print(f"no {binary}: {error}", file=sys.stderr)

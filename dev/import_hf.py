@@ -21,16 +21,15 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dev.huggingface import config_json, families, named_tensors
+from dev.huggingface import config_json, families, named_tensors, take_tokenizer_along
 from device.errors import UserError
 from llmc.arguments import Parser, a_path, positive
 from llmc.checkpoint import new_model
-from llmc.files import first_word, replacing
+from llmc.files import first_word
 from llmc.huggingface import HuggingFace, Settings
 from llmc.program import run_program
 from llmc.scripts import kind_of_magic
 from llmc.tensors import Config, layout, num_parameters
-from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 
 import numpy as np
 import torch
@@ -148,28 +147,6 @@ def write_model(path: Path, config: Config, tensors: dict[str, object]) -> None:
                 print(f"{100 * done // total}% of {total:,} parameters", flush=True)
 
 
-def take_tokenizer_along(source: Path, model: Path, vocab_size: int) -> None:
-    """Puts the tokenizer.json in the directory `source`, if any, beside the model, under the names by which generate.py
-    finds it; says on stderr where the .bin cannot be made of it."""
-    found = source / "tokenizer.json"
-    if not found.is_file():
-        return
-    for name, content in tokenizer_files(found, f"{model.stem}_").items():
-        beside = model.with_name(name)
-        with replacing(beside) as file:
-            file.write(content)
-        print(f"wrote {beside}")
-    binary = model.with_name(f"{model.stem}_tokenizer.bin")
-    try:
-        tokenizer = Tokenizer.load(found)
-        if not tokenizer.fits(vocab_size, own=True):
-            raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
-        write_tokenizer(binary, tokenizer.tokens, tokenizer.eot)
-        print(f"wrote {binary}")
-    except UserError as error:
-        print(f"no {binary}: {error}", file=sys.stderr)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn a model of transformers into a model .bin.")
     parser.add_argument("source", type=a_path, help="a directory with config.json and safetensors, or such a file")
@@ -209,7 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
     write_model(args.out, config, tensors)
     print(f"wrote {args.out}")
-    take_tokenizer_along(args.source, args.out, config.vocab_size)
+    if (args.source / "tokenizer.json").is_file():
+        take_tokenizer_along(args.source / "tokenizer.json", args.out, config.vocab_size)
 
 
 if __name__ == "__main__":

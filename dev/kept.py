@@ -30,6 +30,8 @@ TRAINERS = {
     "compile": "PyTorch compile",
     "compile-sdpa": "PyTorch compile, SDPA",
     "compile-graphs": "PyTorch compile, CUDA graphs",
+    "compile-cudnn": "PyTorch compile, cuDNN's attention",
+    "compile-graphs-cudnn": "PyTorch compile, CUDA graphs, cuDNN's attention",
     "compile-sdpa-bf16": "PyTorch compile, SDPA, products in bf16, as nanoGPT trains",
     "limit": "limit",
 }
@@ -47,14 +49,16 @@ class Column:
 @dataclass(frozen=True)
 class Table:
     """A table of doc/speed.md, of one machine. variants: further flags with which ours is shown and run as well, on the
-    first column's workload."""
+    first column's workload. above: what the page says before it."""
 
     name: str
     machine: str
     columns: tuple[Column, ...]
     variants: tuple[str, ...] = ()
+    above: str = ""
 
 
+BF16 = "--precision bf16"
 SMALL = "-b 12 -t 64 --vocab-size 257"
 TABLES = (
     Table(
@@ -87,6 +91,30 @@ TABLES = (
         "qwen3", "NVIDIA H200",
         (
             Column("Qwen3 0.6B, B 2, T 1024", "train_qwen3 -e qwen3-0.6b -b 2 -t 1024", "compile"),
+        ),
+    ),
+    Table(
+        "gpt2-bf16", "NVIDIA H200",
+        (
+            Column("GPT-2 124M, B 4, T 1024", f"train_gpt2_fp32 -e d12 -b 4 -t 1024 {BF16}",
+                   "eager,eager-sdpa,compile,compile-sdpa,compile-graphs,compile-cudnn,compile-graphs-cudnn"),
+            Column("B 16, T 1024", f"train_gpt2_fp32 -e d12 -b 16 -t 1024 {BF16}",
+                   "compile,compile-graphs,compile-cudnn"),
+            Column("B 4, T 64", f"train_gpt2_fp32 -e d12 -b 4 -t 64 {BF16}", "compile,compile-graphs"),
+        ),
+        ("--logit-rows 512",),
+        above="The same in bf16 (`--precision bf16`), PyTorch under autocast with fp32 weights:\n\n",
+    ),
+    Table(
+        "others-bf16", "NVIDIA H200",
+        (
+            Column("SmolLM2 135M, B 4, T 1024", f"train_llama3 -e smollm2-135m -b 4 -t 1024 {BF16}",
+                   "compile,compile-graphs"),
+            Column("Llama 3.2 1B, B 2, T 1024", f"train_llama3 -e llama3.2-1b -b 2 -t 1024 {BF16}",
+                   "compile,compile-cudnn"),
+            Column("Pythia 160M, B 4, T 1024", f"train_pythia -e pythia-160m -b 4 -t 1024 {BF16}", "compile-graphs"),
+            Column("Qwen3 0.6B, B 2, T 1024", f"train_qwen3 -e qwen3-0.6b -b 2 -t 1024 {BF16}",
+                   "compile-cudnn,compile-graphs-cudnn"),
         ),
     ),
     Table(
@@ -236,7 +264,7 @@ def with_tables(text: str) -> str:
 
 def render(table: Table) -> str:
     """The table in Markdown: a row for each trainer that is measured on one of the workloads, a column for each
-    workload, under it the flags of dev/bench.py. Below, when and at which commits."""
+    workload, under it the flags of dev/bench.py. Below, when and at which commits. Nothing where nothing is kept."""
     kept = kept_rows(table.machine)
     shown = [(trainer, name, "") for trainer, name in TRAINERS.items()]
     shown[0] = ("ours", "**llm.cupy**", "")
@@ -253,8 +281,10 @@ def render(table: Table) -> str:
         found += [cell for cell in cells if cell]
         if any(cells):
             rows.append([name, *(cell_of(cell, bold=name.startswith("**")) for cell in cells)])
+    if not found:
+        return ""
     when = "; ".join(sorted({f"{row['date']} at {row['commit']}" for row in found}))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\nMeasured {when}.\n"
+    return table.above + "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\nMeasured {when}.\n"
 
 
 def cell_of(row: dict | None, bold: bool) -> str:

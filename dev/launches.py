@@ -40,11 +40,13 @@ EPS = 1e-5
 
 @dataclass
 class Launch:
-    """A launcher, the sizes that it takes, the shapes of its arrays, and how its other arguments are made."""
+    """A launcher, the sizes that it takes, the shapes of its arrays, and how its other arguments are made. fp32: the
+    arrays that are fp32 in any precision; the others are of the type `floatX`."""
 
     launcher: Callable
     sizes: dict[str, int]
     shapes: dict[str, tuple[str, ...]]
+    fp32: frozenset[str]
     others: Callable[[SimpleNamespace, SimpleNamespace], dict] = field(repr=False)
     needs: tuple[str, ...] = ()  # of the sizes
 
@@ -66,7 +68,8 @@ class Launch:
         arrays = {}
         for name, shape in self.shapes_at(sizes).items():
             values = rng.standard_normal(shape, np.float32)
-            arrays[name] = device.asarray(abs(values) if name in ("rstd", "v") else values)
+            values = abs(values) if name in ("rstd", "v") else values
+            arrays[name] = device.asarray(values if name in self.fp32 else device.to_floatX(values))
         given = {**vars(size), **arrays}
         given |= self.others(size, SimpleNamespace(**arrays))
         wanted = [name for name in inspect.signature(self.launcher).parameters if name in given]
@@ -86,13 +89,15 @@ def add(
     launcher: Callable, sizes: str, shapes: str, others: Callable = lambda size, a: {}, variant: str = "",
     needs: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
-    """sizes: "B=2 T=8"; shapes: "inp=B,T,C weight=C", of expressions of the sizes; P is MOST_PARTIALS."""
+    """sizes: "B=2 T=8"; shapes: "inp=B,T,C mean*=B,T", of expressions of the sizes; P is MOST_PARTIALS, and a star says
+    that the array is fp32 in any precision."""
     name = launcher.__name__ + (f":{variant}" if variant else "")
     pairs = [word.split("=") for word in shapes.split()]
     LAUNCHES[name] = Launch(
         launcher,
         {key: int(value) for key, value in (word.split("=") for word in sizes.split())},
-        {key: tuple(shape.split(",")) for key, shape in pairs},
+        {key.rstrip("*"): tuple(shape.split(",")) for key, shape in pairs},
+        frozenset(key[:-1] for key, _ in pairs if key.endswith("*")),
         others,
         needs,
     )
@@ -120,20 +125,20 @@ ROWS = "B=2 T=8 C=128"
 add(encoder_forward, ROWS + " V=50", "out=B,T,C wte=V,C wpe=T,C", sorted_tokens)
 add(encoder_forward, ROWS + " V=50", "out=B,T,C wte=V,C wpe=T,C",
     lambda size, a: sorted_tokens(size, a) | {"dropout": dropout()}, "dropout")
-add(encoder_backward, ROWS + " V=50", "dwte=V,C dwpe=T,C dout=B,T,C", sorted_tokens)
-add(encoder_backward_sparse, ROWS + " V=50", "values=B*T,C dwpe=T,C dout=B,T,C",
+add(encoder_backward, ROWS + " V=50", "dwte*=V,C dwpe*=T,C dout=B,T,C", sorted_tokens)
+add(encoder_backward_sparse, ROWS + " V=50", "values*=B*T,C dwpe*=T,C dout=B,T,C",
     lambda size, a: sorted_tokens(size, a) | {"indices": device.zeros((size.B * size.T,), np.int32)})
-add(add_sparse, "N=64 V=100 C=128", "dwte=V,C values=N,C",
+add(add_sparse, "N=64 V=100 C=128", "dwte*=V,C values*=N,C",
     lambda size, a: {"indices": device.asarray(np.arange(size.N, dtype=np.int32))}, needs=("N <= V",))
 
-STATS = "mean=B,T rstd=B,T"
+STATS = "mean*=B,T rstd*=B,T"
 FUSED = "residual=B,T,C out=B,T,C inp1=B,T,C inp2=B,T,C weight=C"
-BACKWARD = "dinp=B,T,C dinp2=B,T,C dout=B,T,C inp=B,T,C weight=C dweight=C"
+BACKWARD = "dinp=B,T,C dinp2=B,T,C dout=B,T,C inp=B,T,C weight=C dweight*=C"
 add(layernorm_forward, ROWS, f"out=B,T,C {STATS} inp=B,T,C weight=C bias=C")
 add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C")
 add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C", lambda size, a: {"dropout": dropout()}, "dropout")
-add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias=C dbias2=C scratch=P,3*C", lambda size, a: {"dinp2": None})
-add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias=C dbias2=C scratch=P,3*C",
+add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias*=C dbias2*=C scratch*=P,3*C", lambda size, a: {"dinp2": None})
+add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias*=C dbias2*=C scratch*=P,3*C",
     lambda size, a: {"dropout": dropout()}, "dropout")
 add(layernorm_transposed, "B=2 T=32 C=64", f"out_T=C,B*T inp=B,T,C weight=C bias=C {STATS}")
 
@@ -142,19 +147,19 @@ def epsilon(size, a) -> dict:
     return {"eps": EPS}
 
 
-add(rmsnorm_forward, ROWS, "out=B,T,C rstd=B,T inp=B,T,C weight=C", epsilon)
-add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd=B,T", epsilon)
-add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd=B,T",
+add(rmsnorm_forward, ROWS, "out=B,T,C rstd*=B,T inp=B,T,C weight=C", epsilon)
+add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd*=B,T", epsilon)
+add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd*=B,T",
     lambda size, a: {"eps": EPS, "dropout": dropout()}, "dropout")
-add(rmsnorm_backward, ROWS, f"{BACKWARD} rstd=B,T scratch=P,C", lambda size, a: {"dinp2": None})
-add(rmsnorm_backward, ROWS, f"{BACKWARD} rstd=B,T scratch=P,C", lambda size, a: {"dropout": dropout()}, "dropout")
-add(rmsnorm_transposed, "B=2 T=32 C=64", "out_T=C,B*T inp=B,T,C weight=C rstd=B,T")
+add(rmsnorm_backward, ROWS, f"{BACKWARD} rstd*=B,T scratch*=P,C", lambda size, a: {"dinp2": None})
+add(rmsnorm_backward, ROWS, f"{BACKWARD} rstd*=B,T scratch*=P,C", lambda size, a: {"dropout": dropout()}, "dropout")
+add(rmsnorm_transposed, "B=2 T=32 C=64", "out_T=C,B*T inp=B,T,C weight=C rstd*=B,T")
 
 BRANCHES = "inp=B,T,C proj0=B,T,C proj1=B,T,C residual=B,T,C out0=B,T,C out1=B,T,C bias0=C bias1=C"
 NORMS = f"weight0=C weight1=C shift0=C shift1=C {STATS}"
 GRADIENTS = (
-    "inp=B,T,C dinp=B,T,C dproj0=B,T,C dproj1=B,T,C dout0=B,T,C dout1=B,T,C scratch=P,6*C "
-    "dbias0=C dbias1=C dweight0=C dweight1=C dshift0=C dshift1=C"
+    "inp=B,T,C dinp=B,T,C dproj0=B,T,C dproj1=B,T,C dout0=B,T,C dout1=B,T,C scratch*=P,6*C "
+    "dbias0*=C dbias1*=C dweight0*=C dweight1*=C dshift0*=C dshift1*=C"
 )
 
 
@@ -186,18 +191,18 @@ add(norm_transposed, "B=2 T=32 C=64", f"out_T=C,B*T inp=B,T,C weight=C shift=C {
 
 MATRIX = "N=64 C=128"
 add(matmul_forward, "B=2 T=8 C=64 OC=128", "out=B,T,OC inp=B,T,C weight=OC,C bias=OC")
-add(matmul_backward_bias, "B=2 T=320 OC=128", "dbias=OC scratch=P,OC dout=B,T,OC")
+add(matmul_backward_bias, "B=2 T=320 OC=128", "dbias*=OC scratch*=P,OC dout=B,T,OC")
 add(transpose, MATRIX, "out=C,N inp=N,C")
 for erf in False, True:
     given, variant = (lambda size, a, erf=erf: {"erf": erf}), "erf" if erf else ""
     add(gelu_forward, MATRIX, "out=N,C inp=N,C bias=C", given, variant)
-    add(gelu_backward, MATRIX, "dinp=N,C dbias=C out_T=C,N scratch=P,C inp=N,C bias=C", given, variant)
+    add(gelu_backward, MATRIX, "dinp=N,C dbias*=C out_T=C,N scratch*=P,C inp=N,C bias=C", given, variant)
 add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out_T=C,N dout=N,C inp=N,2*C")
 
-add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses=B,T",
+add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses*=B,T",
     lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))},
-    needs=("V <= Vp", "Vp % 4 == 0"))
+    needs=("V <= Vp", "Vp % 8 == 0"))
 
 
 ALL_HEADS = "B,T,NH+2*NKV,HS"
@@ -210,10 +215,11 @@ for relu in False, True:
     add(attention_backward, sizes, f"dqkv={ALL_HEADS} dout=B,T,NH*HS {BY_HEAD}", given, variant, GROUPS)
 for HS in 64, 128:
     sizes, variant = f"B=1 T=80 NH=2 NKV=1 HS={HS}", "" if HS == 64 else "128"
-    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}", variant=variant, needs=GROUPS)
+    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse*=B,NH,T qkv={ALL_HEADS}", variant=variant, needs=GROUPS)
     add(
         flash_attention_backward, sizes,
-        f"dqkv={ALL_HEADS} dkv_heads=B,T,2,NH,HS dsum=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse=B,NH,T qkv={ALL_HEADS}",
+        f"dqkv={ALL_HEADS} dkv_heads*=B,T,2,NH,HS dsum*=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse*=B,NH,T "
+        f"qkv={ALL_HEADS}",
         variant=variant, needs=GROUPS,
     )  # fmt: skip
 
@@ -227,10 +233,10 @@ for rope in rope_forward, rope_backward:
     add(rope, "B=2 T=16 NH=4 NKV=2 HS=32", f"{name}={ALL_HEADS}", angles, needs=("HS % 2 == 0",))
 
 
-QK = f"rstd=B,T,NH+NKV inp={ALL_HEADS} qweight=HS kweight=HS"
+QK = f"rstd*=B,T,NH+NKV inp={ALL_HEADS} qweight=HS kweight=HS"
 add(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out={ALL_HEADS} {QK}",
     lambda size, a: angles(size, a) | {"eps": EPS}, needs=("HS % 2 == 0",))
-add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dqkv={ALL_HEADS} dqweight=HS dkweight=HS scratch=P,2*HS {QK}",
+add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dqkv={ALL_HEADS} dqweight*=HS dkweight*=HS scratch*=P,2*HS {QK}",
     angles, needs=("HS % 2 == 0",))
 
 
@@ -243,18 +249,19 @@ def addresses(*arrays) -> object:
 
 
 RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 1}
-add(adamw, "n=4096", "params=n grads=n m=n v=n", lambda size, a: norm() | RECIPE)
-add(global_norm, "n=4096", "x=n scratch=P,2",
+add(adamw, "n=4096", "params*=n grads*=n m*=n v*=n rounded=n",
+    lambda size, a: norm() | RECIPE | {"rounded": a.rounded if device.floatX == device.BF16 else None})
+add(global_norm, "n=4096", "x*=n scratch*=P,2",
     lambda size, a: norm() | {"arrays": [a.x], "largest": 1.0, "skip_nonfinite": False})
-add(column_sum, "N=640 C=128", "out=C scratch=P,C inp=N,C")
-add(add_partials, "P=40 C=128", "out0=C out1=C partials=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
-add(sum_buffers, "N=3 n=1000 blocks=2", "out=n parts=N,n",
+add(column_sum, "N=640 C=128", "out*=C scratch*=P,C inp=N,C")
+add(add_partials, "P=40 C=128", "out0*=C out1*=C partials*=P,2,C", lambda size, a: {"outs": [a.out0, a.out1]})
+add(sum_buffers, "N=3 n=1000 blocks=2", "out*=n parts*=N,n",
     lambda size, a: {"to": addresses(a.out), "sources": addresses(*a.parts), "ranges": [(0, size.n)]})
 add(gather_rows, "own=0 N=16 V=50 C=128", "mine=V,C other=V,C",
     lambda size, a: sorted_tokens(SimpleNamespace(B=1, T=size.N, V=size.V), a) | {
         "buffers": addresses(a.mine, a.other), "length": 4 * device.ceil_div(size.V * size.C, 8), "start": 0,
     }, needs=("own < 2",))
-add(checksum, "n=4096", "buffer=n")
+add(checksum, "n=4096", "buffer*=n")
 
 
 def launch_named(name: str) -> Launch:

@@ -3,6 +3,7 @@
     python dev/microscope.py layernorm_backward                         # a launcher of kernels/, at a small size
     python dev/microscope.py layernorm_backward --shape B=2,T=8,C=768
     python dev/microscope.py layernorm_backward --html layernorm.html   # to look at: a page that needs no network
+    python dev/microscope.py layernorm_backward --precision bf16        # built for bf16, as that precision has it
     python dev/microscope.py all --races                                # two threads, one address, no barrier?
 
 The CPU device runs the launcher with warps of 32 lanes and kernels in which the compiler has instrumented every access
@@ -22,8 +23,8 @@ that they touch, each once, and with the bytes that dev/profile_step.py counts: 
 shows there, though on a GPU a cache may serve the second time.
 
 Kernels are launched as on an H200, among whose 132 multiprocessors some launchers share out the work, and arrays are
-taken to begin at a multiple of 128 bytes. Of 666 counts that NVIDIA's profiler, ncu, made there of all these launches,
-638 are the same (tests/data/microscope.json). Others differ where the compilers do: nvcc joins neighbouring accesses of
+taken to begin at a multiple of 128 bytes. Of 693 counts that NVIDIA's profiler, ncu, made there of launches in TF32,
+665 are the same (tests/data/microscope.json). Others differ where the compilers do: nvcc joins neighbouring accesses of
 four bytes into one of sixteen, keeps in a register what g++ loads again, or the other way round; or in how ncu counts:
 instructions whose lanes are all switched off are executed for it, a copy to shared memory (cp.async), which is a load
 and a store here, has a counter of its own, and conflicts are also those with other traffic. An access whose lanes
@@ -70,6 +71,7 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("launcher", help="a launcher of kernels/, such as layernorm_backward, or all")
     parser.add_argument("--shape", default="", metavar="B=2,T=8,...", help="its sizes (small ones)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the kernels (%(default)s)")
     parser.add_argument("--races", action="store_true", help="only look for races; exit status 1 if there are any")
     parser.add_argument("--html", metavar="FILE", help="write a page in which to step through the accesses")
     args = parser.parse_args()
@@ -78,12 +80,13 @@ def main() -> None:
     if args.html is not None and not Path(args.html).absolute().parent.is_dir():
         raise UserError(f"--html {args.html}: there is no folder {Path(args.html).parent}")
     launches = LAUNCHES if args.launcher == "all" else {args.launcher: launch_named(args.launcher)}
-    use_microscope()
+    use_microscope(args.precision)
     found = 0
     for name, launch in launches.items():
         sizes = sizes_of(args.shape, launch)
         watched = watch(launch, sizes)
         title = f"{name} {','.join(f'{key}={size}' for key, size in sizes.items())}"
+        title += f" {args.precision}" * (args.precision != "fp32")
         if args.races:
             races = [line for one in watched for line in race_lines(one)]
             print(f"{title}: {len(races) or 'no'} race{'' if len(races) == 1 else 's'}", *races, sep="\n  ", flush=True)
@@ -194,7 +197,7 @@ def totals(watched: Watched) -> list[str]:
             figures += [f"{SECTOR * count:,}", f"{SECTOR * different:,}"]
             moved, touched = moved + SECTOR * count, touched + SECTOR * different
         rows.append((array.name, *figures))
-    share = f"; the profile counts {int(4 * watched.least_floats):,}" if watched.least_floats else ""
+    share = f"; the profile counts {int(watched.least_bytes):,}" if watched.least_bytes else ""
     return [*columns(rows, left=1), f"bytes moved: {moved:,}; each sector once: {touched:,}{share}"]
 
 

@@ -29,7 +29,7 @@ import device
 from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
 from dev.pictures import check_picture, save_picture
 from dev.timing import Ours, time_steps
-from dev.traffic import floats_of, flops_of, kind_of
+from dev.traffic import bytes_of, flops_of, kind_of
 from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
 from device.errors import UserError
 from llmc.arguments import a_path, positive
@@ -54,11 +54,11 @@ def label_of(kernel: str, arguments: dict) -> str:
 
 @dataclass
 class Row:
-    """Device calls that are listed together. calls, floats and flops are those of one step."""
+    """Device calls that are listed together. calls, bytes and flops are those of one step."""
 
     label: str
     calls: int = 0
-    floats: float = 0.0
+    bytes: float = 0.0
     flops: float = 0.0
     seconds: list[float] = field(default_factory=list)  # one a step
     spans: list = field(default_factory=list)           # marks around each call of the step at hand
@@ -66,7 +66,7 @@ class Row:
     def count(self, kernel: str, arguments: dict) -> None:
         """Adds what one call has to do."""
         self.calls += 1
-        self.floats += floats_of(kernel, arguments)
+        self.bytes += bytes_of(kernel, arguments)
         self.flops += flops_of(kernel, arguments)
 
 
@@ -210,8 +210,8 @@ def lines_of(rows: list[Row], ceilings: Ceilings) -> list[Line]:
             rate = row.flops / seconds
             amount, achieved = f"{row.flops / row.calls / 1e9:.4g} GFLOP", f"{rate / 1e12:.4g} TFLOP/s"
             of_ceiling, note = rate / ceilings.product, ""
-        elif row.floats:
-            size, rate = 4 * row.floats / row.calls, 4 * row.floats / seconds
+        elif row.bytes:
+            size, rate = row.bytes / row.calls, row.bytes / seconds
             amount, achieved = f"{size / 1e6:.4g} MB", f"{rate / 1e9:.4g} GB/s"
             of_ceiling, note = rate / ceilings.copy, f"in {cache_name}" if size <= cache else ""
         lines.append(
@@ -267,8 +267,8 @@ def profile_step(workload: Workload, steps: int, out: Path) -> None:
     ours = Ours(workload)
     step_ms, _ = time_steps(ours, max(5, steps) if device.kind == "cuda" else steps)
     lines = lines_of(rows_of_steps(ours, steps), ceilings)
-    attention = f"{ours.model.attention} attention"
-    title = f"{workload.model}, B {workload.B}, T {workload.T}, {attention} on {device.name}: {step_ms:.2f} ms a step"
+    how = f"{device.precision}, {ours.model.attention} attention"
+    title = f"{workload.model}, B {workload.B}, T {workload.T}, {how} on {device.name}: {step_ms:.2f} ms a step"
     print(f"\n{title}\n")
     print_lines(lines, step_ms)
     draw(lines, title, out)

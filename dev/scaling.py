@@ -42,11 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def print_scaling(args: argparse.Namespace, said: bool) -> None:
-    """The table: of the workload that was asked for, or else of WORKLOADS. Raises UserError where one cannot run."""
+    """The table: of the workload that was asked for, or else of WORKLOADS with the attention and the precision that
+    were. Raises UserError where one cannot run."""
     counts = sorted({*(1 << i for i in range(args.gpus.bit_length()) if 1 << i < args.gpus), args.gpus})
     sizes = ("-b", args.batch_size), ("-e", args.model), ("-t", args.sequence_length), ("--vocab-size", args.vocab_size)
     given = [f"{flag} {value}" for flag, value in sizes if value is not None]
-    workloads = [" ".join([args.script, *given, *further_flags(args)])] if said else WORKLOADS
+    flags = further_flags(args)
+    workloads = [" ".join([args.script, *given, *flags])] if said else [" ".join([w, *flags]) for w in WORKLOADS]
     width = max(map(len, workloads))
     head = [f"{n} GPU{'s' * (n > 1)}" for n in counts]
     print(f"{'':{width}} " + " ".join(f"{text:>29}" for text in head) + "   all gradients' sum", flush=True)

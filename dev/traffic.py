@@ -1,4 +1,4 @@
-"""What a kernel has to do at least: the floats that it must move between memory and chip, and its FLOPs."""
+"""What a kernel has to do at least: the bytes that it must move between memory and chip, and its FLOPs."""
 
 import re
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ MOVED = {
     "column_partials": "inp",
     "squares_partials": "x",
     "checksum": "x",
-    "adamw": "params params m m v v grads",
+    "adamw": "params params m m v v grads rounded",
     "fill_zero": "array",
     # Attention by matrices.
     "permute": "qkv qkvr",
@@ -42,26 +42,26 @@ MOVED = {
     "unpermute_backward": "dout dinp",
 }
 
-FLOATS = {
-    "encoder_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
-    "encoder_dropout_forward": lambda a: 2 * a.out.size + (0 if a.wpe is None else a.T * a.C),
-    "wte_backward": lambda a: a.dout.size + 2 * distinct(a.count) * a.C,
-    "wpe_backward": lambda a: a.dout.size + 2 * a.T * a.C,
-    "add_partials": lambda a: a.P * a.C * sum(getattr(a, f"out{i}") is not None for i in range(6)),
-    "norm": lambda a: a.P,
-    "wte_backward_sparse": lambda a: a.dout.size + distinct(a.count) * a.C,
-    "add_sparse": lambda a: 3 * int((device.to_host(a.indices) >= 0).sum()) * a.C,
-    "gather_rows": lambda a: 2 * floats_of_others(a),
-    "sum": lambda a: (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
-    "rope": lambda a: 2 * a.qkv.size * a.heads // a.all_heads,  # of queries and keys, in place
-    "qk_norm_backward": lambda a: 3 * a.inp.size * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
+BYTES = {  # 4 for each number of the gradients of parameters, which are fp32
+    "encoder_forward": lambda a: 2 * a.out.nbytes + positions(a),
+    "encoder_dropout_forward": lambda a: 2 * a.out.nbytes + positions(a),
+    "wte_backward": lambda a: a.dout.nbytes + 8 * distinct(a.count) * a.C,
+    "wpe_backward": lambda a: a.dout.nbytes + 8 * a.T * a.C,
+    "add_partials": lambda a: 4 * a.P * a.C * sum(getattr(a, f"out{i}") is not None for i in range(6)),
+    "norm": lambda a: 4 * a.P,
+    "wte_backward_sparse": lambda a: a.dout.nbytes + 4 * distinct(a.count) * a.C,
+    "add_sparse": lambda a: 12 * int((device.to_host(a.indices) >= 0).sum()) * a.C,
+    "gather_rows": lambda a: 2 * numbers_of_others(a) * device.floatX.itemsize,
+    "sum": lambda a: 4 * (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
+    "rope": lambda a: 2 * a.qkv.nbytes * a.heads // a.all_heads,  # of queries and keys, in place
+    "qk_norm_backward": lambda a: 3 * a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
     # Reads each query head's share, writes the sums of each group's.
-    "flash_attention_group_sum": lambda a: a.dkv_heads.size * (a.NH + a.NKV) / a.NH,
+    "flash_attention_group_sum": lambda a: a.dkv_heads.nbytes + a.dkv_heads.size * a.NKV // a.NH * a.dqkv.itemsize,
     # Of a causal matrix half is read, and all is written, zeros and all.
-    "softmax_forward": lambda a: 1.5 * a.att.size,
-    "relu_forward": lambda a: 1.5 * a.att.size,
-    "softmax_backward": lambda a: 2 * a.att.size,
-    "relu_backward": lambda a: 2 * a.att.size,
+    "softmax_forward": lambda a: 1.5 * a.att.nbytes,
+    "relu_forward": lambda a: 1.5 * a.att.nbytes,
+    "softmax_backward": lambda a: 2 * a.att.nbytes,
+    "relu_backward": lambda a: 2 * a.att.nbytes,
 }
 
 FLOPS = {
@@ -78,8 +78,13 @@ def distinct(count) -> int:
     return int(np.count_nonzero(device.to_host(count)))
 
 
-def floats_of_others(a) -> int:
-    """How many floats of a batch's rows gather_rows_kernel finds on other ranks."""
+def positions(a) -> int:
+    """The bytes of the positions' embedding that a batch takes, where there is one."""
+    return 0 if a.wpe is None else a.T * a.C * a.wpe.itemsize
+
+
+def numbers_of_others(a) -> int:
+    """How many numbers of a batch's rows gather_rows_kernel finds on other ranks."""
     tokens = np.unique(device.to_host(a.inp)).astype(np.int64)
     places = a.start + a.C * tokens[:, None] + np.arange(a.C)
     return int((places // a.length != a.rank).sum())
@@ -96,11 +101,11 @@ def kind_of(kernel: str) -> str:
     return re.sub(r"_kernel(_\d+)?$", "", kernel)
 
 
-def floats_of(kernel: str, arguments: dict) -> float:
-    """The floats that a call of a kernel, given its arguments by name, reads and writes at least."""
+def bytes_of(kernel: str, arguments: dict) -> float:
+    """The bytes that a call of a kernel, given its arguments by name, reads and writes at least."""
     kind, a = kind_of(kernel), SimpleNamespace(**arguments)
     moved = [getattr(a, name) for name in MOVED.get(kind, "").split()]
-    return sum(0 if array is None else array.size for array in moved) + (FLOATS[kind](a) if kind in FLOATS else 0)
+    return sum(0 if array is None else array.nbytes for array in moved) + (BYTES[kind](a) if kind in BYTES else 0)
 
 
 def flops_of(kernel: str, arguments: dict) -> float:

@@ -4,7 +4,8 @@ schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the 
     python dev/train_torch.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
     python dev/train_torch.py --script train_llama3 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
 
-It neither samples nor writes checkpoints or TensorBoard's events; flags for that are ignored.
+With --precision bf16 its weights are fp32, as our master copy, and it computes under autocast. It neither samples nor
+writes checkpoints or TensorBoard's events; flags for that are ignored.
 """
 
 import sys
@@ -77,7 +78,8 @@ def main() -> None:
 
     def next_loss(loader: DataLoader) -> torch.Tensor:
         loader.next_batch(inputs, targets)
-        return model.loss(*(torch.from_numpy(x).to(where, torch.int64) for x in (inputs, targets)))
+        with torch.autocast(where, torch.bfloat16, enabled=args.precision == "bf16"):
+            return model.loss(*(torch.from_numpy(x).to(where, torch.int64) for x in (inputs, targets)))
 
     for step in range(steps + 1):
         if settings.validates(step):

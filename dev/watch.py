@@ -15,8 +15,7 @@ from pathlib import Path
 
 import device
 from dev.launches import Launch
-from dev.traffic import floats_of
-from device import cpp
+from dev.traffic import bytes_of
 from device.cpp import compiler
 from device.cpp.launch import KernelError, runtime
 from device.errors import UserError
@@ -99,12 +98,12 @@ class Watched:
     races: np.ndarray
     places: dict[int, Place]
     names: dict[int, str]       # of barriers and of what lanes exchange, by `what` of a step
-    least_floats: float         # that the kernel must move, as the profile counts
+    least_bytes: float          # that the kernel must move, as the profile counts
     outside: dict[Place, int]   # accesses to what is none of the arrays, by line
 
 
-def use_microscope() -> None:
-    """Choose the CPU device, built for the microscope; UserError where the compiler cannot."""
+def use_microscope(precision: str = "fp32") -> None:
+    """Choose the CPU device, built for the microscope, and its precision; UserError where the compiler cannot."""
     command, version = compiler.installed_compiler()
     if "clang" in version:
         raise UserError("the microscope needs GCC, whose instrumentation keeps vectors whole: set CXX=g++")
@@ -115,6 +114,7 @@ def use_microscope() -> None:
     os.environ |= {"LLMC_CPU_DEBUG": "0", "LLMC_CPU_SANITIZE": "0"}
     device.CpuDevice.multiprocessors = MULTIPROCESSORS
     device.use("cpu")
+    device.use_precision(precision)
 
 
 def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
@@ -148,7 +148,7 @@ def watch_kernel(
     """Does `work`, which launches this one kernel, under the microscope. others: arrays that the kernel may know by
     their addresses alone."""
     file = file or FILES[name]
-    library = cpp.compile_source(file).library_path
+    library = device.module(file).library_path
     arrays, given = [], []
     in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
     unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}
@@ -182,13 +182,13 @@ def watch_kernel(
         pcs -= (result.library or 0) + 1  # of the call, not of what follows it
     pcs = {int(pc) for pcs in all_pcs for pc in np.unique(pcs)}
     names = {int(what): ctypes.string_at(int(what)).decode() for what in np.unique(steps["what"]) if what}
-    places, floats = places_of(library, file, tuple(sorted(pcs))), floats_of(name, arguments) if name in FILES else 0.0
+    places, least = places_of(library, file, tuple(sorted(pcs))), bytes_of(name, arguments) if name in FILES else 0.0
     strays: dict[Place, int] = {}
     for pc, count in outside.tolist():
         if places[pc].frames:  # and not where the launch's arguments are read
             strays[places[pc]] = strays.get(places[pc], 0) + count
     return Watched(
-        name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, floats, strays
+        name, file, tuple(result.grid), tuple(result.block), arrays, steps, races, places, names, least, strays
     )
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
-from llmc.arguments import Parser, add_device_arguments, on_off, parse_arguments, positive
+from llmc.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
 from llmc.attention import choose_attention
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
@@ -70,6 +70,7 @@ def make_parser(description: str, any_script: bool = True) -> argparse.ArgumentP
     add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (4)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
+    add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")
     add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="share AdamW's moments out (1)")
     add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
     add_device_arguments(parser)
@@ -91,6 +92,7 @@ def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
     """The flags of how a model computes that are not the script's defaults."""
     flags = ["-a", args.attention] if args.attention != "auto" else []
     flags += ["--precision", args.precision] if args.precision != "tf32" else []
+    flags += [] if args.logit_rows is None else ["--logit-rows", str(args.logit_rows)]
     flags += [] if args.zero_stage else ["-z", "0"]
     flags += ["--bitwise", "1"] if args.bitwise else []
     return tuple(flags)
@@ -105,11 +107,14 @@ def describe(kind: type[Model], model: str, V: int | None) -> Config:
     return config
 
 
-def write_random_model(workload: Workload, path: Path) -> None:
-    """Writes the model that ours starts from."""
+def write_random_model(workload: Workload, path: Path, bf16: bool = False) -> None:
+    """Writes the model that ours starts from, fp32 in any precision, or as `write_model` has it in bf16."""
+    precision = device.precision
+    device.use_precision("fp32")
     model = workload.kind(workload.config, 1, 1, "softmax", inference=True)
     model.randomize(SEED)
-    write_model(path, model.config, model.params_memory)
+    write_model(path, model.config, model.params_memory, bf16)
+    device.use_precision(precision)
 
 
 # Tokens

@@ -24,8 +24,8 @@ import numpy as np
 __all__ = [
     "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "ceil_div", "compile_all",
     "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces", "record",
-    "source", "to_bf16", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda", "width",
-    "zeros",
+    "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda",
+    "width", "zeros",
 ]  # fmt: skip
 
 # What to do where CUDA does not work, by a part of what it says.
@@ -146,6 +146,11 @@ def to_floats(array) -> np.ndarray:
     """A host array with the contents of a device array of fp32 or bf16, as fp32."""
     host = current.device.to_host(array)
     return from_bf16(host) if host.dtype == BF16 else host
+
+
+def to_floatX(values: np.ndarray) -> np.ndarray:
+    """fp32 values on the host, rounded to the type `floatX`."""
+    return to_bf16(values) if current.device.floatX == BF16 else values
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -16,7 +16,9 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 
 def from_bf16(bits: np.ndarray) -> np.ndarray:
     """bf16 numbers as fp32, which holds each of them."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16  # in place: a whole model may be read so
+    return wide.view(np.float32)
 
 
 def floatX_of(precision: str) -> np.dtype:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 WORKSPACE = 32 << 20  # bytes
 CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 14, 68, -1
+# CUBLAS_DEFAULT_MATH, and what CuPy omits: CUBLAS_TF32_TENSOR_OP_MATH, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
+MATH_MODES = {"fp32": 0, "tf32": 3, "bf16": 16}
 TYPES = {BF16: CUDA_R_16BF, np.dtype(np.float32): 0}  # CUDA_R_32F
 
 
@@ -33,9 +35,10 @@ class Cublas:
         self.workspaces = cupy.empty((len(streams), WORKSPACE), np.uint8)
         self.calls, self.handle = self.cupy_calls, self.handles[0]
 
-    def use_tf32(self, on: bool) -> None:
+    def use_precision(self, precision: str) -> None:
+        """In bf16, cuBLAS would otherwise add up partial sums in bf16 where it splits a product's sum."""
         for handle in self.handles:
-            self.cupy_calls.setMathMode(handle, 3 if on else 0)  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy omits
+            self.cupy_calls.setMathMode(handle, MATH_MODES[precision])
 
     def use_stream(self, stream: Any) -> None:
         """Gives the products that follow to this stream, where it is one of those that have a handle."""

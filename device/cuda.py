@@ -59,7 +59,7 @@ class CudaDevice:
         if self.compute_capability < 80:
             precision = "fp32"
         self.precision, self.floatX = precision, floatX_of(precision)
-        self.blas.use_tf32(precision == "tf32")
+        self.blas.use_precision(precision)
         return precision
 
     @property

@@ -5,10 +5,12 @@
     python doc/ladder.py --write                # fills the tables of doc/*.md from there
 
 The rungs of a topic are the kernels of doc/ladder/<topic>.cu and, last, the launcher of kernels/ itself (doc/rungs.py).
-Each is first compared with NumPy in float64, its outputs poisoned with NaNs, at odd sizes and at round ones. Then
+Each is first compared with NumPy in float64, its outputs poisoned with NaNs, at odd sizes and at round ones. (Topics
+whose name ends in _bf16 have arrays of that type, and are given numbers that it holds exactly.) Then
 
 - on a GPU it is timed at the shapes of GPT-2 124M with B=4 and T=1024, on several sets of arrays in turn so that none
-  is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32;
+  is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32 or in
+  bf16;
 - on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope.py): the bytes of the 32-byte sectors
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
@@ -23,10 +25,12 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import device
-from dev.ceilings import Ceilings, measure_ceilings
+from dev.ceilings import measure_ceilings
+from dev.ceilings import seconds as best_seconds
 from dev.microscope import columns, lines_of, race_lines
 from dev.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
 from device.errors import UserError
@@ -43,10 +47,22 @@ LADDER = ROOT / "doc" / "ladder"
 MEASURED = LADDER / "measured.json"
 
 # Relative error norms. fp32 rounds at 6e-8, and of a sum's hundreds of roundings most cancel. TF32 keeps 10 bits of the
-# factors of a product: it rounds at 5e-4, and errors of single products average out.
-FP32, TF32 = 1e-5, 1e-3
+# factors of a product: it rounds at 5e-4, and errors of single products average out. An array in bf16 has been rounded
+# to 7 bits, which is at most 3.9e-3 of a number, and 1.7e-3 as a norm.
+FP32, TF32, BF16 = 1e-5, 1e-3, 2.5e-3
 
 # ---- arrays
+
+
+@contextmanager
+def precision_of(name: str) -> Iterator[None]:
+    """Within the block the device computes in bf16 if the topic does, and else as before."""
+    before = device.precision
+    device.use_precision("bf16" if TOPICS[name].bf16 else before)
+    try:
+        yield
+    finally:
+        device.use_precision(before)
 
 
 def shapes_of(text: str, size: SimpleNamespace) -> dict[str, tuple[int, ...]]:
@@ -56,7 +72,8 @@ def shapes_of(text: str, size: SimpleNamespace) -> dict[str, tuple[int, ...]]:
 
 
 def host_arrays(topic: Topic, sizes: dict[str, int]) -> tuple[dict, dict, dict]:
-    """What a rung reads, what it updates and what it sets: NumPy arrays by their names, random numbers or NaNs."""
+    """What a rung reads, what it updates and what it sets: NumPy arrays by their names, random numbers or NaNs. Those
+    in bf16 are of their bits (device/bf16.py)."""
     size, rng = SimpleNamespace(**sizes), np.random.default_rng(1)
 
     def random(shape: tuple) -> np.ndarray:
@@ -68,12 +85,19 @@ def host_arrays(topic: Topic, sizes: dict[str, int]) -> tuple[dict, dict, dict]:
     reads |= {name: array for name, array in others.items() if name not in adds}
     adds |= {name: array for name, array in others.items() if name in adds}
     sets = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes_of(topic.sets, size).items()}
+    for named in reads, adds, sets:
+        named.update({name: device.to_bf16(array) for name, array in named.items() if name in topic.bf16})
     return reads, adds, sets
+
+
+def as_floats(array: np.ndarray) -> np.ndarray:
+    return device.from_bf16(array) if array.dtype == device.BF16 else array
 
 
 def references(topic: Topic, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     reads, adds, _ = host_arrays(topic, sizes)
-    exact = {k: x.astype(np.float64) if x.dtype == np.float32 else x for k, x in (reads | adds).items()}
+    given = {name: as_floats(array) for name, array in (reads | adds).items()}
+    exact = {k: x.astype(np.float64) if x.dtype == np.float32 else x for k, x in given.items()}
     return topic.reference(SimpleNamespace(**sizes, **exact))
 
 
@@ -111,16 +135,20 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - want) / (np.linalg.norm(want) or 1.0))
 
 
+def tolerance(topic: Topic, rung: Rung, output: str) -> float:
+    return BF16 if output in topic.bf16 else TF32 if rung.tf32 else FP32
+
+
 def check(name: str, rung: Rung, sizes: dict[str, int], wanted: dict[str, np.ndarray]) -> float:
     """The largest relative error of a rung's outputs; UserError where one is above its tolerance."""
     arrays = place_arrays(TOPICS[name], sizes, on_device)
     rung.launch(kernels_of(name), arrays)
     device.synchronize()
-    errors = {key: relative_error(device.to_host(getattr(arrays, key)), want) for key, want in wanted.items()}
-    worst = max(errors, key=errors.get)
-    if errors[worst] > (TF32 if rung.tf32 else FP32):
-        raise UserError(f"{name}, {rung.kernel}, {text_of(sizes)}: {worst} is off by {errors[worst]:.2g} of itself")
-    return errors[worst]
+    errors = {key: relative_error(device.to_floats(getattr(arrays, key)), want) for key, want in wanted.items()}
+    for key, error in errors.items():
+        if error > tolerance(TOPICS[name], rung, key):
+            raise UserError(f"{name}, {rung.kernel}, {text_of(sizes)}: {key} is off by {error:.2g} of itself")
+    return max(errors.values())
 
 
 SETS_BYTES = 400 << 20  # of arrays in turn: several times the L2 of any GPU so far
@@ -155,6 +183,13 @@ def seconds(name: str, rung: Rung, rounds: int = 9) -> float:
     repeats = max(1, round(0.005 / (timed(1)() * len(sets))))  # 5 ms, so that starting a graph does not count
     once = timed(repeats)
     return float(np.median([once() for _ in range(rounds)]))
+
+
+def product_in_bf16() -> float:
+    """FLOP/s of a large square matrix product in bf16."""
+    topic, sizes = TOPICS["matmul_bf16"], dict.fromkeys("MNK", 8192)
+    arrays = place_arrays(topic, sizes, on_device)
+    return topic.flops(arrays) / best_seconds(lambda: device.gemm(arrays.c, arrays.a, arrays.b, *sizes.values()))
 
 
 def repeats_that_differ(name: str, rung: Rung, repeats: int = 9) -> int:
@@ -232,7 +267,7 @@ def rate_of(topic: Topic, microseconds: float, kept: dict) -> tuple[str, str]:
     size = SimpleNamespace(**topic.bench)
     work, unit, most = topic.bytes(size), 1e9, kept["copy"]
     if topic.flops:
-        work, unit, most = topic.flops(size), 1e12, kept["product"]
+        work, unit, most = topic.flops(size), 1e12, kept["product in bf16" if topic.bf16 else "product"]
     rate = work / (microseconds * 1e-6)
     return three_digits(rate / unit), f"{rate / most:.0%}" if rate / most > 0.095 else f"{rate / most:.1%}"
 
@@ -268,7 +303,8 @@ def rows_of(name: str, kept: dict) -> Iterator[tuple[str, ...]]:
 def table(name: str, kept: dict) -> str:
     """A topic's table for a page, in Markdown, with what its columns are."""
     topic = TOPICS[name]
-    unit, ceiling = ("TFLOP/s", "TF32 product") if topic.flops else ("GB/s", "copy")
+    product, type_of_product = ("product in bf16", "bf16") if topic.bf16 else ("product", "TF32")
+    unit, ceiling = ("TFLOP/s", f"{type_of_product} product") if topic.flops else ("GB/s", "copy")
     lines = [
         f"| rung | the idea that it adds | µs | {unit} | of the {ceiling} | sectors | conflicts |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -278,7 +314,7 @@ def table(name: str, kept: dict) -> str:
     if name in kept["times"]:
         best = f"a copy of 1 GiB, {kept['copy'] / 1e9:.0f} GB/s"
         if topic.flops:
-            best = f"a product of 8192 x 8192 matrices in TF32, {kept['product'] / 1e12:.0f} TFLOP/s"
+            best = f"a product of 8192 x 8192 matrices in {type_of_product}, {kept[product] / 1e12:.0f} TFLOP/s"
         caption += f"Times: {kept['machine']}, {text_of(topic.bench)}; the ceiling: {best}, in the same run. "
     caption += (
         f"Counts: the microscope, {text_of(topic.round)}. Sectors: bytes of the sectors that accesses touch, for each "
@@ -292,12 +328,14 @@ BEGIN, END = "<!-- ladder: {} -->", "<!-- end of ladder -->"
 
 
 def with_tables(page: str, kept: dict) -> str:
-    """A page's text with each table between its markers; UserError for a topic that there is not."""
+    """A page's text with each table between its markers, nothing between those of a topic that has not been timed;
+    UserError for a topic that there is not."""
 
     def fill(match: re.Match) -> str:
         if match[1] not in TOPICS:
             raise UserError(f"ladder: {match[1]}: not a topic; there are {', '.join(TOPICS)}")
-        return f"{BEGIN.format(match[1])}\n{table(match[1], kept)}\n{END}"
+        rows = f"{table(match[1], kept)}\n" if match[1] in kept["times"] else ""
+        return f"{BEGIN.format(match[1])}\n{rows}{END}"
 
     return re.sub(rf"^{BEGIN.format('(.*?)')}$.*?^{END}$", fill, page, flags=re.M | re.S)
 
@@ -312,9 +350,9 @@ def write_tables() -> None:
             print(f"written: {path.relative_to(ROOT)}")
 
 
-def climb(name: str, ceilings: Ceilings | None, counting: bool) -> tuple[dict, list[str]]:
-    """Checks the rungs of a topic, and times them or counts; prints its table. Returns what was measured, by kernel,
-    and the races that the microscope saw."""
+def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, list[str]]:
+    """Checks the rungs of a topic, and times them, if there are ceilings, or counts; prints its table. Returns what was
+    measured, by kernel, and the races that the microscope saw."""
     topic, measured, races, errors = TOPICS[name], {}, [], []
     wanted = [references(topic, sizes) for sizes in (topic.odd, topic.fours, topic.round)]
     kept = {"times": {}, "counts": {}}
@@ -326,7 +364,7 @@ def climb(name: str, ceilings: Ceilings | None, counting: bool) -> tuple[dict, l
             measured[rung.kernel] = {"microseconds": round(1e6 * seconds(name, rung), 2)}
             if not all(other.ordered for other in topic.rungs):
                 measured[rung.kernel]["differ"] = repeats_that_differ(name, rung)
-            kept |= {"times": {name: measured}, "copy": ceilings.copy, "product": ceilings.product}
+            kept |= {"times": {name: measured}} | ceilings
         if counting:
             measured[rung.kernel] = counts(name, rung)
             races += [line for one in watch_rung(name, rung, sizes[0]) for line in race_lines(one)]
@@ -359,7 +397,7 @@ def main() -> None:
     if args.write:
         write_tables()
         return
-    ceilings, counting = None, device.use(args.device) == "cpu"
+    ceilings, counting = {}, device.use(args.device) == "cpu"
     if counting:
         try:
             use_microscope()
@@ -369,17 +407,20 @@ def main() -> None:
     else:
         if device.compute_capability < 80:
             raise UserError(f"{device.name} has no TF32, which the ladders use: run with --device cpu")
-        ceilings = measure_ceilings()
-        print(f"{device.name}, {ceilings.description}\n")
+        measured = measure_ceilings()
+        ceilings = {"copy": measured.copy, "product": measured.product, "product in bf16": product_in_bf16()}
+        in_bf16 = f"in bf16 {ceilings['product in bf16'] / 1e12:.4g} TFLOP/s"
+        print(f"{device.name}, {measured.description}, {in_bf16}\n")
     kept, races = kept_measurement(), []
     for name in [args.topic] if args.topic else TOPICS:
-        measured, found = climb(name, ceilings, counting)
+        with precision_of(name):
+            measured, found = climb(name, ceilings, counting)
         races += found
         if args.keep and (ceilings or counting):
             kept["times" if ceilings else "counts"][name] = measured
     if args.keep:
         if ceilings:
-            kept |= {"machine": device.name, "copy": ceilings.copy, "product": ceilings.product}
+            kept |= {"machine": device.name} | ceilings
         with replacing(MEASURED) as file:
             file.write((json.dumps(kept, indent=1) + "\n").encode())
         print(f"written: {MEASURED.relative_to(ROOT)}")

@@ -32,7 +32,7 @@ class Rung:
     kernel: str
     launch: Launch              # given the topic's file, its arrays and its sizes
     idea: str = ""              # of a rung that is no kernel of the file
-    fours: bool = False         # takes only sizes that are multiples of 4
+    fours: bool = False         # takes only sizes that are multiples of 4, or of 8 in bf16
     tf32: bool = False
     ordered: bool = True        # sums in a fixed order
     recorded: bool = True       # timed as a replayed graph
@@ -46,14 +46,15 @@ class Rung:
 @dataclass
 class Topic:
     """Arrays as "name=shape" of the sizes: `reads` are inputs, `adds` come in with numbers and are updated, `sets` come
-    in as NaNs, and so does `scratch`."""
+    in as NaNs, and so does `scratch`. Those that `bf16` names are of that type; a topic that has any is climbed with
+    the device in that precision, for which its file is compiled."""
 
     reads: str
     sets: str
     adds: str
     scratch: str
     odd: dict[str, int]
-    fours: dict[str, int]       # odd multiples of four
+    fours: dict[str, int]       # odd multiples of four, or of eight
     round: dict[str, int]       # where the microscope counts
     bench: dict[str, int]       # where a GPU is timed
     reference: Callable[[SimpleNamespace], dict]
@@ -61,6 +62,7 @@ class Topic:
     rungs: list[Rung]
     flops: Callable[[SimpleNamespace], float] | None = None
     others: Callable[[SimpleNamespace, dict], dict] = lambda size, given: {}  # arrays that are not just random
+    bf16: tuple[str, ...] = ()
 
 
 def grid(n: int, *others: int, block: int = 256) -> tuple:
@@ -481,5 +483,40 @@ TOPICS["adamw"] = Topic(
              lambda cu, a: adamw(a.params, a.grads, a.m, a.v, a.norm, a.n, *(RECIPE[key] for key in
                                  ("lr", "beta1", "beta2", "eps", "weight_decay", "t"))),
              "The same with the factor that clips, and a guard against gradients that are not finite."),
+    ],
+)  # fmt: skip
+
+TOPICS["matmul_bf16"] = Topic(
+    reads="a=M,K b=K,N", sets="c=M,N", adds="", scratch="", bf16=("a", "b", "c"),
+    odd={"M": 37, "N": 41, "K": 35}, fours={"M": 133, "N": 136, "K": 40},
+    round={"M": 128, "N": 128, "K": 64}, bench={"M": 4096, "N": 3072, "K": 768},
+    reference=lambda a: {"c": a.a @ a.b},
+    bytes=lambda s: 2 * (s.M * s.K + s.K * s.N + s.M * s.N),
+    flops=lambda s: 2 * s.M * s.N * s.K,
+    rungs=[
+        product_rung("fma_kernel", (256,), 128, 128, fours=True),
+        product_rung("mma_kernel", (256,), 128, 128, fours=True),
+        product_rung("ldmatrix_kernel", (256,), 128, 128, fours=True),
+        product_rung("two_stages_kernel", (256,), 128, 128, fours=True),
+        Rung("cuBLAS in bf16", lambda cu, a: device.gemm(a.c, a.a, a.b, a.M, a.N, a.K),
+             "NVIDIA's own, which training uses."),
+    ],
+)  # fmt: skip
+
+TOPICS["flash_attention_bf16"] = Topic(
+    reads="qkv=B,T,3,NH,64", sets="out=B,T,NH,64 lse=B,NH,T", adds="", scratch="", bf16=("qkv", "out"),
+    odd={"B": 1, "T": 69, "NH": 2}, fours={"B": 2, "T": 24, "NH": 1}, round={"B": 1, "T": 128, "NH": 1},
+    bench={"B": 4, "T": 1024, "NH": 12},
+    reference=causal_attention,
+    bytes=lambda s: 8 * s.B * s.T * s.NH * 64,
+    flops=TOPICS["flash_attention"].flops,
+    rungs=[
+        attention_rung("registers_kernel", 128, tf32=False),
+        attention_rung("ldmatrix_kernel", 128, tf32=False),
+        attention_rung("swizzled_kernel", 128, tf32=False),
+        attention_rung("two_stages_kernel", 128, tf32=False),
+        Rung("flash_attention_forward of kernels/flash_attention.py",
+             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
+             "32 queries a warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
     ],
 )  # fmt: skip

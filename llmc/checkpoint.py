@@ -51,6 +51,7 @@ import numpy as np
 # Models
 
 FP32_VERSION = 3  # of llm.c's files; those in bf16 differ from it in the version and the tensors' type alone
+ROUNDED = 1 << 20  # numbers that are rounded to bf16 at a time
 
 
 def model_path(path: str | Path) -> Path:
@@ -124,7 +125,7 @@ def read_model(
 
 def _tensors(path: str | Path, config: Config) -> dict[str, np.ndarray]:
     if _is_bf16(read_header(path, config.MAGIC, config.FETCH, config.HEADER_BYTES), type(config)):
-        body = device.from_bf16(np.fromfile(path, "<u2", offset=config.HEADER_BYTES))
+        body = device.from_bf16(np.memmap(path, dtype="<u2", mode="r", offset=config.HEADER_BYTES))
     else:
         body = np.memmap(path, dtype="<f4", mode="r", offset=config.HEADER_BYTES)
     tensors = _named_views(body, config)
@@ -135,8 +136,8 @@ def _tensors(path: str | Path, config: Config) -> dict[str, np.ndarray]:
 
 
 def write_model(path: str | Path, config: Config, params, bf16: bool = False) -> None:
-    """Writes parameters, fp32 (num_parameters,) in the order of their table, on the host or the device, as a model;
-    with bf16 rounded to that, as llm.c's version 5.
+    """Writes parameters, fp32 (num_parameters,) in the order of their table, on the host or the device, or the tensors
+    that `read_model` gives, as a model; with bf16 rounded to that, as llm.c's version 5.
 
     `path` appears whole or not at all. Raises UserError where the system refuses to write, or llm.c has no such file.
     """
@@ -146,8 +147,16 @@ def write_model(path: str | Path, config: Config, params, bf16: bool = False) ->
         if config.BF16_VERSION is None or header[1] != FP32_VERSION:
             raise UserError(f"{path}: llm.c has no file in bf16 for such a {config.NAME}: leave --dtype bf16 out")
         header[1] = config.BF16_VERSION
-        pieces = chain([header], map(device.to_bf16, pieces))
+        pieces = chain([header], in_bf16(pieces))
     _write(path, pieces)
+
+
+def in_bf16(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Contiguous fp32 arrays, rounded to bf16 a few numbers at a time."""
+    for piece in pieces:
+        flat = piece.reshape(-1)
+        for at in range(0, flat.size, ROUNDED):
+            yield device.to_bf16(flat[at : at + ROUNDED])
 
 
 @contextmanager
@@ -185,6 +194,9 @@ def _named_views(body: np.ndarray, config: Config) -> dict[str, np.ndarray]:
 
 def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:
     """A model file's contents."""
+    if isinstance(params, Mapping):
+        yield from (_header(config), *params.values())
+        return
     if not isinstance(params, Iterator):
         _check_length(params, config)
     yield _header(config)

@@ -277,7 +277,7 @@ def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
 def scatter(own, start: int, n: int, values: np.ndarray | None) -> None:
     """own, the part from `start` on of a flat array (n,), is set to that part of values (n,) on the host, which only
     rank 0 has."""
-    if _collectives is None:
+    if ranks.size() == 1:
         device.copy_in(own, values[start : start + own.size])
         device.synchronize()
         return

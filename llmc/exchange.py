@@ -570,8 +570,8 @@ def range_in(tensor, flat) -> Range:
 
 
 def in_words(one: Range, flat) -> Range:
-    """A range of a flat buffer in words of 4 bytes. Of bf16 numbers it may have a neighbour at either end, which is
-    copied by itself, too."""
+    """A range of a flat buffer in words of 4 bytes. Of bf16 numbers it may have a neighbour at either end, of the same
+    shard, which may be copied before it is updated: it is copied again by itself before anything reads it."""
     return one[0] * flat.itemsize // 4, ceil_div(one[1] * flat.itemsize, 4)
 
 

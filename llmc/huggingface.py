@@ -57,8 +57,7 @@ class Reordered:
 
     def __init__(self, tensor, order: np.ndarray):
         self.tensor, self.order = tensor, order
-        self.shape, self.nbytes = tensor.shape, tensor.nbytes
-        self.size = math.prod(tensor.shape)
+        self.shape, self.size = tensor.shape, math.prod(tensor.shape)
 
     def reshape(self, *shape):
         return self.tensor[self.order].reshape(*shape)

@@ -10,10 +10,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import device  # noqa: E402
-from dev.compare_ncu import counts_of  # noqa: E402
+from dev.compare_ncu import counts_of, name_of  # noqa: E402
 from dev.launches import LAUNCHES, sizes_of  # noqa: E402
 from dev.microscope import lines_of, race_lines  # noqa: E402
-from dev.watch import FILES, KINDS, use_microscope, watch, watch_kernel  # noqa: E402
+from dev.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
 from device import cpp  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -62,15 +62,21 @@ BROKEN = [
 def main() -> None:
     use_microscope()
     found = {"races": {}, "mutants": [], "broken": {}, "counts": [], "unplaced": [], "lines": {}, "outside": {}}
-    for name, launch in LAUNCHES.items():
-        for one in watch(launch, launch.sizes):
-            found["races"].setdefault(one.kernel, []).extend(race_lines(one))
-            found["counts"].append([name, one.kernel, counts_of(one)])
-            found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
-    device.current.device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
-    for name, shape in HARD.items():
-        for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
-            found["races"][one.kernel].extend(race_lines(one))
+    found["bytes"] = []
+    for precision in "bf16", "fp32":
+        device.use_precision(precision)
+        device.current.device.multiprocessors = MULTIPROCESSORS
+        races = found["races"][precision] = {}
+        for name, launch in LAUNCHES.items():
+            for one in watch(launch, launch.sizes):
+                races.setdefault(one.kernel, []).extend(race_lines(one))
+                found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])
+                found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
+                found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, bytes_of_arrays(one)])
+        device.current.device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
+        for name, shape in HARD.items():
+            for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
+                races[one.kernel].extend(race_lines(one))
     for file, kernel, block, grid in BROKEN:
         one = watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid)
         found["broken"][kernel] = race_lines(one)
@@ -82,6 +88,15 @@ def main() -> None:
         races = [line for one in watched for line in race_lines(one)]
         found["mutants"].append({"file": file, "which": which, "launcher": name, "races": races})
     json.dump(found, sys.stdout)
+
+
+def bytes_of_arrays(one: Watched) -> int:
+    """The bytes of the arrays that a launch touched, twice where it both read and wrote one."""
+    total = 0
+    for i, array in enumerate(one.arrays):
+        mine = one.steps[one.steps["array"] == i]
+        total += 0 if array.shared else len(np.unique(mine["kind"])) * array.bytes
+    return total
 
 
 def watch_broken(file: Path, name: str, block: tuple, grid: tuple):

@@ -9,6 +9,7 @@ from pathlib import Path
 import device
 from dev import bench, bench_llmc, bench_start, ceilings, kept, workload
 from device.errors import UserError
+from llmc.checkpoint import read_model
 from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3 import Llama3, Llama3Config
 
@@ -25,13 +26,15 @@ TINY = {
 
 # Speaks like llm.c's trainer for the GPU: a usage without good flags, lines with milliseconds with them.
 LLMC = """#!{python}
-import os, struct, sys
+import struct, sys
 if sys.argv[1:] == ["--help"]:
-    sys.exit("Usage: train [options]\\n  -i <string> train\\n  -j <string> val\\n  -b <int> B\\n  -t <int> T\\n")
+    sys.exit("Usage: train [options]\\n  -i <string> train\\n  -j <string> val\\n  -b <int> B\\n  -t <int> T\\n{usage}")
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+model = flags.pop("-e", "gpt2_124M.bin")
+assert struct.unpack("2i", open(model, "rb").read(8)) == (20240326, {version})
 assert flags == {{"-i": "train.bin", "-j": "val.bin", "-b": "2", "-t": "8"}}, flags
 magic, version, count = struct.unpack("3i", open("train.bin", "rb").read(12))
-assert magic == 20240520 and os.path.exists("gpt2_124M.bin")
+assert magic == 20240520 and version == 1
 steps = (count - 1) // 16
 for step in range(steps):
     print(f"step {{step + 1:4}}/{{steps}}: train loss 5.25 ({{1000.0 if step == 0 else 12.5}} ms, 1280 tok/s)")
@@ -73,13 +76,54 @@ def test_bench_times_every_trainer_on_the_same_model(script, capsys):
         assert name in printed
 
 
-def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path):
-    binary = tmp_path / "train_gpt2fp32cu"
-    binary.write_text(LLMC.format(python=sys.executable))
+def test_in_bf16_pytorch_starts_from_the_same_weights_in_fp32(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, ""))
+    bench.main([*TINY["train_gpt2_fp32"], "--precision", "bf16", "--steps", "1", "--peers", "eager"])
+    printed = capsys.readouterr().out
+    ours, eager = (line.split() for line in printed.partition("trainer")[2].splitlines()[1:])
+    assert float(eager[-1]) == pytest.approx(float(ours[-1]), abs=2e-3)
+    assert ours[:4] == ["llm.cupy", "(softmax", "--precision", "bf16)"]
+
+
+def test_products_are_timed_in_the_types_that_a_step_in_bf16_has(monkeypatch):
+    device.use("cpu")
+    device.use_precision("bf16")
+    seen = []
+    monkeypatch.setattr(ceilings, "seconds", lambda work, **named: (work(), 1.0)[1])
+    with device.observe(lambda name, a, work: seen.append([str(a[x].dtype) for x in "abc"])):
+        ceilings.product_seconds(3, 4, 5)
+        ceilings.product_seconds(3, 4, 5, np.dtype(np.float32))
+    assert seen == [["uint16"] * 3, ["uint16", "uint16", "float32"]]
+    for name in "seconds", "product_seconds":
+        monkeypatch.setattr(ceilings, name, lambda *_, **named: 1.0)
+    assert ceilings.measure_ceilings().description.startswith("ceilings: bf16 matrix product 2048^3 ")
+
+
+@pytest.mark.parametrize("precision, usage, version", [
+    ("tf32", "", 3), ("bf16", "  -e <string> a model", 5), ("bf16", "", None),
+])  # fmt: skip
+def test_bench_llmc_takes_the_milliseconds_that_the_trainer_prints(tmp_path, precision, usage, version):
+    binary = tmp_path / "train_gpt2cu"
+    binary.write_text(LLMC.format(python=sys.executable, usage=usage, version=version))
     binary.chmod(0o755)
-    result = run("bench_llmc.py", binary, *TINY["train_gpt2_fp32"][1:], "--steps", "3", cwd=tmp_path)
+    flags = [*TINY["train_gpt2_fp32"][1:], "--precision", precision, "--steps", "3"]
+    result = run("bench_llmc.py", binary, *flags, cwd=tmp_path)
+    if version is None:
+        assert result.returncode == 1 and "takes no -e, so it trains in fp32 alone" in result.stderr
+        return
     assert result.returncode == 0, result.stderr
     assert "12.50 ms a step, 1280 tokens/s" in result.stdout and "first loss 5.25" in result.stdout
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_model_that_a_run_starts_from_is_the_same_file_in_any_precision(precision, tmp_path):
+    device.use("cpu")
+    args = workload.make_parser("").parse_args([*TINY["train_gpt2_fp32"], "--precision", precision])
+    asked = workload.workload_of(args, str(tmp_path))
+    workload.write_random_model(asked, tmp_path / "model.bin")
+    _, tensors = read_model(tmp_path / "model.bin", GPT2Config)
+    master = asked.build().model.master_memory
+    assert np.array_equal(np.concatenate([tensor.ravel() for tensor in tensors.values()]), master)
 
 
 def test_bench_start_stops_its_watch_at_the_first_finished_step():
@@ -94,6 +138,7 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
     [
         (bench_llmc.main, ["missing"], "missing: no such program"),
         (bench.main, ["--peers", "eager,jax"], "--peers jax"),
+        (bench.main, ["--peers", "compile-cudnn"], "--peers compile-cudnn: there are CUDA graphs and cuDNN only on"),
         (bench.main, ["-a", "flash"], "-a flash takes heads of"),
         (bench.main, ["-e", "gpt2_124M.bin"], "-e gpt2_124M.bin: name one of d12"),
     ],
@@ -101,6 +146,13 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
 def test_wrong_flags_are_refused(main, args, words):
     with pytest.raises(UserError, match=words):
         main([*TINY["train_gpt2_fp32"][1:], *args])
+
+
+def test_cudnn_has_no_attention_but_in_16_bits(monkeypatch):
+    device.use("cpu")
+    monkeypatch.setattr(device.current.device, "kind", "cuda")
+    with pytest.raises(UserError, match="--peers compile-cudnn: cuDNN's attention takes 16 bits: add --precision bf16"):
+        bench.usable_peers("compile-cudnn", "tf32", "auto", print)
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path):
@@ -121,9 +173,10 @@ def test_the_most_frequent_token_has_its_share():
 # What a step must do
 
 
-def limits_of(kind, config, monkeypatch):
+def limits_of(kind, config, monkeypatch, precision="fp32"):
     """The parts of the limit for B 1, T 16, where every product takes 1 ms by itself."""
     device.use("cpu")
+    device.use_precision(precision)
     monkeypatch.setattr(ceilings, "product_seconds", lambda *shape: 0.001)
     model = object.__new__(kind)  # without its buffers
     model.config, model.B, model.T = config, 1, 16
@@ -140,6 +193,14 @@ def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(monkeypatch):
     # qkv, the heads' outputs, two residuals, the MLP's hidden channels; of each row mean and rstd twice, lse a head.
     kept_floats = 12 * 16 * ((3 + 1 + 2 + 4) * 768 + 4 + 12)
     assert ms["kept activations across memory once"] == pytest.approx(1000 * 16 * kept_floats / 1e9)
+
+
+def test_in_bf16_the_limit_counts_two_bytes_but_for_what_is_fp32(monkeypatch):
+    ms = limits_of(GPT2, GPT2Config(1024, 50257, 12, 12, 768), monkeypatch, "bf16")
+    assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 30 * 124475904 / 1e9)
+    kept_bytes = 12 * 16 * (2 * (3 + 1 + 2 + 4) * 768 + 4 * (4 + 12))  # mean, rstd and lse are fp32
+    assert ms["kept activations across memory once"] == pytest.approx(1000 * 4 * kept_bytes / 1e9)
+    assert ms["logits across memory once"] == pytest.approx(1000 * 2 * 2 * 16 * 50304 / 1e9)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -224,6 +285,27 @@ def test_the_suite_is_what_the_tables_show(monkeypatch):
     timed.clear()
     bench.main(["train_llama3", "--device", "cpu"])
     assert timed == [(flags, None) for flags, _ in kept.published("cpu") if "llama3" in flags]
+
+
+def test_each_workload_of_a_suite_has_the_ceilings_of_its_own_precision(monkeypatch):
+    device.use("cpu")
+    flags = TINY["train_gpt2_fp32"]
+    timed, asked = [], [("fp32", 1), ("bf16", 1), ("fp32", 2), ("bf16", 1)]
+    monkeypatch.setattr(bench, "asked_for", lambda parser, args: [
+        parser.parse_args([*flags, "--precision", precision, "-b", str(B)]) for precision, B in asked
+    ])  # fmt: skip
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings.Ceilings(1, 1, device.precision))
+    monkeypatch.setattr(bench, "bench", lambda *a: timed.append((device.precision, a[2].description)) or [])
+    bench.main(["--device", "cpu", "--suite"])
+    assert timed == [(precision, precision) for precision, _ in asked[:3]]  # the same workload but once
+
+
+def test_a_table_of_which_nothing_is_kept_is_left_out(measurements):
+    column = kept.Column("B 4", "train_gpt2_fp32 -e d12 -b 4 -t 64")
+    table = kept.Table("some", "Some GPU", (column,), above="In bf16:\n\n")
+    assert kept.render(table) == ""
+    kept.keep("Some GPU", [row(3.456)])
+    assert kept.render(table).startswith("In bf16:\n\n|")
 
 
 def test_the_tables_show_what_is_kept():

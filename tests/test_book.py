@@ -32,7 +32,7 @@ DOC = ROOT / "doc"
 NAMES = (
     "01-eight-kernels", "02-what-bounds-a-kernel", "03-sums", "04-layernorm", "05-linear-layers",
     "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
-    "11-the-step", "12-trusting-it", "13-several-gpus",
+    "11-the-step", "12-two-bytes", "13-trusting-it", "14-several-gpus",
 )  # fmt: skip
 # All that the book has: its pages, their answers, and what holds them together.
 BOOK = [DOC / f"{name}.md" for name in (*NAMES, "glossary", "answers", "index")]
@@ -41,7 +41,7 @@ TEXTS = sorted({ROOT / "README.md", *DOC.rglob("*.md"), *(ROOT / "exercises").rg
 
 LADDERS = {
     "copy", "column_sum", "layernorm_forward", "layernorm_backward", "matmul", "transpose", "gelu",
-    "embedding_backward", "classifier", "softmax", "flash_attention", "adamw",
+    "embedding_backward", "classifier", "softmax", "flash_attention", "adamw", "matmul_bf16", "flash_attention_bf16",
 }  # fmt: skip
 LANGUAGES = {"python", "sh", "sh gpu", "text", "cuda", "cpp", "c", "make", "diff"}
 
@@ -69,7 +69,7 @@ NOT_RUN = {
         "python dev/data/*",
     ],
     "long": ["python doc/planted.py"],
-    "shown in full in page 12, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
+    "shown in full in page 13, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
     "has tests of its own": [
         "python dev/microscope.py *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",
         "python doc/eight_kernels.py*", "python exercises/check.py*",

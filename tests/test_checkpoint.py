@@ -30,9 +30,10 @@ from llmc.checkpoint import (
     write_debug_state,
     write_model,
 )
+from llmc.model import build_from_file
 from llmc.tensors import num_parameters, padded, shape_of
 from models import LLAMA_ODD, ODD, PYTHIA_ODD
-from train_gpt2_fp32 import GPT2Config
+from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3 import Llama3Config
 
 import numpy as np
@@ -125,12 +126,19 @@ def test_llm_cs_bf16_file_is_written_and_read(tmp_path, model, params):
     ("fp32", False, ""), ("fp32", True, "its weights are bf16 and become fp32"), ("bf16", True, ""),
     ("bf16", False, "its weights are fp32; forward and backward take them rounded to bf16"),
 ])  # fmt: skip
-def test_a_line_says_what_becomes_of_weights_of_another_type(tmp_path, params, precision, bf16, line):
+def test_a_line_says_what_becomes_of_weights_of_another_type(tmp_path, params, precision, bf16, line, capsys):
     device.use("cpu")
     device.use_precision(precision)
     path = tmp_path / "model.bin"
     write_model(path, TINY, params, bf16)
-    assert conversion(path, GPT2Config) == (f"{path}: {line}" if line else "")
+    line = f"{path}: {line}" if line else ""
+    assert conversion(path, GPT2Config) == line
+    model = build_from_file(GPT2, path, 1, 4, "softmax", inference=True)  # as generate.py does
+    assert capsys.readouterr().err == (f"{line}\n" if line else "")
+    rounded = device.from_bf16(device.to_bf16(params))
+    np.testing.assert_array_equal(
+        device.to_floats(model.params_memory), rounded if "bf16" in line or precision == "bf16" else params
+    )
 
 
 def test_pieces_of_a_model_are_written_as_the_whole(tmp_path, model, params):

@@ -7,7 +7,7 @@ import device
 from device import ceil_div, cpp, cuda_source, from_bf16, to_bf16
 from device.errors import UserError
 from kernels import gelu
-from oracle import assert_close, guarded, kernel_tolerance, normal
+from oracle import BF16, assert_close, guarded, kernel_tolerance, normal
 
 import numpy as np
 import pytest
@@ -40,7 +40,10 @@ def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(each_product
                 c = memory.write((m, n), dtype) if beta == 0 else memory.update(before, dtype)
                 inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
                 each_product.gemm(c, *inputs, m, n, k, trans_a, trans_b, beta)
-            assert_close(f"c {dtype}, beta {beta}", c, want + beta * before, kernel_tolerance(each_product))
+            # cuBLAS rounds the product to c's type before it adds what was there, if it likes.
+            twice = dtype != np.float32 and each_product.kind == "cuda" and beta != 0.0
+            allowed = BF16 if twice else kernel_tolerance(each_product)
+            assert_close(f"c {dtype}, beta {beta}", c, want + beta * before, allowed)
 
 
 @any_product

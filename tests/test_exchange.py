@@ -227,23 +227,30 @@ def test_ranges_are_sets_of_numbers(ranges, others):
     assert members(without(ranges, others)) == members(ranges) - members(others)
 
 
+@pytest.mark.parametrize("precision, width", [("fp32", 4), ("bf16", 8)])
 @given(n=st.integers(1, 200), N=st.integers(1, 9))
-def test_shards_are_all_of_the_parameters_in_pieces_of_whole_vectors(n, N):
+def test_shards_are_all_of_the_parameters_in_pieces_of_whole_vectors(precision, width, n, N):
     """Any number of parameters and of ranks, also fewer of the first than of the second."""
+    device.use("cpu")
+    device.use_precision(precision)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "size", lambda: N)
         shards = shards_of(n)
     assert len(shards) == N and shards[0][0] == 0 and shards[-1][1] == n
-    assert all(a[1] == b[0] and a[1] % 4 == 0 or a[1] == b[0] == n for a, b in pairwise(shards))
+    assert all(a[1] == b[0] and a[1] % width == 0 or a[1] == b[0] == n for a, b in pairwise(shards))
 
 
+@pytest.mark.parametrize("precision, width, shared_out", [
+    ("fp32", 4, {"AdamW m", "AdamW v"}), ("bf16", 8, {"AdamW m", "AdamW v", "master copy"}),
+])  # fmt: skip
 @pytest.mark.parametrize("N", [2, 3, 8])
-def test_sharded_moments_take_a_rank_less_memory(N, monkeypatch):
-    """8 / N bytes a parameter, to a vector of four floats."""
+def test_sharded_moments_take_a_rank_less_memory(N, precision, width, shared_out, monkeypatch):
+    """8 / N bytes a parameter, in bf16 12 / N, to a vector of 16 bytes of parameters."""
     device.use("cpu")
+    device.use_precision(precision)
     whole = GPT2.sizes_of_buffers(ODD, 1, 16, "softmax")
     monkeypatch.setattr(ranks, "size", lambda: N)
-    n = whole["parameters"] // 4
+    n = whole["gradients"] // 4
     shared = GPT2.sizes_of_buffers(ODD, 1, 16, "softmax", shard=shards_of(n)[0])
-    assert {name for name in whole if whole[name] != shared[name]} == {"AdamW m", "AdamW v"}
-    assert n / N <= shared["AdamW m"] / 4 == shared["AdamW v"] / 4 < n / N + 4
+    assert {name for name in whole if whole[name] != shared[name]} == shared_out
+    assert all(n / N <= shared[name] / 4 < n / N + width for name in shared_out)

@@ -243,7 +243,7 @@ def test_offsets_past_two_to_the_31_elements(dev, B, NKV):
     lse, dsum = dev.zeros((B, NH, T)), dev.zeros((B, NH, T))
     dkv_heads = dev.zeros((B, T, 2, NH, HS)) if NKV < NH else None
     for array, values in (qkv, alone), (dout, dout_alone):
-        dev.copy_in(array[-1:], dev.to_bf16(values) if dev.floatX == dev.BF16 else values)
+        dev.copy_in(array[-1:], dev.to_floatX(values))
     flash_attention_forward(out, lse, qkv, B, T, NH, NKV, HS)
     flash_attention_backward(dqkv, dkv_heads, dsum, dout, out, lse, qkv, B, T, NH, NKV, HS)
     for got, expected in zip((out, lse, dqkv), want, strict=True):

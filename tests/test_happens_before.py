@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 N, B, T = 2, 2, 8
-OF_MODEL, OF_EXCHANGE = ("params_memory", "grads_memory", "m_memory", "v_memory", "norm"), ("received", "sums")
+OF_MODEL = "params_memory", "master_memory", "grads_memory", "m_memory", "v_memory", "norm"
+OF_EXCHANGE = "received", "sums"
 SPARSE = ("wte_values", "wte_indices")
 
 
@@ -123,12 +124,13 @@ class Gpu(device.CpuDevice):
 def touched_by_sum(a: SimpleNamespace) -> tuple[list, list]:
     """What a call of sum_kernel reads and writes, by its definition."""
     pieces = a.pieces_.reshape(-1, 4).tolist()
-    vectors = pieces[-1][0] + -(-(pieces[-1][2] - pieces[-1][1]) // 4)
+    width = device.width()
+    vectors = pieces[-1][0] + -(-(pieces[-1][2] - pieces[-1][1]) // width)
     begin, stop = vectors * a.share_ // a.shares_, vectors * (a.share_ + 1) // a.shares_
     reads, writes = [], []
     for before, start, end, shift in pieces:
-        first = start + 4 * max(0, begin - before)
-        last = min(end, start + 4 * (stop - before))
+        first = start + width * max(0, begin - before)
+        last = min(end, start + width * (stop - before))
         if first < last:
             of_buffers = [(int(x), 0 if r == a.own_ else shift) for r, x in enumerate(a.from_)]
             reads += [(x + 4 * (first + shift), x + 4 * (last + shift)) for x, shift in of_buffers]
@@ -138,13 +140,13 @@ def touched_by_sum(a: SimpleNamespace) -> tuple[list, list]:
 
 def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
     """What a call of gather_rows_kernel reads and writes where a batch takes all rows."""
-    reads, writes = [span(x) for x in (a.inp, a.order, a.count)], []
+    reads, writes, size = [span(x) for x in (a.inp, a.order, a.count)], [], device.floatX.itemsize
     for r, buffer in enumerate(a.buffers.tolist()):
         first, last = max(a.start, r * a.length), min(a.start + rows * a.C, (r + 1) * a.length)
         if first < last:
-            reads.append((buffer + 4 * first, buffer + 4 * last))
+            reads.append((buffer + size * first, buffer + size * last))
         if first < last and r != a.rank:
-            writes.append((int(a.buffers[a.rank]) + 4 * first, int(a.buffers[a.rank]) + 4 * last))
+            writes.append((int(a.buffers[a.rank]) + size * first, int(a.buffers[a.rank]) + size * last))
     return reads, writes
 
 
@@ -170,7 +172,9 @@ def program(shared: exchange.Exchange, count: int, grad_clip: float, record: boo
             of.forward(B, T)  # as a validation does
 
 
-def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -> tuple[list[list], dict]:
+def logs_of(
+    config, monkeypatch, count=1, grad_clip=0.0, record=True, precision="fp32", **flags
+) -> tuple[list[list], dict]:
     """The log of each rank, and where the arrays lie that are looked at, by their names."""
     rank, shared_arrays = [0], {}
 
@@ -197,6 +201,7 @@ def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stands)
     device.use("cpu")
+    device.use_precision(precision)
     exchanges, logs, places = [], [], {}
     for rank[0] in range(N):
         of, shared = exchanging_model(kind_of(config), config, B, T, "softmax", **flags)
@@ -206,6 +211,7 @@ def logs_of(config, monkeypatch, count=1, grad_clip=0.0, record=True, **flags) -
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     gpu = Gpu()
     device.current.switch(gpu)
+    device.use_precision(precision)
     for rank[0], shared in enumerate(exchanges):
         gpu.begin(rank[0], len(shared.model.params.wte))
         with device.observe(gpu.launch):
@@ -272,13 +278,17 @@ OTHERS = [config for config, attention in ONE_OF_EACH if attention == "softmax"]
 CONFIGS = [replace(ODD, num_layers=3), *OTHERS, replace(ODD, num_layers=1)]
 FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip": 0.1}, {"bitwise": True},
          {"sharded": True, "bitwise": True}]
+EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
 CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CONFIGS[0], 1, False)]
+CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("config, count, record", CASES, ids=str)
-def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(config, count, record, flags, monkeypatch):
-    assert not races(*logs_of(config, monkeypatch, count, record=record, **flags))
+@pytest.mark.parametrize("precision, config, count, record", CASES, ids=str)
+def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(
+    precision, config, count, record, flags, monkeypatch
+):
+    assert not races(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
 
 
 def without_meeting(which: str):

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dev import export_hf, import_hf
 from dev.huggingface import named_tensors, transformers_parameters
 from device.errors import UserError
 from generate import kind_of
+from llmc import checkpoint
 from llmc.checkpoint import read_model, write_model
 from llmc.model import build_from_file
 from llmc.scripts import model_kinds
@@ -195,6 +197,88 @@ def test_what_transformers_saves_is_imported_and_exported_again_bit_by_bit(confi
     assert (tmp_path / "imported.bin").read_bytes() == before
 
 
+def exported_in_bf16(model: Path, out: Path) -> dict[str, bytes]:
+    """What the export of a model in bf16 writes, by the file's name."""
+    export_hf.main([str(model), "-o", str(out), "--dtype", "bf16"])
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+@every_config
+def test_a_bf16_model_of_transformers_is_imported_and_exported_again_bit_by_bit(config, tmp_path):
+    """Directly, and where llm.c has such a file, by way of its version 5."""
+    theirs = make_model(config).bfloat16()
+    theirs.save_pretrained(tmp_path / "saved")
+    assert imported(tmp_path / "saved", tmp_path)[0] == config
+    model, before = tmp_path / "imported.bin", load_file(tmp_path / "saved" / "model.safetensors")
+    out = exported_in_bf16(model, tmp_path / "out")
+    after, settings = load_file(tmp_path / "out" / "model.safetensors"), json.loads(out["config.json"])
+    assert before.keys() == after.keys() and settings["torch_dtype"] == "bfloat16"
+    for name, tensor in before.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(after[name].view(torch.int16), tensor.view(torch.int16))
+    if config.header()[1] == 3:
+        export_hf.main([str(model), "-o", str(tmp_path / "v5.bin"), "--dtype", "bf16"])
+        body = (tmp_path / "v5.bin").stat().st_size - config.HEADER_BYTES
+        assert body == (model.stat().st_size - config.HEADER_BYTES) // 2
+        assert exported_in_bf16(tmp_path / "v5.bin", tmp_path / "again") == out
+        export_hf.main([str(tmp_path / "v5.bin"), "-o", str(tmp_path / "v3.bin")])
+        assert (tmp_path / "v3.bin").read_bytes() == model.read_bytes()
+    else:
+        with pytest.raises(UserError, match=r"v5.bin: llm.c has no file in bf16 for such a .*: leave --dtype bf16 out"):
+            export_hf.main([str(model), "-o", str(tmp_path / "v5.bin"), "--dtype", "bf16"])
+        assert not list(tmp_path.glob("v5*"))
+
+
+@pytest.mark.parametrize("config", FIRST, ids=name_of)
+def test_weights_exported_in_bf16_are_those_that_transformers_rounds(config, dev, tmp_path, rng, monkeypatch):
+    """The same logits as of a model that it has saved in bf16, to the bit; ours, of the rounded weights in fp32, are
+    near to those of transformers."""
+    monkeypatch.setattr(checkpoint, "ROUNDED", 7)
+    theirs = make_model(config)
+    write_model(tmp_path / "model.bin", config, flat(theirs, config))
+    exported_in_bf16(tmp_path / "model.bin", tmp_path / "out")
+    theirs.bfloat16().save_pretrained(tmp_path / "saved")
+    loaded, saved = (AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("out", "saved"))
+    assert loaded.dtype == torch.bfloat16 and type(loaded).__name__ == class_of(config)
+    tokens = torch.tensor(rng.integers(0, config.vocab_size, (2, config.max_seq_len - 1)))
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, saved(tokens).logits)
+    imported(tmp_path / "out", tmp_path)
+    assert_logits(dev, tmp_path / "imported.bin", config, loaded, rng)
+
+
+@pytest.mark.parametrize("out", ["out", "v5.bin"])
+def test_an_export_in_bf16_takes_the_memory_of_a_tensor_at_most(out, tmp_path, monkeypatch, rng):
+    config = GPT2Config(8, 128, 16, 2, 64)
+    monkeypatch.setattr(checkpoint, "ROUNDED", 1000)
+    write_random(tmp_path / "model.bin", config, rng)
+    export_hf.main([str(tmp_path / "model.bin"), "-o", str(tmp_path / f"first_{out}"), "--dtype", "bf16"])
+    tracemalloc.start()
+    export_hf.main([str(tmp_path / "model.bin"), "-o", str(tmp_path / out), "--dtype", "bf16"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0 < peak < num_parameters(config)  # a quarter of its bytes
+
+
+def test_a_model_file_that_is_exported_has_its_tokenizer_and_replaces_nothing(with_tokenizer, tmp_path):
+    imported(with_tokenizer, tmp_path)
+    export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "other.bin")])
+    assert (tmp_path / "other.bin").read_bytes() == (tmp_path / "imported.bin").read_bytes()
+    for name in ("tokenizer.json", "tokenizer.bin", "tokenizer_config.json"):
+        assert (tmp_path / f"other_{name}").read_bytes() == (tmp_path / f"imported_{name}").read_bytes()
+    (tmp_path / "mine_tokenizer.json").write_text("precious")
+    for name, there in ("imported.bin", "imported.bin"), ("mine.bin", "mine_tokenizer.json"):
+        with pytest.raises(UserError, match=f"{there} exists already: remove it, or name another"):
+            export_hf.main([str(tmp_path / "other.bin"), "-o", str(tmp_path / name), "--dtype", "bf16"])
+    assert (tmp_path / "mine_tokenizer.json").read_text() == "precious" and not (tmp_path / "mine.bin").exists()
+
+
+def test_an_unknown_dtype_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        export_hf.main([str(tmp_path / "model.bin"), "--dtype", "fp16"])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "argument --dtype: invalid choice: 'fp16'" in said and "bf16" in said
+
+
 @pytest.mark.parametrize("config", FIRST, ids=name_of)
 def test_named_tensors_are_views_that_can_be_set_of_numpy_and_of_pytorch(config, rng):
     sizes = config.sizes()
@@ -305,24 +389,26 @@ def test_a_model_in_several_files_is_put_together(indexed, theirs, tmp_path):
 
 
 @each_family
-def test_a_large_model_is_exported_as_several_files(theirs, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_hf, "FILE_BYTES", 20_000)
-    imported(saved, tmp_path)
-    export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "out")])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("fp32", 4), ("bf16", 2)])
+def test_a_large_model_is_exported_as_several_files(dtype, itemsize, theirs, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_hf, "FILE_BYTES", 5000 * itemsize)
+    theirs.to(torch.bfloat16 if dtype == "bf16" else torch.float32).save_pretrained(tmp_path / "saved")
+    imported(tmp_path / "saved", tmp_path)
+    export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "out"), "--dtype", dtype])
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 and {path.name for path in files} == set(index["weight_map"].values())
     assert [path.name for path in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n, _ in
                                              enumerate(files, start=1)]  # fmt: skip
-    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in theirs.parameters())
+    assert index["metadata"]["total_size"] == itemsize * sum(p.numel() for p in theirs.parameters())
     for path in files:
         with safe_open(path, "pt") as file:
             sizes = [file.get_tensor(name).nbytes for name in file.keys()]
-            assert sum(sizes) <= 20_000 or len(sizes) == 1
+            assert sum(sizes) <= 5000 * itemsize or len(sizes) == 1
             assert all(index["weight_map"][name] == path.name for name in file.keys())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for name, parameter in theirs.named_parameters():
-        assert torch.equal(again.get_parameter(name), parameter), name
+        assert again.dtype == parameter.dtype and torch.equal(again.get_parameter(name), parameter), name
     before = (tmp_path / "imported.bin").read_bytes()
     imported(tmp_path / "out", tmp_path)
     assert (tmp_path / "imported.bin").read_bytes() == before

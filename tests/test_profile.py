@@ -61,9 +61,19 @@ def test_every_kernel_that_there_is_has_a_rule_that_its_parameters_fit():
     for path in (ROOT / "kernels").glob("*.cu"):
         for kernel, parameters in kernel_accesses(path).items():
             kind = traffic.kind_of(kernel)
-            rules = [rules for rules in (traffic.MOVED, traffic.FLOATS, traffic.FLOPS) if kind in rules]
+            rules = [rules for rules in (traffic.MOVED, traffic.BYTES, traffic.FLOPS) if kind in rules]
             assert len(rules) == 1, kernel
             assert set(traffic.MOVED.get(kind, "").split()) <= set(parameters), kernel
+
+
+def test_bytes_are_counted_by_the_type_of_each_array():
+    two, four = np.zeros(6, np.uint16), np.zeros(6, np.float32)
+    adamw = {"params": four, "rounded": two, "grads": four, "m": four, "v": four}
+    assert traffic.bytes_of("adamw_kernel", adamw) == 6 * 30
+    assert traffic.bytes_of("adamw_kernel", adamw | {"rounded": None}) == 6 * 28
+    assert traffic.bytes_of("gelu_forward_kernel", {"inp": two, "out": two}) == 6 * 4
+    heads = {"dkv_heads": np.zeros((4, 3), np.float32), "dqkv": two, "NH": 4, "NKV": 2}
+    assert traffic.bytes_of("flash_attention_group_sum_kernel", heads) == 12 * 4 + 6 * 2
 
 
 def test_a_kernel_without_a_rule_is_shown_as_not_counted():

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -274,11 +275,12 @@ def test_what_a_rank_does_not_understand_ends_it_in_one_line(said, capfd, monkey
 
 # A rank on the CPU takes two seconds to import PyTorch for gloo: other numbers of ranks are for long tests.
 @ALL_WAYS
-@pytest.mark.parametrize("model, others", [
-    ("gpt2", [(2, "1")]),
-    *(pytest.param(model, [(2, "1"), (3, "0")], marks=pytest.mark.long) for model in SCRIPTS),
+@pytest.mark.parametrize("model, precision, others", [
+    ("gpt2", "tf32", [(2, "1")]),
+    *(pytest.param(model, precision, [(2, "1"), (3, "0")], marks=pytest.mark.long)
+      for model in SCRIPTS for precision in ("tf32", "bf16")),
 ], ids=str)  # fmt: skip
-def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder, model, others, rng):
+def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder, model, precision, others, rng):
     """Losses, validation, answers, samples, checkpoints; with clipping, decay, dropout, moments shared out or not.
     others: (ranks, where 3 stands for as many as there can be, --zero-stage). No run leaves a lock, or anything open
     that Python would report."""
@@ -291,7 +293,7 @@ def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder
             "--grad-clip", "0.5", "-c", "0.1", "--dropout", "0.1", "-g", "5", "-s", "2", gpus=gpus,
         )  # fmt: skip
         asked = {} if folder.name == "nccl" else {"PYTHONWARNINGS": "error::ResourceWarning"}  # NCCL's is not ours
-        flags += ["-b", "4", "-d", str(BATCHES * 4 * T), "--hellaswag", "questions.bin"]
+        flags += ["-b", "4", "-d", str(BATCHES * 4 * T), "--hellaswag", "questions.bin", "--precision", precision]
         out, error = run(folder, *flags, model=model, **asked)
         assert not list(folder.glob(".*")) and (error == "" or not asked)
         losses = re.findall(r"(?:train loss|val loss|accuracy|norm) ([0-9.]+)", out)
@@ -338,6 +340,31 @@ def test_several_ranks_train_as_one_does_and_what_they_save_goes_on_on_any_numbe
         for name in ours:
             allowed = 2 * 4 * 1e-2 if name == "keys" else 1e-6 + 1e-4 * np.abs(theirs[name]).max()
             assert ours[name].shape == theirs[name].shape and np.abs(ours[name] - theirs[name]).max() < allowed
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("model, gpus, zero, bitwise", [
+    ("gpt2", 2, "1", "0"),
+    *(pytest.param("gpt2", *each, marks=pytest.mark.long)
+      for each in product((1, 2, 3), "01", "01") if each != (2, "1", "0")),
+    *(pytest.param(model, 3, "1", "0", marks=pytest.mark.long) for model in SCRIPTS if model != "gpt2"),
+])  # fmt: skip
+def test_a_bf16_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(folder, model, gpus, zero, bitwise):
+    """And a run in another precision, on another number of ranks, goes on from what it has saved."""
+    flags = ["-z", zero, "--bitwise", bitwise, "--grad-clip", "0.5", "-c", "0.1", "--checkpoint-dir"]
+    gpus = most(folder) if gpus > 2 else gpus
+    run(folder, "--precision", "bf16", *steps(*flags, "whole", "-n", "2", gpus=gpus, last=4), model=model)
+    for directory in ("bf16", "fp32"):
+        shutil.copytree(folder / "whole" / "step_00000002", folder / directory / "step_00000002")
+    again = ["-y", "1", "-x", "4", *flags]
+    out, _ = run(folder, "--gpus", str(gpus), *again, "bf16", model=model)
+    assert "goes on in" not in out and "bf16, sums in fp32" in out
+    assert bytes_of(folder, "bf16/step_00000004") == bytes_of(folder, "whole/step_00000004")
+    out, _ = run(folder, *again, "fp32", "--precision", "fp32", model=model)
+    assert out.count("the run was in bf16 and goes on in fp32\n") == 1
+    two, four = (saved(folder, "whole", step, model)["parameters"] for step in (2, 4))
+    theirs = saved(folder, "fp32", 4, model)["parameters"]
+    assert 0 < np.linalg.norm(theirs - four) < 0.2 * np.linalg.norm(four - two)
 
 
 @ALL_WAYS

@@ -190,11 +190,13 @@ def test_the_devices_have_the_same_operations():
     assert cuda.keys() - cpu.keys() == {"switch"}
 
 
-def test_what_a_declaration_says_is_set_is_not_read_before():
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_a_declaration_says_is_set_is_not_read_before(precision):
     """Every kernel with SETS in its declaration is run by its launcher on outputs of two kinds of garbage."""
     from dev.launches import LAUNCHES
 
     device.use("cpu")
+    device.use_precision(precision)
     seen = set()
     for launch in LAUNCHES.values():
         call, found = launch.prepare(launch.sizes), []
@@ -208,8 +210,10 @@ def test_what_a_declaration_says_is_set_is_not_read_before():
             kept = {key: np.copy(value) for key, value in arguments.items() if isinstance(value, np.ndarray)}
             results = []
             for poison in (np.nan, -7e30):
+                bits = device.to_bf16(np.array(poison))
                 for key, value in kept.items():
-                    arguments[key][...] = poison if key in sets else value
+                    poisoned = bits if value.dtype == device.BF16 else poison
+                    arguments[key][...] = poisoned if key in sets else value
                 work()
                 results.append([arguments[key].tobytes() for key in kept])
             found.append(results[0] == results[1])

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dev import train_torch
 from dev.huggingface import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
 from device import cpp
@@ -251,3 +252,17 @@ def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, atte
         np.testing.assert_array_equal(torchs[name][0], steps)
         np.testing.assert_allclose(torchs[name][1], losses, atol=3e-4)
         assert losses[-1] < losses[0] - 0.1
+
+
+def test_in_bf16_pytorch_trains_under_autocast(tmp_path, rng, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "val"):
+        write_tokens(tmp_path / f"data_{split}.bin", rng.integers(0, 61, 2000).astype(np.uint16))
+    losses = []
+    for precision in "fp32", "bf16":
+        flags = f"-e layers=1,heads=2,channels=32,maxT=16 -b 2 -t 16 -x 4 -l 1e-2 --device cpu --precision {precision}"
+        monkeypatch.setattr(sys, "argv", ["train_torch.py", *flags.split(), "-i", "data", "-o", "log"])
+        train_torch.main()
+        losses.append(read_log(tmp_path / "log")["trl"][1])
+    fp32, bf16 = losses
+    assert fp32 != pytest.approx(bf16, abs=1e-5) and fp32 == pytest.approx(bf16, abs=1e-2)

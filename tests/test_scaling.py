@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dev import bench, scaling
 from dev.timeline import one_step, row_of, without
 
 import pytest
@@ -31,6 +32,15 @@ def test_bench_says_in_one_line_what_does_not_run():
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "-e nothing: name one of" in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.endswith("does not run on 1 GPU: see above\n") and done.stdout.endswith("\n")
+
+
+def test_what_is_timed_by_itself_has_the_precision_that_is_asked_for(monkeypatch, capsys):
+    timed = []
+    found = {"ms": 1.0, "mebibytes": 1.0, "sum_ms": 1.0}
+    monkeypatch.setattr(scaling, "measure", lambda flags, gpus: timed.append(flags) or found)
+    bench.main(["--gpus", "2", "--precision", "bf16", "--device", "cpu"])
+    assert len(timed) == 2 * len(scaling.WORKLOADS)
+    assert all(" --precision bf16" in " ".join(flags) for flags in timed)
 
 
 def test_links_are_not_kept_awake_without_gpus():

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import device
 from conftest import DEVICES
+from device import CpuDevice, CudaDevice
 from llmc.arguments import parse_arguments
 from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens, write_tokens
@@ -463,6 +466,55 @@ def test_a_truncated_file_is_refused(folder, name):
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     os.truncate(folder / name, (folder / name).stat().st_size - 3)
     assert name in refuse(folder, *(["-e", "model.bin"] if name == "model.bin" else []))
+
+
+@pytest.mark.parametrize("change, message", [
+    *((change, r"bytes, but its header asks for \d+: truncated or damaged") for change in (
+        lambda data: data[:-1], lambda data: data + b"\0", lambda data: data + data[1024:],
+    )),
+    (lambda data: data[:1000], "1000 bytes is too short for a GPT-2 model"),
+    (lambda data: data[:12] + bytes(4) + data[16:], "vocab_size is 0; it must be at least 1"),
+    (lambda data: data[:28] + bytes(4) + data[32:], r"padded_vocab_size is 0; it must be 61"),
+], ids=["cut", "a byte more", "twice as long", "half a header", "no vocabulary", "no padding"])  # fmt: skip
+def test_a_bf16_model_file_that_is_damaged_is_refused_in_one_line(refuse_here, folder, change, message):
+    config = GPT2Config(32, V, 1, 2, 20)
+    write_model(folder / "v5.bin", config, np.zeros(num_parameters(config), np.float32), bf16=True)
+    (folder / "v5.bin").write_bytes(change((folder / "v5.bin").read_bytes()))
+    for precision in ("fp32", "bf16"):
+        assert re.search(f"^error: v5.bin: .*{message}", refuse_here("-e", "v5.bin", "--precision", precision))
+
+
+@pytest.mark.parametrize("bf16, precision, line", [
+    (True, "fp32", "model.bin: its weights are bf16 and become fp32"),
+    (False, "bf16", "model.bin: its weights are fp32; forward and backward take them rounded to bf16"),
+], ids=["bf16 to fp32", "fp32 to bf16"])  # fmt: skip
+def test_a_model_file_of_another_type_is_trained_from_and_a_line_says_what_becomes_of_it(
+    folder, bf16, precision, line
+):
+    config = GPT2Config(32, V, 1, 2, 20)
+    write_model(folder / "model.bin", config, np.full(num_parameters(config), 0.01, np.float32), bf16)
+    out = run(folder, "-e", "model.bin", "--precision", precision, "-x", "1", "-g", "0")
+    assert out.count(f"{line}\n") == 1 and len(steps_of(out)) == 1
+
+
+class Turing(CpuDevice):
+    """A GPU that has neither TF32 nor bf16."""
+
+    compute_capability = 75
+    blas = SimpleNamespace(use_precision=lambda precision: None)
+    use_precision = CudaDevice.use_precision
+
+    def __init__(self):
+        super().__init__()
+        self.name = "Tesla T4"
+
+
+def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatch):
+    monkeypatch.setattr(device, "use", lambda kind, number: device.current.switch(Turing()))
+    assert refuse_here("--precision", "bf16") == (
+        "error: --precision bf16 needs a GPU of compute capability 8.0 or later, and Tesla T4 is of 7.5: "
+        "use --precision fp32\n"
+    )
 
 
 def test_a_model_of_another_tokenizer_is_refused(folder):

@@ -3,6 +3,7 @@
 import math
 
 from doc.draw.figure import Figure
+from llmc.model import batch_sizes
 from llmc.tensors import ALIGNMENT, FP32, layout
 from train_gpt2_fp32 import GPT2, GPT2Config
 
@@ -20,7 +21,7 @@ def parts(table, sizes, align: int, absent) -> list[tuple[str, float]]:
 
 def draw() -> str:
     config = GPT2Config.described("d12")
-    sizes = config.sizes() | {"B": B, "T": T}
+    sizes = batch_sizes(config, B, T, 0)
     sizes_of = GPT2.sizes_of_buffers(config, B, T, ATTENTION)
     activations, gradients = GPT2.tables(ATTENTION)
     parameters = parts(config.parameters(), sizes, 1, config.absent)

@@ -1,5 +1,5 @@
-// What matmul.cu and flash_attention.cu have of a GPU that C++ has no words for: the product of a tensor core and the
-// copy to shared memory that nobody waits for. On the CPU device each has a twin in plain C++.
+// What the ladders of matrix products and of flash attention have of a GPU that C++ has no words for: the products of a
+// tensor core, and the copy to shared memory that nobody waits for. On the CPU device each has a twin in plain C++.
 #pragma once
 #include "../../kernels/common.cuh"
 
@@ -44,14 +44,84 @@ __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b
 #endif
 }
 
+// d (16, 8) = a (16, 16) b (16, 8) + d, of bf16. A word holds two numbers that are neighbours along the sum, the first in
+// its lower half: columns of a, rows of b. Where mma has column t, this has columns 2t and 2t + 1; 8 stands for 4:
+//
+//          of a  columns 2t ..  2t + 8 ..      of b     column g      of d  column 2t  2t + 1
+//   row g             a[0]      a[2]        rows 2t ..     b0         row g      d[0]    d[1]
+//   row g + 8         a[1]      a[3]        rows 2t + 8 .. b1         row g + 8  d[2]    d[3]
+//
+// Twice the multiplications of mma, from as many registers.
+__device__ inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#elif defined(LLMC_CPU)
+    struct Lane { unsigned a[4], b[2]; float d[4]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    cpu_warp_together(0xffffffffu, mine, [](Lane* const lanes[32]) {
+        const auto half = [](unsigned word, int i) { return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u); };
+        float A[16][16], B[16][8];
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 8; i++) A[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = half(lanes[lane]->a[i / 2], i % 2);
+            for (int i = 0; i < 4; i++) B[2 * t + i % 2 + i / 2 * 8][g] = half(lanes[lane]->b[i / 2], i % 2);
+        }
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; i++)
+                for (int k = 0; k < 16; k++) lanes[lane]->d[i] += A[g + i / 2 * 8][k] * B[k][2 * t + i % 2];
+        }
+    }, "mma_bf16");
+    for (int i = 0; i < 4; i++) d[i] = mine.d[i];
+#else
+    __trap();  // no bf16 before compute capability 8.0
+#endif
+}
+
+// Four (8, 8) matrices of bf16 from shared memory, fetched by a warp together: `row` is where row lane % 8 of matrix
+// lane / 8 begins, 16 bytes. As r[i] the lane gets columns 2t and 2t + 1 of row g of matrix i, or if TRANSPOSED, rows 2t
+// and 2t + 1 of column g.
+template <bool TRANSPOSED>
+__device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+    const unsigned address = (unsigned)__cvta_generic_to_shared(row);
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+#elif defined(LLMC_CPU)
+    struct Lane { uint4 row; unsigned r[4]; } mine = {*reinterpret_cast<const uint4*>(row), {}};
+    cpu_warp_together(0xffffffffu, mine, [](Lane* const lanes[32]) {
+        const auto at = [&](int i, int row, int column) {
+            const uint4 u = lanes[8 * i + row]->row;
+            const unsigned words[4] = {u.x, u.y, u.z, u.w};
+            return words[column / 2] >> 16 * (column % 2) & 0xffffu;
+        };
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int i = 0; i < 4; i++) {
+                lanes[lane]->r[i] = TRANSPOSED ? at(i, 2 * t, g) | at(i, 2 * t + 1, g) << 16
+                                               : at(i, g, 2 * t) | at(i, g, 2 * t + 1) << 16;
+            }
+        }
+    }, "load_matrices");
+    for (int i = 0; i < 4; i++) r[i] = mine.r[i];
+#endif
+}
+
 // Starts to copy 16 bytes from device to shared memory, past the registers; zeros if not `inside`. The thread goes on at
 // once, and finds them there after copies_wait.
-__device__ inline void copy_four(float* to, const float* from, bool inside) {
+template <class X>
+__device__ inline void copy_four(X* to, const X* from, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
         :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #else
-    Aligned::store(to, inside ? Aligned::load(from, 4) : Vec(), 4);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : zero;
 #endif
 }
 
