@@ -2,6 +2,7 @@
 
 import math
 
+import device
 from doc.draw.figure import Figure
 from llmc.model import batch_sizes
 from llmc.tensors import ALIGNMENT, FP32, layout
@@ -20,6 +21,7 @@ def parts(table, sizes, align: int, absent) -> list[tuple[str, float]]:
 
 
 def draw() -> str:
+    device.use("cpu")
     config = GPT2Config.described("d12")
     sizes = batch_sizes(config, B, T, 0)
     sizes_of = GPT2.sizes_of_buffers(config, B, T, ATTENTION)
