@@ -48,6 +48,11 @@ class Source:
         one where a warp is a single thread, so that on the CPU nobody waits for anybody."""
         return threads if self.warp_size > 1 else 1
 
+    def threads(self, most: int, needed: int) -> int:
+        """Threads for a block of which no more than `needed` have something to do: `most`; on the CPU, where idle ones
+        take time, no more than needed."""
+        return most if self.warp_size > 1 else min(most, needed)
+
     def __getattr__(self, name: str) -> Callable:
         kernel = current.device.kernel(self._path, name)
         setattr(self, name, kernel)  # found without a lookup from now on

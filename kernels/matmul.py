@@ -11,7 +11,7 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC); bias None where a following kernel adds it, or none."""
     device.gemm(out, inp, weight, B * T, OC, C, trans_b=True)
     if bias is not None:
-        block = 256
+        block = cu.threads(256, ceil_div(OC, cu.width))
         cu.add_bias_kernel((B * T, ceil_div(OC, cu.width * block)), (block,), (out, bias, OC))
 
 

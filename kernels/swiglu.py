@@ -9,7 +9,7 @@ cu = device.source(__file__)
 
 def swiglu_forward(out, inp, N: int, C: int) -> None:
     """out (N,C) = silu(gate) * up; a row of inp (N,2C) is C numbers of up, then C of gate."""
-    block = min(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
+    block = cu.threads(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
     cu.swiglu_forward_kernel((N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
 
 

@@ -174,8 +174,8 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
         if x86 and "clang" in installed_compiler()[1]:
             common.append("-fveclib=libmvec")
         if "clang" not in installed_compiler()[1]:
-            # A loop over a thread's CPU_WIDTH numbers stays one, for GCC to vectorise. It also takes the widest vectors:
-            # its own choice were half as wide.
+            # A loop over a thread's CPU_WIDTH numbers stays one, for GCC to vectorise, and with the widest vectors: it
+            # would by itself take some that are half as wide.
             common += ["--param", "max-completely-peel-times=4"]
             common += ["-mprefer-vector-width=512"] if x86 else []
     return [*common, "-Wno-unknown-pragmas", *defines, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
