@@ -16,13 +16,16 @@ MULTIPROCESSORS, SHARED_MEMORY = 132, 232448  # an H200's, the latter in bytes a
 class Recorder:
     """Stands for a .cu file: notes what is launched instead of launching it."""
 
-    warp_size = 32
+    warp_size, width = 32, 4
 
     def __init__(self, calls: dict[str, tuple[tuple, tuple]]):
         self.calls = calls
 
     def block(self, threads: int) -> int:
         return threads
+
+    def threads(self, most: int, needed: int) -> int:
+        return most
 
     def __getattr__(self, name: str) -> Callable:
         def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
