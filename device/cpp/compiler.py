@@ -261,8 +261,7 @@ def _with_launch_stubs(path: Path, command: list[str]) -> str:
         max_threads = (bounds_before or bounds_after or "0").split(",")[0]
         stubs.append(f"""
 struct {name}_args {{ {" ".join(p.declaration + ";" for p in parameters)} }};
-__attribute__((flatten))
-static void {name}_threads(const void* packed, const llmc::Builtins& builtins, llmc::Index from) {{
+LLMC_FLATTEN static void {name}_threads(const void* packed, const llmc::Builtins& builtins, llmc::Index from) {{
     const {name}_args args = *(const {name}_args*)packed;
     (void)args;
     LLMC_FOR_EACH_THREAD(builtins, from, {name}({", ".join("args." + p.name for p in parameters)}))
