@@ -72,7 +72,7 @@ book: $(BOOK_ENV) ## make the textbook in doc/ a folder of HTML pages: book/inde
 KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu)))
 sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU by g++ under ASan and UBSan
 	CXX=g++ LLMC_CPU_SANITIZE=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(KERNEL_TESTS) $(ARGS)
+		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(ON_ALL_CORES) $(KERNEL_TESTS) $(ARGS)
 
 ATTENTIONS = softmax relu flash
 SANITIZED = $$($(PY) -c "from llmc.scripts import model_kinds as kinds; \
