@@ -74,14 +74,14 @@ ACTIVATIONS = (
     ("lnf_rstd",   ("B", "T"), "fp32"),
     ("losses",     ("B", "T"), "fp32"),
     # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take, and keeps its
-    # gradients where the outputs of forward were that nothing needs any more.
-    ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk. When
-                                                     # they have served, their place is that of what follows
-    ("fch_gelu",   ("B", "T", "4C"), "logits"),        # forward: output of the GELU at hand
-    ("fch_gelu_T", ("4C", "B", "T"), "logits"),        # backward: the same, transposed
-    ("ln_T",       ("C", "B", "T"), "logits"),         # backward: ln1 or ln2, transposed
-    ("atty_T",     ("C", "B", "T"), "logits"),         # backward: atty, transposed
-    ("dfch",       ("B", "T", "4C"), "logits", "fch_gelu"),  # of the GELU's output, which becomes that of its input
+    # gradients where the outputs of forward were that nothing needs any more. Logits come after all layers in forward,
+    # and are done with before them in backward: their place serves the layers, too.
+    ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
+    ("fch_gelu",   ("B", "T", "4C"), "logits"),      # forward: output of the GELU at hand
+    ("fch_gelu_T", ("4C", "B", "T"), "logits"),      # backward: the same, transposed
+    ("ln_T",       ("C", "B", "T"), "logits"),       # backward: ln1 or ln2, transposed
+    ("atty_T",     ("C", "B", "T"), "logits"),       # backward: atty, transposed
+    ("dfch",       ("B", "T", "4C"), "logits", "fch_gelu"), # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "logits", "fch_gelu"),
     ("proj",       ("B", "T", "C"), "logits", "dfch"), # forward: the attention's projection, before its bias
     ("dproj",      ("B", "T", "C"), "logits", "dfch"), # backward, with dropout: its gradient, at last that of encoded

@@ -65,8 +65,8 @@ def config_json(config: Config, eot: int | None = None, bos: int | None = None, 
 
 
 def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> None:
-    """Puts a tokenizer's files beside the model, under the names by which generate.py finds them: a .json also as a
-    .bin, or stderr says why not."""
+    """Writes a tokenizer's files beside the model, with the names that generate.py looks for. A .json is written as a
+    .bin, too; where that cannot be done, stderr says why."""
     for name, content in tokenizer_files(found, f"{model.stem}_").items():
         beside = model.with_name(name)
         with replacing(beside) as file:

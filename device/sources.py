@@ -49,8 +49,8 @@ class Source:
         return threads if self.warp_size > 1 else 1
 
     def threads(self, most: int, needed: int) -> int:
-        """Threads for a block of which no more than `needed` have something to do: `most`; on the CPU, where idle ones
-        take time, no more than needed."""
+        """Threads for a block in which `needed` of them have work. On a GPU a block has `most`. On the CPU idle threads
+        take time, so there it has at most as many as are needed."""
         return most if self.warp_size > 1 else min(most, needed)
 
     def __getattr__(self, name: str) -> Callable:

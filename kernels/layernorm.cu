@@ -100,8 +100,8 @@ extern "C" __global__ void layernorm_backward_kernel(floatX* __restrict__ dinp, 
                     sum_db = memory.load(sums + C + i, C - i);
                     sum_dx = memory.load(sums + 2 * C + i, C - i);
                 }
-                // In fp32 one row at a time took 5% longer. In bf16 four would take the registers of a fourth block, and
-                // of three NVRTC 13.0 makes code that goes on to a multiple of three rows, past the end of dinp.
+                // In fp32 one row at a time took 5% longer. In bf16 four would take the registers of a fourth block. With
+                // three, NVRTC 13.0 makes wrong code: the loop runs past the last row, to a multiple of three rows.
 #pragma unroll (WIDTH == 4 ? 8 : 2)
                 for (int r = 0; r < count; r++) {
                     floatX* p = dinp + (size_t)(begin + r) * C + i;

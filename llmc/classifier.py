@@ -46,7 +46,7 @@ def backward_by_chunks(model: Model, dinp, dweight, B: int, T: int, accumulate: 
     weight, or = where not accumulate. The losses are set on the way."""
     inp, weight = model.classified
     Vp, C = weight.shape
-    dinp = dinp.reshape(-1, C)  # of which this batch may have the first rows
+    dinp = dinp.reshape(-1, C)  # a small batch has only its first rows
     for start, end in chunks(model, B * T):
         logits_of(model, start, end, B, T)
         losses_of(model, start, end, B, T)

@@ -76,10 +76,10 @@ def exchanging_model(
     shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
     beside = partial(sizes_of_buffers, config, T=T, bitwise=bitwise)
     if logit_rows is None:
-        sizes = kind.sizes_of_buffers(config, B, T, attention, shard=shard) | beside(B=B)
+        sizes = kind.sizes_of_buffers(config, B, T, attention, shard=shard) | beside(B)
         crowded = sum(sizes.values()) > device.memory()[0]
         logit_rows = CHUNK if any(ranks.all_gather(crowded)) else 0
-    model = kind(config, B, T, attention, shard=shard, beside=lambda b: beside(B=b), logit_rows=logit_rows)
+    model = kind(config, B, T, attention, shard=shard, beside=beside, logit_rows=logit_rows)
     return model, Exchange(model, sharded, bitwise)
 
 

@@ -73,7 +73,7 @@ def main() -> None:
                 found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])
                 found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
                 found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, bytes_of_arrays(one)])
-        device.current.device.multiprocessors = 1  # few blocks, each of which comes back to its shared memory
+        device.current.device.multiprocessors = 1  # so each block takes several turns, in the same shared memory
         for name, shape in HARD.items():
             for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
                 races[one.kernel].extend(race_lines(one))

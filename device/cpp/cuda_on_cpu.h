@@ -281,8 +281,8 @@ inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot
 
 // Counting from the block's first thread in the grid makes the kernel's `i = blockIdx.x * blockDim.x + threadIdx.x` the
 // loop's own variable; GCC then takes `if (i < N)` as a second end of the loop, instead of masking every access.
-// All that a kernel calls is inlined too (LLMC_FLATTEN), but for the sanitizers, under which that takes a minute a file,
-// and for warps of 32, of which no loop is vectorised.
+// LLMC_FLATTEN lets GCC inline whatever a kernel calls. Not for the sanitizers: a file would take them a minute. And not
+// for warps of 32: there nothing is vectorised in any case.
 #if defined CPU_WIDTH && !defined LLMC_SANITIZE
 #define LLMC_FLATTEN __attribute__((flatten))
 #else
