@@ -43,6 +43,11 @@ class Source:
         bytes of them, but 16 numbers where a warp is a single thread (CPU_WIDTH of cuda_on_cpu.h)."""
         return 16 // current.device.floatX.itemsize if self.warp_size > 1 else 16
 
+    @property
+    def floats(self) -> int:
+        """fp32 numbers that a thread of this file's kernels moves at a time, FLOATS of common.cuh."""
+        return 4 if self.warp_size > 1 else 16
+
     def block(self, threads: int) -> int:
         """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but
         one where a warp is a single thread, so that on the CPU nobody waits for anybody."""

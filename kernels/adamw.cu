@@ -1,4 +1,4 @@
-// AdamW (Loshchilov & Hutter 2017), one thread for four parameters:
+// AdamW (Loshchilov & Hutter 2017), one thread for four parameters (FLOATS):
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   param -= lr * ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param)
 // Memory-bound: reads four floats and writes three for each parameter, and its copy where there is one in bf16.
@@ -15,32 +15,32 @@ extern "C" __global__ void adamw_kernel(float* params, bf16* rounded, const floa
                                         float* norm, size_t n, float lr, float beta1, float beta2, float complement1,
                                         float complement2, float correction1, float correction2, float eps,
                                         float weight_decay) {
-    const size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    const size_t i = FLOATS * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
     const float scale = norm[1];
     if (scale != scale) return;
-    const int left = n - i < 4 ? (int)(n - i) : 4;
+    const int left = n - i < FLOATS ? (int)(n - i) : FLOATS;
     // All buffers of floats are aligned alike.
-    by_alignment(left == 4 && is_aligned(params) && is_aligned(rounded, 8), [&](auto memory) {
-        Four p = memory.load_four(params + i, left), m4 = memory.load_four(m + i, left);
-        Four v4 = memory.load_four(v + i, left);
-        const Four g = memory.load_four(grads + i, left);
-        for (int k = 0; k < 4; k++) {
+    by_alignment(left == FLOATS && is_aligned(params) && is_aligned(rounded, 8), [&](auto memory) {
+        Floats p = memory.load_floats(params + i, left), m4 = memory.load_floats(m + i, left);
+        Floats v4 = memory.load_floats(v + i, left);
+        const Floats g = memory.load_floats(grads + i, left);
+        for (int k = 0; k < FLOATS; k++) {
             if (!(fabsf(scale * g.x[k]) < LARGEST)) {
                 norm[3] = 1.0f;
                 return;
             }
         }
-        for (int k = 0; k < 4; k++) {
+        for (int k = 0; k < FLOATS; k++) {
             const float grad = scale * g.x[k];
             m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
             v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
             const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
             p.x[k] -= lr * (step + weight_decay * p.x[k]);
         }
-        memory.store_four(params + i, p, left);
-        if (rounded != nullptr) memory.store_four(rounded + i, p, left);
-        memory.store_four(m + i, m4, left);
-        memory.store_four(v + i, v4, left);
+        memory.store_floats(params + i, p, left);
+        if (rounded != nullptr) memory.store_floats(rounded + i, p, left);
+        memory.store_floats(m + i, m4, left);
+        memory.store_floats(v + i, v4, left);
     });
 }

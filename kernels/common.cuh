@@ -110,6 +110,10 @@ __device__ inline unsigned to_bf16(float first, float second) {
 __device__ inline void set(float& to, float x) { to = x; }
 __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
 
+// 1 / x for 1 <= x. Division rounds correctly, which takes several instructions. In bf16, where another rounding follows,
+// an error of 2^-22 does not matter.
+__device__ inline float reciprocal(float x) { return sizeof(floatX) == 2 ? __fdividef(1.0f, x) : 1.0f / x; }
+
 // x as it is read where it was stored as floatX.
 __device__ inline float rounded(float x) {
     floatX stored;
@@ -132,10 +136,16 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// Four floats, for arrays that stay fp32 where floatX is bf16, in one access. A Vec's eight would take two, in each of
-// which a warp's lanes skip every other 16 bytes.
-struct Four {
-    float x[4];
+// As many floats as 16 bytes hold, for arrays that stay fp32 where floatX is bf16, in one access. A Vec's eight would take
+// two, in each of which a warp's lanes skip every other 16 bytes. In bf16 as many are 8 bytes.
+#ifdef CPU_WIDTH
+constexpr int FLOATS = CPU_WIDTH;
+#else
+constexpr int FLOATS = 4;
+#endif
+
+struct Floats {
+    float x[FLOATS];
 };
 
 struct Aligned {
@@ -149,6 +159,16 @@ struct Aligned {
     template <class T>
     static void store(T* p, const Vec& v, int left) {
         for (int k = 0; k < WIDTH; k++) set(p[k], v.x[k]);
+    }
+    template <class T>
+    static Floats load_floats(const T* p, int left) {
+        Floats v;
+        for (int k = 0; k < FLOATS; k++) v.x[k] = to_float(p[k]);
+        return v;
+    }
+    template <class T>
+    static void store_floats(T* p, const Floats& v, int left) {
+        for (int k = 0; k < FLOATS; k++) set(p[k], v.x[k]);
     }
 #else
     __device__ static Vec load(const float* p, int left) {
@@ -178,17 +198,22 @@ struct Aligned {
         for (int k = 0; k < WIDTH; k += 2) words[k / 2] = to_bf16(v.x[k], v.x[k + 1]);
         *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
     }
-#endif
-    __device__ static Four load_four(const float* p, int left) {
+    __device__ static Floats load_floats(const float* p, int left) {
         const float4 f = *reinterpret_cast<const float4*>(p);
         return {{f.x, f.y, f.z, f.w}};
     }
-    __device__ static void store_four(float* p, const Four& v, int left) {
+    __device__ static Floats load_floats(const bf16* p, int left) {  // p at a multiple of 8 bytes
+        const uint2 u = *reinterpret_cast<const uint2*>(p);
+        return {{__uint_as_float(u.x << 16), __uint_as_float(u.x & 0xffff0000u), __uint_as_float(u.y << 16),
+                 __uint_as_float(u.y & 0xffff0000u)}};
+    }
+    __device__ static void store_floats(float* p, const Floats& v, int left) {
         *reinterpret_cast<float4*>(p) = make_float4(v.x[0], v.x[1], v.x[2], v.x[3]);
     }
-    __device__ static void store_four(bf16* p, const Four& v, int left) {  // p at a multiple of 8 bytes
+    __device__ static void store_floats(bf16* p, const Floats& v, int left) {
         *reinterpret_cast<uint2*>(p) = make_uint2(to_bf16(v.x[0], v.x[1]), to_bf16(v.x[2], v.x[3]));
     }
+#endif
 };
 
 struct Ragged {
@@ -202,14 +227,15 @@ struct Ragged {
     __device__ static void store(T* p, const Vec& v, int left) {
         for (int k = 0; k < WIDTH && k < left; k++) set(p[k], v.x[k]);
     }
-    __device__ static Four load_four(const float* p, int left) {
-        Four v;
-        for (int k = 0; k < 4; k++) v.x[k] = k < left ? p[k] : 0.0f;
+    template <class T>
+    __device__ static Floats load_floats(const T* p, int left) {
+        Floats v;
+        for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? to_float(p[k]) : 0.0f;
         return v;
     }
     template <class T>
-    __device__ static void store_four(T* p, const Four& v, int left) {
-        for (int k = 0; k < 4 && k < left; k++) set(p[k], v.x[k]);
+    __device__ static void store_floats(T* p, const Floats& v, int left) {
+        for (int k = 0; k < FLOATS && k < left; k++) set(p[k], v.x[k]);
     }
 };
 

@@ -44,7 +44,7 @@ extern "C" __global__ void encoder_dropout_forward_kernel(floatX* out, const int
 // each; lanes); lane y adds up every blockDim.y-th position. At most 4096 / WIDTH threads.
 __device__ inline void sum_positions(float* row, bool accumulate, const floatX* dout, const int* position,
                                      int positions, int C) {
-    __shared__ Vec of_thread[4096 / WIDTH];
+    __shared__ Vec of_thread[1024];
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         for (int i0 = 0; i0 < C; i0 += WIDTH * blockDim.x) {
             const int i = i0 + WIDTH * threadIdx.x;
@@ -93,27 +93,27 @@ extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indice
 // dwte[indices[x]] += values[x] for x < N, but where the index is -1; no two others are the same. One warp a row. values
 // and indices may be another GPU's, which answers later than memory: a thread has several loads under way.
 extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, const int* indices, int N, int C) {
-    constexpr int AT_ONCE = 6, STRIDE = 4 * WARP_SIZE;
-    by_alignment(C % 4 == 0, [&](auto memory) {
+    constexpr int AT_ONCE = 6, STRIDE = FLOATS * WARP_SIZE;
+    by_alignment(C % FLOATS == 0, [&](auto memory) {
         for (int x = blockIdx.x * blockDim.y + threadIdx.y; x < N; x += gridDim.x * blockDim.y) {
             if (indices[x] < 0) continue;
             const float* value = values + (size_t)x * C;
             float* row = dwte + (size_t)indices[x] * C;
-            for (int i0 = 4 * threadIdx.x; i0 < C; i0 += AT_ONCE * STRIDE) {
-                Four sum[AT_ONCE], added[AT_ONCE];
+            for (int i0 = FLOATS * threadIdx.x; i0 < C; i0 += AT_ONCE * STRIDE) {
+                Floats sum[AT_ONCE], added[AT_ONCE];
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     const int i = i0 + k * STRIDE;
                     if (i >= C) break;
-                    added[k] = memory.load_four(value + i, C - i);
-                    sum[k] = memory.load_four(row + i, C - i);
+                    added[k] = memory.load_floats(value + i, C - i);
+                    sum[k] = memory.load_floats(row + i, C - i);
                 }
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     const int i = i0 + k * STRIDE;
                     if (i >= C) break;
-                    for (int j = 0; j < 4; j++) sum[k].x[j] += added[k].x[j];
-                    memory.store_four(row + i, sum[k], C - i);
+                    for (int j = 0; j < FLOATS; j++) sum[k].x[j] += added[k].x[j];
+                    memory.store_floats(row + i, sum[k], C - i);
                 }
             }
         }

@@ -13,7 +13,7 @@
 struct Tanh {
     static constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
     __device__ static float share(float x) {
-        return 1.0f / (1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
+        return reciprocal(1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
     }
     __device__ static float gradient(float x, float s) {
         const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);

@@ -66,7 +66,7 @@ def layernorm_backward(
         return
     width = cu.width
     warp, row_bytes = cu.warp_size, 2 * 4 * width * ceil_div(C, width)  # of dout and of n, in vectors
-    # A row each. A thread has four channels then, or more; in bf16 eight, and half of the threads have none.
+    # A row each. A thread has four channels then, or more.
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp
     warps = max(1, min(warps, (device.shared_memory - 1024) // row_bytes))  # static shared memory: 384 bytes
     # Four blocks a multiprocessor, of which some wait for memory: with two an H200 took 6% longer, with eight as long.

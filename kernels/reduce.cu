@@ -46,11 +46,12 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
 // partials[block] = sum of x[i]^2 over this block's share of x (n); blocks stride over x together.
 extern "C" __global__ void squares_partials_kernel(float* partials, const float* x, size_t n) {
     float sum = 0.0f;
-    for (size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += 4 * (size_t)gridDim.x * blockDim.x) {
-        const int left = n - i < 4 ? (int)(n - i) : 4;
-        by_alignment(left == 4 && is_aligned(x), [&](auto memory) {
-            const Four v = memory.load_four(x + i, left);
-            for (int k = 0; k < 4; k++) sum += v.x[k] * v.x[k];
+    for (size_t i = FLOATS * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n;
+         i += FLOATS * (size_t)gridDim.x * blockDim.x) {
+        const int left = n - i < FLOATS ? (int)(n - i) : FLOATS;
+        by_alignment(left == FLOATS && is_aligned(x), [&](auto memory) {
+            const Floats v = memory.load_floats(x + i, left);
+            for (int k = 0; k < FLOATS; k++) sum += v.x[k] * v.x[k];
         });
     }
     const float total = block_sum(sum);

@@ -61,7 +61,7 @@ def sum_squares(scratch, arrays: list) -> int:
     of all floats in some flat arrays. Returns how many."""
     block, partials, used = cu.block(512), scratch.reshape(-1), 0  # on an H200 256 take as long, 128 19% longer
     for x in arrays:
-        blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, 4 * block)))
+        blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, cu.floats * block)))
         cu.squares_partials_kernel((blocks,), (block,), (partials[used:], x, x.size))
         used += blocks
     return used

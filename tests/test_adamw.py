@@ -1,7 +1,7 @@
 """adamw.cu against torch.optim.AdamW, ten steps at a time."""
 
 import device
-from kernels.adamw import adamw
+from kernels.adamw import adamw, cu
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, to_numpy
 
 import numpy as np
@@ -77,7 +77,8 @@ def test_a_step_whose_gradients_have_no_scale_changes_nothing(dev):
 def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_says_so(dev, value):
     start = np.random.default_rng(0).standard_normal((3, 1030), FP32)
     start[2] **= 2
-    grads, spoiled = np.random.default_rng(1).standard_normal(1030, FP32), np.array([0, 517, 1027])
+    grads, spoiled = np.random.default_rng(1).standard_normal(1030, FP32), np.array([0, 517, 1023])
+    whole = 1030 // cu.floats * cu.floats  # a thread each
     grads[spoiled] = value
     with guarded(dev) as memory:
         params, m, v = (memory.update(values, FP32) for values in start)
@@ -85,10 +86,10 @@ def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_sa
         grads = memory.read(grads, FP32)
         adamw(params, grads, m, v, norm, 1030, 0.1, 0.9, 0.999, 1e-8, 0.1, 1, rounded=rounded)
     for ours, before in zip((params, m, v), start, strict=True):
-        same = (dev.to_host(ours) == before)[:1028].reshape(-1, 4)  # a thread has four
-        assert same[spoiled // 4].all() and not np.delete(same, spoiled // 4, axis=0).any()
+        same = (dev.to_host(ours) == before)[:whole].reshape(-1, cu.floats)
+        assert same[spoiled // cu.floats].all() and not np.delete(same, spoiled // cu.floats, axis=0).any()
         assert np.isfinite(dev.to_host(ours)).all()
     if rounded is not None:
-        left_out = np.isin(np.arange(1030) // 4, spoiled // 4)
+        left_out = np.isin(np.arange(1030) // cu.floats, spoiled // cu.floats)
         assert np.array_equal(to_numpy(rounded), exact(np.where(left_out, 2 * start[0], dev.to_host(params))))
     assert dev.to_host(norm)[3] == 1
