@@ -133,15 +133,23 @@ class CpuDevice:
     # Products
 
     def gemm(
-        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0
-    ) -> None:
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
+        bias=None,
+    ) -> None:  # fmt: skip
         """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. a and b are fp32, as is c then
         (TF32 where `tf32`), or both are bf16, and c is bf16 or fp32: sums are fp32 in any case.
 
-        With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k).
+        With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias: for bf16
+        matrices only, bf16 (n,); it is added to every row before that is rounded.
         """
         (a,), (b,), (c,) = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
-        with_fp32(lambda c, a, b: self.product(c, a, b, np.float32(beta)), c, a, b)
+
+        def product(c, a, b) -> None:
+            self.product(c, a, b, np.float32(beta))
+            if bias is not None:
+                c += from_bf16(bias)
+
+        with_fp32(product, c, a, b)
 
     def product(self, c, a, b, beta) -> None:
         """c = a @ b + beta * c, c's longer side shared out among the cores; NumPy lets go of the interpreter's lock."""

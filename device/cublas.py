@@ -1,4 +1,4 @@
-"""cuBLAS's matrix products, through CuPy."""
+"""cuBLAS's matrix products: of fp32 matrices through CuPy, of bf16 matrices by cublaslt.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from device.bf16 import BF16
+from device.cublaslt import CublasLt
 
 import numpy as np
 
@@ -30,20 +31,26 @@ class Cublas:
         from cupy.cuda.device import get_cublas_handle
 
         self.cupy_calls, self.streams = cublas, streams
-        self.captured_calls = CapturedCalls(runtime.runtimeGetVersion() // 1000)
+        cuda_version = runtime.runtimeGetVersion() // 1000
+        self.captured_calls = CapturedCalls(cuda_version)
         self.handles = [get_cublas_handle(), *(another_handle(cublas, i) for i in range(1, len(streams)))]
         self.workspaces = cupy.empty((len(streams), WORKSPACE), np.uint8)
-        self.calls, self.handle = self.cupy_calls, self.handles[0]
+        self.calls, self.at = self.cupy_calls, 0  # which stream
+        self.lt = CublasLt(cupy, self.handles[0], cuda_version)
 
     def use_precision(self, precision: str) -> None:
         """In bf16, cuBLAS would otherwise add up partial sums in bf16 where it splits a product's sum."""
         for handle in self.handles:
             self.cupy_calls.setMathMode(handle, MATH_MODES[precision])
 
+    @property
+    def handle(self) -> int:
+        return self.handles[self.at]
+
     def use_stream(self, stream: Any) -> None:
         """Gives the products that follow to this stream, where it is one of those that have a handle."""
         if stream in self.streams:
-            self.handle = self.handles[self.streams.index(stream)]
+            self.at = self.streams.index(stream)
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -60,18 +67,17 @@ class Cublas:
             self.calls = self.cupy_calls
 
     def gemm(
-        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0
-    ) -> None:
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
+        bias=None,
+    ) -> None:  # fmt: skip
+        if a.dtype == BF16:
+            here = self.streams[self.at], self.workspaces[self.at], self.calls is self.captured_calls
+            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, *here)
+            return
         # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
         shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
         ld_a, ld_b = m if trans_a else k, k if trans_b else n
-        if a.dtype == BF16:
-            self.calls.gemmEx(
-                *shape, b.data.ptr, CUDA_R_16BF, ld_b, a.data.ptr, CUDA_R_16BF, ld_a, address_of(beta),
-                c.data.ptr, TYPES[c.dtype], n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT,
-            )  # fmt: skip
-        else:
-            self.calls.sgemm(*shape, b.data.ptr, ld_b, a.data.ptr, ld_a, address_of(beta), c.data.ptr, n)
+        self.calls.sgemm(*shape, b.data.ptr, ld_b, a.data.ptr, ld_a, address_of(beta), c.data.ptr, n)
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
@@ -102,17 +108,12 @@ class CapturedCalls:
         self.sgemmStridedBatched = library.cublasSgemmStridedBatched
         matrix = [pointer, number, size]
         self.sgemmStridedBatched.argtypes = [*shape, *matrix, *matrix, pointer, *matrix, number]
-        self.gemmEx = library.cublasGemmEx
-        typed = [pointer, number, number]
-        self.gemmEx.argtypes = [*shape, *typed, *typed, pointer, *typed, number, number]
         self.gemmStridedBatchedEx = library.cublasGemmStridedBatchedEx
-        typed = [*typed, size]
+        typed = [pointer, number, number, size]
         self.gemmStridedBatchedEx.argtypes = [*shape, *typed, *typed, pointer, *typed, number, number, number]
         self.set_workspace = library.cublasSetWorkspace_v2
         self.set_workspace.argtypes = [pointer, pointer, ctypes.c_size_t]
-        for function in (
-            self.sgemm, self.sgemmStridedBatched, self.gemmEx, self.gemmStridedBatchedEx, self.set_workspace
-        ):  # fmt: skip
+        for function in (self.sgemm, self.sgemmStridedBatched, self.gemmStridedBatchedEx, self.set_workspace):
             function.errcheck = check_status
 
 

@@ -11,12 +11,12 @@ from device.sources import READS, SETS, UPDATES, kernel_accesses
 
 # The parameters of the operations that are not kernels. Each operation writes its first parameter.
 OPERATIONS = {
-    "gemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta"),
+    "gemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta", "bias"),
     "gemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b"),
     "fill_zero": ("array",),
     "copy": ("dst", "src"),
 }
-DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0}
+DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0, "bias": None}
 
 ACCESSES: dict[str, dict[str, str | None]] = {}  # of the kernels that have been observed, as kernel_accesses gives them
 
@@ -79,6 +79,6 @@ def accesses(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     reading it, or UPDATES it."""
     if name in OPERATIONS:
         written = UPDATES if arguments.get("beta") else SETS
-        arrays = [key for key in OPERATIONS[name] if key in ("a", "b", "c", "array", "dst", "src")]
-        return {key: READS if i else written for i, key in enumerate(arrays)}
+        arrays = [key for key in OPERATIONS[name] if key in ("a", "b", "c", "bias", "array", "dst", "src")]
+        return {key: READS if i else written for i, key in enumerate(arrays) if arguments[key] is not None}
     return {key: access for key, access in ACCESSES[name].items() if access and arguments[key] is not None}

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import device
-from device import ceil_div, cpp, cuda_source, from_bf16, to_bf16
+from device import ceil_div, cpp, cuda_source, current, from_bf16, to_bf16
 from device.errors import UserError
 from kernels import gelu
 from oracle import BF16, assert_close, guarded, kernel_tolerance, normal
@@ -44,6 +44,26 @@ def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(each_product
             twice = dtype != np.float32 and each_product.kind == "cuda" and beta != 0.0
             allowed = BF16 if twice else kernel_tolerance(each_product)
             assert_close(f"c {dtype}, beta {beta}", c, want + beta * before, allowed)
+
+
+@pytest.mark.parametrize("trans_a, trans_b", [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("m, n, k", [(768, 2304, 512), (1024, 512, 768), (100, 3072, 4096)])
+def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, m, n, k, trans_a, trans_b):
+    if each_product.kind != "cuda" or each_product.floatX != each_product.BF16:
+        pytest.skip("only products of bf16 matrices on a GPU are timed")
+    rng = np.random.default_rng([m, n, k])
+    a, b = (each_product.asarray(device.to_bf16(stored(normal(rng, *shape), turned)))
+            for shape, turned in (((m, k), trans_a), ((k, n), trans_b)))  # fmt: skip
+    c = each_product.empty((m, n))
+    plans = current.device.blas.lt.plans
+    plans.clear()
+    each_product.gemm(c, a, b, m, n, k, trans_a, trans_b)
+    (plan,), want = plans.values(), each_product.to_host(c)
+    assert plan.timed and len(plan.algorithms) > 1
+    for algorithm in plan.algorithms:
+        plan.algorithms = [algorithm]
+        each_product.gemm(c, a, b, m, n, k, trans_a, trans_b)
+        assert np.array_equal(each_product.to_host(c), want)
 
 
 @any_product

@@ -1,0 +1,175 @@
+"""cuBLAS's products of bf16 matrices, by cublasLt, which CuPy does not have: the same library, by ctypes.
+
+cublasLt offers several algorithms for a product. It puts first what it estimates to be the fastest, and is often wrong:
+on an H200 the fastest ones take 4% (4096 rows) and 6% (16384 rows) less for all products of GPT-2 124M. So the first
+product of a kind times them. What the clock says changes no bits of the result: only algorithms are timed that cut the
+sum over k into as many parts as the first one does, and that give the first one's result for the matrices at hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from device.bf16 import BF16
+
+import numpy as np
+
+# What cublasLt.h calls them
+COMPUTE_32F, R_32F, R_16BF = 68, 0, 14
+TYPES = {BF16: R_16BF, np.dtype(np.float32): R_32F}
+DESCRIPTION_TRANSPOSES_A, DESCRIPTION_TRANSPOSES_B, DESCRIPTION_EPILOGUE, DESCRIPTION_BIAS = 3, 4, 7, 8
+EPILOGUE_BIAS = 4
+PREFERRED_WORKSPACE, PREFERRED_REDUCTIONS, PREFERRED_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of a, b, c and d
+REDUCTION_IN_FP32 = 2
+ALGORITHM_PARTS = 2
+
+MOST_ALGORITHMS = 8
+COMPARED = 1 << 20  # words of a result
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = [("data", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float),
+                ("reserved", c_int * 4)]  # fmt: skip
+
+
+@dataclass
+class Plan:
+    """How products of a kind are done. Layouts as cublasLt sees the matrices: by columns, each transposed."""
+
+    description: c_void_p
+    layouts: tuple[c_void_p, c_void_p, c_void_p]
+    algorithms: list[Algorithm]  # the first one is used
+    timed: bool = False
+
+
+class CublasLt:
+    """Products of bf16 matrices with sums in fp32."""
+
+    def __init__(self, cupy: Any, handle: int, cuda_version: int):
+        self.cupy, self.handle = cupy, c_void_p(handle)  # a handle of cuBLAS is one of cublasLt, too
+        self.library = ctypes.CDLL(f"libcublasLt.so.{cuda_version}")  # libcublas has loaded it; the name alone finds it
+        self.plans: dict[tuple, Plan] = {}
+
+    def call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self.library, f"cublasLt{function}")(*arguments)
+        if status != 0:
+            raise RuntimeError(f"cublasLt{function} failed with status {status}")
+
+    def gemm(
+        self, c, a, b, m: int, n: int, k: int, trans_a: bool, trans_b: bool, beta: float, bias,
+        stream: Any, workspace: Any, capturing: bool,
+    ) -> None:  # fmt: skip
+        """CpuDevice.gemm for bf16 matrices a and b."""
+        kind = m, n, k, trans_a, trans_b, c.dtype, bias is not None, alignment_of(a, b, c, bias)
+        if kind not in self.plans:
+            self.plans[kind] = self.plan(*kind[:6], bias, kind[-1], workspace.nbytes)
+        plan = self.plans[kind]
+        if bias is not None:
+            self.describe(plan.description, DESCRIPTION_BIAS, c_void_p(bias.data.ptr))
+
+        def multiply(algorithm: Algorithm) -> None:
+            pointer_a, pointer_b, pointer_c, scratch = (c_void_p(array.data.ptr) for array in (a, b, c, workspace))
+            layout_b, layout_a, layout_c = plan.layouts
+            self.call(
+                "Matmul", self.handle, plan.description, ctypes.byref(c_float(1.0)), pointer_b, layout_b, pointer_a,
+                layout_a, ctypes.byref(c_float(beta)), pointer_c, layout_c, pointer_c, layout_c,
+                ctypes.byref(algorithm), scratch, c_size_t(algorithm.workspace), c_void_p(stream.ptr),
+            )  # fmt: skip
+
+        if not plan.timed and beta == 0.0 and not capturing:  # c may be written several times
+            self.put_fastest_first(plan, multiply, c, stream, calls=5 if m * n * k < 1 << 36 else 1)
+        multiply(plan.algorithms[0])
+
+    def plan(
+        self, m: int, n: int, k: int, trans_a: bool, trans_b: bool, dtype: np.dtype, bias, alignment: int,
+        workspace: int,
+    ) -> Plan:  # fmt: skip
+        """cublasLt stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T."""
+        description, preference = c_void_p(), c_void_p()
+        self.call("MatmulDescCreate", ctypes.byref(description), COMPUTE_32F, R_32F)
+        self.describe(description, DESCRIPTION_TRANSPOSES_A, c_int32(trans_b))
+        self.describe(description, DESCRIPTION_TRANSPOSES_B, c_int32(trans_a))
+        if bias is not None:
+            self.describe(description, DESCRIPTION_EPILOGUE, c_uint32(EPILOGUE_BIAS))
+            self.describe(description, DESCRIPTION_BIAS, c_void_p(bias.data.ptr))  # its alignment matters
+        layouts = (
+            self.layout(BF16, k if trans_b else n, n if trans_b else k),
+            self.layout(BF16, m if trans_a else k, k if trans_a else m),
+            self.layout(dtype, n, m),
+        )
+        self.call("MatmulPreferenceCreate", ctypes.byref(preference))
+        preferred = {PREFERRED_WORKSPACE: c_size_t(workspace), PREFERRED_REDUCTIONS: c_uint32(REDUCTION_IN_FP32)}
+        preferred |= {which: c_uint32(alignment) for which in PREFERRED_ALIGNMENTS}
+        for which, value in preferred.items():
+            size = c_size_t(ctypes.sizeof(value))
+            self.call("MatmulPreferenceSetAttribute", preference, which, ctypes.byref(value), size)
+        found, count = (Algorithm * MOST_ALGORITHMS)(), c_int()
+        matrices = (*layouts, layouts[-1])
+        self.call(
+            "MatmulAlgoGetHeuristic", self.handle, description, *matrices, preference, MOST_ALGORITHMS, found,
+            ctypes.byref(count),
+        )  # fmt: skip
+        self.call("MatmulPreferenceDestroy", preference)
+        return Plan(description, layouts, found[: count.value])
+
+    def describe(self, description: c_void_p, which: int, value: Any) -> None:
+        size = c_size_t(ctypes.sizeof(value))
+        self.call("MatmulDescSetAttribute", description, which, ctypes.byref(value), size)
+
+    def layout(self, dtype: np.dtype, rows: int, columns: int) -> c_void_p:
+        made = c_void_p()
+        self.call("MatrixLayoutCreate", ctypes.byref(made), TYPES[dtype], c_uint64(rows), c_uint64(columns),
+                  c_int64(rows))  # fmt: skip
+        return made
+
+    def put_fastest_first(self, plan: Plan, multiply: Any, c, stream: Any, calls: int) -> None:
+        first = plan.algorithms[0]
+        result = c.reshape(-1).view(np.uint16)[:COMPARED]
+        multiply(first)
+        expected = result.copy()
+
+        def same(algorithm: Algorithm) -> bool:
+            if self.parts(algorithm) != self.parts(first):
+                return False
+            multiply(algorithm)
+            return bool((result == expected).all())
+
+        def seconds(algorithm: Algorithm) -> float:
+            stream.begin_capture()
+            try:
+                for _ in range(calls):
+                    multiply(algorithm)
+            finally:
+                graph = stream.end_capture()
+            events = [self.cupy.cuda.Event() for _ in range(4)]
+            for event in events:
+                graph.launch(stream)
+                event.record(stream)
+            events[-1].synchronize()
+            return min(map(self.cupy.cuda.get_elapsed_time, events, events[1:]))
+
+        plan.algorithms = sorted(filter(same, plan.algorithms), key=seconds)
+        plan.timed = True
+
+    def parts(self, algorithm: Algorithm) -> int:
+        """Into how many parts the algorithm cuts the sum over k; they are added up at the end."""
+        value, written = c_int32(), c_size_t()
+        self.call(
+            "MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), ALGORITHM_PARTS, ctypes.byref(value),
+            c_size_t(ctypes.sizeof(value)), ctypes.byref(written),
+        )  # fmt: skip
+        return value.value
+
+
+def alignment_of(*arrays) -> int:
+    """The largest power of 2, up to 16, at a multiple of which all of these arrays begin, in bytes."""
+    addresses = 16
+    for array in arrays:
+        if array is not None:
+            addresses |= array.data.ptr
+    return addresses & -addresses
