@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = json.loads(compare_ncu.KEPT.read_text())
 
 # Where a count differs, and why.
-JOINED = "nvcc joins neighbouring accesses of four bytes, such as those to a struct Four, into one of sixteen"
+JOINED = "nvcc joins neighbouring accesses of four bytes, such as those to a struct Floats, into one of sixteen"
 KEPT_IN_REGISTERS = "what one compiler keeps in a register the other loads again"
 PREDICATED = "ncu counts an unrolled instruction as executed also where all its lanes are switched off"
 TRAFFIC = "ncu also counts collisions with other traffic, which differ from run to run"

@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(256) fma_kernel(bf16* c, const bf16
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < 16; k++) {
-            const Four fa[2] = {Aligned::load_four(&a_T[k][y], 4), Aligned::load_four(&a_T[k][y + 32], 4)};
-            const Four fb[2] = {Aligned::load_four(&tile_b[k][x], 4), Aligned::load_four(&tile_b[k][x + 16], 4)};
+            const Floats fa[2] = {Aligned::load_floats(&a_T[k][y], 4), Aligned::load_floats(&a_T[k][y + 32], 4)};
+            const Floats fb[2] = {Aligned::load_floats(&tile_b[k][x], 4), Aligned::load_floats(&tile_b[k][x + 16], 4)};
             for (int i = 0; i < 8; i++)
                 for (int j = 0; j < 8; j++) sum[i][j] += fa[i / 4].x[i % 4] * fb[j / 4].x[j % 4];
         }
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) fma_kernel(bf16* c, const bf16
             const int m = m0 + y + i % 4 + i / 4 * 32, n = n0 + x + half * 16;
             const float* four = sum[i] + 4 * half;
             if (m >= M || n >= N) continue;
-            Aligned::store_four(c + (size_t)m * N + n, {{four[0], four[1], four[2], four[3]}}, 4);
+            Aligned::store_floats(c + (size_t)m * N + n, {{four[0], four[1], four[2], four[3]}}, 4);
         }
     }
 }
@@ -54,7 +54,7 @@ struct Tiles {
 
 __device__ inline unsigned two_of(bf16 first, bf16 second) { return first.bits | (unsigned)second.bits << 16; }
 
-// Four rows of fragments of a, and four columns of those of b, for 16 numbers of K: word by word, or by ldmatrix.
+// Floats rows of fragments of a, and four columns of those of b, for 16 numbers of K: word by word, or by ldmatrix.
 template <bool LDMATRIX>
 __device__ inline void fetch(unsigned (&of_a)[4][4], unsigned (&of_b)[4][2], const Tiles& tiles, int k) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
