@@ -357,6 +357,7 @@ class Llama3HuggingFace(HuggingFace):
         ("pretraining_tp", 1, (1,)),
         ("quantization_config", None, (None,)),
     )
+    ALSO = {"mistral": (("sliding_window", 4096, (None,)),)}  # a Mistral whose attention reaches back to the beginning
 
     @staticmethod
     def parts(config: Llama3Config, name: str, tensor) -> list:

@@ -17,7 +17,8 @@ from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 
 def families() -> dict[str, type[HuggingFace]]:
     """What the scripts say of their models, by transformers' name of the kind."""
-    return {kind.HuggingFace.TYPE: kind.HuggingFace for kind in model_kinds() if kind.HuggingFace}
+    found = [kind.HuggingFace for kind in model_kinds() if kind.HuggingFace]
+    return {name: family for family in found for name in (family.TYPE, *family.ALSO)}
 
 
 def family_of(config: Config) -> type[HuggingFace]:

@@ -25,6 +25,7 @@ class HuggingFace:
     NAMES       our tensor, and theirs in the order in which it holds them; {} stands for the layer
     RENAMED     parameters of a transformers model that have another name in files: {name: name in files}
     REQUIRED    what makes a model compute something else than ours does: (setting, default, the values that do not)
+    ALSO        further model_types that compute the same, and what each requires beside REQUIRED
 
     and the functions below.
     """
@@ -34,6 +35,7 @@ class HuggingFace:
     NAMES: dict[str, tuple[str, ...]]
     RENAMED: dict[str, str] = {}
     REQUIRED: tuple[tuple[str, object, tuple], ...]
+    ALSO: dict[str, tuple[tuple[str, object, tuple], ...]] = {}
 
     @staticmethod
     def parts(config: Config, name: str, tensor) -> list:
@@ -74,7 +76,7 @@ class Settings:
     UserErrors name `source`."""
 
     def __init__(
-        self, source: Path, values: dict, shapes: dict[str, list[int]] | None = None, heads: int | None = None
+        self, source: str | Path, values: dict, shapes: dict[str, list[int]] | None = None, heads: int | None = None
     ):
         self.source, self.values, self.shapes, self.heads = source, values, shapes or {}, heads
 
@@ -87,9 +89,9 @@ class Settings:
     def check(self, required: tuple) -> None:
         """Raises UserError for a setting with which transformers computes something else than ours does."""
         for name, default, values in required:
-            if self.get(name, default) not in values:
-                supported = " or ".join("none" if value is None else str(value) for value in values)
-                self.refuse(name, self.values[name], supported)
+            value = self.get(name, default)
+            if value not in values:
+                self.refuse(name, value, " or ".join("none" if value is None else str(value) for value in values))
 
     def number(self, name: str, default: float) -> float:
         """A setting that is a number. Raises UserError where it is something else."""

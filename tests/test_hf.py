@@ -1,12 +1,15 @@
 """Models to and from Hugging Face's transformers: the same weights, the same logits, or one line that says why not."""
 
+import errno
 import json
 import shutil
 import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import generate
 from dev import export_hf, import_hf
@@ -28,6 +31,7 @@ from train_pythia import PythiaConfig
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import errors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -40,6 +44,8 @@ from transformers import (
     GPTNeoXForSequenceClassification,
     GPTNeoXForTokenClassification,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
 )
 from transformers import GPT2Config as HFConfig
 
@@ -124,7 +130,8 @@ def imported(source, tmp_path, *flags: str) -> tuple[Config, dict[str, np.ndarra
 
 def supported_types() -> str:
     """What the refusal of another model_type names."""
-    *others, last = (kind.HuggingFace.TYPE for kind in model_kinds() if kind.HuggingFace)
+    known = [kind.HuggingFace for kind in model_kinds() if kind.HuggingFace]
+    *others, last = (name for family in known for name in (family.TYPE, *family.ALSO))
     return f"{', '.join(others)} or {last} is supported"
 
 
@@ -436,7 +443,7 @@ def test_an_untied_llama_needs_its_classifier(saved, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("model_type", "mistral"), ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
+        ("model_type", "mixtral"), ("activation_function", "relu"), ("layer_norm_epsilon", 1e-6),
         ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True),
         ("n_head", 5), ("n_head", "3"), ("n_head", 0), ("quantization_config", {"quant_method": "bitsandbytes"}),
     ],
@@ -451,7 +458,7 @@ def test_a_model_that_computes_something_else_is_refused(setting, value, saved, 
 @pytest.mark.parametrize(
     ("setting", "value", "supported"),
     [
-        ("model_type", "mistral", supported_types()),
+        ("model_type", "mixtral", supported_types()),
         ("hidden_act", "gelu", "silu is supported"),
         ("attention_bias", True, "False is supported"),
         ("mlp_bias", True, "False is supported"),
@@ -479,6 +486,51 @@ def test_a_llama_that_computes_something_else_is_refused(setting, value, support
     message = refusal(saved, tmp_path)
     assert "saved" in message and supported in message
     assert setting in message or supported.startswith(("48 channels", "are odd", "norm_eps"))
+
+
+def save_mistral(folder: Path, config: Config) -> MistralForCausalLM:
+    """A Mistral without a window, of a Llama's sizes and weights."""
+    llama = make_model(config)
+    given = {name: value for name, value in llama.config.to_dict().items() if name not in ("model_type", "dtype")}
+    mistral = MistralForCausalLM(MistralConfig(**given | {"sliding_window": None}))
+    mistral.load_state_dict(llama.state_dict())
+    mistral.save_pretrained(folder)
+    return mistral
+
+
+@pytest.mark.parametrize("config", LLAMAS[:2], ids=name_of)
+@pytest.mark.parametrize("settings", [{}, {"head_dim": None}], ids=str)
+def test_a_mistral_without_a_window_is_imported_as_the_llama_that_it_is(config, settings, dev, tmp_path, rng):
+    theirs = save_mistral(tmp_path / "saved", config)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "mistral"
+    path = tmp_path / "saved" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    read, tensors = imported(tmp_path / "saved", tmp_path)
+    assert read == config
+    assert_parameters(config, tensors, theirs)
+    assert_logits(dev, tmp_path / "imported.bin", config, theirs, rng)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sliding_window": 4096}, "sliding_window is 4096 in its config.json; none is supported"),
+        ({"sliding_window": 1}, "sliding_window is 1 in its config.json; none is supported"),
+        ({}, "sliding_window is 4096 in its config.json; none is supported"),  # which transformers takes it to be
+        ({"sliding_window": None, "head_dim": 16},
+         "head_dim is 16 in its config.json; hidden_size / num_attention_heads, 48 / 6, is supported"),
+        ({"sliding_window": None, "hidden_act": "gelu"}, "hidden_act is 'gelu' in its config.json; silu is supported"),
+        ({"sliding_window": None, "attention_bias": True}, "attention_bias is True in its config.json; False is"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mistral_that_computes_something_else_is_refused(settings, said, tmp_path):
+    save_mistral(tmp_path / "saved", LLAMAS[0])
+    path = tmp_path / "saved" / "config.json"
+    content = json.loads(path.read_text())
+    del content["sliding_window"]
+    path.write_text(json.dumps(content | settings))
+    assert said in refusal(tmp_path / "saved", tmp_path)
 
 
 SCALED = {
@@ -704,6 +756,164 @@ def test_an_export_never_replaces_what_is_there(saved, tmp_path):
         export_hf.main([str(tmp_path / "imported.bin"), "-o", str(tmp_path / "out")])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
     assert not list(tmp_path.glob("*.part"))
+
+
+# By name
+
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """huggingface_hub's cache, empty. The tests do not connect (tests/conftest.py)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def keep(cache: Path, name: str, folder: Path) -> Path:
+    """Puts a folder's files where huggingface_hub keeps those that it has fetched."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(COMMIT)
+    return Path(shutil.copytree(folder, place / "snapshots" / COMMIT))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hugging Face that has the files of the folder `repository`, with all that was asked of it."""
+    asked = []
+
+    def snapshot_download(name, revision=None, allow_patterns=None, tqdm_class=None):
+        asked.append((name, revision, allow_patterns, tqdm_class))
+        place = tmp_path / "fetched" / COMMIT
+        place.mkdir(parents=True, exist_ok=True)
+        for file in allow_patterns:
+            if (tmp_path / "repository" / file).is_file():
+                shutil.copy(tmp_path / "repository" / file, place)
+        return str(place)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return asked
+
+
+@each_family
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_a_model_that_was_fetched_before_is_imported_by_name_without_a_connection(shard, theirs, cache, tmp_path):
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size=shard)
+    keep(cache, "some-one/a.model", tmp_path / "saved")
+    assert_parameters(*imported("some-one/a.model", tmp_path), theirs)
+
+
+def test_a_model_by_name_brings_its_tokenizer_along(with_tokenizer, cache, tmp_path):
+    keep(cache, "old-name", with_tokenizer)
+    imported("old-name", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / f"imported_{name}").read_bytes() == (with_tokenizer / name).read_bytes()
+    assert Tokenizer.load(tmp_path / "imported_tokenizer.bin").eot == 320
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_only_what_the_import_reads_is_fetched(shard, terminal, hub, tmp_path, monkeypatch, capsys):
+    theirs = make_model(LLAMAS[0])
+    theirs.save_pretrained(tmp_path / "repository", max_shard_size=shard)
+    weights = sorted(path.name for path in (tmp_path / "repository").glob("model*.safetensors"))
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "README.md", "tokenizer.model"):
+        (tmp_path / "repository" / name).write_text("of no use")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert_parameters(*imported("a/model", tmp_path), theirs)
+    first, second = hub
+    assert first[:2] == ("a/model", None) and second[:2] == ("a/model", COMMIT)
+    assert sorted(first[2]) == [
+        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    assert second[2] == weights and second[3] is (None if terminal else import_hf.RareBar)
+    said = capsys.readouterr().out
+    assert "fetching a/model from Hugging Face\n" in said
+    assert f"fetching a/model: {weights[0]}" + (" and " if len(weights) > 1 else "\n") in said
+
+
+def test_the_weights_of_a_model_that_cannot_be_imported_are_not_fetched(hub, tmp_path):
+    save_mistral(tmp_path / "repository", LLAMAS[0])
+    change(tmp_path / "repository" / "config.json", sliding_window=4096)
+    assert refusal("a/mistral", tmp_path).startswith("a/mistral: sliding_window is 4096 in its config.json")
+    change(tmp_path / "repository" / "config.json", model_type="bert")
+    assert refusal("a/bert", tmp_path).startswith("a/bert: model_type is 'bert' in its config.json")
+    assert len(hub) == 2
+
+
+def test_a_model_without_safetensors_is_refused_by_its_name(hub, tmp_path):
+    make_model(LLAMAS[0]).save_pretrained(tmp_path / "repository", max_shard_size="20KB")
+    (tmp_path / "repository" / "model-00002-of-00007.safetensors").unlink()
+    assert refusal("a/model", tmp_path).startswith("a/model: its model-00002-of-00007.safetensors was not found; if ")
+    (tmp_path / "repository" / "model.safetensors.index.json").unlink()
+    shutil.rmtree(tmp_path / "fetched")
+    assert refusal("a/model", tmp_path).startswith("a/model: its model.safetensors was not found; if the model has ")
+
+
+@pytest.mark.parametrize("name", ["a/model", "model"])
+def test_a_directory_wins_over_a_name(name, saved, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    saved.rename(name)
+    imported(name, tmp_path)
+    (tmp_path / "imported.bin").unlink()
+    shutil.rmtree(name)
+    Path(name).symlink_to("gone")
+    assert refusal(name, tmp_path) == f"{name}: no such file or directory" and not hub
+
+
+@pytest.mark.parametrize("name", ["./gone", "gone/", "../gone", "/gone", "a/b/c", "~/gone", "gone.safetensors", "a/ö"])
+def test_what_can_be_no_name_is_a_file_that_is_missing(name, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(name, tmp_path).endswith(": no such file or directory") and not hub
+
+
+def test_a_name_that_cannot_be_fetched_is_refused_in_one_line(cache, tmp_path, monkeypatch):
+    message = refusal("a/model", tmp_path)
+    assert message.startswith("a/model: no such file or directory, and the model can be neither found in ")
+    assert str(cache) in message and message.endswith("connect, or fetch it elsewhere and name its directory")
+    assert refusal("a--model", tmp_path).endswith("no such file or directory, and no name of a model at Hugging Face")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert refusal("a/model", tmp_path).endswith("to fetch a model of that name: pip install huggingface_hub")
+
+
+def answer(kind: str, status: int) -> Exception:
+    """An error of huggingface_hub's for what a server answers."""
+    response = SimpleNamespace(headers={}, request=None, status_code=status)
+    return getattr(errors, kind)(f"{status} Client Error. (Request ID: x)\n\nmore of it", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (answer("RepositoryNotFoundError", 401), "no such model at Hugging Face: check the name, or if the model is"),
+        (answer("GatedRepoError", 403), "gated: ask for access at https://huggingface.co/a/model, then log in with"),
+        (answer("HfHubHTTPError", 401), "not for this token (401 client error. (request id: x)): log in again"),
+        (answer("HfHubHTTPError", 429), "cannot be fetched (429 client error. (request id: x)): try again"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot be written (no space left on device): make room"),
+        (OSError(errno.EACCES, "Permission denied"), "cannot be written (permission denied): make room there, or set"),
+        (RuntimeError("Data processing error: No space left on device (os error 28)"), "(os error 28)): make room"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "cannot be fetched (connection reset by"),
+        (RuntimeError(), "cannot be fetched (runtimeerror): try again, or fetch it elsewhere and name its directory"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_keeps_a_model_from_being_fetched_is_one_line_with_the_remedy(error, said, tmp_path, monkeypatch):
+    def snapshot_download(*args, **settings):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    message = refusal("a/model", tmp_path)
+    assert message.startswith("a/model: ") and said in message
+
+
+def test_a_progress_bar_for_a_file_grows_rarely():
+    file = StringIO()
+    for _ in import_hf.RareBar(range(10_000), file=file):
+        pass
+    assert len(file.getvalue()) < 1000
 
 
 # The tokenizer
