@@ -356,7 +356,8 @@ def main(flags: Namespace) -> None:
             if s.saves(step):
                 run.save(step, here)
             if s.validates(step):
-                run.validate(step)
+                loss = run.validate(step)
+                run.save_best(step, here, loss)        # with --best, where none was lower
             if s.samples(step):
                 run.sample(step)
             if step == s.steps:

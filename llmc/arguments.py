@@ -186,6 +186,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         ("--checkpoint-dir", a_name, None, "DIR", "where checkpoints go; none are written without it"),
         ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
+        ("--best", on_off, False, "0|1", "also keep the one with the lowest validation loss, as DIR/best (0)"),
     )
     add_device_arguments(parser.add_argument_group("how it computes"), precision)
     return parser
@@ -204,6 +205,6 @@ def parse_arguments(
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
     args.given = frozenset(name for name, value in vars(given).items() if value is not unset)
     config.described(args.model)  # says what is wrong with a description before anything takes time
-    if (args.resume or args.checkpoint_every) and not args.checkpoint_dir:
-        raise UserError("-y and -n need to know where checkpoints are: add --checkpoint-dir")
+    if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
+        raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
     return args

@@ -12,6 +12,8 @@ run needs to go on as if it had never stopped:
                       the files of the tokenizer that the run used, where it used one
       state.json      the step, what the run wants remembered, and sizes and CRC-32 of the other files
 
+The one with the lowest validation loss, where a run keeps that, is named `best`, and its state has the loss.
+
 Only the run that has locked the directory of its checkpoints changes anything there. Whoever only reads a checkpoint
 needs no lock.
 """
@@ -293,6 +295,7 @@ def write_debug_state(
 OPTIMIZER = 20241121
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
+BEST = "best"                      # and of the one with the lowest validation loss
 REPLACED = ".replaced.part"        # and what follows it while another is put in its place
 LOCK = ".llm.cupy.lock"
 SECONDS = 5                        # between two lines of progress
@@ -322,24 +325,25 @@ def lock_checkpoints(directory: str | Path) -> Lock:
 
 
 def save_checkpoint(
-    directory: str | Path, step: int, config: Config, params, m, v, state: dict, tokenizer: Mapping[str, bytes] = NONE
-) -> Path:
-    """Writes the checkpoint `directory/step_<step>` and returns its path.
+    directory: str | Path, step: int, config: Config, params, m, v, state: dict,
+    tokenizer: Mapping[str, bytes] = NONE, name: str | None = None,
+) -> Path:  # fmt: skip
+    """Writes the checkpoint `directory/step_<step>`, or `directory/<name>`, and returns its path.
 
     params, m and v are fp32 (num_parameters,), on the host or the device, or iterators over such an array in pieces on
     the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
     least a byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears
-    complete or not at all. One that is already there for the same step is replaced. Raises UserError where the system
+    complete or not at all. One that is already there under the same name is replaced. Raises UserError where the system
     refuses to write.
     """
     directory = Path(directory)
-    final = directory / f"step_{step:08d}"
+    final = directory / (name or f"step_{step:08d}")
     part = directory / f"{final.name}.part"
     replaced = directory / f"{final.name}{REPLACED}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _put_back(directory)
-        _remove(*directory.glob("step_*.part"))  # what a run that was killed left
+        _remove(*_named(directory, ".part"), *_named(directory, REPLACED))  # what a run that was killed left
         part.mkdir()
         try:
             files = {
@@ -366,17 +370,22 @@ def save_checkpoint(
     return final
 
 
+def _named(directory: Path, suffix: str) -> list[Path]:
+    """What is named as checkpoints are, and then so."""
+    return [*directory.glob(f"step_*{suffix}"), *directory.glob(f"{BEST}{suffix}")]
+
+
 def _put_back(directory: Path) -> None:
     """Gives checkpoints their names back that were being replaced by others which never came to be."""
-    for replaced in directory.glob(f"step_*{REPLACED}"):
+    for replaced in _named(directory, REPLACED):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if not final.exists():
             os.rename(replaced, final)
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """What is called a checkpoint in `directory`, whole or not, newest first; also one that is being replaced, until
-    the other is in its place. Raises UserError where it cannot be read."""
+    """What is called a checkpoint in `directory`, whole or not, newest first, and BEST behind all others; also one that
+    is being replaced, until the other is in its place. Raises UserError where it cannot be read."""
     directory = Path(directory)
     try:
         there = sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []
@@ -385,22 +394,47 @@ def checkpoints(directory: str | Path) -> list[Path]:
             f"{directory}: cannot be read ({error.strerror.lower()}); choose another --checkpoint-dir"
         ) from None
     found = {path.name.removesuffix(REPLACED): path for path in there}  # of two with one name, the one without suffix
-    return sorted((path for name, path in found.items() if STEP.fullmatch(name)), key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint, by its name."""
-    return int(path.name.removesuffix(REPLACED).removeprefix("step_"))
+    steps = sorted((int(name.removeprefix("step_")), path) for name, path in found.items() if STEP.fullmatch(name))
+    best = [found[BEST]] if BEST in found and found[BEST].is_dir() else []
+    return [path for _, path in reversed(steps)] + best
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, or None where there is none. Raises UserError where one of its
-    files is missing or not of full length, or its state.json damaged; an older one is named, but never taken for it."""
+    """The checkpoint of the highest step in `directory`, BEST where there is no other, or None where there is none.
+    Raises UserError where one of its files is missing or not of full length, or its state.json damaged; an older one is
+    named, but never taken for it."""
     newest = next(iter(checkpoints(directory)), None)
     if newest is not None:
         for name, expected in read_record(newest)["files"].items():
             _check_size(newest / name, expected["bytes"], _remedy(newest))
     return newest
+
+
+def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
+    """The validation loss of the checkpoint BEST in `directory`; infinity where there is none. run and measure: the
+    run's, and which data its losses are of, as `llmc.validation` says it.
+
+    Raises UserError where what has that name is not complete, another run's, or its loss is of other data: a checkpoint
+    that takes its place need not be better.
+    """
+    path = Path(directory) / BEST
+    if not os.path.lexists(path):
+        return math.inf
+    remedy = f"move {path} away, or leave --best out"
+    if not _is_complete(path):
+        raise UserError(f"{path}: no checkpoint, or damaged; {remedy}")
+    state = read_record(path)["state"]
+    found = state.get("best")
+    if not isinstance(found, dict) or type(found.get("val_loss")) is not float or math.isnan(found["val_loss"]):
+        raise UserError(f"{path}: a checkpoint that does not say its validation loss; {remedy}")
+    if state.get("run") != run:
+        raise UserError(f"{path}: the best checkpoint of another run; {remedy}")
+    if found.get("val_data") != measure["val_data"]:
+        raise UserError(f"{path}: its loss is of other validation data: name that data (-j, -i), {remedy}")
+    if found != found | measure:
+        before, now = found.get("val_batches"), measure["val_batches"]
+        raise UserError(f"{path}: its loss is of {before} validation batches, and now of {now}: -m {before}, {remedy}")
+    return found["val_loss"]
 
 
 def _remedy(path: Path) -> str:
@@ -412,8 +446,9 @@ def _remedy(path: Path) -> str:
 
 
 def _older(path: Path) -> Path | None:
-    """The newest of the complete checkpoints that are older than this one."""
-    older = dropwhile(lambda other: other != path, checkpoints(path.parent))
+    """The newest of the complete checkpoints that are older than this one; beside BEST, the newest."""
+    there = checkpoints(path.parent)
+    older = there if path.name == BEST else dropwhile(lambda other: other != path, there)
     return next((other for other in older if other != path and _is_complete(other)), None)
 
 
@@ -449,11 +484,11 @@ def load_checkpoint(
 
 def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
     """Removes all but the `keep` newest of the complete checkpoints whose state says that they are of this run, and
-    returns what it removed. 0 keeps all.
+    returns what it removed. 0 keeps all; BEST does not count, and stays.
 
     Raises UserError where the system refuses to.
     """
-    own = [path for path in checkpoints(directory) if _is_complete(path)] if keep > 0 else []
+    own = [path for path in checkpoints(directory) if STEP.match(path.name) and _is_complete(path)] if keep > 0 else []
     own = [path for path in own if _parse_record(path)["state"].get("run") == run]
     for path in own[keep:]:
         doomed = path.with_name(f"{path.name}.pruned.part")  # no half-removed directory is ever called a checkpoint
@@ -498,7 +533,8 @@ def check_saved(file: Path) -> None:
     expected = read_record(checkpoint)["files"].get(file.name)
     if expected is not None:
         older = _older(checkpoint)
-        remedy = f"use {older}, an older checkpoint that is complete" if older else "no older checkpoint is beside it"
+        which = "another" if checkpoint.name == BEST else "an older"
+        remedy = f"use {older}, {which} checkpoint that is complete" if older else "no older checkpoint is beside it"
         _check_file(file, expected, remedy)
 
 

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from llmc.batches import Batches
 from llmc.checkpoint import (
     checkpoints,
     conversion,
+    kept_loss,
     load_checkpoint,
     lock_checkpoints,
     model_path,
@@ -88,6 +90,7 @@ class Run:
         recorded["model"] = flags.model if origin.checkpoint is None else origin.recorded.get("model")
         self.saver = Saver(self.exchange, self.settings, recorded, self.fingerprint(recorded, state), text.path, lock)
         self.saver.good = program.last_checkpoint = origin.checkpoint
+        self.validation.lowest = self.lowest_before()
         self.watch = Watch(self.exchange, self.batches, self.settings, state.get("skipped", 0) if state else 0)
         self.watch.begin(run_table(self, text.path, origin.checkpoint))
 
@@ -106,15 +109,24 @@ class Run:
         self.finish_steps(position)
         self.saver.save(step, position, self.watch.guard)
 
-    def validate(self, step: int) -> None:
-        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. It is given up where
-        the run is told to stop."""
-        done = False
+    def validate(self, step: int) -> float | None:
+        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Returns the loss;
+        None where the run is told to stop, and this is given up."""
+        loss = None
         if not self.told_to_stop():
             self.finish_steps(self.position())
-            done = self.validation.run(step, self.exchange, self.watch.logs, self.told_to_stop)
-        if not done:
+            loss = self.validation.run(step, self.exchange, self.watch.logs, self.told_to_stop)
+        if loss is None:
             self.stop.heeded = step
+        return loss
+
+    def save_best(self, step: int, position: dict, loss: float | None) -> None:
+        """With --best, where this validation loss is the lowest so far, writes a checkpoint of where the run is before
+        `step`, at this position, in the place of the one that was the best."""
+        if self.settings.flags.best and loss is not None and loss < self.validation.lowest:
+            found = {"val_loss": loss} | self.validation.measure()
+            if self.saver.save_best(step, position, self.watch.guard, found):
+                self.validation.lowest = loss
 
     def sample(self, step: int) -> None:
         """Prints and logs a sample, unless the run is told to stop."""
@@ -176,6 +188,11 @@ class Run:
         self.watch.logs.raise_what_is_lost()
         if self.stop.heeded is not None:
             sys.exit(128 + self.stop.number)
+
+    def lowest_before(self) -> float:
+        """The validation loss of the checkpoint that --best has kept before this run was resumed."""
+        flags, run, measure = self.settings.flags, self.saver.state["run"], self.validation.measure()
+        return ranks.of_rank_0(lambda: kept_loss(flags.checkpoint_dir, run, measure)) if flags.best else inf
 
     def fingerprint(self, recorded: dict, state: dict | None) -> str:
         """What tells this run from others, whose checkpoints it leaves alone."""
@@ -392,7 +409,7 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
             ("val every, batches", f"{args.val_every} steps, {s.val_batches}"),
             ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
             ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
-             if args.checkpoint_dir else "none"),
+             + (" and the best" if args.best else "") if args.checkpoint_dir else "none"),
             ("seed", s.seed),
         ],
         [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from device.errors import UserError
 from llmc import program, ranks
-from llmc.checkpoint import prune_checkpoints, save_checkpoint
+from llmc.checkpoint import BEST, prune_checkpoints, save_checkpoint
 from llmc.exchange import Exchange
 from llmc.lock import Lock
 from llmc.settings import Settings
@@ -25,7 +25,8 @@ class Saver:
 
     state: what each of them records of the run. tokenizer: the tokenizer's files, which each of them holds. lock: of
     the directory, on the rank that writes. saved_step: of the newest checkpoint; good: the newest that was saved while
-    steps were finite; unsaved: why the one that was last due could not be written.
+    steps were finite; unsaved: which of those that were last due could not be written, the last one, the best or both,
+    and why.
     """
 
     def __init__(
@@ -34,23 +35,49 @@ class Saver:
         self.exchange, self.settings, self.lock = exchange, settings, lock
         self.state = {"run": run, "flags": flags}
         self.tokenizer = tokenizer_files(tokenizer, "model_") if tokenizer else {}
-        self.saved_step, self.unsaved, self.good = settings.first_step, "", None
+        self.saved_step, self.unsaved, self.good = settings.first_step, {}, None
 
     def save(self, step: int, position: dict, guard: Guard) -> None:
         """Writes a checkpoint of where the run was before `step`, if it has trained since the last one and is told
         where to, and removes those of this run that are too many, but for a time when steps are being skipped. Where
         that fails the run goes on, and the next checkpoint that is due is tried all the same. All ranks must call it
         alike."""
-        flags, config = self.settings.flags, self.exchange.model.config
+        flags = self.settings.flags
         if not flags.checkpoint_dir or step == self.saved_step:
             return
-        state = position | self.state | {"skipped": guard.skipped}
+        path = self.write("last", step, position | self.state | {"skipped": guard.skipped})
+        if path is None:
+            return
+        self.saved_step, program.last_checkpoint = step, path
+        if guard.in_a_row:
+            return
+        self.good = path
+        if ranks.rank() > 0:
+            return
+        try:
+            prune_checkpoints(flags.checkpoint_dir, flags.keep, self.state["run"])
+        except UserError as error:
+            print(f"an old checkpoint stays: {error}", flush=True)
+
+    def save_best(self, step: int, position: dict, guard: Guard, found: dict) -> bool:
+        """Writes the checkpoint BEST, of where the run is before `step`, in the place of the one that is there. found:
+        its validation loss, and of which data. Whether it could be written; all ranks must call it alike."""
+        state = position | self.state | {"skipped": guard.skipped, "best": found}
+        path = self.write("best", step, state, BEST)
+        if path is not None:  # a run that has no other checkpoint yet goes on from this one
+            self.good, program.last_checkpoint = self.good or path, program.last_checkpoint or path
+        return path is not None
+
+    def write(self, what: str, step: int, state: dict, name: str | None = None) -> Path | None:
+        """Writes a checkpoint under this name, or that of its step, and returns its path; None where that fails. what:
+        which one it is, in `unsaved`."""
+        directory, config = self.settings.flags.checkpoint_dir, self.exchange.model.config
         params, m, v = self.exchange.whole_state()
 
         def write() -> tuple[str, str]:
             """The path, and what went wrong."""
             try:
-                path = save_checkpoint(flags.checkpoint_dir, step, config, params, m, v, state, self.tokenizer)
+                path = save_checkpoint(directory, step, config, params, m, v, state, self.tokenizer, name)
                 return str(path), ""
             except UserError as error:
                 return "", str(error)
@@ -60,21 +87,14 @@ class Saver:
             pieces = [each for each in (params, m, v) if isinstance(each, Iterator)]
             for _ in chain(*pieces):  # what is left of them, to which all ranks must come
                 pass
-        path, self.unsaved = ranks.all_gather(written)[0]
-        if self.unsaved:
-            print(f"not saved: {self.unsaved}", flush=True)
-            return
-        self.saved_step, program.last_checkpoint = step, Path(path)
+        path, why = ranks.all_gather(written)[0]
+        self.unsaved.pop(what, None)
+        if why:
+            self.unsaved[what] = why
+            print(f"not saved: {why}", flush=True)
+            return None
         print(f"saved {path}", flush=True)
-        if guard.in_a_row:
-            return
-        self.good = Path(path)
-        if ranks.rank() > 0:
-            return
-        try:
-            prune_checkpoints(flags.checkpoint_dir, flags.keep, self.state["run"])
-        except UserError as error:
-            print(f"an old checkpoint stays: {error}", flush=True)
+        return Path(path)
 
     def release(self) -> None:
         """Lets another run have the directory."""
@@ -82,9 +102,9 @@ class Saver:
             self.lock.release()
 
     def raise_what_is_unsaved(self, speaks: bool) -> None:
-        """Where the last checkpoint could not be written, raises UserError if this rank speaks for all, else exits with
-        status 1."""
+        """Where the last checkpoint or the best could not be written, raises UserError if this rank speaks for all,
+        else exits with status 1."""
         if self.unsaved and not speaks:
             sys.exit(1)
-        if self.unsaved:
-            raise UserError(f"the last checkpoint could not be written: {self.unsaved}")
+        for what, why in self.unsaved.items():
+            raise UserError(f"the {what} checkpoint could not be written: {why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 import device
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 class Validation:
     """batches: the validation data; count: how many of them are taken. questions: HellaSwag's, where they are asked
-    for. text_bytes (V,): how many bytes of text each token stands for, where that is known."""
+    for. text_bytes (V,): how many bytes of text each token stands for, where that is known. lowest: the loss of the
+    checkpoint that --best has kept."""
 
     def __init__(
         self, model: Model, settings: Settings, data: DataLoader, questions: EvalLoader | None,
@@ -38,10 +40,15 @@ class Validation:
         self.batches = Batches(model, data)
         self.questions = Batches(model, questions) if questions else None
         self.text_bytes = tokenizer.text_bytes(model.config.vocab_size) if tokenizer else None
+        self.lowest = inf
 
-    def run(self, step: int, exchange: Exchange, logs: Logs, stopped: Callable[[], bool]) -> bool:
-        """Prints and logs what was found before a step. Whether it came to an end: it is given up where `stopped`.
-        Raises UserError where ranks have come to hold other parameters."""
+    def measure(self) -> dict[str, object]:
+        """What losses must have in common to be compared: the data that they are of."""
+        return {"val_batches": self.count, "val_data": self.batches.loader.fingerprint}
+
+    def run(self, step: int, exchange: Exchange, logs: Logs, stopped: Callable[[], bool]) -> float | None:
+        """Prints and logs what was found before a step, and returns the loss, the same on all ranks. None where it is
+        given up, because `stopped`. Raises UserError where ranks have come to hold other parameters."""
         if ranks.size() > 1:
             ranks.check_same(
                 f"the checksum of the parameters before step {step + 1}", exchange.checksum(),
@@ -49,7 +56,7 @@ class Validation:
             )  # fmt: skip
         found = validate(self.batches, self.forward_loss, self.count, self.text_bytes, stopped)
         if found is None:
-            return False
+            return None
         loss, bits_per_byte = found
         print_validation(loss, bits_per_byte)
         logs.log(step, val_loss=loss, bits_per_byte=bits_per_byte)
@@ -57,4 +64,4 @@ class Validation:
         if accuracy is not None:
             print(f"HellaSwag accuracy {accuracy:.4f} of {self.questions.loader.num_examples}", flush=True)
             logs.log(step, accuracy=accuracy)
-        return accuracy is not None or not self.questions
+        return None if self.questions and accuracy is None else loss

@@ -398,8 +398,8 @@ class Crash(BaseException):
     pass
 
 
-@pytest.mark.parametrize("there", [(1,), (1, 2), (2,)], ids=str)
-def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, there):
+@pytest.mark.parametrize("there, called", [((1,), None), ((1, 2), None), ((2,), None), ((1,), "best")], ids=str)
+def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, there, called):
     """Whatever call to the system is the last before a crash, the newest checkpoint is one that loads."""
 
     def save_and_crash(run, last_call):
@@ -422,7 +422,7 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
             patch.setattr("llmc.checkpoint._remove", lambda *directories: None)
             patch.setattr("pathlib.Path.unlink", lambda *args, **kwargs: None)
             try:
-                save_checkpoint(run, 2, TINY, params + 2, params, params, {})
+                save_checkpoint(run, 2, TINY, params + 2, params, params, {}, name=called)
             except Crash:
                 return False
         return True
@@ -431,12 +431,13 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
     while not saved:
         run = tmp_path / f"run{last_call}"
         for step in there:
-            save_checkpoint(run, step, TINY, params + step, params, params, {})
+            save_checkpoint(run, step, TINY, params + step, params, params, {}, name=called)
         saved = save_and_crash(run, last_call)
         _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)
         np.testing.assert_array_equal(flat(read), params + state["step"])
-        again = save_checkpoint(run, 2, TINY, params - 1, params, params, {})  # what a crash left is not in the way
+        again = save_checkpoint(run, 2, TINY, params - 1, params, params, {}, name=called)  # nothing is in the way
         np.testing.assert_array_equal(flat(load_checkpoint(again, GPT2Config)[1]), params - 1)
+        assert sorted(os.listdir(run)) == [called] if called else not list(run.glob("*.part"))
         last_call += 1
     assert last_call >= 10  # three files, two directories and their renames
 
@@ -453,6 +454,34 @@ def test_whatever_call_fails_older_checkpoints_stay_and_nothing_else_is_left(tmp
 def test_whatever_call_fails_a_checkpoint_that_is_to_be_replaced_stays(tmp_path, params, monkeypatch, number):
     save_checkpoint(tmp_path / "run", 1, TINY, params + 1, params, params, {})
     whatever_call_fails(tmp_path / "run", 1, params, monkeypatch, number)
+
+
+def test_whatever_call_fails_there_is_a_best_checkpoint(tmp_path, params, monkeypatch):
+    for fails_at in itertools.count(1):
+        run, calls = tmp_path / f"run{fails_at}", iter(range(1, 1000))
+        save_checkpoint(run, 1, TINY, params + 1, params, params, {}, name="best")
+
+        def failing(function, calls=calls, fails_at=fails_at):
+            def call(*args, **kwargs):
+                if next(calls) == fails_at:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return function(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "replace", "rename", "mkdir"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                save_checkpoint(run, 2, TINY, params + 2, params, params, {}, name="best")
+            except UserError as error:
+                assert str(error).endswith(": cannot be written (no space left on device)")
+        _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)
+        np.testing.assert_array_equal(flat(read), params + state["step"])
+        assert os.listdir(run) == ["best"]
+        if next(calls) <= fails_at:  # none failed
+            break
+    assert state["step"] == 2 and fails_at > 8
 
 
 def whatever_call_fails(run: Path, saved: int, params, monkeypatch, number: int) -> None:
@@ -555,6 +584,9 @@ def test_pruning_keeps_the_newest_and_what_other_runs_have(tmp_path, params):
     assert [path.name for path in prune_checkpoints(run, 2, "a")] == ["step_00000001"]
     assert sorted(path.name for path in run.iterdir()) == [f"step_{step:08d}" for step in (2, 3, 10, 2000, 3000)]
     assert prune_checkpoints(run, 2, "a") == []
+    save_checkpoint(run, 1, TINY, params, params, params, {"run": "a"}, name="best")
+    assert [path.name for path in prune_checkpoints(run, 1, "a")] == ["step_00000003"]
+    assert checkpoints(run)[-1] == run / "best"
 
 
 def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, params):

@@ -31,8 +31,8 @@ def test_the_loop_shows_what_a_run_does_in_the_order_in_which_it_happens():
     calls = [node for node in ast.walk(ast.parse(loop_of(MODELS[0]))) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
     order = [
-        "run.exchange.record", "run.save", "run.validate", "run.sample", "run.told_to_stop", "batches.send",
-        "forward_backward", "batches.fetch_losses", "adamw_update", "run.report", "run.stop_before",
+        "run.exchange.record", "run.save", "run.validate", "run.save_best", "run.sample", "run.told_to_stop",
+        "batches.send", "forward_backward", "batches.fetch_losses", "adamw_update", "run.report", "run.stop_before",
     ]  # fmt: skip
     assert [name for name in names if name in order] == order
     assert names.index("model_forward") < names.index("model.loss") < names.index("model_backward")

@@ -87,7 +87,7 @@ def save(shared: Exchange, directory: Path, step: int) -> None:
     settings = SimpleNamespace(flags=SimpleNamespace(checkpoint_dir=directory, keep=0), first_step=0)
     saver = Saver(shared, settings, {}, "run", None, None)
     saver.save(step, {}, SimpleNamespace(skipped=0, in_a_row=0))
-    assert saver.unsaved == ""
+    assert saver.unsaved == {}
 
 
 def resume(shared: Exchange, checkpoint: Path) -> int:

@@ -823,11 +823,12 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 
 def kill_and_resume(folder: Path, kills: int, rng) -> None:
     """Kills a run that saves every step, so many times at random moments, and lets it end; the end must be the one of a
-    run that was never disturbed."""
+    run that was never disturbed, and so must the best checkpoint."""
     number = 40 * kills
-    settings = [*SAVE, "--seed", "1", "-n", "1", "-nk", "3", "-x", str(number)]
+    settings = [*SAVE, "--seed", "1", "-n", "1", "-nk", "3", "-x", str(number), "--best", "-v", "3",
+                "-l", "1e-3"]  # fmt: skip
     run(folder, *settings)
-    want = contents(folder, number)
+    want, best = contents(folder, number), (folder / "run" / "best" / "state.json").read_bytes()
     shutil.rmtree(folder / "run")
     for _ in range(kills):
         process, saved = start(folder, *settings, "-y", "1"), 0
@@ -841,7 +842,8 @@ def kill_and_resume(folder: Path, kills: int, rng) -> None:
     assert not (folder / "run" / f"step_{number:08d}").exists()
     run(folder, *settings, "-y", "1")
     assert contents(folder, number) == want
-    assert len(list((folder / "run").iterdir())) == 3  # and nothing of what was being written
+    assert (folder / "run" / "best" / "state.json").read_bytes() == best
+    assert len(list((folder / "run").iterdir())) == 4  # and nothing of what was being written
 
 
 def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng):
