@@ -240,6 +240,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if os.path.lexists(args.out) and not kind_of_magic(first_word(args.out)):
         raise UserError(f"{args.out}: there is something that is no model: name another with -o, or remove it")
+    if not args.out.parent.is_dir():
+        raise UserError(f"{args.out}: {args.out.parent} is no directory: make it, or name another file with -o")
     place, named = Path(args.source), not os.path.lexists(args.source) and NAME.fullmatch(args.source)
     if named:
         print(f"fetching {args.source} from Hugging Face", flush=True)

@@ -843,6 +843,15 @@ def test_the_weights_of_a_model_that_cannot_be_imported_are_not_fetched(hub, tmp
     assert len(hub) == 2
 
 
+def test_nothing_is_fetched_for_a_place_that_is_none(hub, tmp_path):
+    for path in tmp_path / "gone" / "model.bin", Path(__file__) / "model.bin":
+        with pytest.raises(UserError, match="model.bin: .* is no directory: make it, or name another file with -o"):
+            import_hf.main(["a/model", "-o", str(path)])
+    with pytest.raises(UserError, match="test_hf.py: there is something that is no model: name another with -o"):
+        import_hf.main(["a/model", "-o", __file__])
+    assert not hub
+
+
 def test_a_model_without_safetensors_is_refused_by_its_name(hub, tmp_path):
     make_model(LLAMAS[0]).save_pretrained(tmp_path / "repository", max_shard_size="20KB")
     (tmp_path / "repository" / "model-00002-of-00007.safetensors").unlink()
