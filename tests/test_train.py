@@ -426,7 +426,7 @@ VALUES = [
     (["-a", "flash"], r"-a flash takes heads of 64 or 128 channels, this model's have 16: use -a softmax"),
     (["-o", "no/such/folder/run.log"], r"no/such/folder/run.log: cannot be written .*\(-o\)"),
     (["-o", "."], r"\.: cannot be written .*\(-o\)"),
-    (["-n", "5"], r"-y and -n need.*--checkpoint-dir"),
+    (["-n", "5"], r"-y, -n and --best need.*--checkpoint-dir"),
     (["--checkpoint-dir", "data_train.bin"], r"data_train.bin.*checkpoint"),
     (["--hellaswag", "nowhere.bin", "-b", "4"], r"nowhere.bin: no such file"),
     (["--hellaswag", "nowhere.bin"], r"-b must be at least 4 for HellaSwag"),
