@@ -256,7 +256,9 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError("--heads is for a GPT-2 without config.json: leave it out")
     family = known[model_type]
     Settings(args.source, settings).check(family.REQUIRED + family.ALSO.get(model_type, ()))
-    if named:  # of a model that can be imported, as far as its config.json says
+    if named:
+        if model_type != WITHOUT_CONFIG:  # its config.json alone says whether it can be imported
+            family.read_config(Settings(args.source, settings)).check(args.source)
         fetch_weights(args.source, place)
     tensors = open_tensors(find_files(place), family)
     shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}

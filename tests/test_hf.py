@@ -840,7 +840,11 @@ def test_the_weights_of_a_model_that_cannot_be_imported_are_not_fetched(hub, tmp
     assert refusal("a/mistral", tmp_path).startswith("a/mistral: sliding_window is 4096 in its config.json")
     change(tmp_path / "repository" / "config.json", model_type="bert")
     assert refusal("a/bert", tmp_path).startswith("a/bert: model_type is 'bert' in its config.json")
-    assert len(hub) == 2
+    change(tmp_path / "repository" / "config.json", model_type="llama", head_dim=16)
+    assert refusal("a/llama", tmp_path).startswith("a/llama: head_dim is 16 in its config.json")
+    change(tmp_path / "repository" / "config.json", head_dim=1, num_attention_heads=48, num_key_value_heads=1)
+    assert "are odd, and RoPE turns pairs" in refusal("a/llama", tmp_path)
+    assert len(hub) == 4
 
 
 def test_nothing_is_fetched_for_a_place_that_is_none(hub, tmp_path):
