@@ -1,34 +1,56 @@
 """Writes text with a model that was trained, token by token as it comes.
 
     python generate.py -e gpt2_124M.bin --prompt "The meaning of life is" -g 100
-    python generate.py -e checkpoints/step_00002000 --temperature 0.8 --top-k 50
+    python generate.py -e checkpoints/step_00002000 --temperature 0.8 --top-k 50 --samples 4
+    python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "\n" > answers.jsonl
 
 The text begins with the prompt, which stands at the beginning of a document: the model sees before it the token that
-begins a text, or where there is none the one that ends a text. Of what has been written, it sees the last -t tokens: by
-default as many as the model was trained at, where a checkpoint says how many. A model with learned positions has
-learned nothing for those behind, and one with rotary positions has not seen such distances either.
+begins a text, or where there is none the one that ends a text. It ends with the token that ends a text, unless told to
+ignore that, or after so many tokens.
+
+The model sees at most -t tokens: by default as many as it was trained at, where a checkpoint says so. A model with
+learned positions has learned nothing for those behind, and one with rotary positions has not seen such distances
+either. When a text is longer, its last half is kept, and computed anew: the model forgets the rest.
+
+Several texts are written at once. The first is printed as it comes, the others after it, each behind a line "---". Of
+several prompts, each text is a line of JSON: its "prompt", the number of its "sample", the "text" that follows the
+prompt, its "tokens", and at its "end" whether it was the end of a text ("eot"), a stop text ("stop") or -g ("length").
 """
 
 import argparse
+import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import device
 from device.errors import UserError
-from llmc.arguments import Parser, a_path, add_device_arguments, natural, non_negative, positive, seed
+from llmc.arguments import (
+    Parser,
+    a_name,
+    a_path,
+    add_device_arguments,
+    limited,
+    natural,
+    non_negative,
+    number,
+    positive,
+    seed,
+)
 from llmc.attention import choose_attention
 from llmc.checkpoint import model_path, read_model_header, training_flags
-from llmc.files import first_word
-from llmc.generation import continuation
+from llmc.files import first_word, open_file
+from llmc.generation import Writer
 from llmc.model import Model, build_from_file
 from llmc.program import run_program
-from llmc.sampler import Sampler, sample
+from llmc.sampler import samplers_of
 from llmc.scripts import kind_of_magic, model_kinds
-from llmc.tokenizer import StreamDecoder, load_model_tokenizer
+from llmc.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, printable
 from train_gpt2_fp32 import GPT2
 
 NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
+share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
 
 def kind_of(path: Path) -> type[Model]:
@@ -70,17 +92,211 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Write text with a trained model.", allow_abbrev=False)
     add = parser.add_argument
     add("-e", "--model", type=a_path, default="gpt2_124M.bin", help="a .bin or a checkpoint directory (%(default)s)")
-    add("--prompt", default="", metavar="TEXT", help="how the text begins (nothing)")
-    add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write (%(default)s)")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", default="", metavar="TEXT", help="how the text begins (nothing)")
+    prompts.add_argument("--prompt-file", type=a_name, metavar="FILE",
+                         help="a file with the prompt, but for a line break at its end; -: standard input")  # fmt: skip
+    prompts.add_argument("--prompts", type=a_name, metavar="FILE",
+                         help='a file with a prompt on each line, or in a .jsonl {"prompt": TEXT}; -: standard input. '
+                         "Prints lines of JSON")  # fmt: skip
+    add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write at most (%(default)s)")
+    add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
+    add("--stop", type=a_name, action="append", default=[], metavar="TEXT",
+        help="end a text before this one; may be given several times")  # fmt: skip
+    add("--ignore-eot", action="store_true", help="go on behind the token that ends a text")
     add("--temperature", type=non_negative, default=1.0, metavar="X", help="0: always the likeliest token (1)")
     add("--top-k", type=natural, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
+    add("--top-p", type=share, default=1.0, metavar="P",
+        help="draw from the likeliest tokens that together have the probability P, after --top-k (1)")  # fmt: skip
     add("--seed", type=seed, default=1337, metavar="N", help="another seed, another text (%(default)s)")
     add("-t", "--context", type=positive, metavar="T",
         help="tokens the model sees at most (as many as it was trained at, by its checkpoint, with learned and with "
-        "rotary positions; of a .bin by itself all that it has positions for)")  # fmt: skip
+        "rotary positions; of a .bin by itself all that it has positions for). Of a longer text, the last half of them "
+        "is kept and computed anew")  # fmt: skip
     add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer (found by itself, as a rule)")
     add_device_arguments(parser)
     return parser
+
+
+# Prompts
+
+
+def read_text(name: str, flag: str) -> str:
+    """The text of a file, or of standard input where the name is "-". Raises UserError where that cannot be read, is
+    empty or is no UTF-8."""
+    where = "standard input" if name == "-" else name
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            with open_file(name) as file:
+                data = file.read()
+    except OSError as error:
+        raise UserError(f"{flag} {name}: {error.strerror.lower()}; name a file, or - for standard input") from None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is no UTF-8 from byte {error.start} on: convert it (iconv -t UTF-8)") from None
+    if not text.strip("\r\n"):
+        raise UserError(f"{where} is empty: write a prompt into it, or leave {flag} out")
+    return text
+
+
+def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The prompts that the flags ask for, each with its name for messages. Raises UserError where there are none."""
+    if args.prompt_file:
+        text = read_text(args.prompt_file, "--prompt-file")
+        text = text.removesuffix("\n").removesuffix("\r")
+        return [("--prompt-file", text)]
+    if not args.prompts:
+        try:
+            args.prompt.encode()
+        except UnicodeEncodeError:  # a byte of the command line that is none
+            raise UserError("--prompt is no UTF-8: convert it, or name a file of UTF-8 with --prompt-file") from None
+        return [("--prompt", args.prompt)]
+    found, named = [], "standard input" if args.prompts == "-" else args.prompts
+    for n, line in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
+        line = line.removesuffix("\r")
+        if line and args.prompts.endswith(".jsonl"):
+            try:
+                line = json.loads(line)["prompt"]
+                line.encode()
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                raise UserError(f'{named}, line {n}: not of the form {{"prompt": "text"}}') from None
+            found.append((f"{named}, line {n}", line))
+        elif line:
+            found.append((f"{named}, line {n}", line))
+    return found
+
+
+def tokens_of(prompts: list[tuple[str, str]], tokenizer: Tokenizer, context: int, longest: int) -> list[list[int]]:
+    """The tokens of each prompt. Raises UserError for one that the model cannot see as a whole."""
+    found = []
+    for name, prompt in prompts:
+        tokens = [tokenizer.bos, *(tokenizer.encode(prompt) if prompt else [])]
+        if len(tokens) > context:
+            remedy = f"shorten it, or raise -t (at most {longest})" if context < longest else "shorten it"
+            raise UserError(f"{name} has {len(tokens)} tokens, and the model sees {context}: {remedy}")
+        found.append(tokens)
+    return found
+
+
+def can_spell(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether tokens, one after another, can have this text in them as it is printed."""
+    try:
+        wanted, tokens = text.encode(), set(tokenizer.tokens)
+    except UnicodeEncodeError:
+        return False
+    if printable(text) != text:
+        return False
+    if any(wanted in token for token in tokens):
+        return True
+    # How much of it can be written up to the end of a token.
+    ends = {n for token in tokens for n in range(1, min(len(token) + 1, len(wanted))) if token.endswith(wanted[:n])}
+    for n in range(1, len(wanted)):
+        if n in ends:
+            rest = wanted[n:]
+            if any(token.startswith(rest) for token in tokens):
+                return True
+            ends |= {n + len(token) for token in tokens if rest.startswith(token)}
+    return False
+
+
+# Texts
+
+
+@dataclass
+class Text:
+    """A text as far as it is written. `opening` is the prompt as it is printed, `text` what follows, `held` what may be
+    the beginning of a stop text, `end` why the text ended, if it has."""
+
+    prompt: str
+    sample: int
+    opening: str
+    decoder: StreamDecoder
+    stops: list[str]
+    eot: int | None
+    tokens: int = 0
+    text: str = ""
+    held: str = ""
+    end: str = ""
+
+    def push(self, token: int) -> None:
+        """Goes on with a token."""
+        self.tokens += 1
+        if token == self.eot:
+            self.finish("eot")
+        else:
+            self.add(self.decoder.push(token))
+
+    def add(self, piece: str) -> None:
+        self.held += piece
+        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:
+            self.text, self.held, self.end = self.text + self.held[: min(found)], "", "stop"
+            return
+        kept = max((n for stop in self.stops for n in range(len(stop)) if self.held.endswith(stop[:n])), default=0)
+        free = len(self.held) - kept
+        self.text, self.held = self.text + self.held[:free], self.held[free:]
+
+    def finish(self, end: str) -> None:
+        """Ends the text, with what was held back, unless a stop text is in that."""
+        self.add(self.decoder.flush())
+        if not self.end:
+            self.text, self.held, self.end = self.text + self.held, "", end
+
+    def as_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in ("prompt", "sample", "text", "tokens", "end")})
+
+
+def write(model: Model, texts: list[Text], tokens: list[list[int]], args: argparse.Namespace) -> None:
+    """Goes on with the texts, whose prompts have these tokens, and prints them in their order: as JSON those that have
+    ended, else also all that there is of the first that has not."""
+    writer = Writer(model, len(texts), args.temperature, args.top_k, args.top_p)
+    samplers = [sampler for _ in texts[:: args.samples] for sampler in samplers_of(args.seed, args.samples)]
+    printed = shown = written = 0  # texts; characters of the next; tokens
+    finished = [False] * len(texts)
+    started = said = time.perf_counter()
+    rate = ""
+
+    def show() -> None:
+        nonlocal printed, shown
+        while printed < len(texts):
+            text = texts[printed]
+            if args.prompts:
+                print(f"{text.as_json()}\n" * bool(text.end), end="", flush=True)
+            else:
+                whole = text.opening + text.text
+                last = printed + 1 == len(texts)
+                ending = ("\n" if last else "\n---\n") if text.end else ""
+                print(whole[shown:] + ending, end="", flush=True)
+                shown = len(whole)
+            if not text.end:
+                return
+            printed, shown = printed + 1, 0
+
+    show()
+    for step, drawn in enumerate(writer.tokens(tokens, samplers, args.tokens, finished)):
+        for b, token in enumerate(drawn):
+            if not finished[b]:
+                texts[b].push(token)
+                written += 1
+                finished[b] = bool(texts[b].end)
+        show()
+        now = time.perf_counter()
+        if step == 0:
+            first, before = now, written
+        else:
+            rate = f": {(written - before) / (now - first):.1f} tokens a second"
+        if args.prompts and now - said > 5 and not all(finished):
+            said = now
+            print(f"{step + 1} of at most {args.tokens} tokens of each text{rate}", file=sys.stderr)
+    for text in texts:
+        if not text.end:
+            text.finish("length")
+    show()
+    seconds = time.perf_counter() - started
+    print(f"{written} tokens in {seconds:.1f} s on {device.name}{rate}", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,28 +309,27 @@ def main(arguments: list[str] | None = None) -> None:
     config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
     trained = training_flags(path)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
-    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained, bool(args.prompt))
-    tokens = [tokenizer.bos, *(tokenizer.encode(args.prompt) if args.prompt else [])]
-    T = min(context, len(tokens) + args.tokens)
-    if len(tokens) > T:
-        print(f"the prompt has {len(tokens)} tokens, of which the model sees only the last {T}", file=sys.stderr)
+    prompts = prompts_of(args)
+    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained, any(text for _, text in prompts))
+    tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len)
+    for stop in args.stop:
+        if not can_spell(tokenizer, stop):
+            raise UserError(f"--stop {stop!r}: no token can spell it, so no text would end there: leave it out")
+    tokens = [each for each in tokens for _ in range(args.samples)]
+    B, T = len(tokens), min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
-    model = build_from_file(kind, path, 1, T, attention, inference=True)
+    model = build_from_file(kind, path, B, T, attention, inference=True)
 
-    decoder, sampler = StreamDecoder(tokenizer), Sampler(args.seed)
-    print("".join(decoder.push(token) for token in tokens[1:]), end="", flush=True)
-    started = time.perf_counter()
-
-    def draw(logits) -> int:
-        return sample(logits, sampler.random_f32(), args.temperature, args.top_k or None)
-
-    for token in continuation(model, tokens, args.tokens, draw):
-        print(decoder.push(token), end="", flush=True)
-    print(decoder.flush())
-    seconds = time.perf_counter() - started
-    print(f"{args.tokens} tokens in {seconds:.1f} s on {device.name}", file=sys.stderr)
+    texts = []
+    for (_, prompt), first in zip(prompts, tokens[:: args.samples], strict=True):
+        for n in range(args.samples):
+            decoder = StreamDecoder(tokenizer)
+            opening = "".join(decoder.push(token) for token in first[1:])
+            eot = None if args.ignore_eot else tokenizer.eot
+            texts.append(Text(prompt, n, opening, decoder, args.stop, eot))
+    write(model, texts, tokens, args)
 
 
 if __name__ == "__main__":
-    run_program(main, out_of_memory="lower -t", interrupted="")
+    run_program(main, out_of_memory="lower --samples or -t, or give fewer prompts", interrupted="")

@@ -151,7 +151,8 @@ class GPT2Config(Config):
 
 
 def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training."""
+    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
+    each sequence begin at position 0 or, where model.positions is given, there."""
     config, params, acts = model.config, model.params, model.acts(B, T)
     L, C = config.num_layers, config.channels
     drop = dropouts(model, training)

@@ -231,7 +231,8 @@ class Llama3Config(Config):
 
 
 def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training."""
+    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
+    each sequence begin at position 0 or, where model.positions is given, there."""
     config, params, acts, rope = model.config, model.params, model.acts(B, T), model.constant.rope
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
     HS, eps = config.head_size, config.norm_eps
@@ -247,7 +248,7 @@ def llama3_forward(model: Model, B: int, T: int, training: bool = False) -> None
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, None, B, T, C, QKV)
-        rope_forward(qkv, rope, B, T, NH, NKV, HS)
+        rope_forward(qkv, rope, B, T, NH, NKV, HS, positions=model.positions)
         causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         fused_residual_rmsnorm_forward(

@@ -190,7 +190,8 @@ def norms_before(config: PythiaConfig, acts, l: int, *tensors) -> tuple:
 
 
 def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training."""
+    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
+    each sequence begin at position 0 or, where model.positions is given, there."""
     config, params, acts = model.config, model.params, model.acts(B, T)
     L, NH, C = config.num_layers, config.num_heads, config.channels
     HS, R = config.head_size, config.rotary_channels
@@ -206,7 +207,7 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
 
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
-        rope_forward(qkv, model.constant.rope, B, T, NH, NH, HS, R)
+        rope_forward(qkv, model.constant.rope, B, T, NH, NH, HS, R, model.positions)
         causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
         branches = [(acts.proj, p.attprojb, d.attproj)]

@@ -170,7 +170,8 @@ class Qwen3Config(Config):
 
 
 def qwen3_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training."""
+    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
+    each sequence begin at position 0 or, where model.positions is given, there."""
     config, params, acts, rope = model.config, model.params, model.acts(B, T), model.constant.rope
     L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
     HS, eps = config.head_size, config.norm_eps
@@ -185,7 +186,9 @@ def qwen3_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
 
         matmul_forward(a.qkvproj, acts.ln, p.qkvw, None, B, T, C, QKV)
-        qk_norm_forward(acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS)
+        qk_norm_forward(
+            acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS, model.positions
+        )
         causal_attention_forward(model, l, B, T)
         matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, Q, C)
         fused_residual_rmsnorm_forward(

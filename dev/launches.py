@@ -16,6 +16,7 @@ import device
 from device.errors import UserError
 from kernels.adamw import adamw
 from kernels.attention import attention_backward, attention_forward
+from kernels.cached_attention import cached_attention_forward
 from kernels.classifier import fused_classifier
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
@@ -29,6 +30,7 @@ from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
 from kernels.rope import rope_backward, rope_forward, rope_table
+from kernels.sampling import sample
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.dataloader import sort_by_token
 from llmc.model import Model
@@ -205,6 +207,16 @@ add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses*=B,T",
     needs=("V <= Vp", "Vp % 8 == 0"))
 
 
+for top_p, variant in (1.0, ""), (0.5, "top_p"):
+    def drawing(size, a, top_p=top_p) -> dict:
+        return {
+            "tokens": device.zeros((size.B,), np.int32), "positions": device.zeros((size.B,), np.int32),
+            "states": device.asarray(np.arange(1, size.B + 1, dtype=np.uint64)), "top_p": top_p,
+        }  # fmt: skip
+
+    add(sample, "B=2 V=1000 Vp=1024 context=8 top_k=0", "logits=B,Vp", drawing, variant,
+        ("V <= Vp", "Vp % 8 == 0"))
+
 ALL_HEADS = "B,T,NH+2*NKV,HS"
 GROUPS = ("NH % NKV == 0",)
 BY_HEAD = f"qkvr={ALL_HEADS} dqkvr={ALL_HEADS} att=B,NH,T,T datt=B,NH,T,T out_r=B,NH,T,HS dout_r=B,NH,T,HS"
@@ -222,6 +234,18 @@ for HS in 64, 128:
         f"qkv={ALL_HEADS}",
         variant=variant, needs=GROUPS,
     )  # fmt: skip
+
+
+def cached(size, a) -> dict:
+    starts = np.full(size.B, size.position, np.int32)
+    return {"positions": device.asarray(starts), "keys": a.keys, "values": a.values}
+
+
+CACHED = "B=2 T=1 position=199 context=256 HS=64 splits=4"
+CACHES = f"keys=B,NKV,context,HS values=B,NKV,context,HS parts*=B,T,NH,splits,HS stats*=B,T,NH,splits,2 qkv={ALL_HEADS}"
+for heads, variant in ("NH=2 NKV=2", ""), ("NH=4 NKV=1", "shared"):
+    add(cached_attention_forward, f"{CACHED} {heads}", f"out=B,T,NH*HS {CACHES}", cached, variant,
+        (*GROUPS, "position + T <= context"))
 
 
 def angles(size, a) -> dict:

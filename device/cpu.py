@@ -42,6 +42,7 @@ class CpuDevice:
         cpp.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
         cores = cpp.threads()
         keep_openblas_to_one_thread()
+        self.cores = cores
         self.pool = ThreadPoolExecutor(cores, initializer=lambda: np.seterr(over="ignore", invalid="ignore"))
         self.name = f"CPU, {cores} cores"
 
@@ -171,8 +172,18 @@ class CpuDevice:
         """
         parts = 1 if work < 1 << 18 else 2 if work < 1 << 26 else 8
         shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
+        rest = iter(shares)
+
+        def take() -> None:
+            for one in rest:  # each by whichever thread comes first
+                part(one)
+
         with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU, what is not finite is no one's business here
-            list(self.pool.map(part, shares) if parts > 1 else map(part, shares))
+            others = [self.pool.submit(take) for _ in range(min(parts, self.cores) - 1)]
+            take()  # at once: to wake a thread takes as long as a small product
+            for other in others:
+                if not other.cancel():
+                    other.result()
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False

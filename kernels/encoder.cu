@@ -1,5 +1,6 @@
 // Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C numbers, or dropout of that; inp (B,T) holds token ids. A model
-// whose positions are rotary (rope.cu) has no wpe.
+// whose positions are rotary (rope.cu) has no wpe. Where starts (B) is given, row t of sequence b is that of position
+// starts[b] + t: of a text that is being written, forward runs on the last rows alone.
 // Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b. Most
 // rows of dwte get nothing: ranks exchange those that do, with their tokens (a sparse matrix), and add them then.
 // Memory-bound: forward reads two rows and writes one for each position.
@@ -8,15 +9,16 @@
 // token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
 #include "dropout.cuh"
 
-// One warp a position. Block: (WARP_SIZE, positions). wpe may be null. finish(vector, n, i) gives what is stored of
-// the vector of position n from channel i on.
+// One warp a position. Block: (WARP_SIZE, positions). wpe and starts (B) may be null. finish(vector, n, i) gives what is
+// stored of the vector of position n from channel i on.
 template <class Finish>
 __device__ inline void forward_positions(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
-                                         int N, int T, int C, Finish finish) {
+                                         const int* starts, int N, int T, int C, Finish finish) {
     const int n = blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= N) return;
     const floatX* token = wte + (size_t)inp[n] * C;
-    const floatX* position = wpe == nullptr ? nullptr : wpe + (size_t)(n % T) * C;
+    const int t = n % T + (starts == nullptr ? 0 : starts[n / T]);
+    const floatX* position = wpe == nullptr ? nullptr : wpe + (size_t)t * C;
     floatX* row = out + (size_t)n * C;
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         for (int i = WIDTH * threadIdx.x; i < C; i += WIDTH * WARP_SIZE) {
@@ -29,15 +31,15 @@ __device__ inline void forward_positions(floatX* out, const int* inp, const floa
 }
 
 extern "C" __global__ void encoder_forward_kernel(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
-                                                  int N, int T, int C) {
-    forward_positions(out, inp, wte, wpe, N, T, C, [](const Vec& a, int n, int i) { return a; });
+                                                  const int* starts, int N, int T, int C) {
+    forward_positions(out, inp, wte, wpe, starts, N, T, C, [](const Vec& a, int n, int i) { return a; });
 }
 
 extern "C" __global__ void encoder_dropout_forward_kernel(floatX* out, const int* inp, const floatX* wte,
                                                           const floatX* wpe, int N, int T, int C,
                                                           const int* random, int site) {
     const Dropout drop(random, site);
-    forward_positions(out, inp, wte, wpe, N, T, C, [&](const Vec& a, int n, int i) { return drop(a, n, i, C); });
+    forward_positions(out, inp, wte, wpe, nullptr, N, T, C, [&](const Vec& a, int n, int i) { return drop(a, n, i, C); });
 }
 
 // row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, a vector

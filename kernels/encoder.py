@@ -7,18 +7,20 @@ from kernels.dropout import Dropout
 cu = device.source(__file__)
 
 
-def encoder_forward(out, inp, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None) -> None:
+def encoder_forward(
+    out, inp, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None, positions=None
+) -> None:
     """out (B,T,C) = dropout(wte[inp] + wpe[t]); inp (B,T) int32 token ids, wte (Vp,C), wpe (maxT,C).
 
-    wpe None: out = dropout(wte[inp]), for a model whose positions are not embedded.
+    wpe None: out = dropout(wte[inp]), for a model whose positions are not embedded. positions, int32 (B,): out =
+    wte[inp] + wpe[positions[b] + t], without dropout.
     """
-    positions = 8  # of a block; on an H200 2 to 16 take as long
-    grid, block = (ceil_div(B * T, positions),), (cu.warp_size, positions)
-    args = out, inp, wte, wpe, B * T, T, C
+    rows = 8  # of a block; on an H200 2 to 16 take as long
+    grid, block = (ceil_div(B * T, rows),), (cu.warp_size, rows)
     if dropout:
-        cu.encoder_dropout_forward_kernel(grid, block, (*args, *dropout))
+        cu.encoder_dropout_forward_kernel(grid, block, (out, inp, wte, wpe, B * T, T, C, *dropout))
     else:
-        cu.encoder_forward_kernel(grid, block, args)
+        cu.encoder_forward_kernel(grid, block, (out, inp, wte, wpe, positions, B * T, T, C))
 
 
 def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:

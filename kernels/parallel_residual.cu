@@ -15,10 +15,11 @@
 
 // One block a row; one-dimensional. A thread has loads of eight numbers of each input in flight. Shared memory: C
 // floats, rounded up to a multiple of WIDTH, each thread touching only its own. Parameters need not begin at 16 bytes.
-// mean, rstd and the outs are of the stored x, which bf16 has rounded, because backward reads that.
+// mean, rstd and the outs are of the stored x, which bf16 has rounded, because backward reads that. inp may be residual: a
+// thread reads each number before it writes it.
 template <bool DROP>
-__device__ inline void forward_row(floatX* __restrict__ residual, floatX* __restrict__ out0, floatX* __restrict__ out1,
-                                    float* __restrict__ mean, float* __restrict__ rstd, const floatX* __restrict__ inp,
+__device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1,
+                                    float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp,
                                     const floatX* __restrict__ proj0, const floatX* __restrict__ bias0,
                                     const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
                                     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
@@ -96,8 +97,8 @@ __device__ inline void forward_row(floatX* __restrict__ residual, floatX* __rest
 }
 
 extern "C" __global__ void parallel_residual_forward_kernel(
-    floatX* __restrict__ residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* __restrict__ inp, const floatX* __restrict__ proj0,
+    floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
+    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0,
     const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int C) {
@@ -106,8 +107,8 @@ extern "C" __global__ void parallel_residual_forward_kernel(
 }
 
 extern "C" __global__ void parallel_residual_dropout_forward_kernel(
-    floatX* __restrict__ residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* __restrict__ inp, const floatX* __restrict__ proj0,
+    floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
+    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0,
     const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int C, const int* __restrict__ random, int site0, int site1) {

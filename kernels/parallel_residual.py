@@ -20,7 +20,7 @@ def parallel_residual_forward(
     they and outs are of what is stored.
 
     None: mean and the shifts for RMSNorm, which subtracts no mean; a bias; a dropout; and residual, where there are no
-    branches and inp is the stream. The arrays must not overlap.
+    branches and inp is the stream. The arrays must not overlap, but inp may be residual itself.
     """
     (proj0, bias0, dropout0), (proj1, bias1, dropout1) = pair(branches, (None, None, None))
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))

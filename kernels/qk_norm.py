@@ -10,16 +10,17 @@ cu = device.source(__file__)
 
 
 def qk_norm_forward(
-    out, rstd, inp, qweight, kweight, table, eps: float, B: int, T: int, NH: int, NKV: int, HS: int
+    out, rstd, inp, qweight, kweight, table, eps: float, B: int, T: int, NH: int, NKV: int, HS: int, positions=None
 ) -> None:
     """out (B,T,NH+2*NKV,HS) = inp with its NH query and its NKV key heads normalised, each by itself, multiplied by
     qweight (HS) or kweight (HS), and rotated; value heads are copied. inp and out must not overlap.
 
     rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of those heads is set too. HS is even; table is `rope_table` of HS
-    for at least T positions.
+    for as many positions as there are. Row t of sequence b is at position t; or at positions[b] + t where positions,
+    int32 (B,), is given.
     """
     heads = cu.width  # a block, which then has 128 threads
-    args = out, rstd, inp, qweight, kweight, table, np.float32(eps), B * T, T, NH, NKV, HS
+    args = out, rstd, inp, qweight, kweight, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
     cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
 
 

@@ -30,23 +30,24 @@ def rope_table(
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 
 
-def rope_forward(qkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: int | None = None) -> None:
+def rope_forward(
+    qkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: int | None = None, positions=None
+) -> None:
     """Rotates, in place, the NH query and the NKV key heads of qkv (B,T,NH+2*NKV,HS); value heads are untouched.
 
-    Of each head the first R channels are rotated, by default all HS. table is `rope_table` of R for at least T
-    positions; the first T count.
+    Of each head the first R channels are rotated, by default all HS. table is `rope_table` of R for as many positions
+    as there are. Row t of sequence b is at position t; or at positions[b] + t where positions, int32 (B,), is given.
     """
-    launch(qkv, table, 1.0, B, T, NH, NKV, HS, R or HS)
+    launch(qkv, table, positions, 1.0, B, T, NH, NKV, HS, R or HS)
 
 
 def rope_backward(dqkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: int | None = None) -> None:
     """Rotates the gradients of queries and keys in dqkv (B,T,NH+2*NKV,HS) back, in place: rope_forward's inverse."""
-    launch(dqkv, table, -1.0, B, T, NH, NKV, HS, R or HS)
+    launch(dqkv, table, None, -1.0, B, T, NH, NKV, HS, R or HS)
 
 
-def launch(qkv, table, direction: float, B: int, T: int, NH: int, NKV: int, HS: int, R: int) -> None:
+def launch(qkv, table, positions, direction: float, B: int, T: int, NH: int, NKV: int, HS: int, R: int) -> None:
     """Launch the kernel that forward and backward share, in blocks of some 64 threads: each has several heads."""
     vectors = min(64, ceil_div(R, cu.width))
-    cu.rope_kernel(
-        (T, B), (vectors, 64 // vectors), (qkv, table, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R)
-    )
+    args = qkv, table, positions, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R
+    cu.rope_kernel((T, B), (vectors, 64 // vectors), args)

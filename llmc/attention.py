@@ -1,7 +1,8 @@
 """Causal self-attention as a layer of a model: its kinds, the tensors that each needs, and the choice among them.
 
 softmax and relu make (T, T) matrices (attention.py); flash is softmax without them, in TF32 or bf16
-(flash_attention.py).
+(flash_attention.py). A model that writes text keeps keys and values in a cache, whatever the kind
+(cached_attention.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
+from kernels.cached_attention import cached_attention_forward
 from kernels.flash_attention import HEAD_SIZES, flash_attention_backward, flash_attention_forward
 
 if TYPE_CHECKING:
@@ -41,6 +43,21 @@ MATRIX_ACTIVATIONS = (
 MATRIX_GRADIENTS = (
     ("dqkvr",       ("QKV", "B", "T")),
     ("datt",        ("B", "NH", "T", "T")),
+)  # fmt: skip
+
+# These stand in front of a model's ACTIVATIONS where it writes text (Model.acts). `context` is the T of the model, so
+# that they stay where they are whatever the T of a batch; S is the number of splits of a single query's keys, or 0.
+CACHE = (
+    ("keys",        ("layers", "B", "NKV", "context", "HS")),
+    ("values",      ("layers", "B", "NKV", "context", "HS")),
+)  # fmt: skip
+
+# And these behind them.
+CACHED_ACTIVATIONS = (
+    ("qkv",         ("B", "T", "QKV")),
+    ("parts",       ("B", "T", "NH", "S", "HS"), "fp32"),  # sums over the keys of a split
+    ("stats",       ("B", "T", "NH", "2S"), "fp32"),       # and their largest scores and sums of exponentials
+    ("last",        ("B", "C")),                           # the row of each sequence whose logits are wanted
 )  # fmt: skip
 
 
@@ -74,10 +91,17 @@ def attention_input(model: Model, l: int, B: int, T: int):
 
 
 def causal_attention_forward(model: Model, l: int, B: int, T: int) -> None:
-    """Sets layer l's atty (B,T,Q) to the attention of its attention_input, and what backward needs beside it."""
+    """Sets layer l's atty (B,T,Q) to the attention of its attention_input, and what backward needs beside it. From a
+    position on, queries also see the keys and values of the layer's cache, to which the new ones are added."""
     acts, NH, NKV, HS = model.acts(B, T), model.config.num_heads, model.config.kv_heads, model.config.head_size
     a, qkv = acts.layer[l], attention_input(model, l, B, T)
-    if model.attention == "flash":
+    if model.positions is not None:
+        splits = acts.parts.shape[3] or 1
+        cached_attention_forward(
+            a.atty, acts.parts, acts.stats, acts.keys[l], acts.values[l], qkv, model.positions, B, T, model.T, NH, NKV,
+            HS, model.attention == "relu", splits,
+        )  # fmt: skip
+    elif model.attention == "flash":
         flash_attention_forward(a.atty, a.lse, qkv, B, T, NH, NKV, HS)
     else:
         attention_forward(a.atty, a.qkvr, a.att, acts.atty_r, qkv, B, T, NH, NKV, HS, model.attention == "relu")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import device
 from kernels.classifier import fused_classifier
+from kernels.encoder import encoder_forward
 from kernels.matmul import matmul_backward_inp, matmul_forward
 from llmc.tensors import padded
 
@@ -23,9 +24,15 @@ CHUNK = 1024  # logit_rows where the logits of a whole batch do not fit
 
 def classifier_forward(model: Model, inp, weight, B: int, T: int) -> None:
     """The logits of inp (B,T,C) by weight (Vp,C): acts(B, T).logits (B*T,Vp) = inp @ weight^T. By chunks, they are made
-    later, and inp must stay as it is."""
+    later, and inp must stay as it is. Of texts that are being written: logits (B,Vp), of each sequence's row of
+    model.last alone."""
     model.classified = inp.reshape(B * T, -1), weight
-    if not model.logit_rows:
+    if model.positions is not None:
+        acts, (Vp, C) = model.acts(B, T), weight.shape
+        if T > 1:
+            encoder_forward(acts.last, model.last, inp, None, B, 1, C)  # takes rows, as of an embedding
+        matmul_forward(acts.logits, acts.last if T > 1 else inp, weight, None, B, 1, C, Vp)
+    elif not model.logit_rows:
         logits_of(model, 0, B * T, B, T)
 
 
@@ -53,15 +60,6 @@ def backward_by_chunks(model: Model, dinp, dweight, B: int, T: int, accumulate: 
         N, dlogits = end - start, model.acts(B, T).logits[: end - start]
         device.gemm(dweight, dlogits, inp[start:end], Vp, C, N, trans_a=True, beta=float(accumulate or start > 0))
         matmul_backward_inp(dinp[start:end], dlogits, weight, None, 1, N, C, Vp)
-
-
-def logits_after(model: Model, t: int):
-    """The logits (V,) that follow the last of t positions of a single sequence, when forward has been there."""
-    row = t - 1
-    if model.logit_rows:
-        logits_of(model, row, t, 1, t)
-        row = 0
-    return model.acts(1, t).logits[row, : model.config.vocab_size]
 
 
 def chunks(model: Model, rows: int) -> Iterator[tuple[int, int]]:

@@ -445,7 +445,7 @@ def embedding_forward(model: Model, out, wte, wpe, B: int, T: int, C: int, dropo
     """encoder_forward for model.inputs, whose rows of wte may still be on other ranks."""
     if model.rows:
         model.rows.gather(wte, C)
-    encoder_forward(out, model.inputs, wte, wpe, B, T, C, dropout)
+    encoder_forward(out, model.inputs, wte, wpe, B, T, C, dropout, model.positions)
 
 
 def embedding_backward(model: Model, dwte, dwpe, dout, B: int, T: int, C: int) -> None:

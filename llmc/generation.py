@@ -2,44 +2,118 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import device
-from llmc.classifier import logits_after
+from kernels.sampling import sample
 from llmc.model import Model
-from llmc.sampler import Sampler, sample_softmax
+from llmc.sampler import Sampler
+from llmc.tensors import padded
 from llmc.tokenizer import StreamDecoder, Tokenizer
 
 import numpy as np
 
-
-def next_logits(model: Model, context: np.ndarray) -> np.ndarray:
-    """The logits (V,) of the token that follows context, int32 (t,), t <= model.T."""
-    t = len(context)
-    device.copy_in(model.inputs, context)
-    model.forward(1, t)
-    return device.to_floats(logits_after(model, t))
+AHEAD = 1  # steps that a GPU is given before the host has seen the tokens of the step before
 
 
-def continuation(model: Model, tokens: list[int], count: int, draw: Callable[[np.ndarray], int]) -> Iterator[int]:
-    """The `count` tokens that follow `tokens`, each drawn from the logits (V,) as soon as it is asked for. Of all that
-    stands before it, the model sees the last model.T."""
-    tokens = list(tokens)
-    for _ in range(count):
-        tokens.append(draw(next_logits(model, np.array(tokens[-model.T :], np.int32))))
-        yield tokens[-1]
+class Writer:
+    """Goes on with B texts at once, a token of each in a step. Where the model trains, B is 1 (Model.writing).
+
+    A step is recorded once, whatever the position: forward on one row of each text, and the draw, which leaves the
+    token where the next step reads it. The host only looks on. temperature, top_k and top_p are those of
+    kernels/sampling.py.
+    """
+
+    def __init__(self, model: Model, B: int = 1, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
+        self.model, self.B, self.drawing = model, B, (temperature, top_k, top_p)
+        self.states = device.zeros((B,), np.uint64)
+        self.buffers = [device.pinned((B,), np.int32) for _ in range(AHEAD + 1)]  # of the tokens of as many steps
+        self.next_token = device.record(self.forward_and_draw)
+
+    def forward_and_draw(self) -> None:
+        self.model.forward(self.B, 1)
+        self.draw(1)
+
+    def draw(self, T: int) -> None:
+        """Draws the tokens that follow the logits of forward(B, T)."""
+        model, V = self.model, self.model.config.vocab_size
+        logits = model.acts(self.B, T).logits
+        sample(model.inputs, model.starts, self.states, logits, self.B, V, padded(V), model.T, *self.drawing)
+
+    def read(self, texts: list[list[int]]) -> None:
+        """Runs forward on whole texts, of at most T tokens each, and draws what follows. Rows behind a shorter text are
+        computed, too, and its next tokens take their places in the cache."""
+        B, T, model = self.B, max(map(len, texts)), self.model
+        lengths, inputs = np.array([len(text) for text in texts], np.int32), np.zeros((B, T), np.int32)
+        for row, text in zip(inputs, texts, strict=True):
+            row[: len(text)] = text
+        for array, values in (
+            (model.inputs, inputs), (model.starts, np.zeros(B, np.int32)),
+            (model.last, np.arange(B, dtype=np.int32) * T + lengths - 1),
+        ):  # fmt: skip
+            device.copy_in(array, values)
+        model.forward(B, T)
+        device.copy_in(model.starts, lengths - 1)
+        self.draw(T)
+        device.synchronize()  # the arrays on the host may go
+
+    def tokens(
+        self, texts: list[list[int]], samplers: list[Sampler], count: int, finished: list[bool] | None = None
+    ) -> Iterator[list[int]]:
+        """The `count` tokens that follow each of B texts, at least one token long: lists of one for each text. samplers
+        go on with each list. The caller may set finished[b] where what follows in a text no longer matters; when all
+        are set, nothing more comes.
+
+        A text has room for model.T tokens. Where it is longer, its last T // 2 are kept and computed anew.
+        """
+        model, buffers = self.model, self.buffers
+        finished = [False] * self.B if finished is None else finished
+        seen = [list(text) for text in texts]  # by the model
+        coming: deque = deque()  # the events after which a step's tokens are in its buffer
+        lengths: list[int] = []  # of what the next step finds in the cache
+        given = 0
+        device.copy_in(self.states, np.array([sampler.state for sampler in samplers], np.uint64))
+        device.synchronize()
+        for step in range(count):
+            while given < min(count, step + 1 + AHEAD * device.has_streams):
+                full = any(n == model.T and not done for n, done in zip(lengths, finished, strict=False))
+                if (full or not lengths) and coming:
+                    break  # all tokens must be known
+                with model.writing():
+                    if full or not lengths:
+                        seen = [text[:1] if done else text if len(text) <= model.T else text[-max(1, model.T // 2) :]
+                                for text, done in zip(seen, finished, strict=True)]  # fmt: skip
+                        lengths = [len(text) for text in seen]
+                        self.read(seen)
+                    else:
+                        self.next_token()
+                        lengths = [min(n + 1, model.T) for n in lengths]
+                device.copy_out(buffers[given % len(buffers)], model.inputs)
+                coming.append(device.event())
+                given += 1
+            coming.popleft().wait()
+            drawn = buffers[step % len(buffers)].tolist()
+            for text, token, sampler in zip(seen, drawn, samplers, strict=True):
+                text.append(token)
+                sampler.random_u32()
+            yield drawn
+            if all(finished):
+                return
 
 
 def print_sample(
-    model: Model, tokenizer: Tokenizer | None, sampler: Sampler, count: int, stopped: Callable[[], bool] = lambda: False
-) -> str:
+    writer: Writer, tokenizer: Tokenizer | None, sampler: Sampler, count: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> str:  # fmt: skip
     """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers where there is no
     tokenizer. Fewer where `stopped`. Returns the text."""
-    first = min(tokenizer.bos if tokenizer else model.config.DEFAULTS["vocab_size"] - 1, model.config.vocab_size - 1)
+    config = writer.model.config
+    first = min(tokenizer.bos if tokenizer else config.DEFAULTS["vocab_size"] - 1, config.vocab_size - 1)
     decoder = StreamDecoder(tokenizer) if tokenizer else None
     text = ""
     print("generating:\n---")
-    for token in continuation(model, [first], count, lambda logits: sample_softmax(logits, sampler.random_f32())):
+    for (token,) in writer.tokens([[first]], [sampler], count):
         piece = decoder.push(token) if decoder else f"{token} "
         text += piece
         print(piece, end="", flush=True)

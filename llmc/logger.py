@@ -4,6 +4,7 @@
     s:20 bpb:1.1288     the same in bits per byte of text, where there is a tokenizer
     s:20 trl:3.6107     training loss of step 20
     s:20 eval:0.2955    accuracy on an evaluation set before step 20
+    s:20 sam:0.8412     seconds that the sample before step 20 took
 """
 
 import errno
@@ -29,6 +30,7 @@ FIGURES = {  # what may be told of a step: its name in the log, if it goes there
     "bits_per_byte": ("bpb", "loss/bits_per_byte"),
     "train_loss": ("trl", "loss/train"),
     "accuracy": ("eval", "accuracy/hellaswag"),
+    "sample_seconds": ("sam", "speed/sample_seconds"),
     "norm": (None, "optimization/norm"),
     "learning_rate": (None, "optimization/learning_rate"),
     "tokens_per_second": (None, "speed/tokens_per_second"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
 import device
 from device.errors import UserError
+from kernels.cached_attention import number_of_splits
 from kernels.dropout import Dropout
+from llmc.attention import CACHE, CACHED_ACTIVATIONS
 from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import conversion, read_model
 from llmc.classifier import classifier_loss
@@ -38,8 +41,8 @@ class Model:
     rounded to nearest: learning rates are so small that bf16 parameters would mostly stay as they are. In fp32 the two
     are the same buffer.
 
-    The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. A model for inference alone
-    has neither gradients nor moments. skip_nonfinite says whether training goes on after a step that is not finite.
+    The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. skip_nonfinite says whether
+    training goes on after a step that is not finite.
     norm (4,) holds: the norm of the gradients; the factor that clips them; how many steps were not finite; and whether
     AdamW left out a parameter of this rank (kernels/adamw.py), which the next step tells all ranks.
 
@@ -48,6 +51,12 @@ class Model:
 
     By chunks, logits exist of logit_rows positions at a time; of all where it is 0. What forward and the loss leave for
     that (llmc/classifier.py): classified, the classifier's input and weight, and dloss, the gradient of a loss.
+
+    Text is written a token at a time. forward then runs on the new tokens alone, from a position on: row t of sequence
+    b is at positions[b] + t. positions, int32 (B,) on the device, is None in training. Keys and values of all positions
+    are kept, all other activations are one layer's at a time, and logits are of one row of each sequence: `last` (B,)
+    says which of the B T. A model for inference alone has room for that, and neither gradients nor moments. A model
+    that trains can write one text in the place of its activations (`writing`).
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs and targets (B T,), the tokens and
     what follows each; order and count (B T,), which llmc/dataloader.py's sort_by_token makes for the embedding's
@@ -103,6 +112,9 @@ class Model:
         if sum(bytes_of(B).values()) > free:
             fitting = bisect_right(range(1, B), free, key=lambda b: sum(bytes_of(b).values()))
             remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
+            if inference:
+                most = f"at most {fitting} texts fit at once, so lower --samples or give fewer prompts"
+                remedy = most if fitting else "not even one text fits, so lower -t"
             raise UserError(
                 f"the model at B={B}, T={T} needs {sum(self.megabytes.values())} MiB of memory, and {free >> 20} MiB "
                 f"are free on {device.name}: {remedy}, or choose a smaller model (-e)"
@@ -127,6 +139,8 @@ class Model:
         self.random = self.batch[4 * B * T :]
         self.dropout, self.dropout_seed = 0.0, 0
         self.views_of = {}
+        self.starts, self.last = device.zeros((B,), np.int32), device.zeros((B,), np.int32)
+        self.positions = self.starts if inference else None
         if inference:
             return
         self.grads_memory, self.m_memory, self.v_memory = (
@@ -158,12 +172,12 @@ class Model:
     ) -> dict[str, int]:  # fmt: skip
         """The buffers that a model allocates, by the name of what they hold, in bytes."""
         sizes, n, X = batch_sizes(config, B, T, logit_rows), num_parameters(config), device.floatX
+        if inference:
+            return {"parameters": X.itemsize * n, "activations": cls.writing_bytes(config, B, T)}
         activations, gradients = (
             layout(table, sizes, ALIGNMENT, config.absent, X)[1] for table in cls.tables(attention)
         )
-        found = {"parameters": X.itemsize * n, "activations": activations}
-        if inference:
-            return found
+        found = {"parameters": X.itemsize * n, "activations": max(activations, cls.writing_bytes(config, 1, T))}
         moments = 4 * (shard[1] - shard[0] if shard else n)
         master = {"master copy": moments} if X == device.BF16 else {}
         return found | master | {
@@ -178,16 +192,46 @@ class Model:
         own = frozenset(name for name, *_ in cls.ACTIVATIONS)
         return cls.ACTIVATIONS + without(activations, own), cls.ACTIVATION_GRADIENTS + gradients
 
+    @classmethod
+    def writing_table(cls) -> Table:
+        """The table of activations where text is written. One layer's serve all."""
+        own = frozenset(name for name, *_ in cls.ACTIVATIONS)
+        return CACHE + cls.ACTIVATIONS + without(CACHED_ACTIVATIONS, own)
+
+    @classmethod
+    def writing_bytes(cls, config: Config, B: int, T: int) -> int:
+        """The bytes of activations to write B texts of up to T tokens: of the forward pass that reads all of a prompt,
+        or that of a single token."""
+        table, X = cls.writing_table(), device.floatX
+        sizes = [writing_sizes(config, B, rows, T) for rows in (T, 1)]
+        return max(layout(table, each, ALIGNMENT, config.absent, X)[1] for each in sizes)
+
     def acts(self, B: int, T: int) -> SimpleNamespace:
         """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""
-        if (B, T) not in self.views_of:
-            for other in self.views_of.keys() - {(self.B, self.T)}:
-                del self.views_of[other]  # a text that is being written asks for each length once
-            sizes = batch_sizes(self.config, B, T, self.logit_rows)
-            self.views_of[B, T] = name_tensors(
-                self.acts_memory, self.acts_table, sizes, absent=self.config.absent, floatX=self.floatX
-            )
-        return self.views_of[B, T]
+        writes = self.positions is not None
+        if (B, T, writes) not in self.views_of:
+            for other in self.views_of.keys() - {(self.B, self.T, False), (B, 1, True)}:
+                del self.views_of[other]  # each prompt has another length
+            table = self.writing_table() if writes else self.acts_table
+            sizes = (
+                writing_sizes(self.config, B, T, self.T) if writes else
+                batch_sizes(self.config, B, T, self.logit_rows)
+            )  # fmt: skip
+            named = name_tensors(self.acts_memory, table, sizes, absent=self.config.absent, floatX=self.floatX)
+            if writes:
+                named.layer *= self.config.num_layers
+            self.views_of[B, T, writes] = named
+        return self.views_of[B, T, writes]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within the block, forward begins at positions, for text that is written in the place of a training step's
+        activations."""
+        before, self.positions = self.positions, self.starts
+        try:
+            yield
+        finally:
+            self.positions = before
 
     def zero_grad(self) -> None:
         """Zeroes the gradients to which backward adds. Those of PRODUCTS it sets, unless told to accumulate."""
@@ -289,6 +333,14 @@ class Model:
 def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
     """What the symbols in the tables stand for, in a batch. R: the rows of the logits."""
     return config.sizes() | {"B": B, "T": T, "R": min(B * T, logit_rows or B * T)}
+
+
+def writing_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
+    """The same where the next T tokens of each of B texts are read, which have room for `context` tokens."""
+    splits = number_of_splits(B, config.num_heads, config.kv_heads, context) if T == 1 else 1
+    return batch_sizes(config, B, T, B) | {
+        "L": 1, "R": B, "layers": config.num_layers, "context": context, "S": splits if splits > 1 else 0,
+    }  # fmt: skip
 
 
 def dropouts(model: Model, training: bool) -> SimpleNamespace:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ from llmc.checkpoint import (
 from llmc.dataloader import DataLoader
 from llmc.evaluation import EvalLoader
 from llmc.exchange import Exchange, exchanging_model
-from llmc.generation import print_sample
+from llmc.generation import Writer, print_sample
 from llmc.model import Model
 from llmc.report import StopRequest
 from llmc.sampler import Sampler
@@ -83,7 +84,7 @@ class Run:
         self.batches = Batches(self.model, train_loader, self.settings.batches)
         self.stop = StopRequest(several=ranks.size() > 1)
         self.validation = Validation(self.model, self.settings, val_loader, questions, text.tokenizer)
-        self.samples = Samples(text.tokenizer, Sampler(self.settings.seed))
+        self.samples = Samples(text.tokenizer, Sampler(self.settings.seed), Writer(self.model))
         if state:
             self.samples.sampler.state = state["sampler"]
         recorded = self.settings.recorded() | {"tokenizer": str(text.path) if text.path else None}
@@ -134,8 +135,9 @@ class Run:
             return
         self.finish_steps(self.position())
         if ranks.rank() == 0:
-            count, stopped = self.settings.flags.sample_tokens, self.stop.requested
-            text = print_sample(self.model, self.samples.tokenizer, self.samples.sampler, count, stopped)
+            count, stopped, started = self.settings.flags.sample_tokens, self.stop.requested, time.perf_counter()
+            text = print_sample(self.samples.writer, self.samples.tokenizer, self.samples.sampler, count, stopped)
+            self.watch.logs.log(step, sample_seconds=time.perf_counter() - started if count else None)
             self.watch.logs.log_sample(step, text)
 
     def told_to_stop(self) -> bool:
@@ -208,6 +210,7 @@ class Samples:
 
     tokenizer: Tokenizer | None
     sampler: Sampler
+    writer: Writer
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""Drawing the next token: the xorshift64* generator, and sampling from logits.
+"""The xorshift64* generator. kernels/sampling.cu has the same on the device, and draws tokens by it.
 
 xorshift64* is Vigna, "An experimental exploration of Marsaglia's xorshift generators, scrambled" (2016); the shifts and
 the multiplier are llm.c's, so equal seeds give equal coins.
 """
 
-import numpy as np
-
 MASK64 = 2**64 - 1
 MULTIPLIER = 0x2545F4914F6CDD1D
+APART = 0x9E3779B97F4A7C15  # between the seeds of samples: 2**64 divided by the golden ratio
 
 
 class Sampler:
@@ -28,25 +27,6 @@ class Sampler:
         return (self.random_u32() >> 8) / 2**24
 
 
-def sample_softmax(logits: np.ndarray, coin: float) -> int:
-    """Draws an index with probability softmax(logits), logits fp32 (V,): the first whose cumulative sum is above the
-    coin.
-
-    The coin, in [0, 1), is scaled by the sum instead of dividing every term by it.
-    """
-    cumulative = np.cumsum(np.exp(logits.astype(np.float64) - logits.max()))
-    return min(int(np.searchsorted(cumulative, coin * cumulative[-1], side="right")), logits.size - 1)
-
-
-def sample(logits: np.ndarray, coin: float, temperature: float = 1.0, top_k: int | None = None) -> int:
-    """Draws an index from softmax(logits / temperature), logits fp32 (V,), among the top_k largest where that is given.
-
-    Temperature 0, or what is 0 in fp32, takes the largest logit. Logits that tie with the k-th largest all stay in.
-    """
-    if np.float32(temperature) == 0:
-        return int(logits.argmax())
-    if top_k is not None and top_k < logits.size:
-        threshold = np.partition(logits, -top_k)[-top_k]
-        logits = np.where(logits >= threshold, logits, -np.inf)
-    with np.errstate(over="ignore"):  # by a small temperature; -inf is right
-        return sample_softmax((logits - logits.max()) / temperature, coin)
+def samplers_of(seed: int, count: int) -> list[Sampler]:
+    """A generator for each of so many samples of a prompt. The first is that of the seed alone."""
+    return [Sampler(seed + i * APART) for i in range(count)]

@@ -182,7 +182,7 @@ class Config:
         C, NH, HS, V = self.channels, self.num_heads, self.head_size, self.vocab_size
         return {
             "V": V, "Vp": padded(V), "maxT": self.max_seq_len, "L": self.num_layers, "NH": NH, "HS": HS, "C": C,
-            "Q": NH * HS, "QKV": (NH + 2 * self.kv_heads) * HS,
+            "NKV": self.kv_heads, "Q": NH * HS, "QKV": (NH + 2 * self.kv_heads) * HS,
         }  # fmt: skip
 
     def rows(self) -> list[tuple[str, object]]:

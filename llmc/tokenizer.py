@@ -312,14 +312,15 @@ class StreamDecoder:
 
     def push(self, token: int) -> str:
         """The text that this token completes, possibly none."""
-        return _printable(self._utf8.decode(self._tokenizer.decode(token)))
+        return printable(self._utf8.decode(self._tokenizer.decode(token)))
 
     def flush(self) -> str:
         """What is left of a character that was never completed."""
-        return _printable(self._utf8.decode(b"", final=True))
+        return printable(self._utf8.decode(b"", final=True))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text without the control characters that a terminal would obey."""
     return "".join(c for c in text if c in "\t\n\v\f\r" or unicodedata.category(c) != "Cc")
 
 

@@ -28,7 +28,9 @@ HARD = {
     "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
     "flash_attention_forward": "T=161", "flash_attention_backward": "T=161", "global_norm": "n=10001",
     "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
-    "norm_transposed": "T=67,C=67",
+    "norm_transposed": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
+    "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "V=5003,Vp=5120,top_k=7",
+    "sample:top_p": "V=5003,Vp=5120",
 }  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
@@ -37,7 +39,8 @@ MUTANTS = [
     ("common.cuh", 4, "swiglu_backward"), ("encoder.cu", 1, "encoder_backward"), ("gelu.cu", 1, "gelu_backward"),
     ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
     ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"),
-    ("rmsnorm.cu", 1, "rmsnorm_backward"),
+    ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 3, "cached_attention_forward"),
+    ("sampling.cu", 0, "sample:top_p"),
 ]  # fmt: skip
 
 # Kernels of tests/cu: their file, name, block and grid; the first argument is written to.

@@ -512,3 +512,36 @@ def flat_parameters_of(model: PreTrainedModel, config: Config, gradients: bool =
         values = theirs[name].grad if gradients else theirs[name].detach()
         view[...] = values.numpy().reshape(view.shape)
     return flat
+
+
+def sample_softmax(logits: np.ndarray, coin: float) -> int:
+    """Draws an index with probability softmax(logits), logits fp32 (V,): the first whose cumulative sum is above the
+    coin.
+
+    The coin, in [0, 1), is scaled by the sum instead of dividing every term by it.
+    """
+    cumulative = np.cumsum(np.exp(logits.astype(np.float64) - logits.max()))
+    return min(int(np.searchsorted(cumulative, coin * cumulative[-1], side="right")), logits.size - 1)
+
+
+def sample(
+    logits: np.ndarray, coin: float, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> int:
+    """Draws an index from softmax(logits / temperature), logits fp32 (V,), among the top_k largest where that is given,
+    and of these the likeliest that together have a share top_p.
+
+    Temperature 0, or what is 0 in fp32, takes the largest logit. Logits that tie with the last that is in stay in.
+    """
+    if np.float32(temperature) == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < logits.size:
+        threshold = np.partition(logits, -top_k)[-top_k]
+        logits = np.where(logits >= threshold, logits, -np.inf)
+    with np.errstate(over="ignore"):  # by a small temperature; -inf is right
+        scaled = (logits - logits.max()) / np.float32(temperature)
+    if top_p < 1:
+        ordered = np.sort(scaled)[::-1]
+        cumulative = np.cumsum(np.exp(ordered.astype(np.float64)))
+        last = np.searchsorted(cumulative, np.float32(top_p) * cumulative[-1])
+        scaled = np.where(scaled >= ordered[last], scaled, -np.inf)
+    return sample_softmax(scaled, coin)

@@ -14,7 +14,7 @@ import device
 from llmc.batches import Batches
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.exchange import Exchange
-from llmc.generation import print_sample
+from llmc.generation import Writer, print_sample
 from llmc.model import build_from_random
 from llmc.sampler import Sampler
 from llmc.step import train_step
@@ -49,7 +49,7 @@ def digest_of_run(config: Config, attention: str) -> dict[str, str]:
             losses[step] = batches.mean_loss(step)
     assert losses[-1] < losses[0]
     with contextlib.redirect_stdout(io.StringIO()) as samples:
-        print_sample(model, None, Sampler(7), 12)
+        print_sample(Writer(model), None, Sampler(7), 12)
     results = {
         "losses": losses.tobytes(),
         "gradients": device.to_host(model.grads_memory).tobytes(),

@@ -73,7 +73,7 @@ def test_answers_are_those_of_transformers(dev, tmp_path, rng):
     with torch.no_grad():
         theirs.transformer.wte.weight *= 30  # untrained, it would find all tokens about as likely
     write_model(tmp_path / "model.bin", config, flat_parameters_of(theirs, config).astype(np.float32))
-    model = build_from_file(GPT2, tmp_path / "model.bin", B, T, "softmax", inference=True)
+    model = build_from_file(GPT2, tmp_path / "model.bin", B, T, "softmax")
     examples = random_examples(rng, 23)
     chosen = answers(theirs, examples)
     assert chosen != answers(theirs, examples, normalised=False), "these examples do not tell mean from sum"

@@ -151,7 +151,7 @@ def change(path: Path, **settings) -> None:
 
 def our_logits(dev, path: Path, config: Config, tokens: np.ndarray) -> np.ndarray:
     B, T = tokens.shape
-    model = build_from_file(kind_of(path), path, B, T, "softmax", inference=True)
+    model = build_from_file(kind_of(path), path, B, T, "softmax")
     dev.copy_in(model.inputs, tokens)
     model.forward(B, T)
     return dev.to_host(model.acts(B, T).logits).reshape(B, T, -1)[..., : config.vocab_size]

@@ -78,7 +78,7 @@ def test_a_model_of_llm_c_computes_what_the_definition_says(NH, NKV, scaled, dev
     maxT, V, B = 24, 37, 2
     data, _ = llm_c_file(maxT=maxT, NH=NH, NKV=NKV, scaled=scaled)
     (tmp_path / "model.bin").write_bytes(data)
-    model = build_from_file(Llama3, tmp_path / "model.bin", B, maxT, "softmax", inference=True)
+    model = build_from_file(Llama3, tmp_path / "model.bin", B, maxT, "softmax")
     tokens = rng.integers(0, V, (B, maxT), dtype=np.int32)
     dev.copy_in(model.inputs, tokens)
     model.forward(B, maxT)

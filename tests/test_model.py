@@ -19,7 +19,7 @@ from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import sort_by_token
 from llmc.exchange import Exchange
-from llmc.generation import next_logits, print_sample
+from llmc.generation import Writer, print_sample
 from llmc.model import Model, batch_sizes, build_from_file, build_from_random
 from llmc.sampler import Sampler
 from llmc.step import train_step
@@ -307,25 +307,13 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(prod
         assert np.array_equal(grads, fresh_grads), (b, t)
 
 
-@some_models
-def test_generation_takes_the_logits_of_the_next_token(product_dev, config, attention):
-    flat, (B, T) = flat_parameters(config), batch_shape(config)
-    model = build(product_dev, config, B, T, attention, flat)
-    context = make_batches(config, 1, 1, T)[0][0][0]
-    for t in (1, 6, T):
-        seen = context[None, :t]
-        want, _ = oracle.forward(config, oracle.table_of(config, flat), seen, seen, definition(attention))
-        logits = next_logits(model, context[:t])
-        assert_close("next logits", logits, want[0, -1], tolerance(product_dev, attention))
-
-
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=name_of)
 def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(dev, capsys, config):
     model = build(dev, config, 2, 11, "softmax", flat_parameters(config))
     tokenizer = Tokenizer([bytes([32 + i]) for i in range(94)] + [b"the"] * 7, eot=100)
     texts = []
     for tokens in (tokenizer, tokenizer, None):
-        print_sample(model, tokens, Sampler(1337), 30)
+        print_sample(Writer(model), tokens, Sampler(1337), 30)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("generating:\n---\n") and texts[0].endswith("\n---\n")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import device
 from device import cpp
+from kernels.cached_attention import cached_attention_forward
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
@@ -18,6 +19,7 @@ from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
+from kernels.sampling import sample
 from llmc.batches import Batches
 from llmc.dataloader import sort_by_token
 from llmc.exchange import Exchange
@@ -150,12 +152,26 @@ def exchange():
     add_sparse(dwte, values, indices, 32, 33)
 
 
+def text():
+    """A query of each of two texts, whose keys two blocks share, of two tiles each, and tokens drawn."""
+    rng, starts = np.random.default_rng(5), np.array([190, 70], np.int32)
+    for NH, NKV, HS in (2, 2, 20), (10, 2, 64):
+        keys, values = (normal(rng, 2, NKV, 256, HS) for _ in range(2))
+        out, parts, stats = (np.zeros((2, NH, *shape), np.float32) for shape in ((HS,), (2, HS), (2, 2)))
+        qkv = normal(rng, 2, 1, NH + 2 * NKV, HS)
+        cached_attention_forward(out, parts, stats, keys, values, qkv, starts, 2, 1, 256, NH, NKV, HS, splits=2)
+    tokens, states = np.zeros(2, np.int32), np.array([5, 6], np.uint64)
+    logits = normal(rng, 2, 1152)
+    for how in {}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.5}:
+        sample(tokens, starts, states, logits, 2, 1101, 1152, 256, **how)
+
+
 WORKS = {name: training_step(*step) for name, step in STEPS.items()} | {
     "parallel residual": parallel_residual(9, 33, 0.0),
     "parallel residual, several rows and passes": parallel_residual(200, 2100, 0.0),
     "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
     "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
-    "exchange": exchange,
+    "exchange": exchange, "text": text,
 }
 
 launched: set[str] = set()

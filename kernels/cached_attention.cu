@@ -1,0 +1,229 @@
+// Attention from a position on: queries of new positions, against the keys and values of all positions up to their own.
+// Those of earlier positions lie in a cache, keys and values each (B, NKV, context, HS); those of the T new positions of
+// each sequence lie in qkv (B, T, NH+2NKV, HS), beside the queries. Sequence b's new positions begin at positions[b]:
+//   out[t] = sum over s <= p of att[s] v[s],  p = positions[b] + t,
+//   att = softmax over s <= p of q[t] . k[s] / sqrt(HS), or max(0, q[t] . k[s] / sqrt(HS)) / (p + 1), the ReLU
+// The kernel also writes the new keys and values to the cache, for the tokens after them.
+// Memory-bound where a single query meets many keys: each key and value is read once, for a few products. There are too
+// few queries then to keep a GPU busy, so that the keys are split among blocks, too (flash-decoding, Dao et al. 2023). A
+// block leaves the sum over its keys, unnormalised, with the largest score and the sum of exponentials; a second kernel
+// adds these up in the order of the splits. Splits are of the context, not of what has been written: the position lies
+// on the device, and a recorded step launches the same blocks whatever it is. Blocks behind it return at once.
+//
+// NH / NKV query heads share a head of keys and values; a block takes up to HEADS of them, and reads for all at once.
+#include "common.cuh"
+
+constexpr int TILE_KEYS = 64;   // keys whose scores wait in shared memory
+constexpr int AT_ONCE = 4;      // keys of a lane that are loaded before the first is used
+constexpr int LANES = WARP_SIZE > 1 ? 8 : 1;  // that share a key: in fp32 a head of 64 channels is two vectors of each
+constexpr int MOST_WARPS = 4;
+
+// Keys of a split, in whole tiles. kernels/cached_attention.py computes the same.
+__device__ inline int keys_of_split(int context, int splits) {
+    return ceil_div(ceil_div(context, splits), TILE_KEYS) * TILE_KEYS;
+}
+
+// The sum over the lanes of a key.
+__device__ inline float key_sum(float x) {
+    if (LANES == 1) return x;
+    for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+// Where keys and values of a sequence and a head are: those before `first` in the cache, the others in qkv.
+struct Rows {
+    const floatX *cached, *fresh;
+    int first, HS, stride;  // stride: from one position to the next in qkv
+
+    __device__ const floatX* at(int s) const {
+        return s < first ? cached + (size_t)s * HS : fresh + (size_t)(s - first) * stride;
+    }
+};
+
+// Block (n, h, z): row n of B*T, query heads of group h: HEADS of them or what is left of the NH / NKV that share keys,
+// and the z-th split of the keys. Block: one-dimensional, at most MOST_WARPS warps. Shared memory: HEADS rows of HS
+// floats, rounded up to a multiple of WIDTH, for the queries, and as many for each of `slots`. A slot has its own sums
+// over every slots-th key of a tile; a thread adds up a vector of channels for a slot.
+template <int HEADS>
+__device__ inline void attend(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
+                              const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
+                              int splits, int slots) {
+    __shared__ float scores[TILE_KEYS][HEADS];  // and then what each key counts
+    __shared__ float largest[HEADS], sums[HEADS], factors[HEADS];
+    DYNAMIC_SHARED(float, memory_of_heads);
+    const int G = NH / NKV, groups = ceil_div(G, HEADS), kv = blockIdx.y / groups, g0 = blockIdx.y % groups * HEADS;
+    const int heads = min(HEADS, G - g0), h0 = kv * G + g0;
+    const int n = blockIdx.x, b = n / T, first = positions[b], length = first + n % T + 1;
+    const int span = keys_of_split(context, splits), start = blockIdx.z * span, end = min(start + span, length);
+    if (start >= end) return;
+
+    const int vectors = ceil_div(HS, WIDTH), width = vectors * WIDTH, stride = (NH + 2 * NKV) * HS;
+    float* q = memory_of_heads;
+    float* acc = q + HEADS * width;  // (slots, HEADS, width)
+    const size_t cache = ((size_t)b * NKV + kv) * context * HS;
+    const floatX* fresh = qkv + (size_t)b * T * stride + (size_t)(NH + kv) * HS;
+    const Rows k_rows = {keys + cache, fresh, first, HS, stride};
+    const Rows v_rows = {values + cache, fresh + (size_t)NKV * HS, first, HS, stride};
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+
+    by_alignment(HS % WIDTH == 0, [&](auto memory) {
+        for (int j = threadIdx.x; j < HEADS * vectors; j += blockDim.x) {
+            const int g = j / vectors, i = WIDTH * (j % vectors);
+            const floatX* row = qkv + (size_t)n * stride + (size_t)(h0 + g) * HS;
+            Aligned::store(q + g * width + i, g < heads ? memory.load(row + i, HS - i) : Vec(), WIDTH);
+        }
+        for (int j = threadIdx.x; j < slots * HEADS * vectors; j += blockDim.x) {
+            Aligned::store(acc + j * WIDTH, Vec(), WIDTH);
+        }
+        if (blockIdx.z == 0 && g0 == 0) {
+            for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * blockDim.x) {
+                const size_t to = cache + (size_t)(length - 1) * HS + i;
+                memory.store(keys + to, memory.load(k_rows.at(length - 1) + i, HS - i), HS - i);
+                memory.store(values + to, memory.load(v_rows.at(length - 1) + i, HS - i), HS - i);
+            }
+        }
+        for (int g = threadIdx.x; g < HEADS; g += blockDim.x) largest[g] = -INFINITY, sums[g] = 0.0f;
+        __syncthreads();
+
+        for (int tile = start; tile < end; tile += TILE_KEYS) {
+            const int count = min(TILE_KEYS, end - tile);
+            // Scores: LANES lanes a key, AT_ONCE keys at once. A key behind the last is the last once more.
+            const int group = threadIdx.x / LANES, together = blockDim.x / LANES;
+            for (int j0 = 0; j0 < count; j0 += AT_ONCE * together) {
+                const floatX* k[AT_ONCE];
+                float score[AT_ONCE][HEADS] = {};
+#pragma unroll
+                for (int a = 0; a < AT_ONCE; a++) {
+                    k[a] = k_rows.at(tile + min(j0 + group + a * together, count - 1));
+                }
+                for (int i = WIDTH * (lane % LANES); i < HS; i += WIDTH * LANES) {
+                    Vec x[AT_ONCE];
+#pragma unroll
+                    for (int a = 0; a < AT_ONCE; a++) x[a] = memory.load(k[a] + i, HS - i);
+#pragma unroll
+                    for (int g = 0; g < HEADS; g++) {
+                        const Vec y = Aligned::load(q + g * width + i, WIDTH);
+#pragma unroll
+                        for (int a = 0; a < AT_ONCE; a++) {
+                            for (int c = 0; c < WIDTH; c++) score[a][g] += x[a].x[c] * y.x[c];
+                        }
+                    }
+                }
+#pragma unroll
+                for (int a = 0; a < AT_ONCE; a++) {
+                    const int j = j0 + group + a * together;
+#pragma unroll
+                    for (int g = 0; g < HEADS; g++) {
+                        const float total = scale * key_sum(score[a][g]);
+                        if (lane % LANES == 0 && j < count) scores[j][g] = total;
+                    }
+                }
+            }
+            __syncthreads();
+            // What each key counts, and the factor for what was added up with a lower maximum: a warp a head.
+            for (int g = warp; g < HEADS; g += warps) {
+                float highest = lane == 0 ? largest[g] : -INFINITY, sum = 0.0f;
+                for (int j = lane; j < count && !relu; j += WARP_SIZE) highest = fmaxf(highest, scores[j][g]);
+                highest = warp_max(highest);
+                for (int j = lane; j < count; j += WARP_SIZE) {
+                    const float x = scores[j][g];
+                    const float counts = !relu ? __expf(x - highest) : x <= 0.0f ? 0.0f : x / length;  // NaN stays
+                    scores[j][g] = counts;
+                    sum += counts;
+                }
+                sum = warp_sum(sum);
+                if (lane == 0) {
+                    factors[g] = relu || tile == start ? 1.0f : __expf(largest[g] - highest);
+                    sums[g] = factors[g] * sums[g] + sum;
+                    largest[g] = highest;
+                }
+            }
+            __syncthreads();
+            for (int j = threadIdx.x; j < slots * vectors; j += blockDim.x) {
+                const int slot = j / vectors, i = WIDTH * (j % vectors);
+                float* own = acc + slot * HEADS * width + i;
+                Vec total[HEADS];
+#pragma unroll
+                for (int g = 0; g < HEADS; g++) {
+                    total[g] = Aligned::load(own + g * width, WIDTH);
+                    for (int c = 0; c < WIDTH; c++) total[g].x[c] *= factors[g];
+                }
+#pragma unroll 4
+                for (int s = slot; s < count; s += slots) {
+                    const Vec v = memory.load(v_rows.at(tile + s) + i, HS - i);
+#pragma unroll
+                    for (int g = 0; g < HEADS; g++) {
+                        for (int c = 0; c < WIDTH; c++) total[g].x[c] += scores[s][g] * v.x[c];
+                    }
+                }
+#pragma unroll
+                for (int g = 0; g < HEADS; g++) Aligned::store(own + g * width, total[g], WIDTH);
+            }
+            __syncthreads();
+        }
+
+        for (int j = threadIdx.x; j < heads * vectors; j += blockDim.x) {
+            const int g = j / vectors, i = WIDTH * (j % vectors);
+            const size_t row = (size_t)n * NH + h0 + g;
+            Vec total = {};
+            for (int slot = 0; slot < slots; slot++) {
+                const Vec x = Aligned::load(acc + (slot * HEADS + g) * width + i, WIDTH);
+                for (int c = 0; c < WIDTH; c++) total.x[c] += x.x[c];
+            }
+            if (splits > 1) {
+                memory.store(parts + (row * splits + blockIdx.z) * HS + i, total, HS - i);
+                if (i == 0) {
+                    float* stat = stats + 2 * (row * splits + blockIdx.z);
+                    stat[0] = largest[g], stat[1] = sums[g];
+                }
+            } else {
+                const float norm = relu ? 1.0f : 1.0f / sums[g];
+                for (int c = 0; c < WIDTH; c++) total.x[c] *= norm;
+                memory.store(out + row * HS + i, total, HS - i);
+            }
+        }
+    });
+}
+
+// out (B*T,NH,HS) is set where splits is 1; else parts (B*T,NH,splits,HS) and stats (B*T,NH,splits,2), which may be null
+// otherwise, for the splits that begin before the position. With HEADS 1, for queries that share no keys, and 4.
+extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS)
+cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
+                        const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
+                        int splits, int slots) {
+    attend<1>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
+cached_attention_shared_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
+                               const int* positions, int T, int context, int NH, int NKV, int HS, int relu,
+                               float scale, int splits, int slots) {
+    attend<4>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
+}
+
+// out (rows,HS), rows = B*T*NH, from what the splits that begin before the position have left. Block: (WARP_SIZE, rows).
+extern "C" __global__ void add_splits_kernel(SETS floatX* out, const float* parts, const float* stats,
+                                             const int* positions, int rows, int T, int context, int NH, int HS,
+                                             int relu, int splits) {
+    const int row = blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    const int n = row / NH, length = positions[n / T] + n % T + 1;
+    const int used = ceil_div(length, keys_of_split(context, splits));
+    const float* of_row = stats + 2 * (size_t)row * splits;
+    float largest = -INFINITY, sum = 0.0f;
+    for (int z = 0; z < used; z++) largest = fmaxf(largest, of_row[2 * z]);
+    for (int z = 0; z < used; z++) sum += of_row[2 * z + 1] * __expf(of_row[2 * z] - largest);
+    const float norm = relu ? 1.0f : 1.0f / sum;
+    by_alignment(HS % WIDTH == 0, [&](auto memory) {
+        for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * WARP_SIZE) {
+            Vec total = {};
+#pragma unroll 4
+            for (int z = 0; z < used; z++) {
+                const Vec part = memory.load(parts + ((size_t)row * splits + z) * HS + i, HS - i);
+                const float factor = relu ? 1.0f : norm * __expf(of_row[2 * z] - largest);
+                for (int c = 0; c < WIDTH; c++) total.x[c] += factor * part.x[c];
+            }
+            memory.store(out + (size_t)row * HS + i, total, HS - i);
+        }
+    });
+}

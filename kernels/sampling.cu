@@ -1,0 +1,154 @@
+// Draws each sequence's next token from softmax(logits / temperature), on the device, so that the next step can begin
+// before the host has seen the token. The generator is xorshift64* (llmc/sampler.py): a state becomes a coin in [0, 1).
+// The token is the first whose cumulative weight, w = exp((x - max) / temperature), is above the coin times their sum.
+// Drawn are only tokens whose logit is at least a threshold, so that those that tie with it stay in:
+//   top_k: the k-th largest;  top_p: the largest with at least a share top_p of the weights at or above it
+// A threshold is found bit by bit: the bits of floats, those of negative ones flipped, are in the order of the floats.
+// Temperature 0 takes the largest logit. One block a sequence; sums are of doubles, in a fixed order.
+#include "common.cuh"
+
+__device__ inline double warp_sum_double(double x) {
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+// As block_sum of common.cuh. What each warp has stays in of_warp.
+__device__ inline double block_sum_double(double x, double* of_warp) {
+    const int warps = blockDim.x / WARP_SIZE;
+    const double warp_total = warp_sum_double(x);
+    __syncthreads();  // of_warp is no longer read
+    if (threadIdx.x % WARP_SIZE == 0) of_warp[threadIdx.x / WARP_SIZE] = warp_total;
+    __syncthreads();
+    double total = 0.0;
+    for (int w = 0; w < warps; w++) total += of_warp[w];
+    return total;
+}
+
+// The float whose bits, in the order of floats, are number `rank`; the lowest for what is below all floats.
+__device__ inline float float_of_rank(unsigned rank) {
+    if (rank <= 0x007fffffu) return -INFINITY;
+    return __uint_as_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank);
+}
+
+// logits (B,Vp), of which V count; tokens, positions, states (B,): each sequence's token is set, its position goes up by
+// one, to context - 1 at most, and its generator's state goes on. Block: one-dimensional, at most 32 warps.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V, int Vp,
+              float temperature, int top_k, float top_p, int context) {
+    __shared__ double of_warp[32];
+    const floatX* row = logits + (size_t)blockIdx.x * Vp;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+
+    unsigned long long state = states[blockIdx.x];
+    state ^= state >> 12;
+    state ^= state << 25;
+    state ^= state >> 27;
+    const unsigned random = (unsigned)(state * 0x2545F4914F6CDD1DULL >> 32);
+    const double coin = (random >> 8) / 16777216.0;
+
+    // Calls work(x, i) for each of the thread's logits from `start`, with its number.
+    auto for_each = [&](auto work) {
+        for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
+            const Vec x = Aligned::load(row + i, WIDTH);  // Vp is a multiple of WIDTH
+            for (int k = 0; k < WIDTH; k++) if (i + k < V) work(x.x[k], i + k);
+        }
+    };
+    auto finish = [&](int token) {
+        tokens[blockIdx.x] = min(token, V - 1);
+        positions[blockIdx.x] = min(positions[blockIdx.x] + 1, context - 1);
+        states[blockIdx.x] = state;
+    };
+
+    float largest = -INFINITY;
+    for_each([&](float x, int i) { largest = fmaxf(largest, x); });
+    largest = block_max(largest);
+    if (temperature == 0.0f) {
+        float first = V;  // below 2^24, so exact
+        for_each([&](float x, int i) { first = x == largest ? fminf(first, i) : first; });
+        first = -block_max(-first);
+        if (threadIdx.x == 0) finish((int)first);
+        return;
+    }
+
+    float threshold = -INFINITY;
+    auto weight = [&](float x) { return x >= threshold ? expf((x - largest) / temperature) : 0.0f; };
+    auto highest_rank = [&](auto enough) {  // that has enough at or above it
+        unsigned rank = 0;
+        for (unsigned bit = 0x80000000u; bit > 0; bit /= 2) rank |= enough(float_of_rank(rank | bit)) ? bit : 0u;
+        return rank;
+    };
+    if (top_k > 0 && top_k < V) {
+        threshold = float_of_rank(highest_rank([&](float lowest) {
+            float count = 0.0f;  // below 2^24, so exact
+            for_each([&](float x, int i) { count += x >= lowest ? 1.0f : 0.0f; });
+            return block_sum(count) >= top_k;
+        }));
+    }
+    if (top_p < 1.0f) {
+        auto sum_from = [&](float lowest) {
+            double sum = 0.0;
+            for_each([&](float x, int i) { sum += x >= lowest ? weight(x) : 0.0f; });
+            return block_sum_double(sum, of_warp);
+        };
+        const double needed = top_p * sum_from(threshold);
+        threshold = fmaxf(threshold, float_of_rank(highest_rank([&](float lowest) {
+            return sum_from(lowest) >= needed;
+        })));
+    }
+
+    // A warp has consecutive logits. The first warp at whose end the cumulative weight is above the target walks through
+    // its own, WIDTH * WARP_SIZE at a time, then through a step's lanes, and the lane through its WIDTH.
+    const int step = WIDTH * WARP_SIZE, span = ceil_div(ceil_div(V, warps), step) * step;
+    const int start = warp * span, end = min(start + span, V);
+    auto weights_at = [&](int i, Vec& w) {
+        double sum = 0.0;
+        w = Vec();
+        if (i < end) {
+            const Vec x = Aligned::load(row + i, WIDTH);
+            for (int k = 0; k < WIDTH; k++) {
+                w.x[k] = i + k < end ? weight(x.x[k]) : 0.0f;
+                sum += w.x[k];
+            }
+        }
+        return sum;
+    };
+    Vec w;
+    double own = 0.0;
+    for (int i = start + WIDTH * lane; i < end; i += step) own += weights_at(i, w);
+    const double target = coin * block_sum_double(own, of_warp);
+    // The first to exceed the target. Should rounding leave none, it is the last that has a weight.
+    int chosen = 0;
+    double before = 0.0, sum_before = 0.0;
+    for (int v = 0; v < warps; v++) {
+        if (of_warp[v] > 0.0) chosen = v, before = sum_before;
+        sum_before += of_warp[v];
+        if (sum_before > target) break;
+    }
+    if (warp != chosen) return;
+
+    int at = start;
+    sum_before = before;
+    for (int i = start; i < end; i += step) {
+        const double sum = warp_sum_double(weights_at(i + WIDTH * lane, w));
+        if (sum > 0.0) at = i, before = sum_before;
+        sum_before += sum;
+        if (sum_before > target) break;
+    }
+    own = weights_at(at + WIDTH * lane, w);
+    int winner = 0;
+    sum_before = before;
+    for (int l = 0; l < WARP_SIZE; l++) {
+        const double sum = WARP_SIZE > 1 ? __shfl_sync(0xffffffffu, own, l) : own;
+        if (sum > 0.0) winner = l, before = sum_before;
+        sum_before += sum;
+        if (sum_before > target) break;
+    }
+    if (lane != winner) return;
+    int token = at + WIDTH * lane;
+    for (int k = 0; k < WIDTH; k++) {
+        if (w.x[k] > 0.0f) token = at + WIDTH * lane + k;
+        before += w.x[k];
+        if (before > target) break;
+    }
+    finish(token);
+}

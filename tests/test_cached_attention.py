@@ -1,0 +1,122 @@
+"""cached_attention.cu against attention of the whole text in float64."""
+
+import device
+from device import ceil_div
+from kernels.cached_attention import TILE_KEYS, cached_attention_forward, number_of_splits
+from oracle import BF16, KERNEL_FP32, assert_close, attention, guarded, leaf, normal, to_numpy
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+FP32 = np.float32
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
+
+def run(dev, qkv, T: int, positions, context: int, NH: int, relu: bool = False, splits: int = 1):
+    """The last T rows of each text of qkv (B,rows,NH+2*NKV,HS), the first at its position; keys and values before them
+    are in the cache, and NaN is behind them. Returns out (B,T,NH,HS) and both caches (B,NKV,context,HS)."""
+    B, _, heads, HS = qkv.shape
+    NKV = (heads - NH) // 2
+    caches = np.full((2, B, NKV, context, HS), np.nan, FP32)
+    new = np.zeros((B, T, heads, HS), FP32)
+    for b, p in enumerate(positions):
+        caches[:, b, :, :p] = qkv[b, :p, NH:].reshape(p, 2, NKV, HS).transpose(1, 2, 0, 3)
+        new[b] = qkv[b, p : p + T]
+    with guarded(dev) as memory:
+        out, inp = memory.write((B, T, NH, HS)), memory.read(new)
+        keys, values = (memory.scratch(caches[0].shape) for _ in range(2))
+        for array, cache in zip((keys, values), caches, strict=True):
+            dev.copy_in(array, dev.to_floatX(cache))
+        parts, stats = (memory.scratch((B, T, NH, splits, n), FP32) if splits > 1 else None for n in (HS, 2))
+        starts = memory.read(np.array(positions, np.int32))
+        cached_attention_forward(
+            out, parts, stats, keys, values, inp, starts, B, T, context, NH, NKV, HS, relu, splits
+        )
+    return to_numpy(out), to_numpy(keys), to_numpy(values)
+
+
+def check(dev, B, T, positions, context, NKV, group, HS, relu, splits) -> None:
+    NH, rng = NKV * group, np.random.default_rng([B, T, context, HS, group])
+    rows = max(positions) + T
+    qkv = normal(rng, B, rows, NH + 2 * NKV, HS)
+    want = attention(leaf(qkv).flatten(2), NH, "relu" if relu else "softmax", NKV).reshape(B, rows, NH, HS)
+    out, keys, values = run(dev, qkv, T, positions, context, NH, relu, splits)
+    for b, p in enumerate(positions):
+        # Only the result is rounded to bf16. ReLU's sums cancel: the error is of the size of their terms.
+        allowed = BF16 if device.floatX == device.BF16 else 4 * KERNEL_FP32
+        assert_close("out", out[b], want[b, p : p + T].detach().numpy(), allowed)
+        for cache, first in (keys, NH), (values, NH + NKV):
+            written = qkv[b, : p + T, first : first + NKV].swapaxes(0, 1)
+            assert np.array_equal(cache[b, :, : p + T], written)
+            assert np.isnan(cache[b, :, p + T :]).all()
+
+
+@given(
+    B=st.integers(1, 3), T=st.integers(1, 5), NKV=st.integers(1, 3), group=st.integers(1, 9), HS=st.integers(1, 40),
+    spare=st.integers(0, 100), relu=st.booleans(), splits=st.integers(1, 4), data=st.data(),
+)  # fmt: skip
+def test_attention_from_a_position_on_is_that_of_the_whole_text(
+    dev, B, T, NKV, group, HS, spare, relu, splits, data
+):
+    positions = data.draw(st.lists(st.integers(0, 90), min_size=B, max_size=B))
+    check(dev, B, T, positions, max(positions) + T + spare, NKV, group, HS, relu, splits)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [
+    (1, 1, [0], 1, 1, 1, 1, 1), (2, 1, [63, 64], 200, 2, 1, 64, 4), (1, 1, [255], 256, 2, 4, 64, 4),
+    (1, 1, [130], 256, 1, 6, 128, 2), (3, 2, [1, 0, 67], 70, 1, 3, 64, 1), (1, 66, [3], 69, 1, 1, 20, 1),
+    (1, 1, [100], 101, 1, 2, 516, 1),
+], ids=str)  # fmt: skip
+def test_shapes_that_models_have(dev, shape, relu):
+    *sizes, splits = shape
+    check(dev, *sizes, relu, splits)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_the_same_queries_in_any_order_and_company_give_the_same_bits(dev, rng, relu):
+    NH, HS, context = 4, 64, 140
+    qkv = normal(rng, 2, 130, NH + 4, HS)
+    together, *_ = run(dev, qkv, 1, [129, 70], context, NH, relu, splits=3)
+    for b, p in enumerate((129, 70)):
+        alone, *_ = run(dev, qkv[b : b + 1], 1, [p], context, NH, relu, splits=3)
+        assert np.array_equal(together[b : b + 1], alone)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("relu", [False, True])
+def test_nan_is_shown_where_a_query_sees_it_and_nowhere_else(dev, rng, relu, splits):
+    NH, HS = 2, 20
+    qkv = normal(rng, 1, 130, 3 * NH, HS)
+    for s, of in ((5, NH), (100, 2 * NH), (129, 0)):  # a key, a value, a query, of the first head
+        broken = qkv.copy()
+        broken[0, s, of, 3] = np.nan
+        NKV, caches = NH, np.zeros((2, 1, NH, 192, HS), FP32)
+        caches[:, 0, :, :129] = broken[0, :129, NH:].reshape(129, 2, NKV, HS).transpose(1, 2, 0, 3)
+        keys, values = (dev.asarray(dev.to_floatX(cache)) for cache in caches)
+        out, parts, stats = dev.zeros((1, 1, NH, HS), dev.floatX), dev.zeros((NH, 3, HS)), dev.zeros((NH, 3, 2))
+        new, starts = dev.asarray(dev.to_floatX(broken[:, 129:].copy())), dev.asarray(np.array([129], np.int32))
+        cached_attention_forward(
+            out, parts, stats, keys, values, new, starts, 1, 1, 192, NH, NKV, HS, relu, splits
+        )
+        found = np.isnan(to_numpy(out)[0, 0])
+        assert found[0].all() if of < 2 * NH else found[0, 3] and found[0].sum() == 1
+        assert not found[1].any()
+
+
+def test_splits_share_out_the_whole_context_and_none_is_empty(dev, monkeypatch):
+    for multiprocessors in 4, 132:
+        monkeypatch.setattr(dev.current.device, "multiprocessors", multiprocessors)
+        for B, NH, NKV in ((1, 12, 12), (1, 32, 8), (1, 1, 1), (16, 32, 8), (300, 12, 12)):
+            for context in (1, 64, 65, 1000, 1024, 8192, 131072):
+                splits = number_of_splits(B, NH, NKV, context)
+                span = ceil_div(ceil_div(context, splits), TILE_KEYS) * TILE_KEYS
+                assert (splits - 1) * span < context <= splits * span
+    monkeypatch.setattr(dev.current.device, "multiprocessors", 132)
+    assert number_of_splits(1, 12, 12, 1024) == 16 and number_of_splits(64, 32, 8, 1024) == 1

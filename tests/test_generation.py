@@ -1,0 +1,266 @@
+"""llmc/generation.py: a token costs one position, and is the same as if the whole text were computed."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import device
+import oracle
+from llmc.batches import Batches
+from llmc.exchange import Exchange
+from llmc.generation import Writer, print_sample
+from llmc.model import Model
+from llmc.sampler import Sampler, samplers_of
+from llmc.step import train_step
+from models import FAMILIES, ONE_OF_EACH, SOME, VARIANTS, kind_of
+from oracle import assert_close, flat_parameters_of, sample, transformers_model
+from train_llama3 import Llama3, Llama3Config
+
+import numpy as np
+import pytest
+import torch
+from lazy import LazyDevice
+from test_model import build, flat_parameters, name_of
+from test_peers import EagerDevice
+from test_thread_order import OneBatch
+
+some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
+one_of_each = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
+TEXTS = json.loads((Path(__file__).parent / "data" / "texts.json").read_text())
+
+
+def writing(config, attention: str, B: int, T: int) -> Model:
+    """A model for inference, with NaN wherever forward does not write first."""
+    model = kind_of(config)(config, B, T, attention, inference=True)
+    model.acts_memory.view(np.uint8).fill(255)
+    model.put(0, flat_parameters(config))
+    return model
+
+
+def random_texts(config, B: int, T: int) -> np.ndarray:
+    return np.random.default_rng([B, T]).integers(0, config.vocab_size, (B, T), dtype=np.int32)
+
+
+def forward_from(model: Model, texts, starts, lengths) -> np.ndarray:
+    """The logits (B,V) behind the last of `lengths` tokens of each text, of which the first is at `starts`."""
+    B, T = len(texts), max(lengths)
+    inputs = np.zeros((B, T), np.int32)
+    for b, (text, start, length) in enumerate(zip(texts, starts, lengths, strict=True)):
+        inputs[b, :length] = text[start : start + length]
+    device.copy_in(model.inputs, inputs)
+    device.copy_in(model.starts, np.array(starts, np.int32))
+    device.copy_in(model.last, np.array([b * T + length - 1 for b, length in enumerate(lengths)], np.int32))
+    model.forward(B, T)
+    device.synchronize()
+    return device.to_floats(model.acts(B, T).logits)[:, : model.config.vocab_size]
+
+
+@some_models
+def test_logits_from_every_position_on_are_those_of_the_whole_text(dev, config, attention):
+    B, T = 3, min(config.max_seq_len, 21 if config.head_size < 64 else 67)
+    texts = random_texts(config, B, T)
+    kind = "relu" if attention == "relu" else "softmax"
+    whole = build(dev, config, B, T, kind, flat_parameters(config))
+    dev.copy_in(whole.inputs, texts)
+    whole.forward(B, T)
+    want = dev.to_floats(whole.acts(B, T).logits).reshape(B, T, -1)[..., : config.vocab_size]
+    model, seen = writing(config, attention, B, T), np.array([1, 5, T // 2])
+    found = forward_from(model, texts, [0] * B, seen)  # prompts of several lengths
+    while True:
+        assert_close("logits", found, want[np.arange(B), seen - 1], 1e-5)
+        if seen.max() == T:
+            break
+        rows = 3 if seen.max() + 3 <= T and seen.max() % 4 == 0 else 1
+        found = forward_from(model, texts, seen, [rows] * B)
+        seen += rows
+
+
+@some_models
+def test_logits_are_those_of_the_definition(each_product, config, attention):
+    B, T = 2, min(config.max_seq_len, 12)
+    texts, flat = random_texts(config, B, T), flat_parameters(config)
+    kind = "relu" if attention == "relu" else "softmax"
+    want, _ = oracle.forward(config, oracle.table_of(config, flat), texts, texts, kind)
+    model = writing(config, attention, B, T)
+    allowed = 0.05 if device.floatX == device.BF16 else oracle.model_tolerance(device)
+    for t in range(T):
+        assert_close("logits", forward_from(model, texts, [t] * B, [1] * B), want[:, t], allowed)
+
+
+@pytest.mark.parametrize("config, attention, inference, kind", [
+    *((*each, inference, device.CpuDevice) for each in ONE_OF_EACH for inference in (False, True)),
+    *((*each, True, kind) for each in ONE_OF_EACH[::2] for kind in (LazyDevice, EagerDevice)),
+], ids=name_of)  # fmt: skip
+def test_a_seed_gives_the_text_that_it_gave_before_there_was_a_cache(config, attention, inference, kind):
+    """texts.json is what came of computing the whole text for every token, with this file's models."""
+    device.use("cpu")
+    device.use_precision("fp32")
+    device.current.switch(kind())
+    first = config.vocab_size - 1
+    if inference:
+        model = writing(config, attention, 1, 32)
+    else:
+        model = build(device, config, 2, 32, attention, flat_parameters(config))
+    prompts = {"training": ([first], 31, 1337, {}), "greedy": ([first, 3, 5], 29, 7, {"temperature": 0.0})}
+    prompts["cool"] = [first, 3, 5], 29, 7, {"temperature": 0.7}
+    prompts["top_k"] = [first, 3, 5], 29, 7, {"temperature": 2.0, "top_k": 3}
+    found = {
+        name: [token for (token,) in Writer(model, 1, **how).tokens([prompt], [Sampler(seed)], count)]
+        for name, (prompt, count, seed, how) in prompts.items()
+    }
+    device.use("cpu")
+    assert found == TEXTS[f"{config.NAME} {attention}"]
+
+
+def recomputed(model: Model, text: list[int], count: int, sampler: Sampler, **how) -> list[int]:
+    """The tokens that follow a text by forward on all that the model sees, for each of them anew."""
+    seen, found, V = list(text), [], model.config.vocab_size
+    for _ in range(count):
+        if len(seen) > model.T:
+            seen = seen[-max(1, model.T // 2) :]
+        t = len(seen)
+        device.copy_in(model.inputs, np.array(seen, np.int32))
+        model.forward(1, t)
+        logits = device.to_floats(model.acts(1, t).logits)[t - 1, :V]
+        seen.append(sample(logits, sampler.random_f32(), **how))
+        found.append(seen[-1])
+    return found
+
+
+@pytest.mark.parametrize("config, attention, T", [
+    (*each, T) for each in ONE_OF_EACH for T in ((8,) if each[0].head_size == 64 else (1, 3, 8))
+], ids=name_of)  # fmt: skip
+def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(dev, config, attention, T):
+    kind = "relu" if attention == "relu" else "softmax"
+    whole = build(dev, config, 1, T, kind, flat_parameters(config))
+    text = random_texts(config, 1, T)[0].tolist()
+    for how in {"temperature": 0.0}, {"top_k": 20, "top_p": 0.8}:
+        found = [token for (token,) in Writer(writing(config, attention, 1, T), 1, **how).tokens(
+            [text], [Sampler(3)], 25)]  # fmt: skip
+        assert found == recomputed(whole, text, 25, Sampler(3), **how)
+
+
+@one_of_each
+def test_texts_written_together_are_those_written_alone(dev, config, attention):
+    T, count = 12, 20  # each begins anew twice, at other times
+    texts = [text[: 1 + 3 * b].tolist() for b, text in enumerate(random_texts(config, 4, T))]
+    together = Writer(writing(config, attention, 4, T), 4)
+    finished, found, samplers = [False] * 4, [[] for _ in texts], samplers_of(5, 4)
+    for drawn in together.tokens(texts, samplers, count, finished):
+        for b, token in enumerate(drawn):
+            if not finished[b]:
+                found[b].append(token)
+        finished[1] = len(found[1]) == 7
+    alone = Writer(writing(config, attention, 1, T))
+    for b, (text, sampler) in enumerate(zip(texts, samplers_of(5, 4), strict=True)):
+        want = [token for (token,) in alone.tokens([text], [sampler], 7 if b == 1 else count)]
+        assert found[b] == want
+        assert b == 1 or sampler.state == samplers[b].state
+    steps = 0
+    for _ in together.tokens(texts, samplers_of(5, 4), count, [True] * 4):
+        steps += 1
+    assert steps == 1
+
+
+@one_of_each
+def test_a_step_launches_the_same_whatever_the_position(config, attention):
+    device.use("cpu")
+    model = writing(config, attention, 2, 30)
+    writer, seen = Writer(model, 2), []
+
+    def note(name, arguments, launch) -> None:
+        values = [
+            device.address(value) if isinstance(value, np.ndarray) else value for value in arguments.values()
+        ]
+        seen[-1].append((name, values))
+        launch()
+
+    step = writer.next_token.work
+    writer.next_token = lambda: (seen.append([]), step())
+    with device.observe(note):
+        seen.append([])
+        for _ in writer.tokens([[1], [2, 3]], samplers_of(1, 2), 25):
+            pass
+    assert len(seen) == 25 and all(one == seen[1] for one in seen[2:])
+    names = [name for name, _ in seen[1]]
+    assert names[-1] == "sample_kernel" and not {"softmax_forward_kernel", "relu_forward_kernel"} & set(names)
+
+
+@one_of_each
+def test_a_sample_between_two_steps_of_training_changes_no_bit_of_them(config, attention):
+    found = []
+    for samples in False, True:
+        device.use("cpu")
+        model = build(device, config, 2, 11, attention, flat_parameters(config))
+        exchange = Exchange(model)
+        step_of = train_step(exchange, Batches(model, OneBatchOf(config)), grad_clip=1.0)
+        for step in range(3):
+            step_of(step, 1e-3)
+            if samples:
+                print_sample(Writer(model), None, Sampler(step), 15)
+                assert model.positions is None
+        found.append(device.to_host(model.params_memory).tobytes())
+    assert found[0] == found[1]
+
+
+class OneBatchOf(OneBatch):
+    def __init__(self, config):
+        self.V = config.vocab_size
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        super().next_batch(inputs, targets)
+        inputs %= self.V
+        targets %= self.V
+
+
+@pytest.mark.parametrize("config", [config for family in FAMILIES for config in family], ids=name_of)
+def test_greedy_text_is_what_transformers_generates(dev, config):
+    theirs, T = opinionated(config), config.max_seq_len
+    model = kind_of(config)(config, 1, T, "softmax", inference=True)
+    model.put(0, flat_parameters_of(theirs, config).astype(np.float32))
+    prompt = random_texts(config, 1, min(4, T // 2))
+    with torch.no_grad():
+        tokens = theirs.generate(
+            torch.tensor(prompt), attention_mask=torch.ones(prompt.shape), max_new_tokens=T - prompt.size,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )[0].tolist()  # fmt: skip
+    writer = Writer(model, 1, temperature=0.0)
+    found = [token for (token,) in writer.tokens(prompt.tolist(), [Sampler()], T - prompt.size)]
+    assert found == tokens[prompt.size :]
+
+
+@cache
+def opinionated(config):
+    """transformers' model, whose weights as they start out would make all tokens about as likely."""
+    model = transformers_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 10
+    return model.eval()
+
+
+def test_a_model_for_inference_keeps_of_each_layer_keys_and_values_alone():
+    device.use("cpu")
+    device.use_precision("fp32")
+    config = Llama3Config.described("llama3.2-1b")
+    sizes = Llama3.sizes_of_buffers(config, 16, 1024, "softmax", inference=True)
+    cache = 2 * 16 * 16 * 8 * 1024 * 64 * 4  # for keys and values: L, B, NKV, T, HS, fp32
+    assert cache == 1 << 30 and cache < sizes["activations"] < 7 << 30
+    twice = Llama3Config.described("layers=32,heads=32,kv_heads=8,channels=2048,hidden=8192")
+    more = Llama3.sizes_of_buffers(twice, 16, 1024, "softmax", inference=True)["activations"]
+    assert more - sizes["activations"] == cache
+
+
+@pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
+def test_a_model_that_trains_has_room_for_a_text(config, attention):
+    device.use("cpu")
+    for B, T, rows in (1, 1, 0), (1, config.max_seq_len, 1), (3, 7, 2):
+        model = kind_of(config)(config, B, T, attention, logit_rows=rows)
+        with model.writing():
+            for t in 1, T:
+                acts = model.acts(1, t)
+                assert acts.logits.shape[0] == 1 and len(acts.layer) == config.num_layers
+                arrays = [x for x in vars(acts).values() if isinstance(x, np.ndarray)]
+                end = device.address(model.acts_memory) + model.acts_memory.nbytes
+                assert max(device.address(x) + x.nbytes for x in arrays) <= end

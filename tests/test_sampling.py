@@ -1,0 +1,174 @@
+"""sampling.cu against probabilities that softmax gives, and against NumPy's draws from the same coins."""
+
+import device
+import generate
+from kernels.sampling import sample as launch
+from llmc.sampler import Sampler
+from oracle import exact, guarded, normal
+from oracle import sample as by_numpy
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+
+@pytest.fixture
+def dev(each_type):
+    return each_type
+
+
+def states_of(coins) -> np.ndarray:
+    """States, uint64, whose next coins are those multiples of 2**-24. The steps of the generator are undone."""
+    mask, inverse = 2**64 - 1, pow(0x2545F4914F6CDD1D, -1, 2**64)
+    states = []
+    for coin in coins:
+        state = ((int(coin * 2**24) << 40 | 1) * inverse) & mask
+        for shift in (27, -25, 12):
+            found = state
+            for _ in range(64 // abs(shift) + 1):
+                found = state ^ (found >> shift if shift > 0 else found << -shift & mask)
+            state = found
+        states.append(state)
+        sampler = Sampler()
+        sampler.state = state
+        assert sampler.random_f32() == coin
+    return np.array(states, np.uint64)
+
+
+def draws(dev, logits, coins, **how) -> list[int]:
+    """The tokens that the kernel draws from logits (V,) by each of these coins; each is a sequence of a batch. Whatever
+    the coin, a draw changes nothing but the token, the position, which has room for one more in half of the sequences,
+    and the state."""
+    logits = np.asarray(logits, np.float32)
+    B, V, Vp = len(coins), logits.size, -(-logits.size // 128) * 128
+    rows = np.full((B, Vp), np.nan, np.float32)
+    rows[:, :V] = logits
+    states, positions = states_of(coins), np.arange(B, dtype=np.int32) % 2
+    with guarded(dev) as memory:
+        tokens, places = memory.write((B,), np.int32), memory.update(positions)
+        on_device = dev.asarray(states)
+        launch(tokens, places, on_device, memory.read(rows), B, V, Vp, 2, **how)
+    for state, after in zip(states, dev.to_host(on_device), strict=True):
+        sampler = Sampler()
+        sampler.state = int(state)
+        sampler.random_u32()
+        assert sampler.state == after
+    assert (dev.to_host(places) == 1).all()
+    return dev.to_host(tokens).tolist()
+
+
+def test_the_first_token_whose_cumulative_probability_exceeds_the_coin_is_drawn(dev):
+    weights = np.array([1, 2, 2**-10, 3, 4], np.float32)
+    logits = exact(np.log(weights))
+    edges = np.cumsum(np.exp(logits.astype(np.float64)))
+    edges /= edges[-1]
+    coins, tokens = [0.0, 1 - 2**-24], [0, 4]
+    for token, edge in enumerate(edges[:-1]):
+        coins += [np.floor(edge * 2**24 - 8) / 2**24, np.ceil(edge * 2**24 + 8) / 2**24]
+        tokens += [token, token + 1]
+    assert draws(dev, logits, coins) == tokens
+
+
+def test_an_impossible_token_is_never_drawn(dev):
+    logits = [-np.inf, 0, -np.inf, 0, -np.inf]
+    assert draws(dev, logits, (0.0, 0.5 - 2**-24, 0.5, 1 - 2**-24)) == [1, 1, 3, 3]
+    many = np.full(5000, -np.inf, np.float32)
+    many[[7, 4000]] = 0
+    assert draws(dev, many, (0.0, 0.25, 0.5, 1 - 2**-24)) == [7, 7, 4000, 4000]
+
+
+def test_logits_of_any_size_are_sampled_without_overflow(dev):
+    for shift in (-1e4, 0, 1e4, 3e38):
+        assert draws(dev, exact(np.array([shift, shift], np.float32)), [0.75]) == [1]
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_a_diverged_model_still_gives_a_token(dev, how):
+    for value in np.nan, np.inf, -np.inf:
+        assert 0 <= draws(dev, np.full(5, value, np.float32), [0.5], **how)[0] < 5
+
+
+@given(
+    V=st.integers(1, 400), seed=st.integers(0, 99), temperature=st.sampled_from((0.0, 0.3, 1.0, 2.0)),
+    top_k=st.integers(0, 12), top_p=st.sampled_from((1e-6, 0.3, 0.9, 1.0)), spread=st.sampled_from((0.0, 1.0, 30.0)),
+)  # fmt: skip
+@example(V=50257, seed=1, temperature=1.0, top_k=0, top_p=1.0, spread=1.0)
+@example(V=50257, seed=2, temperature=0.8, top_k=40, top_p=0.95, spread=3.0)
+@example(V=4096, seed=3, temperature=0.0, top_k=0, top_p=1.0, spread=0.0)
+def test_draws_are_those_of_numpy_wherever_no_sum_is_within_rounding_of_the_coin(
+    dev, V, seed, temperature, top_k, top_p, spread
+):
+    rng = np.random.default_rng([V, seed])
+    logits = exact(spread * normal(rng, V))
+    coins = rng.integers(0, 2**24, 6) / 2**24
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    for coin, token in zip(coins, draws(dev, logits, coins, **how), strict=True):
+        # The next sums in either direction may be the wanted ones.
+        near = [np.clip(coin + shift, 0, 1 - 2**-24) for shift in (0, 1e-6, -1e-6)]
+        nearly = [np.clip(top_p + shift, 1e-9, 1) for shift in (0, 1e-6, -1e-6)] if top_p < 1 else [1.0]
+        wanted = {by_numpy(logits, c, temperature, top_k or None, p) for c in near for p in nearly}
+        assert token in wanted
+
+
+@pytest.mark.parametrize("V", [3, 257])
+def test_frequencies_are_those_of_softmax(dev, rng, V):
+    torch = pytest.importorskip("torch")
+    logits = exact(3 * normal(rng, V))
+    probability = torch.softmax(torch.from_numpy(logits).double(), 0).numpy()
+    n = 500
+    coins = np.floor((np.arange(n) + 0.5) / n * 2**24) / 2**24  # evenly spaced: each token n times its probability
+    counts = np.bincount(draws(dev, logits, coins), minlength=V)
+    assert np.abs(counts - n * probability).max() <= 1.01
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-40, 3e38])
+def test_a_temperature_at_the_ends_of_fp32_draws_the_largest_or_any(dev, rng, temperature):
+    logits = exact(normal(rng, 100))
+    largest = int(logits.argmax())
+    assert draws(dev, logits, [0.5], temperature=temperature) == [largest if temperature < 1 else 50]
+
+
+def test_only_the_k_largest_are_drawn_with_all_that_tie(dev, rng):
+    logits = exact(normal(rng, 100))
+    logits[3] = logits[70] = np.sort(logits)[-7]
+    largest = set(np.flatnonzero(logits >= logits[3]).tolist())
+    assert 7 <= len(largest) <= 9
+    coins = np.floor(np.linspace(0, 0.9999, 60) * 2**24) / 2**24
+    assert set(draws(dev, logits, coins, temperature=3.0, top_k=7)) == largest
+    assert set(draws(dev, logits, coins, temperature=2.0, top_k=1)) == {int(logits.argmax())}
+    assert draws(dev, logits, coins, top_k=100) == draws(dev, logits, coins, top_k=1000) == draws(dev, logits, coins)
+
+
+def test_the_likeliest_that_have_the_share_together_are_drawn_with_all_that_tie(dev):
+    logits = exact(np.log(np.array([1, 8, 4, 2, 4, 1], np.float32)))  # of 20
+    coins = np.floor(np.linspace(0, 0.9999, 30) * 2**24) / 2**24
+
+    def drawn(**how) -> set[int]:
+        return set(draws(dev, logits, coins, **how))
+
+    assert drawn(top_p=0.01) == drawn(top_p=0.39) == {1}
+    assert drawn(top_p=0.41) == drawn(top_p=0.79) == {1, 2, 4}
+    assert drawn(top_p=0.81) == drawn(top_p=0.89) == {1, 2, 3, 4}
+    assert drawn(top_p=0.91) == drawn() == {0, 1, 2, 3, 4, 5}
+    assert drawn(top_k=3, top_p=0.49) == {1}  # of 16, the three largest
+    assert drawn(top_k=3, top_p=0.51) == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    "flag", ["--temperature -0.1", "--temperature nan", "--top-k -1", "--top-p 0", "--top-p 1.1", "--top-p nan"]
+)
+def test_settings_without_meaning_are_refused(flag, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        generate.make_parser().parse_args(flag.split())
+    assert flag.split()[0] in capsys.readouterr().err
+
+
+def test_a_cpu_draws_the_same_with_warps_of_one_lane_and_of_32(monkeypatch, rng):
+    logits, found = 3 * normal(rng, 5000), []
+    coins = np.floor(rng.random(50) * 2**24) / 2**24
+    for warp in "1", "32":
+        monkeypatch.setenv("LLMC_CPU_WARP", warp)
+        device.use("cpu")
+        found.append([draws(device, logits, coins, top_p=top_p) for top_p in (1.0, 0.7)])
+    assert found[0] == found[1]
