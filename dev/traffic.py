@@ -40,6 +40,9 @@ MOVED = {
     "permute_backward": "dqkvr dqkv",
     "unpermute": "inp out",
     "unpermute_backward": "dout dinp",
+    # Text.
+    "add_splits": "parts out",
+    "sample": "logits",
 }
 
 BYTES = {  # 4 for each number of the gradients of parameters, which are fp32
@@ -62,6 +65,8 @@ BYTES = {  # 4 for each number of the gradients of parameters, which are fp32
     "relu_forward": lambda a: 1.5 * a.att.nbytes,
     "softmax_backward": lambda a: 2 * a.att.nbytes,
     "relu_backward": lambda a: 2 * a.att.nbytes,
+    "cached_attention": lambda a: a.qkv.nbytes + keys_and_values(a),
+    "cached_attention_shared": lambda a: a.qkv.nbytes + keys_and_values(a),
 }
 
 FLOPS = {
@@ -81,6 +86,11 @@ def distinct(count) -> int:
 def positions(a) -> int:
     """The bytes of the positions' embedding that a batch takes, where there is one."""
     return 0 if a.wpe is None else a.T * a.C * a.wpe.itemsize
+
+
+def keys_and_values(a) -> int:
+    """The bytes of keys and values that texts have in their cache before their new positions."""
+    return 2 * int(device.to_host(a.positions).sum()) * a.NKV * a.HS * a.keys.itemsize
 
 
 def numbers_of_others(a) -> int:

@@ -80,6 +80,8 @@ def test_a_run_that_is_stopped_and_resumed_shows_each_step_once_with_what_it_pri
     log = read_log(folder / "run.log")
     for name, theirs in ("trl", "loss/train"), ("tel", "loss/validation"), ("bpb", "loss/bits_per_byte"):
         np.testing.assert_allclose(figures.pop(theirs), np.transpose(log[name]), atol=6e-5)
+    assert all(seconds > 0 for _, seconds in figures["speed/sample_seconds"])
+    assert [step for step, _ in figures.pop("speed/sample_seconds")] == list(texts)
     assert figures.keys() == FIGURES - {"loss/train"}  # and no share of a peak that is not known
     printed = re.findall(r", (\d+) tok/s\), norm (\S+), lr (\S+),", re.sub(r"(?s)step    4/9.*", "", whole) + out)
     for name, values in zip(sorted(FIGURES - {"loss/train"}), np.array(printed, float).T[[2, 1, 0]], strict=True):

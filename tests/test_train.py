@@ -139,7 +139,9 @@ def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_the
     (folder / "data_tokenizer.bin").unlink()
     out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-s", "0", "-o", "run.log")
     assert re.search(r"^val loss \d+\.\d{6}$", out, re.M) and "byte" not in out
-    assert read_log(folder / "run.log").keys() == {"tel", "trl"}
+    log = read_log(folder / "run.log")
+    assert log.keys() == {"tel", "trl", "sam"}
+    assert log["sam"][0].tolist() == [20] and 0 < log["sam"][1][0] < 60  # seconds
     assert list(steps_of(out)) == list(range(1, 2000 // 100 + 1))
     (ids,) = samples_of(out)
     assert len(ids.split()) == 9 and all(0 <= int(token) < V for token in ids.split())
