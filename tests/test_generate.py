@@ -1,5 +1,7 @@
 """generate.py: the text that transformers would write, and one line for what cannot be."""
 
+import io
+import json
 import os
 import shutil
 import subprocess
@@ -12,9 +14,9 @@ from dev import export_hf
 from device.errors import UserError
 from llmc.checkpoint import save_checkpoint, write_model
 from llmc.dataloader import write_tokens
-from llmc.sampler import Sampler
+from llmc.sampler import Sampler, samplers_of
 from llmc.tensors import num_parameters
-from llmc.tokenizer import tokenizer_files, write_tokenizer
+from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from models import TINY, described, kind_of
 from oracle import flat_parameters_of, sample, transformers_model
 from train_gpt2_fp32 import GPT2Config
@@ -22,12 +24,15 @@ from train_gpt2_fp32 import GPT2Config
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
 OTHERS = [described(name, 257, 40)[1] for name, (kind, _) in TINY.items()
           if name != "gpt2" and kind.HuggingFace]
 EOT = 256
+gpt2_alone = pytest.mark.parametrize("theirs", [CONFIG], indirect=True, ids=lambda config: config.NAME)
 
 
 @pytest.fixture(scope="module", params=[CONFIG, *OTHERS], ids=lambda config: config.NAME)
@@ -112,7 +117,6 @@ def test_greedy_text_is_what_transformers_generates(dev, model, theirs, capsys):
     ("flags", "sampling"),
     [
         ([], {}),
-        (["--top-p", "0.7"], {"top_p": 0.7}),
         (["--top-k", "40", "--top-p", "0.9", "--temperature", "1.5"],
          {"top_k": 40, "top_p": 0.9, "temperature": 1.5}),
         (["--temperature", "0.7"], {"temperature": 0.7}),
@@ -128,6 +132,118 @@ def test_sampled_text_is_drawn_from_the_logits_of_transformers(dev, flags, sampl
 
 def test_without_a_prompt_the_text_follows_end_of_text(dev, model, theirs, capsys):
     assert written(dev, capsys, "-e", model, "-g", 10) == expected(theirs, "", 10)
+
+
+def lines_of(dev, capsys, *flags) -> list[dict]:
+    """The lines of JSON that generate.py writes."""
+    generate.main(["--device", dev.kind, "--precision", "fp32", *map(str, flags)])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@gpt2_alone
+def test_a_text_ends_before_the_token_that_ends_a_text(model, theirs, capsys):
+    """Each seed until one draws that token."""
+    for seed in range(40):
+        generate.main(["--device", "cpu", "-e", str(model), "-g", "39", "--seed", str(seed)])
+        done = capsys.readouterr()
+        tokens = expected_tokens(theirs, "", 39, sampler=Sampler(seed), eot=EOT)
+        assert done.out == text_of(tokens)
+        assert int(done.err.split()[0]) == min(39, len(tokens) + 1)
+        if len(tokens) < 39:
+            return
+    pytest.fail("none of the texts ends")
+
+
+@gpt2_alone
+def test_several_samples_are_one_batch_and_the_first_is_that_of_the_seed_alone(model, theirs, capsys):
+    device.use("cpu")
+    alone = written(device, capsys, "-e", model, "--prompt", "ab", "-g", 20, "--seed", 5)
+    three = written(device, capsys, "-e", model, "--prompt", "ab", "-g", 20, "--seed", 5, "--samples", 3)
+    texts = [text_of(expected_tokens(theirs, "ab", 20, sampler=each)) for each in samplers_of(5, 3)]
+    assert alone == texts[0] and three == "---\n".join(texts) and len(set(texts)) == 3
+
+
+def test_prompts_of_different_lengths_are_one_batch_and_come_as_lines_of_json(model, theirs, capsys, tmp_path):
+    device.use("cpu")
+    prompts = ["a", "four words are here", "Grüße 🙂", ""]
+    (tmp_path / "prompts.txt").write_text("a\r\nfour words are here\n\nGrüße 🙂\n", encoding="utf-8")
+    found = lines_of(device, capsys, "-e", model, "--prompts", "prompts.txt", "-g", 25, "--samples", 2, "--seed", 9)
+    assert [(one["prompt"], one["sample"]) for one in found] == [(p, n) for p in prompts[:3] for n in range(2)]
+    for one in found:
+        prompt = one["prompt"]
+        tokens = expected_tokens(theirs, prompt, 25, sampler=samplers_of(9, 2)[one["sample"]], eot=EOT)
+        assert one["text"] == text_of(tokens[len(prompt.encode()) :])[:-1]
+        length = len(tokens) - len(prompt.encode())
+        assert (one["tokens"], one["end"]) == ((25, "length") if length == 25 else (length + 1, "eot"))
+    objects = [{"prompt": prompt} for prompt in (*prompts, "two\nlines")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in objects))
+    again = lines_of(device, capsys, "-e", model, "--prompts", "prompts.jsonl", "-g", 25, "--seed", 9)
+    assert again[:3] == found[::2] and [one["prompt"] for one in again[3:]] == ["", "two\nlines"]
+
+
+@gpt2_alone
+@pytest.mark.parametrize("flag", ["--prompt-file", "--prompts"])
+def test_a_prompt_may_come_from_a_file_or_standard_input(model, theirs, tmp_path, capsys, monkeypatch, flag):
+    device.use("cpu")
+    (tmp_path / "prompt.txt").write_bytes("\ufeffIf so:\n\tgo\n".encode())
+    (tmp_path / "line.txt").write_bytes(b"go on\n")
+    name = "prompt.txt" if flag == "--prompt-file" else "line.txt"
+    by_file = written(device, capsys, "-e", model, flag, name, "-g", 9)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(Path(name).read_bytes())))
+    assert written(device, capsys, "-e", model, flag, "-", "-g", 9) == by_file
+    if flag == "--prompt-file":
+        assert by_file == expected(theirs, "If so:\n\tgo", 9)  # without the mark and the last line break
+    else:
+        assert json.loads(by_file)["text"] == expected(theirs, "go on", 9).removeprefix("go on")[:-1]
+
+
+@gpt2_alone
+def test_a_text_ends_before_a_stop_text_however_tokens_spell_it(model, theirs, capsys):
+    device.use("cpu")
+    whole = expected(theirs, "If ", 30)[:-1]
+    assert len(whole) > 12
+    for stop in whole[8:9], whole[8:10], whole[9:12]:
+        at = whole.index(stop, 3)
+        assert written(device, capsys, "-e", model, "--prompt", "If ", "-g", 30, "--stop", stop) == whole[:at] + "\n"
+        found = written(device, capsys, "-e", model, "--prompt", "If ", "-g", 30, "--stop", "☃☃", "--stop", stop)
+        assert found == whole[:at] + "\n"
+    assert written(device, capsys, "-e", model, "--prompt", "If ", "-g", 30, "--stop", "☃") == whole + "\n"
+    assert written(device, capsys, "-e", model, "--prompt", "If ", "-g", 30, "--stop", whole[-1] + "☃") == whole + "\n"
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=2)
+
+
+@given(text=st.text("ab", max_size=20), stops=STOPS, cut=st.data())
+def test_what_may_begin_a_stop_text_is_held_back_and_nothing_else(text, stops, cut):
+    class Spelled:
+        push, flush = staticmethod(lambda token: token), staticmethod(lambda: "")
+
+    ours, rest, at = generate.Text("", 0, "", Spelled, stops, None), text, len(text)
+    while rest and not ours.end:
+        n = cut.draw(st.integers(0, 3))
+        ours.push(rest[:n])
+        rest = rest[n:]
+        seen = text[: len(text) - len(rest)]
+        assert seen.startswith(ours.text)
+        if not ours.end:
+            held = seen[len(ours.text) :]
+            assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+    if not ours.end:
+        ours.finish("length")
+    at = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    assert ours.text == text[:at] and ours.end == ("stop" if at < len(text) or at == 0 and stops and text else "length")
+
+
+def test_whether_tokens_can_spell_a_text():
+    def can(tokens, text) -> bool:
+        return generate.can_spell(Tokenizer([*tokens, b"<e>"], len(tokens)), text)
+
+    assert can([b"ab", b"c"], "bc") and can([b"ab", b"c"], "b") and can([b"ab", b"c"], "cabcc")
+    assert not can([b"ab", b"c"], "bb") and not can([b"ab", b"c"], "d") and not can([b"ab", b"c"], "aa")
+    assert can([b"xay", b"z"], "a") and can([b"xa", b"ay"], "aa") and not can([b"xa", b"ya"], "aa")
+    assert can([b"\xc3", b"\xa4"], "ä") and not can([b"\xc3"], "ä")
+    assert can([b"a"], "<e>") and not can([b"\x07", b"a"], "\x07") and not can([b"\xff"], "\udcff")
 
 
 def test_the_text_alone_goes_to_stdout_the_same_for_the_same_seed(model, theirs):
@@ -247,6 +363,63 @@ def test_what_is_no_trained_model_is_refused_with_a_remedy_that_the_program_has(
             main(flags)
         assert str(error.value).removesuffix("; dev/download_starter_pack.sh fetches gpt2_124M.bin") == said
     assert not Path("out").exists()
+
+
+@gpt2_alone
+def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_path, monkeypatch):
+    device.use("cpu")
+    files = {
+        "empty.txt": b"", "breaks.txt": b"\n\r\n", "latin1.txt": b"a\nGr\xfc\xdfe", "long.txt": b"x\n" + b"y" * 40,
+        "no.jsonl": b'{"prompt": "a"}\n{"text": "b"}\n', "broken.jsonl": b'{"prompt": "a"', "list.jsonl": b'["a"]',
+        "half.jsonl": b'{"prompt": "\\ud83d"}', "number.jsonl": b'{"prompt": 3}',
+    }  # fmt: skip
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+
+    def refusal(*flags) -> str:
+        with pytest.raises(UserError) as caught:
+            generate.main(["--device", "cpu", "-e", str(model), *flags])
+        assert capsys.readouterr().out == "" and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert refusal("--prompt", "x" * 40) == "--prompt has 41 tokens, and the model sees 40: shorten it"
+    longer = "has 9 tokens, and the model sees 8: shorten it, or raise -t (at most 40)"
+    assert refusal("--prompt", "x" * 8, "-t", "8") == f"--prompt {longer}"
+    assert refusal("--prompts", "long.txt").startswith("long.txt, line 2 has 41 tokens, and the model sees 40: ")
+    for name in "empty.txt", "breaks.txt":
+        for flag in "--prompt-file", "--prompts":
+            assert refusal(flag, name) == f"{name} is empty: write a prompt into it, or leave {flag} out"
+            assert f"{flag} gone.txt: no such file or directory; name a file" in refusal(flag, "gone.txt")
+            assert f"{flag} .: " in refusal(flag, ".")
+            utf8 = "latin1.txt is no UTF-8 from byte 4 on: convert it (iconv -t UTF-8)"
+            assert refusal(flag, "latin1.txt") == utf8
+    for name, line in ("no", 2), ("broken", 1), ("list", 1), ("half", 1), ("number", 1):
+        told = f'{name}.jsonl, line {line}: not of the form {{"prompt": "text"}}'
+        assert refusal("--prompts", f"{name}.jsonl") == told
+    assert "--prompt is no UTF-8: convert it" in refusal("--prompt", "a\udcfc")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    told = "standard input is empty: write a prompt into it, or leave --prompt-file out"
+    assert refusal("--prompt-file", "-") == told
+    assert refusal("--stop", "a\x07") == (
+        "--stop 'a\\x07': no token can spell it, so no text would end there: leave it out"
+    )
+    use = device.use
+
+    def with_little_memory(kind: str) -> None:
+        use(kind)
+        device.current.device.memory = lambda: (1 << 20, 1 << 30)
+
+    monkeypatch.setattr(device, "use", with_little_memory)
+    said = refusal("--samples", "2000")
+    assert "so lower --samples or give fewer prompts" in said and "B=2000" in said
+
+
+@pytest.mark.parametrize("flags", [["--prompt", "a", "--prompts", "f"], ["--prompt-file", "a", "--prompt", "f"],
+                                   ["--samples", "0"], ["--stop", ""], ["--prompts", ""], ["--prompt-file", ""]])
+def test_flags_that_make_no_sense_are_refused(flags, capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        generate.make_parser().parse_args(flags)
+    assert flags[0] in capsys.readouterr().err
 
 
 def test_what_cannot_be_is_said_in_one_line(model):
