@@ -315,12 +315,12 @@ def main(arguments: list[str] | None = None) -> None:
     for stop in args.stop:
         if not can_spell(tokenizer, stop):
             raise UserError(f"--stop {stop!r}: no token can spell it, so no text would end there: leave it out")
-    tokens = [each for each in tokens for _ in range(args.samples)]
-    B, T = len(tokens), min(context, max(map(len, tokens)) + args.tokens)
+    T = min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
-    model = build_from_file(kind, path, B, T, attention, inference=True)
+    model = build_from_file(kind, path, len(tokens) * args.samples, T, attention, inference=True)
 
+    tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []
     for (_, prompt), first in zip(prompts, tokens[:: args.samples], strict=True):
         for n in range(args.samples):

@@ -410,8 +410,9 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
         device.current.device.memory = lambda: (1 << 20, 1 << 30)
 
     monkeypatch.setattr(device, "use", with_little_memory)
-    said = refusal("--samples", "2000")
-    assert "so lower --samples or give fewer prompts" in said and "B=2000" in said
+    for samples in "2000", "1" + "0" * 15:
+        said = refusal("--samples", samples)
+        assert "so lower --samples or give fewer prompts" in said and f"B={samples}, " in said
 
 
 @pytest.mark.parametrize("flags", [["--prompt", "a", "--prompts", "f"], ["--prompt-file", "a", "--prompt", "f"],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import device
 import oracle
+from conftest import DEVICES, switch_device
 from llmc.batches import Batches
 from llmc.exchange import Exchange
 from llmc.generation import Writer, print_sample
@@ -27,6 +28,14 @@ from test_thread_order import OneBatch
 some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 one_of_each = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 TEXTS = json.loads((Path(__file__).parent / "data" / "texts.json").read_text())
+
+
+@pytest.fixture(params=[name for name in DEVICES if name != "cpu-warp32"])
+def one_dev(request, monkeypatch):
+    """`dev` for what bears on kernels no more than other tests here do: without warps of 32 lanes on a CPU."""
+    switch_device(request.param, monkeypatch)
+    yield device
+    device.synchronize()
 
 
 def writing(config, attention: str, B: int, T: int) -> Model:
@@ -130,9 +139,9 @@ def recomputed(model: Model, text: list[int], count: int, sampler: Sampler, **ho
 @pytest.mark.parametrize("config, attention, T", [
     (*each, T) for each in ONE_OF_EACH for T in ((8,) if each[0].head_size == 64 else (1, 3, 8))
 ], ids=name_of)  # fmt: skip
-def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(dev, config, attention, T):
+def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(one_dev, config, attention, T):
     kind = "relu" if attention == "relu" else "softmax"
-    whole = build(dev, config, 1, T, kind, flat_parameters(config))
+    whole = build(one_dev, config, 1, T, kind, flat_parameters(config))
     text = random_texts(config, 1, T)[0].tolist()
     for how in {"temperature": 0.0}, {"top_k": 20, "top_p": 0.8}:
         found = [token for (token,) in Writer(writing(config, attention, 1, T), 1, **how).tokens(
@@ -141,7 +150,7 @@ def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(dev, conf
 
 
 @one_of_each
-def test_texts_written_together_are_those_written_alone(dev, config, attention):
+def test_texts_written_together_are_those_written_alone(one_dev, config, attention):
     T, count = 12, 20  # each begins anew twice, at other times
     texts = [text[: 1 + 3 * b].tolist() for b, text in enumerate(random_texts(config, 4, T))]
     together = Writer(writing(config, attention, 4, T), 4)
@@ -214,7 +223,7 @@ class OneBatchOf(OneBatch):
 
 
 @pytest.mark.parametrize("config", [config for family in FAMILIES for config in family], ids=name_of)
-def test_greedy_text_is_what_transformers_generates(dev, config):
+def test_greedy_text_is_what_transformers_generates(one_dev, config):
     theirs, T = opinionated(config), config.max_seq_len
     model = kind_of(config)(config, 1, T, "softmax", inference=True)
     model.put(0, flat_parameters_of(theirs, config).astype(np.float32))
