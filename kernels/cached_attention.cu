@@ -211,8 +211,8 @@ extern "C" __global__ void add_splits_kernel(SETS floatX* out, const float* part
     const int used = ceil_div(length, keys_of_split(context, splits));
     const float* of_row = stats + 2 * (size_t)row * splits;
     float largest = -INFINITY, sum = 0.0f;
-    for (int z = 0; z < used; z++) largest = fmaxf(largest, of_row[2 * z]);
-    for (int z = 0; z < used; z++) sum += of_row[2 * z + 1] * __expf(of_row[2 * z] - largest);
+    for (int z = 0; z < used && !relu; z++) largest = fmaxf(largest, of_row[2 * z]);
+    for (int z = 0; z < used && !relu; z++) sum += of_row[2 * z + 1] * __expf(of_row[2 * z] - largest);
     const float norm = relu ? 1.0f : 1.0f / sum;
     by_alignment(HS % WIDTH == 0, [&](auto memory) {
         for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * WARP_SIZE) {

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from kernels.adamw import adamw
 from kernels.attention import attention_backward, attention_forward
+from kernels.cached_attention import cached_attention_forward
 from kernels.classifier import fused_classifier
 from kernels.encoder import encoder_backward, encoder_forward
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
@@ -482,3 +483,25 @@ def test_what_is_not_finite_is_handed_on(product_dev, name, pattern, rng):
         for number, (out, want) in enumerate(zip(outs, what.definition(tensors), strict=True)):
             if not torch.isfinite(want).all():
                 assert not np.isfinite(to_numpy(out)).all(), f"{spoiled}[{at}], output {number}"
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("relu", [False, True])
+def test_cached_attention_shows_a_nan_where_a_query_sees_it_and_nowhere_else(product_dev, rng, relu, splits):
+    dev = product_dev
+    NH, HS = 2, 20
+    qkv = normal(rng, 1, 130, 3 * NH, HS)
+    for s, of in ((5, NH), (100, 2 * NH), (129, 0)):  # a key, a value, a query, of the first head
+        broken = qkv.copy()
+        broken[0, s, of, 3] = np.nan
+        NKV, caches = NH, np.zeros((2, 1, NH, 192, HS), np.float32)
+        caches[:, 0, :, :129] = broken[0, :129, NH:].reshape(129, 2, NKV, HS).transpose(1, 2, 0, 3)
+        keys, values = (dev.asarray(cache) for cache in caches)
+        out, parts, stats = dev.zeros((1, 1, NH, HS)), dev.zeros((NH, 3, HS)), dev.zeros((NH, 3, 2))
+        new, starts = dev.asarray(broken[:, 129:].copy()), dev.asarray(np.array([129], np.int32))
+        cached_attention_forward(
+            out, parts, stats, keys, values, new, starts, 1, 1, 192, NH, NKV, HS, relu, splits
+        )
+        found = np.isnan(to_numpy(out)[0, 0])
+        assert found[0].all() if of < 2 * NH else found[0, 3] and found[0].sum() == 1
+        assert not found[1].any()
