@@ -2,7 +2,7 @@
 
     python generate.py -e gpt2_124M.bin --prompt "The meaning of life is" -g 100
     python generate.py -e checkpoints/step_00002000 --temperature 0.8 --top-k 50 --samples 4
-    python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "\n" > answers.jsonl
+    python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "?" > answers.jsonl
 
 The text begins with the prompt, which stands at the beginning of a document: the model sees before it the token that
 begins a text, or where there is none the one that ends a text. It ends with the token that ends a text, unless told to

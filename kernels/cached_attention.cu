@@ -5,7 +5,7 @@
 //   att = softmax over s <= p of q[t] . k[s] / sqrt(HS), or max(0, q[t] . k[s] / sqrt(HS)) / (p + 1), the ReLU
 // The kernel also writes the new keys and values to the cache, for the tokens after them.
 // Memory-bound where a single query meets many keys: each key and value is read once, for a few products. There are too
-// few queries then to keep a GPU busy, so that the keys are split among blocks, too (flash-decoding, Dao et al. 2023). A
+// few queries then to keep a GPU busy, so the keys are split among blocks, too (flash-decoding, Dao et al. 2023). A
 // block leaves the sum over its keys, unnormalised, with the largest score and the sum of exponentials; a second kernel
 // adds these up in the order of the splits. Splits are of the context, not of what has been written: the position lies
 // on the device, and a recorded step launches the same blocks whatever it is. Blocks behind it return at once.
@@ -13,9 +13,9 @@
 // NH / NKV query heads share a head of keys and values; a block takes up to HEADS of them, and reads for all at once.
 #include "common.cuh"
 
-constexpr int TILE_KEYS = 64;   // keys whose scores wait in shared memory
-constexpr int AT_ONCE = 4;      // keys of a lane that are loaded before the first is used
-constexpr int LANES = WARP_SIZE > 1 ? 8 : 1;  // that share a key: in fp32 a head of 64 channels is two vectors of each
+constexpr int TILE_KEYS = 64;  // whose scores wait in shared memory
+constexpr int AT_ONCE = 4;     // keys that a lane loads before it uses the first
+constexpr int LANES = WARP_SIZE > 1 ? 8 : 1;  // that share a key: each has two vectors of 64 channels in fp32
 constexpr int MOST_WARPS = 4;
 
 // Keys of a split, in whole tiles. kernels/cached_attention.py computes the same.

@@ -46,7 +46,7 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
     const unsigned random = (unsigned)(state * 0x2545F4914F6CDD1DULL >> 32);
     const double coin = (random >> 8) / 16777216.0;
 
-    // Calls work(x, i) for each of the thread's logits from `start`, with its number.
+    // Calls work(x, i) for each of the thread's logits x, with its index.
     auto for_each = [&](auto work) {
         for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
             const Vec x = Aligned::load(row + i, WIDTH);  // Vp is a multiple of WIDTH
