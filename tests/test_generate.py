@@ -163,6 +163,7 @@ def test_several_samples_are_one_batch_and_the_first_is_that_of_the_seed_alone(m
     assert alone == texts[0] and three == "---\n".join(texts) and len(set(texts)) == 3
 
 
+@gpt2_alone
 def test_prompts_of_different_lengths_are_one_batch_and_come_as_lines_of_json(model, theirs, capsys, tmp_path):
     device.use("cpu")
     prompts = ["a", "four words are here", "Grüße 🙂", ""]
@@ -423,6 +424,7 @@ def test_flags_that_make_no_sense_are_refused(flags, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
+@gpt2_alone
 def test_what_cannot_be_is_said_in_one_line(model):
     def refusal(*flags, code: int = 1) -> str:
         done = run(*flags)
@@ -441,6 +443,7 @@ def test_what_cannot_be_is_said_in_one_line(model):
     assert "--tokenizer" in refusal("-e", "odd.bin")
 
 
+@gpt2_alone
 def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(model):
     shell = shutil.which("bash")
     command = f"{sys.executable} {ROOT}/generate.py --device cpu -e {model} -g 300 -t 8 | head -c 1 >/dev/null; "
