@@ -22,6 +22,6 @@ def sample(
     heat = np.float32(temperature)
     if heat:
         heat = max(heat, np.finfo(np.float32).smallest_normal)  # its reciprocal is finite
-    args = tokens, positions, states, logits, V, Vp, heat, top_k, np.float32(top_p), context
+    args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context
     block = cu.block(min(1024, 32 * ceil_div(V, 32 * cu.width)))  # a vector for each thread, or several
     cu.sample_kernel((B,), (block,), args)
