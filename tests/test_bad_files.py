@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
+import generate
 from dev import import_hf
 from dev.huggingface import config_json
 from device.errors import UserError
@@ -29,7 +30,7 @@ from llmc.evaluation import EvalLoader
 from llmc.logger import Logger, read_log
 from llmc.scripts import model_kinds
 from llmc.tensors import Config, num_parameters
-from llmc.tokenizer import Tokenizer
+from llmc.tokenizer import Tokenizer, byte_tokenizer
 from models import ODD
 from train_gpt2_fp32 import GPT2Config
 
@@ -42,7 +43,8 @@ from safetensors.numpy import save_file
 MEMORY = 1 << 30  # bytes, for a file of a few kilobytes
 MODELS = [f"{kind.Config.NAME} model" for kind in model_kinds()]
 KINDS = [
-    *MODELS, "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag", "log", "config.json", "safetensors",
+    *MODELS, "debug state", "tokens", "tokenizer", "checkpoint", "hellaswag", "log", "prompts", "config.json",
+    "safetensors",
 ]  # fmt: skip
 WORDS = [struct.pack("<i", n) for n in (0, -1, 1, 2**31 - 1, -(2**31), 65536, 20240326, 20240520)]
 WORDS += [struct.pack("<f", x) for x in (float("nan"), float("inf"), -1.0)] + [b"null", b"1e999", b"[[[[", b'"\\ud800"']
@@ -140,6 +142,15 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
 
     found["hellaswag"] = (read_questions, [questions])
     found["log"] = (read_log, [b"s:0 tel:3.5212\ns:1 trl:3.6107\ns:20 eval:0.2955\ns:20 bpb:1.1288\n"])
+
+    def read_prompts(path: Path) -> None:
+        objects, tokenizer = folder / "prompts.jsonl", byte_tokenizer()
+        objects.write_bytes(path.read_bytes())
+        for flags in ["--prompts", str(objects)], ["--prompts", str(path)], ["--prompt-file", str(path)]:
+            prompts = generate.prompts_of(generate.make_parser().parse_args(flags))
+            generate.tokens_of(prompts, tokenizer, 100, 200)
+
+    found["prompts"] = (read_prompts, ['{"prompt": "a"}\r\n\n{"prompt": "\\ud83d\\ude42 ü"}\n'.encode()])
 
     saved = folder / "saved"
     saved.mkdir()
