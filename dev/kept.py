@@ -103,9 +103,9 @@ TABLES = (
             Column("B 4, T 64", f"train_gpt2_fp32 -e d12 -b 4 -t 64 {BF16}", "compile,compile-graphs"),
         ),
         ("--logit-rows 512",),
-        above="The same in bf16 (`--precision bf16`), PyTorch under autocast with fp32 weights. Its fastest way has not been\n"
-        "timed beside ours yet: CUDA graphs with SDPA took 10.4 ms (B 4) and 33.5 ms (B 16) on another H200, SmolLM2\n"
-        "21.4 ms. `--peers compile-graphs-cudnn` times it:\n\n",
+        above="The same in bf16 (`--precision bf16`), PyTorch under autocast with fp32 weights. Its fastest way\n"
+        "has not been timed beside ours yet: CUDA graphs with SDPA took 10.4 ms (B 4) and 33.5 ms (B 16) on\n"
+        "another H200, SmolLM2 21.4 ms. `--peers compile-graphs-cudnn` times it:\n\n",
     ),
     Table(
         "others-bf16", "NVIDIA H200",
