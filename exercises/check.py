@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,9 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
         raise UserError(done.stderr.removeprefix("error: ").strip())
     if "bad_alloc" in done.stderr or "MemoryError" in done.stderr:
         return "It wants more memory than a check may have. Is there a loop that never ends?", ""
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return f"{name} has ended it. Is an index far outside of its array, or does it divide by zero?", ""
     return f"The check broke off with status {done.returncode}:\n{done.stderr.strip()}", ""
 
 
@@ -104,7 +108,7 @@ def sections() -> dict[int, tuple[str, str]]:
 
 def plain(text: str) -> str:
     """Markdown's links as a terminal shows them."""
-    return re.sub(r"\[([^]]*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", text)
+    return re.sub(r"\[((?:`[^`]*`|[^]`])*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", text)
 
 
 def statement(exercise: Exercise) -> str:

@@ -3,7 +3,8 @@
     python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON
 
 Kernels run on the CPU device with warps of 32 lanes. What they write begins as UNWRITTEN and has more of it around, so
-that an element which no thread wrote shows, and one that a thread wrote where it must not.
+that an element which no thread wrote shows, and one that a thread wrote where it must not. There is so much around that
+a wrong index seldom leads past it. Where it does, or past an array in shared memory, the launch fails.
 """
 
 import json
@@ -11,10 +12,11 @@ import linecache
 import os
 import re
 import resource
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,15 +43,19 @@ from dev.watch import (
 )
 from device import Source, ceil_div, cpp, kernel_declarations
 from device.errors import UserError
-from exercises.cut import EXERCISES, Exercise
+from exercises.cut import EXERCISES, HERE, Exercise
 from llmc.program import run_program
 
 import numpy as np
 
-AROUND = 1024               # elements before and after what a kernel writes
+AROUND = 1 << 18            # elements before and after what a kernel reads or writes
 UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
 MEMORY = 2 << 30            # bytes that a check may have: a loop without end that is watched wants ever more
 KERNEL_FP32 = 2e-5          # of 1 + the value: several roundings to fp32, and the sums of a few hundred numbers
+# One block after another, so that a fault shows alike each time; the compiler's messages in English; and a launch fails
+# where an index is outside of an array whose length the compiler knows.
+BOUNDS = "-fsanitize=bounds", "-fno-sanitize-recover=bounds", "-include", str(HERE / "bounds.h")
+ENVIRONMENT = {"LLMC_CPU_WARP": "32", "LLMC_CPU_THREADS": "1", "LC_ALL": "C", "LLMC_CPU_CXXFLAGS": shlex.join(BOUNDS)}
 
 
 class Wrong(Exception):
@@ -65,8 +71,7 @@ def main() -> None:
 
 def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
     """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right."""
-    # One block after another, so that a fault shows alike each time; the compiler's messages in English.
-    os.environ |= {"LLMC_CPU_WARP": "32", "LLMC_CPU_THREADS": "1", "LC_ALL": "C"}
+    os.environ |= ENVIRONMENT
     if exercise.microscope:
         use_microscope()
     else:
@@ -97,19 +102,29 @@ def written(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint32) != UNWRITTEN
 
 
+def refuse_strays(name: str, array, thread: Callable[[int], str] | None = None, case: str = "") -> None:
+    """Wrong where something was written before or behind the output that `array` is, or is a part of."""
+    base = getattr(array, "base", None)
+    if not isinstance(base, np.ndarray) or base.dtype != np.uint32 or base.size <= 2 * AROUND:
+        return  # no output
+    size = base.size - 2 * AROUND
+    past = np.flatnonzero(base[AROUND + size :] != UNWRITTEN) + size
+    before = np.flatnonzero(base[:AROUND] != UNWRITTEN) - AROUND
+    if past.size or before.size:
+        at = int(past[0] if past.size else before[-1])
+        who = thread(at) if past.size and thread else ""
+        whose = f" by {who}" if who else ""
+        where = "past the end of" if past.size else "before the beginning of"
+        raise Wrong(f"{case}{name}[{at}] was written{whose}: that is {where} the array, which has {size} elements")
+
+
 def expect(
     name: str, got: np.ndarray, want: np.ndarray, thread: Callable[..., str], tolerance: float = 0.0, case: str = ""
 ) -> None:
     """Wrong unless all of `got`, an output, is `want`, and nothing around it was written. thread: says, given the index
     of an element, who is to write it; it is asked for indices past the end of one-dimensional arrays too.
     tolerance: of 1 + the value's size. case: of several, which this is."""
-    touched = np.flatnonzero(got.base.view(np.uint32) != UNWRITTEN) - AROUND
-    past = touched[touched >= got.size]
-    if past.size or (touched.size and touched[0] < 0):
-        at = int(past[0]) if past.size else int(touched[0])
-        whose = f" by {thread(at)}" if past.size and got.ndim == 1 else ""
-        where = "past the end of" if past.size else "before the beginning of"
-        raise Wrong(f"{case}{name}[{at}] was written{whose}: that is {where} the array, which has {got.size} elements")
+    refuse_strays(name, got, thread if got.ndim == 1 else None, case)
     with np.errstate(all="ignore"):
         good = abs(got.astype(np.float64) - want) <= tolerance * (1 + abs(want))
     if good.all():
@@ -127,9 +142,9 @@ def number(x) -> str:
     return f"{x:.7g}"
 
 
-def in_line(block: int) -> Callable[[int], str]:
-    """Names the thread whose number in the grid is an element's."""
-    return lambda i: f"thread {i % block} of block {i // block}"
+def in_line(blocks: int, threads: int) -> Callable[[int], str]:
+    """Names the thread whose number in a grid of blocks of so many threads is an element's; empty where none has it."""
+    return lambda i: f"thread {i % threads} of block {i // threads}" * (i < blocks * threads)
 
 
 # ---- a solution
@@ -175,7 +190,7 @@ class Lab:
             except TypeError as error:
                 raise Wrong(f"the kernel's parameters are no longer what they were: {error}") from None
             except cpp.KernelError as error:
-                raise Wrong(str(error)) from None
+                raise self.failed(error, arguments) from None
 
         if not self.microscope:
             work()
@@ -183,6 +198,21 @@ class Lab:
         watched = watch_kernel(name, arguments, work, self.path)
         self.refuse_races(watched)
         return watched
+
+    def failed(self, error: cpp.KernelError, arguments: dict) -> Wrong:
+        """A launch that failed, with the line that it names, or the element that an address would be."""
+        text = re.sub(r" \(LLMC_CPU_\w+=1 .*\)$", "", str(error))
+        address = re.search(r"invalid memory access at address (0x[0-9a-f]+|\(nil\))", text)
+        arrays = {name: array for name, array in arguments.items() if isinstance(array, np.ndarray)}
+        if address and arrays:
+            at = int(address[1], 16) if address[1] != "(nil)" else 0
+            name = min(arrays, key=lambda name: abs(at - device.address(arrays[name])))
+            element = (at - device.address(arrays[name])) // arrays[name].itemsize
+            size = arrays[name].size
+            text = text.replace(address[0], f"an index far outside of its arrays: {name}[{element}], if it is {name}"
+                                            f" that was meant, which has {size} elements")  # fmt: skip
+        line = re.search(rf" at {re.escape(self.path.name)}:(\d+)$", text)
+        return Wrong(f"{text}\n{self.quote(int(line[1]))}" if line else text)
 
     def refuse_races(self, watched: Watched) -> None:
         races = race_lines(watched)
@@ -201,19 +231,25 @@ class Lab:
         path = source._path
 
         def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:
-            if name in kernel_declarations(self.path):
-                self.refuse_races(watch_kernel(name, arguments, work, self.path))
+            def checked() -> None:
+                try:
+                    work()
+                except cpp.KernelError as error:
+                    raise self.failed(error, arguments) from None
+
+            if self.microscope and name in kernel_declarations(self.path):
+                self.refuse_races(watch_kernel(name, arguments, checked, self.path))
             else:
-                work()
+                checked()
+            for parameter, value in arguments.items():
+                refuse_strays(parameter, value, case=f"{name}: ")
 
         source._path = self.path
         source.forget()
         try:
-            with device.observe(observer) if self.microscope else nullcontext():
+            with device.observe(observer):
                 yield
-        except cpp.KernelError as error:
-            raise Wrong(str(error)) from None
-        except (AttributeError, TypeError) as error:  # a kernel that is gone, or takes something else
+        except (AttributeError, TypeError, ValueError) as error:  # a kernel that is gone, or takes something else
             raise Wrong(f"the kernels' names and parameters must stay as they were: {error}") from None
         finally:
             source._path = path
@@ -229,7 +265,7 @@ class Lab:
         try:
             with np.errstate(over="raise", invalid="raise", divide="raise"):
                 return function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             frames = traceback.extract_tb(error.__traceback__)
             line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(self.path)), 0)
             if isinstance(error, NotImplementedError):
@@ -256,7 +292,7 @@ def normal(*shape: int) -> np.ndarray:
 def check_who_am_i(lab: Lab) -> str:
     who = output(5 * 64, dtype=np.int32)
     lab.launch("who_am_i_kernel", (5,), (64,), who=who)
-    expect("who", who, 1000 * (np.arange(320) // 64) + np.arange(320) % 64, in_line(64))
+    expect("who", who, 1000 * (np.arange(320) // 64) + np.arange(320) % 64, in_line(5, 64))
     return ""
 
 
@@ -264,7 +300,7 @@ def check_guard(lab: Lab) -> str:
     for N in 1000, 256, 1:
         x, out = given(normal(N)), output(N)
         lab.launch("twice_kernel", (ceil_div(N, 256),), (256,), out=out, x=x, N=N)
-        expect("out", out, 2.0 * x, in_line(256))
+        expect("out", out, 2.0 * x, in_line(ceil_div(N, 256), 256))
     return ""
 
 
@@ -284,7 +320,7 @@ def check_neighbours(lab: Lab) -> str:
     x, out = given(normal(3 * 128)), output(3 * 128)
     watched = lab.launch("neighbours_kernel", (3,), (128,), out=out, x=x)
     padded = np.pad(x.reshape(3, 128).astype(np.float64), ((0, 0), (1, 1)))
-    expect("out", out, (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]).reshape(-1), in_line(128), KERNEL_FP32)
+    expect("out", out, (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]).reshape(-1), in_line(3, 128), KERNEL_FP32)
     expect_loads(watched, "x", x.size)
     return ""
 
@@ -311,7 +347,7 @@ def check_shuffle(lab: Lab) -> str:
     x, out = given(normal(3 * 64)), output(3 * 64)
     watched = lab.launch("warp_sums_kernel", (3,), (64,), out=out, x=x)
     sums = x.reshape(6, 32).astype(np.float64).sum(1)
-    expect("out", out, np.repeat(sums, 32), in_line(64), KERNEL_FP32)
+    expect("out", out, np.repeat(sums, 32), in_line(3, 64), KERNEL_FP32)
     for warp, lanes in enumerate(out.reshape(6, 32)):
         if len(set(lanes.tolist())) > 1:
             raise Wrong(f"warp {warp}: its lanes have not the same bits, but {sorted(set(lanes.tolist()))}")

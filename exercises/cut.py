@@ -27,13 +27,15 @@ class Hole:
 @dataclass(frozen=True)
 class Exercise:
     """source: under the repository's root; without one it is in solutions/. Of a kernel file its head is taken, down to
-    the #include, and each of `parts`: a function or constant that begins with this text, and the comment above it."""
+    the #include, and each of `parts`: a function or constant that begins with this text, and the comment above it.
+    head: takes the place of a head that gives away what is to be found."""
 
     name: str
     holes: tuple[Hole, ...]
     kind: str = "cu"
     source: str = ""
     parts: tuple[str, ...] = ()
+    head: str = ""
     microscope: bool = False     # the check watches every access
 
     @property
@@ -57,7 +59,7 @@ def whole(exercise: Exercise) -> str:
         return text
     lines = text.splitlines()
     include = find(lines, '#include "common.cuh"', exercise)
-    taken = [*lines[:include], '#include "../../kernels/common.cuh"']
+    taken = [*(exercise.head.splitlines() or lines[:include]), '#include "../../kernels/common.cuh"']
     for part in exercise.parts:
         begin = end = find(lines, part, exercise, whole_line=False)
         while lines[begin - 1]:
@@ -180,13 +182,23 @@ float m = 0.0f, s = 0.0f;
         "gelu",
         (
             Hole("const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);", "}", """\
-// Write here: gelu'(x) in the tanh form; s is share(x).
+// Write here: the derivative of gelu at x. s is share(x).
 return 0.0f;"""),
             Hole("for (int k = 0; k < WIDTH; k++) {", "memory.store(dout + at, d, C - i);", """\
 // Write here, for each of the thread's four columns, k = 0 to 3: x.x[k], which is inp, becomes gelu(inp + bias);
 // d.x[k], which is dout, becomes the gradient of the input; sums[c].x[k] grows by that. b.x[k] is bias."""),
         ),
         source="kernels/gelu.cu",
+        head="""\
+// Exercise 13: GELU backward.
+//
+// gelu(x) = x * s(x) with s(x) = sigmoid(2u) and u = sqrt(2/pi) * (x + 0.044715 x^3). Here x = inp + bias, where inp is
+// (N, C) and bias is (C). Given dout, the gradient of gelu's output, the kernel writes
+//   dout (N, C): the gradient of inp, in place;
+//   out_T (C, N): gelu(x), transposed by the tile;
+//   partials (gridDim.y, C): of each chunk of rows the sums of the gradient, for the bias.
+// Tanh has s(x) already, and lacks the derivative of gelu.
+""",
         parts=(
             "struct Tanh {", "__device__ __forceinline__ void backward(",
             'extern "C" __global__ void gelu_backward_kernel(',
@@ -201,13 +213,19 @@ return 0.0f;"""),
         "softmax",
         (
             Hole("float largest = -INFINITY, sum = 0.0f;", "});", """\
-// Write here: row[s] = exp(scale * row[s]) / (the sum of exp(scale * row[j]) over j < length)   for s < length
-//             row[s] = 0                                                                        for length <= s < T
+// Write here: the first `length` numbers of the row, times scale, become their softmax, and all behind them 0.
 // Scores may be large: no exponent may be. The warp has the row to itself; its lanes take four columns each, at
 // s = 4 * lane, 4 * lane + 4 * WARP_SIZE, ... memory.load(row + s, T - s) and memory.store(row + s, x, T - s) move
 // four; warp_max(x) and warp_sum(x) give every lane the largest x of the warp's lanes, and their sum."""),
         ),
         source="kernels/attention.cu",
+        head="""\
+// Exercise 15: softmax.
+//
+// att (B, NH, T, T) holds the scores of every query (row) and key (column), not yet multiplied by `scale`. A query sees
+// the keys up to its own position. The kernel makes its scores attention weights, in place: softmax over the keys that
+// the query sees, and 0 for all others, since the product that follows reads whole rows.
+""",
         parts=('extern "C" __global__ void softmax_forward_kernel(',),
     ),
     Exercise("flash_forward", (function("largest, total = np.full(len(q), -np.inf), np.zeros(len(q))"),), kind="py"),
@@ -229,6 +247,14 @@ return 0.0f;"""),
 // Write here: m4.x[k], v4.x[k] and p.x[k] after the step; the gradient is scale * g.x[k]."""),
         ),
         source="kernels/adamw.cu",
+        head="""\
+// Exercise 19: AdamW.
+//
+// m is a moving average of the gradient, v one of its square: beta1 and beta2 say how much of the old average stays.
+// Both began at 0, so after t steps they are too small, by the factors correction1 = 1 - beta1^t and correction2 =
+// 1 - beta2^t. A parameter takes a step of lr against m, in units of the root of v, to which eps is added. Apart from
+// this it loses weight_decay of itself, times lr.
+""",
         parts=("constexpr float LARGEST", 'extern "C" __global__ void adamw_kernel('),
     ),
 )

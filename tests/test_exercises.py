@@ -11,7 +11,7 @@ from pathlib import Path
 from device import cpp
 from device.errors import UserError
 from exercises import check
-from exercises.checks import run_check
+from exercises.checks import ENVIRONMENT, run_check
 from exercises.cut import EXERCISES, Exercise, Hole, start, whole
 
 import numpy as np
@@ -26,10 +26,16 @@ FAULTS = [
     ("who_am_i", "1000 * blockIdx.x", "100 * blockIdx.x",
      r"who\[64\]: expected 1000, got 100; thread 0 of block 1 has to"),
     ("who_am_i", "+ threadIdx.x;\n    who", "+ threadIdx.x + 1;\n    who",
-     r"who\[320\] was written by thread 0 of block 5"),
+     r"who\[320\] was written: that is past the end of the array, which has 320 elements"),
+    ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x + threadIdx.x * blockDim.x",
+     r"who\[320\] was written: that is past the end"),
+    ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x - (threadIdx.x << 24)",
+     r"who_am_i_kernel, .*: an index far outside of its arrays: who\[-\d+\], if it is who that was meant"),
     ("guard", "if (i < N)", "if (i <= N)", r"out\[1000\] was written by thread 232 of block 3: that is past the end"),
     ("plane", " && c < C", "", r"out\[700\] was written: that is past the end"),
     ("neighbours", "    __syncthreads();\n", "", RACE.format(11, 12)),
+    ("neighbours", "(i < 127 ? tile[i + 1] : 0.0f)", "tile[i + 1]",
+     r"thread \(127, 0, 0\): index 128 is outside of the array, a 'float ?\[128\]', .*:13\n    13: out\[at\] ="),
     ("neighbours", "tile[i - 1]", "x[at - 1]", r"right, but x was read 765 times; 384, once each, would do"),
     ("race", "            __syncthreads();  // this half is complete\n", "", "threads race"),
     ("shuffle", "o = 16", "o = 8", r"out\[0\]: expected \S+, got \S+; thread 0 of block 0 has to write it"),
@@ -41,9 +47,13 @@ FAULTS = [
     ("banks", "math.gcd(stride, 32)", "stride % 32", r"passes_of_stride\(3\): expected 1, got 3"),
     ("bias_gradient", "n < end", "n + 1 < end",
      r"partials\[0, 0\]: expected .*column_partials_kernel's thread 0 of block"),
+    ("bias_gradient", "out[i] = before + total;", "out[C + i] = before + total;",
+     r"add_partials_kernel: out0\[70\] was written: that is past the end of the array, which has 70 elements"),
     ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*of_lane\[\d+\]"),
     ("layernorm", "sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;", "sum += (x.x[k] - m) * (x.x[k] - m);",
      r"with C = 130, rstd\[0\]: expected .* thread 0 of block 0 has to write it"),
+    ("layernorm", "memory.store(out + start", "memory.store(residual + start",
+     r"layernorm_forward_kernel, .*: an index far outside of its arrays"),
     ("tf32", "0x1000", "0x0fff", r"to_tf32 of 1.00048828125 .*\nexpected 1.0009765625 .*\ngot      1.0 "),
     ("transpose", "[32][33]", "[32][32]",
      r"tile takes up to 32 times the passes that it needs \(bank conflicts\):\n    18: "),
@@ -114,9 +124,8 @@ def faults(pytestconfig) -> dict[tuple, str]:
     process.stdin.write(json.dumps(runs))
     process.stdin.close()
     with pytest.MonkeyPatch.context() as patch:  # of what a check sets
-        patch.setenv("LLMC_CPU_WARP", "32")
-        patch.setenv("LLMC_CPU_THREADS", "1")
-        patch.setenv("LC_ALL", "C")
+        for variable, value in ENVIRONMENT.items():
+            patch.setenv(variable, value)
         plain = {key: path for key, path in files.items() if key not in watched}
         cpp.compile_all(path for path in plain.values() if path.suffix == ".cu")  # on all cores
         found = {key: run_check(BY_NAME[key[0]], path)[0] for key, path in plain.items()}
@@ -210,6 +219,10 @@ def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
         (10, "layernorm_forward_kernel", "forward_kernel",
          r"the kernels' names and parameters must stay .*forward_kernel"),
         (4, "__sync", "if (i == 3) __shfl_xor_sync(~0u, i, 1); else __sync", r"neighbours_kernel, .*: deadlock:"),
+        (9, "    __syncthreads();\n", "    if (threadIdx.x == 3) __shfl_xor_sync(~0u, 1, 1); else __syncthreads();\n",
+         r"add_partials_kernel, .*: deadlock:"),
+        (1, "1000 *", "(__builtin_trap(), 0) +", r"SIG[A-Z]+ has ended it\. Is an index far outside"),
+        (7, "    return len", "    raise SystemExit  #", r"line 11: SystemExit"),
         (7, "    return len", "    retrun len", r"line 11 is no Python: .*\n    11: retrun"),
         (7, "// 32", "// 0", r"line 11: ZeroDivisionError: .*\n    11: return len"),
         (7, "def sectors(", "def sector(", r"the file has no function sectors any more"),
@@ -278,6 +291,18 @@ def test_the_readme_has_a_section_for_each_exercise():
         assert re.match(r"Goes with \[[^]]+\]\(\.\./doc/\d\d-[\w-]+\.md\)\.\n\n", text), number
         assert "<details><summary>Hint</summary>\n\n" in text and "</details>\n\nNext: " in text, number
         assert re.search(rf"then\sexercise {number + 1}\.$", text) or number == len(EXERCISES), number
+
+
+def test_a_terminal_shows_no_markdown_links():
+    for exercise in EXERCISES:
+        for text in check.statement(exercise), check.after(exercise):
+            assert "](" not in text and "](" in check.sections()[exercise.number][1]
+    assert "(&d)[4]` (kernels/flash_attention.cu)" in check.after(BY_NAME["fragments"])
+
+
+@pytest.mark.parametrize(("name", "formula"), [("gelu", "(1 - s)"), ("softmax", "exp("), ("adamw", "sqrt(")])
+def test_what_the_learner_begins_with_does_not_say_the_formula(name, formula):
+    assert formula not in start(BY_NAME[name]).replace("sqrt(2/pi)", "")
 
 
 def test_a_kernel_that_no_longer_has_the_quoted_line_breaks_the_cut():
