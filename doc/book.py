@@ -160,7 +160,8 @@ def build(out: Path) -> int:
                 (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, out / page_of(path))
             wanted = {path for path in used if path.suffix not in PICTURES} - bodies.keys()
-    order = [DOC / "index.md", *sorted(DOC.glob("[0-9][0-9]-*.md")), DOC / "glossary.md", DOC / "answers.md"]
+    numbered = sorted(DOC.glob("[0-9][0-9]-*.md"))
+    order = [DOC / "index.md", DOC / "cpp.md", *numbered, DOC / "glossary.md", DOC / "answers.md"]
     order = [path for path in order if path in bodies]
     for path, body in bodies.items():
         (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import ast
 import atexit
 import contextlib
 import functools
+import io
 import os
 import re
 import runpy
@@ -24,6 +25,8 @@ from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 
+from device.cpp.compiler import installed_compiler
+
 import pytest
 from _pytest.mark.expression import Expression
 
@@ -35,7 +38,7 @@ NAMES = (
     "11-the-step", "12-two-bytes", "13-trusting-it", "14-several-gpus",
 )  # fmt: skip
 # All that the book has: its pages, their answers, and what holds them together.
-BOOK = [DOC / f"{name}.md" for name in (*NAMES, "glossary", "answers", "index")]
+BOOK = [DOC / f"{name}.md" for name in ("cpp", *NAMES, "glossary", "answers", "index")]
 BOOK += [DOC / "answers" / f"{name[:2]}.md" for name in NAMES]
 TEXTS = sorted({ROOT / "README.md", *DOC.rglob("*.md"), *(ROOT / "exercises").rglob("*.md")})
 
@@ -190,7 +193,7 @@ PROSE = [path for path in BOOK if re.match(r"\d\d", path.name)]
 # ---- Python
 
 
-WITH_PYTHON = [path for path in PROSE if any(block.language == "python" for block in blocks(path))]
+WITH_PYTHON = [path for path in BOOK if any(block.language == "python" for block in blocks(path))]
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=name_of)
@@ -215,6 +218,51 @@ def modules_of(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         if isinstance(node, ast.ImportFrom):
             yield node.module.partition(".")[0]
+
+
+# ---- C++
+
+
+# The sections of cpp.md that are about one construct each, by their headings.
+CONSTRUCTS = dict(re.findall(r"^## (\d+\. .*)\n((?:.*\n)*?)(?=## )", read(DOC / "cpp.md"), re.M))
+
+
+def pair_of(section: str) -> tuple[str, str]:
+    """The text of a section's block of Python, and of the block of C++ that follows."""
+    (python, first), (cpp, second) = ((m[2], m[3]) for m in FENCE.finditer(section))
+    assert (python, cpp) == ("python", "cpp")
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def printed_by_cpp(tmp_path_factory) -> list[str]:
+    """What the C++ of each example prints. They are compiled as one program, by the CPU device's compiler."""
+    folder, texts = tmp_path_factory.mktemp("cpp"), [pair_of(section)[1] for section in CONSTRUCTS.values()]
+    assert all(text.count("int main() {") == 1 for text in texts)
+    parts = [f"namespace n{i} {{\n{text}}}" for i, text in enumerate(texts)]
+    text = "\n".join(["#include <stdio.h>", *parts]).replace("int main() {", "void run() {")
+    calls = "".join(f'n{i}::run(); puts("---");' for i in range(len(parts)))
+    (folder / "all.cpp").write_text(f"{text}\nint main() {{ {calls} }}\n")
+    command = [*installed_compiler()[0], "-std=c++17", "-Wall", "-Werror", "all.cpp", "-o", "all"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return subprocess.run([folder / "all"], capture_output=True, text=True, check=True).stdout.split("---\n")[:-1]
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("i", range(len(CONSTRUCTS)), ids=lambda i: list(CONSTRUCTS)[i])
+def test_the_cpp_of_a_construct_prints_what_its_python_prints_and_the_comment_says(printed_by_cpp, i):
+    python, _ = pair_of(list(CONSTRUCTS.values())[i])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(python, {})
+    assert printed.getvalue().split() == printed_by_cpp[i].split() == python.rpartition("# ")[2].split()
+
+
+def test_every_construct_of_cpp_is_short_and_stands_in_a_kernel():
+    assert len(CONSTRUCTS) == 10
+    for heading, section in CONSTRUCTS.items():
+        assert max(len(text.splitlines()) for text in pair_of(section)) <= 9, heading
+        assert re.search(r"\[\w+\.cuh?: `[^\n]*`\]\(\.\./kernels/\w+\.cuh?\)", section), heading
 
 
 # ---- commands

@@ -118,7 +118,7 @@ def test_one_goes_through_the_book_from_page_to_page(book, chromium):
         page.locator("nav a", has_text="on →").first.click()
         seen.append(page.title())
     numbered = len(list(book.glob("[0-9][0-9]-*.html")))
-    assert len(seen) == len(set(seen)) == numbered + 3  # the contents, the glossary and the answers
+    assert len(seen) == len(set(seen)) == numbered + 4  # the contents, C++, the glossary and the answers
     page.locator("nav a", has_text="Contents").click()
     assert page.title() == seen[0]
     context.close()
