@@ -120,7 +120,7 @@ def statement(exercise: Exercise) -> str:
 def after(exercise: Exercise) -> str:
     """What to read next."""
     _, text = sections()[exercise.number]
-    return plain(text.partition("</details>")[2].strip())
+    return plain(text.rpartition("</details>")[2].strip())
 
 
 # ---- what the learner has done

@@ -9,6 +9,7 @@ a wrong index seldom leads past it. Where it does, or past an array in shared me
 
 import json
 import linecache
+import multiprocessing
 import os
 import re
 import resource
@@ -17,7 +18,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,7 +35,9 @@ from dev.watch import (
     KINDS,
     LOAD,
     MEETING,
+    SECTOR,
     STEP,
+    STORE,
     Watched,
     distinct,
     lanes_of,
@@ -43,6 +48,8 @@ from dev.watch import (
 )
 from device import Source, ceil_div, cpp, kernel_declarations
 from device.errors import UserError
+from doc.ladder import TF32, place_arrays, references, relative_error, text_of
+from doc.rungs import TOPICS
 from exercises.cut import EXERCISES, HERE, Exercise
 from llmc.program import run_program
 
@@ -50,6 +57,7 @@ import numpy as np
 
 AROUND = 1 << 18            # elements before and after what a kernel reads or writes
 UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
+NULL_PAGE = 1 << 16         # addresses below are a null pointer and an offset
 MEMORY = 2 << 30            # bytes that a check may have: a loop without end that is watched wants ever more
 KERNEL_FP32 = 2e-5          # of 1 + the value: several roundings to fp32, and the sums of a few hundred numbers
 # One block after another, so that a fault shows alike each time; the compiler's messages in English; and a launch fails
@@ -207,6 +215,9 @@ class Lab:
         if address and arrays:
             at = int(address[1], 16) if address[1] != "(nil)" else 0
             name = min(arrays, key=lambda name: abs(at - device.address(arrays[name])))
+            if at < NULL_PAGE:
+                return Wrong(text.replace(address[0], "a null pointer was followed: an array that is not there, or a"
+                                          " lane that has left before an instruction of the whole warp"))  # fmt: skip
             element = (at - device.address(arrays[name])) // arrays[name].itemsize
             size = arrays[name].size
             text = text.replace(address[0], f"an index far outside of its arrays: {name}[{element}], if it is {name}"
@@ -226,9 +237,10 @@ class Lab:
             ]))  # fmt: skip
 
     @contextmanager
-    def in_place_of(self, source: Source) -> Iterator[None]:
-        """Within the block, launchers find the kernels of `source` in the solution's file."""
-        path = source._path
+    def in_place_of(self, source: Source) -> Iterator[list[Watched]]:
+        """Within the block, launchers find the kernels of `source` in the solution's file. The launches that the
+        microscope has watched are added to the list."""
+        path, all_watched = source._path, []
 
         def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:
             def checked() -> None:
@@ -238,7 +250,8 @@ class Lab:
                     raise self.failed(error, arguments) from None
 
             if self.microscope and name in kernel_declarations(self.path):
-                self.refuse_races(watch_kernel(name, arguments, checked, self.path))
+                all_watched.append(watch_kernel(name, arguments, checked, self.path))
+                self.refuse_races(all_watched[-1])
             else:
                 checked()
             for parameter, value in arguments.items():
@@ -248,7 +261,7 @@ class Lab:
         source.forget()
         try:
             with device.observe(observer):
-                yield
+                yield all_watched
         except (AttributeError, TypeError, ValueError) as error:  # a kernel that is gone, or takes something else
             raise Wrong(f"the kernels' names and parameters must stay as they were: {error}") from None
         finally:
@@ -482,14 +495,19 @@ def check_tf32(lab: Lab) -> str:
     got = lab.call("to_tf32", x.copy())
     if not isinstance(got, np.ndarray) or got.dtype != np.float32 or got.shape != x.shape:
         raise Wrong("to_tf32 has to return a float32 array of the same shape")
-    share, exponent = np.frexp(x.astype(np.float64))  # x = share * 2^exponent, share from 1/2 on: 11 bits are kept
-    want = np.copysign(np.ldexp(np.floor(abs(share) * 2**11 + 0.5), exponent - 11), x)
+    want = rounded_to_tf32(x)
     wrong = np.flatnonzero(got != want)
     if wrong.size:
         i = wrong[0]
         shown = [f"{float(value)!r} ({np.float32(value).view(np.uint32):032b})" for value in (x[i], want[i], got[i])]
         raise Wrong("to_tf32 of {}:\nexpected {}\ngot      {}".format(*shown))
     return ""
+
+
+def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
+    """The nearest numbers of TF32, halfway away from zero, as float64."""
+    share, exponent = np.frexp(x.astype(np.float64))  # x = share * 2^exponent, share from 1/2 on: 11 bits are kept
+    return np.copysign(np.ldexp(np.floor(abs(share) * 2**11 + 0.5), exponent - 11), x)
 
 
 def check_transpose(lab: Lab) -> str:
@@ -501,7 +519,13 @@ def check_transpose(lab: Lab) -> str:
         grid = ceil_div(C, 32), ceil_div(N, 32)
         watched = lab.launch("transpose_tile_kernel", grid, (32, 8), out=out, x=x, N=N, C=C)
         expect("out", out, x.T, thread)
-    for line in lines_of(watched):  # of the matrix whose rows and columns are whole sectors
+    expect_no_waste(lab, watched)  # of the matrix whose rows and columns are whole sectors
+    return ""
+
+
+def expect_no_waste(lab: Lab, watched: Watched) -> None:
+    """Wrong if an access has bank conflicts, or moves more sectors than its bytes fill."""
+    for line in lines_of(watched):
         array, where = watched.arrays[line.array], lab.quote(line.place.line)
         if array.shared and line.worst > 1:
             raise Wrong(
@@ -514,7 +538,6 @@ def check_transpose(lab: Lab) -> str:
                 f"the numbers are right, but of {array.name} {line.sectors} sectors are moved where {least} would do:"
                 f" the lanes of a warp do not touch neighbours here:\n{where}"
             )
-    return ""
 
 
 def check_gelu(lab: Lab) -> str:
@@ -711,6 +734,176 @@ def check_adamw(lab: Lab) -> str:
 
 def in_line_of_four(i: int) -> str:
     return f"thread {i // 4 % 256} of block {i // 1024}"
+
+
+def check_tensor_cores(lab: Lab) -> str:
+    def thread(m: int, n: int) -> str:
+        warp, lane, i = m % 32 // 16 * 2 + n % 16 // 8, m % 8 * 4 + n % 8 // 2, m % 16 // 8 * 2 + n % 2
+        return f"lane {lane} of warp {warp} of block ({n // 16}, {m // 32}), as its d[{i}],"
+
+    def product(what: str, a: np.ndarray, b: np.ndarray, tolerance: float) -> None:
+        (M, K), N = a.shape, b.shape[1]
+        out, case = output(M, N), f"with M = {M}, N = {N}, K = {K} and {what}, "
+        grid = ceil_div(N, 16), ceil_div(M, 32)
+        lab.launch("product_kernel", grid, (128,), out=out, a=given(a), b=given(b), M=M, N=N, K=K)
+        expect("out", out, rounded_to_tf32(a) @ rounded_to_tf32(b), thread, tolerance, case)
+
+    for M, N, K in (32, 16, 8), (64, 48, 24), (37, 21, 13):
+        product("whole numbers", np.rint(4 * normal(M, K)), np.rint(4 * normal(K, N)), 0.0)
+    product("any numbers", normal(32, 40), normal(40, 16), KERNEL_FP32)
+    return ""
+
+
+def check_swizzle(lab: Lab) -> str:
+    N, C = 64, 96
+    x, out = given(normal(N, C)), output(C, N)
+    watched = lab.launch("swizzled_transpose_kernel", (C // 32, N // 32), (256,), out=out, x=x, N=N, C=C)
+    expect("out", out, x.T, lambda c, n: f"a thread of block ({c // 32}, {n // 32})")
+    size = sum(array.bytes for array in watched.arrays if array.shared)
+    if size > 4096:
+        raise Wrong(f"the numbers are right, but the tile has {size} bytes; 4096 are enough")
+    expect_no_waste(lab, watched)
+    if watched.steps["size"][watched.steps["kind"] == STORE].max() < 16:
+        raise Wrong("the numbers are right, but the tile is written by 4 bytes at a time; a thread can write 16")
+    return ""
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    return device.from_bf16(device.to_bf16(x)).reshape(np.shape(x))
+
+
+def check_bf16_sum(lab: Lab) -> str:
+    for term in 1.0, 0.25, 64.0, 1.5, 0.02001953125, 3.0, 1.0078125, 1.9921875:
+        total, before = np.float32(0), np.float32(-1)
+        while total != before:
+            total, before = to_bf16(total + np.float32(term))[()], total
+        expect_value(f"stops_at({term:g})", lab.call("stops_at", term), float(total))
+    for name, most in ("sum_in_fp32", 2.0**-8), ("sum_in_bf16", 0.02):
+        for what, x in (
+            ("4096 ones", np.ones(4096)), ("1, 1, 1 and 0.25", np.array([1, 1, 1, 0.25])), ("one number", np.ones(1)),
+            ("65536 numbers", to_bf16(abs(normal(65536)))),
+        ):  # fmt: skip
+            got, want = lab.call(name, x.astype(np.float32)), x.astype(np.float64).sum()
+            try:
+                value = float(got)
+            except (TypeError, ValueError):
+                raise Wrong(f"{name}, {what}: expected a number, got {got!r}") from None
+            if not abs(value - want) <= most * want:
+                raise Wrong(f"{name}, {what}: expected {number(want)}, give or take {most:.1%}, got {number(value)}")
+            if value != to_bf16(value):
+                raise Wrong(f"{name}, {what}: {value!r} is no bf16 number")
+    return ""
+
+
+def check_flash_attention(lab: Lab) -> str:
+    """By the arrays, sizes and tolerance of the ladder, in the place of one of its rungs."""
+    topic, source = TOPICS["flash_attention"], Source(lab.path)
+    rung = next(rung for rung in topic.rungs if rung.kernel == "swizzled_kernel")
+
+    def place(how: str, values: np.ndarray) -> np.ndarray:
+        return output(*values.shape) if how == "write" else given(values)
+
+    for sizes in topic.odd, topic.fours, topic.round:
+        arrays = place_arrays(topic, sizes, place)
+        with lab.in_place_of(source) as watched:
+            rung.launch(source, arrays)
+        for name, want in references(topic, sizes).items():
+            got, case = getattr(arrays, name), f"with {text_of(sizes)}, {name}"
+            for index in np.ndindex(want.shape):
+                t, h = index[1:3] if name == "out" else index[:0:-1]
+                which = f"{case} of query {t} of head {h}" + "".join(f", channel {i}" for i in index[3:])
+                if not written(got[index]):
+                    raise Wrong(f"{which}: nothing was written")
+                if not abs(got[index] - want[index]) <= 20 * TF32 * (1 + abs(want[index])):
+                    raise Wrong(f"{which}: expected {number(want[index])}, got {number(got[index])}")
+            if relative_error(got, want) > TF32:
+                raise Wrong(f"{case} is off by {relative_error(got, want):.1e} of itself; {TF32:g} is allowed")
+    lines = [line for one in watched for line in lines_of(one)]
+    size = topic.bytes(SimpleNamespace(**topic.round))
+    moved = SECTOR * sum(line.sectors for line in lines if not watched[0].arrays[line.array].shared) / size
+    shared = [line for line in lines if watched[0].arrays[line.array].shared]
+    passes = sum(line.passes for line in shared) / (sum(line.least_passes for line in shared) or 1)
+    uses_mma = any("mma" in watched[0].names[int(step["what"])] for step in watched[0].steps if step["kind"] == MEETING)
+    if not shared:
+        left = "Next: tiles in shared memory."
+    elif not uses_mma:
+        left = "Next: tensor cores."
+    elif passes > 1.005:
+        left = f"An access to shared memory takes {passes:.2f} passes for each that it needs."
+        left += " Next: scores in registers, a swizzle."
+    else:
+        left = "No two lanes meet in a bank. What is left is asynchronous copies, and 32 queries a warp."
+    return f"It moves {moved:.2f} bytes for each that must be moved. {left}"
+
+
+RANKS = 3
+PATIENCE = 2  # seconds that a rank waits for what another one sends
+
+
+def check_ring(lab: Lab) -> str:
+    """Three processes, which this one starts. Each has a pipe to read from, into which the rank before it writes."""
+    fork = multiprocessing.get_context("fork")
+    rings, results = ([fork.Pipe(duplex=False) for _ in range(RANKS)] for _ in range(2))
+    cases = [normal(RANKS, n) for n in (3, 12, 7, 2)]
+
+    def work(rank: int) -> None:
+        receive, send = rings[rank][0], rings[(rank + 1) % RANKS][1]
+        try:
+            done = [reduced(lab, rank, i, case[rank].copy(), send, receive) for i, case in enumerate(cases)]
+            results[rank][1].send(("", done))
+        except Wrong as wrong:
+            results[rank][1].send((str(wrong), []))
+
+    processes = [fork.Process(target=work, args=(rank,), daemon=True) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    ended = [result.recv() if result.poll(3 * PATIENCE) else ("it has not ended", []) for result, _ in results]
+    for process in processes:
+        process.kill()
+        process.join()
+    for rank, (wrong, _) in enumerate(ended):
+        if wrong and "waits" not in wrong:
+            raise Wrong(f"rank {rank}: {wrong}")
+    for rank, (wrong, _) in enumerate(ended):  # who waits may do so because of another rank's mistake
+        if wrong:
+            raise Wrong(f"rank {rank}: {wrong}")
+    for case, *arrays in zip(cases, *[arrays for _, arrays in ended], strict=True):
+        n = case.shape[1]
+        for rank, (x, sent) in enumerate(arrays):
+            want = case.astype(np.float64).sum(axis=0)
+            wrong = np.flatnonzero(abs(x - want) > KERNEL_FP32)
+            if wrong.size:
+                i = int(wrong[0])
+                raise Wrong(f"n = {n}, rank {rank}: x[{i}]: expected {number(want[i])}, got {number(x[i])}")
+            if x.tobytes() != arrays[0][0].tobytes():
+                raise Wrong(f"n = {n}: ranks 0 and {rank} have sums with other bits")
+            most = 2 * (RANKS - 1) * ceil_div(n, RANKS)
+            if sent > most:
+                raise Wrong(f"n = {n}: the sums are right, but rank {rank} has sent {sent} numbers; {most} are enough")
+    return ""
+
+
+def reduced(
+    lab: Lab, rank: int, case: int, x: np.ndarray, send: Connection, receive: Connection
+) -> tuple[np.ndarray, int]:
+    """x after the learner's all_reduce, and how many numbers this rank has sent. A rank may be a case ahead."""
+    sent, before = 0, (rank - 1) % RANKS
+
+    def send_copy(array: np.ndarray) -> None:
+        nonlocal sent
+        sent += np.size(array)
+        send.send((case, np.array(array)))
+
+    def wait_for() -> np.ndarray:
+        if not receive.poll(PATIENCE):
+            raise TimeoutError(f"it waits for rank {before}, which sends nothing")
+        of_case, array = receive.recv()
+        if of_case != case:
+            raise RuntimeError(f"rank {before} has sent more arrays than this rank has received")
+        return array
+
+    lab.call("all_reduce", rank, RANKS, x, send_copy, wait_for)
+    return x, sent
 
 
 if __name__ == "__main__":

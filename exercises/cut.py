@@ -58,8 +58,9 @@ def whole(exercise: Exercise) -> str:
     if not exercise.parts:
         return text
     lines = text.splitlines()
-    include = find(lines, '#include "common.cuh"', exercise)
-    taken = [*(exercise.head.splitlines() or lines[:include]), '#include "../../kernels/common.cuh"']
+    include = find(lines, '#include "', exercise, whole_line=False)
+    included = lines[include].replace('"', f'"../../{exercise.path.parent.relative_to(ROOT)}/', 1)
+    taken = [*(exercise.head.splitlines() or lines[:include]), included]
     for part in exercise.parts:
         begin = end = find(lines, part, exercise, whole_line=False)
         while lines[begin - 1]:
@@ -256,5 +257,63 @@ return 0.0f;"""),
 // this it loses weight_decay of itself, times lr.
 """,
         parts=("constexpr float LARGEST", 'extern "C" __global__ void adamw_kernel('),
+    ),
+    Exercise(
+        "tensor_cores",
+        (
+            Hole("const auto a_at = [&](int m, int k) { return m < M && k < K ? to_tf32(a[m * K + k]) : 0.0f; };",
+                 "}", BODY),
+        ),
+    ),
+    Exercise(
+        "swizzle",
+        (
+            Hole("return 32 * row + 4 * (chunk ^ row % 8);", "}", "return 32 * row + 4 * chunk;  // Write here."),
+            Hole("for (int i = 0; i < 4; i++) {", "}", """\
+// Write here: each thread writes four floats of out. `place` says where they wait."""),
+        ),
+        microscope=True,
+    ),
+    Exercise(
+        "bf16_sum",
+        (
+            function("return 256 * 2.0 ** math.ceil(math.log2(term))"),
+            function("return bf16(np.sum(x, dtype=np.float32))"), function("while len(x) > 1:"),
+        ),
+        kind="py",
+    ),
+    Exercise("ring", (function("parts = np.array_split(x, ranks)"),), kind="py"),
+    Exercise(
+        "flash_attention",
+        (
+            Hole("// The place of a float in a tile whose rows are HS floats. Swizzled, the chunks of 16 bytes of row r"
+                 " change places: chunk", "swizzled_kernel(float* out, float* lse, const float* qkv, int T, int NH) {",
+                 'extern "C" __global__ void __launch_bounds__(128)'),
+            Hole("with_registers<true>(out, lse, qkv, T, NH);", "}", """\
+const Head head(out, lse, qkv, T, NH);
+// Write here."""),
+        ),
+        source="doc/ladder/flash_attention.cu",
+        parts=(
+            "constexpr float SCALE", "struct Head {", "__device__ inline int place(",
+            "__device__ inline void load_rows(", "__device__ inline void store_rows(", "struct Queries {",
+            "__device__ inline void with_registers(", "swizzled_kernel(",
+        ),
+        head="""\
+// Exercise 24, a project: flash attention, forward.
+//
+//   out (B, T, NH, 64) = softmax(q k^T / 8) v, over the keys up to the query itself
+//   lse (B, NH, T) = log(sum(exp(q k^T / 8)))
+// from qkv (B, T, 3, NH, 64), for any T, without a matrix (T, T). The grid is (B * NH, T / 64), rounded up. A block has
+// 128 threads, four warps, and takes the 64 queries from 64 * blockIdx.y on of head blockIdx.x.
+//
+// Head knows where that head begins. Row t of its queries is at head.q + t * head.stride, and so are keys, head.k, and
+// values, head.v. Row t of its output is at head.out + t * head.out_stride, and lse of query t is head.lse[t].
+//
+// Any kernel that is right is accepted. Begin with the simplest; the check says what to do next. Functions of your own
+// go before the kernel. tensor_cores.cuh has mma and to_tf32, common.cuh has the rest.
+#define WARP_SIZE 32
+""",
+        microscope=True,
     ),
 )

@@ -53,7 +53,7 @@ FAULTS = [
     ("layernorm", "sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;", "sum += (x.x[k] - m) * (x.x[k] - m);",
      r"with C = 130, rstd\[0\]: expected .* thread 0 of block 0 has to write it"),
     ("layernorm", "memory.store(out + start", "memory.store(residual + start",
-     r"layernorm_forward_kernel, .*: an index far outside of its arrays"),
+     r"layernorm_forward_kernel, .*: a null pointer was followed: an array that is not there"),
     ("tf32", "0x1000", "0x0fff", r"to_tf32 of 1.00048828125 .*\nexpected 1.0009765625 .*\ngot      1.0 "),
     ("transpose", "[32][33]", "[32][32]",
      r"tile takes up to 32 times the passes that it needs \(bank conflicts\):\n    18: "),
@@ -84,6 +84,38 @@ FAULTS = [
      r"lane and i of C\[0\]\[1\]: expected \(0, 1\), got \(0, 2\)"),
     ("adamw", "v4.x[k] / correction2", "v4.x[k]",
      r"after step 1, params\[0\]: expected .* thread 0 of block 0 has to write it"),
+    ("tensor_cores", "a_at(row + g + 8, k + t),", "a_at(row + g, k + t + 4),",
+     r"M = 32, N = 16, K = 8 .* out\[8, 0\]: expected .*; lane 0 of warp 0 of block \(0, 0\), as its d\[2\], has to"),
+    ("tensor_cores", "m < M && n < N", "m < M", r"with M = 37, N = 21, K = 13 and whole numbers, out"),
+    ("tensor_cores", "to_tf32(b[k * N + n])", "b[k * N + n]", r"K = 40 and any numbers, out\[0, 0\]: expected"),
+    ("tensor_cores", "    float d[4] = {};", "    float d[4] = {};\n    if (row + g >= M) return;",
+     r"a lane that has left before an instruction of the whole warp|deadlock"),
+    ("swizzle", "chunk ^ row % 8", "chunk ^ row % 4",
+     r"tile takes up to 2 times the passes that it needs \(bank conflicts\):\n    27: "),
+    ("swizzle", "8 * i + lane % 8, column = 4 * warp + lane / 8;", "lane, column = 4 * warp + i;",
+     r"tile takes up to 4 times the passes that it needs"),
+    ("swizzle", "8 * i + lane % 8, column = 4 * warp + lane / 8;", "4 * warp + lane / 8, column = 8 * i + lane % 8;",
+     r"of out \d+ sectors are moved where 768 would do|bank conflicts"),
+    ("swizzle", "tile[32 * 32]", "tile[32 * 36]", r"the tile has 4608 bytes; 4096 are enough"),
+    ("swizzle", "    *reinterpret_cast<float4*>(tile + place(of_row, chunk)) = four;\n",
+     "    for (int k = 0; k < 4; k++) tile[place(of_row, chunk) + k] = (&four.x)[k];\n",
+     r"bank conflicts|written by 4 bytes at a time"),
+    ("bf16_sum", "math.ceil", "math.floor", r"stops_at\(1.5\): expected 512.0, got 256.0"),
+    ("bf16_sum", "bf16(np.sum(x, dtype=np.float32))", "np.sum(x)", r"sum_in_fp32, 65536 numbers: \S+ is no bf16"),
+    ("bf16_sum", "    while len(x) > 1:\n        x = bf16(x[: len(x) // 2] + x[len(x) // 2 :])\n    return x[0]",
+     "    total = np.float32(0)\n    for one in x:\n        total = bf16(total + one)\n    return total",
+     r"sum_in_bf16, 4096 ones: expected 4096, give or take 2.0%, got 256"),
+    ("ring", "        send(parts[(rank - step) % ranks])\n        parts[(rank - step - 1)",
+     "        got = receive()\n        parts[(rank - step - 1)",
+     r"rank 0: line 24: TimeoutError: it waits for rank 2, which sends nothing\n    24: got = receive\(\)"),
+    ("ring", "parts = np.array_split(x, ranks)", "parts = [x] * ranks", r"n = 3, rank 0: x\[0\]: expected"),
+    ("ring", "    parts = np.array_split(x, ranks)\n", "    whole = x.copy()\n    for _ in range(ranks - 1):\n"
+     "        send(whole)\n        whole = receive()\n        x += whole\n    return\n    parts = []\n",
+     r"n = \d+: ranks 0 and \d have sums with other bits|n = \d+: the sums are right, but rank 0 has sent"),
+    ("flash_attention", "if (s0 < row0 + 16) q", "if (s0 < row0) q",
+     r"with B=1, T=69, NH=2, out of query 0 of head 0, channel 0: expected"),
+    ("flash_attention", "s0, row0);\n        __syncthreads();\n", "s0, row0);\n", r"threads race: "),
+    ("flash_attention", "sum[h] *= factor;", "", r"with B=1, T=69, NH=2, out of query \d+ of head 0, channel 0: exp"),
 ]  # fmt: skip
 
 # What the checks say of an exercise in which nothing is written but a comment.
@@ -96,6 +128,9 @@ EMPTY = {
     "gelu": r"out_T\[0, 0\]: expected",
     "softmax": r"att\[0, 0\]: expected 1, got",
     "adamw": r"after step 1, m\[0\]: expected",
+    "ring": r"rank 0: nothing is written yet in line 22",
+    "swizzle": r"out\[0, 0\]: expected \S+, nothing was written; a thread of block \(0, 0\)",
+    "flash_attention": r"with B=1, T=69, NH=2, out of query 0 of head 0, channel 0: nothing was written",
 }
 
 
@@ -103,8 +138,9 @@ EMPTY = {
 def faults(pytestconfig) -> dict[tuple, str]:
     """What is wrong, by (exercise, "solved"), (exercise, "empty") and (exercise, number of FAULTS)."""
     root = pytestconfig.cache.mkdir("exercises")  # stays: a library for the microscope is kept for a file at its place
-    if not (root / "kernels").exists():
-        (root / "kernels").symlink_to(ROOT / "kernels")
+    for folder in "kernels", "doc":
+        if not (root / folder).exists():
+            (root / folder).symlink_to(ROOT / folder)
     texts = {(exercise.name, "solved"): whole(exercise) for exercise in EXERCISES}
     for name, old, *_ in FAULTS:
         assert whole(BY_NAME[name]).count(old) == 1, f"{name}: `{old}`"
@@ -162,7 +198,8 @@ def test_every_exercise_has_a_fault_to_be_found():
 @pytest.fixture
 def learner(tmp_path, monkeypatch, capfd):
     """A folder for what the learner writes. To be called with arguments of exercises/check.py: exit status and text."""
-    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    for folder in "kernels", "doc":
+        (tmp_path / folder).symlink_to(ROOT / folder)
     work = tmp_path / "exercises" / "work"
     work.parent.mkdir()
     monkeypatch.setattr(check, "WORK", work)
@@ -263,7 +300,16 @@ def test_what_a_solution_prints_is_printed(learner):
     assert status == 0 and said.startswith("seen\n")
 
 
-@pytest.mark.parametrize("number", ["0", "20", "x"])
+def test_the_project_is_accepted_at_each_step_and_told_the_next(learner):
+    learner("24")
+    project = BY_NAME["flash_attention"]
+    (learner.work / project.file).write_text(whole(project).replace("with_registers<true>(", "with_registers<false>("))
+    status, said = learner("24")
+    assert status == 0 and "Hint" not in said
+    assert "It moves 1.50 bytes for each that must be moved. An access to shared memory takes 4.85 passes" in said
+
+
+@pytest.mark.parametrize("number", ["0", str(len(EXERCISES) + 1), "x"])
 def test_a_number_that_no_exercise_has_is_refused_in_one_line(number):
     done = subprocess.run([sys.executable, ROOT / "exercises/check.py", number], capture_output=True, text=True)
     assert done.returncode == 1
