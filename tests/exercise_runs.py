@@ -1,5 +1,5 @@
 """What tests/test_exercises.py asks of the checks that need the microscope: JSON from stdin, [[number, file], ...], and
-the fault of each to stdout. A process of its own, since the microscope's runtime is another one."""
+the fault and the remark of each to stdout. A process of its own, since the microscope's runtime is another one."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from exercises.cut import EXERCISES  # noqa: E402
 
 def main() -> None:
     runs = json.load(sys.stdin)
-    json.dump([run_check(EXERCISES[number - 1], Path(file))[0] for number, file in runs], sys.stdout)
+    json.dump([run_check(EXERCISES[number - 1], Path(file)) for number, file in runs], sys.stdout)
 
 
 if __name__ == "__main__":
