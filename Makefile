@@ -36,7 +36,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-all exercise bench profile book sanitize compute-sanitizer test-aarch64 lint clean
+.PHONY: help train setup test test-all exercise bench profile book sanitize compute-sanitizer test-aarch64 lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -44,6 +44,8 @@ help: ## list these targets
 
 train: $(TRAIN_ENV) ## set up, fetch or make data, and train: GPT-2 124M on a GPU, a small model without one
 	@exec $(PY) dev/make_train.py --first-run $(if $(CUDA),cuda,cpu) $(if $(MODEL),--model $(MODEL)) $(NAME).py $(ARGS)
+
+setup: $(TEST_ENV) ## set up all that the book's pages and the tests need, and run nothing
 
 # One process a core, a file's tests in one after the other; ARGS="-n 0" for a single one, which a debugger needs. With a
 # GPU there is one, whose tests may need all of its memory.

@@ -23,7 +23,6 @@ from device.errors import UserError
 from llmc.files import HEADER_BYTES, TOKENIZER, make_header, open_file, read_header, replacing
 
 import numpy as np
-import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -124,8 +123,10 @@ class Tokenizer:
         return self.encoding.encode_ordinary_batch(texts, num_threads=num_threads or os.cpu_count() or 1)
 
     @cached_property
-    def encoding(self) -> tiktoken.Encoding:
-        """This vocabulary as a tiktoken encoding, which splits text as GPT-2 does."""
+    def encoding(self) -> Any:
+        """This vocabulary as a tiktoken.Encoding, which splits text as GPT-2 does."""
+        import tiktoken  # only where text is encoded: NumPy is enough to import a model's script
+
         ranks = {token: rank for rank, token in enumerate(self.tokens) if rank != self.eot}
         missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
         if missing:
@@ -490,6 +491,8 @@ def gpt2_tokenizer() -> Tokenizer:
         tokenizer = Tokenizer.load("gpt2_tokenizer.bin")
         if tokenizer.vocab_size == 50257:
             return tokenizer
+    import tiktoken
+
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except OSError:  # what requests raises is one

@@ -78,6 +78,9 @@ NOT_RUN = {
         "python doc/eight_kernels.py*", "python exercises/check.py*",
     ],
 }
+# What a command needs beside NumPy, as the table in doc/index.md names it, and which commands do.
+PACKAGES = {"tiktoken": r"dev/data/", "PyTorch, pytest": r"-m pytest|--gpus [2-9]"}
+NEEDS = {**PACKAGES, "gdb": r"\bgdb "}
 # Lines of ```sh blocks that only make test-all runs: tests, which make test runs by themselves, and what takes longer
 # than a few seconds.
 LONG_LINES = ["*python -m pytest*", "LLMC_CPU_DEBUG=1 *", "python doc/ladder.py *"]
@@ -220,6 +223,16 @@ def modules_of(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+def test_numpy_is_enough_for_what_the_python_of_the_pages_imports():
+    """In a Python of its own: in this one other tests have imported more."""
+    trees = (ast.parse(block.text) for path in WITH_PYTHON for block in blocks(path) if block.language == "python")
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    imports = "\n".join(sorted({ast.unparse(node) for node in nodes}))
+    assert "train_gpt2_fp32" in imports
+    done = run(f"python -c {shlex.quote(imports)}", ROOT, numpy_alone=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- C++
 
 
@@ -318,10 +331,22 @@ def tools() -> str:
     return str(folder)
 
 
-def run(command: str, directory: Path) -> subprocess.CompletedProcess:
-    """What bash makes of a command."""
+@functools.cache
+def without_packages() -> str:
+    """A folder for PYTHONPATH. A Python that is started with it has, of what requirements*.txt list, NumPy alone."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    lines = "\n".join(read(path) for path in sorted(ROOT.glob("requirements*.txt")))
+    packages = {"cupy", *re.findall(r"^[\w-]+", lines, re.M)} - {"numpy"}
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({sorted(packages)}))\n")
+    return str(folder)
+
+
+def run(command: str, directory: Path, numpy_alone: bool = False) -> subprocess.CompletedProcess:
+    """What bash makes of a command; with `numpy_alone` its Python has no other package."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LLMC_CPU_", "PYTEST_", "MAKE"))}
     environment |= {"PATH": f"{tools()}{os.pathsep}{os.environ['PATH']}", "DEBUGINFOD_URLS": ""}
+    environment |= {"PYTHONPATH": without_packages()} if numpy_alone else {}
     return subprocess.run(
         ["bash", "-c", command], cwd=directory, env=environment, capture_output=True, text=True, timeout=300,
         stdin=subprocess.DEVNULL,
@@ -333,7 +358,8 @@ def run(command: str, directory: Path) -> subprocess.CompletedProcess:
 def test_a_command_of_a_page_runs(line, copy):
     if "gdb " in line.command and (shutil.which("gdb") is None or tools() != str(Path(sys.executable).parent)):
         pytest.skip("there is no gdb, or no program `python` for it")
-    done = run(line.command, copy if writes(line.command) else ROOT)
+    more = any(re.search(pattern, line.command) for pattern in PACKAGES.values())
+    done = run(line.command, copy if writes(line.command) else ROOT, numpy_alone=not more)
     said = f"{line.command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert done.returncode == 0, f"{line.path}:{line.number}: {said}"
 
@@ -453,6 +479,32 @@ def test_pictures_have_words_for_those_who_do_not_see_them(path):
 
 
 # ---- the book as a whole
+
+
+def test_the_index_names_the_pages_that_need_more_than_numpy():
+    rows = dict(re.findall(r"^\| ([\w, ]+) \| [^|]* \| (.*) \|$", read(DOC / "index.md"), re.M))
+    for what, pattern in NEEDS.items():
+        of_page = {
+            int(path.name[:2]): " ".join(block.text for block in blocks(path) if block.language.startswith("sh"))
+            for path in PROSE if path.parent == DOC
+        }  # fmt: skip
+        needing = {number for number, commands in of_page.items() if re.search(pattern, commands)}
+        assert {int(number) for number in re.findall(r"\d+", rows[what])} == needing, what
+
+
+def test_a_page_comes_after_those_that_it_leans_on():
+    """A link to a page before is named in the last column of the contents, or follows from what is named there."""
+    rows = re.findall(r"^\| (\d+) \| .* \| ([^|]*) ?\|$", read(DOC / "index.md"), re.M)
+    assert [int(number) for number, _ in rows] == [int(name[:2]) for name in NAMES]
+    needed: dict[int, set[int]] = {}
+    for number, after in ((int(number), re.findall(r"\d+", after)) for number, after in rows):
+        needed[number] = {int(page) for page in after}
+        assert all(page < number for page in needed[number]), f"page {number} comes after a later one"
+        needed[number] |= set().union(*(needed[page] for page in needed[number]))
+        (path,) = DOC.glob(f"{number:02}-*.md")
+        linked = {int(m[1]) for link in links(path) if (m := re.match(r"(\d\d)-", link.target))}
+        missing = {page for page in linked if page < number} - needed[number]
+        assert not missing, f"doc/index.md: {path.name} leans on {sorted(missing)}"
 
 
 def test_every_page_is_there_and_in_the_contents():

@@ -68,6 +68,13 @@ def test_without_a_usable_gpu_training_installs_no_cupy(smi, tmp_path):
     assert "pip install" in plan and "cupy-cuda" not in plan
 
 
+def test_setup_installs_what_the_tests_need_after_make_train_too_and_runs_nothing(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / ".ready-to-train").touch()
+    plan = make("-n", "setup", f"VENV={tmp_path}/set", tmp_path=tmp_path).splitlines()
+    assert len(plan) == 2 and "-r requirements-dev.txt" in plan[0] and plan[1].startswith("touch ")
+
+
 def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
     plan = make("-n", "test", f"VENV={tmp_path}/new", tmp_path=tmp_path)
     assert '"cupy-cuda13x~=14.0;' in plan and '"nvidia-cuda-nvrtc~=13.0;' in plan
