@@ -282,19 +282,31 @@ def test_every_construct_of_cpp_is_short_and_stands_in_a_kernel():
 
 
 class Line(NamedTuple):
+    """A command, and what the page shows of its output: the ```text block behind the ```sh block that it ends."""
+
     path: Path
     number: int
     command: str
+    shown: str
 
 
 def lines() -> list:
     found = []
     for path in PROSE:
-        for number, command in (line for b in blocks(path) if b.language == "sh" for line in lines_of(b)):
-            long = any(fnmatchcase(command, pattern) for pattern in LONG_LINES)
-            marks = [pytest.mark.long] if long else []
-            found.append(pytest.param(Line(path, number, command), id=f"{name_of(path)}:{number}", marks=marks))
+        for block in (block for block in blocks(path) if block.language == "sh"):
+            behind = re.match(r"```\n\n```text\n(.*?)^```", text_behind(path, block), re.M | re.S)
+            *_, (last, _) = lines_of(block)
+            for number, command in lines_of(block):
+                long = any(fnmatchcase(command, pattern) for pattern in LONG_LINES)
+                line = Line(path, number, command, behind[1] if behind and number == last else "")
+                marks = [pytest.mark.long] if long else []
+                found.append(pytest.param(line, id=f"{name_of(path)}:{number}", marks=marks))
     return found
+
+
+def text_behind(path: Path, block: Block) -> str:
+    """The page from the end of a block on."""
+    return "\n".join(read(path).splitlines()[block.line - 1 + block.text.count("\n") :]) + "\n"
 
 
 def writes(command: str) -> bool:
@@ -362,6 +374,28 @@ def test_a_command_of_a_page_runs(line, copy):
     done = run(line.command, copy if writes(line.command) else ROOT, numpy_alone=not more)
     said = f"{line.command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert done.returncode == 0, f"{line.path}:{line.number}: {said}"
+    # What a debugger shows of the data depends on the Python whose documentation they are made of.
+    comparable = (lambda text: re.sub(r"[-\d.]+", "#", text)) if "gdb " in line.command else str
+    for shown in line.shown.splitlines():
+        assert comparable(shown.removesuffix(" ...")) in comparable(done.stdout), f"{shown}\n{said}"
+
+
+@each_text
+def test_a_command_fits_the_page(path):
+    """A longer one goes on in the next line, behind a backslash."""
+    shell = [(block.line, block.text) for block in blocks(path) if block.language.startswith("sh")]
+    indented = "\n".join(line for line in blanked(FENCE, read(path)).splitlines() if COMMAND.fullmatch(line.strip()))
+    for first, text in (*shell, (1, indented)):
+        for number, line in enumerate(text.splitlines(), first):
+            assert len(line) <= 120, f"{name_of(path)}:{number}: {line}"
+
+
+@pytest.mark.parametrize("path", PROSE, ids=name_of)
+def test_what_the_commands_of_a_page_leave_behind_is_taken_away(path):
+    said = [command for block in blocks(path) if block.language == "sh" for _, command in lines_of(block)]
+    made = {name for command in said for name in re.findall(r"(?:--checkpoint-dir|--html|-o|(?<!>)>) (\S+)", command)}
+    removed = {name for command in said if command.startswith("rm -r ") for name in command.split()[2:]}
+    assert made <= removed, f"{name_of(path)}: rm -r {' '.join(sorted(made - removed))}"
 
 
 @each_text
@@ -553,6 +587,16 @@ def test_each_page_has_two_exercises_and_their_answers(path):
     for exercise in asked if answers.exists() else ():
         heading = rf"^#+ .*\b{re.escape(exercise)}\b"
         assert re.search(heading, read(answers), re.M), f"{name_of(answers)} has no heading {exercise}"
+    assert f"[Answers](answers/{number:02}.md)" in exercises, f"{name_of(path)} does not lead to its answers"
+
+
+@each_of_book
+def test_words_in_formulas_are_set_as_words(path):
+    """$out$ would be the product of o, u and t."""
+    text = re.sub(SPAN, lambda code: "\n" * code[0].count("\n"), blanked(FENCE, read(path)), flags=re.S)
+    for formula in MATHEMATICS.finditer(text):
+        letters = re.sub(r"\\(?:mathrm|text|begin|end)\{[^}]*\}|\\[A-Za-z]+", " ", formula[0])
+        assert not re.search(r"[A-Za-z]{3}", letters), f"{name_of(path)}:{line_of(text, formula.start())}: {formula[0]}"
 
 
 def test_the_glossary_is_as_its_script_writes_it():
@@ -562,11 +606,11 @@ def test_the_glossary_is_as_its_script_writes_it():
 
 
 def test_the_glossary_is_in_order_and_each_term_has_its_place():
-    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+?) \| (.+) \|$", read(DOC / "glossary.md"), re.M)
-    table = [line for line in read(DOC / "glossary.md").splitlines() if line.startswith("| **")]
-    assert len(rows) == len(table) > 40
+    rows = re.findall(r"^- \*\*(.+?)\*\*: (.+?) (\[[\w.]+:\d+: `.+)$", read(DOC / "glossary.md"), re.M)
+    assert len(rows) == read(DOC / "glossary.md").count("\n- ") > 40
+    assert "|" not in re.sub(SPAN, "", read(DOC / "glossary.md")), "a table would be wider than a phone"
     terms = [re.sub(r"[^a-z0-9 ]", "", term.lower()) for term, _, _ in rows]
     assert terms == sorted(terms) and len(set(terms)) == len(terms)
     for term, meaning, place in rows:
         assert meaning.endswith(".") and len(meaning.split()) > 4, term
-        assert re.match(r"\[[\w.]+:\d+: `", place), f"{term}: no code is quoted"
+        assert place.count("](") == 1, f"{term}: one line of code is quoted"

@@ -1,6 +1,8 @@
 """The book's pictures are what their scripts draw, and can be shown anywhere: well-formed, in both colour schemes, and
 complete in themselves."""
 
+import itertools
+import math
 import re
 import runpy
 import subprocess
@@ -79,6 +81,22 @@ def test_a_picture_can_be_read_on_a_phone(name):
             continue
         assert float(words.get("font-size")) * 900 / width >= SMALLEST, words.text
         assert -1 <= float(words.get("x")) <= width and 0 <= float(words.get("y")) <= height, words.text
+
+
+@each_picture
+def test_no_two_labels_of_a_picture_overlap(name):
+    """By their places and sizes, a letter taken for half as wide as it is high."""
+    boxes = []
+    for words in filter(lambda words: words.text, ElementTree.fromstring(text_of(name)).iter(f"{SVG}text")):
+        size, angle = float(words.get("font-size")), re.search(r"rotate\((\S+)", words.get("transform", "rotate(0"))
+        x, y, turn = float(words.get("x")), float(words.get("y")), math.radians(float(angle[1]))
+        along, across = x * math.cos(turn) + y * math.sin(turn), y * math.cos(turn) - x * math.sin(turn)
+        width = size * len(words.text) / 2
+        start = along - {"start": 0, "middle": width / 2, "end": width}[words.get("text-anchor")]
+        boxes.append((turn, across, start, start + width, size, words.text))
+    for (turn, y, start, end, size, words), (other_turn, *other) in itertools.combinations(boxes, 2):
+        apart = turn != other_turn or abs(y - other[0]) >= min(size, other[3]) or end <= other[1] or other[2] <= start
+        assert apart, f"{words} lies on {other[4]}"
 
 
 def test_a_picture_that_there_is_not_is_refused():

@@ -88,7 +88,7 @@ def draw() -> str:
         if i is not None:
             name = all_launches[i][1]
             word = next((words for start, words in WORDS.items() if name.startswith(start)), "")
-            figure.text(x_of[i] + 4, TOP - 12, word, 11, turned=-62)
+            figure.text(x_of[i] + 4, TOP - 12, word, 11, turned=-90)
     split = x_of[None]
     figure.line(split, TOP - 4, split, TOP + ROW * (len(KEPT) + len(SCRATCH)), "rule", 1, dashed=True)
     for r, row in enumerate((*KEPT, *SCRATCH)):
