@@ -117,7 +117,7 @@ TOPICS["column_sum"] = Topic(
         Rung("chunks_kernel", in_chunks("chunks_kernel")),
         Rung("float4_kernel", in_chunks("float4_kernel", 4), fours=True),
         Rung("column_sum of kernels/reduce.py", lambda cu, a: column_sum(a.out, a.scratch, a.inp, a.N, a.C),
-             "As many chunks as fill the GPU, and a second stage that shares out the chunks of a column among threads."),
+             "As many chunks as fill the GPU, and a second stage in which threads share the chunks of a column."),
     ],
 )  # fmt: skip
 
