@@ -1,7 +1,7 @@
-"""Plants mistakes in a copy of layernorm.cu, one at a time, and shows which checks of page 13 notice each.
+"""Plants mistakes in a copy of layernorm.cu, one at a time, and shows which checks of page 14 notice each.
 
     python doc/planted.py              # minutes; needs what the tests need
-    python doc/planted.py --write      # and writes the table into doc/13-trusting-it.md
+    python doc/planted.py --write      # and writes the table into doc/14-trusting-it.md
 
 Every check runs in a process of its own, on the CPU device, and first without a mistake, where all must pass.
 """
@@ -22,7 +22,7 @@ from llmc.arguments import Parser
 from llmc.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "doc" / "13-trusting-it.md"
+PAGE = ROOT / "doc" / "14-trusting-it.md"
 MARKERS = "<!-- planted -->", "<!-- end of planted -->"
 
 # What is wrong; a piece of layernorm.cu that is there once, and what takes its place.

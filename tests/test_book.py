@@ -35,7 +35,7 @@ DOC = ROOT / "doc"
 NAMES = (
     "01-eight-kernels", "02-what-bounds-a-kernel", "03-sums", "04-layernorm", "05-linear-layers",
     "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
-    "11-the-step", "12-two-bytes", "13-trusting-it", "14-several-gpus",
+    "11-the-step", "12-two-bytes", "13-a-token-at-a-time", "14-trusting-it", "15-several-gpus",
 )  # fmt: skip
 # All that the book has: its pages, their answers, and what holds them together.
 BOOK = [DOC / f"{name}.md" for name in ("cpp", *NAMES, "glossary", "answers", "index")]
@@ -72,7 +72,7 @@ NOT_RUN = {
         "python dev/data/*",
     ],
     "long": ["python doc/planted.py"],
-    "shown in full in page 13, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
+    "shown in full in page 14, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
     "has tests of its own": [
         "python dev/microscope.py *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",
         "python doc/eight_kernels.py*", "python exercises/check.py*",
