@@ -143,9 +143,9 @@ EXERCISES = (
 Vec sum = {};
 // Write here: sum.x[0] to sum.x[3] = the sums of columns i to i + 3 over the rows from `begin` to `end` - 1.
 // memory.load(p, C - i) gives the four floats from p on, with 0 for those past the end of the row."""),
-            Hole("of_lane[threadIdx.y][threadIdx.x] = sum;", "out[i] = before + total;", """\
+            Hole("of_row[threadIdx.y][threadIdx.x] = sum;", "out[i] = before + total;", """\
 // Write here: thread (x, y) has column i's `sum` over every blockDim.y-th of the P chunks. Bring the blockDim.y sums
-// of a column together through of_lane; the thread that `adds` needs their total.
+// of a column together through of_row; the thread that `adds` needs their total.
 if (!adds) return;
 float total = 0.0f;"""),
         ),

@@ -43,7 +43,7 @@ extern "C" __global__ void encoder_dropout_forward_kernel(floatX* out, const int
 }
 
 // row (C) = the sum of the rows of dout at some positions, or row += that. Block: (threads over the channels, a vector
-// each; lanes); lane y adds up every blockDim.y-th position. At most 4096 / WIDTH threads.
+// each; rows of threads); row y adds up every blockDim.y-th position. At most 1024 threads.
 __device__ inline void sum_positions(float* row, bool accumulate, const floatX* dout, const int* position,
                                      int positions, int C) {
     __shared__ Vec of_thread[1024];

@@ -49,9 +49,10 @@ def add_sparse(dwte, values, indices, N: int, C: int) -> None:
 
 
 def block_of_tokens(C: int) -> tuple[int, int]:
-    """The block that sums a token's rows: threads over the channels, a vector each, and lanes over its positions."""
-    # In fp32 four lanes share a frequent token's positions: two took 1.8 times as long on an H200, one 3.4 times. A row
-    # has half as many threads in bf16, so there are eight.
+    """The block that sums a token's rows: threads over the channels, a vector each, and rows of
+    threads over its positions."""
+    # In fp32 four rows of threads share a frequent token's positions: two took 1.8 times as long on an H200, one 3.4
+    # times. In bf16 a row has half as many threads, so there are eight.
     width = cu.width
     return cu.block(min(1024 // width, ceil_div(C, width))), cu.block(width)
 

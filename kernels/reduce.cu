@@ -20,10 +20,10 @@ extern "C" __global__ void column_partials_kernel(float* partials, const floatX*
 }
 
 // out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to six outputs (C), one for each grid row
-// y; an output may be null. Those from the S-th on get the last sum. Block: (WARP_SIZE columns, lanes over p).
+// y; an output may be null. Those from the S-th on get the last sum. Block: (WARP_SIZE columns, rows of threads over p).
 extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, float* out3, float* out4,
                                                float* out5, const float* partials, int P, int C, int S) {
-    __shared__ float of_lane[32][WARP_SIZE];
+    __shared__ float of_row[32][WARP_SIZE];
     const int y = blockIdx.y, s = min(y, S - 1);
     float* out = y == 0 ? out0 : y == 1 ? out1 : y == 2 ? out2 : y == 3 ? out3 : y == 4 ? out4 : out5;
     if (out == nullptr) return;
@@ -35,11 +35,11 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
 #pragma unroll 8
         for (int p = threadIdx.y; p < P; p += blockDim.y) sum += partials[((size_t)p * S + s) * C + i];
     }
-    of_lane[threadIdx.y][threadIdx.x] = sum;
+    of_row[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (!adds) return;
     float total = 0.0f;
-    for (int lane = 0; lane < blockDim.y; lane++) total += of_lane[lane][threadIdx.x];
+    for (int row = 0; row < blockDim.y; row++) total += of_row[row][threadIdx.x];
     out[i] = before + total;
 }
 

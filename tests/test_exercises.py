@@ -50,7 +50,7 @@ FAULTS = [
      r"partials\[0, 0\]: expected .*column_partials_kernel's thread 0 of block"),
     ("bias_gradient", "out[i] = before + total;", "out[C + i] = before + total;",
      r"add_partials_kernel: out0\[70\] was written: that is past the end of the array, which has 70 elements"),
-    ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*of_lane\[\d+\]"),
+    ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*of_row\[\d+\]"),
     ("bias_gradient", "    __syncthreads();\n",
      "    if (threadIdx.x == 3) __shfl_xor_sync(~0u, 1, 1); else __syncthreads();\n",
      r"add_partials_kernel, .*: deadlock:"),
