@@ -50,6 +50,7 @@ from llmc.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, print
 from train_gpt2_fp32 import GPT2
 
 NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
+MOST_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
 
@@ -315,10 +316,12 @@ def main(arguments: list[str] | None = None) -> None:
     for stop in args.stop:
         if not can_spell(tokenizer, stop):
             raise UserError(f"--stop {stop!r}: no token can spell it, so no text would end there: leave it out")
+    if (count := len(tokens) * args.samples) > MOST_TEXTS:
+        raise UserError(f"{count} texts at once are more than {MOST_TEXTS}: lower --samples or give fewer prompts")
     T = min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
-    model = build_from_file(kind, path, len(tokens) * args.samples, T, attention, inference=True)
+    model = build_from_file(kind, path, count, T, attention, inference=True)
 
     tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []

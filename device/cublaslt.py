@@ -118,6 +118,8 @@ class CublasLt:
             ctypes.byref(count),
         )  # fmt: skip
         self.call("MatmulPreferenceDestroy", preference)
+        if count.value == 0:
+            raise RuntimeError(f"cublasLt has no algorithm for a product of {m} x {k} and {k} x {n} in bf16")
         return Plan(description, layouts, found[: count.value])
 
     def describe(self, description: c_void_p, which: int, value: Any) -> None:
@@ -156,7 +158,7 @@ class CublasLt:
             events[-1].synchronize()
             return min(map(self.cupy.cuda.get_elapsed_time, events, events[1:]))
 
-        plan.algorithms = sorted(filter(same, plan.algorithms), key=seconds)
+        plan.algorithms = sorted(filter(same, plan.algorithms), key=seconds) or [first]
         plan.timed = True
 
     def parts(self, algorithm: Algorithm) -> int:

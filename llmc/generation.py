@@ -48,13 +48,12 @@ class Writer:
         lengths, inputs = np.array([len(text) for text in texts], np.int32), np.zeros((B, T), np.int32)
         for row, text in zip(inputs, texts, strict=True):
             row[: len(text)] = text
-        for array, values in (
-            (model.inputs, inputs), (model.starts, np.zeros(B, np.int32)),
-            (model.last, np.arange(B, dtype=np.int32) * T + lengths - 1),
-        ):  # fmt: skip
+        zeros, ends = np.zeros(B, np.int32), lengths - 1
+        last = np.arange(B, dtype=np.int32) * T + ends
+        for array, values in ((model.inputs, inputs), (model.starts, zeros), (model.last, last)):
             device.copy_in(array, values)
         model.forward(B, T)
-        device.copy_in(model.starts, lengths - 1)
+        device.copy_in(model.starts, ends)
         self.draw(T)
         device.synchronize()  # the arrays on the host may go
 
@@ -73,7 +72,8 @@ class Writer:
         coming: deque = deque()  # the events after which a step's tokens are in its buffer
         lengths: list[int] = []  # of what the next step finds in the cache
         given = 0
-        device.copy_in(self.states, np.array([sampler.state for sampler in samplers], np.uint64))
+        states = np.array([sampler.state for sampler in samplers], np.uint64)
+        device.copy_in(self.states, states)
         device.synchronize()
         for step in range(count):
             while given < min(count, step + 1 + AHEAD * device.has_streams):

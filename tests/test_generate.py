@@ -411,9 +411,11 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
         device.current.device.memory = lambda: (1 << 20, 1 << 30)
 
     monkeypatch.setattr(device, "use", with_little_memory)
-    for samples in "2000", "1" + "0" * 15:
-        said = refusal("--samples", samples)
-        assert "so lower --samples or give fewer prompts" in said and f"B={samples}, " in said
+    said = refusal("--samples", "2000")
+    assert "so lower --samples or give fewer prompts" in said and "B=2000, " in said
+    for samples in "65536", "1" + "0" * 15:
+        told = f"{samples} texts at once are more than 65535: lower --samples or give fewer prompts"
+        assert refusal("--samples", samples) == told
 
 
 @pytest.mark.parametrize("flags", [["--prompt", "a", "--prompts", "f"], ["--prompt-file", "a", "--prompt", "f"],
