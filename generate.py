@@ -158,15 +158,15 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for n, line in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
         line = line.removesuffix("\r")
-        if line and args.prompts.endswith(".jsonl"):
+        if not line:
+            continue
+        if args.prompts.endswith(".jsonl"):
             try:
                 line = json.loads(line)["prompt"]
                 line.encode()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise UserError(f'{named}, line {n}: not of the form {{"prompt": "text"}}') from None
-            found.append((f"{named}, line {n}", line))
-        elif line:
-            found.append((f"{named}, line {n}", line))
+        found.append((f"{named}, line {n}", line))
     return found
 
 

@@ -105,7 +105,7 @@ TABLES = (
         ("--logit-rows 512",),
         above="The same in bf16 (`--precision bf16`), PyTorch under autocast with fp32 weights. Its fastest way\n"
         "has not been timed beside ours yet: CUDA graphs with SDPA took 10.4 ms (B 4) and 33.5 ms (B 16) on\n"
-        "another H200, SmolLM2 21.4 ms. `--peers compile-graphs-cudnn` times it:\n\n",
+        "another H200, SmolLM2 21.4 ms. `--peers compile-graphs-cudnn` times it with cuDNN's attention:\n\n",
     ),
     Table(
         "others-bf16", "NVIDIA H200",

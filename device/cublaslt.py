@@ -92,7 +92,9 @@ class CublasLt:
         self, m: int, n: int, k: int, trans_a: bool, trans_b: bool, dtype: np.dtype, bias, alignment: int,
         workspace: int,
     ) -> Plan:  # fmt: skip
-        """cublasLt stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T."""
+        """What cublasLt recommends for products of a kind, with the algorithm first that it believes to be the fastest.
+        bias: the array or None. alignment: as alignment_of has it. workspace: bytes."""
+        # cublasLt stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
         description, preference = c_void_p(), c_void_p()
         self.call("MatmulDescCreate", ctypes.byref(description), COMPUTE_32F, R_32F)
         self.describe(description, DESCRIPTION_TRANSPOSES_A, c_int32(trans_b))
@@ -123,16 +125,20 @@ class CublasLt:
         return Plan(description, layouts, found[: count.value])
 
     def describe(self, description: c_void_p, which: int, value: Any) -> None:
+        """Sets one of a product's attributes."""
         size = c_size_t(ctypes.sizeof(value))
         self.call("MatmulDescSetAttribute", description, which, ctypes.byref(value), size)
 
     def layout(self, dtype: np.dtype, rows: int, columns: int) -> c_void_p:
+        """A matrix that lies by columns, without gaps."""
         made = c_void_p()
         self.call("MatrixLayoutCreate", ctypes.byref(made), TYPES[dtype], c_uint64(rows), c_uint64(columns),
                   c_int64(rows))  # fmt: skip
         return made
 
     def put_fastest_first(self, plan: Plan, multiply: Any, c, stream: Any, calls: int) -> None:
+        """Times the plan's algorithms, `calls` products at a time, and sorts them; drops those that may have other bits
+        than the first one. multiply(algorithm) sets c."""
         first = plan.algorithms[0]
         result = c.reshape(-1).view(np.uint16)[:COMPARED]
         multiply(first)
@@ -172,7 +178,7 @@ class CublasLt:
 
 
 def alignment_of(*arrays) -> int:
-    """The largest power of 2, up to 16, at a multiple of which all of these arrays begin, in bytes."""
+    """The largest power of 2 that divides the addresses of all these arrays, but at most 16. None is left out."""
     addresses = 16
     for array in arrays:
         if array is not None:

@@ -253,8 +253,8 @@ return 0.0f;"""),
 //
 // m is a moving average of the gradient, v one of its square: beta1 and beta2 say how much of the old average stays.
 // Both began at 0, so after t steps they are too small, by the factors correction1 = 1 - beta1^t and correction2 =
-// 1 - beta2^t. A parameter takes a step of lr against m, in units of the root of v, to which eps is added. Apart from
-// this it loses weight_decay of itself, times lr.
+// 1 - beta2^t. Correct that first. A step goes against m. Its unit is the root of v, and eps is added to the root. lr
+// scales the step. Weight decay is a term of its own: the parameter loses the share lr * weight_decay.
 """,
         parts=("constexpr float LARGEST", 'extern "C" __global__ void adamw_kernel('),
     ),

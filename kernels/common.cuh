@@ -136,8 +136,8 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// As many floats as 16 bytes hold, for arrays that stay fp32 where floatX is bf16, in one access. A Vec's eight would take
-// two, in each of which a warp's lanes skip every other 16 bytes. In bf16 as many are 8 bytes.
+// Four numbers: one access of 16 bytes to an array that stays fp32 where floatX is bf16, or one of 8 bytes to bf16 itself.
+// A Vec of eight floats takes two accesses, each with gaps of 16 bytes between a warp's lanes. The CPU takes more.
 #ifdef CPU_WIDTH
 constexpr int FLOATS = CPU_WIDTH;
 #else

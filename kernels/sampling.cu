@@ -30,8 +30,8 @@ __device__ inline float float_of_rank(unsigned rank) {
     return __uint_as_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank);
 }
 
-// logits (B,Vp), of which V count; tokens, positions, states (B,): each sequence's token is set, its position goes up by
-// one, to context - 1 at most, and its generator's state goes on. Block: one-dimensional, at most 32 warps.
+// logits (B,Vp): the first V of a row count. tokens (B) are set. positions (B) go up by one, to context - 1 at most.
+// states (B) of the generators go on. Block: one-dimensional, at most 32 warps.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V, int Vp,
               float temperature, int top_k, float top_p, int context) {

@@ -51,7 +51,7 @@ def random_texts(config, B: int, T: int) -> np.ndarray:
 
 
 def forward_from(model: Model, texts, starts, lengths) -> np.ndarray:
-    """The logits (B,V) behind the last of `lengths` tokens of each text, of which the first is at `starts`."""
+    """The logits (B,V) of what follows tokens starts[b] to starts[b] + lengths[b] - 1 of each text."""
     B, T = len(texts), max(lengths)
     inputs = np.zeros((B, T), np.int32)
     for b, (text, start, length) in enumerate(zip(texts, starts, lengths, strict=True)):
