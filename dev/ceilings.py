@@ -66,23 +66,28 @@ class Ceilings:
     description: str
 
 
-def measure_ceilings() -> Ceilings:
-    n, megabytes = (8192, 1024) if device.kind == "cuda" else (2048, 256)
+def measure_copy() -> float:
+    """Bytes/s, read and written, of a large copy."""
+    megabytes = 1024 if device.kind == "cuda" else 256
     free, _ = device.memory()
-    while 3 * 4 * n * n > free // 2:
-        n //= 2
-    product = 2 * n**3 / product_seconds(n, n, n)
     size = min(megabytes << 20, free // 8) // 4
     src, dst = device.zeros((size,)), device.zeros((size,))
     if device.kind == "cuda":
         # Not recorded: in a graph, a copy is left to the copy engines, which are slower than the multiprocessors.
-        copy = 2 * src.nbytes / seconds(lambda: dst.data.copy_from_device_async(src.data, src.nbytes), record=False)
-    else:
-        parts = [slice(i * size // 8, (i + 1) * size // 8) for i in range(8)]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            copy = 2 * src.nbytes / seconds(
-                lambda: list(pool.map(lambda part: np.copyto(dst[part], src[part]), parts)), calls=1
-            )  # fmt: skip
+        return 2 * src.nbytes / seconds(lambda: dst.data.copy_from_device_async(src.data, src.nbytes), record=False)
+    parts = [slice(i * size // 8, (i + 1) * size // 8) for i in range(8)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return 2 * src.nbytes / seconds(
+            lambda: list(pool.map(lambda part: np.copyto(dst[part], src[part]), parts)), calls=1
+        )  # fmt: skip
+
+
+def measure_ceilings() -> Ceilings:
+    n = 8192 if device.kind == "cuda" else 2048
+    free, _ = device.memory()
+    while 3 * 4 * n * n > free // 2:
+        n //= 2
+    product, copy = 2 * n**3 / product_seconds(n, n, n), measure_copy()
     kind = device.precision.replace("tf", "TF")
     description = (
         f"ceilings: {kind} matrix product {n}^3 {product / 1e12:.4g} TFLOP/s, copy {copy / 1e9:.0f} GB/s (read + write)"

@@ -2,7 +2,8 @@
 become slower since.
 
 A row is one trainer on one workload: `workload` are the flags of dev/bench.py that measure it again, `trainer` is one
-of TRAINERS. `limit` is no trainer but what no step can be faster than on that machine.
+of TRAINERS. `limit` is no trainer but what no step can be faster than on that machine. Rows whose trainer begins with
+"text" are dev/bench_text.py's: milliseconds of a step that writes a token of each text.
 """
 
 import json
@@ -34,6 +35,10 @@ TRAINERS = {
     "compile-graphs-cudnn": "PyTorch compile, CUDA graphs, cuDNN's attention",
     "compile-sdpa-bf16": "PyTorch compile, SDPA, products in bf16, as nanoGPT trains",
     "limit": "limit",
+    "text": "llm.cupy",
+    "text-compile": "transformers, static cache, compile with CUDA graphs",
+    "text-generate": "transformers' generate",
+    "text-limit": "limit: weights, keys and values at the speed of a copy",
 }
 
 
@@ -49,13 +54,14 @@ class Column:
 @dataclass(frozen=True)
 class Table:
     """A table of doc/speed.md, of one machine. variants: further flags with which ours is shown and run as well, on the
-    first column's workload. above: what the page says before it."""
+    first column's workload. above: what the page says before it. program: of dev/, which measures it."""
 
     name: str
     machine: str
     columns: tuple[Column, ...]
     variants: tuple[str, ...] = ()
     above: str = ""
+    program: str = "bench.py"
 
 
 BF16 = "--precision bf16"
@@ -129,14 +135,25 @@ TABLES = (
             Column("small Pythia", f"train_pythia -e layers=4,heads=4,channels=128,maxT=64 {SMALL}", "eager"),
         ),
     ),
+    Table(
+        "text", "NVIDIA H200",
+        (
+            Column("GPT-2 124M, fp32", "train_gpt2_fp32 -e d12 -b 1 -t 1024 --precision fp32", "compile,generate"),
+            Column("bf16", f"train_gpt2_fp32 -e d12 -b 1 -t 1024 {BF16}", "compile,generate"),
+            Column("SmolLM2 135M, bf16", f"train_llama3 -e smollm2-135m -b 1 -t 1024 {BF16}", "compile,generate"),
+            Column("Llama 3.2 1B, bf16", f"train_llama3 -e llama3.2-1b -b 1 -t 1024 {BF16}", "compile,generate"),
+            Column("16 texts of it", f"train_llama3 -e llama3.2-1b -b 16 -t 1024 {BF16}", "compile"),
+        ),
+        program="bench_text.py",
+    ),
 )  # fmt: skip
 
 
-def published(kind: str) -> list[tuple[str, str]]:
-    """The workloads of the tables for "cuda" or "cpu", as flags of dev/bench.py, each with its peers."""
+def published(kind: str, program: str = "bench.py") -> list[tuple[str, str]]:
+    """The workloads of a program's tables for "cuda" or "cpu", as its flags, each with its peers."""
     found = []
     for table in TABLES:
-        if table.machine.startswith("CPU") == (kind == "cpu"):
+        if table.program == program and table.machine.startswith("CPU") == (kind == "cpu"):
             found += [(column.workload, column.peers) for column in table.columns]
             found += [(f"{table.columns[0].workload} {variant}", "") for variant in table.variants]
     return found
@@ -268,14 +285,16 @@ def render(table: Table) -> str:
     """The table in Markdown: a row for each trainer that is measured on one of the workloads, a column for each
     workload, under it the flags of dev/bench.py. Below, when and at which commits. Nothing where nothing is kept."""
     kept = kept_rows(table.machine)
-    shown = [(trainer, name, "") for trainer, name in TRAINERS.items()]
-    shown[0] = ("ours", "**llm.cupy**", "")
-    shown[-1] = ("limit", "limit: products as they run alone, the rest at copy speed", "")
+    names = TRAINERS | {
+        "ours": "**llm.cupy**", "text": "**llm.cupy**",
+        "limit": "limit: products as they run alone, the rest at copy speed",
+    }  # fmt: skip
+    shown = [(trainer, name, "") for trainer, name in names.items()]
     shown[1:1] = [("ours", f"the same with `{variant}`", f" {variant}") for variant in table.variants]
     rows = [
         ["", *(column.title for column in table.columns)],
         ["---"] * (1 + len(table.columns)),
-        ["`python dev/bench.py` …", *(f"`{column.workload}`" for column in table.columns)],
+        [f"`python dev/{table.program}` …", *(f"`{column.workload}`" for column in table.columns)],
     ]
     found = []
     for trainer, name, variant in shown:
@@ -295,7 +314,7 @@ def cell_of(row: dict | None, bold: bool) -> str:
         return ""
     digits = 0 if row["ms"] >= 999.5 else 1 if row["ms"] >= 9.995 else 2
     ms = f"{row['ms']:.{digits}f}"
-    if row["trainer"] == "limit":
+    if row["trainer"].endswith("limit"):
         return ms
     rate = row["tokens_per_second"]
     parts = [f"**{ms}**" if bold else ms, f"{rate / 1000:.0f} k" if rate >= 9500 else f"{rate}"]

@@ -57,8 +57,9 @@ class Workload:
         return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)
 
 
-def make_parser(description: str, any_script: bool = True) -> argparse.ArgumentParser:
-    """A parser with the flags that ask for a workload; where not any_script will do, of GPT-2's."""
+def make_parser(description: str, any_script: bool = True, trains: bool = True) -> argparse.ArgumentParser:
+    """A parser with the flags that ask for a workload; where not any_script will do, of GPT-2's; with those of training
+    alone where it trains."""
     parser = Parser(description=description, allow_abbrev=False)
     add = parser.add_argument
     if any_script:
@@ -70,9 +71,12 @@ def make_parser(description: str, any_script: bool = True) -> argparse.ArgumentP
     add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (4)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
-    add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")
-    add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="share AdamW's moments out (1)")
-    add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
+    if trains:
+        add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")
+        add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="share AdamW's moments out (1)")
+        add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
+    else:
+        parser.set_defaults(logit_rows=None, zero_stage=True, bitwise=False)
     add_device_arguments(parser)
     return parser
 
