@@ -13,11 +13,11 @@ from kernels import attention
 from kernels.adamw import adamw
 from kernels.classifier import fused_classifier
 from kernels.encoder import encoder_backward
-from kernels.flash_attention import flash_attention_forward
-from kernels.gelu import gelu_forward
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import layernorm_backward, layernorm_forward
 from kernels.matmul import transpose
-from kernels.reduce import MOST_PARTIALS, column_sum
+from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, rows_per_chunk
 from llmc.dataloader import sort_by_token
 
 import numpy as np
@@ -285,6 +285,58 @@ TOPICS["gelu"] = Topic(
 )  # fmt: skip
 
 
+def gelu_gradients(a: SimpleNamespace) -> dict:
+    x = a.inp + a.bias
+    tanh_u = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+    slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    dinp = a.dout * (0.5 * (1 + tanh_u) + 0.5 * x * (1 - tanh_u**2) * slope)
+    return {"dout": dinp, "out_T": (0.5 * x * (1 + tanh_u)).T, "dbias": a.dbias + dinp.sum(axis=0)}
+
+
+def scattered(cu: device.Source, a: SimpleNamespace) -> None:
+    cu.scattered_kernel(grid(a.N * a.C), (256,), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
+    column_sum(a.dbias, a.scratch, a.dout, a.N, a.C)
+
+
+def kernel_a_result(cu: device.Source, a: SimpleNamespace) -> None:
+    cu.derivative_kernel((a.N, ceil_div(a.C, 256)), (256,), (a.dout, a.inp, a.bias, a.C))
+    gelu_forward(a.out, a.inp, a.bias, a.N, a.C)
+    transpose(a.out_T, a.out, a.N, a.C)
+    column_sum(a.dbias, a.scratch, a.dout, a.N, a.C)
+
+
+def by_tiles(cu: device.Source, a: SimpleNamespace) -> None:
+    tiles = ceil_div(a.C, 32), ceil_div(a.N, 32)
+    cu.tile_kernel(tiles, (32, 8), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
+    column_sum(a.dbias, a.scratch, a.dout, a.N, a.C)
+
+
+def with_sums(cu: device.Source, a: SimpleNamespace) -> None:
+    rows = rows_per_chunk(a.N, multiple=32)
+    chunks = ceil_div(a.N, rows)
+    cu.sums_kernel(
+        (ceil_div(a.C, 32), chunks), (32, 8), (a.dout, a.out_T, a.scratch, a.inp, a.bias, a.N, a.C, rows)
+    )
+    add_partials([a.dbias], a.scratch, chunks, a.C)
+
+
+TOPICS["gelu_backward"] = Topic(
+    reads="inp=N,C bias=C", sets="out_T=C,N", adds="dout=N,C dbias=C", scratch="out=N,C scratch=P,C",
+    odd={"N": 67, "C": 45}, fours={"N": 68, "C": 44}, round={"N": 128, "C": 128}, bench={"N": 4096, "C": 3072},
+    reference=gelu_gradients,
+    bytes=lambda s: 16 * s.N * s.C,
+    rungs=[
+        Rung("scattered_kernel", scattered),
+        Rung("derivative_kernel", kernel_a_result),
+        Rung("tile_kernel", by_tiles),
+        Rung("sums_kernel", with_sums),
+        Rung("gelu_backward of kernels/gelu.py",
+             lambda cu, a: gelu_backward(a.dout, a.dbias, a.out_T, a.scratch, a.inp, a.bias, a.N, a.C),
+             "Four columns a thread: accesses of 16 bytes and tiles of 64 x 64."),
+    ],
+)  # fmt: skip
+
+
 def tokens(size: SimpleNamespace, given: dict) -> dict:
     """Token ids much as texts have them: the commonest is a tenth of all, and most are rare (Zipf)."""
     inp = (np.random.default_rng(2).zipf(1.1, size.N) % size.V).astype(np.int32)
@@ -426,6 +478,58 @@ TOPICS["flash_attention"] = Topic(
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
              "32 queries a warp, so that each operand that is loaded serves four products, by wide loads.", tf32=True),
+    ],
+)  # fmt: skip
+
+
+def of_forward(size: SimpleNamespace, given: dict) -> dict:
+    """What forward has left for backward."""
+    left = causal_attention(SimpleNamespace(qkv=given["qkv"], T=size.T))
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in left.items()}
+
+
+def attention_gradients(a: SimpleNamespace) -> dict:
+    q, k, v = a.qkv.transpose(2, 0, 3, 1, 4)  # each (B, NH, T, HS)
+    dout = a.dout.transpose(0, 2, 1, 3)
+    x = np.where(np.tri(a.T, dtype=bool), q @ k.swapaxes(2, 3) / 8, -np.inf)
+    p = np.exp(x - x.max(axis=3, keepdims=True))
+    p /= p.sum(axis=3, keepdims=True)
+    dp = dout @ v.swapaxes(2, 3)
+    ds = p * (dp - (dp * p).sum(axis=3, keepdims=True)) / 8
+    gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
+    return {"dqkv": np.stack(gradients).transpose(1, 3, 0, 2, 4)}
+
+
+def backward_rung(kernel: str, passes: int, tf32: bool = True) -> Rung:
+    """Blocks with 64 rows: of queries and of keys, or in one pass of keys alone, which add to dq with atomics."""
+
+    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+        rows, dqkv = a.B * a.T * a.NH, a.dqkv if passes == 1 else None
+        cu.dsum_kernel(grid(rows, block=8), (32, 8), (a.dsum, dqkv, a.dout, a.out, rows, a.T, a.NH))
+        getattr(cu, kernel)((a.B * a.NH, ceil_div(a.T, 64), passes), (128,), (
+            a.dqkv, a.dsum, a.dout, a.lse, a.qkv, a.T, a.NH))  # fmt: skip
+
+    return Rung(kernel, launch, tf32=tf32, ordered=passes > 1)
+
+
+TOPICS["flash_attention_backward"] = Topic(
+    reads="qkv=B,T,3,NH,64 dout=B,T,NH,64", sets="dqkv=B,T,3,NH,64", adds="", scratch="dsum=B,NH,T",
+    odd={"B": 1, "T": 69, "NH": 2}, fours={"B": 2, "T": 20, "NH": 1}, round={"B": 1, "T": 128, "NH": 1},
+    bench={"B": 4, "T": 1024, "NH": 12},
+    reference=attention_gradients, others=of_forward,
+    bytes=lambda s: 32 * s.B * s.T * s.NH * 64,
+    flops=lambda s: 5 * s.T**2 * 64 * s.B * s.NH,  # the five products that must be, half of each
+    rungs=[
+        backward_rung("scalar_kernel", 2, tf32=False),
+        backward_rung("tiled_kernel", 2, tf32=False),
+        backward_rung("mma_kernel", 2),
+        backward_rung("atomics_kernel", 1),
+        backward_rung("two_stages_kernel", 2),
+        Rung("flash_attention_backward of kernels/flash_attention.py",
+             lambda cu, a: flash_attention_backward(
+                 a.dqkv, None, a.dsum, a.dout, a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
+             "32 rows a warp and wide loads, the mask only where the diagonal is, and the longest blocks first.",
+             tf32=True),
     ],
 )  # fmt: skip
 

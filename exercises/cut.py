@@ -28,12 +28,14 @@ class Hole:
 class Exercise:
     """source: under the repository's root; without one it is in solutions/. Of a kernel file its head is taken, down to
     the #include, and each of `parts`: a function or constant that begins with this text, and the comment above it.
+    header: one that the source includes and that has some of the parts; the text of it stands for its #include.
     head: takes the place of a head that gives away what is to be found."""
 
     name: str
     holes: tuple[Hole, ...]
     kind: str = "cu"
     source: str = ""
+    header: str = ""
     parts: tuple[str, ...] = ()
     head: str = ""
     microscope: bool = False     # the check watches every access
@@ -57,6 +59,9 @@ def whole(exercise: Exercise) -> str:
     text = exercise.path.read_text()
     if not exercise.parts:
         return text
+    if exercise.header:
+        header = (exercise.path.parent / exercise.header).read_text()
+        text = text.replace(f'#include "{exercise.header}"\n', header)
     lines = text.splitlines()
     include = find(lines, '#include "', exercise, whole_line=False)
     included = lines[include].replace('"', f'"../../{exercise.path.parent.relative_to(ROOT)}/', 1)
@@ -294,10 +299,14 @@ const Head head(out, lse, qkv, T, NH);
 // Write here."""),
         ),
         source="doc/ladder/flash_attention.cu",
+        header="attention_tiles.cuh",
         parts=(
             "constexpr float SCALE", "struct Head {", "__device__ inline int place(",
-            "__device__ inline void load_rows(", "__device__ inline void store_rows(", "struct Queries {",
-            "__device__ inline void with_registers(", "swizzled_kernel(",
+            "__device__ inline void load_rows(", "__device__ inline void load_operand(",
+            "__device__ inline float in_tile(", "__device__ inline void add_scores(",
+            "__device__ inline void add_sum(", "__device__ inline void store_rows(",
+            "__device__ inline void store_result(", "struct Queries {", "__device__ inline void with_registers(",
+            "swizzled_kernel(",
         ),
         head="""\
 // Exercise 24, a project: flash attention, forward.

@@ -5,10 +5,7 @@
 // All rungs go through the keys in order and keep for each query the largest score so far, `top`, the sum of
 // exp(score - top), and that of exp(score - top) * v. Where a larger score comes, both sums are rescaled (online softmax).
 #define WARP_SIZE 32
-#include "tensor_cores.cuh"
-
-constexpr int HS = 64, KEYS = 32;  // of a head; of a tile
-constexpr float SCALE = 0.125f;    // 1 / sqrt(HS)
+#include "attention_tiles.cuh"
 
 // Where a block works: blockIdx.x is a head of a sequence, and its rows of q, k and v lie `stride` floats apart.
 struct Head {
@@ -63,12 +60,8 @@ extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float*
 #pragma unroll
     for (int i = 0; i < HS; i++) q[i] = t < T ? head.q[(size_t)t * head.stride + i] : 0.0f;
     for (int s0 = 0; s0 < min(t0 + 64, T); s0 += KEYS) {
-        for (int i = threadIdx.x; i < KEYS * HS / 4; i += 64) {
-            const int row = i / (HS / 4), column = i % (HS / 4) * 4;
-            const size_t at = (size_t)(s0 + row) * head.stride + column;
-            Aligned::store(&keys[row][column], s0 + row < T ? Aligned::load(head.k + at, 4) : Vec(), 4);
-            Aligned::store(&values[row][column], s0 + row < T ? Aligned::load(head.v + at, 4) : Vec(), 4);
-        }
+        load_rows<64, false, false>(&keys[0][0], head.k, KEYS, s0, T, head.stride);
+        load_rows<64, false, false>(&values[0][0], head.v, KEYS, s0, T, head.stride);
         __syncthreads();
 #pragma unroll 1
         for (int s8 = 0; s8 < KEYS; s8 += 8) {
@@ -109,38 +102,14 @@ extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float*
 
 // ---- with tensor cores: blocks of four warps with 16 queries each, tiles of 32 keys.
 
-// The place of a float in a tile whose rows are HS floats. Swizzled, the chunks of 16 bytes of row r change places: chunk
-// c is where c ^ (r % 8) would be.
-template <bool SWIZZLED>
-__device__ inline int place(int row, int column) {
-    return row * HS + (SWIZZLED ? column ^ row % 8 * 4 : column);
-}
-
-// `count` rows of an array from row s0 on, rounded to TF32; zeros from row T on.
-template <bool SWIZZLED>
-__device__ inline void load_rows(float* tile, const float* rows, int count, int s0, int T, int stride) {
-    for (int i = threadIdx.x; i < count * HS / 4; i += 128) {
-        const int row = i / (HS / 4), column = i % (HS / 4) * 4;
-        Vec x = s0 + row < T ? Aligned::load(rows + (size_t)(s0 + row) * stride + column, 4) : Vec();
-        for (int e = 0; e < 4; e++) x.x[e] = to_tf32(x.x[e]);
-        Aligned::store(tile + place<SWIZZLED>(row, column), x, 4);
-    }
-}
-
 // The 16 rows from `row0` on of the result: row g of the fragments is divided by sum[0], row g + 8 by sum[1].
-__device__ inline void store_rows(const Head& head, const float (&acc)[HS / 8][4], const float (&top)[2],
-                                  const float (&sum)[2], int row0, int T) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
+__device__ inline void store_result(const Head& head, const float (&acc)[HS / 8][4], const float (&top)[2],
+                                    const float (&sum)[2], int row0, int T) {
+    const float factors[2] = {1.0f / sum[0], 1.0f / sum[1]};
+    store_rows(head.out, acc, factors, row0, T, head.out_stride);
     for (int h = 0; h < 2; h++) {
-        const int row = row0 + g + 8 * h;
-        if (row >= T) continue;
-#pragma unroll
-        for (int n = 0; n < HS / 8; n++) {
-            *reinterpret_cast<float2*>(head.out + (size_t)row * head.out_stride + 8 * n + 2 * t) =
-                make_float2(acc[n][2 * h] / sum[h], acc[n][2 * h + 1] / sum[h]);
-        }
-        if (t == 0) head.lse[row] = top[h] + logf(sum[h]);
+        const int row = row0 + threadIdx.x % 32 / 4 + 8 * h;
+        if (threadIdx.x % 4 == 0 && row < T) head.lse[row] = top[h] + logf(sum[h]);
     }
 }
 
@@ -153,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* 
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, t0 = 64 * blockIdx.y, y = threadIdx.x / 32 * 16;
     const int mine = threadIdx.x / 2, half = threadIdx.x % 2 * 16;  // the row of this lane and its neighbour
     float acc[HS / 8][4] = {}, top = -INFINITY, sum = 0.0f;
-    load_rows<false>(queries, head.q, 64, t0, T, head.stride);
+    load_rows<128, false, true>(queries, head.q, 64, t0, T, head.stride);
     for (int s0 = 0; s0 < min(t0 + 64, T); s0 += KEYS) {
-        load_rows<false>(keys, head.k, KEYS, s0, T, head.stride);
-        load_rows<false>(values, head.v, KEYS, s0, T, head.stride);
+        load_rows<128, false, true>(keys, head.k, KEYS, s0, T, head.stride);
+        load_rows<128, false, true>(values, head.v, KEYS, s0, T, head.stride);
         __syncthreads();
         if (s0 < t0 + y + 16) {  // not all of them above the diagonal
             float s[KEYS / 8][4] = {};
@@ -213,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* 
         tops[h] = __shfl_sync(0xffffffffu, top, 2 * g + 16 * h);
         sums[h] = __shfl_sync(0xffffffffu, sum, 2 * g + 16 * h);
     }
-    store_rows(head, acc, tops, sums, t0 + y, T);
+    store_result(head, acc, tops, sums, t0 + y, T);
 }
 
 // What a warp keeps of its 16 queries: q as operands of mma, and of rows g and g + 8 the largest score and the lane's
@@ -221,34 +190,15 @@ extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* 
 struct Queries {
     float q[HS / 8][4], acc[HS / 8][4], top[2], sum[2];
     __device__ Queries(const float* rows, int row0, int T, int stride) : acc{}, top{-INFINITY, -INFINITY}, sum{} {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-        for (int k = 0; k < HS / 8; k++) {
-            for (int e = 0; e < 4; e++) {
-                const int row = row0 + g + e % 2 * 8, column = 8 * k + t + e / 2 * 4;
-                q[k][e] = row < T ? to_tf32(rows[(size_t)row * stride + column]) : 0.0f;
-            }
-        }
+        load_operand(q, rows, row0, T, stride);
     }
 
-    // A tile of keys and values for queries from row0 on. As a result of q k^T a lane has columns 2t and 2t + 1 of p; as
-    // operand of p v it must have columns t and t + 4. They are the same numbers if the product's column t stands for
-    // key 2t and its column t + 4 for key 2t + 1, in p and in v alike: a sum may be taken in any order.
+    // A tile of keys and values for queries from row0 on.
     template <bool SWIZZLED, bool ROUND>
     __device__ void attend(const float* keys, const float* values, int s0, int row0) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        const auto at = [](const float* tile, int row, int column) {
-            const float x = tile[place<SWIZZLED>(row, column)];
-            return ROUND ? to_tf32(x) : x;
-        };
         float p[KEYS / 8][4] = {};
-#pragma unroll
-        for (int k = 0; k < HS / 8; k++) {
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) {
-                mma(p[n], q[k], at(keys, 8 * n + g, 8 * k + t), at(keys, 8 * n + g, 8 * k + t + 4));
-            }
-        }
+        add_scores<SWIZZLED, ROUND>(p, q, keys);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             float largest = top[h];
@@ -275,14 +225,7 @@ struct Queries {
                 }
             }
         }
-#pragma unroll
-        for (int k = 0; k < KEYS / 8; k++) {
-            const float a[4] = {p[k][0], p[k][2], p[k][1], p[k][3]};
-#pragma unroll
-            for (int n = 0; n < HS / 8; n++) {
-                mma(acc[n], a, at(values, 8 * k + 2 * t, 8 * n + g), at(values, 8 * k + 2 * t + 1, 8 * n + g));
-            }
-        }
+        add_sum<SWIZZLED, ROUND>(acc, p, values);
     }
 
     __device__ void store(const Head& head, int row0, int T) {
@@ -290,7 +233,7 @@ struct Queries {
             sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
             sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
         }
-        store_rows(head, acc, top, sum, row0, T);
+        store_result(head, acc, top, sum, row0, T);
     }
 };
 
@@ -301,8 +244,8 @@ __device__ inline void with_registers(float* out, float* lse, const float* qkv, 
     const int t0 = 64 * blockIdx.y, row0 = t0 + threadIdx.x / 32 * 16;
     Queries queries(head.q, row0, T, head.stride);
     for (int s0 = 0; s0 < min(t0 + 64, T); s0 += KEYS) {
-        load_rows<SWIZZLED>(keys, head.k, KEYS, s0, T, head.stride);
-        load_rows<SWIZZLED>(values, head.v, KEYS, s0, T, head.stride);
+        load_rows<128, SWIZZLED, true>(keys, head.k, KEYS, s0, T, head.stride);
+        load_rows<128, SWIZZLED, true>(values, head.v, KEYS, s0, T, head.stride);
         __syncthreads();
         if (s0 < row0 + 16) queries.attend<SWIZZLED, false>(keys, values, s0, row0);
         __syncthreads();
@@ -331,12 +274,8 @@ two_stages_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     const Head head(out, lse, qkv, T, NH);
     const int t0 = 64 * blockIdx.y, row0 = t0 + threadIdx.x / 32 * 16, end = min(t0 + 64, T);
     const auto start = [&](int s0, int stage) {
-        for (int i = threadIdx.x; i < KEYS * HS / 4; i += 128) {
-            const int row = i / (HS / 4), column = i % (HS / 4) * 4, to = place<true>(row, column);
-            const size_t at = s0 + row < T ? (size_t)(s0 + row) * head.stride + column : 0;
-            copy_four(keys[stage] + to, head.k + at, s0 + row < T);
-            copy_four(values[stage] + to, head.v + at, s0 + row < T);
-        }
+        copy_rows(keys[stage], head.k, s0, T, head.stride);
+        copy_rows(values[stage], head.v, s0, T, head.stride);
     };
     start(0, 0);
     Queries queries(head.q, row0, T, head.stride);
