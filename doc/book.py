@@ -5,6 +5,7 @@
 
 pandoc turns Markdown into HTML and formulas into MathML. What is left for this script: links between pages, a page for
 each source file that is linked to, with a link to the line where a quote of its code stands, and the frame around all.
+The ladders' tables get columns for the GPUs of this machine, if doc/ladder.py has kept their times.
 """
 
 import sys
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from html import escape, unescape
 
 from device.errors import UserError
+from doc.ladder import kept_elsewhere, kept_measurement, with_tables
 from llmc.arguments import Parser
 from llmc.program import run_program
 
@@ -107,7 +109,7 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
     def picture(found: re.Match) -> str:
         return f'{found[1]}{escape(link(path, unescape(found[2]), "", used) or found[2])}"'
 
-    body = pandoc(path.read_text(), MARKDOWN)
+    body = pandoc(with_tables(path.read_text(), kept_measurement(), kept_elsewhere()), MARKDOWN)
     body = re.sub(r'<a\s+href="([^"]*)"[^>]*>(.*?)</a>', anchor, body, flags=re.S)
     body = re.sub(r'(<img\s+[^>]*?src=")([^"]*)"', picture, body)
     body = re.sub(r"<table>(.*?)</table>", r'<div class="table"><table>\1</table></div>', body, flags=re.S)

@@ -1,8 +1,8 @@
 """Climbs a layer's ladder: kernels from the naive one to the one that trains, each with one idea more.
 
-    python doc/ladder.py layernorm_forward      # one topic; without one, all of them
-    python doc/ladder.py --keep                 # all, and keeps what was measured in doc/ladder/measured.json
-    python doc/ladder.py --write                # fills the tables of doc/*.md from there
+    python doc/ladder.py layernorm_forward         # one topic; without one, all of them
+    python doc/ladder.py layernorm_forward --keep  # and keeps what was measured
+    python doc/ladder.py --write                   # fills the tables of doc/*.md from doc/ladder/measured.json
 
 The rungs of a topic are the kernels of doc/ladder/<topic>.cu and, last, the launcher of kernels/ itself (doc/rungs.py).
 Each is first compared with NumPy in float64, its outputs poisoned with NaNs, at odd sizes and at round ones. (Topics
@@ -10,10 +10,16 @@ whose name ends in _bf16 have arrays of that type, and are given numbers that it
 
 - on a GPU it is timed at the shapes of GPT-2 124M with B=4 and T=1024, on several sets of arrays in turn so that none
   is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32 or in
-  bf16;
+  bf16. A rung that this GPU cannot run says what it needs: before compute capability 8.0 there are no tensor cores for
+  TF32 and bf16;
 - on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope.py): the bytes of the 32-byte sectors
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
+
+The tables of the pages show the GPU that doc/ladder/measured.json names. There --keep puts a topic's times into this
+file, and on a CPU its counts. On any other GPU it puts them into a file of that GPU beside it, measured-<name>.json,
+which git ignores. On such a GPU the command prints the book's times beside its own, and the book that `make book` makes
+shows what was kept in columns of its own.
 """
 
 import sys
@@ -56,13 +62,27 @@ FP32, TF32, BF16 = 1e-5, 1e-3, 2.5e-3
 
 @contextmanager
 def precision_of(name: str) -> Iterator[None]:
-    """Within the block the device computes in bf16 if the topic does, and else as before."""
+    """Within the block the device computes in bf16 if the topic does and the device can, and else as before."""
     before = device.precision
-    device.use_precision("bf16" if TOPICS[name].bf16 else before)
+    device.use_precision("bf16" if TOPICS[name].bf16 and not lacking(BF16_FROM) else before)
     try:
         yield
     finally:
         device.use_precision(before)
+
+
+TF32_FROM = BF16_FROM = 80  # compute capabilities
+
+
+def lacking(capability: int) -> str:
+    """What the device in use lacks where this capability is needed, in words; empty where it lacks nothing."""
+    lacks = device.kind == "cuda" and device.compute_capability < capability
+    return f"needs {capability / 10}" if lacks else ""
+
+
+def why_not(name: str, rung: Rung) -> str:
+    """What the device in use lacks to run a rung, in words; empty where it lacks nothing."""
+    return lacking(BF16_FROM if TOPICS[name].bf16 else TF32_FROM if rung.tf32 else 0)
 
 
 def shapes_of(text: str, size: SimpleNamespace) -> dict[str, tuple[int, ...]]:
@@ -188,8 +208,19 @@ def seconds(name: str, rung: Rung, rounds: int = 9) -> float:
 def product_in_bf16() -> float:
     """FLOP/s of a large square matrix product in bf16."""
     topic, sizes = TOPICS["matmul_bf16"], dict.fromkeys("MNK", 8192)
-    arrays = place_arrays(topic, sizes, on_device)
-    return topic.flops(arrays) / best_seconds(lambda: device.gemm(arrays.c, arrays.a, arrays.b, *sizes.values()))
+    with precision_of("matmul_bf16"):
+        arrays = place_arrays(topic, sizes, on_device)
+        return topic.flops(arrays) / best_seconds(lambda: device.gemm(arrays.c, arrays.a, arrays.b, *sizes.values()))
+
+
+def find_ceilings() -> tuple[dict[str, float], str]:
+    """Of this GPU: bytes/s of a large copy, FLOP/s of a large product by its type; and the same in words."""
+    measured = measure_ceilings()
+    ceilings = {"copy": measured.copy, device.precision.replace("tf", "TF"): measured.product}
+    if lacks := lacking(BF16_FROM):
+        return ceilings, f"{measured.description}; TF32 and bf16: {lacks}"
+    ceilings["bf16"] = product_in_bf16()
+    return ceilings, f"{measured.description}, in bf16 {ceilings['bf16'] / 1e12:.4g} TFLOP/s"
 
 
 def repeats_that_differ(name: str, rung: Rung, repeats: int = 9) -> int:
@@ -262,60 +293,105 @@ def title_and_idea(name: str, rung: Rung) -> tuple[str, str]:
     return title, idea[0].upper() + idea[1:] + "."
 
 
-def rate_of(topic: Topic, microseconds: float, kept: dict) -> tuple[str, str]:
-    """GB/s or TFLOP/s, and the share of what the machine does at best."""
-    size = SimpleNamespace(**topic.bench)
-    work, unit, most = topic.bytes(size), 1e9, kept["copy"]
-    if topic.flops:
-        work, unit, most = topic.flops(size), 1e12, kept["product in bf16" if topic.bf16 else "product"]
-    rate = work / (microseconds * 1e-6)
-    return three_digits(rate / unit), f"{rate / most:.0%}" if rate / most > 0.095 else f"{rate / most:.1%}"
+def ceiling_of(topic: Topic, ceilings: dict[str, float]) -> str:
+    """Which of a machine's ceilings a topic is compared with: "copy", or the type of the product."""
+    return "copy" if not topic.flops else "bf16" if topic.bf16 else "TF32" if "TF32" in ceilings else "fp32"
+
+
+def figures_of(name: str, kernel: str, kept: dict) -> tuple[str, str, str]:
+    """A rung on a machine: microseconds, or what the machine lacks; GB/s or TFLOP/s; the share of its ceiling."""
+    timed, topic = kept["times"].get(name, {}).get(kernel, {}), TOPICS[name]
+    if "microseconds" not in timed:
+        return timed.get("lacks", ""), "", ""
+    size, ceilings = SimpleNamespace(**topic.bench), kept["ceilings"][name]
+    work, unit = (topic.flops(size), 1e12) if topic.flops else (topic.bytes(size), 1e9)
+    rate = work / (timed["microseconds"] * 1e-6)
+    share = rate / ceilings[ceiling_of(topic, ceilings)]
+    percent = f"{share:.0%}" if share > 0.095 else f"{share:.1%}"
+    return three_digits(timed["microseconds"]), three_digits(rate / unit), percent
 
 
 def three_digits(x: float) -> str:
     return f"{x:,.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
 
 
+def load(path: Path) -> dict:
+    """What was kept in a file: by topic and kernel the times and counts, by topic the ceilings of the same run."""
+    empty = {"times": {}, "ceilings": {}, "counts": {}}
+    try:
+        return empty | json.loads(path.read_text()) if path.exists() else empty
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged: remove it and measure again with --keep") from None
+
+
 def kept_measurement() -> dict:
-    if not MEASURED.exists():
-        return {"times": {}, "counts": {}}
-    return json.loads(MEASURED.read_text())
+    """What the book shows."""
+    return load(MEASURED)
 
 
-def rows_of(name: str, kept: dict) -> Iterator[tuple[str, ...]]:
-    """The table of a topic, without its head."""
-    topic = TOPICS[name]
-    times, counted = kept["times"].get(name, {}), kept["counts"].get(name, {})
-    for rung in topic.rungs:
+def kept_elsewhere() -> list[dict]:
+    """What was kept on other GPUs than the book's."""
+    return [load(path) for path in sorted(MEASURED.parent.glob("measured-*.json"))]
+
+
+def keep(name: str, measured: dict, ceilings: dict[str, float]) -> Path:
+    """Keeps a topic's times, if there are ceilings, or its counts. Returns the file."""
+    path, book = MEASURED, kept_measurement()
+    if ceilings and device.name != book.get("machine", device.name):
+        path = MEASURED.with_name(f"measured-{re.sub('[^a-z0-9]+', '-', device.name.lower()).strip('-')}.json")
+    kept = load(path)
+    if ceilings:
+        kept["machine"], kept["times"][name], kept["ceilings"][name] = device.name, measured, ceilings
+    else:
+        kept["counts"][name] = measured
+    for key in "times", "ceilings", "counts":
+        kept[key] = {topic: kept[key][topic] for topic in TOPICS if topic in kept[key]}
+    with replacing(path) as file:
+        file.write((json.dumps(kept, indent=1) + "\n").encode())
+    return path
+
+
+def short(machine: str) -> str:
+    return machine.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def rows_of(name: str, kept: dict, others: list[dict]) -> Iterator[tuple[str, ...]]:
+    """The table of a topic, without its head; microseconds and shares of other machines are its last columns."""
+    for rung in TOPICS[name].rungs:
         title, idea = title_and_idea(name, rung)
-        timed, counted_here = times.get(rung.kernel), counted.get(rung.kernel, {})
-        if timed and timed.get("differ"):
+        timed = kept["times"].get(name, {}).get(rung.kernel, {})
+        counted = kept["counts"].get(name, {}).get(rung.kernel, {})
+        if timed.get("differ"):
             idea += f" {timed['differ']} of 9 repetitions have other bits than the first run."
-        microseconds, rate, share = "", "", ""
-        if timed:
-            microseconds = three_digits(timed["microseconds"])
-            rate, share = rate_of(topic, timed["microseconds"], kept)
-        sectors = f"{counted_here['sectors']:.2f}" if "sectors" in counted_here else ""
-        conflicts = f"{counted_here['worst']:.2g} / {counted_here['mean']:.2f}" if "worst" in counted_here else ""
-        yield title, idea, microseconds, rate, share, sectors, conflicts
+        sectors = f"{counted['sectors']:.2f}" if "sectors" in counted else ""
+        conflicts = f"{counted['worst']:.2g} / {counted['mean']:.2f}" if "worst" in counted else ""
+        beside = [cell for other in others for cell in figures_of(name, rung.kernel, other)[::2]]
+        yield title, idea, *figures_of(name, rung.kernel, kept), sectors, conflicts, *beside
 
 
-def table(name: str, kept: dict) -> str:
-    """A topic's table for a page, in Markdown, with what its columns are."""
-    topic = TOPICS[name]
-    product, type_of_product = ("product in bf16", "bf16") if topic.bf16 else ("product", "TF32")
-    unit, ceiling = ("TFLOP/s", f"{type_of_product} product") if topic.flops else ("GB/s", "copy")
+def table(name: str, kept: dict, others: list[dict]) -> str:
+    """A topic's table for a page, in Markdown, with what its columns are. A topic that has no times has no rates."""
+    topic, ceilings = TOPICS[name], kept["ceilings"].get(name, {})
+    kind = ceiling_of(topic, ceilings)
+    unit, ceiling = ("TFLOP/s", f"{kind} product") if topic.flops else ("GB/s", "copy")
+    heads = ["rung", "the idea that it adds", "µs", unit, f"of the {ceiling}", "sectors", "conflicts"]
+    heads += [head for other in others for head in (f"{short(other['machine'])}: µs", "of its ceiling")]
     lines = [
-        f"| rung | the idea that it adds | µs | {unit} | of the {ceiling} | sectors | conflicts |",
-        "|---|---|--:|--:|--:|--:|--:|",
-        *("| " + " | ".join(cells) + " |" for cells in rows_of(name, kept)),
+        f"| {' | '.join(heads)} |",
+        f"|---|---|{'--:|' * (len(heads) - 2)}",
+        *("| " + " | ".join(cells) + " |" for cells in rows_of(name, kept, others)),
     ]
     caption = f"`python doc/ladder.py {name}`. "
-    if name in kept["times"]:
-        best = f"a copy of 1 GiB, {kept['copy'] / 1e9:.0f} GB/s"
-        if topic.flops:
-            best = f"a product of 8192 x 8192 matrices in {type_of_product}, {kept[product] / 1e12:.0f} TFLOP/s"
+    if ceilings:
+        best = "a copy of 1 GiB, " if kind == "copy" else f"a product of 8192 x 8192 matrices in {kind}, "
+        best += speed(ceilings, kind)
         caption += f"Times: {kept['machine']}, {text_of(topic.bench)}; the ceiling: {best}, in the same run. "
+    for other in others:
+        ceilings = other["ceilings"][name]
+        kind = ceiling_of(topic, ceilings)
+        if kind in ceilings:
+            best = "a large copy, " if kind == "copy" else f"a large product in {kind}, "
+            caption += f"{other['machine']}, the same sizes; its ceiling: {best}{speed(ceilings, kind)}. "
     caption += (
         f"Counts: the microscope, {text_of(topic.round)}. Sectors: bytes of the sectors that accesses touch, for each "
         "byte that has to move (a cache serves some). Conflicts: passes of an access to shared memory for each that it "
@@ -324,18 +400,24 @@ def table(name: str, kept: dict) -> str:
     return "\n".join([*lines, "", caption])
 
 
+def speed(ceilings: dict[str, float], kind: str) -> str:
+    return f"{ceilings[kind] / 1e9:.0f} GB/s" if kind == "copy" else f"{ceilings[kind] / 1e12:.0f} TFLOP/s"
+
+
 BEGIN, END = "<!-- ladder: {} -->", "<!-- end of ladder -->"
 
 
-def with_tables(page: str, kept: dict) -> str:
+def with_tables(page: str, kept: dict, others: list[dict] = ()) -> str:
     """A page's text with each table between its markers, nothing between those of a topic that has not been timed;
-    UserError for a topic that there is not."""
+    UserError for a topic that there is not. others: of GPUs that get columns beside."""
 
     def fill(match: re.Match) -> str:
-        if match[1] not in TOPICS:
-            raise UserError(f"ladder: {match[1]}: not a topic; there are {', '.join(TOPICS)}")
-        rows = f"{table(match[1], kept)}\n" if match[1] in kept["times"] else ""
-        return f"{BEGIN.format(match[1])}\n{rows}{END}"
+        name = match[1]
+        if name not in TOPICS:
+            raise UserError(f"ladder: {name}: not a topic; there are {', '.join(TOPICS)}")
+        beside = [other for other in others if name in other["times"]]
+        rows = f"{table(name, kept, beside)}\n" if name in kept["times"] else ""
+        return f"{BEGIN.format(name)}\n{rows}{END}"
 
     return re.sub(rf"^{BEGIN.format('(.*?)')}$.*?^{END}$", fill, page, flags=re.M | re.S)
 
@@ -355,23 +437,29 @@ def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, 
     measured, by kernel, and the races that the microscope saw."""
     topic, measured, races, errors = TOPICS[name], {}, [], []
     wanted = [references(topic, sizes) for sizes in (topic.odd, topic.fours, topic.round)]
-    kept = {"times": {}, "counts": {}}
-    rows = [("rung", "error", "us", "TFLOP/s" if topic.flops else "GB/s", "ceiling", "sectors", "conflicts")]
     for rung in topic.rungs:
+        if lacks := why_not(name, rung):
+            measured[rung.kernel] = {"lacks": lacks}
+            errors.append("")
+            continue
         sizes = sizes_for(topic, rung)
         error = max(check(name, rung, s, w) for s, w in zip(sizes, wanted[-len(sizes) :], strict=True))
         if ceilings:
             measured[rung.kernel] = {"microseconds": round(1e6 * seconds(name, rung), 2)}
             if not all(other.ordered for other in topic.rungs):
                 measured[rung.kernel]["differ"] = repeats_that_differ(name, rung)
-            kept |= {"times": {name: measured}} | ceilings
         if counting:
             measured[rung.kernel] = counts(name, rung)
             races += [line for one in watch_rung(name, rung, sizes[0]) for line in race_lines(one)]
-            kept |= {"counts": {name: measured}}
-        errors.append(error)
-    for error, (title, _, *figures) in zip(errors, rows_of(name, kept), strict=True):
-        rows.append((title, f"{error:.1e}", *figures))
+        errors.append(f"{error:.1e}")
+    seen, nothing = {name: measured}, {"times": {}, "counts": {}}
+    kept = nothing | ({"times": seen, "ceilings": {name: ceilings}} if ceilings else {"counts": seen})
+    book = kept_measurement()
+    others = [book] if ceilings and name in book["times"] and book["machine"] != device.name else []
+    rows = [("rung", "error", "us", "TFLOP/s" if topic.flops else "GB/s", "ceiling", "sectors", "conflicts")]
+    rows[0] += tuple(head for other in others for head in (f"us, {short(other['machine'])}", "ceiling"))
+    for error, (title, _, *figures) in zip(errors, rows_of(name, kept, others), strict=True):
+        rows.append((title, error, *figures))
     shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     at = f"times at {text_of(topic.bench)}" if ceilings else f"counts at {text_of(topic.round)}" if counting else ""
     print(f"{name}, doc/ladder/{name}.cu: {at or 'compared with NumPy'}")
@@ -387,14 +475,14 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("topic", nargs="?", help="one of " + ", ".join(TOPICS))
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works")
-    parser.add_argument("--keep", action="store_true", help="keep all topics' figures in doc/ladder/measured.json")
-    parser.add_argument("--write", action="store_true", help="only fill the tables of doc/*.md from there")
+    parser.add_argument("--keep", action="store_true", help="keep the figures in doc/ladder/, in the file of this GPU")
+    parser.add_argument("--write", action="store_true", help="only fill the tables of doc/*.md, from measured.json")
     args = parser.parse_args()
     if args.topic and args.topic not in TOPICS:
         raise UserError(f"{args.topic}: not a topic; there are {', '.join(TOPICS)}")
-    if args.topic and args.keep:
-        raise UserError(f"{args.topic}: --keep measures all topics, since they share a machine and its ceilings")
     if args.write:
+        if args.topic or args.keep:
+            raise UserError("--write takes nothing else: it fills all tables from what was kept")
         write_tables()
         return
     ceilings, counting = {}, device.use(args.device) == "cpu"
@@ -402,31 +490,25 @@ def main() -> None:
         try:
             use_microscope()
         except UserError as error:
+            if args.keep:
+                raise
             print(f"no counts: {error}")
             counting = False
     else:
-        if device.compute_capability < 80:
-            raise UserError(f"{device.name} has no TF32, which the ladders use: run with --device cpu")
-        measured = measure_ceilings()
-        ceilings = {"copy": measured.copy, "product": measured.product, "product in bf16": product_in_bf16()}
-        in_bf16 = f"in bf16 {ceilings['product in bf16'] / 1e12:.4g} TFLOP/s"
-        print(f"{device.name}, {measured.description}, {in_bf16}\n")
-    kept, races = kept_measurement(), []
+        ceilings, description = find_ceilings()
+        print(f"{device.name}, {description}\n", flush=True)
+    races, paths = [], {}
     for name in [args.topic] if args.topic else TOPICS:
         with precision_of(name):
             measured, found = climb(name, ceilings, counting)
         races += found
-        if args.keep and (ceilings or counting):
-            kept["times" if ceilings else "counts"][name] = measured
-    if args.keep:
-        if ceilings:
-            kept |= {"machine": device.name} | ceilings
-        with replacing(MEASURED) as file:
-            file.write((json.dumps(kept, indent=1) + "\n").encode())
-        print(f"written: {MEASURED.relative_to(ROOT)}")
+        if args.keep:
+            paths[keep(name, measured, ceilings)] = None
+    for path in paths:
+        print(f"written: doc/ladder/{path.name}")
     if races:
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_program(main, out_of_memory="the arrays of this topic need a larger GPU; name other topics one by one")

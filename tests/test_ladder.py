@@ -18,6 +18,7 @@ from dev.microscope import race_lines
 from dev.watch import use_microscope
 from device import cpp
 from device.bf16 import DEFINES
+from device.cpu import CpuDevice
 from device.errors import UserError
 from doc import ladder
 from doc.rungs import TOPICS, Rung
@@ -51,7 +52,7 @@ def compare(name: str, rung: Rung, sizes: dict[str, int], do: Callable[[Callable
 @each_topic
 def test_every_rung_gives_what_numpy_gives_and_writes_nothing_else(name, monkeypatch):
     switch_device("cuda", monkeypatch)
-    for rung in TOPICS[name].rungs:
+    for rung in (rung for rung in TOPICS[name].rungs if not ladder.why_not(name, rung)):
         for sizes in ladder.sizes_for(TOPICS[name], rung):
             compare(name, rung, sizes, lambda launch: launch())
 
@@ -61,7 +62,7 @@ def test_every_rung_gives_what_numpy_gives_and_writes_nothing_else(name, monkeyp
 def test_every_rung_without_atomics_gives_the_same_bits_again(name, monkeypatch):
     switch_device("cuda", monkeypatch)
     with ladder.precision_of(name):
-        ordered = [rung for rung in TOPICS[name].rungs if rung.ordered]
+        ordered = [rung for rung in TOPICS[name].rungs if rung.ordered and not ladder.why_not(name, rung)]
         assert [rung.kernel for rung in ordered if ladder.repeats_that_differ(name, rung)] == []
 
 
@@ -71,7 +72,7 @@ def test_rungs_agree_at_the_sizes_that_are_timed(name, monkeypatch):
     switch_device("cuda", monkeypatch)
     topic, production = TOPICS[name], {}
     outputs = ladder.shapes_of(f"{topic.sets} {topic.adds}", SimpleNamespace(**topic.bench))
-    for rung in reversed(topic.rungs):  # from the one that trains
+    for rung in reversed([rung for rung in topic.rungs if not ladder.why_not(name, rung)]):  # from the one that trains
         arrays = ladder.place_arrays(topic, topic.bench, ladder.on_device)
         with ladder.precision_of(name):
             rung.launch(ladder.kernels_of(name), arrays)
@@ -210,7 +211,7 @@ def test_a_table_is_written_between_its_markers_and_nowhere_else():
 def test_a_table_is_not_shown_before_it_is_measured():
     """And is then, with the ceiling of its own precision."""
     page = "Before.\n\n<!-- ladder: matmul_bf16 -->\n<!-- end of ladder -->\n"
-    kept = {"times": {}, "counts": {}, "copy": 4e12, "product": 4e14, "product in bf16": 8e14, "machine": "a GPU"}
+    kept = {"times": {}, "ceilings": {"matmul_bf16": {"TF32": 4e14, "bf16": 8e14}}, "counts": {}, "machine": "a GPU"}
     assert ladder.with_tables(page, kept) == page
     topic = TOPICS["matmul_bf16"]
     microseconds = topic.flops(SimpleNamespace(**topic.bench)) / 4e14 * 1e6  # half of the ceiling
@@ -221,9 +222,106 @@ def test_a_table_is_not_shown_before_it_is_measured():
     assert ladder.with_tables(shown, kept | {"times": {}}) == page
 
 
+class MadeUpGPU(CpuDevice):
+    """The CPU under the name and the compute capability of a GPU."""
+
+    kind, has_streams, precision = "cuda", False, "tf32"
+
+    def __init__(self, name: str, compute_capability: int):
+        super().__init__()
+        self.name, self.compute_capability = name, compute_capability
+
+
+@pytest.fixture
+def climb_on(monkeypatch, tmp_path, capsys):
+    """climb_on(gpu, arguments) runs the program on a made-up GPU where all rungs take 100 microseconds, and gives what
+    it prints. What is kept stands in tmp_path: to begin with, the book's times of gelu."""
+    monkeypatch.setattr(ladder, "MEASURED", tmp_path / "measured.json")
+    book = ladder.load(ladder.LADDER / "measured.json")
+    times = {"times": {"gelu": book["times"]["gelu"]}, "ceilings": {"gelu": book["ceilings"]["gelu"]}}
+    (tmp_path / "measured.json").write_text(json.dumps(book | times))
+
+    def climb(gpu: CpuDevice, *arguments: str) -> str:
+        ceilings = {"copy": 1e12, "TF32" if gpu.compute_capability >= 80 else "fp32": 5e13}
+        monkeypatch.setattr(device, "use", lambda kind: "cuda")
+        monkeypatch.setattr(device.current, "device", gpu)
+        monkeypatch.setattr(ladder, "find_ceilings", lambda: (ceilings, "made up"))
+        monkeypatch.setattr(ladder, "seconds", lambda name, rung: 1e-4)
+        monkeypatch.setattr(ladder, "repeats_that_differ", lambda name, rung: 0)
+        monkeypatch.setattr(sys, "argv", ["ladder.py", *arguments])
+        ladder.main()
+        return capsys.readouterr().out
+
+    return climb
+
+
+def test_a_readers_gpu_is_kept_in_a_file_of_its_own_and_shown_beside_the_books(climb_on, tmp_path):
+    book = ladder.kept_measurement()
+    mine = MadeUpGPU("NVIDIA GeForce RTX 4090", 89)
+    printed = climb_on(mine, "gelu", "--keep")
+    head, rung = printed.splitlines()[3:5]
+    assert head.split("error")[1].split("  ")[-2:] == ["us, H200", "ceiling"]
+    first = ladder.figures_of("gelu", "formula_kernel", book)
+    assert re.search(rf"  100 +1,007 +101% +{re.escape(first[0])} +{first[2]}$", rung)
+    assert printed.endswith("written: doc/ladder/measured-nvidia-geforce-rtx-4090.json\n")
+    climb_on(mine, "copy", "--keep")
+    (kept,) = ladder.kept_elsewhere()
+    assert list(kept["times"]) == ["copy", "gelu"] and kept["machine"] == "NVIDIA GeForce RTX 4090"
+    assert ladder.kept_measurement() == book
+
+    page = "<!-- ladder: gelu -->\n<!-- end of ladder -->\n"
+    shown, alone = ladder.with_tables(page, book, [kept]), ladder.with_tables(page, book)
+    assert "| sectors | conflicts | RTX 4090: µs | of its ceiling |" in shown
+    assert shown.count("| 100 | 101% |") == len(TOPICS["gelu"].rungs)
+    assert "NVIDIA GeForce RTX 4090, the same sizes; its ceiling: a large copy, 1000 GB/s." in shown
+    assert "RTX" not in alone and ladder.with_tables(shown, book) == alone
+
+
+def test_a_gpu_without_tf32_climbs_what_it_can_and_says_what_the_rest_needs(climb_on):
+    """A T4, in fp32; the book has no times of these topics here."""
+    printed = climb_on(MadeUpGPU("Tesla T4", 75), "matmul", "--keep")
+    rungs = {rung.kernel: rung for rung in TOPICS["matmul"].rungs}
+    (kept,) = ladder.kept_elsewhere()
+    for kernel, timed in kept["times"]["matmul"].items():
+        assert timed == ({"lacks": "needs 8.0"} if rungs[kernel].tf32 else {"microseconds": 100})
+    assert printed.count("needs 8.0") == sum(rung.tf32 for rung in rungs.values()) == 3
+    climb_on(MadeUpGPU("Tesla T4", 75), "matmul_bf16", "--keep")
+    (kept,) = ladder.kept_elsewhere()
+    assert all(timed == {"lacks": "needs 8.0"} for timed in kept["times"]["matmul_bf16"].values())
+    book = {"times": {"matmul": {}, "matmul_bf16": {}}, "ceilings": {}, "counts": {}}
+    page = "<!-- ladder: matmul -->\n<!-- end of ladder -->\n<!-- ladder: matmul_bf16 -->\n<!-- end of ladder -->\n"
+    shown = ladder.with_tables(page, book, [kept])
+    assert shown.count("| needs 8.0 |  |\n") == 3 + len(TOPICS["matmul_bf16"].rungs)
+    assert "Tesla T4, the same sizes; its ceiling: a large product in fp32, 50 TFLOP/s." in shown
+
+
+def test_the_books_gpu_is_kept_in_the_book(climb_on, tmp_path):
+    book = ladder.kept_measurement()
+    assert climb_on(MadeUpGPU(book["machine"], 90), "copy", "--keep").endswith("written: doc/ladder/measured.json\n")
+    kept = ladder.kept_measurement()
+    assert list(kept["times"]) == ["copy", "gelu"] and kept["times"]["gelu"] == book["times"]["gelu"]
+    assert ladder.kept_elsewhere() == [] and kept["counts"] == book["counts"]
+    (tmp_path / "measured-a-gpu.json").write_text('{"times"')
+    with pytest.raises(UserError, match=r"measured-a-gpu\.json is damaged: remove it and measure again with --keep"):
+        ladder.kept_elsewhere()
+
+
+def test_the_book_that_is_made_has_the_readers_columns(climb_on, monkeypatch):
+    from doc import book
+
+    climb_on(MadeUpGPU("NVIDIA GeForce RTX 4090", 89), "gelu", "--keep")
+    texts = []
+    monkeypatch.setattr(book, "pandoc", lambda text, format: texts.append(text) or "")
+    book.markdown_page(ROOT / "doc" / "06-gelu-swiglu-embedding.md")
+    assert "| RTX 4090: µs |" in texts[0]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["layernorm"], "layernorm: not a topic; there are copy, column_sum"), (["gelu", "--keep"], "gelu: --keep")],
+    [
+        (["layernorm"], "layernorm: not a topic; there are copy, column_sum"),
+        (["gelu", "--write", "--keep"], "--write takes nothing else"),
+    ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments, message):
     command = [sys.executable, "doc/ladder.py", *arguments]
