@@ -16,7 +16,7 @@ from llmc.arguments import Parser
 from llmc.program import run_program
 
 DOC = Path(__file__).resolve().parent
-SHARED = {"__init__", "figure", "launches"}
+SHARED = {"__init__", "figure", "launches", "operands"}
 PICTURES = sorted(path.stem for path in (DOC / "draw").glob("*.py") if path.stem not in SHARED)
 
 

@@ -32,6 +32,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import device
@@ -327,6 +328,12 @@ def load(path: Path) -> dict:
 def kept_measurement() -> dict:
     """What the book shows."""
     return load(MEASURED)
+
+
+def gains(name: str) -> list[float]:
+    """How many times as fast each rung of a topic is as the rung before it, as the book has them."""
+    times = [timed["microseconds"] for timed in kept_measurement()["times"][name].values()]
+    return [before / after for before, after in pairwise(times)]
 
 
 def kept_elsewhere() -> list[dict]:

@@ -1,0 +1,31 @@
+"""The swizzle of the ladder: where eight rows of a tile have their chunks, and which lanes meet in which banks."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from doc.draw.figure import Figure
+
+SIDE = 46
+
+
+def grid(figure: Figure, x: int, title: str, swizzled: bool, says: str) -> None:
+    """Eight rows of a tile, eight chunks of 16 bytes each, which together are all 32 banks."""
+    figure.text(x, 24, title, 16, bold=True)
+    for place in range(8):
+        figure.text(x + place * SIDE + SIDE / 2, 50, f"{4 * place}-{4 * place + 3}", 11, "middle", "faint")
+    for row in range(8):
+        for place in range(8):
+            chunk = place ^ row if swizzled else place
+            left, top = x + place * SIDE, 58 + row * SIDE
+            figure.rect(left, top, SIDE, SIDE, "b" if chunk == 0 else "f", "paper")
+            figure.text(left + SIDE / 2, top + 28, str(chunk), 14, "middle")
+    figure.text(x, 452, says, 14)
+
+
+def draw() -> str:
+    figure = Figure(830, 466, "A tile's chunks in their places, and swizzled")
+    grid(figure, 20, "Rows as they are", False, "eight rows in the same four banks: eight passes")
+    grid(figure, 440, "Chunk c of row r where c xor r would be", True, "eight rows in eight fours of banks: one pass")
+    return figure.svg()
