@@ -443,6 +443,8 @@ def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, 
     """Checks the rungs of a topic, and times them, if there are ceilings, or counts; prints its table. Returns what was
     measured, by kernel, and the races that the microscope saw."""
     topic, measured, races, errors = TOPICS[name], {}, [], []
+    at = f"times at {text_of(topic.bench)}" if ceilings else f"counts at {text_of(topic.round)}" if counting else ""
+    print(f"{name}, doc/ladder/{name}.cu: {at or 'compared with NumPy'}", flush=True)
     wanted = [references(topic, sizes) for sizes in (topic.odd, topic.fours, topic.round)]
     for rung in topic.rungs:
         if lacks := why_not(name, rung):
@@ -468,8 +470,6 @@ def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, 
     for error, (title, _, *figures) in zip(errors, rows_of(name, kept, others), strict=True):
         rows.append((title, error, *figures))
     shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    at = f"times at {text_of(topic.bench)}" if ceilings else f"counts at {text_of(topic.round)}" if counting else ""
-    print(f"{name}, doc/ladder/{name}.cu: {at or 'compared with NumPy'}")
     print(*columns([tuple(row[i] for i in shown) for row in rows], left=1), "", sep="\n")
     for kernel, figures in measured.items():
         if figures.get("differ"):
