@@ -69,8 +69,8 @@ extern "C" __global__ void tile_kernel(float* dout, float* out_T, const float* i
     do_tile(tile, dout, out_T, inp, bias, SIDE * blockIdx.y, SIDE * blockIdx.x, N, C);
 }
 
-// Column sums on the way: a block walks down the rows of a chunk and adds up what it writes, so that nobody reads dinp
-// again. partials (gridDim.y, C) are the sums of each chunk's rows, which a second kernel adds up in their order.
+// Column sums on the way: a block walks down the rows of a chunk and adds up the numbers that it writes, so that no kernel
+// reads dinp again. partials (gridDim.y, C) are the sums of each chunk's rows, which a second kernel adds up in their order.
 extern "C" __global__ void sums_kernel(float* dout, float* out_T, float* partials, const float* inp, const float* bias,
                                        int N, int C, int rows) {
     __shared__ float tile[SIDE][SIDE + 1];
