@@ -77,11 +77,11 @@ TF32_FROM = BF16_FROM = 80  # compute capabilities
 
 def lacking(capability: int) -> str:
     """What the device in use lacks where this capability is needed, in words; empty where it lacks nothing."""
-    lacks = device.kind == "cuda" and device.compute_capability < capability
-    return f"needs {capability / 10}" if lacks else ""
+    too_old = device.kind == "cuda" and device.compute_capability < capability
+    return f"needs {capability / 10}" if too_old else ""
 
 
-def why_not(name: str, rung: Rung) -> str:
+def lacks(name: str, rung: Rung) -> str:
     """What the device in use lacks to run a rung, in words; empty where it lacks nothing."""
     return lacking(BF16_FROM if TOPICS[name].bf16 else TF32_FROM if rung.tf32 else 0)
 
@@ -218,8 +218,8 @@ def find_ceilings() -> tuple[dict[str, float], str]:
     """Of this GPU: bytes/s of a large copy, FLOP/s of a large product by its type; and the same in words."""
     measured = measure_ceilings()
     ceilings = {"copy": measured.copy, device.precision.replace("tf", "TF"): measured.product}
-    if lacks := lacking(BF16_FROM):
-        return ceilings, f"{measured.description}; TF32 and bf16: {lacks}"
+    if lack := lacking(BF16_FROM):
+        return ceilings, f"{measured.description}; TF32 and bf16: {lack}"
     ceilings["bf16"] = product_in_bf16()
     return ceilings, f"{measured.description}, in bf16 {ceilings['bf16'] / 1e12:.4g} TFLOP/s"
 
@@ -447,8 +447,8 @@ def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, 
     print(f"{name}, doc/ladder/{name}.cu: {at or 'compared with NumPy'}", flush=True)
     wanted = [references(topic, sizes) for sizes in (topic.odd, topic.fours, topic.round)]
     for rung in topic.rungs:
-        if lacks := why_not(name, rung):
-            measured[rung.kernel] = {"lacks": lacks}
+        if lack := lacks(name, rung):
+            measured[rung.kernel] = {"lacks": lack}
             errors.append("")
             continue
         sizes = sizes_for(topic, rung)

@@ -52,7 +52,7 @@ def compare(name: str, rung: Rung, sizes: dict[str, int], do: Callable[[Callable
 @each_topic
 def test_every_rung_gives_what_numpy_gives_and_writes_nothing_else(name, monkeypatch):
     switch_device("cuda", monkeypatch)
-    for rung in (rung for rung in TOPICS[name].rungs if not ladder.why_not(name, rung)):
+    for rung in (rung for rung in TOPICS[name].rungs if not ladder.lacks(name, rung)):
         for sizes in ladder.sizes_for(TOPICS[name], rung):
             compare(name, rung, sizes, lambda launch: launch())
 
@@ -62,7 +62,7 @@ def test_every_rung_gives_what_numpy_gives_and_writes_nothing_else(name, monkeyp
 def test_every_rung_without_atomics_gives_the_same_bits_again(name, monkeypatch):
     switch_device("cuda", monkeypatch)
     with ladder.precision_of(name):
-        ordered = [rung for rung in TOPICS[name].rungs if rung.ordered and not ladder.why_not(name, rung)]
+        ordered = [rung for rung in TOPICS[name].rungs if rung.ordered and not ladder.lacks(name, rung)]
         assert [rung.kernel for rung in ordered if ladder.repeats_that_differ(name, rung)] == []
 
 
@@ -72,7 +72,7 @@ def test_rungs_agree_at_the_sizes_that_are_timed(name, monkeypatch):
     switch_device("cuda", monkeypatch)
     topic, production = TOPICS[name], {}
     outputs = ladder.shapes_of(f"{topic.sets} {topic.adds}", SimpleNamespace(**topic.bench))
-    for rung in reversed([rung for rung in topic.rungs if not ladder.why_not(name, rung)]):  # from the one that trains
+    for rung in reversed([rung for rung in topic.rungs if not ladder.lacks(name, rung)]):  # from the one that trains
         arrays = ladder.place_arrays(topic, topic.bench, ladder.on_device)
         with ladder.precision_of(name):
             rung.launch(ladder.kernels_of(name), arrays)
