@@ -26,13 +26,6 @@ __device__ inline int keys_of_split(int context, int splits) {
     return ceil_div(ceil_div(context, splits), TILE_KEYS) * TILE_KEYS;
 }
 
-// Has the line of 128 bytes at p brought to the L2 cache, and goes on.
-__device__ inline void prefetch(const floatX* p) {
-#ifndef LLMC_CPU
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
-}
-
 // The sum over the lanes of a key.
 __device__ inline float key_sum(float x) {
     if (LANES == 1) return x;

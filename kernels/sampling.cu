@@ -48,6 +48,7 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
 
     // Calls work(x, i) for each of the thread's logits x, with its index.
     auto for_each = [&](auto work) {
+#pragma unroll 4
         for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
             const Vec x = Aligned::load(row + i, WIDTH);  // Vp is a multiple of WIDTH
             for (int k = 0; k < WIDTH; k++) if (i + k < V) work(x.x[k], i + k);
@@ -114,6 +115,7 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
     };
     Vec w;
     double own = 0.0;
+#pragma unroll 2
     for (int i = start + WIDTH * lane; i < end; i += step) own += weights_at(i, w);
     const double target = coin * block_sum_double(own, of_warp);
     // The first to exceed the target. Should rounding leave none, it is the last that has a weight.
