@@ -52,8 +52,8 @@ __device__ inline Descriptor further(Descriptor operand, int numbers) { return o
 // ---- instructions
 
 #ifdef LLMC_CPU
-// Where chunk `chunk` (16 bytes) of row `row` of an operand lies that is kept row by row; and where chunk `chunk` of row `row`
-// of one that is kept the other way, across the sum. Bits 7 to 9 of an address flip bits 4 to 6.
+// Where a byte of an operand lies: bits 7 to 9 of its address flip bits 4 to 6. Where a chunk of 16 bytes of a row lies, of
+// queries or keys, and of values, whose rows go on in the next slab.
 inline const char* swizzled(Descriptor operand, int at) {
     at += (int)(operand & 0x3fff) << 4;
     return (const char*)cpu_dynamic_shared() + (at ^ (at >> 7) % 8 << 4);
@@ -65,13 +65,15 @@ inline const char* values_at(Descriptor operand, int row, int chunk) {
     return operand_at(operand + (chunk / 8 * (operand >> 16 & 0x3fff)), row, chunk % 8);
 }
 
+// What wgmma does below, for a warp's 16 rows. The lanes fetch b together, in chunks.
 template <bool ROWS, int N>
 inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
     struct Lane { unsigned a[4]; uint4 b[N / 2]; float d[N][4]; } mine;
     for (int i = 0; i < 4; i++) mine.a[i] = a[i];
     for (int i = 0; i < N / 2; i++) {
         const int chunk = i * 32 + threadIdx.x % 32;
-        mine.b[i] = *(const uint4*)(ROWS ? values_at(b, chunk / N, chunk % N) : operand_at(b, chunk % (8 * N), chunk / (8 * N)));
+        mine.b[i] = *(const uint4*)(ROWS ? values_at(b, chunk / N, chunk % N)
+                                         : operand_at(b, chunk % (8 * N), chunk / (8 * N)));
     }
     for (int i = 0; i < N * 4; i++) mine.d[i / 4][i % 4] = add ? d[i / 4][i % 4] : 0.0f;
     cpu_warp_together(ALL_LANES, mine, [](Lane* const lanes[32]) {
@@ -348,6 +350,8 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
                 wgmma_wait<1>();
                 settle(s);
                 const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
+                // A sum is never negative. But to know that takes all exponentials, and so the assembler cannot put the
+                // wait before them, which it otherwise does.
                 if (moved || fminf(sum[0], sum[1]) < 0.0f) {
                     wgmma_wait<0>();
                     settle(acc);
@@ -393,8 +397,8 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
     }
 }
 
-// wgmma: a warpgroup's 64 queries meet 64 keys at a time, by products that read keys and values in shared memory themselves. Two
-// blocks of two warpgroups fill a multiprocessor, so that while some take exponentials others keep the tensor cores busy.
+// wgmma: a warpgroup's 64 queries meet 64 keys at a time, by products that read keys and values in shared memory themselves.
+// Two blocks of two warpgroups fill a multiprocessor: while some take exponentials, others keep the tensor cores busy.
 extern "C" __global__ void __launch_bounds__(256, 2)
 wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     forward<64, 2, 64, 3, true>(out, lse, qkv, T, NH, NKV);
