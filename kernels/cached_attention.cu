@@ -215,25 +215,32 @@ cached_attention_shared_kernel(floatX* out, float* parts, float* stats, floatX* 
 // in flight even where rows are few. Whole warps.
 extern "C" __global__ void add_splits_kernel(SETS floatX* out, const float* parts, const float* stats, int HS,
                                              int relu, int splits) {
+    constexpr int AT_ONCE = 8;  // parts that a thread loads before it uses the first
     const size_t row = blockIdx.x;
     const float* of_row = stats + 2 * row * splits;
-    auto has_keys = [&](int z) { return !(of_row[2 * z + 1] < 0.0f); };
-    float largest = -INFINITY, sum = 0.0f;
-    for (int z = threadIdx.x % WARP_SIZE; z < splits && !relu; z += WARP_SIZE) {
-        if (has_keys(z)) largest = fmaxf(largest, of_row[2 * z]);
+    float largest = -INFINITY, used = 0.0f;  // splits that have keys: the first ones
+    for (int z = threadIdx.x % WARP_SIZE; z < splits; z += WARP_SIZE) {
+        const float highest = of_row[2 * z], sum = of_row[2 * z + 1];
+        if (!(sum < 0.0f)) largest = fmaxf(largest, highest), used += 1.0f;
     }
-    largest = warp_max(largest);
-    for (int z = threadIdx.x % WARP_SIZE; z < splits && !relu; z += WARP_SIZE) {
-        if (has_keys(z)) sum += of_row[2 * z + 1] * __expf(of_row[2 * z] - largest);
-    }
+    largest = relu ? 0.0f : warp_max(largest);
+    const int count = (int)warp_sum(used);
+    auto factor = [&](int z) { return relu ? 1.0f : __expf(of_row[2 * z] - largest); };
+    float sum = 0.0f;
+    for (int z = threadIdx.x % WARP_SIZE; z < count; z += WARP_SIZE) sum += of_row[2 * z + 1] * factor(z);
     const float norm = relu ? 1.0f : 1.0f / warp_sum(sum);
     for (int i = threadIdx.x; i < HS; i += blockDim.x) {
         float total = 0.0f;
-#pragma unroll 8
-        for (int z = 0; z < splits; z++) {
-            const float part = has_keys(z) ? parts[(row * splits + z) * HS + i] : 0.0f;
-            const float factor = relu ? 1.0f : norm * __expf(of_row[2 * z] - largest);
-            total += has_keys(z) ? factor * part : 0.0f;
+        for (int first = 0; first < count; first += AT_ONCE) {
+            float part[AT_ONCE];
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {  // one behind the last is the last once more
+                part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
+            }
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                if (first + b < count) total += norm * factor(first + b) * part[b];
+            }
         }
         set(out[row * HS + i], total);
     }
