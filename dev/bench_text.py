@@ -2,7 +2,7 @@
 
     python dev/bench_text.py                                        # GPT-2 124M, one text
     python dev/bench_text.py train_llama3 -e llama3.2-1b -b 16 --precision bf16
-    python dev/bench_text.py --device cpu --first 1 --tokens 199    # from an empty prompt on
+    python dev/bench_text.py --device cpu -t 256 --first 1 --tokens 200    # an empty prompt
     python dev/bench_text.py --suite --keep                         # all that doc/speed.md shows
 
 Each writes -b texts at once, from the same random weights and the same made-up prompts of --first tokens. Milliseconds

@@ -24,7 +24,7 @@ from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
-from kernels.matmul import matmul_backward_bias, matmul_forward, transpose
+from kernels.matmul import matmul_backward_bias, matmul_forward, matvec, transpose
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
@@ -193,6 +193,7 @@ add(norm_transposed, "B=2 T=32 C=64", f"out_T=C,B*T inp=B,T,C weight=C shift=C {
 
 MATRIX = "N=64 C=128"
 add(matmul_forward, "B=2 T=8 C=64 OC=128", "out=B,T,OC inp=B,T,C weight=OC,C bias=OC")
+add(matvec, "C=256 OC=64", "out=OC inp=C weight=OC,C bias=OC")
 add(matmul_backward_bias, "B=2 T=320 OC=128", "dbias*=OC scratch*=P,OC dout=B,T,OC")
 add(transpose, MATRIX, "out=C,N inp=N,C")
 for erf in False, True:

@@ -17,15 +17,15 @@ from device.cuda import CudaDevice
 from device.errors import UserError, first_line
 from device.observing import accesses, observe, unobserved
 from device.recording import Insertion, Launch, Recording, touch
-from device.sources import Source, cuda_source, kernel_declarations, source
+from device.sources import Source, architecture_of, cuda_source, kernel_declarations, source
 
 import numpy as np
 
 __all__ = [
-    "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "ceil_div", "compile_all",
-    "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces", "record",
-    "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda",
-    "width", "zeros",
+    "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "architecture_of", "ceil_div",
+    "compile_all", "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces",
+    "record", "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording",
+    "why_not_cuda", "width", "zeros",
 ]  # fmt: skip
 
 # What to do where CUDA does not work, by a part of what it says.

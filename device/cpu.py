@@ -120,6 +120,10 @@ class CpuDevice:
         """A kernel of a .cu file, to be called as `kernel(grid, block, args, shared_mem=0)`."""
         return self.module(path).kernel(name)
 
+    def why_not_kernels(self, path: Path) -> str:
+        """Why this device cannot run a file's kernels, in a line; empty where it can."""
+        return ""
+
     def module(self, path: Path) -> cpp.Module:
         key = path, self.floatX
         if key not in self.modules:

@@ -12,7 +12,8 @@ from typing import Any
 
 from device.bf16 import DEFINES, floatX_of
 from device.cublas import Cublas
-from device.sources import cuda_source
+from device.errors import UserError
+from device.sources import architecture_of, cuda_source
 
 import numpy as np
 
@@ -122,8 +123,24 @@ class CudaDevice:
         key = path, self.floatX
         if key not in self.modules:
             options = NVRTC_OPTIONS + DEFINES[self.floatX]
+            if why := self.why_not_kernels(path):
+                raise UserError(why)
+            if architecture := architecture_of(path):
+                options += (f"-arch=sm_{architecture}",)  # CuPy adds sm_90, and NVRTC 13 takes the more special one
             self.modules[key] = self.cupy.RawModule(code=cuda_source(path), options=options)
         return self.modules[key]
+
+    def why_not_kernels(self, path: Path) -> str:
+        architecture = architecture_of(path)
+        if not architecture:
+            return ""
+        capability = int(architecture.rstrip("a"))
+        if capability != self.compute_capability:
+            needed = f"{capability // 10}.{capability % 10}"
+            return f"{path.name} is for GPUs of compute capability {needed}, which {self.name} is not"
+        if self.cupy.cuda.nvrtc.getVersion() < (13, 0):
+            return f"{path.name} needs the compiler of CUDA 13: install cupy-cuda13x[ctk]"
+        return ""
 
     def compile_all(self, paths: list[Path]) -> None:
         with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock

@@ -87,6 +87,14 @@ def cuda_source(path: Path) -> str:
 
 
 @functools.cache
+def architecture_of(path: Path) -> str:
+    """The one GPU architecture that a .cu file is for, "90a" where it says `#define ARCHITECTURE 90a`: it has
+    instructions that no other GPU knows. Empty for a file that is for all."""
+    found = re.search(r"^#define ARCHITECTURE (\w+)", path.read_text(), re.MULTILINE)
+    return found[1] if found else ""
+
+
+@functools.cache
 def kernel_declarations(path: Path) -> dict[str, list[str]]:
     """The kernels that a .cu file declares, each with the declarations of its parameters."""
     declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())

@@ -449,7 +449,7 @@ TOPICS["softmax"] = Topic(
 
 def causal_attention(a: SimpleNamespace) -> dict:
     q, k, v = a.qkv.transpose(2, 0, 3, 1, 4)  # each (B, NH, T, HS)
-    x = np.where(np.tri(a.T, dtype=bool), q @ k.swapaxes(2, 3) / 8, -np.inf)
+    x = np.where(np.tri(a.T, dtype=bool), q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3]), -np.inf)
     largest = x.max(axis=3, keepdims=True)
     p = np.exp(x - largest)
     total = p.sum(axis=3, keepdims=True)
@@ -626,5 +626,36 @@ TOPICS["flash_attention_bf16"] = Topic(
         Rung("flash_attention_forward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
              "32 queries a warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
+    ],
+)  # fmt: skip
+
+
+def grouped_attention(a: SimpleNamespace) -> dict:
+    """Query head h uses key and value head h // (NH / NKV)."""
+    q, *others = np.split(a.qkv, [a.NH, a.NH + a.NKV], axis=2)
+    k, v = (np.repeat(x, a.NH // a.NKV, axis=2) for x in others)
+    return causal_attention(SimpleNamespace(qkv=np.stack([q, k, v], axis=2), T=a.T))
+
+
+def by_warpgroups(cu: device.Source, a: SimpleNamespace) -> None:
+    """A block for 128 queries; in shared memory it has them, and three times HS keys and HS values."""
+    getattr(cu, f"wgmma_kernel_{a.HS}")(
+        (a.B * a.NH, ceil_div(a.T, 128)), (256,), (a.out, a.lse, a.qkv, a.T, a.NH, a.NKV),
+        shared_mem=(128 + 6 * a.HS) * a.HS * device.floatX.itemsize,
+    )  # fmt: skip
+
+
+TOPICS["flash_attention_hopper"] = Topic(
+    reads="qkv=B,T,NH+2*NKV,HS", sets="out=B,T,NH,HS lse=B,NH,T", adds="", scratch="", bf16=("qkv", "out"),
+    odd={"B": 1, "T": 69, "NH": 2, "NKV": 1, "HS": 64}, fours={"B": 2, "T": 136, "NH": 1, "NKV": 1, "HS": 128},
+    round={"B": 1, "T": 128, "NH": 1, "NKV": 1, "HS": 64}, bench={"B": 4, "T": 1024, "NH": 12, "NKV": 12, "HS": 64},
+    reference=grouped_attention,
+    bytes=lambda s: 4 * s.B * s.T * (s.NH + s.NKV) * s.HS,
+    flops=lambda s: 2 * s.T**2 * s.HS * s.B * s.NH,
+    rungs=[
+        Rung("wgmma_kernel_64", by_warpgroups),
+        Rung("flash_attention_forward of kernels/flash_attention.py",
+             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NKV, a.HS),
+             "The kernel that trains, by the mma.sync of any GPU since 2020, for comparison."),
     ],
 )  # fmt: skip

@@ -8,7 +8,10 @@
 // few queries then to keep a GPU busy, so the keys are split among blocks, too (flash-decoding, Dao et al. 2023). A
 // block leaves the sum over its keys, unnormalised, with the largest score and the sum of exponentials; a second kernel
 // adds these up in the order of the splits. Splits are of the context, not of what has been written: the position lies
-// on the device, and a recorded step launches the same blocks whatever it is. Blocks behind it return at once.
+// on the device, and a recorded step launches the same blocks whatever it is. Blocks behind it only say so.
+//
+// With one query a kernel's time is mostly that of loads which wait for one another. So nothing waits that need not: the
+// first keys are loaded beside the queries, and a tile's values are on their way to the cache while its scores are made.
 //
 // NH / NKV query heads share a head of keys and values; a block takes up to HEADS of them, and reads for all at once.
 #include "common.cuh"
@@ -38,28 +41,42 @@ struct Rows {
     __device__ const floatX* at(int s) const {
         return s < first ? cached + (size_t)s * HS : fresh + (size_t)(s - first) * stride;
     }
+
+    // The block's threads have the rows from `start` up to `end` prefetched.
+    __device__ void prefetch_all(int start, int end) const {
+        constexpr int LINE = 128 / sizeof(floatX);
+        const int lines = ceil_div(HS, LINE);
+#pragma unroll 1
+        for (int j = threadIdx.x; j < (end - start) * lines; j += blockDim.x) {
+            prefetch(at(start + j / lines) + j % lines * LINE);
+        }
+    }
 };
 
 // Block (n, h, z): row n of B*T, query heads of group h: HEADS of them or what is left of the NH / NKV that share keys,
 // and the z-th split of the keys. Block: one-dimensional, at most MOST_WARPS warps. Shared memory: HEADS rows of HS
-// floats, rounded up to a multiple of WIDTH, for the queries, and as many for each of `slots`. A slot has its own sums
-// over every slots-th key of a tile; a thread adds up a vector of channels for a slot.
+// floats, rounded up to a multiple of WIDTH, for each of `slots`. A slot has its own sums over every slots-th key of a
+// tile; a thread adds up a vector of channels for a slot. stats: the largest score and the sum; -1 where there are no keys.
 template <int HEADS>
 __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                               const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
                               int splits, int slots) {
     __shared__ float scores[TILE_KEYS][HEADS];  // and then what each key counts
     __shared__ float largest[HEADS], sums[HEADS], factors[HEADS];
-    DYNAMIC_SHARED(float, memory_of_heads);
+    DYNAMIC_SHARED(float, acc);  // (slots, HEADS, width)
     const int G = NH / NKV, groups = ceil_div(G, HEADS), kv = blockIdx.y / groups, g0 = blockIdx.y % groups * HEADS;
     const int heads = min(HEADS, G - g0), h0 = kv * G + g0;
     const int n = blockIdx.x, b = n / T, first = positions[b], length = first + n % T + 1;
     const int span = keys_of_split(context, splits), start = blockIdx.z * span, end = min(start + span, length);
-    if (start >= end) return;
+    if (start >= end) {
+        for (int g = threadIdx.x; g < heads; g += blockDim.x) {
+            stats[2 * (((size_t)n * NH + h0 + g) * splits + blockIdx.z) + 1] = -1.0f;
+        }
+        return;
+    }
 
     const int vectors = ceil_div(HS, WIDTH), width = vectors * WIDTH, stride = (NH + 2 * NKV) * HS;
-    float* q = memory_of_heads;
-    float* acc = q + HEADS * width;  // (slots, HEADS, width)
+    const floatX* q = qkv + (size_t)n * stride + (size_t)h0 * HS;
     const size_t cache = ((size_t)b * NKV + kv) * context * HS;
     const floatX* fresh = qkv + (size_t)b * T * stride + (size_t)(NH + kv) * HS;
     const Rows k_rows = {keys + cache, fresh, first, HS, stride};
@@ -67,14 +84,6 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
 
     by_alignment(HS % WIDTH == 0, [&](auto memory) {
-        for (int j = threadIdx.x; j < HEADS * vectors; j += blockDim.x) {
-            const int g = j / vectors, i = WIDTH * (j % vectors);
-            const floatX* row = qkv + (size_t)n * stride + (size_t)(h0 + g) * HS;
-            Aligned::store(q + g * width + i, g < heads ? memory.load(row + i, HS - i) : Vec(), WIDTH);
-        }
-        for (int j = threadIdx.x; j < slots * HEADS * vectors; j += blockDim.x) {
-            Aligned::store(acc + j * WIDTH, Vec(), WIDTH);
-        }
         if (blockIdx.z == 0 && g0 == 0) {
             for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * blockDim.x) {
                 const size_t to = cache + (size_t)(length - 1) * HS + i;
@@ -82,11 +91,11 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                 memory.store(values + to, memory.load(v_rows.at(length - 1) + i, HS - i), HS - i);
             }
         }
-        for (int g = threadIdx.x; g < HEADS; g += blockDim.x) largest[g] = -INFINITY, sums[g] = 0.0f;
-        __syncthreads();
-
         for (int tile = start; tile < end; tile += TILE_KEYS) {
             const int count = min(TILE_KEYS, end - tile);
+            const bool is_first = tile == start;
+            v_rows.prefetch_all(tile, tile + count);
+            k_rows.prefetch_all(tile + count, min(tile + count + TILE_KEYS, end));
             // Scores: LANES lanes a key, AT_ONCE keys at once. A key behind the last is the last once more.
             const int group = threadIdx.x / LANES, together = blockDim.x / LANES;
             for (int j0 = 0; j0 < count; j0 += AT_ONCE * together) {
@@ -96,13 +105,14 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                 for (int a = 0; a < AT_ONCE; a++) {
                     k[a] = k_rows.at(tile + min(j0 + group + a * together, count - 1));
                 }
+#pragma unroll(HEADS == 1 ? 2 : 1)
                 for (int i = WIDTH * (lane % LANES); i < HS; i += WIDTH * LANES) {
                     Vec x[AT_ONCE];
 #pragma unroll
                     for (int a = 0; a < AT_ONCE; a++) x[a] = memory.load(k[a] + i, HS - i);
 #pragma unroll
                     for (int g = 0; g < HEADS; g++) {
-                        const Vec y = Aligned::load(q + g * width + i, WIDTH);
+                        const Vec y = memory.load(q + (g < heads ? g : 0) * HS + i, HS - i);
 #pragma unroll
                         for (int a = 0; a < AT_ONCE; a++) {
                             for (int c = 0; c < WIDTH; c++) score[a][g] += x[a].x[c] * y.x[c];
@@ -122,7 +132,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
             __syncthreads();
             // What each key counts, and the factor for what was added up with a lower maximum: a warp a head.
             for (int g = warp; g < HEADS; g += warps) {
-                float highest = lane == 0 ? largest[g] : -INFINITY, sum = 0.0f;
+                float highest = lane == 0 && !is_first ? largest[g] : -INFINITY, sum = 0.0f;
                 for (int j = lane; j < count && !relu; j += WARP_SIZE) highest = fmaxf(highest, scores[j][g]);
                 highest = warp_max(highest);
                 for (int j = lane; j < count; j += WARP_SIZE) {
@@ -133,8 +143,8 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                 }
                 sum = warp_sum(sum);
                 if (lane == 0) {
-                    factors[g] = relu || tile == start ? 1.0f : __expf(largest[g] - highest);
-                    sums[g] = factors[g] * sums[g] + sum;
+                    factors[g] = relu || is_first ? 1.0f : __expf(largest[g] - highest);
+                    sums[g] = is_first ? sum : factors[g] * sums[g] + sum;
                     largest[g] = highest;
                 }
             }
@@ -145,7 +155,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                 Vec total[HEADS];
 #pragma unroll
                 for (int g = 0; g < HEADS; g++) {
-                    total[g] = Aligned::load(own + g * width, WIDTH);
+                    total[g] = is_first ? Vec() : Aligned::load(own + g * width, WIDTH);
                     for (int c = 0; c < WIDTH; c++) total[g].x[c] *= factors[g];
                 }
 #pragma unroll 4
@@ -187,43 +197,51 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
 
 // out (B*T,NH,HS) is set where splits is 1; else parts (B*T,NH,splits,HS) and stats (B*T,NH,splits,2), which may be null
 // otherwise, for the splits that begin before the position. With HEADS 1, for queries that share no keys, and 4.
-extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
 cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                         const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
                         int splits, int slots) {
     attend<1>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
+extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 3)
 cached_attention_shared_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                                const int* positions, int T, int context, int NH, int NKV, int HS, int relu,
                                float scale, int splits, int slots) {
     attend<4>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
-// out (rows,HS), rows = B*T*NH, from what the splits that begin before the position have left. Block: (WARP_SIZE, rows).
-extern "C" __global__ void add_splits_kernel(SETS floatX* out, const float* parts, const float* stats,
-                                             const int* positions, int rows, int T, int context, int NH, int HS,
+// out (rows,HS), rows = B*T*NH, from what the splits have left. Block x: a row; thread: a channel, so that many loads are
+// in flight even where rows are few. Whole warps.
+extern "C" __global__ void add_splits_kernel(SETS floatX* out, const float* parts, const float* stats, int HS,
                                              int relu, int splits) {
-    const int row = blockIdx.x * blockDim.y + threadIdx.y;
-    if (row >= rows) return;
-    const int n = row / NH, length = positions[n / T] + n % T + 1;
-    const int used = ceil_div(length, keys_of_split(context, splits));
-    const float* of_row = stats + 2 * (size_t)row * splits;
-    float largest = -INFINITY, sum = 0.0f;
-    for (int z = 0; z < used && !relu; z++) largest = fmaxf(largest, of_row[2 * z]);
-    for (int z = 0; z < used && !relu; z++) sum += of_row[2 * z + 1] * __expf(of_row[2 * z] - largest);
-    const float norm = relu ? 1.0f : 1.0f / sum;
-    by_alignment(HS % WIDTH == 0, [&](auto memory) {
-        for (int i = WIDTH * threadIdx.x; i < HS; i += WIDTH * WARP_SIZE) {
-            Vec total = {};
-#pragma unroll 4
-            for (int z = 0; z < used; z++) {
-                const Vec part = memory.load(parts + ((size_t)row * splits + z) * HS + i, HS - i);
-                const float factor = relu ? 1.0f : norm * __expf(of_row[2 * z] - largest);
-                for (int c = 0; c < WIDTH; c++) total.x[c] += factor * part.x[c];
+    constexpr int AT_ONCE = 8;  // parts that a thread loads before it uses the first
+    const size_t row = blockIdx.x;
+    const float* of_row = stats + 2 * row * splits;
+    float largest = -INFINITY, used = 0.0f;  // splits that have keys: the first ones
+    for (int z = threadIdx.x % WARP_SIZE; z < splits; z += WARP_SIZE) {
+        const float highest = of_row[2 * z], sum = of_row[2 * z + 1];
+        if (!(sum < 0.0f)) largest = fmaxf(largest, highest), used += 1.0f;
+    }
+    largest = relu ? 0.0f : warp_max(largest);
+    const int count = (int)warp_sum(used);
+    auto factor = [&](int z) { return relu ? 1.0f : __expf(of_row[2 * z] - largest); };
+    float sum = 0.0f;
+    for (int z = threadIdx.x % WARP_SIZE; z < count; z += WARP_SIZE) sum += of_row[2 * z + 1] * factor(z);
+    const float norm = relu ? 1.0f : 1.0f / warp_sum(sum);
+    for (int i = threadIdx.x; i < HS; i += blockDim.x) {
+        float total = 0.0f;
+        for (int first = 0; first < count; first += AT_ONCE) {
+            float part[AT_ONCE];
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {  // one behind the last is the last once more
+                part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
             }
-            memory.store(out + (size_t)row * HS + i, total, HS - i);
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                if (first + b < count) total += norm * factor(first + b) * part[b];
+            }
         }
-    });
+        set(out[row * HS + i], total);
+    }
 }

@@ -34,12 +34,11 @@ def cached_attention_forward(
         (B * T, NKV * shared, splits), (block,),
         (out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, int(relu),
          np.float32(1.0 / math.sqrt(HS)), splits, slots),
-        shared_mem=4 * heads * (1 + slots) * vectors * cu.width,
+        shared_mem=4 * heads * slots * vectors * cu.width,
     )  # fmt: skip
     if splits > 1:
-        rows, warps = B * T * NH, 4
-        args = out, parts, stats, positions, rows, T, context, NH, HS, int(relu), splits
-        cu.add_splits_kernel((ceil_div(rows, warps),), (cu.warp_size, warps), args)
+        block = cu.block(min(1024, 32 * ceil_div(HS, 32)))
+        cu.add_splits_kernel((B * T * NH,), (block,), (out, parts, stats, HS, int(relu), splits))
 
 
 def number_of_splits(B: int, NH: int, NKV: int, context: int) -> int:

@@ -318,3 +318,13 @@ __device__ inline void write_recomputed(floatX* out_T, const Tile& tile, int n0,
     __syncthreads();
     store_transposed(out_T, tile, n0, i0, N, C);
 }
+
+// Has the line of 128 bytes at p brought to the L2 cache, and goes on: for what will be read when other loads have come.
+// With few blocks a kernel's time is that of loads which wait for one another.
+constexpr int FEW_BLOCKS = 16;
+
+__device__ inline void prefetch(const floatX* p) {
+#ifndef LLMC_CPU
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}

@@ -17,6 +17,9 @@ extern "C" __global__ void layernorm_forward_kernel(floatX* out, float* mean, fl
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;
 
+    // Where text is written, rows are few, and no other block has loaded the weight and the bias.
+    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i), prefetch(bias + i);
+
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         float sum = 0.0f;
         for (int i = first; i < C; i += step) {

@@ -1,5 +1,5 @@
-// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. The products are cuBLAS's;
-// here is what stands around them. Memory-bound, both.
+// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. The products are cuBLAS's, but for
+// that of a single row; here is this one, and what stands around the others. Memory-bound, all of them.
 #include "common.cuh"
 
 // out[n, i] += bias[i]. Block x: a row; thread: a vector of columns of grid column y.
@@ -26,4 +26,35 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
     });
     __syncthreads();
     store_transposed(out, tile, n0, i0, N, C);
+}
+
+// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC), which may be null: N = 1, where text is written. Each weight is read
+// for one multiplication, so a tile of a matrix would have nothing to share, and a kernel that loads tiles takes some 4 us
+// for the smallest weight. Block: (WARP_SIZE, outputs), a warp for each output, or several for one of long rows,
+// (warps * WARP_SIZE, 1). A thread has AT_ONCE vectors of the weight on their way before it uses the first.
+extern "C" __global__ void matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
+                                         int C, int OC) {
+    constexpr int AT_ONCE = 32 / WIDTH;
+    const int o = blockIdx.x * blockDim.y + threadIdx.y, step = WIDTH * blockDim.x;
+    if (o >= OC) return;
+    const floatX* row = weight + (size_t)o * C;
+
+    by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
+        Vec sum = {};
+        for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
+            Vec w[AT_ONCE] = {}, x[AT_ONCE] = {};
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                const int i = first + b * step;
+                if (i < C) w[b] = memory.load(row + i, C - i);
+                if (i < C) x[b] = memory.load(inp + i, C - i);
+            }
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                for (int k = 0; k < WIDTH; k++) sum.x[k] += w[b].x[k] * x[b].x[k];
+            }
+        }
+        const float total = blockDim.x > WARP_SIZE ? block_sum(sum_of(sum)) : warp_sum(sum_of(sum));
+        if (threadIdx.x == 0) set(out[o], total + (bias != nullptr ? to_float(bias[o]) : 0.0f));
+    });
 }

@@ -28,6 +28,9 @@ __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __res
     const size_t start = (size_t)n * C;
     float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
 
+    // Where text is written, rows are few, and no other block has loaded the weight.
+    for (int i = WIDTH * threadIdx.x; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i);
+
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         float sum = 0.0f;
         for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {

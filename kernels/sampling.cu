@@ -48,6 +48,7 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
 
     // Calls work(x, i) for each of the thread's logits x, with its index.
     auto for_each = [&](auto work) {
+#pragma unroll 4
         for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
             const Vec x = Aligned::load(row + i, WIDTH);  // Vp is a multiple of WIDTH
             for (int k = 0; k < WIDTH; k++) if (i + k < V) work(x.x[k], i + k);
@@ -59,13 +60,13 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
         states[blockIdx.x] = state;
     };
 
-    float largest = -INFINITY;
-    for_each([&](float x, int i) { largest = fmaxf(largest, x); });
-    largest = block_max(largest);
+    float own = -INFINITY, first = V;  // the thread's largest and where it is first; below 2^24, so exact
+    for_each([&](float x, int i) {
+        if (x > own || (x == own && first == V)) own = x, first = i;
+    });
+    const float largest = block_max(own);
     if (temperature == 0.0f) {
-        float first = V;  // below 2^24, so exact
-        for_each([&](float x, int i) { first = x == largest ? fminf(first, i) : first; });
-        first = -block_max(-first);
+        first = -block_max(own == largest ? -first : -V);
         if (threadIdx.x == 0) finish((int)first);
         return;
     }
@@ -113,9 +114,10 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
         return sum;
     };
     Vec w;
-    double own = 0.0;
-    for (int i = start + WIDTH * lane; i < end; i += step) own += weights_at(i, w);
-    const double target = coin * block_sum_double(own, of_warp);
+    double sum_of_thread = 0.0;
+#pragma unroll 2
+    for (int i = start + WIDTH * lane; i < end; i += step) sum_of_thread += weights_at(i, w);
+    const double target = coin * block_sum_double(sum_of_thread, of_warp);
     // The first to exceed the target. Should rounding leave none, it is the last that has a weight.
     int chosen = 0;
     double before = 0.0, sum_before = 0.0;
@@ -134,11 +136,11 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
         sum_before += sum;
         if (sum_before > target) break;
     }
-    own = weights_at(at + WIDTH * lane, w);
+    const double sum_of_lane = weights_at(at + WIDTH * lane, w);
     int winner = 0;
     sum_before = before;
     for (int l = 0; l < WARP_SIZE; l++) {
-        const double sum = WARP_SIZE > 1 ? __shfl_sync(0xffffffffu, own, l) : own;
+        const double sum = WARP_SIZE > 1 ? __shfl_sync(0xffffffffu, sum_of_lane, l) : sum_of_lane;
         if (sum > 0.0) winner = l, before = sum_before;
         sum_before += sum;
         if (sum_before > target) break;

@@ -39,7 +39,7 @@ MUTANTS = [
     ("common.cuh", 4, "swiglu_backward"), ("encoder.cu", 1, "encoder_backward"), ("gelu.cu", 1, "gelu_backward"),
     ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
     ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"),
-    ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 3, "cached_attention_forward"),
+    ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 2, "cached_attention_forward"),
     ("sampling.cu", 0, "sample:top_p"),
 ]  # fmt: skip
 

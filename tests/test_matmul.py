@@ -7,6 +7,7 @@ from kernels.matmul import (
     matmul_backward_weight,
     matmul_backward_weight_transposed,
     matmul_forward,
+    matvec,
     transpose,
     transposes,
 )
@@ -61,6 +62,22 @@ def test_matmul_forward_multiplies_and_adds_the_bias_where_there_is_one(product_
             # Some of cuBLAS's algorithms round the product before they add the bias.
             tolerance += float((1 + BF16) * BF16 * product.abs().max() / want.abs().max())
         assert_close("out", out, want, tolerance)
+
+
+@given(C=st.integers(1, 5000), OC=st.integers(1, 200))
+@example(C=768, OC=50)
+@example(C=11, OC=7)
+@example(C=5000, OC=3)  # several warps an output
+def test_matvec_multiplies_a_single_row_and_adds_the_bias_where_there_is_one(dev, C, OC):
+    inp, weight, bias, _ = make(1, 1, C, OC)
+    for b in (bias, None):
+        with guarded(dev) as memory, guarded(dev, shift=OC % dev.width()) as parameters:
+            out = memory.write((OC,))
+            ours_bias = None if b is None else parameters.read(b)
+            matvec(out, memory.read(inp[0, 0]), parameters.read(weight), ours_bias, C, OC)
+        want = (leaf(weight) @ leaf(inp[0, 0])).detach() + (0 if b is None else leaf(b).detach())
+        # Terms of a sum cancel: of few outputs the largest may be far below the sum of their sizes.
+        assert_close("out", out, want, kernel_tolerance(dev) * max(1.0, C**0.5 / float(want.abs().max())))
 
 
 @pytest.mark.parametrize("with_scratch", [True, False])

@@ -133,7 +133,7 @@ def test_a_race_between_blocks_names_two_blocks(runs):
 
 
 # Launchers that ncu has not counted on a GPU: dev/compare_ncu.py does so.
-NOT_COMPARED = {"cached_attention_forward", "cached_attention_forward:shared", "sample", "sample:top_p"}
+NOT_COMPARED = {"cached_attention_forward", "cached_attention_forward:shared", "matvec", "sample", "sample:top_p"}
 
 
 def test_what_it_counts_is_what_was_compared_with_a_gpu(runs):

@@ -46,6 +46,7 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
         pytest.fail(nvrtc.getProgramLog(program).strip("\0"), pytrace=False)
     else:
         log = nvrtc.getProgramLog(program)
+        assert "instructions are serialized" not in log, log  # wgmma's, where the assembler sees no other way
     finally:
         nvrtc.destroyProgram(program)
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -66,7 +67,8 @@ def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -
     """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
     holds for the same text, options and compiler: most changes change no kernel."""
     # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
-    options = (*NVRTC_OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture=sm_{capability}")
+    options = (*NVRTC_OPTIONS, "--device-as-default-execution-space")
+    options += (f"--gpu-architecture=sm_{device.architecture_of(path) or capability}",)
     options += DEFINES[floatX_of(precision)]
     source = device.cuda_source(path)
     key = hashlib.sha256(repr((compiler(), options, source)).encode()).hexdigest()

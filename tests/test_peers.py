@@ -29,6 +29,7 @@ import pytest
 from lazy import LazyDevice, Threads
 
 T = 8
+PAGE = Path(__file__).resolve().parents[1] / "doc" / "16-our-exchange.md"
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -167,6 +168,31 @@ def test_moments_that_are_shared_out_change_no_bit(precision, bitwise, peers, mo
 
     found = trained(False) + trained(True)
     assert all(np.array_equal(found[0], other) for other in found)
+
+
+def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
+    """Page 16's, of GPT-2 124M, here with 32 times fewer channels."""
+    page = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
+        exec(block, page)
+    config = replace(ODD, num_layers=12, num_heads=2, channels=24)
+    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", (1 << 22) // 32**2)
+    plans = []
+    monkeypatch.setattr(exchange, "StepPlan", lambda kind=exchange.StepPlan: plans.append(kind()) or plans[-1])
+    batches = rng.integers(0, config.vocab_size, (2, 2, 2, 1, T), dtype=np.int32)
+    Threads(2, monkeypatch).run(lambda rank: train(config, 1, batches, 0.0, sharded=True), LazyDevice)
+
+    layers = [(name, range(config.num_layers) if of[0] == "L" else [0]) for name, of in config.parameters()]
+    names = [(name, layer) for name, of in layers for layer in of]
+    found = dict(zip(exchange.parameter_ranges(config), names, strict=True))
+    (of_embedding, _), *buckets = plans[0].buckets
+    assert [found[one] for one in of_embedding] == [("wte", 0)]
+    assert [[found[one] for one in ranges] for ranges, _ in buckets] == page["buckets"]
+    assert [found[one] for one in plans[0].late if one in found][: len(page["late"])] == page["late"]
+    assert [found[one] for one in plans[0].first if one in found][:3] == [("qkvw", 0), ("attprojw", 0), ("fcw", 0)]
+    gathered = [[found[one] for one in ranges] for ranges, _ in plans[0].gathered]
+    assert gathered[:2] == [[("fcprojw", 0), ("qkvw", 1), ("attprojw", 1)], [("fcw", 1), ("fcprojw", 1)]]
+    assert gathered[-1] == [("wte", 0)]
 
 
 # Checkpoints

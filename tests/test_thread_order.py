@@ -16,7 +16,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.layernorm import layernorm_backward
-from kernels.matmul import ROWS_WORTH_TRANSPOSING
+from kernels.matmul import ROWS_WORTH_TRANSPOSING, matvec
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
 from kernels.sampling import sample
@@ -160,6 +160,8 @@ def text():
         out, parts, stats = (np.zeros((2, NH, *shape), np.float32) for shape in ((HS,), (2, HS), (2, 2)))
         qkv = normal(rng, 2, 1, NH + 2 * NKV, HS)
         cached_attention_forward(out, parts, stats, keys, values, qkv, starts, 2, 1, 256, NH, NKV, HS, splits=2)
+    for C in 33, 1100:  # a warp for each output, and several
+        matvec(np.zeros(5, np.float32), normal(rng, C), normal(rng, 5, C), normal(rng, 5), C, 5)
     tokens, states = np.zeros(2, np.int32), np.array([5, 6], np.uint64)
     logits = normal(rng, 2, 1152)
     for how in {}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.5}:
