@@ -65,7 +65,7 @@ def find_model(name: Path) -> Path:
     for kind in model_kinds():
         word = str(name).partition("=")[0]
         if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
-            raise UserError(f"{name}: yet to be trained, by {kind.Config.SCRIPT} -e {name}; {NEEDED}")
+            raise UserError(f"{name}: not trained yet; train it by {kind.Config.SCRIPT} -e {name}; {NEEDED}")
     return model_path(name)
 
 
@@ -96,25 +96,25 @@ def make_parser() -> argparse.ArgumentParser:
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", metavar="TEXT", help="how the text begins (nothing)")
     prompts.add_argument("--prompt-file", type=a_name, metavar="FILE",
-                         help="a file with the prompt, but for a line break at its end; -: standard input")  # fmt: skip
+                         help="a file with the prompt, less a line break at its end; -: standard input")  # fmt: skip
     prompts.add_argument("--prompts", type=a_name, metavar="FILE",
                          help='a file with a prompt on each line, or in a .jsonl {"prompt": TEXT}; -: standard input. '
                          "Prints lines of JSON")  # fmt: skip
     add("-g", "--tokens", type=natural, default=200, metavar="N", help="tokens to write at most (%(default)s)")
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
     add("--stop", type=a_name, action="append", default=[], metavar="TEXT",
-        help="end a text before this one; may be given several times")  # fmt: skip
-    add("--ignore-eot", action="store_true", help="go on behind the token that ends a text")
+        help="end before this text; may be given several times")  # fmt: skip
+    add("--ignore-eot", action="store_true", help="go on after the end-of-text token")
     add("--temperature", type=non_negative, default=1.0, metavar="X", help="0: always the likeliest token (1)")
     add("--top-k", type=natural, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
     add("--top-p", type=share, default=1.0, metavar="P",
         help="draw from the likeliest tokens that together have the probability P, after --top-k (1)")  # fmt: skip
     add("--seed", type=seed, default=1337, metavar="N", help="another seed, another text (%(default)s)")
     add("-t", "--context", type=positive, metavar="T",
-        help="tokens the model sees at most (as many as it was trained at, by its checkpoint, with learned and with "
-        "rotary positions; of a .bin by itself all that it has positions for). Of a longer text, the last half of them "
-        "is kept and computed anew")  # fmt: skip
-    add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer (found by itself, as a rule)")
+        help="tokens that the model sees at most (by default as many as a sequence had in training, by its checkpoint; "
+        "for a .bin alone as many as it has positions). When a text gets longer, the last half of these tokens is kept "
+        "and computed again")  # fmt: skip
+    add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer (by default the one beside it)")
     add_device_arguments(parser)
     return parser
 
@@ -137,7 +137,7 @@ def read_text(name: str, flag: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is no UTF-8 from byte {error.start} on: convert it (iconv -t UTF-8)") from None
+        raise UserError(f"{where} is not UTF-8 from byte {error.start} on: convert it (iconv -t UTF-8)") from None
     if not text.strip("\r\n"):
         raise UserError(f"{where} is empty: write a prompt into it, or leave {flag} out")
     return text
@@ -153,7 +153,7 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
         try:
             args.prompt.encode()
         except UnicodeEncodeError:  # a byte of the command line that is none
-            raise UserError("--prompt is no UTF-8: convert it, or name a file of UTF-8 with --prompt-file") from None
+            raise UserError("--prompt is not UTF-8: convert it, or name a file of UTF-8 with --prompt-file") from None
         return [("--prompt", args.prompt)]
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for n, line in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):

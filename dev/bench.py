@@ -322,11 +322,11 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     scaling.add_arguments(parser)
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
-    add("--suite", action="store_true", help="time all that doc/speed.md shows of such a device")
-    add("--keep", action="store_true", help="keep what is measured, in dev/measurements/")
-    add("--compare", action="store_true", help="say what has become slower or larger than kept")
-    add("--commit", help="the commit to keep it under (what git says)")
-    add("--tables", action="store_true", help="only write the tables of doc/speed.md anew, from what is kept")
+    add("--suite", action="store_true", help="time all that doc/speed.md shows for this kind of device")
+    add("--keep", action="store_true", help="keep the measurements in dev/measurements/")
+    add("--compare", action="store_true", help="say what is slower or larger than the kept measurements")
+    add("--commit", help="the commit to record (by default git's)")
+    add("--tables", action="store_true", help="only write the tables of doc/speed.md again, from the kept measurements")
     args = parser.parse_args(arguments)
     if args.tables:
         update_tables()

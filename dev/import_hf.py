@@ -85,7 +85,7 @@ def find_files(source: Path) -> list[Path]:
         raise UserError(f"{source}: no {WHOLE} there; save the model with save_pretrained")
     for name in names:
         if not (source / name).is_file():
-            raise UserError(f"{source / name} is missing, which has a part of the model; fetch it, or {SAVE_AGAIN}")
+            raise UserError(f"{source / name} is missing, and it holds a part of the model; fetch it, or {SAVE_AGAIN}")
     return [source / name for name in names]
 
 
@@ -93,7 +93,7 @@ def indexed_files(index: Path) -> list[str]:
     """The names of the safetensors files that an index lists. Raises UserError where it lists none."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{index}: no weight_map there, which says what is in which file; {SAVE_AGAIN}")
+        raise UserError(f"{index}: it has no weight_map, which says which file holds which tensor; {SAVE_AGAIN}")
     return sorted(set(names.values()))
 
 
@@ -239,9 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")
     args = parser.parse_args(arguments)
     if os.path.lexists(args.out) and not kind_of_magic(first_word(args.out)):
-        raise UserError(f"{args.out}: there is something that is no model: name another with -o, or remove it")
+        raise UserError(f"{args.out}: exists and is not a model: name another file with -o, or remove it")
     if not args.out.parent.is_dir():
-        raise UserError(f"{args.out}: {args.out.parent} is no directory: make it, or name another file with -o")
+        raise UserError(f"{args.out}: {args.out.parent} is not a directory: make it, or name another file with -o")
     place, named = Path(args.source), not os.path.lexists(args.source) and NAME.fullmatch(args.source)
     if named:
         print(f"fetching {args.source} from Hugging Face", flush=True)

@@ -38,7 +38,7 @@ WORKLOADS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=positive, metavar="N", help="time 1, 2, 4, ... up to N GPUs, one process each")
-    add("--steps", type=positive, metavar="N", help="steps to time (what takes 10 s, 5 to 100; with --gpus 100)")
+    add("--steps", type=positive, metavar="N", help="steps to time (as many as take 10 s, 5 to 100; with --gpus 100)")
 
 
 def print_scaling(args: argparse.Namespace, said: bool) -> None:

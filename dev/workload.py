@@ -73,7 +73,7 @@ def make_parser(description: str, any_script: bool = True, trains: bool = True) 
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
     if trains:
         add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")
-        add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="share AdamW's moments out (1)")
+        add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="shard AdamW's moments (1)")
         add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
     else:
         parser.set_defaults(logit_rows=None, zero_stage=True, bitwise=False)

@@ -144,7 +144,7 @@ def frame(path: Path, body: str, order: list[Path]) -> str:
 def build(out: Path) -> int:
     """Writes the book, in place of an older one; returns the number of its pages."""
     if out.exists() and not (out / STYLE).exists():
-        raise UserError(f"{out} holds something else than a book: choose another folder with -o")
+        raise UserError(f"{out} exists and is not a book: choose another folder with -o")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     shutil.copy(DOC / STYLE, out)

@@ -27,7 +27,7 @@ def drawn(name: str) -> str:
 
 def main() -> None:
     parser = Parser(description="Draw the book's pictures into doc/pictures.")
-    parser.add_argument("names", nargs="*", metavar="picture", help="of doc/draw (all)")
+    parser.add_argument("names", nargs="*", metavar="picture", help="a picture of doc/draw (all)")
     args = parser.parse_args()
     for name in args.names:
         if name not in PICTURES:

@@ -35,7 +35,7 @@ def with_lines(text: str) -> str:
 
 def main() -> None:
     parser = Parser(description="Check the line numbers of the glossary.")
-    parser.add_argument("--write", action="store_true", help="put them right")
+    parser.add_argument("--write", action="store_true", help="write the right numbers into the page")
     args = parser.parse_args()
     before = PAGE.read_text()
     after = with_lines(before)

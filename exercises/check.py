@@ -30,7 +30,7 @@ SECONDS = 30  # that a check may take
 
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("number", nargs="?", help="of an exercise; without it they are listed")
+    parser.add_argument("number", nargs="?", help="number of the exercise; without it, all are listed")
     args = parser.parse_args()
     if args.number is None:
         print_list()
@@ -90,10 +90,10 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
     if done.stderr.startswith("error: "):  # of this machine, not of the solution
         raise UserError(done.stderr.removeprefix("error: ").strip())
     if "bad_alloc" in done.stderr or "MemoryError" in done.stderr:
-        return "It wants more memory than a check may have. Is there a loop that never ends?", ""
+        return "It needs more memory than a check may have. Is there a loop that never ends?", ""
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
-        return f"{name} has ended it. Is an index far outside of its array, or does it divide by zero?", ""
+        return f"{name} ended it. Is an index far outside of its array, or does it divide by zero?", ""
     return f"The check broke off with status {done.returncode}:\n{done.stderr.strip()}", ""
 
 
@@ -114,7 +114,7 @@ def plain(text: str) -> str:
 def statement(exercise: Exercise) -> str:
     title, text = sections()[exercise.number]
     text = text.partition("<details>")[0].strip()
-    return f"{exercise.number}. {title}\n\n{plain(text)}\n\nA hint is in exercises/README.md."
+    return f"{exercise.number}. {title}\n\n{plain(text)}\n\nHints are in exercises/README.md."
 
 
 def after(exercise: Exercise) -> str:

@@ -298,7 +298,7 @@ def compile_python(path: Path):
         return compile(path.read_text(), str(path), "exec")
     except SyntaxError as error:
         line = linecache.getline(str(path), error.lineno or 0).strip()
-        raise Wrong(f"line {error.lineno} is no Python: {error.msg}\n    {error.lineno}: {line}") from None
+        raise Wrong(f"line {error.lineno} is not Python: {error.msg}\n    {error.lineno}: {line}") from None
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -370,7 +370,7 @@ def check_shuffle(lab: Lab) -> str:
     expect("out", out, np.repeat(sums, 32), in_line(3, 64), KERNEL_FP32)
     for warp, lanes in enumerate(out.reshape(6, 32)):
         if len(set(lanes.tolist())) > 1:
-            raise Wrong(f"warp {warp}: its lanes have not the same bits, but {sorted(set(lanes.tolist()))}")
+            raise Wrong(f"warp {warp}: its lanes do not have the same bits, but {sorted(set(lanes.tolist()))}")
     expect_loads(watched, "x", x.size)
     if any(array.shared and np.any(watched.steps["array"] == i) for i, array in enumerate(watched.arrays)):
         raise Wrong("the numbers are right, but go through shared memory; lanes can read each other's registers")
@@ -542,7 +542,7 @@ def expect_no_waste(lab: Lab, watched: Watched) -> None:
         least = line.bytes // 32
         if not array.shared and line.sectors > least:
             raise Wrong(
-                f"the numbers are right, but of {array.name} {line.sectors} sectors are moved where {least} would do:"
+                f"the numbers are right, but {line.sectors} sectors of {array.name} move where {least} would do:"
                 f" the lanes of a warp do not touch neighbours here:\n{where}"
             )
 
@@ -796,7 +796,7 @@ def check_bf16_sum(lab: Lab) -> str:
             if not abs(value - want) <= most * want:
                 raise Wrong(f"{name}, {what}: expected {number(want)}, give or take {most:.1%}, got {number(value)}")
             if value != to_bf16(value):
-                raise Wrong(f"{name}, {what}: {value!r} is no bf16 number")
+                raise Wrong(f"{name}, {what}: {value!r} is not a bf16 number")
     return ""
 
 
@@ -881,7 +881,7 @@ def check_ring(lab: Lab) -> str:
                 i = int(wrong[0])
                 raise Wrong(f"n = {n}, rank {rank}: x[{i}]: expected {number(want[i])}, got {number(x[i])}")
             if x.tobytes() != arrays[0][0].tobytes():
-                raise Wrong(f"n = {n}: ranks 0 and {rank} have sums with other bits")
+                raise Wrong(f"n = {n}: ranks 0 and {rank} have sums with different bits")
             most = 2 * (RANKS - 1) * ceil_div(n, RANKS)
             if sent > most:
                 raise Wrong(f"n = {n}: the sums are right, but rank {rank} has sent {sent} numbers; {most} are enough")

@@ -168,8 +168,8 @@ float m = 0.0f, s = 0.0f;
 // Write here: m = the row's mean, s = its rstd, and the row of out.
 // `sum` is what this thread's numbers add up to; block_sum(sum) gives every thread the sum over the block.
 // The thread's numbers wait in `row`, at i = first, first + step, ... : Aligned::load(row + i, WIDTH) gives
-// WIDTH of them: four in fp32. Where C is no multiple of WIDTH, the last of a row go past its end, and no such number
-// belongs to the variance. memory.load(weight + i, C - i) and memory.store(out + start + i, x, C - i) move WIDTH
+// WIDTH of them: four in fp32. If C is no multiple of WIDTH, the last ones lie past the end of the row. The variance
+// must leave those out. memory.load(weight + i, C - i) and memory.store(out + start + i, x, C - i) move WIDTH
 // numbers, or what is there."""),
         ),
         source="kernels/layernorm.cu",
@@ -319,8 +319,8 @@ const Head head(out, lse, qkv, T, NH);
 // Head knows where that head begins. Row t of its queries is at head.q + t * head.stride, and so are keys, head.k, and
 // values, head.v. Row t of its output is at head.out + t * head.out_stride, and lse of query t is head.lse[t].
 //
-// Any kernel that is right is accepted. Begin with the simplest; the check says what to do next. Functions of your own
-// go before the kernel. tensor_cores.cuh has mma and to_tf32, common.cuh has the rest.
+// The check accepts any kernel that is right. Begin with the simplest; the check says what to do next. Put functions of
+// your own before the kernel. tensor_cores.cuh has mma and to_tf32, common.cuh has the rest.
 #define WARP_SIZE 32
 """,
         microscope=True,

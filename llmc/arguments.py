@@ -104,7 +104,7 @@ def add_device_arguments(parser, precision: str = "tf32") -> None:
     add("--precision", choices=PRECISIONS, default=precision,
         help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations (%(default)s)")
     add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
-        help="the same in llm.c: fp32, tf32")  # fmt: skip
+        help="llm.c's flag: 0 is fp32, 1 is tf32")  # fmt: skip
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
 
 
@@ -152,23 +152,23 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
-        ("--seed", seed, None, "N", "seed: initial weights, sampling, dropout, and shuffles the data"),
+        ("--seed", seed, None, "N", "seed of initial weights, sampling and dropout; also shuffles the data"),
     )
     group(
         "optimisation",
         ("-l --learning-rate", non_negative, 3e-4, "RATE", "learning rate (3e-4)"),
         ("-k --schedule", SCHEDULES, "constant", None, "learning rate schedule (%(default)s)"),
         ("-u --warmup", natural, 0, "N", "warm-up steps (0)"),
-        ("-q --final-fraction", fraction, 0.0, "F", "of the rate, at the end of the schedule (0)"),
-        ("-c --weight-decay", non_negative, 0.0, "W", "of the weight matrices (0)"),
+        ("-q --final-fraction", fraction, 0.0, "F", "learning rate at the end, as a fraction of -l (0)"),
+        ("-c --weight-decay", non_negative, 0.0, "W", "weight decay, of weight matrices alone (0)"),
         ("--grad-clip", non_negative, 0.0, "NORM", "largest norm of the gradients; 0: not clipped (0)"),
         ("--dropout", rate, 0.0, "P", "share of the activations dropped in training (0)"),
-        ("--skip-nonfinite", on_off, False, "0|1", "leave steps out whose loss or gradients are not finite, and go on"),
+        ("--skip-nonfinite", on_off, False, "0|1", "skip steps whose loss or gradients are not finite"),
     )
     group(
         "several GPUs",
         ("--gpus", positive, None, "N", "processes to start on this machine, one a GPU (1; see doc/gpus.md)"),
-        ("-z --zero-stage", on_off, True, "0|1", "share AdamW's moments out among the GPUs: ZeRO's stage 1 (1)"),
+        ("-z --zero-stage", on_off, True, "0|1", "shard AdamW's moments over the GPUs: ZeRO stage 1 (1)"),
         ("--bitwise", on_off, False, "0|1", "the same bits on any number of GPUs, at the price of time and memory (0)"),
     )
     group(
@@ -177,8 +177,8 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
         ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
         ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
-        ("--tensorboard", a_name, None, "DIR", "TensorBoard's events go there: losses, rate, norm, speed, samples"),
-        ("--hellaswag", a_name, None, "FILE", "score this HellaSwag file whenever validating"),
+        ("--tensorboard", a_name, None, "DIR", "write losses, rate, norm, speed and samples for TensorBoard"),
+        ("--hellaswag", a_name, None, "FILE", "score this HellaSwag file at each validation"),
     )
     group(
         "checkpoints",
@@ -186,7 +186,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         ("--checkpoint-dir", a_name, None, "DIR", "where checkpoints go; none are written without it"),
         ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
-        ("--best", on_off, False, "0|1", "also keep the one with the lowest validation loss, as DIR/best (0)"),
+        ("--best", on_off, False, "0|1", "keep the checkpoint of the lowest validation loss, too, as DIR/best (0)"),
     )
     add_device_arguments(parser.add_argument_group("how it computes"), precision)
     return parser

@@ -37,7 +37,7 @@ class Batches:
         needed, (free, _) = 2 * 4 * count * (5 * model.B * model.T + RANDOM_WORDS), device.host_memory()
         if count > 1 and needed > free:
             raise UserError(
-                f"-d {self.step_tokens} is {count} batches a step on each rank, whose tokens and losses take "
+                f"-d {self.step_tokens} makes {count} batches a step on each rank; their tokens and losses take "
                 f"{needed >> 20} MiB of the host's memory, and {free >> 20} MiB are free: lower -d"
             )
         self.batches = device.pinned((2, count, 4 * model.B * model.T + RANDOM_WORDS), np.int32)

@@ -426,9 +426,9 @@ def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
     state = read_record(path)["state"]
     found = state.get("best")
     if not isinstance(found, dict) or type(found.get("val_loss")) is not float or math.isnan(found["val_loss"]):
-        raise UserError(f"{path}: a checkpoint that does not say its validation loss; {remedy}")
+        raise UserError(f"{path}: this checkpoint does not record its validation loss; {remedy}")
     if state.get("run") != run:
-        raise UserError(f"{path}: the best checkpoint of another run; {remedy}")
+        raise UserError(f"{path}: this is the best checkpoint of another run; {remedy}")
     if found.get("val_data") != measure["val_data"]:
         raise UserError(f"{path}: its loss is of other validation data: name that data (-j, -i), {remedy}")
     if found != found | measure:
@@ -478,7 +478,7 @@ def load_checkpoint(
     n = num_parameters(config)
     moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
     if moments.size != 2 * n:
-        raise UserError(f"{path / 'optimizer.bin'}: made for another model than model.bin beside it; {_remedy(path)}")
+        raise UserError(f"{path / 'optimizer.bin'}: belongs to another model than model.bin beside it; {_remedy(path)}")
     return config, tensors, moments[:n], moments[n:], record["state"] | {"step": record["step"]}
 
 

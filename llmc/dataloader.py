@@ -118,8 +118,8 @@ def _type_without_header(path: Path, size: int) -> np.dtype:
         out = Path("data", f"{path.absolute().parent.name}_bytes")
         remedy = _tokens_of_text(path.with_name("input.txt"), out, " --tokenizer bytes")
         raise UserError(
-            f"{path}: its tokens are nanoGPT's numbers for characters, and {meta}, which says which, is not opened: a "
-            f"pickle can run a program; {remedy}"
+            f"{path}: its tokens are nanoGPT's numbers for characters; {meta} lists the characters, but it is not "
+            f"opened, because a pickle can run a program; {remedy}"
         )
     upper = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # halves of int32, or every other uint16
     dtype = np.dtype("<u2" if 2 * np.count_nonzero(upper >= UPPER_HALF) > upper.size else "<i4")

@@ -125,7 +125,7 @@ def read_examples(path: str | Path) -> list[Example]:
         examples.append(example)
         at += int(stream[at + 1]) // 2
     if not examples or HEADER_BYTES + 2 * at != file_size(path, REMEDY):
-        raise UserError(f"{path}: {num_examples} examples in the header do not account for the file; {REMEDY} again")
+        raise UserError(f"{path}: {num_examples} examples in the header do not fit the file's size; {REMEDY} again")
     return examples
 
 

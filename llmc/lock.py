@@ -68,7 +68,7 @@ def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
         if error.errno in TAKEN:
             return False
         reason = error.strerror.lower()
-        ranks.say(f"{place}: no lock can be had there ({reason}): see to it that no other run writes there")
+        ranks.say(f"{place}: cannot be locked ({reason}): make sure that no other run writes there")
         return True
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))

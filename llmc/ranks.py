@@ -86,7 +86,7 @@ def find_place(env: Mapping[str, str]) -> Place | None:
             f"rank {rank!r} of {size!r}, {local!r} on its machine: the environment must give numbers; start again"
         ) from None
     if size < 1 or not 0 <= rank < size:
-        raise UserError(f"rank {rank} of {size} in the environment makes no sense; start again")
+        raise UserError(f"rank {rank} of {size} in the environment is impossible; start again")
     if size == 1:
         return None
     if not address:
@@ -151,7 +151,7 @@ class Group:
             while len(peers) < self.size - 1:
                 missing = sorted(set(range(1, self.size)) - peers.keys())
                 if time.monotonic() - started > PATIENCE:
-                    raise UserError(f"rank {missing[0]} has not come: start all {self.size} ranks")
+                    raise UserError(f"rank {missing[0]} has not connected: start all {self.size} ranks")
                 try:
                     connection, (host, *_) = listener.accept()
                 except TimeoutError:
@@ -167,7 +167,7 @@ class Group:
                     connection.close()
                     if host not in turned_away:  # a rank of another run comes again and again
                         turned_away.add(host)
-                        say(f"turned away a connection from {host} that is none of this run's {self.size} ranks")
+                        say(f"refused a connection from {host}, which is none of this run's {self.size} ranks")
         return peers
 
     def connect(self) -> socket.socket:
@@ -382,7 +382,7 @@ def launch(count: int) -> int:
     that is not 0. Signals are handed on, and a second one ends all at once; should this process be killed, the others
     stop as they do for SIGTERM. Raises UserError where not all can be started."""
     if count > MOST:
-        raise UserError(f"--gpus {count}: no machine has as many; it must be at most {MOST}")
+        raise UserError(f"--gpus {count}: no machine has that many GPUs; it must be at most {MOST}")
     listener = socket.create_server(("127.0.0.1", 0))
     watched, held = os.pipe()
     env = os.environ | {

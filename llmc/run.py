@@ -344,7 +344,7 @@ def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer
     own = own_tokenizer(args.val_data) if args.val_data not in (None, args.data) else None
     if own and tokenizer and Tokenizer.load(own).tokens != tokenizer.tokens:
         raise UserError(
-            f"the data of -j {args.val_data} is of the tokenizer {own}, and that of -i {args.data} of {path}: use "
+            f"-j {args.val_data} was made with the tokenizer {own}, and -i {args.data} with {path}: use "
             "validation data that was made with the same tokenizer"
         )
 

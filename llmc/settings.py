@@ -158,7 +158,7 @@ def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: in
         )
     if first_step > steps:
         raise UserError(
-            f"the checkpoint in {flags.checkpoint_dir} is of step {first_step} of {steps}: raise -x"
+            f"the checkpoint in {flags.checkpoint_dir} has already done step {first_step}, and -x is {steps}: raise -x"
         )
     return Settings(
         flags, B, T, step_tokens // (ranks.size() * B * T), step_tokens, steps, first_step,

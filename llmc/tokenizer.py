@@ -212,7 +212,7 @@ def _check_byte_level(path: str | Path, content: dict) -> None:
     parts = {name: {} if content.get(name) is None else content[name] for name in names}
     model = parts["model"]
     if not all(isinstance(part, dict) for part in parts.values()) or "vocab" not in model:
-        raise UserError(f"{path}: no tokenizer of the tokenizers library; {JSON_REMEDY}")
+        raise UserError(f"{path}: not a tokenizer of the tokenizers library; {JSON_REMEDY}")
     kind = model.get("type", "BPE" if "merges" in model else None)  # which the library's first releases left out
     decoders, pre_tokenizers = kinds(parts["decoder"]), kinds(parts["pre_tokenizer"])
     wrong = [
@@ -268,8 +268,8 @@ def _end_of_text(path: Path, tokens: list[bytes]) -> int:
         if type(token) is int and 0 <= token < len(tokens):
             return token
     raise UserError(
-        f"{path}: no token is known to end a text; put the model's tokenizer_config.json, "
-        "which names it as eos_token, beside it"
+        f"{path}: it does not say which token ends a text; put the model's tokenizer_config.json, which names this "
+        "token as eos_token, beside it"
     )
 
 
@@ -472,7 +472,7 @@ def _guess_tokenizer(model: Path, vocab_size: int) -> tuple[str, Tokenizer]:
                 return str(path), tokenizer
     known = {257: ("a byte a token", byte_tokenizer), 50257: ("GPT-2's", gpt2_tokenizer)}
     if vocab_size not in known:
-        raise UserError(f"{model}: no tokenizer known for {vocab_size} tokens; name its file with --tokenizer")
+        raise UserError(f"{model}: no tokenizer with {vocab_size} tokens is known; name its file with --tokenizer")
     name, tokenizer = known[vocab_size]
     return name, tokenizer()
 

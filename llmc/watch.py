@@ -78,8 +78,8 @@ class Guard:
         newest, good = program.last_checkpoint, saver.good
         reached = f"; the state that it came to: {newest}" if newest != good else ""
         raise UserError(
-            f"{what}. A learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or "
-            f"damaged weights or data lead there; {skipping}; last good checkpoint: {good or 'none'}{reached}"
+            f"{what}. Possible causes: a learning rate that is too high (-l, -u), gradients that are not clipped "
+            f"(--grad-clip 1), damaged weights or data; {skipping}; last good checkpoint: {good or 'none'}{reached}"
         )
 
 

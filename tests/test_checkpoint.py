@@ -600,7 +600,7 @@ def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, pa
     record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
     (checkpoint / "state.json").write_text(json.dumps(record))
     os.replace(other / "optimizer.bin", checkpoint / "optimizer.bin")
-    assert "made for another model" in refusal(load_checkpoint, checkpoint, GPT2Config)
+    assert "belongs to another model" in refusal(load_checkpoint, checkpoint, GPT2Config)
 
 
 def test_a_header_of_another_length_than_the_script_says_is_not_written(tmp_path, monkeypatch):

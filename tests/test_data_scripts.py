@@ -245,8 +245,8 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
         (hellaswag_line(endings=["a", "b", "c"]), "3 endings"),
         (hellaswag_line(ctx="x" * 40_000), "16 bits"),
         ("{}", "'ctx'"),
-        ("<!DOCTYPE html>", "no HellaSwag example"),
-        ("[1]", "no HellaSwag example"),
+        ("<!DOCTYPE html>", "not a HellaSwag example"),
+        ("[1]", "not a HellaSwag example"),
     ],
 )
 def test_a_line_that_is_no_example_is_refused_by_its_number(tmp_path, tokenizer, line, words):

@@ -66,7 +66,7 @@ FAULTS = [
     ("transpose",
      "= n0 + threadIdx.x, c = c0 + column;\n        if (n < N && c < C) out[c * N + n] = tile[threadIdx.x][column];",
      "= n0 + column, c = c0 + threadIdx.x;\n        if (n < N && c < C) out[c * N + n] = tile[column][threadIdx.x];",
-     r"of out 6144 sectors are moved where 768 would do: .*\n    18: "),
+     r"6144 sectors of out move where 768 would do: .*\n    18: "),
     ("gelu", "s + x * s * (1.0f - s) * slope", "s + x * (1.0f - s) * slope",
      r"dinp\[0, 0\]: expected .* thread \(0, 0\)"),
     ("gelu", "sums[c].x[k] += d.x[k];", "sums[c].x[k] = d.x[k];", r"dbias\[0\]: expected"),
@@ -99,10 +99,10 @@ FAULTS = [
     ("swizzle", "8 * i + lane % 8, column = 4 * warp + lane / 8;", "lane, column = 4 * warp + i;",
      r"tile takes up to 4 times the passes that it needs"),
     ("swizzle", "8 * i + lane % 8, column = 4 * warp + lane / 8;", "4 * warp + lane / 8, column = 8 * i + lane % 8;",
-     r"of out \d+ sectors are moved where 768 would do|bank conflicts"),
+     r"\d+ sectors of out move where 768 would do|bank conflicts"),
     ("swizzle", "tile[32 * 32]", "tile[32 * 36]", r"the tile has 4608 bytes; 4096 are enough"),
     ("bf16_sum", "math.ceil", "math.floor", r"stops_at\(1.5\): expected 512.0, got 256.0"),
-    ("bf16_sum", "bf16(np.sum(x, dtype=np.float32))", "np.sum(x)", r"sum_in_fp32, 65536 numbers: \S+ is no bf16"),
+    ("bf16_sum", "bf16(np.sum(x, dtype=np.float32))", "np.sum(x)", r"sum_in_fp32, 65536 numbers: \S+ is not a bf16"),
     ("bf16_sum", "    while len(x) > 1:\n        x = bf16(x[: len(x) // 2] + x[len(x) // 2 :])\n    return x[0]",
      "    total = np.float32(0)\n    for one in x:\n        total = bf16(total + one)\n    return total",
      r"sum_in_bf16, 4096 ones: expected 4096, give or take 2.0%, got 256"),
@@ -112,7 +112,7 @@ FAULTS = [
     ("ring", "parts = np.array_split(x, ranks)", "parts = [x] * ranks", r"n = 3, rank 0: x\[0\]: expected"),
     ("ring", "    parts = np.array_split(x, ranks)\n", "    whole = x.copy()\n    for _ in range(ranks - 1):\n"
      "        send(whole)\n        whole = receive()\n        x += whole\n    return\n    parts = []\n",
-     r"n = \d+: ranks 0 and \d have sums with other bits|n = \d+: the sums are right, but rank 0 has sent"),
+     r"n = \d+: ranks 0 and \d have sums with different bits|n = \d+: the sums are right, but rank 0 has sent"),
     ("flash_attention", "if (s0 < row0 + 16) q", "if (s0 < row0) q",
      r"with B=1, T=69, NH=2, out of query 0 of head 0, channel 0: expected"),
     ("flash_attention", "s0, row0);\n        __syncthreads();\n", "s0, row0);\n", r"threads race: "),
@@ -276,8 +276,8 @@ def test_an_exercise_is_begun_refused_solved_and_never_overwritten(learner):
         (10, "layernorm_forward_kernel", "forward_kernel",
          r"the kernels' names and parameters must stay .*forward_kernel"),
         (4, "__sync", "if (i == 3) __shfl_xor_sync(~0u, i, 1); else __sync", r"neighbours_kernel, .*: deadlock:"),
-        (1, "1000 *", "(__builtin_trap(), 0) +", r"SIG[A-Z]+ has ended it\. Is an index far outside"),
-        (7, "    return len", "    retrun len", r"line 11 is no Python: .*\n    11: retrun"),
+        (1, "1000 *", "(__builtin_trap(), 0) +", r"SIG[A-Z]+ ended it\. Is an index far outside"),
+        (7, "    return len", "    retrun len", r"line 11 is not Python: .*\n    11: retrun"),
         (7, "// 32", "// 0", r"line 11: ZeroDivisionError: .*\n    11: return len"),
         (7, "def sectors(", "def sector(", r"the file has no function sectors any more"),
         (14, "np.exp(piece - new)", "np.exp(piece)", r"line 20: FloatingPointError: overflow|fold, .*: expected"),
@@ -307,7 +307,7 @@ def test_a_loop_without_end_that_is_watched_takes_no_more_memory_than_it_may(lea
     endless = "for (int k = 0; k >= 0; k = (k + 1) % 7) out[i] = sum + k;"
     (learner.work / "06_shuffle.cu").write_text(whole(BY_NAME["shuffle"]).replace("out[i] = sum;", endless))
     status, said = learner("6")
-    assert status == 1 and "It wants more memory than a check may have." in said
+    assert status == 1 and "It needs more memory than a check may have." in said
 
 
 def test_what_a_solution_prints_is_printed(learner):

@@ -341,10 +341,10 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("d12", f"d12: yet to be trained, by train_gpt2_fp32.py -e d12; {REMEDY}"),
-        ("smollm2-135m", f"smollm2-135m: yet to be trained, by train_llama3.py -e smollm2-135m; {REMEDY}"),
-        ("pythia-14m", f"pythia-14m: yet to be trained, by train_pythia.py -e pythia-14m; {REMEDY}"),
-        ("layers=2", f"layers=2: yet to be trained, by train_gpt2_fp32.py -e layers=2; {REMEDY}"),
+        ("d12", f"d12: not trained yet; train it by train_gpt2_fp32.py -e d12; {REMEDY}"),
+        ("smollm2-135m", f"smollm2-135m: not trained yet; train it by train_llama3.py -e smollm2-135m; {REMEDY}"),
+        ("pythia-14m", f"pythia-14m: not trained yet; train it by train_pythia.py -e pythia-14m; {REMEDY}"),
+        ("layers=2", f"layers=2: not trained yet; train it by train_gpt2_fp32.py -e layers=2; {REMEDY}"),
         ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
         ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),
         ("tokens.bin", "tokens.bin: not a GPT-2 model (found GPT-2 tokens, expected magic number 20240326); " + REMEDY),
@@ -392,12 +392,12 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
             assert refusal(flag, name) == f"{name} is empty: write a prompt into it, or leave {flag} out"
             assert f"{flag} gone.txt: no such file or directory; name a file" in refusal(flag, "gone.txt")
             assert f"{flag} .: " in refusal(flag, ".")
-            utf8 = "latin1.txt is no UTF-8 from byte 4 on: convert it (iconv -t UTF-8)"
+            utf8 = "latin1.txt is not UTF-8 from byte 4 on: convert it (iconv -t UTF-8)"
             assert refusal(flag, "latin1.txt") == utf8
     for name, line in ("no", 2), ("broken", 1), ("list", 1), ("half", 1), ("number", 1):
         told = f'{name}.jsonl, line {line}: not of the form {{"prompt": "text"}}'
         assert refusal("--prompts", f"{name}.jsonl") == told
-    assert "--prompt is no UTF-8: convert it" in refusal("--prompt", "a\udcfc")
+    assert "--prompt is not UTF-8: convert it" in refusal("--prompt", "a\udcfc")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     told = "standard input is empty: write a prompt into it, or leave --prompt-file out"
     assert refusal("--prompt-file", "-") == told

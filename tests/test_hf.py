@@ -849,9 +849,9 @@ def test_the_weights_of_a_model_that_cannot_be_imported_are_not_fetched(hub, tmp
 
 def test_nothing_is_fetched_for_a_place_that_is_none(hub, tmp_path):
     for path in tmp_path / "gone" / "model.bin", Path(__file__) / "model.bin":
-        with pytest.raises(UserError, match="model.bin: .* is no directory: make it, or name another file with -o"):
+        with pytest.raises(UserError, match="model.bin: .* is not a directory: make it, or name another file with -o"):
             import_hf.main(["a/model", "-o", str(path)])
-    with pytest.raises(UserError, match="test_hf.py: there is something that is no model: name another with -o"):
+    with pytest.raises(UserError, match="test_hf.py: exists and is not a model: name another file with -o"):
         import_hf.main(["a/model", "-o", __file__])
     assert not hub
 

@@ -103,7 +103,7 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
     monkeypatch.setattr(fcntl, "flock", flock)
     taken = take(tmp_path / "lock")
     said = capsys.readouterr().err
-    assert said.startswith("the place: no lock can be had there (") and said.count("\n") == 1 and taken
+    assert said.startswith("the place: cannot be locked (") and said.count("\n") == 1 and taken
 
 
 # Directories of checkpoints

@@ -246,7 +246,7 @@ def test_rank_0_turns_strangers_away_and_listens_no_longer_than_it_must(folder):
     second = start(folder, "-x", "1", **torchrun_env(1, 2, port))
     out, error = finish(first)
     finish(second)
-    assert error.count("turned away a connection from 127.0.0.1") == 1 and "step    1/1" in out  # said once of a host
+    assert error.count("refused a connection from 127.0.0.1") == 1 and "step    1/1" in out  # said once of a host
 
 
 @pytest.mark.parametrize("said", [

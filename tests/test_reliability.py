@@ -211,7 +211,7 @@ def test_a_file_that_is_no_log_is_not_replaced_by_one(folder, content):
 
 def test_an_import_takes_the_place_of_a_model_and_of_nothing_else(folder):
     (folder / "notes").write_text("buy milk")
-    with pytest.raises(UserError, match="notes: there is something that is no model: name another with -o"):
+    with pytest.raises(UserError, match="notes: exists and is not a model: name another file with -o"):
         import_hf.main([str(folder), "-o", str(folder / "notes")])
     assert (folder / "notes").read_text() == "buy milk"
 
@@ -700,9 +700,9 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
     shutil.rmtree(folder / "run")
     out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", "2", code=1)
     assert error == (
-        "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. A "
-        "learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), or damaged weights "
-        "or data lead there; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000004; the "
+        "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. "
+        "Possible causes: a learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), "
+        "damaged weights or data; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000004; the "
         "state that it came to: run/step_00000005\n"
     )
     assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want

@@ -395,7 +395,7 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
         "a.parquet", "b.parquet", "-o", "y", "--tokenizer", "bytes", "--val", "0.4", "--field", "body"
     )
     message = refusal(prepare, "a.parquet", "-o", "z", "--tokenizer", "bytes")
-    assert "no column of texts is called text; it has texts in body: name one with --field" in message
+    assert "there is no column of text called text; it has texts in body: name one with --field" in message
     Path("c.parquet").write_bytes(b"PAR1 no")
     assert "c.parquet: no table" in refusal(prepare, "c.parquet", "-o", "z", "--tokenizer", "bytes")
 
@@ -646,9 +646,9 @@ def test_bad_input_is_said_in_one_line(prepare):
         (["missing"], "missing: no such file"),
         (["empty"], "empty: no text there"),
         (["binary"], "binary: no text there (skipped: 1 binary (binary/a.txt), 1 empty (binary/b.md))"),
-        (["a.jsonl"], "without a text in text; it has texts in body: name one with --field"),
-        (["a.jsonl", "--field", "n"], "without a text in n"),
-        (["b.jsonl"], "its first line is no JSON"),
+        (["a.jsonl"], "its first line has no text in text; it has texts in body: name one with --field"),
+        (["a.jsonl", "--field", "n"], "its first line has no text in n"),
+        (["b.jsonl"], "its first line is not JSON"),
         (["one.txt", *as_given], "none of 1 documents falls to"),
         (["tiny.txt"], "none of 1 documents falls to val by --val 0.01; add text"),
         (["pipe.txt"], "pipe.txt: neither a file nor a folder"),

@@ -473,7 +473,7 @@ def test_the_end_of_a_turn_is_not_taken_for_the_end_of_text(json_file, tmp_path)
 def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train(SPELLINGS).to_str())
     message = refusal(Tokenizer.load, tmp_path / "tokenizer.json")
-    assert "tokenizer.json: no token" in message and "eos_token" in message
+    assert "tokenizer.json: it does not say which token ends a text" in message and "eos_token" in message
     (tmp_path / "config.json").write_text("{")
     assert f"{tmp_path / 'config.json'}: not JSON" in refusal(Tokenizer.load, tmp_path / "tokenizer.json")
 
@@ -504,8 +504,8 @@ def test_a_file_that_is_no_tokenizer_json_is_refused(json_file, tmp_path):
     huge = whole.replace('"vocab": {', '"vocab": {"no such": 4294967290, ')
     for text, words in [
         ("", "not JSON"), ("<!DOCTYPE html>", "not JSON"), (whole[:-9], "not JSON"), ("[" * 100_000, "not JSON"),
-        ("[]", "no JSON object"), ("{}", "no tokenizer"), ('{"model": 1}', "no tokenizer"), (huge, "4294967290"),
-        ('{"architectures": ["GPT2LMHeadModel"]}', "no tokenizer"),
+        ("[]", "no JSON object"), ("{}", "not a tokenizer"), ('{"model": 1}', "not a tokenizer"), (huge, "4294967290"),
+        ('{"architectures": ["GPT2LMHeadModel"]}', "not a tokenizer"),
         (whole.replace('"merges": [', '"merges": [["no", "such"], '), "cannot read it"),
     ]:  # fmt: skip
         path.write_text(text)

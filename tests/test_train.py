@@ -418,9 +418,9 @@ VALUES = [
     (["-e", "data_train.bin"], r"data_train.bin: not a GPT-2 model \(found GPT-2 tokens"),
     (["-e", "."], r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
     (["-b", str(2**63 - 1)], r"needs \d+ MiB of memory, .*at most -b \d+ fits"),
-    (["-d", str(32 << 40), "-x", "1"], r"-d 35184372088832 is 1099511627776 batches a step .*: lower -d$"),
-    (["-d", str(2**63 - 32), "-x", "1"], r"-d 9223372036854775776 is .* MiB are free: lower -d$"),
-    (["--gpus", "1000000000"], r"--gpus 1000000000: no machine has as many; it must be at most 1024"),
+    (["-d", str(32 << 40), "-x", "1"], r"-d 35184372088832 makes 1099511627776 batches a step .*: lower -d$"),
+    (["-d", str(2**63 - 32), "-x", "1"], r"-d 9223372036854775776 makes .* MiB are free: lower -d$"),
+    (["--gpus", "1000000000"], r"--gpus 1000000000: no machine has that many GPUs; it must be at most 1024"),
     (["-e", "layers=2,heads=2,channels=99999999999"], r"-e: channels is 99999999999; it must be at most 2147483647"),
     (["-e", f"layers=2,heads=2,channels={'9' * 5000}"], r"channels=9{5000} is no part of a model's description"),
     (["-e", "d48", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free.* -b \d+ "),
@@ -579,7 +579,7 @@ def test_resuming_with_other_data_or_batches_is_refused(folder):
 def test_resuming_beyond_the_last_step_is_refused(folder):
     run(folder, "-x", "3", "-g", "0", "--checkpoint-dir", "run")
     error = refuse(folder, "-x", "2", "--checkpoint-dir", "run", "-y", "1")
-    assert "the checkpoint in run is of step 3 of 2: raise -x" in error
+    assert "the checkpoint in run has already done step 3, and -x is 2: raise -x" in error
 
 
 def test_without_a_compiler_the_log_of_an_earlier_run_stays(folder, monkeypatch):

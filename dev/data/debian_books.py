@@ -85,7 +85,7 @@ def apt(folder: Path, *command: str, cwd: Path | None = None) -> str:
         command = [program, "-q", *flags, *arguments]
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
     except FileNotFoundError:
-        raise UserError(f"{program}: not found; this needs Debian, or a system that is made from it") from None
+        raise UserError(f"{program}: not found; this needs Debian or one of its derivatives") from None
     if done.returncode:
         said = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(("E:", "Err"))]
         raise UserError(f"{program} {arguments[0]}: {said[-1] if said else f'failed ({done.returncode})'}")
@@ -197,7 +197,7 @@ def main() -> None:
     if missing:
         print(f"not in this release: {', '.join(missing)}")
     if not total:
-        raise UserError("no package can be had; check the connection, and that apt-get update works")
+        raise UserError("no package could be fetched; check the connection, and that apt-get update works")
     print(f"{args.out}: {total / 1e6:.1f} MB of text")
     if total < LEAST:
         print(f"that is less than {LEAST / 1e6:.0f} MB: this release has few of the packages")

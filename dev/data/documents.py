@@ -125,7 +125,7 @@ def find_files(paths: list[str], notes: Notes) -> list[File]:
             elif file := file_at(path, kind_of(path) or ".txt"):
                 found.append(file)
             else:  # such as a pipe, which cannot be read twice
-                raise UserError(f"{path}: neither a file nor a folder; save what it gives as a file")
+                raise UserError(f"{path}: neither a file nor a folder; save its content as a file")
         except OSError as error:
             raise UserError(f"{path}: {error.strerror.lower()}; name files and folders of text") from None
     return found
@@ -549,9 +549,9 @@ def check_lines(path: str, field: str) -> None:
         try:
             first = record_of(lines[0])
         except Unreadable:
-            raise UserError(f"{path}: its first line is no JSON; a .jsonl has an object a line") from None
+            raise UserError(f"{path}: its first line is not JSON; a .jsonl has an object on each line") from None
         names = [name for name, value in first.items() if isinstance(value, str)] if isinstance(first, dict) else []
-        raise UserError(f"{path}: its first line is without a text in {field}; {fields(names)}")
+        raise UserError(f"{path}: its first line has no text in {field}; {fields(names)}")
 
 
 def fields(names: list[str]) -> str:
@@ -576,7 +576,7 @@ def check_column(path: str, table: Any, field: str) -> None:
     names = [name for name, kind in zip(table.schema_arrow.names, table.schema_arrow.types, strict=True)
              if re.match("(large_)?string|dictionary<values=(large_)?string", str(kind))]  # fmt: skip
     if field not in names:
-        raise UserError(f"{path}: no column of texts is called {field}; {fields(names)}")
+        raise UserError(f"{path}: there is no column of text called {field}; {fields(names)}")
 
 
 def read_table(part: Part, field: str, longest: int, notes: Notes) -> Iterator[str]:

@@ -64,7 +64,7 @@ def main() -> None:
         except Unsuitable:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{args.jsonl}, line {number + 1}: no HellaSwag example ({error!r})") from None
+            raise UserError(f"{args.jsonl}, line {number + 1}: not a HellaSwag example ({error!r})") from None
         if (number + 1) % 1000 == 0:
             print(f"{number + 1:,} of {len(lines):,} examples", flush=True)
     if not examples:

@@ -23,7 +23,7 @@ TEXTS_AT_ONCE = 1024  # enough to keep all cores busy, few enough to hold
 
 def make_parser(description: str, out: Path) -> argparse.ArgumentParser:
     parser = Parser(description=description)
-    parser.add_argument("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
+    parser.add_argument("--shard-tokens", metavar="N", type=positive, default=10**8, help="tokens each (%(default)s)")
     parser.add_argument("--texts", metavar="N", type=positive, help="only the first N texts of a split")
     parser.add_argument("--tokenizer", metavar="FILE", type=a_path, help="a .bin or a tokenizer.json (GPT-2's)")
     parser.add_argument("--out", metavar="PREFIX", type=a_path, default=out, help="(%(default)s)")

@@ -110,18 +110,18 @@ def make_parser() -> argparse.ArgumentParser:
     tokenizers = parser.add_mutually_exclusive_group()
     what = "gpt2, bytes, or a tokenizer.json or .bin (gpt2)"
     tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help=what)
-    what = "learn a vocabulary of N tokens from the text: the bytes, the one that ends a text, and what is learned"
+    what = "learn a vocabulary of N tokens from the text: the bytes, the end-of-text token, and the learned ones"
     size = within(257, MOST_TOKENS - 1)
     tokenizers.add_argument("--train-tokenizer", metavar="N", type=size, help=what)
     add("--field", metavar="NAME", default="text", help="where .jsonl and .parquet have the text (%(default)s)")
-    what = "of .txt and .html that are not UTF-8, such as cp1251 (guessed for each)"
+    what = "encoding of .txt and .html that are not UTF-8, such as cp1251 (guessed for each)"
     add("--encoding", metavar="NAME", type=encoding_name, help=what)
     (val, longest), (most, least) = TRIED[0], TRIED[-1]
-    what = f"share of the documents for validation ({val}; up to {most} where little text is too little for {val})"
+    what = f"share of the documents for validation ({val}; up to {most} if there is little text)"
     add("--val", metavar="F", type=share, help=what)
-    what = f"characters; a longer document is cut where a line is empty ({longest}; down to {least} likewise)"
+    what = f"characters; a longer document is cut at empty lines ({longest}; down to {least} if there is little text)"
     add("--longest", metavar="N", type=within(100, MOST_CHARACTERS), help=what)
-    add("--shard-tokens", metavar="N", type=positive, default=10**8, help="in a shard (%(default)s)")
+    add("--shard-tokens", metavar="N", type=positive, default=10**8, help="tokens each (%(default)s)")
     add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     return parser
 
@@ -561,7 +561,7 @@ def main() -> None:
     args = make_parser().parse_args()
     out = args.out
     if out.is_dir() or not out.name or any(character in str(out) for character in "*?["):
-        raise UserError(f"-o {out}: must be how names of files begin, such as data/mine")
+        raise UserError(f"-o {out}: must be a prefix of file names, such as data/mine")
     found = Notes()
     files = find_files(args.paths, found)
     given = given_tokenizer(args)

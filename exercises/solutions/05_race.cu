@@ -1,8 +1,8 @@
 // Exercise 5: find the race.
 //
 //   out[r] = the sum of the 128 numbers of row r of x (R, 128)
-// One block of 128 threads takes row after row. A row waits in `tile`; half of the threads add the other half's
-// numbers to their own, then half of those, and so on, until number 0 is the sum.
+// One block of 128 threads takes one row after another and copies it to `tile`. Then the first 64 threads add the other
+// 64 numbers to their own, the first 32 add the next 32, and so on, until tile[0] is the sum.
 
 extern "C" __global__ void row_sums_kernel(float* out, const float* x, int R) {
     __shared__ float tile[128];

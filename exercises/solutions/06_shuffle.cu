@@ -1,9 +1,9 @@
 // Exercise 6: a sum without memory.
 //
-// Blocks have 64 threads, two warps of 32 lanes. Each warp adds up its 32 numbers of x, and every one of its lanes
+// Blocks have 64 threads, two warps of 32 lanes. Each warp adds up its 32 numbers of x, and every lane
 // writes the sum:
 //   out[i] = sum of the 32 numbers of the warp that thread i belongs to
-// without shared memory: lanes read each other's registers. `__shfl_xor_sync(0xffffffffu, value, o)` gives each lane
+// Use no shared memory: lanes read each other's registers. `__shfl_xor_sync(0xffffffffu, value, o)` gives each lane
 // the `value` of the lane whose number differs from its own in the bits of o. Each number is read from x once.
 
 extern "C" __global__ void warp_sums_kernel(float* out, const float* x) {

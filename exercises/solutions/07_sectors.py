@@ -4,8 +4,8 @@
 def sectors(addresses: list[int]) -> int:
     """How many sectors of device memory an access of one warp moves.
 
-    addresses: for each lane that takes part, the number of the byte where its access begins. A lane reads 4, 8 or 16
-    bytes, from a multiple of as many on. A sector is 32 bytes from a multiple of 32 on; it is moved as a whole, and
-    once, however many lanes want some of it.
+    addresses: for each lane that takes part, the first byte that it reads. A lane reads 4, 8 or 16 bytes, and its
+    address is a multiple of that size. A sector is 32 bytes and begins at a multiple of 32. It moves as a whole, and
+    only once, however many lanes read a part of it.
     """
     return len({address // 32 for address in addresses})

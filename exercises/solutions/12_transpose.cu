@@ -2,8 +2,8 @@
 //
 //   out[c][n] = x[n][c]   for n < N, c < C;   x (N, C), out (C, N)
 // A block has (32, 8) threads and takes a tile of 32 rows and 32 columns; the grid is (C / 32, N / 32) blocks, both
-// rounded up. The lanes of a warp shall read neighbours of x and write neighbours of out, so that every sector is moved
-// once; in between the tile waits in shared memory, where no two lanes may want different words of one bank.
+// rounded up. The lanes of a warp must read neighbours of x and write neighbours of out. Then every sector moves once.
+// In between, the tile waits in shared memory. There no two lanes may access different words of one bank at once.
 
 extern "C" __global__ void transpose_tile_kernel(float* out, const float* x, int N, int C) {
     __shared__ float tile[32][33];

@@ -1,7 +1,7 @@
 """Exercise 14: softmax's sum in one pass.
 
-The pair (largest, total) says of some numbers x all that softmax needs: largest = max(x) and
-total = sum(exp(x - largest)). Of no numbers it is EMPTY.
+Of some numbers x, softmax needs only the pair (largest, total): largest = max(x) and total = sum(exp(x - largest)). If
+there are no numbers, the pair is EMPTY.
 """
 
 import numpy as np
@@ -10,16 +10,16 @@ EMPTY = (-np.inf, 0.0)
 
 
 def fold(largest: float, total: float, piece: np.ndarray) -> tuple[float, float]:
-    """The pair of all numbers so far, whose pair is (largest, total), and those of `piece` (at least one, all finite).
+    """The pair of all numbers: those so far, with the pair (largest, total), and those of `piece` (at least one).
 
-    The numbers so far are gone: only their pair is there. No exponential may overflow.
+    You no longer have the numbers so far, only their pair. All numbers are finite. No exponential may overflow.
     """
     new = max(largest, piece.max())
     return new, total * np.exp(largest - new) + np.exp(piece - new).sum()
 
 
 def merge(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
-    """The pair of two sets of numbers together, from the pair of each. One of them, or both, may be EMPTY."""
+    """The pair of two sets of numbers taken together. a and b are the pairs of the two sets; each may be EMPTY."""
     largest = max(a[0], b[0])
     if largest == -np.inf:
         return EMPTY

@@ -10,8 +10,8 @@ def flash_forward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """out (M, HS) = softmax(scale * q k^T) v and lse (M) = log(sum(exp(scale * q k^T))), over all rows of k and v.
 
-    q: (M, HS). tiles: the rows of k and v, a tile at a time: each is a pair k (N, HS), v (N, HS). A tile can be used
-    until the next one is asked for, which takes its place in memory, and they come once. No mask.
+    q: (M, HS). tiles: the rows of k and v, a tile at a time: each is a pair k (N, HS), v (N, HS). You can use a tile
+    until you ask for the next one, which overwrites it. Each tile comes once. There is no mask.
     """
     largest, total = np.full(len(q), -np.inf), np.zeros(len(q))
     out = np.zeros(q.shape)

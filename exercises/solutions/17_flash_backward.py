@@ -12,9 +12,9 @@ def flash_backward(
     """dq (M, HS), and for each tile the pair dk (N, HS), dv (N, HS): the gradients of sum(dout * out).
 
     q, out and dout: (M, HS), lse: (M); out and lse are what flash_forward returned for q, tiles and scale. The tiles
-    come again, once, and each can be used until the next one is asked for. With p = softmax(scale * q k^T):
+    come once more. You can use each until you ask for the next one. With p = softmax(scale * q k^T):
       dv = p^T dout;  dp = dout v^T;  ds = p * (dp - rowsum(dp * p));  dq = scale * ds k;  dk = scale * ds^T q
-    where rowsum goes over all tiles. In no tile is the sum over all of them at hand: it is another sum, which is.
+    Here rowsum is over all tiles, but you need it in the first. Find another sum that equals it and that you have.
     """
     D = (dout * out).sum(axis=1)
     dq, dkv = np.zeros(q.shape), []

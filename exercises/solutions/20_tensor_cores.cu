@@ -1,9 +1,9 @@
 // Exercise 20: a product on tensor cores.
 //
 //   out (M, N) = a (M, K) b (K, N)
-// A block has four warps and makes a tile of out, 32 rows and 16 columns; each warp makes 16 rows and 8 columns of it.
-// The grid is (N / 16, M / 32) blocks, both rounded up. M, N and K may be any numbers: what lies outside of a matrix
-// counts as 0.
+// Matrices lie in memory row after row. A block has four warps and computes a tile of out, 32 rows and 16 columns. Each
+// warp computes 16 rows and 8 columns of it. The grid is (N / 16, M / 32) blocks, both rounded up. M, N and K may be
+// any numbers: elements outside of a matrix count as 0.
 //
 // mma(d, a, b0, b1) of tensor_cores.cuh adds the product of A (16, 8) and B (8, 8) to D (16, 8). No lane holds a whole
 // matrix: of A it has a[0] to a[3], of B b0 and b1, of D d[0] to d[3]. With g = lane / 4 and t = lane % 4:
@@ -12,8 +12,8 @@
 //   row g          a[0]    a[2]        row t     b0           row g      d[0]    d[1]
 //   row g + 8      a[1]    a[3]    row t + 4     b1           row g + 8  d[2]    d[3]
 //
-// It is one instruction of the whole warp: all 32 lanes have to call it, also those without an element of out. It
-// ignores the last 13 bits of what it multiplies; to_tf32(x) rounds them off first.
+// mma is one instruction of the whole warp: all 32 lanes must call it, also lanes without an element of out. It ignores
+// the last 13 bits of the numbers that it multiplies, so round these numbers by to_tf32(x) first.
 #include "../../doc/ladder/tensor_cores.cuh"
 
 extern "C" __global__ void product_kernel(float* out, const float* a, const float* b, int M, int N, int K) {

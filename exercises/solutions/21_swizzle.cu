@@ -2,12 +2,12 @@
 //
 //   out[c][n] = x[n][c]   for n < N, c < C;   x (N, C), out (C, N)
 // Exercise 12 made the tile's rows one word longer. Then most rows do not begin at a multiple of 16 bytes, and a thread
-// cannot write 16 bytes at once. Here it does. A row of the tile stays 32 words long, eight chunks of four, but the
-// chunks of a row change places. So no two lanes meet in a bank.
+// cannot write 16 bytes at once. Here it does. A row of the tile stays 32 words long: eight chunks of four words. But
+// the chunks of a row change places, and so no two lanes meet in a bank.
 //
 // N and C are multiples of 32. A block has 256 threads, eight warps, and takes a tile of 32 rows and 32 columns; the
-// grid is (C / 32, N / 32) blocks. Shared memory serves an access of 16 bytes a lane by eight lanes at a time, one of
-// 4 bytes by all 32. Of x and of out, only whole sectors may be moved: eight neighbouring floats.
+// grid is (C / 32, N / 32) blocks. Shared memory serves eight lanes at a time if each accesses 16 bytes, and all
+// 32 if each accesses 4. Of x and of out, only whole sectors may move: eight neighbouring floats.
 #include "../../kernels/common.cuh"
 
 // Where in the tile chunk 0 to 7 of a row begins: a multiple of 4.

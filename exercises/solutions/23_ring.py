@@ -2,7 +2,7 @@
 
 Each rank, a process, has gradients of its own, and all ranks need their sum. Rank r can send to rank r + 1 and receive
 from rank r - 1, the last rank to the first: a ring. If each rank sent its whole array round, every link would carry
-ranks - 1 arrays. In parts it takes less than two, however many ranks there are.
+ranks - 1 arrays. If ranks send parts, a link carries less than two arrays, however many ranks there are.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def all_reduce(
 ) -> None:
     """x (n) of every rank becomes the sum of all ranks' x, in place, with the same bits everywhere.
 
-    send(array) gives a copy to the next rank and does not wait. receive() waits for the next array of the rank before.
+    send(array) sends a copy to the next rank and does not wait. receive() waits for an array from the rank before.
     x has `ranks` parts, np.array_split(x, ranks), which are views of it. A rank sends one part at a time, and
     2 (ranks - 1) in all.
     """
