@@ -59,14 +59,15 @@ def begin(exercise: Exercise, work: Path) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(f"{shown(work)} cannot be made ({error.strerror})") from None
-    where = f", where it says `Write here` (line {holes_of(text)})" if holes_of(text) else ""
+    where = f", where it says `Write here` ({holes_of(text)})" if holes_of(text) else ""
     print(f"{statement(exercise)}\n\nYour file is {shown(work)}{where}.")
     print(f"When it is ready: make exercise N={exercise.number}")
 
 
 def holes_of(text: str) -> str:
-    """The numbers of the lines that are to be written, in words; empty where there are none."""
-    return " and ".join(str(i) for i, line in enumerate(text.splitlines(), 1) if "Write here" in line)
+    """The lines that are to be written, in words: `lines 3, 5 and 8`; empty where there are none."""
+    *before, last = ["", *(str(i) for i, line in enumerate(text.splitlines(), 1) if "Write here" in line)]
+    return f"lines {', '.join(before[1:])} and {last}" if before[1:] else last and f"line {last}"
 
 
 def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
@@ -77,7 +78,7 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         return f"It cannot be read: {error}", ""
     if holes_of(text) and text.split() == start(exercise).split():
-        return f"Nothing is written yet in line {holes_of(text)}.", ""
+        return f"Nothing is written yet in {holes_of(text)}.", ""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, HERE / "checks.py", str(exercise.number), work.absolute(), result]

@@ -155,6 +155,14 @@ if (!adds) return;
 float total = 0.0f;"""),
         ),
         source="kernels/reduce.cu",
+        head="""\
+// Exercise 9: bias gradient, in two kernels.
+//
+// The gradient of a bias is the sum of the rows of dout (N, C). The first kernel adds up chunks of `rows` rows; its inp
+// is dout. The second adds up the chunks' sums, and adds the result to what is in out: gradients accumulate. (It can do
+// that for up to six outputs at once. Here there is one, so S is 1, and y and s are 0.)
+// floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3].
+""",
         parts=(
             'extern "C" __global__ void column_partials_kernel(', 'extern "C" __global__ void add_partials_kernel(',
         ),
@@ -173,6 +181,14 @@ float m = 0.0f, s = 0.0f;
 // numbers, or what is there."""),
         ),
         source="kernels/layernorm.cu",
+        head="""\
+// Exercise 10: layernorm, forward.
+//
+//   out = (x - mean) * rstd * weight + bias   for each row of x (N, C);   rstd = 1 / sqrt(variance + 1e-5)
+// mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It also adds the residual
+// connection in front of it, where there is one; that part is complete.
+// floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
+""",
         parts=('extern "C" __global__ void layernorm_forward_kernel(',),
     ),
     Exercise(
@@ -220,9 +236,9 @@ return 0.0f;"""),
         (
             Hole("float largest = -INFINITY, sum = 0.0f;", "});", """\
 // Write here: the first `length` numbers of the row, times scale, become their softmax, and all behind them 0.
-// Scores may be large: no exponent may be. The warp has the row to itself; its lanes take four columns each, at
-// s = 4 * lane, 4 * lane + 4 * WARP_SIZE, ... memory.load(row + s, T - s) and memory.store(row + s, x, T - s) move
-// four; warp_max(x) and warp_sum(x) give every lane the largest x of the warp's lanes, and their sum."""),
+// Scores may be large, but no exponential may overflow. The warp has the row to itself. Its lanes take four columns
+// each, at s = 4 * lane, 4 * lane + 4 * WARP_SIZE, ... memory.load(row + s, T - s) and memory.store(row + s, x, T - s)
+// move four; warp_max(x) and warp_sum(x) give every lane the largest x of the warp's lanes, and their sum."""),
         ),
         source="kernels/attention.cu",
         head="""\
@@ -319,8 +335,9 @@ const Head head(out, lse, qkv, T, NH);
 // Head knows where that head begins. Row t of its queries is at head.q + t * head.stride, and so are keys, head.k, and
 // values, head.v. Row t of its output is at head.out + t * head.out_stride, and lse of query t is head.lse[t].
 //
-// The check accepts any kernel that is right. Begin with the simplest; the check says what to do next. Put functions of
-// your own before the kernel. tensor_cores.cuh has mma and to_tf32, common.cuh has the rest.
+// The check accepts any kernel that is right, and launches it in place of the ladder's swizzled_kernel: keep this name.
+// Begin with the simplest kernel; the check says what to do next. Put functions of your own before the kernel.
+// tensor_cores.cuh has mma and to_tf32, common.cuh has the rest.
 #define WARP_SIZE 32
 """,
         microscope=True,

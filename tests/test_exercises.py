@@ -116,6 +116,10 @@ FAULTS = [
     ("flash_attention", "if (s0 < row0 + 16) q", "if (s0 < row0) q",
      r"with B=1, T=69, NH=2, out of query 0 of head 0, channel 0: expected"),
     ("flash_attention", "s0, row0);\n        __syncthreads();\n", "s0, row0);\n", r"threads race: "),
+    ("flash_attention", "sum[h] *= factor;", "",
+     r"with B=1, T=69, NH=2, out of query \d+ of head 0, channel 0: expected"),
+    ("flash_attention", "p[k][0], p[k][2], p[k][1], p[k][3]", "p[k][0], p[k][1], p[k][2], p[k][3]",
+     r"with B=1, T=69, NH=2, out of query \d+ of head 0, channel 0: expected"),
 ]  # fmt: skip
 
 # What the checks say of an exercise in which nothing is written but a comment.
@@ -357,6 +361,12 @@ def test_a_terminal_shows_no_markdown_links():
 @pytest.mark.parametrize(("name", "formula"), [("gelu", "(1 - s)"), ("softmax", "exp("), ("adamw", "sqrt(")])
 def test_what_the_learner_begins_with_does_not_say_the_formula(name, formula):
     assert formula not in start(BY_NAME[name]).replace("sqrt(2/pi)", "")
+
+
+def test_the_lines_to_be_written_are_named_in_words():
+    assert [check.holes_of("\n" + "Write here\n" * n) for n in range(4)] == [
+        "", "line 2", "lines 2 and 3", "lines 2, 3 and 4"
+    ]  # fmt: skip
 
 
 def test_a_kernel_that_no_longer_has_the_quoted_line_breaks_the_cut():
