@@ -107,8 +107,8 @@ def length_of(pieces) -> int:
 
 
 def kind_of(kernel: str) -> str:
-    """A kernel's name in the tables above: without the size that it is compiled for."""
-    return re.sub(r"_kernel(_\d+)?$", "", kernel)
+    """A kernel's name in the tables above: without the size that it is compiled for, and the instruction."""
+    return re.sub(r"(_wgmma)?_kernel(_\d+)?$", "", kernel)
 
 
 def bytes_of(kernel: str, arguments: dict) -> float:

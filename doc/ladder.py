@@ -14,8 +14,6 @@ whose name ends in _bf16 have arrays of that type, and are given numbers that it
 - on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope.py): the bytes of the 32-byte sectors
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
-
-A file can be for one GPU architecture alone (`#define ARCHITECTURE`); its topic is left out on other GPUs.
 """
 
 import sys
@@ -120,11 +118,6 @@ def on_device(how: str, values: np.ndarray):
 def kernels_of(name: str) -> device.Source:
     """The topic's file, for the device in use now."""
     return device.Source(LADDER / f"{name}.cu")
-
-
-def why_not(name: str) -> str:
-    """Why the device in use cannot climb a topic, in a line; empty where it can."""
-    return device.why_not_kernels(LADDER / f"{name}.cu")
 
 
 def sizes_for(topic: Topic, rung: Rung) -> list[dict[str, int]]:
@@ -420,9 +413,6 @@ def main() -> None:
         print(f"{device.name}, {measured.description}, {in_bf16}\n")
     kept, races = kept_measurement(), []
     for name in [args.topic] if args.topic else TOPICS:
-        if why := why_not(name):
-            print(f"{name}: left out. {why}\n")
-            continue
         with precision_of(name):
             measured, found = climb(name, ceilings, counting)
         races += found
