@@ -42,6 +42,7 @@ MOVED = {
     "unpermute_backward": "dout dinp",
     # Text.
     "add_splits": "parts out",
+    "matvec": "weight",
     "sample": "logits",
 }
 
