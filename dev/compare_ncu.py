@@ -16,7 +16,7 @@ import shutil
 import subprocess
 
 import device
-from dev.launches import LAUNCHES
+from dev.launches import LAUNCHES, launches_in
 from dev.watch import FILES, LOAD, STORE, Watched, distinct, passes_of, sectors_of, use_microscope, watch
 from device.errors import UserError
 from llmc.arguments import Parser
@@ -28,7 +28,7 @@ import numpy as np
 KEPT = Path(__file__).resolve().parents[1] / "tests" / "data" / "microscope.json"
 
 # Launchers with their precisions: all, then those whose kernels show what two-byte accesses count.
-RUNS = [(name, "tf32") for name in LAUNCHES] + [(name, "bf16") for name in (
+RUNS = [(name, "tf32") for name in launches_in("tf32")] + [(name, "bf16") for name in (
     "encoder_forward", "fused_residual_forward", "layernorm_backward", "gelu_backward", "swiglu_backward",
     "fused_classifier", "attention_forward", "flash_attention_forward", "flash_attention_backward", "adamw",
 )]  # fmt: skip

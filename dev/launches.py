@@ -51,6 +51,7 @@ class Launch:
     fp32: frozenset[str]
     others: Callable[[SimpleNamespace, SimpleNamespace], dict] = field(repr=False)
     needs: tuple[str, ...] = ()  # of the sizes
+    precision: str = ""  # the only one that it takes, where there is one
 
     def shapes_at(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
         """The shape of each array where the sizes are these."""
@@ -60,8 +61,10 @@ class Launch:
     def prepare(self, sizes: dict[str, int]) -> Callable[[], None]:
         """A call of the launcher with arrays of these sizes on the device in use, filled with random numbers.
 
-        Raises UserError for sizes that the launcher does not take.
+        Raises UserError for sizes and a precision that the launcher does not take.
         """
+        if self.precision not in ("", device.precision):
+            raise UserError(f"{self.launcher.__name__} is so called in {self.precision}: --precision {self.precision}")
         size = SimpleNamespace(**{**self.sizes, **sizes})
         for need in self.needs:
             if not eval(need, {}, vars(size)):
@@ -89,7 +92,7 @@ LAUNCHES: dict[str, Launch] = {}
 
 def add(
     launcher: Callable, sizes: str, shapes: str, others: Callable = lambda size, a: {}, variant: str = "",
-    needs: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (), precision: str = "",
 ) -> None:  # fmt: skip
     """sizes: "B=2 T=8"; shapes: "inp=B,T,C mean*=B,T", of expressions of the sizes; P is MOST_PARTIALS, and a star says
     that the array is fp32 in any precision."""
@@ -102,6 +105,7 @@ def add(
         frozenset(key[:-1] for key, _ in pairs if key.endswith("*")),
         others,
         needs,
+        precision,
     )
 
 
@@ -228,7 +232,11 @@ for relu in False, True:
     add(attention_backward, sizes, f"dqkv={ALL_HEADS} dout=B,T,NH*HS {BY_HEAD}", given, variant, GROUPS)
 for HS in 64, 128:
     sizes, variant = f"B=1 T=80 NH=2 NKV=1 HS={HS}", "" if HS == 64 else "128"
-    add(flash_attention_forward, sizes, f"out=B,T,NH*HS lse*=B,NH,T qkv={ALL_HEADS}", variant=variant, needs=GROUPS)
+    for wgmma in False, True:
+        add(
+            flash_attention_forward, sizes, f"out=B,T,NH*HS lse*=B,NH,T qkv={ALL_HEADS}",
+            lambda size, a, wgmma=wgmma: {"wgmma": wgmma}, "wgmma" * wgmma + variant, GROUPS, "bf16" * wgmma,
+        )  # fmt: skip
     add(
         flash_attention_backward, sizes,
         f"dqkv={ALL_HEADS} dkv_heads*=B,T,2,NH,HS dsum*=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse*=B,NH,T "
@@ -287,6 +295,10 @@ add(gather_rows, "own=0 N=16 V=50 C=128", "mine=V,C other=V,C",
         "buffers": addresses(a.mine, a.other), "length": 4 * device.ceil_div(size.V * size.C, 8), "start": 0,
     }, needs=("own < 2",))
 add(checksum, "n=4096", "buffer*=n")
+
+
+def launches_in(precision: str) -> dict[str, Launch]:
+    return {name: launch for name, launch in LAUNCHES.items() if launch.precision in ("", precision)}
 
 
 def launch_named(name: str) -> Launch:

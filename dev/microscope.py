@@ -40,7 +40,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dev.launches import LAUNCHES, launch_named, sizes_of
+from dev.launches import launch_named, launches_in, sizes_of
 from dev.watch import (
     ATOMIC,
     KINDS,
@@ -79,7 +79,8 @@ def main() -> None:
         raise UserError("all: --shape and --html go with a single launcher")
     if args.html is not None and not Path(args.html).absolute().parent.is_dir():
         raise UserError(f"--html {args.html}: there is no folder {Path(args.html).parent}")
-    launches = LAUNCHES if args.launcher == "all" else {args.launcher: launch_named(args.launcher)}
+    one = {} if args.launcher == "all" else {args.launcher: launch_named(args.launcher)}
+    launches = one or launches_in(args.precision)
     use_microscope(args.precision)
     found = 0
     for name, launch in launches.items():

@@ -42,6 +42,7 @@ MOVED = {
     "unpermute_backward": "dout dinp",
     # Text.
     "add_splits": "parts out",
+    "matvec": "weight",
     "sample": "logits",
 }
 
@@ -107,8 +108,8 @@ def length_of(pieces) -> int:
 
 
 def kind_of(kernel: str) -> str:
-    """A kernel's name in the tables above: without the size that it is compiled for."""
-    return re.sub(r"_kernel(_\d+)?$", "", kernel)
+    """A kernel's name in the tables above: without the size that it is compiled for, and the instruction."""
+    return re.sub(r"(_wgmma)?_kernel(_\d+)?$", "", kernel)
 
 
 def bytes_of(kernel: str, arguments: dict) -> float:

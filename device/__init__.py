@@ -73,8 +73,9 @@ def use(kind: str = "auto", number: int = 0) -> str:
 
 
 def compile_all() -> None:
-    """Compiles every kernel file that has been imported, several at a time, rather than each at its first launch."""
-    current.device.compile_all([source.path for source in current.sources])
+    """Compiles every kernel file that has been imported and is needed, several at a time, rather than each at its first
+    launch."""
+    current.device.compile_all([source.path for source in current.sources if source.needed])
 
 
 def use_precision(precision: str) -> str:

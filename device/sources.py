@@ -10,9 +10,10 @@ from device import current
 READS, SETS, UPDATES = "reads", "sets", "updates"
 
 
-def source(python_file: str) -> "Source":
-    """The .cu file beside a module of launchers: `cu = device.source(__file__)`."""
-    found = Source(Path(python_file).with_suffix(".cu"))
+def source(python_file: str | Path, needed: Callable[[], bool] = lambda: True) -> "Source":
+    """The .cu file beside a module of launchers: `cu = device.source(__file__)`. needed: whether launchers take kernels
+    from it on the device in use; where they do not, device.compile_all leaves it out."""
+    found = Source(Path(python_file).with_suffix(".cu"), needed)
     current.sources.append(found)
     return found
 
@@ -24,12 +25,16 @@ class Source:
     The file is compiled for the device in use when a kernel of it is first called, or its warp size is asked for.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, needed: Callable[[], bool] = lambda: True):
+        self._path, self._needed = path, needed
 
     @property
     def path(self) -> Path:
         return self._path
+
+    @property
+    def needed(self) -> bool:
+        return self._needed()
 
     @property
     def warp_size(self) -> int:
@@ -65,9 +70,9 @@ class Source:
 
     def forget(self) -> None:
         """Looks every kernel up again when it is next called."""
-        path = self._path
+        path, needed = self._path, self._needed
         self.__dict__.clear()
-        self._path = path
+        self._path, self._needed = path, needed
 
 
 def cuda_source(path: Path) -> str:

@@ -16,8 +16,6 @@ whose name ends in _bf16 have arrays of that type, and are given numbers that it
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
 
-A file can be for one GPU architecture alone (`#define ARCHITECTURE`); its topic is left out on other GPUs.
-
 The tables of the pages show the GPU that doc/ladder/measured.json names. There --keep puts a topic's times into this
 file, and on a CPU its counts. On any other GPU it puts them into a file of that GPU beside it, measured-<name>.json,
 which git ignores. On such a GPU the command prints the book's times beside its own, and the book that `make book` makes
@@ -141,11 +139,6 @@ def on_device(how: str, values: np.ndarray):
 def kernels_of(name: str) -> device.Source:
     """The topic's file, for the device in use now."""
     return device.Source(LADDER / f"{name}.cu")
-
-
-def why_not(name: str) -> str:
-    """Why the device in use cannot climb a topic, in a line; empty where it can."""
-    return device.why_not_kernels(LADDER / f"{name}.cu")
 
 
 def sizes_for(topic: Topic, rung: Rung) -> list[dict[str, int]]:
@@ -513,9 +506,6 @@ def main() -> None:
         print(f"{device.name}, {description}\n", flush=True)
     races, paths = [], {}
     for name in [args.topic] if args.topic else TOPICS:
-        if why := why_not(name):
-            print(f"{name}: left out. {why}\n")
-            continue
         with precision_of(name):
             measured, found = climb(name, ceilings, counting)
         races += found

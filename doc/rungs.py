@@ -623,39 +623,13 @@ TOPICS["flash_attention_bf16"] = Topic(
         attention_rung("ldmatrix_kernel", 128, tf32=False),
         attention_rung("swizzled_kernel", 128, tf32=False),
         attention_rung("two_stages_kernel", 128, tf32=False),
-        Rung("flash_attention_forward of kernels/flash_attention.py",
-             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
+        Rung("flash_attention_forward without wgmma",
+             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=False),
              "32 queries a warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
-    ],
-)  # fmt: skip
-
-
-def grouped_attention(a: SimpleNamespace) -> dict:
-    """Query head h uses key and value head h // (NH / NKV)."""
-    q, *others = np.split(a.qkv, [a.NH, a.NH + a.NKV], axis=2)
-    k, v = (np.repeat(x, a.NH // a.NKV, axis=2) for x in others)
-    return causal_attention(SimpleNamespace(qkv=np.stack([q, k, v], axis=2), T=a.T))
-
-
-def by_warpgroups(cu: device.Source, a: SimpleNamespace) -> None:
-    """A block for 128 queries; in shared memory it has them, and three times HS keys and HS values."""
-    getattr(cu, f"wgmma_kernel_{a.HS}")(
-        (a.B * a.NH, ceil_div(a.T, 128)), (256,), (a.out, a.lse, a.qkv, a.T, a.NH, a.NKV),
-        shared_mem=(128 + 6 * a.HS) * a.HS * device.floatX.itemsize,
-    )  # fmt: skip
-
-
-TOPICS["flash_attention_hopper"] = Topic(
-    reads="qkv=B,T,NH+2*NKV,HS", sets="out=B,T,NH,HS lse=B,NH,T", adds="", scratch="", bf16=("qkv", "out"),
-    odd={"B": 1, "T": 69, "NH": 2, "NKV": 1, "HS": 64}, fours={"B": 2, "T": 136, "NH": 1, "NKV": 1, "HS": 128},
-    round={"B": 1, "T": 128, "NH": 1, "NKV": 1, "HS": 64}, bench={"B": 4, "T": 1024, "NH": 12, "NKV": 12, "HS": 64},
-    reference=grouped_attention,
-    bytes=lambda s: 4 * s.B * s.T * (s.NH + s.NKV) * s.HS,
-    flops=lambda s: 2 * s.T**2 * s.HS * s.B * s.NH,
-    rungs=[
-        Rung("wgmma_kernel_64", by_warpgroups),
         Rung("flash_attention_forward of kernels/flash_attention.py",
-             lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NKV, a.HS),
-             "The kernel that trains, by the mma.sync of any GPU since 2020, for comparison."),
+             lambda cu, a: flash_attention_forward(
+                 a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=device.kind == "cpu" or None),
+             "On Hopper by wgmma: products of 64 rows that read keys and values in shared memory themselves, while the "
+             "warps take exponentials."),
     ],
 )  # fmt: skip

@@ -1,25 +1,41 @@
-"""Causal attention without (T, T) matrices, in TF32 or bf16: the launchers of flash_attention.cu."""
+"""Causal attention without (T, T) matrices, in TF32 or bf16: the launchers of flash_attention.cu, and of
+flash_attention_hopper.cu for GPUs that have wgmma."""
+
+from pathlib import Path
 
 import device
 from device import ceil_div
 from device.errors import UserError
 
 cu = device.source(__file__)
+hopper = device.source(Path(__file__).with_name("flash_attention_hopper.cu"), needed=lambda: has_wgmma())
 
 HEAD_SIZES = (64, 128)
 THREADS = 128
+KEYS = 64  # of a tile by wgmma
 ROWS = {64: 128, 128: 64}  # of a block, as flash_attention.cu has it, by the size of heads; forward in bf16 has 128
 
 
-def flash_attention_forward(out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+def has_wgmma() -> bool:
+    """Whether the device in use computes in bf16 and has Hopper's matrix product and a compiler that knows it."""
+    return device.kind == "cuda" and device.floatX == device.BF16 and not device.why_not_kernels(hopper.path)
+
+
+def flash_attention_forward(
+    out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool | None = None
+) -> None:  # fmt: skip
     """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values,
     of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
-    lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees.
+    lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees. wgmma, in bf16
+    only: whether by that instruction; without a word, where there is one. The CPU device can do either.
     Raises UserError for heads of another size than HEAD_SIZES, and on a GPU without TF32 (before
     compute capability 8.0).
     """
     forward, _, _ = kernels(HS)
+    if wgmma or wgmma is None and has_wgmma():
+        launch_wgmma(B, T, NH, HS, (out, lse, qkv, T, NH, NKV))
+        return
     rows, operands = (128, 1) if device.floatX == device.BF16 else (ROWS[HS], 0)
     launch(forward, rows, operands, B, T, NH, HS, (out, lse, qkv, T, NH, NKV))
 
@@ -50,6 +66,17 @@ def launch(kernel, rows: int, operands: int, B: int, T: int, NH: int, HS: int, a
     has its rows in shared memory that it does not declare itself."""
     shared = operands * rows * HS * device.floatX.itemsize
     kernel((B * NH, ceil_div(T, rows)), (THREADS,), arguments, shared_mem=shared)
+
+
+def launch_wgmma(B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
+    """A block for each head of each sequence and each tile of queries, which it has in shared memory with three tiles
+    of keys and of values."""
+    rows, kernel = {
+        64: (128, hopper.flash_attention_forward_wgmma_kernel_64),
+        128: (64, hopper.flash_attention_forward_wgmma_kernel_128),
+    }[HS]
+    shared = (rows + 6 * KEYS) * HS * device.floatX.itemsize
+    kernel((B * NH, ceil_div(T, rows)), (2 * rows,), arguments, shared_mem=shared)
 
 
 def kernels(HS: int) -> tuple:

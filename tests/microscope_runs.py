@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 
 import device  # noqa: E402
 from dev.compare_ncu import counts_of, name_of  # noqa: E402
-from dev.launches import LAUNCHES, sizes_of  # noqa: E402
+from dev.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
 from dev.microscope import lines_of, race_lines  # noqa: E402
 from dev.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
 from device import cpp  # noqa: E402
@@ -70,7 +70,7 @@ def main() -> None:
         device.use_precision(precision)
         device.current.device.multiprocessors = MULTIPROCESSORS
         races = found["races"][precision] = {}
-        for name, launch in LAUNCHES.items():
+        for name, launch in launches_in(precision).items():
             for one in watch(launch, launch.sizes):
                 races.setdefault(one.kernel, []).extend(race_lines(one))
                 found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])

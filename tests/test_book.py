@@ -46,7 +46,7 @@ TEXTS = sorted({ROOT / "README.md", *DOC.rglob("*.md"), *(ROOT / "exercises").rg
 LADDERS = {
     "copy", "column_sum", "layernorm_forward", "layernorm_backward", "matmul", "transpose", "gelu",
     "gelu_backward", "embedding_backward", "classifier", "softmax", "flash_attention", "flash_attention_backward",
-    "adamw", "matmul_bf16", "flash_attention_bf16", "flash_attention_hopper",
+    "adamw", "matmul_bf16", "flash_attention_bf16",
 }  # fmt: skip
 LANGUAGES = {"python", "sh", "sh gpu", "text", "cuda", "cpp", "c", "make", "diff"}
 

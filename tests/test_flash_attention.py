@@ -1,8 +1,11 @@
 """Flash attention against softmax attention in float64."""
 
+from types import SimpleNamespace
+
 import device
 from conftest import DEVICES, switch_device
 from device.errors import UserError
+from kernels import flash_attention
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from oracle import (
     BF16,
@@ -32,15 +35,20 @@ SHAPES = [
     (1, 130, 2, 2, 128), (2, 67, 9, 3, 64), (1, 140, 6, 1, 64), (1, 70, 4, 2, 128),
 ]  # fmt: skip
 
-ON = ["cpu", "cpu-bf16"] + ["cuda", "cuda-bf16"] * ("cuda" in DEVICES)
+ON = [f"{kind}{kernels}" for kind in ("cpu", "cuda") if kind in DEVICES for kernels in ("", "-bf16", "-bf16-wgmma")]
 
 
 @pytest.fixture(params=ON)
 def dev(request, monkeypatch):
-    """The device, in TF32 and in bf16. These kernels have warps of 32 wherever they run."""
+    """The device, in TF32, in bf16, and in bf16 with Hopper's matrix product. These kernels have warps of 32 wherever
+    they run."""
     switch_device(request.param, monkeypatch)
+    wgmma = "wgmma" in request.param
     if "bf16" in request.param and device.floatX != device.BF16:
         pytest.skip("this GPU has no bf16")
+    if wgmma and device.kind == "cuda" and not flash_attention.has_wgmma():
+        pytest.skip(device.why_not_kernels(flash_attention.hopper.path))
+    monkeypatch.setattr(flash_attention, "has_wgmma", lambda: wgmma)
     yield device
     device.synchronize()
 
@@ -248,6 +256,26 @@ def test_offsets_past_two_to_the_31_elements(dev, B, NKV):
     flash_attention_backward(dqkv, dkv_heads, dsum, dout, out, lse, qkv, B, T, NH, NKV, HS)
     for got, expected in zip((out, lse, dqkv), want, strict=True):
         assert (to_numpy(got[-1:]) == expected).all()
+
+
+def test_wgmma_is_taken_where_the_gpu_its_compiler_and_the_precision_have_it(monkeypatch):
+    gpu, version = object.__new__(device.CudaDevice), [(13, 0)]
+    gpu.cupy = SimpleNamespace(cuda=SimpleNamespace(nvrtc=SimpleNamespace(getVersion=lambda: version[0])))
+    gpu.name, gpu.compute_capability, gpu.floatX = "NVIDIA H200", 90, device.BF16
+    monkeypatch.setattr(device.current, "device", gpu)
+    assert flash_attention.has_wgmma()
+    version[0] = 12, 9
+    assert not flash_attention.has_wgmma()
+    assert "needs the compiler of CUDA 13" in device.why_not_kernels(flash_attention.hopper.path)
+    for version[0], gpu.compute_capability, gpu.floatX in ((13, 0), 100, device.BF16), ((13, 0), 90, np.dtype(FP32)):
+        assert not flash_attention.has_wgmma()
+    gpu.compute_capability, gpu.name = 80, "NVIDIA A100"
+    message = "flash_attention_hopper.cu is for GPUs of compute capability 9.0, which NVIDIA A100 is not"
+    assert device.why_not_kernels(flash_attention.hopper.path) == message
+    assert not device.why_not_kernels(flash_attention.cu.path)
+    device.use("cpu")
+    device.use_precision("bf16")
+    assert not flash_attention.has_wgmma()
 
 
 @pytest.mark.parametrize("HS, NH", [(96, 1), (32, 24), (33, 3), (256, 4)])

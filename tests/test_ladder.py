@@ -52,7 +52,6 @@ def compare(name: str, rung: Rung, sizes: dict[str, int], do: Callable[[Callable
 @each_topic
 def test_every_rung_gives_what_numpy_gives_and_writes_nothing_else(name, monkeypatch):
     switch_device("cuda", monkeypatch)
-    skip_unless_it_can_climb(name)
     for rung in (rung for rung in TOPICS[name].rungs if not ladder.lacks(name, rung)):
         for sizes in ladder.sizes_for(TOPICS[name], rung):
             compare(name, rung, sizes, lambda launch: launch())
@@ -62,7 +61,6 @@ def test_every_rung_gives_what_numpy_gives_and_writes_nothing_else(name, monkeyp
 @each_topic
 def test_every_rung_without_atomics_gives_the_same_bits_again(name, monkeypatch):
     switch_device("cuda", monkeypatch)
-    skip_unless_it_can_climb(name)
     with ladder.precision_of(name):
         ordered = [rung for rung in TOPICS[name].rungs if rung.ordered and not ladder.lacks(name, rung)]
         assert [rung.kernel for rung in ordered if ladder.repeats_that_differ(name, rung)] == []
@@ -72,7 +70,6 @@ def test_every_rung_without_atomics_gives_the_same_bits_again(name, monkeypatch)
 @each_topic
 def test_rungs_agree_at_the_sizes_that_are_timed(name, monkeypatch):
     switch_device("cuda", monkeypatch)
-    skip_unless_it_can_climb(name)
     topic, production = TOPICS[name], {}
     outputs = ladder.shapes_of(f"{topic.sets} {topic.adds}", SimpleNamespace(**topic.bench))
     for rung in reversed([rung for rung in topic.rungs if not ladder.lacks(name, rung)]):  # from the one that trains
@@ -95,11 +92,6 @@ def watched() -> dict:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def skip_unless_it_can_climb(name: str) -> None:
-    if why := ladder.why_not(name):
-        pytest.skip(why)
 
 
 def see_launch(name: str, seen: list, launch: Callable[[], None]) -> None:
@@ -173,37 +165,6 @@ def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing(pytestconfig):
         assert all(max(spilled) <= 16 for spilled in kernels.values()), kernels
 
 
-def test_the_rung_for_hopper_compiles_for_it_and_spills_nothing(pytestconfig):
-    """And its products need not wait for one another: NVRTC says so where they do (tests/test_nvrtc.py)."""
-    pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed")
-    from test_nvrtc import compiled
-
-    path = ladder.LADDER / "flash_attention_hopper.cu"
-    assert device.architecture_of(path) == "90a"
-    assert compiled(path, 90, "bf16", pytestconfig.cache) == {f"wgmma_kernel_{HS}": [0, 0, 0] for HS in (64, 128)}
-
-
-def test_a_topic_for_another_gpu_is_left_out_with_a_word(monkeypatch, capsys):
-    device.use("cpu")
-    nvrtc = SimpleNamespace(getVersion=lambda: (12, 9))
-    cupy = SimpleNamespace(cuda=SimpleNamespace(nvrtc=nvrtc))
-    gpu = SimpleNamespace(name="NVIDIA A100", compute_capability=80, cupy=cupy)
-    why_not = device.CudaDevice.why_not_kernels
-    monkeypatch.setattr(device.CpuDevice, "why_not_kernels", lambda _, path: why_not(gpu, path))
-    monkeypatch.setattr(ladder, "use_microscope", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["doc/ladder.py", "flash_attention_hopper", "--device", "cpu"])
-    ladder.main()
-    assert capsys.readouterr().out == (
-        "flash_attention_hopper: left out. flash_attention_hopper.cu is for GPUs of compute capability 9.0, which "
-        "NVIDIA A100 is not\n\n"
-    )
-    assert not ladder.why_not("flash_attention_bf16")
-    gpu.compute_capability = 90
-    assert "needs the compiler of CUDA 13" in ladder.why_not("flash_attention_hopper")
-    nvrtc.getVersion = lambda: (13, 0)
-    assert not ladder.why_not("flash_attention_hopper")
-
-
 @each_topic
 def test_every_kernel_is_a_rung_or_part_of_one(name):
     text = (ladder.LADDER / f"{name}.cu").read_text()
@@ -221,7 +182,6 @@ def test_every_rung_has_been_timed_and_counted():
     assert list(kept["counts"]) == list(TOPICS)
     assert list(kept["times"]) == [name for name in TOPICS if name in kept["times"]]
     waiting = {"gelu_backward", "flash_attention_backward", "matmul_bf16", "flash_attention_bf16"}
-    waiting |= {"flash_attention_hopper"}
     assert set(TOPICS) - set(kept["times"]) <= waiting
     for name, topic in TOPICS.items():
         kernels = [rung.kernel for rung in topic.rungs]

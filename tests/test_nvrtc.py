@@ -22,9 +22,6 @@ KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
 # Compute capabilities and precisions; before 8.0 there is no bf16.
 BUILDS = (75, "fp32"), (90, "fp32"), (90, "bf16")  # T4; H100 and H200
 FURTHER = (80, "fp32"), (80, "bf16"), (100, "fp32"), (100, "bf16")  # A100; B200
-each_build = pytest.mark.parametrize(
-    "capability, precision", [*BUILDS, *(pytest.param(*each, marks=pytest.mark.long) for each in FURTHER)]
-)
 
 # Bytes a thread that a kernel may spill, or keep of a local array in memory, by precision; each with its reason.
 MAY_SPILL = {
@@ -63,6 +60,20 @@ def compiler() -> str:
     return f"{nvrtc.getVersion()} {files} {Path(__file__).read_text()}"
 
 
+def meets(path: Path, build: tuple[int, str]) -> bool:
+    """Whether a file is for a GPU in a precision: one that is for a single architecture is in bf16."""
+    return not device.architecture_of(path) or build == (int(device.architecture_of(path).rstrip("a")), "bf16")
+
+
+each_file_and_build = pytest.mark.parametrize(
+    "path, capability, precision",
+    [
+        pytest.param(path, *build, marks=[pytest.mark.long] * (build in FURTHER), id=f"{path.stem} {build}")
+        for path in KERNELS for build in (*BUILDS, *FURTHER) if meets(path, build)
+    ],
+)  # fmt: skip
+
+
 def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list[int]]:
     """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
     holds for the same text, options and compiler: most changes change no kernel."""
@@ -90,7 +101,7 @@ def all_compiled(pytestconfig):
             compiled(path, *build, pytestconfig.cache)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, itertools.product(KERNELS, BUILDS)))
+        list(pool.map(compile_one, [pair for pair in itertools.product(KERNELS, BUILDS) if meets(*pair)]))
 
 
 def test_there_are_kernels_to_compile():
@@ -99,15 +110,13 @@ def test_there_are_kernels_to_compile():
     }
 
 
-@each_build
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@each_file_and_build
 def test_every_kernel_of_a_file_compiles(path, capability, precision, pytestconfig):
     declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
     assert sorted(compiled(path, capability, precision, pytestconfig.cache)) == sorted(declared)
 
 
-@each_build
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@each_file_and_build
 def test_kernels_keep_what_they_work_on_in_registers(path, capability, precision, pytestconfig):
     spilling = {
         kernel: f"stack frame {frame}, spill stores {stores}, spill loads {loads} bytes"

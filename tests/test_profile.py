@@ -74,6 +74,8 @@ def test_bytes_are_counted_by_the_type_of_each_array():
     assert traffic.bytes_of("gelu_forward_kernel", {"inp": two, "out": two}) == 6 * 4
     heads = {"dkv_heads": np.zeros((4, 3), np.float32), "dqkv": two, "NH": 4, "NKV": 2}
     assert traffic.bytes_of("flash_attention_group_sum_kernel", heads) == 12 * 4 + 6 * 2
+    for name in "flash_attention_forward_kernel_64", "flash_attention_forward_wgmma_kernel_128":
+        assert traffic.flops_of(name, {"T": 3, "out": two}) == 2 * 3 * 6
 
 
 def test_a_kernel_without_a_rule_is_shown_as_not_counted():

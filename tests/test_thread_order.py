@@ -15,6 +15,7 @@ from kernels.cached_attention import cached_attention_forward
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
+from kernels.flash_attention import flash_attention_forward
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING, matvec
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
@@ -152,6 +153,16 @@ def exchange():
     add_sparse(dwte, values, indices, 32, 33)
 
 
+def wgmma():
+    """Flash attention by Hopper's matrix product, of more tiles than are in shared memory at a time."""
+    device.use_precision("bf16")
+    rng = np.random.default_rng(6)
+    for T, NH, NKV, HS in (261, 2, 1, 64), (261, 1, 1, 128):
+        qkv, out = (device.to_bf16(normal(rng, 1, T, heads, HS)) for heads in (NH + 2 * NKV, NH))
+        flash_attention_forward(out, np.zeros((1, NH, T), np.float32), qkv, 1, T, NH, NKV, HS, wgmma=True)
+    device.use_precision("fp32")
+
+
 def text():
     """A query of each of two texts, whose keys two blocks share, of two tiles each, and tokens drawn."""
     rng, starts = np.random.default_rng(5), np.array([190, 70], np.int32)
@@ -173,7 +184,7 @@ WORKS = {name: training_step(*step) for name, step in STEPS.items()} | {
     "parallel residual, several rows and passes": parallel_residual(200, 2100, 0.0),
     "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
     "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
-    "exchange": exchange, "text": text,
+    "exchange": exchange, "text": text, "wgmma": wgmma,
 }
 
 launched: set[str] = set()

@@ -1,18 +1,15 @@
-// Causal attention in bf16 by Hopper's own matrix product: out (B, T, NH, HS) = softmax(q k^T / sqrt(HS)) v over the keys up
-// to the query itself, from qkv (B, T, NH + 2 NKV, HS), the heads of q, then of k, then of v; lse (B, NH, T) is fp32, as are
-// scores and sums. Query head h uses key and value head h // (NH / NKV). HS is 64 or 128.
+// Causal attention as in flash_attention.cu, in bf16, by Hopper's own matrix product: for GPUs of compute capability
+// 9.0.
 //
-// mma.sync is an instruction of a warp, which has loaded its operands into registers before. wgmma is one of a warpgroup, four
-// warps with 64 rows together. It reads a whole tile of keys or of values from shared memory by itself, and nobody waits for
-// it: the warps go on, and ask for its result later. What is left to the warps is the softmax, so a warpgroup starts the
-// scores of its next tile and the sum over values of its last one, and takes exponentials while the tensor cores work.
+// mma.sync is an instruction of a warp, which has loaded its operands into registers before. wgmma is one of a
+// warpgroup, four warps with 64 rows together. It reads a whole tile of keys or of values from shared memory by itself,
+// and nobody waits for it: the warps go on, and ask for its result later. What is left to the warps is the softmax, so
+// a warpgroup starts the scores of its next tile and the sum over values of its last one, and takes exponentials while
+// the tensor cores work.
 #define ARCHITECTURE 90a  // wgmma is in no GPU before compute capability 9.0, and in none after it
 #define WARP_SIZE 32
-#include "tensor_cores.cuh"
-static_assert(sizeof(floatX) == 2, "these kernels are compiled with -DfloatX=bf16");
-
-constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+#define floatX bf16       // whatever the run's precision is
+#include "flash_attention.cuh"
 
 // ---- tiles in shared memory
 
@@ -22,9 +19,9 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define SHARED_TILES(name) extern __shared__ __align__(1024) bf16 name[]
 #endif
 
-// A tile is kept as wgmma wants it, in slabs of 64 columns: a row of a slab is 128 bytes, eight rows are 1024, and the tile
-// begins at a multiple of that. Row r has its chunks of 16 bytes swizzled: chunk c is where c ^ (r % 8) would be. Rows of
-// queries and of keys are read along the sum (HS), those of values across it, and the one order serves both.
+// A tile is kept as wgmma wants it, in slabs of 64 columns: a row of a slab is 128 bytes, eight rows are 1024, and the
+// tile begins at a multiple of that. Row r has its chunks of 16 bytes swizzled: chunk c is where c ^ (r % 8) would be.
+// Rows of queries and of keys are read along the sum (HS), those of values across it, and the one order serves both.
 template <int ROWS>
 __device__ inline int place(int row, int column) {
     return column / 64 * ROWS * 64 + row * 64 + (column % 64 ^ row % 8 * 8);
@@ -38,8 +35,9 @@ __device__ inline unsigned shared_address(const bf16* p) {
 #endif
 }
 
-// What wgmma is told of an operand in shared memory, in units of 16 bytes: where it begins; from bit 16 on, for values, how
-// far it is from a slab to the next; from bit 32 on how far from eight rows to the next eight. Bit 62: swizzled, 128 bytes.
+// What wgmma is told of an operand in shared memory, in units of 16 bytes: where it begins; from bit 16 on, for values,
+// how far it is from a slab to the next; from bit 32 on how far from eight rows to the next eight. Bit 62: swizzled,
+// 128 bytes.
 using Descriptor = unsigned long long;
 __device__ inline Descriptor descriptor(const bf16* tile, int slab_bytes) {
     return (Descriptor)(shared_address(tile) >> 4) | (Descriptor)(slab_bytes >> 4) << 16 | (Descriptor)64 << 32 |
@@ -52,8 +50,8 @@ __device__ inline Descriptor further(Descriptor operand, int numbers) { return o
 // ---- instructions
 
 #ifdef LLMC_CPU
-// Where a byte of an operand lies: bits 7 to 9 of its address flip bits 4 to 6. Where a chunk of 16 bytes of a row lies, of
-// queries or keys, and of values, whose rows go on in the next slab.
+// Where a byte of an operand lies: bits 7 to 9 of its address flip bits 4 to 6. Where a chunk of 16 bytes of a row
+// lies, of queries or keys, and of values, whose rows go on in the next slab.
 inline const char* swizzled(Descriptor operand, int at) {
     at += (int)(operand & 0x3fff) << 4;
     return (const char*)cpu_dynamic_shared() + (at ^ (at >> 7) % 8 << 4);
@@ -91,10 +89,12 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
                 else B[chunk / (8 * N) * 8 + i % 8][chunk % (8 * N)] = x;
             }
         }
-        for (int lane = 0; lane < 32; lane++)
-            for (int i = 0; i < N * 4; i++)
-                for (int k = 0; k < 16; k++)
-                    lanes[lane]->d[i / 4][i % 4] += A[lane / 4 + i % 4 / 2 * 8][k] * B[k][i / 4 * 8 + lane % 4 * 2 + i % 2];
+        for (int lane = 0; lane < 32; lane++) {
+            for (int i = 0; i < N * 4; i++) {
+                const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                for (int k = 0; k < 16; k++) lanes[lane]->d[i / 4][i % 4] += A[row][k] * B[k][column];
+            }
+        }
     }, "wgmma");
     for (int i = 0; i < N * 4; i++) d[i / 4][i % 4] = mine.d[i / 4][i % 4];
 }
@@ -111,12 +111,14 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
     "%61, %62, %63}"
 #define FOUR(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define EIGHT_FOURS(d, n) \
-    FOUR(d, n), FOUR(d, n + 1), FOUR(d, n + 2), FOUR(d, n + 3), FOUR(d, n + 4), FOUR(d, n + 5), FOUR(d, n + 6), FOUR(d, n + 7)
+    FOUR(d, n), FOUR(d, n + 1), FOUR(d, n + 2), FOUR(d, n + 3), FOUR(d, n + 4), FOUR(d, n + 5), FOUR(d, n + 6), \
+    FOUR(d, n + 7)
 
-// d (64, 8 N) = a (64, 16) b (16, 8 N) + d, or without d unless `add`, by the 128 threads of a warpgroup together; N is 8 or
-// 16. Warp w has rows 16w .. 16w + 15 of a and of d, and they are spread over its lanes as in mma_bf16: d[n] as its d, for
-// columns 8n .. 8n + 7, and a as its a, unless that, too, is in shared memory. b is there, column by column, or if ROWS, row
-// by row. The instruction only starts the product: a, d and what lies in shared memory are its own until wgmma_wait.
+// d (64, 8 N) = a (64, 16) b (16, 8 N) + d, or without d unless `add`, by the 128 threads of a warpgroup together; N is
+// 8 or 16. Warp w has rows 16w .. 16w + 15 of a and of d, and they are spread over its lanes as in mma_bf16: d[n] as
+// its d, for columns 8n .. 8n + 7, and a as its a, unless that, too, is in shared memory. b is there, column by column,
+// or if ROWS, row by row. The instruction only starts the product: a, d and what lies in shared memory are its own
+// until wgmma_wait.
 template <bool ROWS, int N>
 __device__ inline void wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
 #ifdef LLMC_CPU
@@ -154,8 +156,8 @@ __device__ inline void wgmma(float (&d)[N][4], Descriptor a, Descriptor b, bool 
 #endif
 }
 
-// Before the first product after registers of one were written; behind the last product of a group; until all but the last
-// PENDING groups are done.
+// Before the first product after registers of one were written; behind the last product of a group; until all but the
+// last PENDING groups are done.
 __device__ inline void wgmma_fence() {
 #ifndef LLMC_CPU
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -191,22 +193,12 @@ __device__ inline void copies_commit() {
 #endif
 }
 
-// The thread's groups of copies but for the last PENDING are there, and behind the next barrier wgmma may read them: it does
-// so by another path to shared memory (the async proxy) than a thread's own accesses.
+// The thread's groups of copies but for the last PENDING are there, and behind the next barrier wgmma may read them: it
+// does so by another path to shared memory (the async proxy) than a thread's own accesses.
 template <int PENDING>
 __device__ inline void copies_arrive() {
 #ifndef LLMC_CPU
     asm volatile("cp.async.wait_group %0; fence.proxy.async.shared::cta;" :: "n"(PENDING) : "memory");
-#endif
-}
-
-__device__ inline float exp2_approx(float x) {
-#ifdef LLMC_CPU
-    return exp2f(x);
-#else
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 #endif
 }
 
@@ -228,12 +220,13 @@ __device__ inline void copy_rows(bf16* to, const bf16* rows, int row0, int T, in
     }
 }
 
-// The scores of a tile become p = 2^(s log2(e) / sqrt(HS) - reference), and are added to sum. The reference of a row keeps
-// its sums in range; the tile on the diagonal, which comes first, sets it to its largest exponent. It moves only where an
-// exponent passes it by more than 8. Then what has been summed has to be multiplied by `factor`, and the result is true.
+// The scores of a tile become p = 2^(s log2(e) / sqrt(HS) - reference), and are added to sum. The reference of a row
+// keeps its sums in range; the tile on the diagonal, which comes first, sets it to its largest exponent. It moves only
+// where an exponent passes it by more than 8. Then what has been summed has to be multiplied by `factor`, and the
+// result is true.
 template <int HS, bool DIAGONAL, int N>
-__device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&reference)[2], float (&factor)[2], int ahead) {
-    const float scale = LOG2E * rsqrtf((float)HS);
+__device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&reference)[2], float (&factor)[2],
+                               int ahead) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + ahead;
     float top[2] = {-INFINITY, -INFINITY};
     #pragma unroll
@@ -244,8 +237,8 @@ __device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&refere
             top[i / 2] = fmaxf(top[i / 2], s[n][i]);
         }
     }
-    top[0] = top[0] * scale - reference[0];
-    top[1] = top[1] * scale - reference[1];
+    top[0] = top[0] * to_exponent<HS>() - reference[0];
+    top[1] = top[1] * to_exponent<HS>() - reference[1];
     const bool moved = DIAGONAL || __any_sync(ALL_LANES, fmaxf(top[0], top[1]) > 8.0f);
     if (moved) {
         #pragma unroll
@@ -262,33 +255,31 @@ __device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&refere
     for (int n = 0; n < N; n++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
-            s[n][i] = exp2_approx(s[n][i] * scale - reference[i / 2]);
+            s[n][i] = exp2_approx(s[n][i] * to_exponent<HS>() - reference[i / 2]);
             sum[i / 2] += s[n][i];
         }
     }
     return moved && !DIAGONAL;
 }
 
-// Grid (B * NH, tiles of 64 WARPGROUPS queries). Shared memory: the queries, then STAGES times a tile of KEYS keys and one of
-// values. If Q_KEPT, the queries go to registers.
+// Grid (B * NH, tiles of 64 WARPGROUPS queries). Shared memory: the queries, then STAGES times a tile of KEYS keys and
+// one of values. If Q_KEPT, the queries go to registers.
 template <int HS, int WARPGROUPS, int KEYS, int STAGES, bool Q_KEPT>
 __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     static_assert(KEYS % 64 == 0 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
     constexpr int THREADS = 128 * WARPGROUPS, QUERIES = 64 * WARPGROUPS, TILE = KEYS * HS;
     SHARED_TILES(shared);
     bf16 *const queries = shared, *const tiles = shared + QUERIES * HS;
-    const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // for the compiler: the same for a warp's lanes
+    const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // for the compiler: one for all lanes of a warp
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
-    const int sequence = blockIdx.x / NH, head = blockIdx.x % NH, C = NH * HS, stride = C + 2 * NKV * HS;
+    const Head<HS> head(qkv, T, NH, NKV);
     const int block0 = (gridDim.y - 1 - blockIdx.y) * QUERIES, row0 = block0 + 64 * warpgroup;  // most work comes first
-    const bf16* q = qkv + ((long long)sequence * T * stride + head * HS);
-    const bf16* k = qkv + ((long long)sequence * T * stride + C + head / (NH / NKV) * HS);
     const int last = (min(block0 + QUERIES, T) - 1) / KEYS, diagonal = row0 < T ? row0 / KEYS : -1;
 
     const auto start = [&](int tile, int stage) {
         if (tile >= 0) {
-            copy_rows<HS, KEYS, THREADS>(tiles + 2 * stage * TILE, k, tile * KEYS, T, stride);
-            copy_rows<HS, KEYS, THREADS>(tiles + (2 * stage + 1) * TILE, k + NKV * HS, tile * KEYS, T, stride);
+            copy_rows<HS, KEYS, THREADS>(tiles + 2 * stage * TILE, head.key, tile * KEYS, T, head.stride);
+            copy_rows<HS, KEYS, THREADS>(tiles + (2 * stage + 1) * TILE, head.value, tile * KEYS, T, head.stride);
         }
         copies_commit();
     };
@@ -326,7 +317,7 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
         }
     };
 
-    copy_rows<HS, QUERIES, THREADS>(queries, q, block0, T, stride);
+    copy_rows<HS, QUERIES, THREADS>(queries, head.query, block0, T, head.stride);
     #pragma unroll
     for (int i = 0; i < STAGES - 2; i++) start(last - i, i);
     int stage = 0, before = 0;
@@ -392,19 +383,19 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
     for (int i = 0; i < HS / 16; i++) {
         const int down = (32 * i + lane) / (HS / 8), column = lane % (HS / 8) * 8, row = block0 + warp * 16 + down;
         if (row < T)
-            *reinterpret_cast<uint4*>(out + ((long long)sequence * T + row) * C + head * HS + column) =
+            *reinterpret_cast<uint4*>(out + head.rows(T) + (long long)row * head.C + column) =
                 *reinterpret_cast<const uint4*>(rows_out + place<QUERIES>(down, column));
     }
 }
 
-// wgmma: a warpgroup's 64 queries meet 64 keys at a time, by products that read keys and values in shared memory themselves.
-// Two blocks of two warpgroups fill a multiprocessor: while some take exponentials, others keep the tensor cores busy.
+// The numbers in brackets are HS, warpgroups, keys of a tile, and stages; then, whether queries go to registers. Two
+// blocks fill a multiprocessor: while some warps take exponentials, others keep the tensor cores busy.
 extern "C" __global__ void __launch_bounds__(256, 2)
-wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
+flash_attention_forward_wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     forward<64, 2, 64, 3, true>(out, lse, qkv, T, NH, NKV);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-wgmma_kernel_128(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    forward<128, 2, 128, 3, false>(out, lse, qkv, T, NH, NKV);
+extern "C" __global__ void __launch_bounds__(128, 2)
+flash_attention_forward_wgmma_kernel_128(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
+    forward<128, 1, 64, 3, false>(out, lse, qkv, T, NH, NKV);
 }
