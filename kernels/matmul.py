@@ -7,9 +7,9 @@ from kernels.reduce import column_sum
 cu = device.source(__file__)
 
 # For a single row an H200 took by matvec, and by cuBLAS: bf16 (768, 768) 2.1 and 3.8 us, (3072, 2048) 6.2 and 6.6,
-# (2048, 8192) 15.4 and 14.6, (50304, 768) 30 and 24; fp32 (768, 768) 2.4 and 3.7, (50304, 768) 44 and 47. On a CPU,
-# NumPy's product reads a weight as fast as there are cores.
-MOST_MATVEC_WEIGHTS = 1 << 23  # in bf16
+# (2048, 8192) 14.0 and 14.6, (16384, 2048) 25 and 21, (50304, 768) 30 and 24; fp32 (768, 768) 2.4 and 3.7, (50304, 768)
+# 44 and 47. On a CPU, NumPy's product reads a weight as fast as the cores can.
+MOST_MATVEC_WEIGHTS = 1 << 24  # in bf16
 
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
@@ -28,7 +28,7 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
 
 def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
     """out (OC) = inp (C) @ weight (OC,C)^T + bias (OC), or without one where that is None."""
-    warps = min(8, C // (4 * 32 * cu.width))  # so that a thread has four vectors or more
+    warps = min(4, C // (4 * 32 * cu.width))  # so that a thread has four vectors or more
     block = (cu.block(32 * warps), 1) if warps > 1 else (cu.warp_size, 4)
     cu.matvec_kernel((ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
 

@@ -22,6 +22,7 @@ from device.cpu import CpuDevice
 from device.errors import UserError
 from doc import ladder
 from doc.rungs import TOPICS, Rung
+from lazy import LazyDevice
 from oracle import assert_close, guarded
 
 import numpy as np
@@ -163,6 +164,16 @@ def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing(pytestconfig):
     for (path, _), kernels in zip(builds, reports, strict=True):
         assert sorted(kernels) == sorted(device.kernel_declarations(path))
         assert all(max(spilled) <= 16 for spilled in kernels.values()), kernels
+
+
+def test_a_rung_that_launches_kernels_of_other_files_too_is_timed_as_a_replayed_graph(monkeypatch):
+    device.current.switch(LazyDevice())
+    device.use_recording(True)
+    topic = TOPICS["gelu_backward"]
+    monkeypatch.setattr(topic, "bench", topic.odd)
+    monkeypatch.setattr(ladder, "SETS_BYTES", 0)
+    assert ladder.seconds("gelu_backward", topic.rungs[0], rounds=1) > 0
+    device.use("cpu")
 
 
 @each_topic
