@@ -174,7 +174,7 @@ LEFT_OUT = {
     "the products of the scores": SCORES,
     "the products of the sums": SUMS,
     "all products": SCORES + SUMS,
-    "all of these but the products": EXPONENTIALS + LOADS + COPIES + BARRIER + QUESTION,
+    "all but the products and the rounding": EXPONENTIALS + LOADS + COPIES + BARRIER + QUESTION,
     "the triangle: all blocks have the mean length": TRIANGLE,
 }
 # What then goes of each kind of instruction in SURE, as a share; of the others nothing may.
@@ -189,7 +189,7 @@ GOES = {
     "the products of the scores": {"products": 0.5},
     "the products of the sums": {"products": 0.5},
     "all products": {"products": 1},
-    "all of these but the products": {
+    "all but the products and the rounding": {
         "exponentials": 1, "loads from shared memory": 1, "copies from device memory": 1, "barrier": 1,
         "maxima and votes": 1,
     },
@@ -403,6 +403,7 @@ def product_size(precision: str) -> int:
 def measure(precision: str, folder: Path) -> dict:
     """What is kept of a precision."""
     device.use_precision(precision)
+    print(f"{precision}: compiling", flush=True)
     variants, counts = Variants(precision, folder), {}
     for part in parts(precision):
         counts[part] = instructions(replaced(LEFT_OUT[part]), precision)
@@ -410,9 +411,11 @@ def measure(precision: str, folder: Path) -> dict:
             print(f"without {part} the compiler changed more than was meant: {more}", flush=True)
     kept = {"MHz": {}, "products": round(variants.product_flops() / 1e12, 1), "times": {}}
     for B, T in SHAPES:
+        print(f"{precision}: measuring {name_of(B, T)}", flush=True)
         kept["MHz"][name_of(B, T)] = variants.clock_mhz(B, T)
         kept["times"][name_of(B, T)] = variants.times(B, T, parts(precision))
     T = SHAPES[0][1]
+    print(f"{precision}: measuring B {', '.join(map(str, BATCHES))} at T {T}", flush=True)
     kept["batches"] = {str(B): variants.times(B, T, ["nothing"])["nothing"] for B in BATCHES}
     return kept | {"instructions": counts}
 
