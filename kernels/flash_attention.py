@@ -18,7 +18,7 @@ ROWS = {64: 128, 128: 64}  # of a block, as flash_attention.cu has it, by the si
 WGMMA = {
     "forward": {64: (128, 3), 128: (64, 3)},
     "backward_query": {64: (64, 3), 128: (128, 3)},
-    "backward_key": {64: (64, 3), 128: (128, 3)},
+    "backward_key": {64: (64, 4), 128: (128, 3)},
 }
 WGMMA_TILE = 64  # rows of a tile
 

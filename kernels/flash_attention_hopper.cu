@@ -795,7 +795,7 @@ flash_attention_backward_query_wgmma_kernel_64(bf16* dqkv, float* dsum, const bf
 extern "C" __global__ void __launch_bounds__(128, 2)
 flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout,
                                              const float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    backward_key<64, 1, 64, 3, true>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+    backward_key<64, 1, 64, 4, true>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
