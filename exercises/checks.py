@@ -835,7 +835,7 @@ def check_flash_attention(lab: Lab) -> str:
         left = "Next: tensor cores."
     elif passes > 1.005:
         left = f"An access to shared memory takes {passes:.2f} passes for each that it needs."
-        left += " Next: scores in registers, a swizzle."
+        left += " Next: a swizzle, or other rows for the lanes of an access."
     else:
         left = "No two lanes meet in a bank. What is left is asynchronous copies, and 32 queries a warp."
     return f"It moves {moved:.2f} bytes for each that must be moved. {left}"

@@ -7,8 +7,8 @@
 // Shapes: qkv and dqkv (B, T, NH + 2 NKV, HS), the heads of q, then of k, then of v; out and dout (B, T, NH, HS); lse
 // and D (B, NH, T). Query head h uses key and value head h // (NH / NKV).
 //
-// Bound by arithmetic on the tensor cores, and almost as much by shared memory, which feeds them: 2 T^2 HS operations
-// a head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Each warp owns 16 M rows of one side of the
+// 2 T^2 HS operations a head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Tensor cores and the shared
+// memory that feeds them wait for one another, and neither is the bound. Each warp owns 16 M rows of one side of the
 // products; the other side streams through shared memory, a tile of 8 KiB of each of two arrays at a time, and while
 // the tensor cores work on one stage the next is being copied. In a step a warp takes 8 N rows of it. M is 2 for HS =
 // 64: each operand loaded then serves two products or four. Backward goes over the scores twice, with a block for each
@@ -23,8 +23,8 @@
 //          of A  column t  t + 4        of B  column g         of C and of the result  column 2t  2t + 1
 //   row g          a[0]    a[2]        row t     b0            row g                     c[0]     c[1]
 //   row g + 8      a[1]    a[3]    row t + 4     b1            row g + 8                 c[2]     c[3]
-// Two liberties let a lane load its operands with wide accesses, and use the result of one product as an operand of the
-// next:
+// Two choices of order let a lane load its operands with wide accesses, and use the result of one product as an operand
+// of the next:
 // - Scores, s = q k^T, are sums over HS, in any order as long as A and B agree. Of each 16 columns lane t takes 4t ..
 //   4t + 3, which one 16-byte load fetches: two for each of two products.
 // - As a result of s, a lane holds row g, columns 2t and 2t + 1. Sums over keys need p as an operand, and may name keys
@@ -33,7 +33,7 @@
 //   for column 2g of v, row g + 8 for column 2g + 1, which one 8-byte load fetches. In return a lane's sums belong to
 //   other queries than its scores, and what scales them changes lanes (to_columns).
 //
-// bf16 needs no such liberties. Its product is A (16, 16) B (16, 8) + C (16, 8). Where a lane holds columns t and t +
+// bf16 needs no such choices. Its product is A (16, 16) B (16, 8) + C (16, 8). Where a lane holds columns t and t +
 // 4 of A above, it holds the pairs at columns 2t and 2t + 8 here, each in one word, and of B such pairs of rows. Two
 // results, packed, are an operand A, so sums are not transposed. The instruction ldmatrix fetches the words of four
 // (8, 8) matrices from shared memory, as they stand there or transposed.

@@ -12,7 +12,7 @@ COLOURS = "abcd"  # of t = lane % 4
 
 
 def draw() -> str:
-    figure = Figure(LEFT + 8 * W + 6, 532, "The two liberties of flash attention's products")
+    figure = Figure(LEFT + 8 * W + 6, 532, "Two choices of order in flash attention's products")
 
     def box(x: float, y: float, label: object, t: int, width: float = W - 6, below: str = "") -> None:
         figure.rect(x, y, width, H, COLOURS[t])
