@@ -22,11 +22,11 @@ from device.cpu import CpuDevice
 from device.errors import UserError
 from doc import ladder
 from doc.rungs import TOPICS, Rung
-from lazy import LazyDevice
 from oracle import assert_close, guarded
 
 import numpy as np
 import pytest
+from lazy import LazyDevice
 
 ROOT = Path(__file__).parent.parent
 each_topic = pytest.mark.parametrize("name", TOPICS)
