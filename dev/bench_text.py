@@ -68,6 +68,12 @@ def build_model(workload: Workload) -> Model:
     return model
 
 
+def tensors_of(model: Model):
+    """The parameters by name, fp32 on the host."""
+    parameters, config = device.to_floats(model.params_memory), model.config
+    return name_tensors(parameters, config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
+
+
 def time_ours(model: Model, prompts: np.ndarray, count: int) -> float:
     writer = Writer(model, len(prompts), temperature=0.0)
     device.compile_all()
@@ -140,11 +146,7 @@ def bench(workload: Workload, args: argparse.Namespace) -> list[dict]:
     print(f"\n{workload}: a token of each text at positions {args.first} to {args.first + args.tokens}")
     found = [("text", time_ours(model, prompts, args.tokens))]
     limit = limit_of(model, workload, args.first + args.tokens // 2)
-    parameters = device.to_host(model.params_memory)
-    if device.floatX == device.BF16:
-        parameters = device.from_bf16(parameters)
-    config = workload.config
-    tensors = name_tensors(parameters, config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
+    tensors = tensors_of(model)
     del model
     print_row(*found[0], found[0][1])
     for peer in [name for name in args.peers.split(",") if name]:

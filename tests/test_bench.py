@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import device
-from dev import bench, bench_llmc, bench_start, ceilings, kept, workload
+from dev import bench, bench_llmc, bench_start, bench_text, ceilings, kept, workload
 from device.errors import UserError
 from llmc.checkpoint import read_model
 from train_gpt2_fp32 import GPT2, GPT2Config
@@ -99,6 +99,40 @@ def test_products_are_timed_in_the_types_that_a_step_in_bf16_has(monkeypatch):
     assert ceilings.measure_ceilings().description.startswith("ceilings: bf16 matrix product 2048^3 ")
 
 
+def test_bench_text_times_a_token_beside_transformers_and_keeps_it(measurements, monkeypatch, capsys):
+    monkeypatch.setattr(bench_text, "measure_copy", lambda: 1e9)
+    flags = ["train_llama3", "-e", "layers=1,heads=2,kv_heads=1,channels=16,hidden=24", "-b", "2", "-t", "32"]
+    flags += ["--vocab-size", "300", "--device", "cpu", "--first", "3", "--tokens", "12"]
+    bench_text.main([*flags, "--keep", "--commit", "0123456"])
+    rows = {line[:60].strip(): line[60:].split() for line in capsys.readouterr().out.splitlines()[2:]}
+    assert list(rows) == [kept.TRAINERS[name] for name in ("text", "text-generate", "text-limit")]
+    found = {trainer: row for (_, trainer), row in kept.kept_rows(device.name).items()}
+    for trainer, row in found.items():
+        ms = float(rows[kept.TRAINERS[trainer]][0])
+        assert row["ms"] == pytest.approx(ms, abs=6e-4) and row["tokens_per_second"] == pytest.approx(2000 / ms, rel=0.1)
+    # A layer's weights and the classifier's, and the keys and values of two texts at position 9, in a GB/s.
+    weights = 2 * 16 + 64 * 16 - 32 * 16 + 16 * 16 + 48 * 16 + 24 * 16 + 16 + 384 * 16
+    assert found["text-limit"]["ms"] == pytest.approx(1e-6 * 4 * (weights + 2 * 2 * 9 * 8), rel=0.01)
+
+
+def test_transformers_writes_with_our_weights(monkeypatch):
+    """What bench_text times beside ours has the same weights: it writes the same tokens."""
+    from transformers import GenerationMixin
+
+    device.use("cpu")
+    args = workload.make_parser("", trains=False).parse_args([*TINY["train_gpt2_fp32"], "-t", "32"])
+    asked, written = workload.workload_of(args, ""), []
+    model, prompts = bench_text.build_model(asked), bench_text.prompts_of(asked, 5)
+    texts, samplers = prompts.tolist(), bench_text.samplers_of(1, 2)
+    ours = [tokens for tokens in bench_text.Writer(model, 2, temperature=0.0).tokens(texts, samplers, 8)]
+    generate = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate",
+                        lambda *given, **named: written.append(generate(*given, **named)) or written[-1])  # fmt: skip
+    bench_text.time_transformers("generate", bench_text.tensors_of(model), asked, prompts, 8)
+    longest = max(written, key=lambda tokens: tokens.shape[1])
+    assert longest[:, 5:].T.tolist() == ours
+
+
 @pytest.mark.parametrize("precision, usage, version", [
     ("tf32", "", 3), ("bf16", "  -e <string> a model", 5), ("bf16", "", None),
 ])  # fmt: skip
@@ -141,6 +175,9 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
         (bench.main, ["--peers", "compile-cudnn"], "--peers compile-cudnn: there are CUDA graphs and cuDNN only on"),
         (bench.main, ["-a", "flash"], "-a flash takes heads of"),
         (bench.main, ["-e", "gpt2_124M.bin"], "-e gpt2_124M.bin: name one of d12"),
+        (bench_text.main, ["--peers", "compile"], "--peers compile: choose from"),
+        (bench_text.main, ["--tokens", "6"], "--tokens 6: the first 5 steps are not counted"),
+        (bench_text.main, ["--first", "900"], "--first 900 and --tokens 100 are more than -t 8: raise -t"),
     ],
 )
 def test_wrong_flags_are_refused(main, args, words):
