@@ -237,12 +237,12 @@ for HS in 64, 128:
             flash_attention_forward, sizes, f"out=B,T,NH*HS lse*=B,NH,T qkv={ALL_HEADS}",
             lambda size, a, wgmma=wgmma: {"wgmma": wgmma}, "wgmma" * wgmma + variant, GROUPS, "bf16" * wgmma,
         )  # fmt: skip
-    add(
-        flash_attention_backward, sizes,
-        f"dqkv={ALL_HEADS} dkv_heads*=B,T,2,NH,HS dsum*=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse*=B,NH,T "
-        f"qkv={ALL_HEADS}",
-        variant=variant, needs=GROUPS,
-    )  # fmt: skip
+        add(
+            flash_attention_backward, sizes,
+            f"dqkv={ALL_HEADS} dkv_heads*=B,T,2,NH,HS dsum*=B,NH,T dout=B,T,NH*HS out=B,T,NH*HS lse*=B,NH,T "
+            f"qkv={ALL_HEADS}",
+            lambda size, a, wgmma=wgmma: {"wgmma": wgmma}, "wgmma" * wgmma + variant, GROUPS, "bf16" * wgmma,
+        )  # fmt: skip
 
 
 def cached(size, a) -> dict:

@@ -12,8 +12,15 @@ hopper = device.source(Path(__file__).with_name("flash_attention_hopper.cu"), ne
 
 HEAD_SIZES = (64, 128)
 THREADS = 128
-KEYS = 64  # of a tile by wgmma
 ROWS = {64: 128, 128: 64}  # of a block, as flash_attention.cu has it, by the size of heads; forward in bf16 has 128
+# Of the kernels of flash_attention_hopper.cu, by the size of heads: rows of a block, and how many tiles at a time it
+# has of what it streams.
+WGMMA = {
+    "forward": {64: (128, 3), 128: (64, 3)},
+    "backward_query": {64: (64, 3), 128: (128, 3)},
+    "backward_key": {64: (64, 4), 128: (128, 3)},
+}
+WGMMA_TILE = 64  # rows of a tile
 
 
 def has_wgmma() -> bool:
@@ -32,28 +39,35 @@ def flash_attention_forward(
     Raises UserError for heads of another size than HEAD_SIZES, and on a GPU without TF32 (before
     compute capability 8.0).
     """
-    forward, _, _ = kernels(HS)
+    check(HS)
+    arguments = out, lse, qkv, T, NH, NKV
     if wgmma or wgmma is None and has_wgmma():
-        launch_wgmma(B, T, NH, HS, (out, lse, qkv, T, NH, NKV))
+        launch_wgmma("forward", 1, B, T, NH, HS, arguments)
         return
     rows, operands = (128, 1) if device.floatX == device.BF16 else (ROWS[HS], 0)
-    launch(forward, rows, operands, B, T, NH, HS, (out, lse, qkv, T, NH, NKV))
+    launch("forward", rows, operands, B, T, NH, HS, arguments)
 
 
 def flash_attention_backward(
-    dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int
+    dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool | None = None
 ) -> None:
     """dqkv (B,T,NH+2*NKV,HS) is set to the gradient of qkv, from dout (B,T,NH,HS) and what forward wrote: out
     (B,T,NH,HS) and lse (B,NH,T). Those must be of this qkv: a NaN in it is found by what forward made of it.
 
     dsum (B,NH,T) is scratch: it is set to the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is
     scratch for each query head's share of the gradients of its key and value head; where NKV = NH the share is the
-    whole, and dkv_heads, which may be None, is not used.
+    whole, and dkv_heads, which may be None, is not used. wgmma: as in flash_attention_forward.
     """
-    _, backward_query, backward_key = kernels(HS)
-    operands = 3 if device.floatX == device.BF16 else 1
-    launch(backward_query, ROWS[HS], operands, B, T, NH, HS, (dqkv, dsum, dout, out, lse, qkv, T, NH, NKV))
-    launch(backward_key, ROWS[HS], 2, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV))
+    check(HS)
+    of_queries = dqkv, dsum, dout, out, lse, qkv, T, NH, NKV
+    of_keys = dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV
+    if wgmma or wgmma is None and has_wgmma():
+        launch_wgmma("backward_query", 2, B, T, NH, HS, of_queries)
+        launch_wgmma("backward_key", 2, B, T, NH, HS, of_keys, floats=2)
+    else:
+        operands = 3 if device.floatX == device.BF16 else 1
+        launch("backward_query", ROWS[HS], operands, B, T, NH, HS, of_queries)
+        launch("backward_key", ROWS[HS], 2, B, T, NH, HS, of_keys)
     if NKV < NH:
         heads = B * T * 2 * NKV
         block = HS // cu.width, cu.width * THREADS // HS
@@ -61,38 +75,28 @@ def flash_attention_backward(
         group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
 
 
-def launch(kernel, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
+def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
     """A block for each head of each sequence and each tile of so many queries or keys. operands: of how many arrays it
     has its rows in shared memory that it does not declare itself."""
     shared = operands * rows * HS * device.floatX.itemsize
+    kernel = getattr(cu, f"flash_attention_{name}_kernel_{HS}")
     kernel((B * NH, ceil_div(T, rows)), (THREADS,), arguments, shared_mem=shared)
 
 
-def launch_wgmma(B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
-    """A block for each head of each sequence and each tile of queries, which it has in shared memory with three tiles
-    of keys and of values."""
-    rows, kernel = {
-        64: (128, hopper.flash_attention_forward_wgmma_kernel_64),
-        128: (64, hopper.flash_attention_forward_wgmma_kernel_128),
-    }[HS]
-    shared = (rows + 6 * KEYS) * HS * device.floatX.itemsize
+def launch_wgmma(
+    name: str, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple, floats: int = 0
+) -> None:  # fmt: skip
+    """The same with a warpgroup for each 64 rows. Beside its own rows a block has tiles of two more arrays in shared
+    memory, and `floats` numbers of fp32 for each row of a tile."""
+    rows, tiles = WGMMA[name][HS]
+    shared = (operands * rows + 2 * tiles * WGMMA_TILE) * HS * device.floatX.itemsize + floats * tiles * WGMMA_TILE * 4
+    kernel = getattr(hopper, f"flash_attention_{name}_wgmma_kernel_{HS}")
     kernel((B * NH, ceil_div(T, rows)), (2 * rows,), arguments, shared_mem=shared)
 
 
-def kernels(HS: int) -> tuple:
-    """The kernels for heads of HS channels: forward, backward by queries, backward by keys."""
+def check(HS: int) -> None:
+    """Raises UserError where there are no kernels for heads of HS channels, or for this GPU."""
     if HS not in HEAD_SIZES:
         raise UserError(f"flash attention takes heads of 64 or 128 channels, not {HS}: use -a softmax")
     if device.kind == "cuda" and device.compute_capability < 80:
         raise UserError("flash attention needs TF32, a GPU of compute capability 8.0 or later: use -a softmax")
-    if HS == 64:
-        return (
-            cu.flash_attention_forward_kernel_64,
-            cu.flash_attention_backward_query_kernel_64,
-            cu.flash_attention_backward_key_kernel_64,
-        )
-    return (
-        cu.flash_attention_forward_kernel_128,
-        cu.flash_attention_backward_query_kernel_128,
-        cu.flash_attention_backward_key_kernel_128,
-    )

@@ -6,6 +6,11 @@
 // and nobody waits for it: the warps go on, and ask for its result later. What is left to the warps is the softmax, so
 // a warpgroup starts the scores of its next tile and the sum over values of its last one, and takes exponentials while
 // the tensor cores work.
+//
+// Backward has the two kernels of flash_attention.cu, each with the products that it has there. A block's own rows are
+// operand a of scores: queries and their output gradients, or keys and values. What is made of the scores, ds or p, is
+// operand a of sums, from registers, as it is in forward. Which of two products a warpgroup waits for is not left to
+// the assembler: it puts a wait as early as it may, before the exponentials that were to run beside the product.
 #define ARCHITECTURE 90a  // wgmma is in no GPU before compute capability 9.0, and in none after it
 #define WARP_SIZE 32
 #define floatX bf16       // whatever the run's precision is
@@ -202,7 +207,7 @@ __device__ inline void copies_arrive() {
 #endif
 }
 
-// ---- forward
+// ---- copies
 
 // Starts to copy rows row0 .. row0 + ROWS - 1 of an array; zeros for those from T on.
 template <int HS, int ROWS, int THREADS>
@@ -219,6 +224,118 @@ __device__ inline void copy_rows(bf16* to, const bf16* rows, int row0, int T, in
         }
     }
 }
+
+// ---- products of tiles
+
+// The same number, but to the compiler another one: what follows from it is computed anew, rather than kept in
+// registers through a loop.
+__device__ inline int anew(int x) {
+#ifndef LLMC_CPU
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
+// A bool that a generic lambda is compiled for.
+template <bool X>
+struct Is {
+    static constexpr bool value = X;
+};
+
+// The thread's warpgroup. The compiler cannot know that it is one for all lanes of a warp, unless a lane tells it.
+template <int WARPGROUPS>
+__device__ inline int warpgroup_of() {
+    return WARPGROUPS == 1 ? 0 : __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
+}
+
+// A warpgroup's own 64 rows as operand a of scores, of a tile of ROWS rows in shared memory: from there, or if KEPT,
+// from registers.
+template <int HS, int ROWS, bool KEPT>
+struct Operand {
+    Descriptor rows;
+    unsigned a[KEPT ? HS / 16 : 1][4];
+
+    // Behind the barrier after which the tile is there.
+    __device__ void fetch(const bf16* tile) {
+        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16;
+        #pragma unroll
+        for (int i = 0; i < (KEPT ? HS / 16 : 0); i++)
+            load_matrices<false>(a[i], tile + place<ROWS>(row, 16 * i + threadIdx.x % 32 / 16 * 8));
+    }
+};
+
+// Starts s = a b^T, over HS, for the N * 8 rows of tile b: 16 columns a product, which begin within the 128 bytes of a
+// row.
+template <int HS, int ROWS, bool KEPT, int N>
+__device__ inline void start_scores(float (&s)[N][4], const Operand<HS, ROWS, KEPT>& a, Descriptor b) {
+    #pragma unroll
+    for (int i = 0; i < HS / 16; i++) {
+        const int at = i % 4 * 16;
+        const Descriptor columns = further(b, i / 4 * N * 8 * 64 + at);
+        if constexpr (KEPT) wgmma<false>(s, a.a[i], columns, i > 0);
+        else wgmma(s, further(a.rows, i / 4 * ROWS * 64 + at), columns, i > 0);
+    }
+}
+
+// Starts sum += p b, over the K * 16 rows of tile b, or without sum unless `add`.
+template <int K, int N>
+__device__ inline void start_sum(float (&sum)[N][4], const unsigned (&p)[K][4], Descriptor b, bool add) {
+    #pragma unroll
+    for (int i = 0; i < K; i++) wgmma<true>(sum, p[i], further(b, i * 16 * 64), add || i > 0);
+}
+
+// Two neighbouring results of start_scores, packed to words, are an operand p of start_sum.
+template <int K, int N>
+__device__ inline void pack(unsigned (&p)[K][4], const float (&s)[N][4]) {
+    static_assert(N == 2 * K);
+    #pragma unroll
+    for (int i = 0; i < K * 4; i++) {
+        const float (&x)[4] = s[i / 4 * 2 + i % 4 / 2];
+        p[i / 4][i % 4] = to_bf16(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+    }
+}
+
+// The warp's 16 rows of an array = scale * sum, from row `row0` on; nothing from row T on. scale is for rows g and g +
+// 8. They are brought together in the warp's rows of a tile that no product reads any more.
+template <int HS, int ROWS>
+__device__ inline void store_rows(bf16* rows, bf16* tile, const float (&sum)[HS / 8][4], const float (&scale)[2],
+                                  int row0, int T, int stride) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = threadIdx.x / 32 * 16;
+    #pragma unroll
+    for (int n = 0; n < HS / 8; n++) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            *reinterpret_cast<unsigned*>(tile + place<ROWS>(first + h * 8 + g, 8 * n) + 2 * t) =
+                to_bf16(sum[n][2 * h] * scale[h], sum[n][2 * h + 1] * scale[h]);
+        }
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < HS / 16; i++) {
+        const int down = (32 * i + lane) / (HS / 8), column = lane % (HS / 8) * 8;
+        if (row0 + down < T)
+            *reinterpret_cast<uint4*>(rows + (long long)(row0 + down) * stride + column) =
+                *reinterpret_cast<const uint4*>(tile + place<ROWS>(first + down, column));
+    }
+}
+
+// The same in fp32, as pairs of neighbours.
+template <int HS>
+__device__ inline void store_floats(float* rows, const float (&sum)[HS / 8][4], float scale, int row0, int T,
+                                    int stride) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = row0 + h * 8 + g;
+        #pragma unroll
+        for (int n = 0; n < (row < T ? HS / 8 : 0); n++) {
+            *reinterpret_cast<float2*>(rows + (long long)row * stride + 8 * n + 2 * t) =
+                make_float2(sum[n][2 * h] * scale, sum[n][2 * h + 1] * scale);
+        }
+    }
+}
+
+// ---- forward
 
 // The scores of a tile become p = 2^(s log2(e) / sqrt(HS) - reference), and are added to sum. The reference of a row
 // keeps its sums in range; the tile on the diagonal, which comes first, sets it to its largest exponent. It moves only
@@ -263,15 +380,15 @@ __device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&refere
 }
 
 // Grid (B * NH, tiles of 64 WARPGROUPS queries). Shared memory: the queries, then STAGES times a tile of KEYS keys and
-// one of values. If Q_KEPT, the queries go to registers.
+// one of values.
 template <int HS, int WARPGROUPS, int KEYS, int STAGES, bool Q_KEPT>
 __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     static_assert(KEYS % 64 == 0 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
     constexpr int THREADS = 128 * WARPGROUPS, QUERIES = 64 * WARPGROUPS, TILE = KEYS * HS;
     SHARED_TILES(shared);
     bf16 *const queries = shared, *const tiles = shared + QUERIES * HS;
-    const int warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);  // for the compiler: one for all lanes of a warp
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+    const int warpgroup = warpgroup_of<WARPGROUPS>();
     const Head<HS> head(qkv, T, NH, NKV);
     const int block0 = (gridDim.y - 1 - blockIdx.y) * QUERIES, row0 = block0 + 64 * warpgroup;  // most work comes first
     const int last = (min(block0 + QUERIES, T) - 1) / KEYS, diagonal = row0 < T ? row0 / KEYS : -1;
@@ -284,38 +401,11 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
         copies_commit();
     };
     float acc[HS / 8][4], sum[2] = {}, reference[2] = {}, factor[2] = {};
-    unsigned a[Q_KEPT ? HS / 16 : 1][4], p[KEYS / 16][4];
-    const Descriptor rows = descriptor(queries + 64 * warpgroup * 64, 0), first = descriptor(tiles, KEYS * 128);
-
-    // s = q k^T: 16 columns a product, which begin within the 128 bytes of a row.
-    const auto start_scores = [&](float (&s)[KEYS / 8][4], int stage) {
-        const Descriptor keys = further(first, 2 * stage * TILE);
-        wgmma_fence();
-        #pragma unroll
-        for (int i = 0; i < HS / 16; i++) {
-            const int at = i % 4 * 16;
-            const Descriptor b = further(keys, i / 4 * KEYS * 64 + at);
-            if constexpr (Q_KEPT) wgmma<false>(s, a[i], b, i > 0);
-            else wgmma(s, further(rows, i / 4 * QUERIES * 64 + at), b, i > 0);
-        }
-        wgmma_commit();
-    };
-    // acc += p v: 16 rows of values a product. The first one, of the tile on the diagonal, sets it.
-    const auto start_sum = [&](int stage, bool add) {
-        const Descriptor values = further(first, (2 * stage + 1) * TILE);
-        wgmma_fence();
-        #pragma unroll
-        for (int i = 0; i < KEYS / 16; i++) wgmma<true>(acc, p[i], further(values, i * 16 * 64), add || i > 0);
-        wgmma_commit();
-    };
-    // Two neighbouring results of q k^T, packed to words, are an operand a of p v.
-    const auto pack = [&](const float (&s)[KEYS / 8][4]) {
-        #pragma unroll
-        for (int i = 0; i < KEYS / 16 * 4; i++) {
-            const float (&x)[4] = s[i / 4 * 2 + i % 4 / 2];
-            p[i / 4][i % 4] = to_bf16(x[i % 2 * 2], x[i % 2 * 2 + 1]);
-        }
-    };
+    unsigned p[KEYS / 16][4];
+    Operand<HS, QUERIES, Q_KEPT> q = {descriptor(queries + 64 * warpgroup * 64, 0)};
+    const Descriptor first = descriptor(tiles, KEYS * 128);
+    const auto keys = [&](int stage) { return further(first, 2 * stage * TILE); };
+    const auto values = [&](int stage) { return further(first, (2 * stage + 1) * TILE); };
 
     copy_rows<HS, QUERIES, THREADS>(queries, head.query, block0, T, head.stride);
     #pragma unroll
@@ -328,21 +418,23 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
         if (tile <= diagonal) {
             float s[KEYS / 8][4];
             if (tile == diagonal) {
-                #pragma unroll
-                for (int i = 0; i < (Q_KEPT ? HS / 16 : 0); i++)
-                    load_matrices<false>(a[i], queries + place<QUERIES>(warp * 16 + lane % 16, 16 * i + lane / 16 * 8));
-                start_scores(s, stage);
+                q.fetch(queries);
+                wgmma_fence();
+                start_scores(s, q, keys(stage));
+                wgmma_commit();
                 wgmma_wait<0>();
                 settle(s);
                 softmax<HS, true>(s, sum, reference, factor, tile * KEYS - row0);
             } else {
-                start_scores(s, stage);
-                start_sum(before, tile + 1 < diagonal);
+                wgmma_fence();
+                start_scores(s, q, keys(stage));
+                wgmma_commit();
+                start_sum(acc, p, values(before), tile + 1 < diagonal);
+                wgmma_commit();
                 wgmma_wait<1>();
                 settle(s);
                 const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
-                // A sum is never negative. But to know that takes all exponentials, and so the assembler cannot put the
-                // wait before them, which it otherwise does.
+                // A sum is never negative. But to know that takes all exponentials, and so the wait stays behind them.
                 if (moved || fminf(sum[0], sum[1]) < 0.0f) {
                     wgmma_wait<0>();
                     settle(acc);
@@ -352,44 +444,338 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
                 wgmma_wait<0>();
                 settle(acc);
             }
-            pack(s);
+            pack(p, s);
         }
         before = stage;
         stage = stage + 1 < STAGES ? stage + 1 : 0;
     }
     if (diagonal >= 0) {
-        start_sum(before, diagonal > 0);
+        wgmma_fence();
+        start_sum(acc, p, values(before), diagonal > 0);
+        wgmma_commit();
         wgmma_wait<0>();
         settle(acc);
     }
 
-    __syncthreads();  // no product reads queries any more: their place serves to bring together what is stored
-    bf16* const rows_out = queries + warp * 16 * 64;
+    __syncthreads();  // no product reads queries any more
+    float inverse[2];
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], 1);
         sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], 2);
-        const float inverse = 1.0f / sum[h];
+        inverse[h] = 1.0f / sum[h];
         const int row = block0 + warp * 16 + h * 8 + g;
         if (t == 0 && row < T) lse[(long long)blockIdx.x * T + row] = LN2 * reference[h] + logf(sum[h]);
-        #pragma unroll
-        for (int n = 0; n < HS / 8; n++) {
-            *reinterpret_cast<unsigned*>(rows_out + place<QUERIES>(h * 8 + g, 8 * n) + 2 * t) =
-                to_bf16(acc[n][2 * h] * inverse, acc[n][2 * h + 1] * inverse);
-        }
     }
-    __syncwarp();
+    store_rows<HS, QUERIES>(out + head.rows(T), queries, acc, inverse, block0 + warp * 16, T, head.C);
+}
+
+// ---- backward
+
+// The scores of a warpgroup's 64 queries with a tile of keys, s, and dp = dout v^T become ds = p (dp - D), in s.
+template <int HS, bool DIAGONAL, int N>
+__device__ inline void query_gradients(float (&s)[N][4], const float (&dp)[N][4], const float (&log2_sum)[2],
+                                       const float (&D)[2], int ahead) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + ahead;
     #pragma unroll
-    for (int i = 0; i < HS / 16; i++) {
-        const int down = (32 * i + lane) / (HS / 8), column = lane % (HS / 8) * 8, row = block0 + warp * 16 + down;
-        if (row < T)
-            *reinterpret_cast<uint4*>(out + head.rows(T) + (long long)row * head.C + column) =
-                *reinterpret_cast<const uint4*>(rows_out + place<QUERIES>(down, column));
+    for (int n = 0; n < N; n++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const bool hidden = DIAGONAL && 8 * n + column + i % 2 > row + i / 2 * 8;
+            const float x = hidden ? 0.0f : exp2_approx(s[n][i] * to_exponent<HS>() - log2_sum[i / 2]);
+            s[n][i] = x * (dp[n][i] - D[i / 2]);
+        }
     }
 }
 
-// The numbers in brackets are HS, warpgroups, keys of a tile, and stages; then, whether queries go to registers. Two
-// blocks fill a multiprocessor: while some warps take exponentials, others keep the tensor cores busy.
+// Those of its 64 keys with a tile of queries, s transposed, become p; lse is the tile's.
+template <int HS, bool DIAGONAL, int N>
+__device__ inline void key_probabilities(float (&s)[N][4], const float* lse, int ahead) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    #pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float2 two = *reinterpret_cast<const float2*>(lse + 8 * n + column);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const bool hidden = DIAGONAL && ahead + 8 * n + column + i % 2 < row + i / 2 * 8;
+            const float log2_sum = LOG2E * (i % 2 == 0 ? two.x : two.y);
+            s[n][i] = hidden ? 0.0f : exp2_approx(s[n][i] * to_exponent<HS>() - log2_sum);
+        }
+    }
+}
+
+// And dp becomes ds = p (dp - D).
+template <int N>
+__device__ inline void key_gradients(float (&dp)[N][4], const float (&p)[N][4], const float* D) {
+    #pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float2 two = *reinterpret_cast<const float2*>(D + 8 * n + threadIdx.x % 4 * 2);
+        #pragma unroll
+        for (int i = 0; i < 4; i++) dp[n][i] = p[n][i] * (dp[n][i] - (i % 2 == 0 ? two.x : two.y));
+    }
+}
+
+// D = rowsum(dout * out) of rows g and g + 8 of the warp's 16, from row0 on; NaN where lse is not finite. Lanes load 16
+// bytes each, and those of a row bring together what they have.
+template <int HS>
+__device__ inline void find_D(float (&D)[2], float* dsum, const bf16* dout, const bf16* out, const float* lse, int row0,
+                              int T, int stride) {
+    constexpr int LANES = HS / 8, ROWS = 32 / LANES;  // of a row; rows at a time
+    const int lane = threadIdx.x % 32, g = lane / 4, column = lane % LANES * 8;
+    #pragma unroll
+    for (int i = 0; i < 16 / ROWS; i++) {
+        const int row = row0 + i * ROWS + lane / LANES;
+        float sum = 0.0f;
+        if (row < T) {
+            const uint4 x = *reinterpret_cast<const uint4*>(dout + (long long)row * stride + column);
+            const uint4 y = *reinterpret_cast<const uint4*>(out + (long long)row * stride + column);
+            sum = first_of(x.x) * first_of(y.x) + second_of(x.x) * second_of(y.x);
+            sum += first_of(x.y) * first_of(y.y) + second_of(x.y) * second_of(y.y);
+            sum += first_of(x.z) * first_of(y.z) + second_of(x.z) * second_of(y.z);
+            sum += first_of(x.w) * first_of(y.w) + second_of(x.w) * second_of(y.w);
+        }
+        #pragma unroll
+        for (int offset = 1; offset < LANES; offset *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+        if (row < T) sum = fmaf(0.0f, lse[row], sum);
+        if (row < T && column == 0) dsum[row] = sum;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float found = __shfl_sync(ALL_LANES, sum, (h * 8 + g) % ROWS * LANES);
+            if ((h * 8 + g) / ROWS == i) D[h] = found;
+        }
+    }
+}
+
+// Grid (B * NH, tiles of 64 WARPGROUPS queries). Sets dq, and D for the kernel that follows. Shared memory: the
+// queries, their output gradients, then STAGES times a tile of KEYS keys and one of values.
+template <int HS, int WARPGROUPS, int KEYS, int STAGES, bool KEPT>
+__device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out, const float* lse,
+                                      const bf16* qkv, int T, int NH, int NKV) {
+    static_assert(KEYS % 64 == 0 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
+    constexpr int THREADS = 128 * WARPGROUPS, QUERIES = 64 * WARPGROUPS, TILE = KEYS * HS;
+    SHARED_TILES(shared);
+    bf16 *const queries = shared, *const douts = queries + QUERIES * HS, *const tiles = douts + QUERIES * HS;
+    const int warpgroup = warpgroup_of<WARPGROUPS>(), warp = threadIdx.x / 32;
+    const Head<HS> head(qkv, T, NH, NKV);
+    const int block0 = (gridDim.y - 1 - blockIdx.y) * QUERIES, row0 = block0 + 64 * warpgroup;
+    const int last = (min(block0 + QUERIES, T) - 1) / KEYS, diagonal = row0 < T ? row0 / KEYS : -1;
+    out += head.rows(T);
+    dout += head.rows(T);
+    lse += (long long)blockIdx.x * T;
+    dsum += (long long)blockIdx.x * T;
+
+    const auto start = [&](int tile, int stage) {
+        if (tile >= 0) {
+            copy_rows<HS, KEYS, THREADS>(tiles + 2 * stage * TILE, head.key, tile * KEYS, T, head.stride);
+            copy_rows<HS, KEYS, THREADS>(tiles + (2 * stage + 1) * TILE, head.value, tile * KEYS, T, head.stride);
+        }
+        copies_commit();
+    };
+    float dq[HS / 8][4] = {}, s[KEYS / 8][4] = {}, dp[KEYS / 8][4], log2_sum[2], D[2];
+    unsigned ds[KEYS / 16][4];
+    Operand<HS, QUERIES, KEPT> q = {descriptor(queries + 64 * warpgroup * 64, 0)};
+    Operand<HS, QUERIES, KEPT> d = {descriptor(douts + 64 * warpgroup * 64, 0)};
+    const Descriptor first = descriptor(tiles, KEYS * 128);
+    const auto keys = [&](int stage) { return further(first, 2 * stage * TILE); };
+    const auto values = [&](int stage) { return further(first, (2 * stage + 1) * TILE); };
+
+    copy_rows<HS, QUERIES, THREADS>(queries, head.query, block0, T, head.stride);
+    copy_rows<HS, QUERIES, THREADS>(douts, dout, block0, T, head.C);
+    #pragma unroll
+    for (int i = 0; i < STAGES - 2; i++) start(last - i, i);
+    find_D<HS>(D, dsum, dout, out, lse, block0 + warp * 16, T, head.C);
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int row = block0 + warp * 16 + h * 8 + threadIdx.x % 32 / 4;
+        log2_sum[h] = row < T ? LOG2E * lse[row] : 0.0f;
+    }
+    int tile = last, stage = 0;
+    // dq has what the tile before the last adds to it, and ds of the last one can take the place of that one's. At the
+    // head of a loop this wait stays behind the exponentials.
+    const auto finish = [&] {
+        wgmma_wait<0>();
+        settle(dq);
+        pack(ds, s);
+    };
+    // The tile is there for all threads, and all are done with the tile before the last.
+    const auto arrive = [&] {
+        copies_arrive<STAGES - 3>();
+        __syncthreads();
+        start(tile - (STAGES - 2), stage + STAGES - 2 < STAGES ? stage + STAGES - 2 : stage - 2);
+    };
+    const auto before = [&] { return stage > 0 ? stage - 1 : STAGES - 1; };
+    const auto attend = [&](auto masked) {
+        wgmma_fence();
+        start_scores(s, q, keys(stage));
+        start_scores(dp, d, values(stage));
+        wgmma_commit();
+        start_sum(dq, ds, keys(masked.value && tile == diagonal ? stage : before()), true);  // before the first ds is 0
+        wgmma_commit();
+        wgmma_wait<1>();
+        settle(s);
+        settle(dp);
+        query_gradients<HS, masked.value>(s, dp, log2_sum, D, tile * KEYS - row0);
+    };
+    const auto leave = [&] {
+        tile--;
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    };
+    for (; tile >= block0 / KEYS; leave()) {
+        finish();
+        arrive();
+        if (tile == diagonal) {
+            q.fetch(queries);
+            d.fetch(douts);
+        }
+        if (tile <= diagonal) attend(Is<true>());
+        wgmma_wait<0>();
+        settle(dq);
+    }
+    for (; tile >= 0; leave()) {
+        finish();
+        arrive();
+        attend(Is<false>());
+    }
+    finish();
+    wgmma_fence();
+    start_sum(dq, ds, keys(before()), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(dq);
+
+    __syncthreads();  // no product reads queries any more
+    const Head<HS> same(qkv, T, anew(NH), NKV);
+    const float scale[2] = {rsqrtf((float)HS), rsqrtf((float)HS)};
+    store_rows<HS, QUERIES>(dqkv + (same.query - qkv), queries, dq, scale, block0 + warp * 16, T, same.stride);
+}
+
+// Grid (B * NH, tiles of 64 WARPGROUPS keys). Sets dk and dv of dqkv; or if query heads share keys, this head's share
+// of them in dkv_heads, which is null otherwise. Reads D from dsum. Shared memory: the keys, the values, STAGES times a
+// tile of QUERIES queries and one of output gradients, and as often lse and D of a tile.
+template <int HS, int WARPGROUPS, int QUERIES, int STAGES, bool KEPT>
+__device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout, const float* lse,
+                                    const bf16* qkv, int T, int NH, int NKV) {
+    static_assert(QUERIES == 64 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
+    constexpr int THREADS = 128 * WARPGROUPS, KEYS = 64 * WARPGROUPS, TILE = QUERIES * HS;
+    SHARED_TILES(shared);
+    bf16 *const keys = shared, *const values = keys + KEYS * HS, *const tiles = values + KEYS * HS;
+    float* const terms = reinterpret_cast<float*>(tiles + 2 * STAGES * TILE);
+    const int warpgroup = warpgroup_of<WARPGROUPS>(), warp = threadIdx.x / 32;
+    const Head<HS> head(qkv, T, NH, NKV);
+    const int block0 = blockIdx.y * KEYS, row0 = block0 + 64 * warpgroup;  // most work comes first
+    const int end = ceil_div(T, QUERIES), diagonal = row0 / QUERIES;
+    const float* const term = (threadIdx.x < QUERIES ? lse : dsum) + (long long)blockIdx.x * T;
+    dout += head.rows(T);
+
+    const auto start = [&](int tile, int stage) {
+        if (tile < end) {
+            copy_rows<HS, QUERIES, THREADS>(tiles + 2 * stage * TILE, head.query, tile * QUERIES, T, head.stride);
+            copy_rows<HS, QUERIES, THREADS>(tiles + (2 * stage + 1) * TILE, dout, tile * QUERIES, T, head.C);
+            // Queries from T on are zeros throughout, and add zeros.
+            const int row = tile * QUERIES + threadIdx.x % QUERIES;
+            if (threadIdx.x < 2 * QUERIES)
+                copy_one(terms + 2 * stage * QUERIES + threadIdx.x, term + (row < T ? row : 0), row < T);
+        }
+        copies_commit();
+    };
+    float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
+    unsigned p[QUERIES / 16][4], ds[QUERIES / 16][4] = {};
+    Operand<HS, KEYS, KEPT> k = {descriptor(keys + 64 * warpgroup * 64, 0)};
+    Operand<HS, KEYS, KEPT> v = {further(k.rows, KEYS * HS)};
+    const Descriptor first = descriptor(tiles, QUERIES * 128);
+    const auto queries = [&](int stage) { return further(first, 2 * stage * TILE); };
+    const auto douts = [&](int stage) { return further(first, (2 * stage + 1) * TILE); };
+
+    copy_rows<HS, KEYS, THREADS>(keys, head.key, block0, T, head.stride);
+    copy_rows<HS, KEYS, THREADS>(values, head.value, block0, T, head.stride);
+    int tile = block0 / QUERIES, stage = 0;
+    #pragma unroll
+    for (int i = 0; i < STAGES - 2; i++) start(tile + i, i);
+    // The tile is there for all threads, and all are done with the tile before the last.
+    const auto arrive = [&] {
+        copies_arrive<STAGES - 3>();
+        __syncthreads();
+        start(tile + STAGES - 2, stage + STAGES - 2 < STAGES ? stage + STAGES - 2 : stage - 2);
+    };
+    const auto before = [&] { return stage > 0 ? stage - 1 : STAGES - 1; };
+    const auto attend = [&](auto masked) {
+        const float *const log_sums = terms + 2 * stage * QUERIES, *const D = log_sums + QUERIES;
+        float s[QUERIES / 8][4], dp[QUERIES / 8][4];
+        wgmma_fence();
+        start_scores(s, k, queries(stage));
+        wgmma_commit();
+        // Before the first tile ds is 0.
+        start_sum(dk, ds, queries(masked.value && tile == diagonal ? stage : before()), true);
+        wgmma_commit();
+        wgmma_wait<1>();  // for the scores, and for dv of the tile before
+        settle(s);
+        key_probabilities<HS, masked.value>(s, log_sums, tile * QUERIES - row0);
+        pack(p, s);
+        // No p is negative. But to know that takes all of them, and so the wait stays behind the exponentials.
+        unsigned signs = 0;
+        #pragma unroll
+        for (int i = 0; i < QUERIES / 4; i++) signs |= p[i / 4][i % 4];
+        if (signs >> 31) wgmma_wait<0>();
+        wgmma_wait<0>();  // for dk of the tile before: the registers of its ds are needed
+        settle(dk);
+        wgmma_fence();
+        start_scores(dp, v, douts(stage));
+        wgmma_commit();
+        start_sum(dv, p, douts(stage), true);
+        wgmma_commit();
+        wgmma_wait<1>();
+        settle(dp);
+        key_gradients(dp, s, D);
+        pack(ds, dp);
+    };
+    const auto leave = [&] {
+        tile++;
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    };
+    for (const int behind = min(tile + WARPGROUPS, end); tile < behind; leave()) {
+        arrive();
+        if (tile == diagonal) {
+            k.fetch(keys);
+            v.fetch(values);
+        }
+        if (tile >= diagonal) attend(Is<true>());
+        wgmma_wait<0>();
+        settle(dk);
+        settle(dv);
+    }
+    for (; tile < end; leave()) {
+        arrive();
+        attend(Is<false>());
+    }
+    wgmma_fence();
+    start_sum(dk, ds, queries(before()), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(dv);
+    settle(dk);
+
+    __syncthreads();  // no product reads keys and values any more
+    const int row = block0 + warp * 16;
+    const bool inside = row + threadIdx.x % 16 < T;
+    dsum += (long long)blockIdx.x * T + row + threadIdx.x % 16;
+    const float nan = warp_sum(inside ? 0.0f * *dsum : 0.0f);  // 0, or as D is
+    const float scale[2] = {rsqrtf((float)HS) + nan, rsqrtf((float)HS) + nan}, one[2] = {1.0f + nan, 1.0f + nan};
+    const Head<HS> same(qkv, T, anew(NH), NKV);
+    if (NKV < NH) {  // in both arrays dv lies C numbers behind dk
+        float* const share = dkv_heads + same.rows(2 * T);
+        store_floats<HS>(share, dk, scale[0], row, T, 2 * same.C);
+        store_floats<HS>(share + same.C, dv, one[0], row, T, 2 * same.C);
+    } else {
+        bf16* const gradient = dqkv + (same.key - qkv);
+        store_rows<HS, KEYS>(gradient, keys, dk, scale, row, T, same.stride);
+        store_rows<HS, KEYS>(gradient + same.C, values, dv, one, row, T, same.stride);
+    }
+}
+
+// The numbers in brackets are HS, warpgroups, rows of a tile, and stages; then, whether the block's own rows go to
+// registers. kernels/flash_attention.py has rows of a block, 64 for each warpgroup, and stages, too. While some of a
+// multiprocessor's warpgroups take exponentials, others keep the tensor cores busy: four in forward (two where HS is
+// 128), three in backward_query (two), and two in backward_key, whose sums leave registers for no more.
 extern "C" __global__ void __launch_bounds__(256, 2)
 flash_attention_forward_wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     forward<64, 2, 64, 3, true>(out, lse, qkv, T, NH, NKV);
@@ -398,4 +784,28 @@ flash_attention_forward_wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, 
 extern "C" __global__ void __launch_bounds__(128, 2)
 flash_attention_forward_wgmma_kernel_128(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     forward<128, 1, 64, 3, false>(out, lse, qkv, T, NH, NKV);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 3)
+flash_attention_backward_query_wgmma_kernel_64(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out,
+                                               const float* lse, const bf16* qkv, int T, int NH, int NKV) {
+    backward_query<64, 1, 64, 3, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 2)
+flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout,
+                                             const float* lse, const bf16* qkv, int T, int NH, int NKV) {
+    backward_key<64, 1, 64, 4, true>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+flash_attention_backward_query_wgmma_kernel_128(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out,
+                                                const float* lse, const bf16* qkv, int T, int NH, int NKV) {
+    backward_query<128, 2, 64, 3, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout,
+                                              const float* lse, const bf16* qkv, int T, int NH, int NKV) {
+    backward_key<128, 2, 64, 3, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }

@@ -386,7 +386,8 @@ def test_the_fragments_are_those_of_flash_attentions_instruction(tmp_path):
     names: dict = {}
     exec(BY_NAME["fragments"].path.read_text(), names)
     parts = "constexpr unsigned ALL_LANES", "__device__ inline float tf32_bits(", "__device__ inline void mma("
-    text = whole(Exercise("fragments", (), source="kernels/flash_attention.cu", parts=parts))
+    source = "kernels/flash_attention.cu"
+    text = whole(Exercise("fragments", (), source=source, header="flash_attention.cuh", parts=parts))
     (tmp_path / "mma.cu").write_text(text.replace("../../kernels", str(ROOT / "kernels")) + """
 extern "C" __global__ void mma_kernel(float* d, const float* a, const float* b, const float* c) {
     float result[4], lane_a[4], lane_c[4];

@@ -76,6 +76,7 @@ def test_bytes_are_counted_by_the_type_of_each_array():
     assert traffic.bytes_of("flash_attention_group_sum_kernel", heads) == 12 * 4 + 6 * 2
     for name in "flash_attention_forward_kernel_64", "flash_attention_forward_wgmma_kernel_128":
         assert traffic.flops_of(name, {"T": 3, "out": two}) == 2 * 3 * 6
+    assert traffic.flops_of("flash_attention_backward_key_wgmma_kernel_64", {"T": 3, "dout": two}) == 4 * 3 * 6
 
 
 def test_a_kernel_without_a_rule_is_shown_as_not_counted():

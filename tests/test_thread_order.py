@@ -15,7 +15,7 @@ from kernels.cached_attention import cached_attention_forward
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
-from kernels.flash_attention import flash_attention_forward
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING, matvec
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
@@ -158,8 +158,12 @@ def wgmma():
     device.use_precision("bf16")
     rng = np.random.default_rng(6)
     for T, NH, NKV, HS in (261, 2, 1, 64), (261, 1, 1, 128):
-        qkv, out = (device.to_bf16(normal(rng, 1, T, heads, HS)) for heads in (NH + 2 * NKV, NH))
-        flash_attention_forward(out, np.zeros((1, NH, T), np.float32), qkv, 1, T, NH, NKV, HS, wgmma=True)
+        sizes = 1, T, NH, NKV, HS
+        qkv, dout = (device.to_bf16(normal(rng, 1, T, heads, HS)) for heads in (NH + 2 * NKV, NH))
+        dqkv, out = np.zeros_like(qkv), np.zeros_like(dout)
+        lse, dsum, dkv_heads = (np.zeros(shape, np.float32) for shape in ((1, NH, T), (1, NH, T), (1, T, 2, NH, HS)))
+        flash_attention_forward(out, lse, qkv, *sizes, wgmma=True)
+        flash_attention_backward(dqkv, dkv_heads, dsum, dout, out, lse, qkv, *sizes, wgmma=True)
     device.use_precision("fp32")
 
 
