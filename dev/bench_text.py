@@ -62,6 +62,7 @@ def prompts_of(workload: Workload, first: int) -> np.ndarray:
 
 
 def build_model(workload: Workload) -> Model:
+    """Ours, for inference alone, with random weights."""
     config = workload.config
     model = workload.kind(config, workload.B, workload.T, choose_attention("auto", config.head_size), inference=True)
     model.randomize(SEED)
@@ -75,6 +76,7 @@ def tensors_of(model: Model):
 
 
 def time_ours(model: Model, prompts: np.ndarray, count: int) -> float:
+    """Milliseconds of a step that goes on with the prompts (B, first)."""
     writer = Writer(model, len(prompts), temperature=0.0)
     device.compile_all()
     texts, samplers = prompts.tolist(), samplers_of(SEED, len(prompts))
@@ -83,7 +85,7 @@ def time_ours(model: Model, prompts: np.ndarray, count: int) -> float:
 
 
 def time_transformers(peer: str, tensors, workload: Workload, prompts: np.ndarray, count: int) -> float:
-    """tensors: of our model, fp32 on the host."""
+    """The same for transformers' model. tensors: the parameters of ours, as tensors_of gives them."""
     import torch
     import transformers
 
@@ -129,7 +131,7 @@ def time_transformers(peer: str, tensors, workload: Workload, prompts: np.ndarra
 
 
 def limit_of(model: Model, workload: Workload, positions: int) -> float:
-    """The milliseconds of a step that writes a token of each text, `positions` of which are there."""
+    """The fewest milliseconds in which a step can write a token of each text. positions: tokens in each text so far."""
     config, sizes = model.config, model.config.sizes()
     shapes = [symbols for _, symbols in config.parameters() if symbols[0] not in ("Vp", "maxT")] + [("Vp", "C")]
     weights = sum(math.prod(shape_of(symbols, sizes)) for symbols in shapes) * model.floatX.itemsize

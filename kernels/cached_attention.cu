@@ -195,8 +195,8 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     });
 }
 
-// out (B*T,NH,HS) is set where splits is 1; else parts (B*T,NH,splits,HS) and stats (B*T,NH,splits,2), which may be null
-// otherwise, for the splits that begin before the position. With HEADS 1, for queries that share no keys, and 4.
+// out (B*T,NH,HS) is set where splits is 1; else stats (B*T,NH,splits,2), and parts (B*T,NH,splits,HS) for the splits that
+// have keys. These may be null otherwise. With HEADS 1, for queries that share no keys, and 4.
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
 cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                         const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,

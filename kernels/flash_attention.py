@@ -35,9 +35,9 @@ def flash_attention_forward(
     of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
     lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees. wgmma, in bf16
-    only: whether by that instruction; without a word, where there is one. The CPU device can do either.
-    Raises UserError for heads of another size than HEAD_SIZES, and on a GPU without TF32 (before
-    compute capability 8.0).
+    only: whether to use that instruction; None: if the GPU has it. The CPU device can do either.
+    Raises UserError for heads of another size than HEAD_SIZES, and on a GPU without TF32 (before compute capability
+    8.0).
     """
     check(HS)
     arguments = out, lse, qkv, T, NH, NKV

@@ -515,8 +515,8 @@ __device__ inline void key_gradients(float (&dp)[N][4], const float (&p)[N][4], 
     }
 }
 
-// D = rowsum(dout * out) of rows g and g + 8 of the warp's 16, from row0 on; NaN where lse is not finite. Lanes load 16
-// bytes each, and those of a row bring together what they have.
+// D = rowsum(dout * out) of rows g and g + 8 of the warp's 16, from row0 on; NaN where lse is not finite. Each lane
+// loads 16 bytes, and the lanes of a row add up their products by shuffles.
 template <int HS>
 __device__ inline void find_D(float (&D)[2], float* dsum, const bf16* dout, const bf16* out, const float* lse, int row0,
                               int T, int stride) {

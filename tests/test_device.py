@@ -187,7 +187,7 @@ def test_a_kernel_that_is_not_in_the_file_is_an_error(dev):
 
 
 def test_all_kernel_files_are_compiled_at_once(dev):
-    """But for those of which no launcher takes kernels on this device: wgmma's, in fp32."""
+    """A file that no launcher uses on this device is left out: in fp32 the one for wgmma."""
     assert any("hopper" in source.path.name for source in dev.current.sources)
     dev.compile_all()
     compiled = {path for path, _ in dev.current.device.modules}

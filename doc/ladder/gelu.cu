@@ -5,7 +5,7 @@
 
 constexpr float SQRT_2_OVER_PI = 0.7978845608028654f;
 
-// One float a thread, as the formula has it: a flat index, from which a division finds the channel, and tanhf.
+// One float a thread, as the formula has it: a flat index, which is divided to find the channel, and tanhf.
 extern "C" __global__ void formula_kernel(float* out, const float* inp, const float* bias, size_t n, int C) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
