@@ -1,4 +1,5 @@
-"""Draws the book's pictures: doc/draw/<name>.py has a function draw() that gives doc/pictures/<name>.svg.
+"""Draws the book's pictures: doc/draw/<name>.py has a function draw() that gives doc/pictures/<name>.svg, or PICTURES,
+which has a function for each of its pictures by their names.
 
     python doc/draw.py                       # all of them
     python doc/draw.py butterfly roofline    # some
@@ -10,19 +11,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import importlib
+from collections.abc import Callable
 
 from device.errors import UserError
 from llmc.arguments import Parser
 from llmc.program import run_program
 
 DOC = Path(__file__).resolve().parent
-SHARED = {"__init__", "figure", "launches", "operands"}
-PICTURES = sorted(path.stem for path in (DOC / "draw").glob("*.py") if path.stem not in SHARED)
+SHARED = {"__init__", "figure", "launches", "operands", "rung"}
+
+
+def pictures_of(script: str) -> dict[str, Callable[[], str]]:
+    """The functions of a script of doc/draw that give a picture's SVG, by the pictures' names."""
+    module = importlib.import_module(f"doc.draw.{script}")
+    return getattr(module, "PICTURES", None) or {script: module.draw}
+
+
+SCRIPTS = sorted(path.stem for path in (DOC / "draw").glob("*.py") if path.stem not in SHARED)
+DRAWINGS = {name: draw for script in SCRIPTS for name, draw in pictures_of(script).items()}
+PICTURES = sorted(DRAWINGS)
 
 
 def drawn(name: str) -> str:
     """The SVG of a picture."""
-    return importlib.import_module(f"doc.draw.{name}").draw()
+    return DRAWINGS[name]()
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ whose name ends in _bf16 have arrays of that type, and are given numbers that it
 The tables of the pages show the GPU that doc/ladder/measured.json names. There --keep puts a topic's times into this
 file, and on a CPU its counts. On any other GPU it puts them into a file of that GPU beside it, measured-<name>.json,
 which git ignores. On such a GPU the command prints the book's times beside its own, and the book that `make book` makes
-shows what was kept in columns of its own.
+shows what was kept in columns of its own. The pictures of rungs show the book's times: `python doc/draw.py` draws them
+again.
 """
 
 import sys

@@ -1,51 +1,86 @@
 """Where the numbers of flash attention stand in the first four rungs of its ladder, and what moves for each tile."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
+from doc.draw.rung import DEVICE, REGISTERS, SHARED, Levels, account, heading
 
-LEVELS = (("device memory", 62), ("shared memory", 178), ("registers", 294))
-W = 205
-
-
-def box(figure: Figure, x: float, y: float, words: str, colour: str, width: float = 44) -> None:
-    figure.rect(x, y, width, 34, colour, "ink")
-    figure.text(x + width / 2, y + 22, words, 14, "middle")
+TOPIC = "flash_attention"
 
 
-def draw() -> str:
-    figure = Figure(880, 440, "Where queries, keys, values, scores and sums stand in four rungs")
-    titles = ("One thread a query", "Tiles in shared memory", "Tensor cores", "Scores in registers")
-    says = (
-        ("a load brings a number", "for one multiplication"), ("a load brings four, and", "64 threads share a tile"),
-        ("scores go down and up", "for each tile"), ("only keys and values", "move"),
-    )  # fmt: skip
-    device, shared, registers = (y for _, y in LEVELS)
-    for i, (title, words) in enumerate(zip(titles, says, strict=True)):
-        x = 20 + i * (W + 8)
-        figure.text(x, 24, title, 15, bold=True)
-        for name, y in LEVELS:
-            figure.rect(x, y - 18, W, 92, "f")
-            figure.text(x + W - 6, y - 4, name, 12, "end", "faint")
-        box(figure, x + 8, device + 22, "k, v", "a")
-        if i > 0:
-            figure.line(x + 30, device + 58, x + 30, shared + 20, arrow=True)
-            box(figure, x + 8, shared + 22, "k, v", "a")
-        figure.line(x + 30, (shared if i > 0 else device) + 58, x + 30, registers + 20, arrow=True)
-        box(figure, x + 8, registers + 22, "k, v", "a")
-        box(figure, x + 58, (shared if i == 2 else registers) + 22, "q", "b", 30)
-        if i == 2:
-            figure.line(x + 73, shared + 58, x + 73, registers + 20, arrow=True)
-            box(figure, x + 58, registers + 22, "q", "b", 30)
-        box(figure, x + 94, registers + 22, "p", "e", 46)
-        box(figure, x + 146, registers + 22, "sums", "c", 52)
-        if i == 2:
-            box(figure, x + 94, shared + 22, "p", "e", 46)
-            figure.line(x + 106, registers + 20, x + 106, shared + 60, arrow=True)
-            figure.line(x + 128, shared + 58, x + 128, registers + 20, arrow=True)
-        for j, line in enumerate(words):
-            figure.text(x, 394 + 19 * j, line, 14)
+def begun(kernel: str) -> tuple[Figure, Levels]:
+    """A rung's picture with what all four have: keys and values that come from device memory, sums in registers."""
+    figure = Figure(880, 420, f"What moves and what stays in {kernel} of flash attention's ladder")
+    heading(figure, TOPIC, kernel)
+    levels = Levels(figure, 20, 66, 460)
+    levels.box(DEVICE, 14, "k, v", "a", 70)
+    levels.box(REGISTERS, 14, "k, v", "a", 70)
+    levels.box(REGISTERS, 362, "sums", "c", 84)
+    return figure, levels
+
+
+def scalar() -> str:
+    figure, levels = begun("scalar_kernel")
+    levels.move(48, DEVICE, REGISTERS, "one number for all 32 lanes")
+    levels.box(REGISTERS, 130, "q, 64 numbers", "b", 116)
+    levels.box(REGISTERS, 270, "score, p", "e", 74)
+    account(figure, 510, 90, 42,
+            "Every number of every key and value, one load at a time, to each warp.",
+            "A thread has one query (64 numbers) and its sum of values (64 numbers).",
+            "Each multiplication waits for a load: a number that is loaded serves a lane once.")  # fmt: skip
     return figure.svg()
+
+
+def tiled() -> str:
+    figure, levels = begun("tiled_kernel")
+    levels.move(48, DEVICE, SHARED, "32 keys and 32 values, copied by 64 threads")
+    levels.box(SHARED, 14, "k, v", "a", 70)
+    levels.move(48, SHARED, REGISTERS, "16 bytes: four numbers a load")
+    levels.box(REGISTERS, 130, "q, 64 numbers", "b", 116)
+    levels.box(REGISTERS, 264, "8 scores", "e", 84)
+    account(figure, 510, 90, 42,
+            "A tile moves once from device memory for 64 queries. From shared memory a load brings four numbers.",
+            "As before; and the scores of eight keys, so that sums are rescaled once for eight.",
+            "All 64 threads wait at a barrier for the tile. A load serves four multiplications.")  # fmt: skip
+    return figure.svg()
+
+
+def through_shared_memory() -> str:
+    figure, levels = begun("mma_kernel")
+    levels.move(48, DEVICE, SHARED, "32 keys and 32 values")
+    levels.box(SHARED, 14, "k, v", "a", 70)
+    levels.box(SHARED, 120, "q", "b", 60)
+    levels.box(SHARED, 216, "scores", "e", 116)
+    levels.move(48, SHARED, REGISTERS)
+    levels.box(REGISTERS, 120, "q", "b", 60)
+    levels.move(150, SHARED, REGISTERS)
+    levels.box(REGISTERS, 216, "scores, p", "e", 116)
+    for at, start, end in ((230, REGISTERS, SHARED), (258, SHARED, REGISTERS), (286, REGISTERS, SHARED),
+                           (314, SHARED, REGISTERS)):  # fmt: skip
+        levels.move(at, start, end)
+    account(figure, 510, 90, 42,
+            "Scores go to shared memory as mma leaves them, come back a row to two lanes, go "
+            "there as p, and come back as operand A. q is loaded again for each tile.",
+            "The sums of a warp's 16 queries.",
+            "Eight rows of q or k begin in one bank, so a load takes up to eight passes. And a warp waits for its "
+            "own scores, twice.")
+    return figure.svg()  # fmt: skip
+
+
+def in_registers() -> str:
+    figure, levels = begun("registers_kernel")
+    levels.move(48, DEVICE, SHARED, "32 keys and 32 values")
+    levels.box(SHARED, 14, "k, v", "a", 70)
+    levels.move(48, SHARED, REGISTERS, "4 bytes a load, in up to eight passes")
+    levels.box(REGISTERS, 120, "q", "b", 60)
+    levels.box(REGISTERS, 216, "scores = p", "e", 116)
+    account(figure, 510, 90, 42,
+            "Only keys and values. The result of the first product is the operand of the second, with keys in "
+            "another order.",
+            "q, scores, p and the sums of a warp's 16 queries.",
+            "Eight rows of a tile begin in one bank, so a load takes up to eight passes.")  # fmt: skip
+    return figure.svg()
+
+
+PICTURES = {
+    "flash_scalar": scalar, "flash_tiled": tiled, "flash_through_shared": through_shared_memory,
+    "flash_in_registers": in_registers,
+}  # fmt: skip

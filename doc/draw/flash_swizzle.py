@@ -6,26 +6,28 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
+from doc.draw.rung import heading
 
-SIDE = 46
+SIDE, TOP = 46, 86
 
 
 def grid(figure: Figure, x: int, title: str, swizzled: bool, says: str) -> None:
     """Eight rows of a tile, eight chunks of 16 bytes each, which together are all 32 banks."""
-    figure.text(x, 24, title, 16, bold=True)
+    figure.text(x, TOP, title, 14, bold=True)
     for place in range(8):
-        figure.text(x + place * SIDE + SIDE / 2, 50, f"{4 * place}-{4 * place + 3}", 11, "middle", "faint")
+        figure.text(x + place * SIDE + SIDE / 2, TOP + 24, f"{4 * place}-{4 * place + 3}", 11, "middle", "faint")
     for row in range(8):
         for place in range(8):
             chunk = place ^ row if swizzled else place
-            left, top = x + place * SIDE, 58 + row * SIDE
+            left, top = x + place * SIDE, TOP + 32 + row * SIDE
             figure.rect(left, top, SIDE, SIDE, "b" if chunk == 0 else "f", "paper")
             figure.text(left + SIDE / 2, top + 28, str(chunk), 14, "middle")
-    figure.text(x, 452, says, 14)
+    figure.text(x, TOP + 424, says, 14)
 
 
 def draw() -> str:
-    figure = Figure(830, 466, "A tile's chunks in their places, and swizzled")
+    figure = Figure(830, 528, "A tile's chunks in their places, and swizzled")
+    heading(figure, "flash_attention", "swizzled_kernel")
     grid(figure, 20, "Rows as they are", False, "eight rows in the same four banks: eight passes")
     grid(figure, 440, "Chunk c of row r where c xor r would be", True, "eight rows in eight fours of banks: one pass")
     return figure.svg()

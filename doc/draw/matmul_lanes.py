@@ -6,24 +6,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
+from doc.draw.rung import heading
 
-SIDE, SCALE = 128, 3
+SIDE, SCALE, TOP = 128, 3, 66
 
 
 def block(figure: Figure, x: int, title: str, rows: int, columns: int, pieces: list[tuple], says: list[str]) -> None:
     """A block's elements: the warp's part, and in it the 4 x 4 pieces of its first lanes."""
-    figure.text(x, 22, title, 16, bold=True)
-    figure.rect(x, 36, SIDE * SCALE, SIDE * SCALE, "f")
-    figure.rect(x, 36, columns * SCALE, rows * SCALE, "a")
+    figure.text(x, TOP + 10, title, 14, bold=True)
+    figure.rect(x, TOP + 22, SIDE * SCALE, SIDE * SCALE, "f")
+    figure.rect(x, TOP + 22, columns * SCALE, rows * SCALE, "a")
     for lane, row, column in pieces:
-        left, top = x + column * SCALE, 36 + row * SCALE
+        left, top = x + column * SCALE, TOP + 22 + row * SCALE
         figure.rect(left, top, 4 * SCALE, 4 * SCALE, "e" if lane == 1 else "c", "paper")
     for i, words in enumerate(says):
-        figure.text(x, 58 + SIDE * SCALE + 20 * i, words, 14)
+        figure.text(x, TOP + 44 + SIDE * SCALE + 20 * i, words, 14)
 
 
 def draw() -> str:
-    figure = Figure(860, 508, "The lanes of a warp on the block's 128 x 128 elements")
+    figure = Figure(860, 580, "The lanes of a warp on the block's 128 x 128 elements")
+    heading(figure, "matmul", "warp_tiles_kernel")
     strip = [(lane, 4 * i, 8 * lane + 4 * j) for lane in range(4) for i in range(2) for j in range(2)]
     tile = [(lane, 32 * i, 4 * lane + 16 * j) for lane in range(4) for i in range(2) for j in range(2)]
     block(figure, 20, "Vectorised: a warp has 16 x 128", 16, 128, strip,
@@ -32,5 +34,6 @@ def draw() -> str:
            "columns of lanes are 8 apart: 0 and 4 meet in a bank"])  # fmt: skip
     block(figure, 450, "Warp tiles: a warp has 64 x 32", 64, 32, tile,
           ["lanes 0 to 3 have four squares of 4 x 4 each", "a step of k needs 64 numbers of a, 32 of b",
-           "columns of lanes are 4 apart: no two meet"])  # fmt: skip
+           "columns of lanes are 4 apart: no two meet",
+           "64 sums a lane stay in registers, as before"])  # fmt: skip
     return figure.svg()

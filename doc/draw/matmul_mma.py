@@ -7,14 +7,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
+from doc.draw.rung import heading
 
 M, N, K, SCALE = 64, 32, 8, 6
 ROW, COLUMN = 16, 8  # where the result that is picked out begins
 
 
 def draw() -> str:
-    figure = Figure(880, 470, "4 x 4 results of mma from four fragments of a and four of b")
-    operands = Operands(figure, 20, 20, M, N, K, SCALE)
+    figure = Figure(880, 520, "4 x 4 results of mma from four fragments of a and four of b")
+    heading(figure, "matmul", "mma_kernel")
+    operands = Operands(figure, 34, 66, M, N, K, SCALE)
     for row in range(0, M, 16):
         operands.mark("a", row, 0, 16, K, "a", "paper")
         for column in range(0, N, 8):
@@ -23,13 +25,14 @@ def draw() -> str:
         operands.mark("b", 0, column, K, 8, "b", "paper")
     for name, row, column, rows, columns in (("a", ROW, 0, 16, K), ("b", 0, COLUMN, K, 8), ("c", ROW, COLUMN, 16, 8)):
         operands.mark(name, row, column, rows, columns, "e", "ink")
-    x, y = operands.width + 60, 110
+    x, y = operands.width + 74, 130
     for i, words in enumerate((
         "A warp has 64 x 32 elements of c: 4 x 4 results of mma.", "For 8 numbers of K it loads four fragments of a",
         "(16 x 8, blue) and four of b (8 x 8, orange).", "Each pair of them is one instruction (red):",
         "16 x 8 x 8 = 1024 multiplications.", "", "Without tensor cores the same 8 numbers of K take the warp",
         "64 x 32 x 8 / 32 = 512 instructions. Now they take 16.", "Loads: 24 numbers a lane for 16 instructions,",
         "since a lane holds 4 of each fragment of a and 2 of b.",
+        "In registers a lane keeps 64 sums. All wait for the", "next tiles while nobody multiplies.",
     )):  # fmt: skip
-        figure.text(x, y + 22 * i, words, 15)
+        figure.text(x, y + 22 * i, words, 14)
     return figure.svg()

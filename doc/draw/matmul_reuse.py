@@ -1,4 +1,4 @@
-"""What a thread loads at one step of k, and how many multiplications that serves, in three rungs of the product."""
+"""What a thread loads at one step of k, and how many multiplications that serves, before a rung and in it."""
 
 import sys
 from pathlib import Path
@@ -7,22 +7,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
+from doc.draw.rung import account, heading
 
 SIDE, SCALE = 12, 17
+SHAPES = {"shared_kernel": (1, 1), "column_of_8_kernel": (8, 1), "square_of_8_kernel": (8, 8)}
 
 
-def draw() -> str:
-    figure = Figure(880, 340, "One, eight and sixty-four multiplications for what a thread loads at one step of k")
-    panels = (16, "One element", 1, 1), (306, "A column of 8", 8, 1), (596, "8 x 8 elements", 8, 8)
-    for x, title, rows, columns in panels:
-        figure.text(x, 22, title, 16, bold=True)
-        operands = Operands(figure, x + 20, 36, SIDE, SIDE, 1, SCALE)
-        for name, height, width in (("a", rows, 1), ("b", 1, columns), ("c", rows, columns)):
+def two_rungs(kernel: str, **says: str) -> str:
+    """What a thread makes of c, in the rung before on the left and in this one on the right."""
+    figure = Figure(880, 390, f"What a thread of {kernel} loads at one step of k, and of the rung before")
+    heading(figure, "matmul", kernel)
+    names = list(SHAPES)
+    for x, name in (16, names[names.index(kernel) - 1]), (306, kernel):
+        rows, columns = SHAPES[name]
+        figure.text(x, 80, "this rung" if name == kernel else "the rung before", 14, bold=name == kernel)
+        operands = Operands(figure, x + 20, 94, SIDE, SIDE, 1, SCALE)
+        for operand, height, width in (("a", rows, 1), ("b", 1, columns), ("c", rows, columns)):
             for i in range(height):
                 for j in range(width):
-                    row, column = (i + 2 if name != "b" else 0), (j + 2 if name != "a" else 0)
-                    operands.mark(name, row, column, 1, 1, name, "ink")
+                    row, column = (i + 2 if operand != "b" else 0), (j + 2 if operand != "a" else 0)
+                    operands.mark(operand, row, column, 1, 1, operand, "ink")
         loads, products = rows + columns, rows * columns
-        figure.text(x, 308, f"{loads} loads, {products} multiplication{'s' * (products > 1)}:", 14)
-        figure.text(x, 328, f"{loads / products:.3g} loads for each", 14)
+        figure.text(x, 358, f"{loads} loads, {products} multiplication{'s' * (products > 1)}:", 14)
+        figure.text(x, 378, f"{loads / products:.3g} loads for each", 14)
+    account(figure, 596, 100, 34, **says)
     return figure.svg()
+
+
+def column() -> str:
+    return two_rungs(
+        "column_of_8_kernel",
+        moves="One number of b and eight of a, from shared memory, for a thread.",
+        stays="Eight sums, and the number of b for its eight multiplications.",
+        waits="A multiplication waits for little more than one load: 9 for 8.",
+    )
+
+
+def square() -> str:
+    return two_rungs(
+        "square_of_8_kernel",
+        moves="Eight numbers of a and eight of b, by 4 bytes, for 64 multiplications.",
+        stays="64 sums, eight numbers of a and eight of b.",
+        waits="Lanes' columns are 8 apart, so four lanes meet in each bank: a load of b takes four passes.",
+    )
+
+
+PICTURES = {"matmul_column": column, "matmul_square": square}

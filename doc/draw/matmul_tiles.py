@@ -7,30 +7,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
+from doc.draw.rung import heading
 
 SIDE, SCALE = 4, 13  # of a tile, which stands for 32; pixels
 M, N, K = 3 * SIDE, 4 * SIDE, 4 * SIDE
 
 
 def draw() -> str:
-    figure = Figure(880, 440, "Tiles of a and b in shared memory, walking along K")
-    operands = Operands(figure, 20, 20, M, N, K, SCALE)
+    figure = Figure(880, 480, "Tiles of a and b in shared memory, walking along K")
+    heading(figure, "matmul", "shared_kernel")
+    operands = Operands(figure, 34, 66, M, N, K, SCALE)
     row, column = SIDE, 2 * SIDE
     for i in range(K // SIDE):
         for name, at in (("a", (row, i * SIDE)), ("b", (i * SIDE, column))):
             operands.mark(name, *at, SIDE, SIDE, "a" if i == 1 else "paper", "ink")
-            x, y = operands.place(name, at[0] + SIDE / 2, at[1] + SIDE / 2)
-            figure.text(x, y + 5, str(i), 14, "middle")
+            x, y = operands.place(name, at[0], at[1])
+            figure.text(x + 8, y + 16, str(i), 14, "middle")
     operands.mark("c", row, column, SIDE, SIDE, "c", "ink")
     operands.mark("c", row + 1, column + 2, 1, 1, "e")
     operands.mark("a", row + 1, SIDE, 1, SIDE, "e")
     operands.mark("b", SIDE, column + 2, SIDE, 1, "e")
-    x = operands.width + 50
+    x = operands.width + 64
     for i, words in enumerate((
         "A block makes 32 x 32 elements of c (green).", "Step 1: its threads copy tile 1 of a and of b",
         "from device memory into shared memory (blue).", "Then each thread takes a row of the one and a",
         "column of the other (red) for its element.", "Then come the tiles of step 2.", "",
         "Each number of a tile is read once from device", "memory and 32 times from shared memory.",
+        "A thread keeps one sum in a register.", "All 1024 threads wait at two barriers a step.",
     )):  # fmt: skip
-        figure.text(x, 120 + 22 * i, words, 15)
+        figure.text(x, 130 + 22 * i, words, 14)
     return figure.svg()

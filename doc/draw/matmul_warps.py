@@ -7,37 +7,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
+from doc.draw.rung import account, heading, legend
 
 M, N, K, SCALE, SECTOR = 36, 40, 16, 6, 8
 
 
-def panel(figure: Figure, x: int, title: str, marks: list[tuple], says: list[str]) -> None:
+def panel(kernel: str, marks: list[tuple], **says: str) -> str:
     """marks: of each matrix the sectors that are moved, and in them the numbers that are used."""
-    figure.text(x, 22, title, 16, bold=True)
-    operands = Operands(figure, x, 40, M, N, K, SCALE)
+    figure = Figure(880, 420, f"A warp of {kernel} of the product's ladder at one step of k")
+    heading(figure, "matmul", kernel)
+    operands = Operands(figure, 34, 70, M, N, K, SCALE)
     for name, sectors, used in marks:
         operands.mark(name, *sectors, "b")
         operands.mark(name, *used, "e")
-    for i, words in enumerate(says):
-        figure.text(x, 62 + operands.height + 20 * i, words, 14)
+    legend(figure, 440, 84, ("e", "used by the warp"), ("b", "moved too"))
+    account(figure, 440, 126, 54, **says)
+    return figure.svg()
 
 
-def draw() -> str:
-    figure = Figure(860, 470, "A warp of the naive product and one of the coalesced product at one step of k")
-    panel(
-        figure, 20, "One thread an element",
+def naive() -> str:
+    return panel(
+        "naive_kernel",
         [("a", (0, 0, 32, SECTOR), (0, 5, 32, 1)), ("b", (5, 8, 1, SECTOR), (5, 10, 1, 1)),
          ("c", (0, 8, 32, SECTOR), (0, 10, 32, 1))],
-        ["a: 32 numbers from 32 sectors", "b: one number for all lanes", "c, at the end: 32 numbers to 32 sectors"],
+        moves="a: 32 numbers from 32 sectors, 1024 bytes. b: one number for all lanes. At the end c: 32 numbers to "
+        "32 sectors.",
+        stays="One sum a lane.",
+        waits="Each multiplication waits for two loads from device memory, or from a cache.",
     )  # fmt: skip
-    panel(
-        figure, 450, "Coalesced",
+
+
+def coalesced() -> str:
+    return panel(
+        "coalesced_kernel",
         [("a", (3, 0, 1, SECTOR), (3, 5, 1, 1)), ("b", (5, 0, 1, 32), (5, 0, 1, 32)),
          ("c", (3, 0, 1, 32), (3, 0, 1, 32))],
-        ["a: one number for all lanes", "b: 32 numbers from 4 sectors", "c, at the end: 32 numbers to 4 sectors"],
+        moves="a: one number for all lanes. b: 32 neighbours from 4 sectors, 128 bytes. At the end c: 32 numbers to "
+        "4 sectors.",
+        stays="One sum a lane, as before.",
+        waits="Each multiplication still waits for two loads, but no load moves bytes that nobody wants.",
     )  # fmt: skip
-    figure.rect(680, 10, 16, 16, "e")
-    figure.text(702, 23, "used", 14)
-    figure.rect(760, 10, 16, 16, "b")
-    figure.text(782, 23, "moved too", 14)
-    return figure.svg()
+
+
+PICTURES = {"matmul_naive": naive, "matmul_coalesced": coalesced}

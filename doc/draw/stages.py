@@ -1,38 +1,50 @@
 """Copies and work of a block in time: one after the other, and in two stages."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
+from doc.draw.rung import heading
 
-COPY, WORK, X, HEIGHT = 76, 116, 120, 34
+COPY, WORK, X, HEIGHT, TOP = 76, 100, 120, 34, 64
 
 
-def draw() -> str:
-    figure = Figure(880, 300, "Copies and work one after the other, and in two stages")
-    figure.text(20, 24, "One stage: all wait for the copy, then compute, then the tile is overwritten", 15, bold=True)
-    figure.text(20, 60, "copies", 14)
-    figure.text(20, 100, "products", 14)
-    x = X
+def stages(topic: str, says: str) -> str:
+    figure = Figure(880, 360, "Copies and work one after the other, and in two stages")
+    heading(figure, topic, "two_stages_kernel")
+
+    def rows(y: float) -> None:
+        figure.text(20, y + 22, "copies", 14)
+        figure.text(20, y + 62, "products", 14)
+
+    def piece(at: float, y: float, width: float, colour: str, i: int) -> None:
+        figure.rect(at, y, width, HEIGHT, colour, "paper")
+        figure.text(at + width / 2, y + 22, f"tile {i}", 13, "middle")
+
+    figure.text(20, TOP + 20, "One stage: all wait for the copy, then compute, then the tile is overwritten", 14)
+    rows(TOP + 34)
     for i in range(4):
-        figure.rect(x, 38, COPY, HEIGHT, "a", "paper")
-        figure.text(x + COPY / 2, 60, f"tile {i}", 13, "middle")
-        figure.rect(x + COPY, 78, WORK - 16, HEIGHT, "c", "paper")
-        figure.text(x + COPY + (WORK - 16) / 2, 100, f"tile {i}", 13, "middle")
-        x += COPY + WORK - 16
-    figure.text(20, 164, "Two stages: tile i + 1 is on its way while the block works on tile i", 15, bold=True)
-    figure.text(20, 200, "copies", 14)
-    figure.text(20, 240, "products", 14)
+        at = X + (COPY + WORK) * i
+        piece(at, TOP + 34, COPY, "a", i)
+        piece(at + COPY, TOP + 74, WORK, "c", i)
+    figure.text(20, TOP + 150, "Two stages: tile i + 1 is on its way while the block works on tile i", 14)
+    rows(TOP + 164)
     for i in range(5):
-        at = X if i == 0 else X + COPY + (i - 1) * (WORK - 16)
-        figure.rect(at, 178, COPY, HEIGHT, "ab"[i % 2], "paper")
-        figure.text(at + COPY / 2, 200, f"tile {i}", 13, "middle")
+        at = X if i == 0 else X + COPY + (i - 1) * WORK
+        piece(at, TOP + 164, COPY, "ab"[i % 2], i)
         if i < 4:
-            at = X + COPY + i * (WORK - 16)
-            figure.rect(at, 218, WORK - 16, HEIGHT, "c", "paper")
-            figure.text(at + (WORK - 16) / 2, 240, f"tile {i}", 13, "middle")
-            figure.line(at, 176, at, 256, "faint", dashed=True)
-    figure.text(20, 282, "Dashed: wait for one's own copies, then the barrier. Blue and orange: the two stages.", 14)
+            at = X + COPY + i * WORK
+            piece(at, TOP + 204, WORK, "c", i)
+            figure.line(at, TOP + 162, at, TOP + 242, "faint", dashed=True)
+    figure.text(20, TOP + 268, "Dashed: wait for own copies, then the barrier. Blue and orange: the two stages.", 14)
+    figure.text(20, TOP + 288, says, 14)
     return figure.svg()
+
+
+PICTURES = {
+    "matmul_stages": partial(stages, "matmul", "A copy passes through no register; the 64 sums stay in theirs."),
+    "flash_stages": partial(stages, "flash_attention", "A copy passes through no register; q, p and the sums stay."),
+}

@@ -1,0 +1,130 @@
+"""What the pictures of a ladder's rungs are made of: what was measured, levels of memory, matrices and their parts."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from doc.draw.figure import Figure
+from doc.ladder import kept_measurement, three_digits, title_and_idea
+from doc.rungs import TOPICS
+
+DEVICE, SHARED, REGISTERS = range(3)  # levels
+NAMES = "device memory", "shared memory", "registers"
+HIGH, APART = 92, 116  # pixels of a level, and from one level to the next
+SIDE = 16              # parts of a matrix's side, which stand for 32 numbers
+STRIP = 4              # of these, that a sector covers
+
+
+def measured(topic: str, kernel: str, since: str = "") -> str:
+    """What a rung takes, and how fast that is beside the rung `since`, the one before it unless told otherwise."""
+    times = {name: timed["microseconds"] for name, timed in kept_measurement()["times"][topic].items()}
+    names = list(times)
+    i = next(i for i, name in enumerate(names) if name.startswith(kernel))
+    takes = f"{three_digits(times[names[i]])} µs"
+    if i == 0:
+        return takes
+    gain = times[since or names[i - 1]] / times[names[i]]
+    how = "as" if 0.95 < gain < 1.05 else f"{gain:.2g} times as" if gain > 1 else ""
+    before = f"“{title(topic, since)}”" if since else "the rung before"
+    return f"{takes}, {how} fast as {before}" if how else f"{takes}, {1 / gain:.2g} times as long as {before}"
+
+
+def title(topic: str, kernel: str) -> str:
+    """As the ladder's table has it."""
+    rung = next(rung for rung in TOPICS[topic].rungs if rung.kernel.startswith(kernel))
+    return title_and_idea(topic, rung)[0]
+
+
+def heading(figure: Figure, topic: str, kernel: str, x: float = 20) -> None:
+    """A rung's title and what was measured, in the first 50 pixels of the picture."""
+    figure.text(x, 24, title(topic, kernel), 16, bold=True)
+    figure.text(x, 46, measured(topic, kernel), 14)
+
+
+def account(
+    figure: Figure, x: float, y: float, letters: int, moves: str, stays: str, waits: str,
+    across: tuple[float, float] | None = None,
+) -> None:  # fmt: skip
+    """What moves where, what stays in registers and what waits, in lines of so many letters: below each other, or
+    beside each other, with the second and the third at `across`."""
+    columns = iter(across or (x, x))
+    for label, words in ("moves", moves), ("stays in registers", stays), ("waits", waits):
+        figure.text(x, y, label, 14, bold=True)
+        lines = textwrap.wrap(words, letters)
+        for i, line in enumerate(lines, 1):
+            figure.text(x, y + 19 * i, line, 13)
+        x, y = next(columns, x), y if across else y + 28 + 19 * len(lines)
+
+
+def boxed(figure: Figure, x: float, y: float, words: str, colour: str, width: float, high: float = 34) -> None:
+    """A box with its words in the middle, in one line or several."""
+    lines = words.splitlines()
+    figure.rect(x, y, width, high, colour, "ink")
+    for i, line in enumerate(lines):
+        figure.text(x + width / 2, y + high / 2 + 5 + 17 * (i - (len(lines) - 1) / 2), line, 13, "middle")
+
+
+class Levels:
+    """Device memory, shared memory and registers, one below the other, with boxes in them and arrows between them."""
+
+    def __init__(self, figure: Figure, x: float, y: float, width: float, names: tuple[str, ...] = NAMES):
+        self.figure, self.x, self.y = figure, x, y
+        for level, name in enumerate(names):
+            figure.rect(x, y + APART * level, width, HIGH, "f")
+            figure.text(x + width - 6, y + APART * level + 15, name, 12, "end", "faint")
+
+    def box(self, level: int, at: float, words: str, colour: str, width: float = 44) -> None:
+        """A box `at` pixels from the left."""
+        boxed(self.figure, self.x + at, self.y + APART * level + 40, words, colour, width, 40)
+
+    def move(self, at: float, start: int, end: int, words: str = "") -> None:
+        """An arrow from a box of the level `start` to one of the level `end`, with words on its right."""
+        down = start < end
+        y1, y2 = (self.y + APART * level + 40 for level in (start, end))
+        y1, y2 = (y1 + 42, y2 - 3) if down else (y1 - 3, y2 + 43)
+        self.figure.line(self.x + at, y1, self.x + at, y2, arrow=True)
+        if words:
+            self.figure.text(self.x + at + 6, self.y + APART * max(start, end) - 8, words, 12)
+
+
+def matrix(
+    figure: Figure, x: float, y: float, name: str, row: int | None = None, column: int | None = None, scale: float = 6,
+    whole: bool = False,
+) -> None:  # fmt: skip
+    """A matrix with the 32 numbers of a warp in a row or a column, and the sectors that they lie in; or all of it."""
+    size = SIDE * scale
+    figure.text(x, y - 8, name, 14)
+    figure.rect(x, y, size, size, "a" if whole else "f")
+    if column is not None:
+        figure.rect(x + column // STRIP * STRIP * scale, y, STRIP * scale, size, "b")
+        figure.rect(x + column * scale, y, scale, size, "e")
+    if row is not None:
+        figure.rect(x, y + row * scale, size, scale, "e")
+
+
+def column_of_tile(figure: Figure, x: float, y: float, name: str, column: int, scale: float = 6) -> None:
+    """A tile in shared memory, of which a warp reads a column: no sectors there."""
+    matrix(figure, x, y, name, scale=scale)
+    figure.rect(x + column * scale, y, scale, SIDE * scale, "e")
+
+
+def cells(
+    figure: Figure, x: float, y: float, rows: int, columns: int, size: float, marks: dict[tuple[int, int], str],
+    words: dict[tuple[int, int], str] | None = None,
+) -> None:  # fmt: skip
+    """A grid of cells; those in `marks` have that colour, and those in `words` that text."""
+    for row in range(rows):
+        for column in range(columns):
+            figure.rect(x + column * size, y + row * size, size, size, marks.get((row, column), "f"), "paper")
+    for (row, column), text in (words or {}).items():
+        figure.text(x + (column + 0.5) * size, y + (row + 0.5) * size + 5, text, 12, "middle")
+
+
+def legend(figure: Figure, x: float, y: float, *entries: tuple[str, str]) -> None:
+    """Colours and what they mean, in a line."""
+    for colour, words in entries:
+        figure.rect(x, y - 12, 14, 14, colour)
+        figure.text(x + 20, y, words, 13)
+        x += 44 + 7.5 * len(words)
