@@ -221,6 +221,7 @@ def replaced(replacements: list[Replacement]) -> str:
 
 # ---- the instructions of the main loop
 
+INTEGERS = "integers"
 # By bits 0 to 8 of an instruction of compute capability 9.0.
 KINDS = {
     "products": (0x03C,),                          # HMMA
@@ -232,12 +233,13 @@ KINDS = {
     "multiplications and additions": (0x020, 0x021, 0x023),  # FMUL, FADD, FFMA
     "roundings to bf16": (0x03E,),                 # F2FP
     "spilled registers": (0x183, 0x187),           # LDL, STL
-    "integers: roundings to TF32, addresses": (
+    INTEGERS: (
         0x010, 0x011, 0x012, 0x019, 0x024, 0x025, 0x027, 0x036, 0x007, 0x00C,  # IADD3, LEA, LOP3, SHF, IMAD, VIADD, ...
     ),
 }  # fmt: skip
 KIND_OF = {code: kind for kind, codes in KINDS.items() for code in codes}
 REST = "all else"
+OF_INTEGERS = {"tf32": "roundings to TF32, addresses", "bf16": "addresses, the loop"}  # what they are, by precision
 BRANCH, WAIT = 0x147, 0x1AF  # BRA, LDGDEPBAR
 NEVER = -1                   # what is under the predicate @!PT only takes its turn
 SURE = (
@@ -427,13 +429,19 @@ def name_of(B: int, T: int) -> str:
     return f"B {B}, T {T}"
 
 
+def percent(share: float, sign: str = "") -> str:
+    """As the tables have it; with the sign "+" gains have one, too. What rounds to 0 has none."""
+    text = f"{share:{sign}.0%}"
+    return "0%" if text in ("-0%", "+0%") else text
+
+
 def rows_left_out(kept: dict) -> list[tuple[str, ...]]:
     """What is left out; at each shape the microseconds, and the share of the time that is gained."""
     rows = [("left out", *(head for name in kept["times"] for head in (f"{name}: µs", "gained")))]
     for part in parts(kept["precision"]):
         cells = [part]
         for times in kept["times"].values():
-            gained = f"{1 - times[part] / times['nothing']:.0%}" if part != "nothing" else ""
+            gained = percent(1 - times[part] / times["nothing"]) if part != "nothing" else ""
             cells += [f"{times[part]:.1f}", gained]
         rows.append(tuple(cells))
     return rows
@@ -445,6 +453,7 @@ def rows_of_instructions(kept: dict) -> list[tuple[str, ...]]:
     rows = [("instructions of a warp", "in a round", "for each product of 16 x 8 x 8")]
     for kind, count in (counted | {"all": sum(counted.values())}).items():
         if count:
+            kind = f"{kind}: {OF_INTEGERS[kept['precision']]}" if kind == INTEGERS else kind
             rows.append((kind, str(count), f"{count / counted['products'] * scale:.2f}"))
     return rows
 
@@ -479,7 +488,7 @@ def rows_of_bounds(kept: dict) -> list[tuple[str, ...]]:
     rows = [("bound", "a round needs of a multiprocessor", *heads)]
     of_shapes = [(least_times(kept, name), times["nothing"]) for name, times in kept["times"].items()]
     for bound, (needs, _) in of_shapes[0][0].items():
-        shares = ((f"{least[bound][1]:.1f}", f"{least[bound][1] / us:.0%}") for least, us in of_shapes)
+        shares = ((f"{least[bound][1]:.1f}", percent(least[bound][1] / us)) for least, us in of_shapes)
         rows.append((bound, needs, *(cell for pair in shares for cell in pair)))
     return rows
 

@@ -39,7 +39,7 @@ def test_the_compiler_removes_what_is_left_out_and_nothing_else(part, precision)
 @needs_nvrtc
 @pytest.mark.long
 def test_rounding_is_one_addition_for_each_number():
-    kind = "integers: roundings to TF32, addresses"
+    kind = left_out.INTEGERS
     gone = counted("nothing", "tf32")[kind] - counted("the rounding to TF32", "tf32")[kind]
     assert abs(gone - (64 + 64 + 32)) <= 4  # of keys, values and p; the rest are addresses
 
@@ -86,6 +86,18 @@ def measured(precision: str) -> dict:
         "batches": {"1": 20.0, "4": 50.0},
         "instructions": {"nothing": dict.fromkeys(left_out.KINDS, 1) | {"products": 128, left_out.REST: 2}},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_table_of_instructions_has_roundings_to_tf32_in_tf32_alone(precision):
+    (label,) = [row[0] for row in left_out.rows_of_instructions(measured(precision) | {"precision": precision})
+                if row[0].startswith(left_out.INTEGERS)]  # fmt: skip
+    assert ("TF32" in label) == (precision == "tf32")
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign():
+    assert [left_out.percent(share, "+") for share in (-0.004, 0.004, -0.006, 0.006)] == ["0%", "0%", "-1%", "+1%"]
+    assert "-0%" not in PAGE.read_text() and left_out.percent(-0.004) == "0%"
 
 
 def test_tables_stand_between_their_markers_and_nothing_where_nothing_was_measured():

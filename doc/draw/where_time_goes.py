@@ -2,7 +2,17 @@
 best, from doc/left_out.json."""
 
 from doc.draw.figure import Figure
-from doc.left_out import LEFT_OUT, PRECISIONS, SHAPES, kept_measurement, least_times, name_of, of_precision, parts
+from doc.left_out import (
+    LEFT_OUT,
+    PRECISIONS,
+    SHAPES,
+    kept_measurement,
+    least_times,
+    name_of,
+    of_precision,
+    parts,
+    percent,
+)
 
 WIDTH, LEFT, BAR, GAP = 900, 310, 205, 88  # of the picture, of the names, of the longest bar, and of a number
 ROW, HIGH = 24, 16
@@ -27,8 +37,9 @@ def draw() -> str:
             if us < whole:
                 figure.rect(x, y, BAR * whole / most, HIGH, "f")
             figure.rect(x, y, BAR * us / most, HIGH, colour)
-            share = f" ({us / whole - 1:+.0%})" if colour == "a" else f" ({us / whole:.0%})" if colour == "c" else ""
-            figure.text(x + BAR * max(us, whole) / most + 6, y + 13, f"{us:.1f}{share}", 13)
+            share = {"a": percent(us / whole - 1, "+"), "c": percent(us / whole)}.get(colour)
+            words = f"{us:.1f} ({share})" if share else f"{us:.1f}"
+            figure.text(x + BAR * max(us, whole) / most + 6, y + 13, words, 13)
 
     y = 62
     for precision in measured:
