@@ -1,15 +1,15 @@
 // AdamW (Loshchilov & Hutter 2017), one thread for four parameters (FLOATS):
 //   m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
 //   param -= lr * ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * param)
-// Memory-bound: reads four floats and writes three for each parameter, and its copy where there is one in bf16.
+// Memory-bound: for each parameter it reads four floats and writes three, and a copy in bf16 if there is one.
 #include "common.cuh"
 
-constexpr float LARGEST = 1.8446743e19f;  // whose square is finite
+constexpr float LARGEST = 1.8446743e19f;  // its square is just finite
 
-// norm: what norm_kernel leaves. Every gradient is multiplied by norm[1]; where that is NaN, the step is not taken. A
-// gradient whose square would not be finite leaves its thread's parameters as they are, and norm[3] = 1 says so.
-// What is small beside 1 comes from the host in full precision: complement = 1 - beta (in fp32, 1 - 0.999 would be off by
-// 1e-5 of itself), and correction = 1 - beta^t.
+// norm: what norm_kernel computes. Each gradient is multiplied by norm[1]; if that is NaN, nothing changes. If
+// the square of a gradient would not be finite, its thread leaves its parameters as they are and sets norm[3] = 1.
+// The host computes complement = 1 - beta and correction = 1 - beta^t in double precision. In fp32 the difference
+// 1 - 0.999 would be off by 1e-5 of itself.
 // rounded: the copy in bf16, or null.
 extern "C" __global__ void adamw_kernel(float* params, bf16* rounded, const float* grads, float* m, float* v,
                                         float* norm, size_t n, float lr, float beta1, float beta2, float complement1,

@@ -1,28 +1,28 @@
-// Causal attention, the textbook path: heads are gathered into (B, NH, T, HS), two batched products by cuBLAS make
-//   preatt = q k^T,   y = att v,   with att = softmax(preatt / sqrt(HS)) or the ReLU below, for s <= t, else 0,
-// and the kernels here permute and turn preatt into att, in place: one (T, T) matrix for each head of each sequence.
+// Causal attention as textbooks have it. permute_kernel gathers the heads, (B, NH, T, HS). cuBLAS makes two products,
+//   preatt = q k^T,   y = att v,   with att = softmax(preatt / sqrt(HS)) or the ReLU below, for s <= t, else 0.
+// The other kernels turn preatt into att, in place: one (T, T) matrix for each head of each sequence.
 // There may be fewer heads of keys and values, NKV, than of queries, NH: query head h uses key and value head
-// h // (NH / NKV). The NH / NKV query heads of such a group are neighbours, so that the products take them for one
-// head with that many times T queries; keys and values are never repeated.
+// h // (NH / NKV). The NH / NKV query heads of such a group are neighbours. So the products take them for one head
+// with that many times T queries, and nobody has to repeat keys and values.
 //   Softmax backward: dpreatt = att * (datt - sum_s(att * datt)) / sqrt(HS)
 //   ReLU attention:   att = max(0, preatt / sqrt(HS)) / (t + 1);  dpreatt = datt / ((t + 1) sqrt(HS)) where att > 0
-// All memory-bound. What lies above the diagonal is written as 0, since the products read whole matrices.
+// All are memory-bound. They write 0 above the diagonal, because the products read whole matrices.
 #include "common.cuh"
 
-// The offset in a (B, NH, T, HS) tensor of what is channel i of row n = (b, t) in a (B, T, NH * HS) tensor.
+// Where channel i of row n = (b, t) of a (B, T, NH * HS) tensor lies in a (B, NH, T, HS) tensor.
 __device__ inline size_t head_offset(int n, int i, int T, int NH, int HS) {
     const int b = n / T, t = n % T, h = i / HS;
     return (((size_t)b * NH + h) * T + t) * HS + i % HS;
 }
 
-// The permutations: block x takes a row n of B*T; a thread moves `width` channels of grid column y: WIDTH where HS
-// is a multiple of that, else 1.
+// The permutations. Block x takes row n of the B*T rows. A thread moves `width` channels of grid column y: WIDTH
+// channels if HS is a multiple of WIDTH, else 1.
 __device__ inline void move(floatX* to, const floatX* from, int width) {
     by_alignment(width == WIDTH, [&](auto memory) { memory.store(to, memory.load(from, width), width); });
 }
 
-// qkv (B,T,NH+2NKV,HS) -> q (B,NH,T,HS), k and v (B,NKV,T,HS), which follow one another in qkvr. The thread
-// of channel i moves it in q, and in k and v where those have that many.
+// qkv (B,T,NH+2NKV,HS) -> q (B,NH,T,HS), k and v (B,NKV,T,HS), one after the other in qkvr. A thread moves channel i
+// of q, and channel i of k and v if they have that many channels.
 extern "C" __global__ void permute_kernel(floatX* qkvr, const floatX* qkv, int B, int T, int NH, int NKV, int HS,
                                           int width) {
     const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS, CKV = NKV * HS;
@@ -35,7 +35,7 @@ extern "C" __global__ void permute_kernel(floatX* qkvr, const floatX* qkv, int B
     move(k + (size_t)B * T * CKV, row + C + CKV, width);
 }
 
-// dqkvr, laid out as qkvr -> dqkv (B,T,NH+2NKV,HS).
+// dqkvr, laid out like qkvr -> dqkv (B,T,NH+2NKV,HS).
 extern "C" __global__ void permute_backward_kernel(floatX* dqkv, const floatX* dqkvr, int B, int T, int NH, int NKV,
                                                    int HS, int width) {
     const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS, CKV = NKV * HS;
@@ -63,14 +63,14 @@ extern "C" __global__ void unpermute_backward_kernel(floatX* dinp, const floatX*
     move(dinp + head_offset(blockIdx.x, i, T, NH, HS), dout + (size_t)blockIdx.x * C + i, width);
 }
 
-// One warp a row of att (rows, T), rows = B*NH*T; row t of its matrix has t + 1 entries. Block: (WARP_SIZE, rows).
+// A warp takes a row of att (rows, T), rows = B*NH*T. Row t of a matrix has t + 1 entries. Block: (WARP_SIZE, rows).
 extern "C" __global__ void softmax_forward_kernel(floatX* att, float scale, size_t rows, int T) {
     const size_t n = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
     if (n >= rows) return;
     const int lane = threadIdx.x, length = (int)(n % T) + 1;
     floatX* row = att + n * T;
     by_alignment(T % WIDTH == 0, [&](auto memory) {
-        float largest = -INFINITY, sum = 0.0f;  // of this lane's share, updated together (online softmax)
+        float largest = -INFINITY, sum = 0.0f;  // of this lane's part of the row, updated together (online softmax)
 #pragma unroll 4
         for (int s = WIDTH * lane; s < length; s += WIDTH * WARP_SIZE) {
             const Vec x = memory.load(row + s, T - s);
@@ -131,7 +131,7 @@ extern "C" __global__ void relu_forward_kernel(floatX* att, float scale, size_t 
             Vec x = {};
             if (s < length) x = memory.load(row + s, T - s);
             for (int k = 0; k < WIDTH; k++) {
-                x.x[k] = s + k >= length || x.x[k] <= 0.0f ? 0.0f : x.x[k] * norm;  // NaN stays
+                x.x[k] = s + k >= length || x.x[k] <= 0.0f ? 0.0f : x.x[k] * norm;  // a NaN stays
             }
             memory.store(row + s, x, T - s);
         }

@@ -1,11 +1,11 @@
 // Fused classifier: softmax cross-entropy over each row of logits (N, Vp) and its gradient, in one kernel.
 //   loss = log(sum_v exp(x_v)) - x_target;   dx_v = (softmax(x)_v - [v == target]) * dloss, written over x.
-// Only the first V of a row's Vp entries are vocabulary: the padding takes no part and gets gradient 0. Where the loss
-// is not finite, the gradient is NaN, so that the gradients' norm tells of any loss that is not finite. Where dloss is 0,
-// only the loss is wanted, and x stays.
-// Memory-bound: the row is read once, for the running maximum and sum (online softmax, Milakov & Gimelshein 2018), and
-// waits in shared memory until its gradient is written over it. Where shared memory is too small for a whole row, the
-// rest is read a second time.
+// Only the first V of a row's Vp entries are the vocabulary. The others are padding: they do not count, and their
+// gradient is 0. If a loss is not finite, its row's gradient is NaN, and so the norm of the gradients shows it. If
+// dloss is 0, the caller wants only the loss, and x stays.
+// Memory-bound: the block reads the row once, for the running maximum and sum (online softmax, Milakov & Gimelshein
+// 2018). The row waits in shared memory until the block writes its gradient. If shared memory is too small for a whole
+// row, the block reads the rest a second time.
 #include "common.cuh"
 
 __device__ inline float largest_of(Vec v) {
@@ -15,18 +15,18 @@ __device__ inline float largest_of(Vec v) {
     return v.x[0];
 }
 
-// One block a row; one-dimensional. Vp is a multiple of WIDTH. Shared memory: the row's first `cached` numbers, a
-// multiple of WIDTH.
+// A block, one-dimensional, takes a row. Vp is a multiple of WIDTH. Shared memory holds the row's first `cached`
+// numbers, a multiple of WIDTH.
 extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(floatX* logits, float* losses, float dloss,
                                                                           const int* targets, int V, int Vp,
                                                                           int cached) {
     DYNAMIC_SHARED(floatX, cache);
     const int n = blockIdx.x, target = targets[n];
     floatX* row = logits + (size_t)n * Vp;
-    // Before anyone overwrites it; the reductions' barriers stand between.
+    // Each thread reads it before another overwrites it: the barriers of the two reductions come first.
     const float target_logit = to_float(row[target]);
 
-    float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's share
+    float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's numbers
     for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
         Vec x = Aligned::load(row + i, WIDTH);
         if (i + WIDTH > V) {
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     if (dloss == 0.0f) return;
     if (!(loss < INFINITY)) dloss = 0.0f * INFINITY;
     const float scale = dloss / row_sum;
-    // From the row's end to its start: what was read last is the likeliest to be in L2 still.
+    // From the row's end to its start: L2 most likely still has what was read last.
     for (int i = WIDTH * ((V - 1) / (WIDTH * blockDim.x) * blockDim.x + threadIdx.x); i >= 0; i -= WIDTH * blockDim.x) {
         if (i >= V) continue;
         Vec x = Aligned::load(i < cached ? cache + i : row + i, WIDTH);

@@ -1,10 +1,10 @@
-// Dropout: each number becomes 0 with probability P and is else multiplied by 1 / (1 - P), so that means stay the same.
+// Dropout: each number becomes 0 with probability P. The others are multiplied by 1 / (1 - P), which keeps the mean.
 //
-// Which numbers become 0 is not stored: Philox4x32-10 (Salmon et al., 2011) makes the same random numbers again from
-// what they are for. It turns a counter of four words into four random words under a key of two, by ten rounds of
-// multiplications. The key is the run's seed; the counter is (group of four numbers, place in the model, step, batch of
-// the step). So backward draws what forward drew, a resumed run what one that never stopped draws, and a CPU what a GPU
-// draws. Seed, step and batch come with the batch, so that a recorded step draws new numbers whenever it is replayed.
+// Nobody stores which numbers become 0. Philox4x32-10 (Salmon et al., 2011) turns a counter of four words and a key of
+// two words into four random words, by ten rounds of multiplications. The key is the run's seed. The counter is (group
+// of four numbers, place in the model, step, batch of the step). So backward draws the numbers that forward drew, a
+// resumed run draws those of a run that never stopped, and a CPU those of a GPU. Seed, step and batch come with the
+// data of a batch, so each replay of a recorded step draws new numbers.
 #pragma once
 #include "common.cuh"
 
@@ -24,8 +24,8 @@ __device__ inline Words philox(Words counter, unsigned key0, unsigned key1) {
     return counter;
 }
 
-// Dropout at one place of a model. `random` holds six words, as Model.random_words makes them: the seed's two, the
-// step, the batch of the step, P in units of 2^-32, and the bits of the float 1 / (1 - P). A negative site drops nothing.
+// Dropout at one place of a model, its `site`. `random` has six words (Model.random_words): the seed's two, the step,
+// the batch of the step, P in units of 2^-32, and the bits of the float 1 / (1 - P). A negative site drops nothing.
 struct Dropout {
     unsigned site, step, batch, key0, key1, threshold;
     float scale;
@@ -34,7 +34,7 @@ struct Dropout {
         : site(site), step(random[2]), batch(random[3]), key0(random[0]), key1(random[1]),
           threshold(site < 0 ? 0 : random[4]), scale(site < 0 ? 1.0f : __int_as_float(random[5])) {}
 
-    // A vector of a row of an (N, C) matrix: row n, columns i to i + WIDTH - 1. Every four of them are a group.
+    // A vector of row n of an (N, C) matrix, columns i to i + WIDTH - 1. Each four columns are a group.
     __device__ Vec operator()(const Vec& v, int n, int i, int C) const {
         const unsigned group = (unsigned)n * ceil_div(C, 4) + i / 4;
         Vec kept;

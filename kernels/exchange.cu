@@ -1,9 +1,9 @@
-// What ranks do with flat buffers beside copying them: sums in the order of the ranks, rows that one rank needs of the
-// others' parts of a table, and a checksum.
+// What ranks compute on flat buffers: sums in the order of the ranks, and a checksum. And a rank fetches rows of a
+// table from the ranks that own them.
 //
-// A GPU that NVLink or PCIe joins to others loads and stores in their memory as in its own. Buffers are given by their
-// addresses here, so that they can be any GPU's. sum_kernel is bounded by those links where it reaches over them, else,
-// as checksum_kernel is, by memory: both read what they are given once. gather_rows_kernel waits for the links' latency.
+// A GPU with peer access, over NVLink or PCIe, loads and stores in another GPU's memory as in its own. The kernels take
+// buffers by their addresses, so each can be any GPU's. The links bound sum_kernel if its buffers are on several GPUs;
+// else memory does, as it bounds checksum_kernel: both read each number once. gather_rows_kernel waits for the links.
 #include "common.cuh"
 
 #ifdef LLMC_CPU
@@ -12,16 +12,16 @@
 #define IN_ORDER(x)
 #endif
 
-// to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i in
-// some pieces of them, all floats. A piece is four numbers: how many vectors the pieces before it have, its first
-// float, the float behind its last, and how much further on it lies in all buffers of `from` but the `own`-th. Of all
-// vectors the call does the `share`-th of `shares` equal parts. aligned: whether each piece begins at 16 bytes and is
-// whole vectors.
+// to[m][i] = from[0][i] + from[1][i] + ... + from[num_from - 1][i], in this order, for each buffer of `to` and each i
+// of some pieces; all are floats. Four numbers describe a piece: how many vectors the pieces before it have, its first
+// float, the float behind its last, and by how much its place differs in all buffers of `from` but the `own`-th. A call
+// adds up one of `shares` equal parts of all vectors, the `share`-th. aligned: whether each piece begins at a multiple
+// of 16 bytes and consists of whole vectors.
 // A buffer may be in both lists.
 extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, const unsigned long long* from,
                                       int num_from, int own, const long long* pieces, int num_pieces, int share,
                                       int shares, int aligned) {
-    constexpr int AT_ONCE = 4;  // loads that a thread has under way, since another GPU answers later than memory
+    constexpr int AT_ONCE = 4;  // loads that a thread has in flight, because another GPU answers later than memory
     const long long* last = pieces + 4 * (num_pieces - 1);
     const long long vectors = last[0] + (last[2] - last[1] + WIDTH - 1) / WIDTH;
     const long long begin = vectors * share / shares, end = vectors * (share + 1) / shares;
@@ -44,26 +44,26 @@ extern "C" __global__ void sum_kernel(const unsigned long long* to, int num_to, 
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) {
                     if (r + k >= num_from) break;
-                    // Of one buffer the sum is a copy: 0 + x would make a 0 of -0.
+                    // The first number is copied, not added to 0: 0 + -0 would be 0.
                     for (int j = 0; j < WIDTH; j++) sum.x[j] = r + k == 0 ? x[k].x[j] : sum.x[j] + x[k].x[j];
                     IN_ORDER(sum);
                 }
             }
             for (int m = 0; m < num_to; m++) {
-                // The sum is one of integers: after reinterpret_cast<float*>(to[m]) + i nvcc stores float by float.
+                // The address is a sum of integers: from reinterpret_cast<float*>(to[m]) + i nvcc stores single floats.
                 memory.store(reinterpret_cast<float*>(to[m] + 4 * i), sum, left);
             }
         }
     });
 }
 
-// Copies rows of a table (V, C) from the ranks to which they belong: those of the tokens of a batch, each once. The
-// table begins at number `start` of a flat buffer, of floatX, of which rank r has the r-th `length` numbers; buffers[r] is
-// the address of rank r's. order, count (N): the batch's positions sorted by token (encoder.cu). One warp a row.
+// Copies rows of a table (V, C), those of a batch's tokens, each once, from the ranks that own them. The table begins
+// at number `start` of a flat buffer of floatX. Rank r, whose buffer is at buffers[r], owns the r-th `length` numbers.
+// order, count (N): the batch's positions, sorted by token (encoder.cu). A warp copies a row.
 // Block: (WARP_SIZE, rows).
 extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers, int rank, size_t length, size_t start,
                                               const int* inp, const int* order, const int* count, int N, int C) {
-    constexpr int AT_ONCE = 8;  // loads that a thread has under way
+    constexpr int AT_ONCE = 8;  // loads that a thread has in flight
     const int x = blockIdx.x * blockDim.y + threadIdx.y;
     if (x >= N || count[x] == 0) return;
     const size_t row = start + (size_t)inp[order[x]] * C;
@@ -89,7 +89,7 @@ extern "C" __global__ void gather_rows_kernel(const unsigned long long* buffers,
     }
 }
 
-// sum += a 64-bit hash of each word of x (n) and its place. Whole numbers may be added in any order.
+// sum += a 64-bit hash of each word of x (n) and its place. Integers may be added in any order.
 // The hash is the last step of SplitMix64 (Steele, Lea and Flood, 2014).
 extern "C" __global__ void checksum_kernel(unsigned long long* sum, const unsigned int* x, size_t n) {
     unsigned long long total = 0;

@@ -7,40 +7,40 @@
 // Shapes: qkv and dqkv (B, T, NH + 2 NKV, HS), the heads of q, then of k, then of v; out and dout (B, T, NH, HS); lse
 // and D (B, NH, T). Query head h uses key and value head h // (NH / NKV).
 //
-// 2 T^2 HS operations a head forward, 5 T^2 HS backward (7 as done here), on O(T HS) bytes. Tensor cores and the shared
-// memory that feeds them wait for one another, and neither is the bound. Each warp owns 16 M rows of one side of the
-// products; the other side streams through shared memory, a tile of 8 KiB of each of two arrays at a time, and while
-// the tensor cores work on one stage the next is being copied. In a step a warp takes 8 N rows of it. M is 2 for HS =
-// 64: each operand loaded then serves two products or four. Backward goes over the scores twice, with a block for each
-// tile of queries (dq, D) and with a block for each tile of keys (dk, dv): every sum has one owner and a fixed order,
-// without atomics, and two runs agree to the bit. If query heads share keys (NKV < NH), there is still a block for
-// each query head and tile of keys, since fewer and longer ones would leave multiprocessors idle. It writes the head's
-// share of dk and dv to dkv_heads (B, T, 2, NH, HS), in fp32, and a last kernel, bound by memory, adds up the shares
-// of each group of heads in order.
+// A head takes 2 T^2 HS operations forward and 5 T^2 HS backward (here 7), on O(T HS) bytes. Tensor cores and shared
+// memory, which feeds them, wait for one another; neither is the bound. Each warp owns 16 M rows of one side of the
+// products. The other side streams through shared memory, 8 KiB of each of two arrays at a time, in two stages: while
+// the tensor cores work on one tile, the next is copied. In a step a warp takes 8 N rows of a tile. M is 2 for HS =
+// 64: then each operand that is loaded serves two products or four. Backward computes the scores twice: a block for
+// each tile of queries sums dq and D, and a block for each tile of keys sums dk and dv. So each sum has one owner and
+// a fixed order, without atomics, and two runs agree to the bit. Query heads may share keys (NKV < NH). Then there is
+// still a block for each query head and tile of keys, because fewer and longer blocks would leave multiprocessors idle.
+// Each writes its share of dk and dv to dkv_heads (B, T, 2, NH, HS), in fp32. A last kernel, bound by memory, adds up
+// the shares of each group of heads, in order.
 //
 // The operands of a tensor-core product, A (16, 8) B (8, 8) + C (16, 8), are spread over the lanes of a warp. With
 // g = lane / 4 and t = lane % 4, a lane holds
 //          of A  column t  t + 4        of B  column g         of C and of the result  column 2t  2t + 1
 //   row g          a[0]    a[2]        row t     b0            row g                     c[0]     c[1]
 //   row g + 8      a[1]    a[3]    row t + 4     b1            row g + 8                 c[2]     c[3]
-// Two choices of order let a lane load its operands with wide accesses, and use the result of one product as an operand
+// We choose two orders. So a lane can load its operands with wide accesses, and the result of one product is an operand
 // of the next:
-// - Scores, s = q k^T, are sums over HS, in any order as long as A and B agree. Of each 16 columns lane t takes 4t ..
-//   4t + 3, which one 16-byte load fetches: two for each of two products.
-// - As a result of s, a lane holds row g, columns 2t and 2t + 1. Sums over keys need p as an operand, and may name keys
-//   as they like: the product's row t stands for key 2t and its row t + 4 for key 2t + 1, in A and in B. The sums are
-//   done transposed, out^T = v^T p^T, so that p is B: c[0], c[1] are then b0, b1 as they are, and row g of A may stand
-//   for column 2g of v, row g + 8 for column 2g + 1, which one 8-byte load fetches. In return a lane's sums belong to
-//   other queries than its scores, and what scales them changes lanes (to_columns).
+// - Scores, s = q k^T, are sums over HS. Any order will do if A and B have the same. Of each 16 columns lane t takes
+//   4t .. 4t + 3. One 16-byte load fetches them: two columns for each of two products.
+// - A lane gets row g, columns 2t and 2t + 1 of s. Sums over keys need p as an operand, and may take the keys in any
+//   order: row t of the product stands for key 2t and row t + 4 for key 2t + 1, in A and in B. We compute the sums
+//   transposed, out^T = v^T p^T, so p is B: c[0], c[1] are b0, b1 without a move. Row g of A stands for column 2g of
+//   v, and row g + 8 for column 2g + 1: one 8-byte load fetches both. The price: a lane's sums belong to other queries
+//   than its scores, so the factors that rescale the sums must change lanes (to_columns).
 //
-// bf16 needs no such choices. Its product is A (16, 16) B (16, 8) + C (16, 8). Where a lane holds columns t and t +
-// 4 of A above, it holds the pairs at columns 2t and 2t + 8 here, each in one word, and of B such pairs of rows. Two
-// results, packed, are an operand A, so sums are not transposed. The instruction ldmatrix fetches the words of four
-// (8, 8) matrices from shared memory, as they stand there or transposed.
+// bf16 needs no such choices. Its product is A (16, 16) B (16, 8) + C (16, 8). In place of columns t and t + 4 of A a
+// lane holds two pairs of columns, from 2t and from 2t + 8, each pair in one word, and of B such pairs of rows. Two
+// results, packed, are an operand A, so the sums are not transposed. The instruction ldmatrix fetches the words of
+// four (8, 8) matrices from shared memory, as they are or transposed.
 //
-// Each kernel is written once. What differs with the type is how a lane holds and finds its operands (Operand,
-// Offsets), the products (add_scores, add_sum), and where in a sum its numbers belong (scale_sum, store_sum). bf16
-// rounds p, ds and what it stores; all else is fp32.
+// Each kernel is written once. Four things depend on the type: how a lane holds its operands (Operand), where they are
+// in a tile (Offsets), the products (add_scores, add_sum), and where a lane's numbers of a sum belong (scale_sum,
+// store_sum). In bf16 the kernels round p, ds and the results; all else is fp32.
 
 #define WARP_SIZE 32
 #include "flash_attention.cuh"
@@ -48,10 +48,10 @@
 constexpr bool IS_BF16 = sizeof(floatX) == 2;
 constexpr int WARPS = 4;                            // a block; two blocks fill a multiprocessor's registers
 constexpr int THREADS = WARPS * 32;
-constexpr int TILE_FLOATS = 2048;                   // that a streamed tile has room for
-constexpr int TILE_SIZE = TILE_FLOATS * WIDTH / 4;  // and how many of floatX: TILE_SIZE / HS rows
+constexpr int TILE_FLOATS = 2048;                   // a streamed tile has room for so many floats
+constexpr int TILE_SIZE = TILE_FLOATS * WIDTH / 4;  // and for so many of floatX: TILE_SIZE / HS rows
 
-// A lane holds operands in words of 32 bits, each a number for TF32, or two of bf16. 16 columns take PRODUCTS products.
+// A lane holds operands in words of 32 bits: one number for TF32, or two of bf16. 16 columns take PRODUCTS products.
 __device__ float word_of(float);
 __device__ unsigned word_of(bf16);
 using Word = decltype(word_of(floatX()));
@@ -59,26 +59,26 @@ constexpr int PRODUCTS = IS_BF16 ? 1 : 2;
 
 // ---- instructions
 
-// The tensor core sees of each operand TF32's 10 bits of mantissa, and ignores those below. This makes them the
-// nearest such number's, halfway away from zero.
+// The tensor core sees of each operand TF32's 10 bits of mantissa, and ignores the bits below. This function rounds to
+// the nearest such number, and halfway cases away from zero.
 __device__ inline float to_tf32(float x) {
     return __uint_as_float(__float_as_uint(x) + 0x1000u);
 }
 
-// A NaN with all its bits set, as arithmetic makes it on a GPU, is made a 0 of the other sign by that, and would be
-// hidden. With keep_nan the result is NaN if x or y is: one comparison for two numbers of a row.
+// That addition turns a NaN with all bits set, as a GPU's arithmetic makes it, into a 0 of the other sign. Nobody would
+// see it. With keep_nan the result is NaN if x or y is: one comparison for two numbers of a row.
 //
-// Each number is compared once, where a warp meets its own rows: q and dout when they are loaded, k and v in forward's
-// tile on the diagonal. There query i meets key and value i, so a NaN in q, k or v is one in lse or out of row i.
-// Backward does not search q, k and v again: what is not finite in lse, out or dout makes D of that row NaN or
-// infinite. The tile on the diagonal hands that on to dq; the block of keys adds 0 * D of its own rows to the scales
-// of dk and dv. In bf16 every NaN stays one anyway.
+// Each number is compared once: q and dout when a warp loads its own rows, k and v in forward's tile on the diagonal.
+// There query i meets key and value i, so a NaN in q, k or v makes lse or out of row i NaN.
+// Backward need not look for NaNs in q, k and v: if lse, out or dout of a row is not finite, D of that row is NaN or
+// infinite. In the tile on the diagonal D makes dq NaN. The block of keys adds 0 * D of its own rows to the factors of
+// dk and dv. In bf16 every NaN stays one anyway.
 __device__ inline float to_tf32(float x, float y, bool keep_nan) {
     const bool unordered = !(x < y || x >= y);
     return keep_nan && unordered ? __uint_as_float(0x7fc00000u) : to_tf32(x);
 }
 
-// What it sees.
+// What the tensor core sees of x.
 __device__ inline float tf32_bits(float x) {
     return __uint_as_float(__float_as_uint(x) & 0xffffe000u);
 }
@@ -111,7 +111,7 @@ __device__ inline void mma(float (&d)[4], const float (&a)[4], float b0, float b
 #endif
 }
 
-// The same of bf16, 16 columns of A by 16 rows of B: d (16, 8) = a (16, 16) b (16, 8) + c.
+// The same in bf16, 16 columns of A by 16 rows of B: d (16, 8) = a (16, 16) b (16, 8) + c.
 __device__ inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, const float (&c)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -144,10 +144,10 @@ __device__ inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned 
 
 // ---- tiles in shared memory
 
-// A row of a tile of floats is kept as HS / 4 chunks of 16 bytes, swizzled: bit 1 of the row's number flips bit 1 of a
-// chunk's, and its bits 0 and 2, by xor, bit 2. Of an access of 16 bytes a lane, eight lanes are served at a time, of
-// 8 bytes sixteen; no two lanes of such a group meet in a bank. A lane wants chunks 4j + c of one row, for some c < 4
-// and every j: `first` has their offsets in the tile for j = 0 and 1; each further two j are 32 floats on.
+// A row of a tile of floats is HS / 4 chunks of 16 bytes, swizzled: bit 1 of the row's number flips bit 1 of a chunk's,
+// and bits 0 and 2 of the row's, combined by xor, flip bit 2. Shared memory serves eight lanes at a time if each wants
+// 16 bytes, and sixteen if each wants 8. No two lanes of such a group meet in a bank. A lane wants chunks 4j + c of a
+// row, for one c < 4 and all j. `first` has their offsets for j = 0 and 1; j + 2 is 32 floats further on.
 struct Chunks {
     int first[2];
     __device__ int operator()(int j) const { return first[j % 2] + j / 2 * 32; }
@@ -159,12 +159,12 @@ __device__ inline Chunks swizzled_chunks(int row, int c) {
     return {{start + 16 * odd, start + 16 * (odd ^ 1)}};
 }
 
-// Of bf16, eight lanes at a time want a chunk of eight rows, or eight chunks of a row. Bits 0 to 2 of the row's number
-// flip those of the chunk's, by xor.
+// In bf16 eight lanes at a time want one chunk of eight rows, or eight chunks of one row. Bits 0 to 2 of the row's
+// number flip the same bits of the chunk's number.
 template <int HS>
 __device__ inline int swizzled(int row, int chunk) { return row * HS + 8 * (chunk ^ row % 8); }
 
-// The offsets in a tile of what this lane loads, and of what this thread copies.
+// Where in a tile this lane loads, and where this thread copies to.
 template <class X, int HS>
 struct Offsets;
 
@@ -189,8 +189,8 @@ struct Offsets<float, HS> {
 
 template <int HS>
 struct Offsets<bf16, HS> {
-    // The row that this lane names to load_matrices, of the four matrices of rows 0 .. 15 and columns 0 .. 15. It gets
-    // them row by row, or column by column.
+    // Where the row begins that this lane gives to load_matrices: one of rows 0 .. 15 and columns 0 .. 15, which are
+    // four matrices. load_matrices delivers them row by row, or column by column.
     int by_row, by_column, copy;
 
     __device__ Offsets() {
@@ -200,13 +200,13 @@ struct Offsets<bf16, HS> {
         copy = swizzled<HS>(threadIdx.x / 8, threadIdx.x % 8);
     }
 
-    // The same of rows row0 .. row0 + 15, where row0 is a multiple of 8, and columns 16k .. 16k + 15.
+    // The same for rows row0 .. row0 + 15, where row0 is a multiple of 8, and columns 16k .. 16k + 15.
     __device__ static int at(int offset, int row0, int k) { return row0 * HS + (offset ^ 16 * k); }
 };
 
-// Starts to copy ROWS rows of an array from row0 on, zeros for rows before 0 or from T on. In bf16 a thread counts from
-// its first row, inside or not, since nothing is read where a row is not: that took 4 to 6% less time on an H200. TF32
-// has no registers for it.
+// Starts to copy ROWS rows of an array, from row0 on; rows before 0 or from T on become zeros. In bf16 a thread
+// computes addresses from its first row, which may be outside: there the copy reads nothing. On an H200 that took 4 to
+// 6% less time. In TF32 there are no registers left for it.
 template <int HS, int ROWS>
 __device__ inline void copy_rows(floatX* to, const floatX* rows, int row0, int T, int stride,
                                  const Offsets<floatX, HS>& offsets) {
@@ -231,7 +231,7 @@ __device__ inline void copy_tiles(floatX (&tiles)[2][TILE_SIZE], const floatX* r
     copy_rows<HS, TILE_SIZE / HS>(tiles[1], rows1, row0, T, stride1, offsets);
 }
 
-// The block's copies are there for all of its threads, and none still reads what the next ones overwrite.
+// Behind this all threads see the block's copies, and no thread still reads the stage that the next copies overwrite.
 __device__ inline void copies_finish() {
     copies_wait();
     __syncthreads();
@@ -239,13 +239,13 @@ __device__ inline void copies_finish() {
 
 // ---- a warp's own rows
 
-// Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores, zeros from row T on, where row0 is the warp's
-// first. They can be had behind copies_finish and `finish`. If KEPT, they are kept in registers, else fetched from
-// shared memory for each product: SIZE numbers for all warps.
+// Rows row0 .. row0 + 16 M - 1 of an array as operand A of scores, where row0 is the warp's first row; zeros from row T
+// on. `get` works behind copies_finish and `finish`. If KEPT, the rows stay in registers. Else the warp fetches them
+// from shared memory for each product: SIZE numbers for all warps.
 template <class X, int HS, int M, bool KEPT>
 struct Operand;
 
-// Floats stand there in the order in which the lanes read them; each thread writes what it will read.
+// Floats lie in shared memory in the order in which the lanes read them. Each thread writes the numbers that it reads.
 template <int HS, int M, bool KEPT>
 struct Operand<float, HS, M, KEPT> {
     static constexpr int SIZE = KEPT ? 0 : HS * 16 * M * WARPS;
@@ -295,7 +295,7 @@ struct Operand<float, HS, M, KEPT> {
     }
 };
 
-// Numbers of bf16 are copied there as a tile is, in any case.
+// Numbers of bf16 are always copied to shared memory, in the order of a tile.
 template <int HS, int M, bool KEPT>
 struct Operand<bf16, HS, M, KEPT> {
     static constexpr int SIZE = HS * 16 * M * WARPS;
@@ -329,7 +329,7 @@ struct Operand<bf16, HS, M, KEPT> {
     }
 };
 
-// The same rows of another array, which are multiplied by those of an operand number by number, and are not rounded.
+// The same rows of another array, not rounded. `sum` multiplies them by those of an operand, number by number.
 template <class X, int HS, int M>
 struct Factors;
 
@@ -417,8 +417,8 @@ __device__ inline void add_scores(float (&s)[M][N][4], const unsigned (&a)[M][1]
     }
 }
 
-// sum (16 M, HS) += p tile, over rows 8n .. 8n + 7 of the tile; p is rounded. sum is kept transposed: of sum[j][2m +
-// h], a lane has in element 2e + i column 16j + 2g + e of row 16m + 8h + 2t + i.
+// sum (16 M, HS) += p tile, over rows 8n .. 8n + 7 of the tile; p is rounded. sum is transposed: element 2e + i of a
+// lane's sum[j][2m + h] belongs to column 16j + 2g + e of row 16m + 8h + 2t + i.
 template <int HS, int M, int N>
 __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const float* tile, int n,
                                const Offsets<float, HS>& offsets, bool keep_nan = false) {
@@ -438,8 +438,8 @@ __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)
     }
 }
 
-// Of bf16, over rows 8n .. 8n + 15. Of sum[j][2m + h], a lane has in element 2e + i column 16j + 8h + 2t + i of row
-// 16m + 8e + g.
+// The same in bf16, over rows 8n .. 8n + 15. Element 2e + i of a lane's sum[j][2m + h] belongs to column 16j + 8h + 2t
+// + i of row 16m + 8e + g.
 template <int HS, int M, int N>
 __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)[M][N][4], const bf16* tile, int n,
                                const Offsets<bf16, HS>& offsets, bool keep_nan = false) {
@@ -463,12 +463,12 @@ __device__ inline void add_sum(float (&sum)[HS / 16][2 * M][4], const float (&p)
 
 constexpr int ROWS_SUMMED = IS_BF16 ? 16 : 8;  // of the tile, by one add_sum
 
-// p as add_sum takes it: in TF32 rounded; the add_sum for bf16 rounds it itself.
+// p as add_sum takes it. TF32 needs it rounded; the add_sum for bf16 rounds by itself.
 __device__ inline float summand(float x) { return IS_BF16 ? x : to_tf32(x); }
 __device__ inline float summand(float x, bool keep_nan) { return IS_BF16 ? x : to_tf32(x, x, keep_nan); }
 
-// A number for each of rows g and g + 8 of 16, as the lanes need it that hold a transposed sum: for rows 8h + 2t and
-// 8h + 2t + 1.
+// A lane has a number for each of rows g and g + 8 of 16. It gets those for rows 8h + 2t and 8h + 2t + 1, to which its
+// transposed sums belong.
 __device__ inline void to_columns(float (&column)[2][2], const float (&row)[2]) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -477,7 +477,7 @@ __device__ inline void to_columns(float (&column)[2][2], const float (&row)[2]) 
     }
 }
 
-// Rows 16m .. 16m + 15 of sum times their scale, which a lane has for rows g and g + 8.
+// Multiplies rows 16m .. 16m + 15 of sum by their scale. A lane has the scale of rows g and g + 8.
 template <int HS, int H>
 __device__ inline void scale_sum(float (&sum)[HS / 16][H][4], int m, const float (&scale)[2]) {
     float column[2][2];
@@ -495,8 +495,8 @@ __device__ inline void scale_sum(float (&sum)[HS / 16][H][4], int m, const float
 __device__ inline void store_two(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = make_float2(x, y); }
 __device__ inline void store_two(bf16* to, float x, float y) { *reinterpret_cast<unsigned*>(to) = to_bf16(x, y); }
 
-// Rows row0 .. row0 + 8 H - 1 of an array = scale * sum; nothing from row T on. The lanes hold pairs of neighbours.
-// Those of bf16 are brought together in `shared`, HS * 8 H numbers for each warp, and stored by 16 bytes.
+// Rows row0 .. row0 + 8 H - 1 of an array = scale * sum, but no row from T on. The lanes hold pairs of neighbours. In
+// bf16 a warp collects them in `shared`, HS * 8 H numbers for each warp, and stores them by 16 bytes.
 template <int HS, int H, class X>
 __device__ inline void store_sum(X* rows, const float (&sum)[HS / 16][H][4], int row0, int T, int stride, float scale,
                                  X* shared) {
@@ -504,7 +504,7 @@ __device__ inline void store_sum(X* rows, const float (&sum)[HS / 16][H][4], int
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (TOGETHER) {
         shared += threadIdx.x / 32 * HS * 8 * H;
-        __syncwarp();  // the lanes have read what was there
+        __syncwarp();  // behind this all lanes have read what lies in `shared`
     }
     #pragma unroll
     for (int h = 0; h < H; h++) {
@@ -536,9 +536,9 @@ __device__ inline void store_sum(X* rows, const float (&sum)[HS / 16][H][4], int
 // ---- forward
 
 // 8 N keys and values for the 16 M queries of a warp: p = 2^(to_exponent * q k^T - reference). The reference keeps a
-// row's sums in range; its largest exponent would do, but so does any number close to it. It moves, and what has been
-// summed is rescaled, only where an exponent passes it by more than 8. The step on the diagonal comes first and sets
-// it. `ahead` is the number of the first key less that of the first query.
+// row's sums in range. The row's largest exponent would do, but so does any number close to it. So the reference moves,
+// and the sums so far are rescaled, only if an exponent is above it by more than 8. The step on the diagonal comes
+// first and sets the reference. `ahead` is the number of the first key less that of the first query.
 template <int HS, int M, int N, bool DIAGONAL, class Q>
 __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2], float (&reference)[M][2],
                               const Q& q, const floatX* keys, const floatX* values, int ahead,
@@ -579,7 +579,7 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
             for (int h = 0; h < 2; h++) {
                 rise[h] = fmaxf(top[m][h], __shfl_xor_sync(ALL_LANES, top[m][h], 1));
                 rise[h] = fmaxf(rise[h], __shfl_xor_sync(ALL_LANES, rise[h], 2));
-                // In bf16 not for the sake of other rows of the warp: roundings of a query's p then depend on it alone.
+                // In bf16 other rows of the warp do not move it: so the roundings of a query's p depend on it alone.
                 if (!DIAGONAL) rise[h] = rise[h] > (IS_BF16 ? 8.0f : 0.0f) ? rise[h] : 0.0f;
                 reference[m][h] += rise[h];
                 #pragma unroll
@@ -613,8 +613,8 @@ __device__ inline void attend(float (&out)[HS / 16][2 * M][4], float (&sum)[M][2
     }
 }
 
-// Grid (B * NH, tiles of WARPS * 16 M queries). In a step a warp takes at least as many keys as it has queries, so
-// that it meets the diagonal in a single one.
+// Grid (B * NH, tiles of WARPS * 16 M queries). In a step a warp takes at least as many keys as it has queries. So it
+// meets the diagonal in a single step.
 template <int HS, int M, int N, bool Q_KEPT>
 __device__ inline void forward(floatX* out, float* lse, const floatX* qkv, int T, int NH, int NKV) {
     constexpr int ROWS = 16 * M, STEP = 8 * N, TILE_ROWS = TILE_SIZE / HS, STEPS = TILE_ROWS / STEP;
@@ -622,7 +622,7 @@ __device__ inline void forward(floatX* out, float* lse, const floatX* qkv, int T
     __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; keys, values
     DYNAMIC_SHARED(floatX, operands);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    // The block's first warp's rows, this warp's, and its step on the diagonal. Blocks with the most work come first.
+    // Which of all warps the block's first is, this warp's first row, its step on the diagonal. Longest blocks first.
     const int first = (gridDim.y - 1 - blockIdx.y) * WARPS, row0 = (first + warp) * ROWS, diagonal = row0 / STEP;
     const Head<HS> head(qkv, T, NH, NKV);
     const Offsets<floatX, HS> offsets;
@@ -676,9 +676,9 @@ __device__ inline void forward(floatX* out, float* lse, const floatX* qkv, int T
 
 // ---- backward
 
-// 8 N keys and values for the 16 M queries of a warp. The warp keeps the queries in registers and their dout in shared
-// memory. With both in shared memory an H200 took 3% longer for HS = 64 and 18% for 128 in TF32; with both in registers
-// 3% for 128. But in bf16, which needs half as many, 8% less for 128. log2_sum is lse as a power of two.
+// 8 N keys and values for the 16 M queries of a warp. In TF32 the warp keeps the queries in registers and their dout in
+// shared memory. With both in shared memory an H200 took 3% longer for HS = 64 and 18% for 128; with both in registers,
+// 3% for 128. bf16 needs half as many registers: with both there it took 8% less for 128. log2_sum is lse / log(2).
 template <int HS, int M, int N, bool DIAGONAL, class Q, class DOUT>
 __device__ inline void backward_query_tile(float (&dq)[HS / 16][2 * M][4], const Q& q, const DOUT& dout,
                                            const float (&log2_sum)[M][2], const float (&D)[M][2],
@@ -751,7 +751,7 @@ __device__ inline void backward_query(floatX* dqkv, float* dsum, const floatX* d
         const int row = row0 + 8 * i + g;
         log2_sum[i / 2][i % 2] = row < T ? LOG2E * lse[row] : 0.0f;
     }
-    // D is taken of dout as the products see it, so that dp - D vanishes when it should.
+    // D is computed from dout as the products see it, so that dp - D is 0 where it should be.
     const auto find_D = [&] {
         #pragma unroll
         for (int i = 0; i < M * 2; i++) {
@@ -764,7 +764,7 @@ __device__ inline void backward_query(floatX* dqkv, float* dsum, const floatX* d
             if (t == 0 && row < T) dsum[row] = sum;
         }
     };
-    if (!IS_BF16) find_D();  // out has no copy to wait for
+    if (!IS_BF16) find_D();  // it need not wait for copies: it loads out by itself
     copies_finish();
     q.finish(offsets);
     d.finish(offsets);
@@ -794,7 +794,7 @@ __device__ inline void backward_query(floatX* dqkv, float* dsum, const floatX* d
     store_sum<HS>(dqkv + (head.query - qkv), dq, row0, T, head.stride, rsqrtf((float)HS), &tiles[0][0][0]);
 }
 
-// 8 N queries and output gradients for the 16 M keys of a warp. The scores are transposed: keys by queries.
+// 8 N queries and their dout for the 16 M keys of a warp. The scores are transposed: keys by queries.
 template <int HS, int M, int N, bool DIAGONAL, class K, class V>
 __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (&dv)[HS / 16][2 * M][4],
                                          const K& k, const V& v, const floatX* queries, const floatX* douts,
@@ -840,17 +840,17 @@ __device__ inline void backward_key_tile(float (&dk)[HS / 16][2 * M][4], float (
     }
 }
 
-// Grid (B * NH, tiles of WARPS * 16 M keys). Sets dk and dv of dqkv; or if query heads share keys, this head's share
-// of them in dkv_heads, which is null otherwise. Reads D from dsum.
+// Grid (B * NH, tiles of WARPS * 16 M keys). Reads D from dsum. Sets dk and dv of dqkv. If query heads share keys, it
+// sets this head's share of dk and dv in dkv_heads instead, which is null otherwise.
 template <int HS, int M, int N, bool K_KEPT, bool V_KEPT>
 __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float* dsum, const floatX* dout,
                                     const float* lse, const floatX* qkv, int T, int NH, int NKV) {
     constexpr int ROWS = 16 * M, STEP = 8 * N, TILE_ROWS = TILE_SIZE / HS, STEPS = TILE_ROWS / STEP;
     constexpr int DIAGONALS = ROWS > STEP ? ROWS / STEP : 1;    // steps in which a warp meets its diagonal
     constexpr int UNROLL = STEPS > 2 ? 1 : STEPS;               // more than two steps would need too many registers
-    __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; queries, output gradients
+    __shared__ __align__(128) floatX tiles[2][2][TILE_SIZE];    // stage; queries, dout
     __shared__ __align__(8) float terms[2][2][TILE_ROWS];       // stage; lse and D of the queries
-    __shared__ float nan[THREADS];                              // of each thread: 0, or NaN as D is
+    __shared__ float nan[THREADS];                              // of each thread: 0, or NaN if D is not finite
     DYNAMIC_SHARED(floatX, operands);
     const int warp = threadIdx.x / 32;
     const int first = blockIdx.y * WARPS, row0 = (first + warp) * ROWS, diagonal = row0 / STEP;
@@ -863,7 +863,7 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
     int tile = first * ROWS / TILE_ROWS, stage = 0;
     const auto start = [&](int tile, int stage) {
         copy_tiles<HS>(tiles[stage], head.query, dout, tile * TILE_ROWS, T, head.stride, head.C, offsets);
-        // Queries from T on are zeros throughout, and add zeros.
+        // From row T on queries, dout, lse and D are zeros, and add zeros.
         const int array = threadIdx.x / TILE_ROWS, down = threadIdx.x % TILE_ROWS, row = tile * TILE_ROWS + down;
         const float* term = array == 0 ? lse : dsum;
         if (array < 2) copy_one(&terms[stage][array][down], term + (row < T ? row : 0), row < T);
@@ -876,7 +876,7 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
     k.start(head.key, row0, T, head.stride, offsets);
     v.start(head.value, row0, T, head.stride, offsets);
     {
-        const int row = row0 + threadIdx.x % 32;  // where M is 1 the next warp's, too
+        const int row = row0 + threadIdx.x % 32;  // if M is 1, also rows of the next warp
         nan[threadIdx.x] = warp_sum(row < T ? 0.0f * dsum[row] : 0.0f);
     }
     copies_finish();
@@ -906,7 +906,7 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
         }
         copies_finish();
     }
-    // In both arrays dv lies C numbers behind dk: dqkv is written to only if NKV = NH.
+    // In both arrays dv lies C numbers behind dk: the kernel writes to dqkv only if NKV = NH.
     const auto store = [&](auto* to, int stride) {
         const auto shared = reinterpret_cast<decltype(to)>(tiles);
         store_sum<HS>(to, dk, row0, T, stride, rsqrtf((float)HS) + nan[threadIdx.x], shared);
@@ -916,8 +916,8 @@ __device__ inline void backward_key(floatX* dqkv, float* dkv_heads, const float*
     else store(dqkv + (head.key - qkv), head.stride);
 }
 
-// The numbers in brackets are HS, M and N; then, which of a warp's own rows are kept in registers. kernels/
-// flash_attention.py has the rows of a block, 64 M, and the sizes of what is not declared here.
+// The template arguments are HS, M, N, and which of a warp's own rows stay in registers. kernels/flash_attention.py
+// knows the rows of a block, 64 M, and the bytes of dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 flash_attention_forward_kernel_64(floatX* out, float* lse, const floatX* qkv, int T, int NH, int NKV) {
     forward<64, 2, 4, true>(out, lse, qkv, T, NH, NKV);
@@ -952,8 +952,8 @@ flash_attention_backward_key_kernel_128(floatX* dqkv, float* dkv_heads, const fl
     backward_key<128, 1, 2, IS_BF16, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
 
-// dk and dv of dqkv = the sums over the query heads of each group of dkv_heads (B, T, 2, NH, HS). Thread (x, y) of a
-// block: WIDTH channels of one of the B*T*2*NKV `heads` of keys and values.
+// Sets dk and dv of dqkv to the sums over the query heads of each group of dkv_heads (B, T, 2, NH, HS). A thread (x, y)
+// of a block has WIDTH channels of one of the B*T*2*NKV `heads` of keys and values.
 extern "C" __global__ void flash_attention_group_sum_kernel(floatX* dqkv, const float* dkv_heads, int heads, int NH,
                                                             int NKV, int HS) {
     const int n = blockIdx.x * blockDim.y + threadIdx.y, i = WIDTH * threadIdx.x, group = NH / NKV;

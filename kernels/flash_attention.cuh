@@ -1,5 +1,5 @@
-// What the kernels of flash attention share, those of flash_attention.cu for any GPU, and those of
-// flash_attention_hopper.cu for one: exponentials, copies to shared memory, and where a head's rows lie.
+// What the kernels of flash_attention.cu, for every GPU since 8.0, and those of flash_attention_hopper.cu, for 9.0,
+// share: exponentials, copies to shared memory, and the place of a head's rows.
 #pragma once
 #include "common.cuh"
 
@@ -27,8 +27,8 @@ __device__ inline float to_exponent() {
 __device__ inline float first_of(unsigned word) { return __uint_as_float(word << 16); }
 __device__ inline float second_of(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
 
-// Four (8, 8) matrices of bf16 from shared memory: `row` is where row lane % 8 of matrix lane / 8 begins. The lane
-// gets of matrix i columns 2t and 2t + 1 of row g, or if TRANSPOSED, rows 2t and 2t + 1 of column g, as r[i].
+// Loads four (8, 8) matrices of bf16 from shared memory. `row` is the address of row lane % 8 of matrix lane / 8. The
+// lane gets, as r[i], columns 2t and 2t + 1 of row g of matrix i; if TRANSPOSED, rows 2t and 2t + 1 of column g.
 template <bool TRANSPOSED>
 __device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
@@ -56,8 +56,8 @@ __device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
 #endif
 }
 
-// Start to copy four words (16 bytes), or a float, to shared memory; zeros if not `inside`. They are there after
-// copies_wait, for this thread.
+// These two start to copy four words (16 bytes), or a float, to shared memory, or zeros if not `inside`. After
+// copies_wait this thread sees what it has copied.
 template <class X>
 __device__ inline void copy_four(X* to, const X* from, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -84,8 +84,8 @@ __device__ inline void copies_wait() {
 #endif
 }
 
-// What a block works at, a query head of a sequence, and where its queries, keys and values begin in qkv: their rows
-// are `stride` numbers apart.
+// The query head of a sequence that a block works on, and where its queries, keys and values begin in qkv. Their rows
+// lie `stride` numbers apart.
 template <int HS>
 struct Head {
     int C, sequence, number, stride;
@@ -96,6 +96,6 @@ struct Head {
           query(qkv + (long long)sequence * T * stride + number * HS),
           key(qkv + (long long)sequence * T * stride + C + number / (NH / NKV) * HS), value(key + NKV * HS) {}
 
-    // Where its rows begin in an array (B, T, NH, HS).
+    // Where the head's rows begin in an array (B, T, NH, HS).
     __device__ long long rows(int T) const { return (long long)sequence * T * C + number * HS; }
 };

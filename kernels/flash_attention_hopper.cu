@@ -1,19 +1,19 @@
 // Causal attention as in flash_attention.cu, in bf16, by Hopper's own matrix product: for GPUs of compute capability
 // 9.0.
 //
-// mma.sync is an instruction of a warp, which has loaded its operands into registers before. wgmma is one of a
-// warpgroup, four warps with 64 rows together. It reads a whole tile of keys or of values from shared memory by itself,
-// and nobody waits for it: the warps go on, and ask for its result later. What is left to the warps is the softmax, so
-// a warpgroup starts the scores of its next tile and the sum over values of its last one, and takes exponentials while
-// the tensor cores work.
+// A warp issues mma.sync, after it has loaded the operands into registers. A warpgroup issues wgmma: four warps, which
+// have 64 rows together. This instruction reads a whole tile of keys or of values from shared memory by itself. The
+// warps go on, and wait for the result later. So only the softmax is left to the warps: a warpgroup starts the scores
+// of its next tile and the sum over the values of its last one, and computes exponentials while the tensor cores work
+// on the sum.
 //
-// Backward has the two kernels of flash_attention.cu, each with the products that it has there. A block's own rows are
-// operand a of scores: queries and their output gradients, or keys and values. What is made of the scores, ds or p, is
-// operand a of sums, from registers, as it is in forward. Which of two products a warpgroup waits for is not left to
-// the assembler: it puts a wait as early as it may, before the exponentials that were to run beside the product.
-#define ARCHITECTURE 90a  // wgmma is in no GPU before compute capability 9.0, and in none after it
+// Backward has the two kernels of flash_attention.cu, with the same products. A block's own rows are operand a of the
+// scores: queries and dout, or keys and values. ds or p, computed from the scores, are operand a of the sums, from
+// registers, as p is in forward. The assembler puts each wait as early as it may: before the exponentials that should
+// run beside the product. So the kernels make it look as if a wait needed the results of these exponentials.
+#define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
-#define floatX bf16       // whatever the run's precision is
+#define floatX bf16       // in runs of any precision
 #include "flash_attention.cuh"
 
 // ---- tiles in shared memory
@@ -24,9 +24,9 @@
 #define SHARED_TILES(name) extern __shared__ __align__(1024) bf16 name[]
 #endif
 
-// A tile is kept as wgmma wants it, in slabs of 64 columns: a row of a slab is 128 bytes, eight rows are 1024, and the
-// tile begins at a multiple of that. Row r has its chunks of 16 bytes swizzled: chunk c is where c ^ (r % 8) would be.
-// Rows of queries and of keys are read along the sum (HS), those of values across it, and the one order serves both.
+// A tile lies in shared memory as wgmma wants it, in slabs of 64 columns. A row of a slab is 128 bytes, eight rows are
+// 1024, and the tile begins at a multiple of 1024. The chunks of 16 bytes of row r are swizzled: chunk c lies where c ^
+// (r % 8) would. wgmma reads queries and keys along the sum (HS), and values across it. One order serves both.
 template <int ROWS>
 __device__ inline int place(int row, int column) {
     return column / 64 * ROWS * 64 + row * 64 + (column % 64 ^ row % 8 * 8);
@@ -40,23 +40,23 @@ __device__ inline unsigned shared_address(const bf16* p) {
 #endif
 }
 
-// What wgmma is told of an operand in shared memory, in units of 16 bytes: where it begins; from bit 16 on, for values,
-// how far it is from a slab to the next; from bit 32 on how far from eight rows to the next eight. Bit 62: swizzled,
-// 128 bytes.
+// A descriptor tells wgmma where an operand lies in shared memory, in units of 16 bytes: from bit 0 on, where it
+// begins; from bit 16 on, for values, how far apart slabs are; from bit 32 on, how far apart groups of eight rows are.
+// Bit 62 says that rows of 128 bytes are swizzled.
 using Descriptor = unsigned long long;
 __device__ inline Descriptor descriptor(const bf16* tile, int slab_bytes) {
     return (Descriptor)(shared_address(tile) >> 4) | (Descriptor)(slab_bytes >> 4) << 16 | (Descriptor)64 << 32 |
            (Descriptor)1 << 62;
 }
 
-// The same, so many numbers further on.
+// The descriptor of what begins so many numbers further on.
 __device__ inline Descriptor further(Descriptor operand, int numbers) { return operand + (numbers * 2 >> 4); }
 
 // ---- instructions
 
 #ifdef LLMC_CPU
-// Where a byte of an operand lies: bits 7 to 9 of its address flip bits 4 to 6. Where a chunk of 16 bytes of a row
-// lies, of queries or keys, and of values, whose rows go on in the next slab.
+// swizzled: where a byte of an operand lies; bits 7 to 9 of its address flip bits 4 to 6. operand_at: where 16 bytes, a
+// chunk of a row of queries or keys, lie. values_at: the same for values, whose rows go on in the next slab.
 inline const char* swizzled(Descriptor operand, int at) {
     at += (int)(operand & 0x3fff) << 4;
     return (const char*)cpu_dynamic_shared() + (at ^ (at >> 7) % 8 << 4);
@@ -68,7 +68,7 @@ inline const char* values_at(Descriptor operand, int row, int chunk) {
     return operand_at(operand + (chunk / 8 * (operand >> 16 & 0x3fff)), row, chunk % 8);
 }
 
-// What wgmma does below, for a warp's 16 rows. The lanes fetch b together, in chunks.
+// Does on a CPU what wgmma does, for a warp's 16 rows. The lanes fetch b together, in chunks.
 template <bool ROWS, int N>
 inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
     struct Lane { unsigned a[4]; uint4 b[N / 2]; float d[N][4]; } mine;
@@ -105,7 +105,7 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
 }
 #endif
 
-// The numbers of d[n][i] in the text of an instruction, and for the compiler.
+// The names of all d[n][i] in the text of an instruction; and the d[n][i] as the compiler wants them listed.
 #define NUMBERS_OF_8 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -119,11 +119,11 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
     FOUR(d, n), FOUR(d, n + 1), FOUR(d, n + 2), FOUR(d, n + 3), FOUR(d, n + 4), FOUR(d, n + 5), FOUR(d, n + 6), \
     FOUR(d, n + 7)
 
-// d (64, 8 N) = a (64, 16) b (16, 8 N) + d, or without d unless `add`, by the 128 threads of a warpgroup together; N is
-// 8 or 16. Warp w has rows 16w .. 16w + 15 of a and of d, and they are spread over its lanes as in mma_bf16: d[n] as
-// its d, for columns 8n .. 8n + 7, and a as its a, unless that, too, is in shared memory. b is there, column by column,
-// or if ROWS, row by row. The instruction only starts the product: a, d and what lies in shared memory are its own
-// until wgmma_wait.
+// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 8 or 16. The 128 threads of a warpgroup compute it
+// together. Warp w has rows 16w .. 16w + 15 of a and of d. They are spread over its lanes as in mma_bf16: d[n] as its
+// d, for columns 8n .. 8n + 7, and a as its a. a may also lie in shared memory. b always does, column by column, or row
+// by row if ROWS. The instruction only starts the product: until wgmma_wait nobody may touch a, d, or the operands in
+// shared memory.
 template <bool ROWS, int N>
 __device__ inline void wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
 #ifdef LLMC_CPU
@@ -161,8 +161,8 @@ __device__ inline void wgmma(float (&d)[N][4], Descriptor a, Descriptor b, bool 
 #endif
 }
 
-// Before the first product after registers of one were written; behind the last product of a group; until all but the
-// last PENDING groups are done.
+// wgmma_fence comes between writes to registers of a product and the product. wgmma_commit ends a group of products.
+// wgmma_wait waits until all groups but the last PENDING are done.
 __device__ inline void wgmma_fence() {
 #ifndef LLMC_CPU
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -175,7 +175,7 @@ __device__ inline void wgmma_commit() {
 #endif
 }
 
-// To the compiler, d is written here: what reads it comes after this, and what made it before.
+// Tells the compiler that d is written here. So it moves no read of d before this line, and no write behind it.
 template <int N>
 __device__ inline void settle(float (&d)[N][4]) {
 #ifndef LLMC_CPU
@@ -191,15 +191,15 @@ __device__ inline void wgmma_wait() {
 #endif
 }
 
-// The thread's copies up to here are a group.
+// Makes a group of the copies that the thread has started since the last call.
 __device__ inline void copies_commit() {
 #ifndef LLMC_CPU
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// The thread's groups of copies but for the last PENDING are there, and behind the next barrier wgmma may read them: it
-// does so by another path to shared memory (the async proxy) than a thread's own accesses.
+// Waits for the thread's groups of copies, but for the last PENDING. Behind the next barrier wgmma may read them. The
+// fence is for wgmma, which reads shared memory by another path (the async proxy) than a thread.
 template <int PENDING>
 __device__ inline void copies_arrive() {
 #ifndef LLMC_CPU
@@ -209,7 +209,7 @@ __device__ inline void copies_arrive() {
 
 // ---- copies
 
-// Starts to copy rows row0 .. row0 + ROWS - 1 of an array; zeros for those from T on.
+// Starts to copy rows row0 .. row0 + ROWS - 1 of an array; rows from T on become zeros.
 template <int HS, int ROWS, int THREADS>
 __device__ inline void copy_rows(bf16* to, const bf16* rows, int row0, int T, int stride) {
     const int down = threadIdx.x / 8, column = threadIdx.x % 8 * 8;
@@ -227,8 +227,8 @@ __device__ inline void copy_rows(bf16* to, const bf16* rows, int row0, int T, in
 
 // ---- products of tiles
 
-// The same number, but to the compiler another one: what follows from it is computed anew, rather than kept in
-// registers through a loop.
+// Returns x, but the compiler takes it for a new number. So it computes again what depends on x, and does not keep it
+// in registers through a loop.
 __device__ inline int anew(int x) {
 #ifndef LLMC_CPU
     asm volatile("" : "+r"(x));
@@ -236,26 +236,26 @@ __device__ inline int anew(int x) {
     return x;
 }
 
-// A bool that a generic lambda is compiled for.
+// A bool as a type: so a generic lambda is compiled for each of its values.
 template <bool X>
 struct Is {
     static constexpr bool value = X;
 };
 
-// The thread's warpgroup. The compiler cannot know that it is one for all lanes of a warp, unless a lane tells it.
+// The thread's warpgroup. The shuffle tells the compiler that all lanes of a warp have the same one.
 template <int WARPGROUPS>
 __device__ inline int warpgroup_of() {
     return WARPGROUPS == 1 ? 0 : __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
 }
 
-// A warpgroup's own 64 rows as operand a of scores, of a tile of ROWS rows in shared memory: from there, or if KEPT,
-// from registers.
+// A warpgroup's own 64 rows as operand a of scores. They lie in shared memory, in a tile of ROWS rows. If KEPT, `fetch`
+// takes them to registers.
 template <int HS, int ROWS, bool KEPT>
 struct Operand {
     Descriptor rows;
     unsigned a[KEPT ? HS / 16 : 1][4];
 
-    // Behind the barrier after which the tile is there.
+    // Call it behind the barrier that the tile waits for.
     __device__ void fetch(const bf16* tile) {
         const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16;
         #pragma unroll
@@ -264,8 +264,8 @@ struct Operand {
     }
 };
 
-// Starts s = a b^T, over HS, for the N * 8 rows of tile b: 16 columns a product, which begin within the 128 bytes of a
-// row.
+// Starts s = a b^T, a sum over HS, for the N * 8 rows of tile b. Each product takes 16 columns, which begin within the
+// 128 bytes of a row.
 template <int HS, int ROWS, bool KEPT, int N>
 __device__ inline void start_scores(float (&s)[N][4], const Operand<HS, ROWS, KEPT>& a, Descriptor b) {
     #pragma unroll
@@ -277,14 +277,14 @@ __device__ inline void start_scores(float (&s)[N][4], const Operand<HS, ROWS, KE
     }
 }
 
-// Starts sum += p b, over the K * 16 rows of tile b, or without sum unless `add`.
+// Starts sum = p b, over the K * 16 rows of tile b; or sum += p b if `add`.
 template <int K, int N>
 __device__ inline void start_sum(float (&sum)[N][4], const unsigned (&p)[K][4], Descriptor b, bool add) {
     #pragma unroll
     for (int i = 0; i < K; i++) wgmma<true>(sum, p[i], further(b, i * 16 * 64), add || i > 0);
 }
 
-// Two neighbouring results of start_scores, packed to words, are an operand p of start_sum.
+// Packs results of start_scores into words. Two neighbouring results become one operand p of start_sum.
 template <int K, int N>
 __device__ inline void pack(unsigned (&p)[K][4], const float (&s)[N][4]) {
     static_assert(N == 2 * K);
@@ -295,8 +295,8 @@ __device__ inline void pack(unsigned (&p)[K][4], const float (&s)[N][4]) {
     }
 }
 
-// The warp's 16 rows of an array = scale * sum, from row `row0` on; nothing from row T on. scale is for rows g and g +
-// 8. They are brought together in the warp's rows of a tile that no product reads any more.
+// The warp's 16 rows of an array, from row0 on, = scale * sum, but no row from T on. scale is for rows g and g + 8. The
+// warp collects the numbers in its rows of a tile that no product reads any more, and stores them by 16 bytes.
 template <int HS, int ROWS>
 __device__ inline void store_rows(bf16* rows, bf16* tile, const float (&sum)[HS / 8][4], const float (&scale)[2],
                                   int row0, int T, int stride) {
@@ -337,10 +337,10 @@ __device__ inline void store_floats(float* rows, const float (&sum)[HS / 8][4], 
 
 // ---- forward
 
-// The scores of a tile become p = 2^(s log2(e) / sqrt(HS) - reference), and are added to sum. The reference of a row
-// keeps its sums in range; the tile on the diagonal, which comes first, sets it to its largest exponent. It moves only
-// where an exponent passes it by more than 8. Then what has been summed has to be multiplied by `factor`, and the
-// result is true.
+// Turns the scores of a tile into p = 2^(s log2(e) / sqrt(HS) - reference), and adds them to sum. The reference of a
+// row keeps its sums in range. The tile on the diagonal comes first and sets it to the row's largest exponent. It moves
+// only if an exponent is above it by more than 8. Then the function returns true, and the caller must multiply the sums
+// of values so far by `factor`.
 template <int HS, bool DIAGONAL, int N>
 __device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&reference)[2], float (&factor)[2],
                                int ahead) {
@@ -362,7 +362,7 @@ __device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&refere
         for (int h = 0; h < 2; h++) {
             float rise = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], 1));  // the four lanes of a row
             rise = fmaxf(rise, __shfl_xor_sync(ALL_LANES, rise, 2));
-            if (!DIAGONAL && !(rise > 8.0f)) rise = 0.0f;  // so that a row's roundings depend on it alone
+            if (!DIAGONAL && !(rise > 8.0f)) rise = 0.0f;  // so a row's roundings depend on this row alone
             reference[h] += rise;
             factor[h] = exp2_approx(-rise);
             if (!DIAGONAL) sum[h] *= factor[h];
@@ -413,7 +413,7 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
     int stage = 0, before = 0;
     for (int tile = last; tile >= 0; tile--) {
         copies_arrive<STAGES - 3>();
-        __syncthreads();  // the tile is there for all threads, and all are done with the tile before the last
+        __syncthreads();  // all threads see the tile, and none still reads the tile before the last
         start(tile - (STAGES - 2), stage + STAGES - 2 < STAGES ? stage + STAGES - 2 : stage - 2);
         if (tile <= diagonal) {
             float s[KEYS / 8][4];
@@ -434,7 +434,7 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
                 wgmma_wait<1>();
                 settle(s);
                 const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
-                // A sum is never negative. But to know that takes all exponentials, and so the wait stays behind them.
+                // No sum is negative. The compiler does not know: so the wait stays behind all exponentials.
                 if (moved || fminf(sum[0], sum[1]) < 0.0f) {
                     wgmma_wait<0>();
                     settle(acc);
@@ -472,7 +472,7 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
 
 // ---- backward
 
-// The scores of a warpgroup's 64 queries with a tile of keys, s, and dp = dout v^T become ds = p (dp - D), in s.
+// s has the scores of a warpgroup's 64 queries with a tile of keys, dp is dout v^T. s becomes ds = p (dp - D).
 template <int HS, bool DIAGONAL, int N>
 __device__ inline void query_gradients(float (&s)[N][4], const float (&dp)[N][4], const float (&log2_sum)[2],
                                        const float (&D)[2], int ahead) {
@@ -488,7 +488,7 @@ __device__ inline void query_gradients(float (&s)[N][4], const float (&dp)[N][4]
     }
 }
 
-// Those of its 64 keys with a tile of queries, s transposed, become p; lse is the tile's.
+// s has the scores of a warpgroup's 64 keys with a tile of queries, transposed. It becomes p. lse is the tile's.
 template <int HS, bool DIAGONAL, int N>
 __device__ inline void key_probabilities(float (&s)[N][4], const float* lse, int ahead) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
@@ -504,7 +504,7 @@ __device__ inline void key_probabilities(float (&s)[N][4], const float* lse, int
     }
 }
 
-// And dp becomes ds = p (dp - D).
+// dp becomes ds = p (dp - D).
 template <int N>
 __device__ inline void key_gradients(float (&dp)[N][4], const float (&p)[N][4], const float* D) {
     #pragma unroll
@@ -515,8 +515,8 @@ __device__ inline void key_gradients(float (&dp)[N][4], const float (&p)[N][4], 
     }
 }
 
-// D = rowsum(dout * out) of rows g and g + 8 of the warp's 16, from row0 on; NaN where lse is not finite. Each lane
-// loads 16 bytes, and the lanes of a row add up their products by shuffles.
+// D = rowsum(dout * out) for rows g and g + 8 of the warp's 16, from row0 on; NaN if lse is not finite. Each lane loads
+// 16 bytes. The lanes of a row add up their products by shuffles.
 template <int HS>
 __device__ inline void find_D(float (&D)[2], float* dsum, const bf16* dout, const bf16* out, const float* lse, int row0,
                               int T, int stride) {
@@ -547,7 +547,7 @@ __device__ inline void find_D(float (&D)[2], float* dsum, const bf16* dout, cons
 }
 
 // Grid (B * NH, tiles of 64 WARPGROUPS queries). Sets dq, and D for the kernel that follows. Shared memory: the
-// queries, their output gradients, then STAGES times a tile of KEYS keys and one of values.
+// queries, their dout, then STAGES times a tile of KEYS keys and one of values.
 template <int HS, int WARPGROUPS, int KEYS, int STAGES, bool KEPT>
 __device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out, const float* lse,
                                       const bf16* qkv, int T, int NH, int NKV) {
@@ -590,14 +590,14 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout,
         log2_sum[h] = row < T ? LOG2E * lse[row] : 0.0f;
     }
     int tile = last, stage = 0;
-    // dq has what the tile before the last adds to it, and ds of the last one can take the place of that one's. At the
-    // head of a loop this wait stays behind the exponentials.
+    // Waits until the tile before the last has been added to dq. Then ds of the last tile may take the registers of
+    // that one's. At the head of a loop this wait stays behind the exponentials.
     const auto finish = [&] {
         wgmma_wait<0>();
         settle(dq);
         pack(ds, s);
     };
-    // The tile is there for all threads, and all are done with the tile before the last.
+    // Behind this all threads see the tile, and none still reads the tile before the last.
     const auto arrive = [&] {
         copies_arrive<STAGES - 3>();
         __syncthreads();
@@ -609,7 +609,7 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout,
         start_scores(s, q, keys(stage));
         start_scores(dp, d, values(stage));
         wgmma_commit();
-        start_sum(dq, ds, keys(masked.value && tile == diagonal ? stage : before()), true);  // before the first ds is 0
+        start_sum(dq, ds, keys(masked.value && tile == diagonal ? stage : before()), true);  // ds begins as 0
         wgmma_commit();
         wgmma_wait<1>();
         settle(s);
@@ -649,9 +649,9 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout,
     store_rows<HS, QUERIES>(dqkv + (same.query - qkv), queries, dq, scale, block0 + warp * 16, T, same.stride);
 }
 
-// Grid (B * NH, tiles of 64 WARPGROUPS keys). Sets dk and dv of dqkv; or if query heads share keys, this head's share
-// of them in dkv_heads, which is null otherwise. Reads D from dsum. Shared memory: the keys, the values, STAGES times a
-// tile of QUERIES queries and one of output gradients, and as often lse and D of a tile.
+// Grid (B * NH, tiles of 64 WARPGROUPS keys). Reads D from dsum. Sets dk and dv of dqkv. If query heads share keys, it
+// sets this head's share in dkv_heads instead, which is null otherwise. Shared memory: the keys, the values, STAGES
+// times a tile of QUERIES queries and one of dout, and STAGES times lse and D of a tile.
 template <int HS, int WARPGROUPS, int QUERIES, int STAGES, bool KEPT>
 __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout, const float* lse,
                                     const bf16* qkv, int T, int NH, int NKV) {
@@ -671,7 +671,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
         if (tile < end) {
             copy_rows<HS, QUERIES, THREADS>(tiles + 2 * stage * TILE, head.query, tile * QUERIES, T, head.stride);
             copy_rows<HS, QUERIES, THREADS>(tiles + (2 * stage + 1) * TILE, dout, tile * QUERIES, T, head.C);
-            // Queries from T on are zeros throughout, and add zeros.
+            // From row T on queries, dout, lse and D are zeros, and add zeros.
             const int row = tile * QUERIES + threadIdx.x % QUERIES;
             if (threadIdx.x < 2 * QUERIES)
                 copy_one(terms + 2 * stage * QUERIES + threadIdx.x, term + (row < T ? row : 0), row < T);
@@ -691,7 +691,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     int tile = block0 / QUERIES, stage = 0;
     #pragma unroll
     for (int i = 0; i < STAGES - 2; i++) start(tile + i, i);
-    // The tile is there for all threads, and all are done with the tile before the last.
+    // Behind this all threads see the tile, and none still reads the tile before the last.
     const auto arrive = [&] {
         copies_arrive<STAGES - 3>();
         __syncthreads();
@@ -704,19 +704,19 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
         wgmma_fence();
         start_scores(s, k, queries(stage));
         wgmma_commit();
-        // Before the first tile ds is 0.
+        // ds of the tile before; it begins as 0.
         start_sum(dk, ds, queries(masked.value && tile == diagonal ? stage : before()), true);
         wgmma_commit();
         wgmma_wait<1>();  // for the scores, and for dv of the tile before
         settle(s);
         key_probabilities<HS, masked.value>(s, log_sums, tile * QUERIES - row0);
         pack(p, s);
-        // No p is negative. But to know that takes all of them, and so the wait stays behind the exponentials.
+        // No p is negative. The compiler does not know: so the wait stays behind all exponentials.
         unsigned signs = 0;
         #pragma unroll
         for (int i = 0; i < QUERIES / 4; i++) signs |= p[i / 4][i % 4];
         if (signs >> 31) wgmma_wait<0>();
-        wgmma_wait<0>();  // for dk of the tile before: the registers of its ds are needed
+        wgmma_wait<0>();  // for dk of the tile before: this tile's ds takes the registers of that one's
         settle(dk);
         wgmma_fence();
         start_scores(dp, v, douts(stage));
@@ -758,7 +758,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     const int row = block0 + warp * 16;
     const bool inside = row + threadIdx.x % 16 < T;
     dsum += (long long)blockIdx.x * T + row + threadIdx.x % 16;
-    const float nan = warp_sum(inside ? 0.0f * *dsum : 0.0f);  // 0, or as D is
+    const float nan = warp_sum(inside ? 0.0f * *dsum : 0.0f);  // 0, or NaN if D is not finite
     const float scale[2] = {rsqrtf((float)HS) + nan, rsqrtf((float)HS) + nan}, one[2] = {1.0f + nan, 1.0f + nan};
     const Head<HS> same(qkv, T, anew(NH), NKV);
     if (NKV < NH) {  // in both arrays dv lies C numbers behind dk
@@ -772,10 +772,10 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     }
 }
 
-// The numbers in brackets are HS, warpgroups, rows of a tile, and stages; then, whether the block's own rows go to
-// registers. kernels/flash_attention.py has rows of a block, 64 for each warpgroup, and stages, too. While some of a
-// multiprocessor's warpgroups take exponentials, others keep the tensor cores busy: four in forward (two where HS is
-// 128), three in backward_query (two), and two in backward_key, whose sums leave registers for no more.
+// The template arguments are HS, warpgroups, rows of a tile, stages, and whether the block's own rows go to registers.
+// kernels/flash_attention.py knows the rows of a block, 64 for each warpgroup, and the stages, too. While some
+// warpgroups of a multiprocessor compute exponentials, others keep the tensor cores busy: there are four in forward
+// (two if HS is 128), three in backward_query (two), and two in backward_key, whose sums leave no registers for more.
 extern "C" __global__ void __launch_bounds__(256, 2)
 flash_attention_forward_wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
     forward<64, 2, 64, 3, true>(out, lse, qkv, T, NH, NKV);

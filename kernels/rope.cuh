@@ -1,9 +1,9 @@
-// The rotation of RoPE, which rope.cu says more of.
+// The rotation of RoPE. rope.cu explains it.
 #pragma once
 #include "common.cuh"
 
-// Rotates pairs of neighbouring channels. `angles` holds the cosine and the sine of the first pair's angle, then those of
-// the next. direction is 1, or -1 to rotate back.
+// Rotates pairs of neighbouring channels. `angles` has the cosine and the sine of the first pair's angle, then those of
+// the next pair. direction is 1, or -1 to rotate back.
 __device__ inline Vec rotate(const Vec& x, const Vec& angles, float direction) {
     Vec y;
     for (int k = 0; k < WIDTH; k += 2) {
