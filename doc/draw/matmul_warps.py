@@ -45,7 +45,7 @@ def coalesced() -> str:
         moves="a: one number for all lanes. b: 32 neighbours from 4 sectors, 128 bytes. At the end c: 32 numbers to "
         "4 sectors.",
         stays="One sum a lane, as before.",
-        waits="Each multiplication still waits for two loads, but no load moves bytes that nobody wants.",
+        waits="Each multiplication still waits for two loads. But both together touch 5 sectors, and 33 before.",
     )  # fmt: skip
 
 
