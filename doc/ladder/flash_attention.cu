@@ -1,9 +1,9 @@
 // Causal attention without (T, T) matrices: out (B, T, NH, 64) = softmax(q k^T / 8) v over the keys up to the query
 // itself, lse (B, NH, T) = log(sum(exp(q k^T / 8))), from qkv (B, T, 3, NH, 64).
-// 2 T^2 * 64 operations a head on 16 T * 64 bytes: bound by arithmetic, once the multipliers can be fed.
+// 2 T^2 * 64 operations a head on 16 T * 64 bytes: bound by arithmetic, if the operands come fast enough.
 //
-// All rungs go through the keys in order and keep for each query the largest score so far, `top`, the sum of
-// exp(score - top), and that of exp(score - top) * v. Where a larger score comes, both sums are rescaled (online softmax).
+// All rungs go through the keys in order. For each query they keep the largest score so far, `top`, the sum of
+// exp(score - top), and the sum of exp(score - top) * v. If a larger score comes, they rescale both (online softmax).
 #define WARP_SIZE 32
 #include "attention_tiles.cuh"
 
@@ -18,9 +18,9 @@ struct Head {
           stride(3 * NH * HS), out_stride(NH * HS) {}
 };
 
-// One thread a query: the query and its sum of values stand in registers, and the thread goes through the keys one by one.
-// The lanes of a warp are at the same key, so that each load is one number for all of them; and each serves one
-// multiplication.
+// One thread a query: the query and its sum of values stay in registers, and the thread goes through the keys one by
+// one. The lanes of a warp are at the same key, so each load is one number for all of them. It serves one
+// multiplication of each lane.
 extern "C" __global__ void __launch_bounds__(64) scalar_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     const Head head(out, lse, qkv, T, NH);
     const int t = 64 * blockIdx.y + threadIdx.x;
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(64) scalar_kernel(float* out, float
     head.lse[t] = top + logf(sum);
 }
 
-// Tiles in shared memory: a block reads 32 keys and values at a time from device memory for its 64 queries, and then by 16
-// bytes from there. The sums are rescaled once for eight keys, whose scores stand in registers.
+// Tiles in shared memory: a block copies 32 keys and values at a time to shared memory for its 64 queries, and its
+// threads load them by 16 bytes. The sums are rescaled once for eight keys, whose scores wait in registers.
 extern "C" __global__ void __launch_bounds__(64) tiled_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     __shared__ __align__(16) float keys[KEYS][HS], values[KEYS][HS];
     const Head head(out, lse, qkv, T, NH);
@@ -113,8 +113,8 @@ __device__ inline void store_result(const Head& head, const float (&acc)[HS / 8]
     }
 }
 
-// Tensor cores through shared memory: scores go there as mma leaves them, two lanes a row turn them into p, and mma fetches
-// them again as its first operand. The rows of scores are a float longer, for their banks.
+// Tensor cores through shared memory: mma's scores go to shared memory, two lanes turn a row of them into p, and p
+// comes back as mma's first operand. The rows of scores are a float longer, so that a column lies in different banks.
 extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     __shared__ __align__(16) float queries[64 * HS], keys[KEYS * HS], values[KEYS * HS];
     __shared__ float scores[64][KEYS + 1], factors[64];
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* 
     store_result(head, acc, tops, sums, t0 + y, T);
 }
 
-// What a warp keeps of its 16 queries: q as operands of mma, and of rows g and g + 8 the largest score and the lane's
+// What a warp keeps for its 16 queries: q as operands of mma, and for rows g and g + 8 the largest score and the lane's
 // share of the sum.
 struct Queries {
     float q[HS / 8][4], acc[HS / 8][4], top[2], sum[2];
@@ -253,15 +253,15 @@ __device__ inline void with_registers(float* out, float* lse, const float* qkv, 
     queries.store(head, row0, T);
 }
 
-// Scores stay in registers: as mma leaves them they are its next operand, once the keys are taken in another order. The
-// queries' operands stay there too.
+// Scores stay in registers: the result of one mma is an operand of the next, if the keys come in another order. The
+// queries' operands stay in registers, too.
 extern "C" __global__ void __launch_bounds__(128)
 registers_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     with_registers<false>(out, lse, qkv, T, NH);
 }
 
-// Swizzled tiles: each row has its chunks of 16 bytes in another order, so that the eight rows of an operand lie in
-// different banks. As they were, rows of 64 floats all begin in the same one, and are served one after the other.
+// Swizzled tiles: each row has its chunks of 16 bytes in another order, so the eight rows of an operand lie in
+// different banks. Without that all rows of 64 floats begin in the same bank, and are served one after the other.
 extern "C" __global__ void __launch_bounds__(128)
 swizzled_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     with_registers<true>(out, lse, qkv, T, NH);

@@ -3,8 +3,8 @@
 // the query itself:
 //   p = exp(s - lse);  dp = dout v^T;  D = rowsum(dout * out);  ds = p * (dp - D)
 //   dq = ds k / 8;  dk = ds^T q / 8;  dv = p^T dout
-// Five products of T^2 * 64 operations a head on 32 T * 64 bytes. dq of a query is a sum over keys; dk and dv of a key are
-// sums over queries. No loop over tiles keeps both sums in registers, which is what the rungs differ in.
+// Five products of T^2 * 64 operations a head on 32 T * 64 bytes. dq of a query is a sum over keys; dk and dv of a key
+// are sums over queries. No loop over tiles can keep both sums in registers. That is where the rungs differ.
 #define WARP_SIZE 32
 #include "attention_tiles.cuh"
 
@@ -35,14 +35,14 @@ struct Head {
     __device__ Pair others() const { return OF_QUERIES ? keys : queries; }
 };
 
-// The rows of the other side that the 64 rows of a block of queries, or of keys, meet: up to the last query, or from the
-// first key on.
+// The rows of the other side that a block's 64 rows meet: of a block of queries the keys up to its last query, of a
+// block of keys the queries from its first key on.
 template <bool OF_QUERIES>
 __device__ inline int begin() { return OF_QUERIES ? 0 : 64 * blockIdx.y; }
 template <bool OF_QUERIES>
 __device__ inline int end(int T) { return OF_QUERIES ? min(64 * (int)blockIdx.y + 64, T) : T; }
 
-// D, which all kernels below read: a warp for each of the B*T*NH rows of out. dqkv may be null; else dq is set to zeros.
+// Computes D for all kernels below. A warp takes one of the B*T*NH rows of out. Unless dqkv is null, dq becomes 0.
 extern "C" __global__ void dsum_kernel(float* dsum, float* dqkv, const float* dout, const float* out, int rows, int T,
                                        int NH) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, column = 2 * threadIdx.x;
@@ -58,8 +58,8 @@ extern "C" __global__ void dsum_kernel(float* dsum, float* dqkv, const float* do
 
 // ---- without tensor cores: blocks of 128 threads with 64 rows.
 
-// A row of queries, its q and dout and the sum dq; or of keys, k and v and the sums dk and dv. Two lanes share it, by
-// turns of four channels: one alone would need 256 registers for the numbers of a key.
+// A row of queries: q, dout and the sum dq. Or a row of keys: k, v and the sums dk and dv. Two lanes share it, four
+// channels for the one, four for the other: for a key, one lane alone would need 256 registers.
 template <bool OF_QUERIES>
 struct Row {
     int number, column;
@@ -77,7 +77,7 @@ struct Row {
 
     __device__ int channel(int i) const { return i / 4 * 8 + column + i % 4; }
 
-    // This row and row `other` of the other side, which begins at these places.
+    // Adds what row `other` of the other side gives to the sums. It begins at `firsts` and `seconds`.
     template <class Memory>
     __device__ void add(Memory memory, const float* firsts, const float* seconds, int other, const Head& head, int T) {
         float score = 0.0f, dp = 0.0f;
@@ -124,9 +124,9 @@ __device__ inline void by_rows(const Head& head, int T) {
     row.store(head, T);
 }
 
-// Two threads a row: blocks of queries make dq, blocks of keys dk and dv, each from sums in registers. Both compute p and
-// ds, seven products instead of five. The lanes of a warp are at the same row of the other side, so that each load is one
-// number for 16 of them, and serves one multiplication.
+// Two threads a row: blocks of queries sum dq, blocks of keys sum dk and dv, all in registers. Both compute p and ds:
+// seven products instead of five. The lanes of a warp are at the same row of the other side. So each load is one number
+// for 16 lanes, and serves one multiplication of each.
 extern "C" __global__ void __launch_bounds__(128)
 scalar_kernel(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
     const Head head(dqkv, dsum, dout, lse, qkv, T, NH);
@@ -149,8 +149,8 @@ __device__ inline void by_rows_of_tiles(float (&firsts)[KEYS * HS], float (&seco
     row.store(head, T);
 }
 
-// Tiles in shared memory: a block reads 32 rows at a time of the two arrays that its 64 rows meet, and then by 16 bytes
-// from there.
+// Tiles in shared memory: a block copies 32 rows at a time, of the two arrays that its 64 rows meet, to shared memory.
+// Its threads load them by 16 bytes.
 extern "C" __global__ void __launch_bounds__(128)
 tiled_kernel(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
     __shared__ __align__(16) float firsts[KEYS * HS], seconds[KEYS * HS];
@@ -231,15 +231,15 @@ mma_kernel(float* dqkv, const float* dsum, const float* dout, const float* lse, 
     if (blockIdx.z == 1) by_warps<false>(firsts, seconds, head, T);
 }
 
-// The place of ds of a key and a query in a tile of 64 x KEYS. Two bits of the key flip two of the query's, so that neither
+// Where ds of a key and a query lies in a tile of 64 x KEYS. Two bits of the key flip two bits of the query. So neither
 // the lanes that store it nor those that load it have conflicts.
 __device__ inline int place_of_ds(int key, int query) {
     return key * KEYS + (query ^ 8 * (((key ^ key >> 2) & 1) | (key & 2)));
 }
 
-// One pass with atomics: only blocks of keys, five products. What a block adds to dq of other blocks' queries goes there by
-// atomicAdd, in whatever order blocks arrive. For that product ds must be an operand in which the sum is over its rows, so
-// the block's warps exchange it through shared memory.
+// One pass with atomics: only blocks of keys, five products. A block adds its part of dq to device memory by atomicAdd,
+// in the order in which blocks arrive. That product sums over the rows of ds, so ds must be another operand of mma. The
+// warps of the block exchange it through shared memory.
 extern "C" __global__ void __launch_bounds__(128)
 atomics_kernel(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
     __shared__ __align__(16) float keys[64 * HS], queries[KEYS * HS], douts[KEYS * HS], shared_ds[64 * KEYS];

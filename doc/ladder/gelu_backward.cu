@@ -7,8 +7,8 @@
 
 constexpr float SQRT_2_OVER_PI = 0.7978845608028654f, FACTOR = 0.044715f;
 
-// One float a thread, as the formulas have it: a flat index and tanhf. The lanes of a warp are neighbours in a row, so their
-// outputs belong to 32 rows of the transposed matrix, and each is stored to a sector of its own. Another kernel sums.
+// One float a thread, as the formulas have it: a flat index and tanhf. The lanes of a warp are neighbours in a row. So
+// their outputs belong to 32 rows of the transposed matrix, and each goes to another sector. A second kernel sums.
 extern "C" __global__ void scattered_kernel(float* dout, float* out_T, const float* inp, const float* bias, int N, int C) {
     const size_t at = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (size_t)N * C) return;
@@ -19,7 +19,7 @@ extern "C" __global__ void scattered_kernel(float* dout, float* out_T, const flo
     dout[at] *= 0.5f * (1.0f + tanh_u) + 0.5f * x * (1.0f - tanh_u * tanh_u) * slope;
 }
 
-// The same numbers, from the share s of x in gelu(x).
+// The same numbers, computed from s, the factor of x in gelu(x).
 __device__ inline float share(float x) {
     return 1.0f / (1.0f + __expf(-2.0f * SQRT_2_OVER_PI * (x + FACTOR * x * x * x)));
 }
@@ -28,8 +28,8 @@ __device__ inline float gradient(float x, float s) {
     return s + x * s * (1.0f - s) * 2.0f * SQRT_2_OVER_PI * (1.0f + 3.0f * FACTOR * x * x);
 }
 
-// A kernel for each result: one for dinp, one for gelu(x), one that transposes it through a tile, and the sums. All move
-// whole sectors, but between them they read and write an (N, C) matrix eight times.
+// A kernel for each result: one for dinp, one for gelu(x), one that transposes it through a tile, and one for the sums.
+// All move whole sectors, but together they read or write an (N, C) matrix eight times.
 extern "C" __global__ void derivative_kernel(float* dout, const float* inp, const float* bias, int C) {
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= C) return;
@@ -38,10 +38,10 @@ extern "C" __global__ void derivative_kernel(float* dout, const float* inp, cons
     dout[at] *= gradient(x, share(x));
 }
 
-// The turn in shared memory: each row is a float longer than 32, so that a column lies in all banks.
+// Rows become columns in shared memory. Each row has 33 floats, so that a column lies in all banks.
 constexpr int SIDE = 32, ROWS = 8;  // of a tile; of threads
 
-// The tile at row n0 and column i0 of the matrix. Returns the sum of the thread's numbers of dinp, which are of one column.
+// Does the tile at row n0 and column i0. Returns the sum of the thread's numbers of dinp, which are of one column.
 __device__ inline float do_tile(float (&tile)[SIDE][SIDE + 1], float* dout, float* out_T, const float* inp,
                                 const float* bias, int n0, int i0, int N, int C) {
     const int i = i0 + threadIdx.x;
@@ -62,15 +62,15 @@ __device__ inline float do_tile(float (&tile)[SIDE][SIDE + 1], float* dout, floa
     return sum;
 }
 
-// One pass for three of them: a block reads a tile of dout and inp, and from one exponential has gelu' and gelu. It stores
-// dinp along the rows of inp, and the output along those of the transposed matrix. The sums are left to another kernel.
+// One pass for three of them: a block reads a tile of dout and inp, and computes gelu' and gelu from one exponential.
+// It stores dinp along the rows of inp, and the output along those of the transposed matrix. A second kernel sums.
 extern "C" __global__ void tile_kernel(float* dout, float* out_T, const float* inp, const float* bias, int N, int C) {
     __shared__ float tile[SIDE][SIDE + 1];
     do_tile(tile, dout, out_T, inp, bias, SIDE * blockIdx.y, SIDE * blockIdx.x, N, C);
 }
 
-// Column sums on the way: a block walks down the rows of a chunk and adds up the numbers that it writes, so that no kernel
-// reads dinp again. partials (gridDim.y, C) are the sums of each chunk's rows, which a second kernel adds up in their order.
+// Column sums on the way: a block walks down the rows of a chunk and adds up the numbers that it writes, so no kernel
+// reads dinp again. partials (gridDim.y, C) gets each chunk's sums. A second kernel adds these up, in order.
 extern "C" __global__ void sums_kernel(float* dout, float* out_T, float* partials, const float* inp, const float* bias,
                                        int N, int C, int rows) {
     __shared__ float tile[SIDE][SIDE + 1];

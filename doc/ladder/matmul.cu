@@ -1,13 +1,13 @@
 // c (M, N) = a (M, K) b (K, N), all by rows: 2 M N K operations on 4 (M K + K N + M N) bytes. Of the three products of a
 // linear layer this is the input's gradient: dinp (B*T, C) = dout (B*T, OC) weight (OC, C).
 //
-// Each number of a is wanted N times and each of b M times. From rung to rung they come from somewhere nearer: device
-// memory, shared memory, registers; until the multipliers are what everyone waits for. Then come faster ones.
+// The product needs each number of a N times and each of b M times. From rung to rung they come from a nearer place:
+// device memory, shared memory, registers. In the end everything waits for the multipliers. Then come faster ones.
 #define WARP_SIZE 32
 #include "tensor_cores.cuh"
 
-// One thread an element: it multiplies a row of a by a column of b, and its warp makes 32 rows of c, so that each load of
-// a and each store to c touches 32 sectors.
+// One thread an element: it multiplies a row of a by a column of b, and its warp makes 32 elements of a column of c, so
+// each load of a and each store to c touches 32 sectors.
 extern "C" __global__ void naive_kernel(float* c, const float* a, const float* b, int M, int N, int K) {
     const int m = blockIdx.x * blockDim.x + threadIdx.x, n = blockIdx.y * blockDim.y + threadIdx.y;
     if (m >= M || n >= N) return;
@@ -16,8 +16,8 @@ extern "C" __global__ void naive_kernel(float* c, const float* a, const float* b
     c[(size_t)m * N + n] = sum;
 }
 
-// Coalesced: a warp makes 32 neighbours in a row of c instead, reads 32 neighbours of b for them and one number of a.
-// Only x and y have changed places.
+// Coalesced: a warp makes 32 neighbours in a row of c instead. For them it reads 32 neighbours of b and one number of
+// a. Only x and y have changed places.
 extern "C" __global__ void coalesced_kernel(float* c, const float* a, const float* b, int M, int N, int K) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y * blockDim.y + threadIdx.y;
     if (m >= M || n >= N) return;
@@ -26,8 +26,8 @@ extern "C" __global__ void coalesced_kernel(float* c, const float* a, const floa
     c[(size_t)m * N + n] = sum;
 }
 
-// Copies rows row0 .. row0 + ROWS - 1 and columns column0 .. column0 + COLUMNS - 1 of a matrix to shared memory, with all
-// threads of the block; zeros from outside of the matrix, which add nothing to a product.
+// All threads of the block copy rows row0 .. row0 + ROWS - 1 and columns column0 .. column0 + COLUMNS - 1 of a matrix
+// to shared memory. Outside of the matrix they write zeros, which add nothing to a product.
 template <int ROWS, int COLUMNS, int THREADS>
 __device__ inline void load_tile(float (&tile)[ROWS][COLUMNS], const float* matrix, int row0, int column0, int rows,
                                  int columns) {
@@ -39,9 +39,9 @@ __device__ inline void load_tile(float (&tile)[ROWS][COLUMNS], const float* matr
     }
 }
 
-// Tiles in shared memory: a block makes 32 x 32 elements and takes 32 numbers of K at a time, so that what it reads from
-// device memory serves 32 times. It gains little: the caches had served the rung before as well, and each multiplication
-// still waits for two loads, from shared memory now.
+// Tiles in shared memory: a block makes 32 x 32 elements and takes 32 numbers of K at a time, so each number that it
+// reads from device memory serves 32 times. It gains little, because the caches did the same for the rung before. Each
+// multiplication still waits for two loads, now from shared memory.
 extern "C" __global__ void __launch_bounds__(1024) shared_kernel(float* c, const float* a, const float* b, int M, int N,
                                                                 int K) {
     __shared__ float tile_a[32][32], tile_b[32][32];
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(1024) shared_kernel(float* c, const
     if (m0 + y < M && n0 + x < N) c[(size_t)(m0 + y) * N + n0 + x] = sum;
 }
 
-// A column of 8 elements a thread: a number of b, once in a register, serves 8 rows of a, nine loads from shared memory
-// for eight multiplications instead of sixteen. 512 threads make 64 x 64 elements.
+// A column of 8 elements a thread: a number of b in a register serves 8 rows of a, so eight multiplications take nine
+// loads from shared memory instead of sixteen. 512 threads make 64 x 64 elements.
 extern "C" __global__ void __launch_bounds__(512) column_of_8_kernel(float* c, const float* a, const float* b, int M,
                                                                     int N, int K) {
     __shared__ float tile_a[64][8], tile_b[8][64];
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(512) column_of_8_kernel(float* c, c
 }
 
 // A square of 8 x 8 elements a thread: 16 loads from shared memory serve 64 multiplications. 256 threads make 128 x 128
-// elements. The lanes' columns are 8 apart, so that four of them meet in each bank, and each stores to a sector of its own.
+// elements. The lanes' columns are 8 apart, so four lanes meet in each bank, and each lane stores to its own sectors.
 extern "C" __global__ void __launch_bounds__(256) square_of_8_kernel(float* c, const float* a, const float* b, int M,
                                                                     int N, int K) {
     __shared__ float tile_a[128][8], tile_b[8][128];
@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(256) square_of_8_kernel(float* c, c
     }
 }
 
-// The same by 16 bytes, from here on for N and K that are multiples of 4. A thread copies one vector of each tile; the
-// tile of a lies transposed, so that what a thread wants of it are neighbours.
+// The same by 16 bytes. From here on N and K must be multiples of 4. A thread copies one vector of each tile. The tile
+// of a is transposed, so that the numbers that a thread wants are neighbours.
 __device__ inline Vec load_four(const float* matrix, int row, int column, int rows, int columns) {
     return row < rows && column < columns ? Aligned::load(matrix + (size_t)row * columns + column, 4) : Vec();
 }
@@ -122,8 +122,8 @@ __device__ inline void load_tiles(float (&a_T)[8][128], float (&tile_b)[8][128],
     Aligned::store(&tile_b[threadIdx.x / 32][x], load_four(b, k0 + threadIdx.x / 32, n0 + x, K, N), 4);
 }
 
-// Four rows and four columns from y and x on, and four more of each dy rows and dx columns further: 8 x 8 elements from
-// four loads of 16 bytes.
+// 8 x 8 elements from four loads of 16 bytes: four rows from y on and four from y + dy on, four columns from x on and
+// four from x + dx on.
 __device__ inline void add_squares(float (&sum)[8][8], const float (&a_T)[8][128], const float (&tile_b)[8][128], int y,
                                    int dy, int x, int dx) {
 #pragma unroll
@@ -146,8 +146,8 @@ __device__ inline void store_squares(float* c, const float (&sum)[8][8], int m, 
     }
 }
 
-// Vectorised: the same squares by accesses of 16 bytes, to device memory and to shared memory. A quarter of the load
-// instructions; but the lanes' columns are 8 apart as before, and two meet in a bank.
+// Vectorised: the same squares, by accesses of 16 bytes to device memory and to shared memory. There are a quarter as
+// many loads. The lanes' columns are still 8 apart, and two lanes meet in a bank.
 extern "C" __global__ void __launch_bounds__(256) vectorised_kernel(float* c, const float* a, const float* b, int M,
                                                                    int N, int K) {
     __shared__ __align__(16) float a_T[8][128], tile_b[8][128];
@@ -162,9 +162,9 @@ extern "C" __global__ void __launch_bounds__(256) vectorised_kernel(float* c, co
     store_squares(c, sum, m0 + y, 4, n0 + x, 4, M, N);
 }
 
-// Warp tiles: a warp makes 64 x 32 elements with neighbouring lanes at neighbouring fours, so that no two of them load from
-// one bank, and all load fewer different numbers. Lanes are 8 down and 4 across, a lane's two fours 32 rows or 16
-// columns apart.
+// Warp tiles: a warp makes 64 x 32 elements, and neighbouring lanes have neighbouring fours, so no two lanes meet in a
+// bank, and the warp loads fewer different numbers. There are 8 lanes down and 4 across. A lane's two fours are 32 rows
+// or 16 columns apart.
 extern "C" __global__ void __launch_bounds__(256) warp_tiles_kernel(float* c, const float* a, const float* b, int M,
                                                                    int N, int K) {
     __shared__ __align__(16) float a_T[8][128], tile_b[8][128];
@@ -180,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(256) warp_tiles_kernel(float* c, co
     store_squares(c, sum, m0 + y, 32, n0 + x, 16, M, N);
 }
 
-// ---- with tensor cores. tensor_cores.cuh has their instruction, mma, and tells which lane holds what of its operands.
-// A warp makes the same 64 x 32 elements, as 4 x 4 results of mma; K comes by 16. The rows of the tiles are as long as
-// they are so that the lanes of a fragment, g rows and t columns from its corner (of b: t rows and g columns), meet 32
-// different banks: 20 g + t and 136 t + g differ modulo 32.
+// ---- with tensor cores. tensor_cores.cuh has their instruction, mma, and says which lane holds what of its operands.
+// A warp makes the same 64 x 32 elements, as 4 x 4 results of mma, and takes 16 numbers of K at a time. A lane is g
+// rows and t columns from the corner of a fragment of a, or t rows and g columns from that of b. With rows of 20 and of
+// 136 floats the lanes meet 32 different banks: all 20 g + t differ modulo 32, and all 136 t + g.
 constexpr int A_ROW = 16 + 4, B_ROW = 128 + 8;
 
-// ROUND says whether the tiles still have to be rounded to TF32.
+// ROUND says whether the numbers of the tiles must still be rounded to TF32.
 template <bool ROUND>
 __device__ inline void add_products(float (&sum)[4][4][4], const float (&tile_a)[128][A_ROW],
                                     const float (&tile_b)[16][B_ROW]) {
@@ -228,8 +228,8 @@ __device__ inline void store_products(float* c, const float (&sum)[4][4][4], int
     }
 }
 
-// TF32 on the tensor cores: one instruction of a warp multiplies 16 x 8 by 8 x 8, of factors with 10 bits of mantissa.
-// They are rounded on their way into shared memory; the sums stay fp32.
+// TF32 on the tensor cores: one instruction of a warp multiplies 16 x 8 by 8 x 8 numbers with 10 bits of mantissa. The
+// threads round them on their way to shared memory; the sums stay fp32.
 extern "C" __global__ void __launch_bounds__(256, 2) mma_kernel(float* c, const float* a, const float* b, int M, int N,
                                                                int K) {
     __shared__ __align__(16) float tile_a[128][A_ROW], tile_b[16][B_ROW];
@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) mma_kernel(float* c, const 
     store_products(c, sum, m0, n0, M, N);
 }
 
-// Two stages and asynchronous copies: while the tensor cores work on one pair of tiles, cp.async brings the next. Nobody
-// waits for memory at a barrier any more, as long as the work takes longer than the way.
+// Two stages and asynchronous copies: while the tensor cores work on one pair of tiles, cp.async brings the next.
+// Nobody waits for memory at the barrier, as long as the products take longer than the copies.
 extern "C" __global__ void __launch_bounds__(256, 2) two_stages_kernel(float* c, const float* a, const float* b, int M,
                                                                       int N, int K) {
     __shared__ __align__(16) float tile_a[2][128][A_ROW], tile_b[2][16][B_ROW];

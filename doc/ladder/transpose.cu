@@ -1,5 +1,5 @@
-// out (C, N) = inp (N, C)^T. Bytes: one read, one write, 8 N C. The work is all in the order: a warp reads 32 neighbours
-// of a row of inp, and these lie N floats apart in out.
+// out (C, N) = inp (N, C)^T. Bytes: one read, one write, 8 N C. Only the order is difficult: a warp reads 32 neighbours
+// of a row of inp, and in out these lie N floats apart.
 #define WARP_SIZE 32
 #include "../../kernels/common.cuh"
 
@@ -9,8 +9,8 @@ extern "C" __global__ void rows_in_kernel(float* out, const float* inp, int N, i
     if (i < C && n < N) out[(size_t)i * N + n] = inp[(size_t)n * C + i];
 }
 
-// Writes along the rows: the other way round, whole sectors are written and scattered ones read. That is better: of a
-// sector that was read the rest waits in L1 for the next access, but writes pass through L1, each piece by itself.
+// Writes along the rows: a warp reads 32 sectors, and writes whole ones. That is better: L1 keeps the rest of a sector
+// that was read for the next access. But it does not collect writes: each piece goes on by itself.
 extern "C" __global__ void rows_out_kernel(float* out, const float* inp, int N, int C) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x, i = blockIdx.y * blockDim.y + threadIdx.y;
     if (i < C && n < N) out[(size_t)i * N + n] = inp[(size_t)n * C + i];
@@ -30,8 +30,8 @@ __device__ inline void by_tile(float* out, const float* inp, int N, int C) {
     }
 }
 
-// A tile in shared memory: both sides of device memory are read and written by whole sectors, and the turn happens inside
-// the multiprocessor. There a column of the tile lies in a single bank, so that 32 lanes are served one after the other.
+// A tile in shared memory: device memory is read and written by whole sectors, and rows become columns in shared
+// memory. There a column of the tile lies in a single bank, so the 32 lanes are served one after the other.
 extern "C" __global__ void tile_kernel(float* out, const float* inp, int N, int C) { by_tile<32>(out, inp, N, C); }
 
 // A tile with rows of 33: element (row, column) is in bank (row + column) % 32, so a column lies in all 32 of them.
