@@ -113,7 +113,7 @@ __device__ inline void store_result(const Head& head, const float (&acc)[HS / 8]
     }
 }
 
-// Tensor cores through shared memory: mma's scores go to shared memory, two lanes turn a row of them into p, and p
+// Tensor cores through shared memory: the scores of mma go to shared memory, two lanes turn a row of them into p, and p
 // comes back as mma's first operand. The rows of scores are a float longer, so that a column lies in different banks.
 extern "C" __global__ void __launch_bounds__(128) mma_kernel(float* out, float* lse, const float* qkv, int T, int NH) {
     __shared__ __align__(16) float queries[64 * HS], keys[KEYS * HS], values[KEYS * HS];

@@ -16,8 +16,8 @@ extern "C" __global__ void naive_kernel(float* c, const float* a, const float* b
     c[(size_t)m * N + n] = sum;
 }
 
-// Coalesced: a warp makes 32 neighbours in a row of c instead. For them it reads 32 neighbours of b and one number of
-// a. Only x and y have changed places.
+// Coalesced: a warp makes 32 neighbours in a row of c instead, from one number of a and 32 neighbours of b. Only x and
+// y have changed places.
 extern "C" __global__ void coalesced_kernel(float* c, const float* a, const float* b, int M, int N, int K) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x, m = blockIdx.y * blockDim.y + threadIdx.y;
     if (m >= M || n >= N) return;
