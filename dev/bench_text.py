@@ -170,6 +170,7 @@ def print_row(trainer: str, ms: float, ours: float) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time a token of generated text beside transformers'.", trains=False)
+    parser.set_defaults(batch_size=1)
     add = parser.add_argument
     add("--first", type=positive, default=900, metavar="N", help="tokens of each prompt (%(default)s)")
     add("--tokens", type=positive, default=100, metavar="N", help="tokens to write (%(default)s)")

@@ -151,9 +151,12 @@ def fetch(name: str, files: list[str], commit: str | None = None, bar: type[tqdm
 
 
 def fetch_weights(name: str, folder: Path) -> None:
-    """Fetches a model's weights into the directory of huggingface_hub's cache that has its other files. Raises
-    UserError where there are none, and as `fetch` does."""
+    """Fetches a model's weights into the directory of huggingface_hub's cache that has its other files, unless they are
+    there: some versions of huggingface_hub ask the server about a commit even where nothing is to be fetched. Raises
+    UserError where the model has none, and as `fetch` does."""
     files = indexed_files(folder / INDEX) if (folder / INDEX).is_file() else [WHOLE]
+    if all((folder / file).is_file() for file in files):
+        return
     print(f"fetching {name}: {files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else ""), flush=True)
     fetch(name, files, folder.name, None if sys.stderr.isatty() else RareBar)
     for file in files:

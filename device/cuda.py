@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any
 from device.bf16 import DEFINES, floatX_of
 from device.cublas import Cublas
 from device.errors import UserError
-from device.sources import architecture_of, cuda_source
+from device.sources import architecture_of, cuda_source, programmatic_kernels
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class CudaDevice:
         self.patient_stream = cupy.cuda.Stream(non_blocking=True)
         self.stream = self.main_stream
         self.stream.use()
+        self.waiting: set = set()  # streams that wait for another one before their next launch
         self.blas = Cublas(cupy, [self.main_stream, self.side_stream])
         self.gemm, self.gemm_strided_batched = self.blas.gemm, self.blas.gemm_strided_batched
         self.capturing, self.recording = False, True
@@ -117,7 +119,9 @@ class CudaDevice:
         return 32
 
     def kernel(self, path: Path, name: str) -> CudaKernel:
-        return CudaKernel(self.module(path).get_function(name))
+        raw = self.module(path).get_function(name)
+        programmatic = self.compute_capability >= 90 and name in programmatic_kernels(path)
+        return ProgrammaticKernel(raw, self) if programmatic else CudaKernel(raw)
 
     def module(self, path: Path):
         key = path, self.floatX
@@ -170,6 +174,7 @@ class CudaDevice:
 
     def wait(self, stream, mark) -> None:
         stream.wait_event(mark)
+        self.waiting.add(stream)
 
     def capture(self, work: Callable[[], None]):
         self.join_communication()
@@ -244,7 +249,62 @@ class CudaKernel:
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         if shared_mem > self.shared_limit:
             self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
+        self.launch(grid, block, args, shared_mem)
+
+    def launch(self, grid: tuple, block: tuple, args: tuple, shared_mem: int) -> None:
         self.raw(grid, block, args, shared_mem=shared_mem)
+
+
+class ProgrammaticKernel(CudaKernel):
+    """A kernel that may start before the launch in front of it has ended (common.cuh: PROGRAMMATIC), from compute
+    capability 9.0 on. CuPy does not launch so; CUDA's driver does. Where the stream waits for another one, the kernel
+    waits for all in front of it, as others do."""
+
+    def __init__(self, raw, device: CudaDevice):
+        super().__init__(raw)
+        self.device, self.function = device, ctypes.c_void_p(raw.kernel.ptr)
+
+    def launch(self, grid: tuple, block: tuple, args: tuple, shared_mem: int) -> None:
+        stream = self.device.stream
+        if stream in self.device.waiting:
+            self.device.waiting.remove(stream)
+            super().launch(grid, block, args, shared_mem)
+            return
+        values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads as many bytes as a parameter has
+        first = ctypes.addressof(values)
+        addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
+        config = LaunchConfig(
+            (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, stream.ptr, ctypes.pointer(PROGRAMMATIC), 1
+        )
+        call_driver("cuLaunchKernelEx", ctypes.byref(config), self.function, addresses, None)
+
+
+def bits_of(argument: Any) -> int:
+    """What a kernel is given for an argument: a device array's address, an int, or the bits of a numpy.float32."""
+    if isinstance(argument, np.float32):
+        return int(argument.view(np.int32))
+    if isinstance(argument, (int, np.integer)):
+        return int(argument)
+    return 0 if argument is None else argument.data.ptr
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of CUDA's driver API."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int64 * 8)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of CUDA's driver API."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(LaunchAttribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, which is allowed.
+PROGRAMMATIC = LaunchAttribute(6, 0, (1,))
 
 
 class CudaEvent:
@@ -257,8 +317,14 @@ class CudaEvent:
         return time.perf_counter()
 
 
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """CUDA's driver; by the time that CuPy works, its library is there."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def call_driver(function: str, *arguments) -> None:
-    """Calls a function of CUDA's driver that CuPy does not have; by the time that CuPy works, its library is there."""
-    error = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    """Calls a function of CUDA's driver that CuPy does not have."""
+    error = getattr(driver(), function)(*arguments)
     if error:
         raise RuntimeError(f"{function} returned {error}")

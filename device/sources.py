@@ -107,6 +107,13 @@ def kernel_declarations(path: Path) -> dict[str, list[str]]:
 
 
 @functools.cache
+def programmatic_kernels(path: Path) -> set[str]:
+    """The kernels of a .cu file that may start before the launch in front of them has ended (common.cuh:
+    PROGRAMMATIC)."""
+    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", path.read_text()))
+
+
+@functools.cache
 def kernel_accesses(path: Path) -> dict[str, dict[str, str | None]]:
     """For each kernel of a .cu file, what it does to each of its parameters, in their order: READS the array behind a
     const pointer; SETS all of it, without reading it, where the declaration says SETS; else UPDATES it. None for a

@@ -11,7 +11,7 @@
 // on the device, and a recorded step launches the same blocks whatever it is. Blocks behind it only say so.
 //
 // With one query a kernel's time is mostly that of loads which wait for one another. So nothing waits that need not: the
-// first keys are loaded beside the queries, and a tile's values are on their way to the cache while its scores are made.
+// first keys and values are prefetched while the launch before is at work, and later tiles while one is computed.
 //
 // NH / NKV query heads share a head of keys and values; a block takes up to HEADS of them, and reads for all at once.
 #include "common.cuh"
@@ -61,13 +61,22 @@ template <int HEADS>
 __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                               const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
                               int splits, int slots) {
+    constexpr int VALUES = HEADS == 1 ? 32 / WIDTH : 4;  // that a thread loads before it uses the first
     __shared__ float scores[TILE_KEYS][HEADS];  // and then what each key counts
     __shared__ float largest[HEADS], sums[HEADS], factors[HEADS];
     DYNAMIC_SHARED(float, acc);  // (slots, HEADS, width)
     const int G = NH / NKV, groups = ceil_div(G, HEADS), kv = blockIdx.y / groups, g0 = blockIdx.y % groups * HEADS;
     const int heads = min(HEADS, G - g0), h0 = kv * G + g0;
-    const int n = blockIdx.x, b = n / T, first = positions[b], length = first + n % T + 1;
-    const int span = keys_of_split(context, splits), start = blockIdx.z * span, end = min(start + span, length);
+    const int n = blockIdx.x, b = n / T, span = keys_of_split(context, splits), start = blockIdx.z * span;
+    const size_t cache = ((size_t)b * NKV + kv) * context * HS;
+    trigger_programmatic_launch();
+    const int about = *const_cast<const volatile int*>(positions + b);  // may change until the launch before has ended
+    const int known = min(start + min(span, TILE_KEYS), about);
+    Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
+    Rows{values + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
+    grid_dependency_synchronize();
+
+    const int first = positions[b], length = first + n % T + 1, end = min(start + span, length);
     if (start >= end) {
         for (int g = threadIdx.x; g < heads; g += blockDim.x) {
             stats[2 * (((size_t)n * NH + h0 + g) * splits + blockIdx.z) + 1] = -1.0f;
@@ -77,7 +86,6 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
 
     const int vectors = ceil_div(HS, WIDTH), width = vectors * WIDTH, stride = (NH + 2 * NKV) * HS;
     const floatX* q = qkv + (size_t)n * stride + (size_t)h0 * HS;
-    const size_t cache = ((size_t)b * NKV + kv) * context * HS;
     const floatX* fresh = qkv + (size_t)b * T * stride + (size_t)(NH + kv) * HS;
     const Rows k_rows = {keys + cache, fresh, first, HS, stride};
     const Rows v_rows = {values + cache, fresh + (size_t)NKV * HS, first, HS, stride};
@@ -94,7 +102,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
         for (int tile = start; tile < end; tile += TILE_KEYS) {
             const int count = min(TILE_KEYS, end - tile);
             const bool is_first = tile == start;
-            v_rows.prefetch_all(tile, tile + count);
+            if (!is_first) v_rows.prefetch_all(tile, tile + count);
             k_rows.prefetch_all(tile + count, min(tile + count + TILE_KEYS, end));
             // Scores: LANES lanes a key, AT_ONCE keys at once. A key behind the last is the last once more.
             const int group = threadIdx.x / LANES, together = blockDim.x / LANES;
@@ -158,12 +166,20 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                     total[g] = is_first ? Vec() : Aligned::load(own + g * width, WIDTH);
                     for (int c = 0; c < WIDTH; c++) total[g].x[c] *= factors[g];
                 }
-#pragma unroll 4
-                for (int s = slot; s < count; s += slots) {
-                    const Vec v = memory.load(v_rows.at(tile + s) + i, HS - i);
+                for (int first = slot; first < count; first += VALUES * slots) {
+                    Vec v[VALUES];  // one behind the last is the last once more
 #pragma unroll
-                    for (int g = 0; g < HEADS; g++) {
-                        for (int c = 0; c < WIDTH; c++) total[g].x[c] += scores[s][g] * v.x[c];
+                    for (int a = 0; a < VALUES; a++) {
+                        v[a] = memory.load(v_rows.at(tile + min(first + a * slots, count - 1)) + i, HS - i);
+                    }
+#pragma unroll
+                    for (int a = 0; a < VALUES; a++) {
+                        const int s = first + a * slots;
+                        if (s >= count) break;
+#pragma unroll
+                        for (int g = 0; g < HEADS; g++) {
+                            for (int c = 0; c < WIDTH; c++) total[g].x[c] += scores[s][g] * v[a].x[c];
+                        }
                     }
                 }
 #pragma unroll
@@ -198,24 +214,26 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
 // out (B*T,NH,HS) is set where splits is 1; else stats (B*T,NH,splits,2), and parts (B*T,NH,splits,HS) for the splits that
 // have keys. These may be null otherwise. With HEADS 1, for queries that share no keys, and 4.
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
-cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
-                        const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
-                        int splits, int slots) {
+PROGRAMMATIC cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values,
+                                     const floatX* qkv, const int* positions, int T, int context, int NH, int NKV,
+                                     int HS, int relu, float scale, int splits, int slots) {
     attend<1>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 3)
-cached_attention_shared_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
-                               const int* positions, int T, int context, int NH, int NKV, int HS, int relu,
-                               float scale, int splits, int slots) {
+PROGRAMMATIC cached_attention_shared_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values,
+                                            const floatX* qkv, const int* positions, int T, int context, int NH,
+                                            int NKV, int HS, int relu, float scale, int splits, int slots) {
     attend<4>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
 // out (rows,HS), rows = B*T*NH, from what the splits have left. Block x: a row; thread: a channel, so that many loads are
 // in flight even where rows are few. Whole warps.
-extern "C" __global__ void add_splits_kernel(SETS floatX* out, const float* parts, const float* stats, int HS,
-                                             int relu, int splits) {
+extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, const float* parts, const float* stats,
+                                                          int HS, int relu, int splits) {
     constexpr int AT_ONCE = 8;  // parts that a thread loads before it uses the first
+    trigger_programmatic_launch();
+    grid_dependency_synchronize();
     const size_t row = blockIdx.x;
     const float* of_row = stats + 2 * row * splits;
     float largest = -INFINITY, used = 0.0f;  // splits that have keys: the first ones

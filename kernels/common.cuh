@@ -328,3 +328,23 @@ __device__ inline void prefetch(const floatX* p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #endif
 }
+
+// Programmatic dependent launch (CUDA programming guide): the blocks of a kernel that says PROGRAMMATIC in its declaration
+// may start before the launch in front of it has ended, as soon as each block of that one has called
+// trigger_programmatic_launch or has returned. They must call grid_dependency_synchronize before they read or write what
+// the launches in front write or read: it waits until those have ended. Until then they may prefetch, and read parameters:
+// a copy of tokens lies between an update and the next forward pass, and a copy, like any launch of another kind, waits
+// for all in front of it. Where a launch takes few microseconds, this hides the time in which nothing was loaded.
+#define PROGRAMMATIC
+
+__device__ inline void trigger_programmatic_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void grid_dependency_synchronize() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -31,7 +31,9 @@ struct Erf {
 template <class Gelu>
 __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const floatX* bias, int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    trigger_programmatic_launch();
     if (i >= C) return;
+    grid_dependency_synchronize();
     const size_t at = (size_t)blockIdx.x * C + i;
     by_alignment(C % WIDTH == 0 && is_aligned(bias), [&](auto memory) {
         Vec x = memory.load(inp + at, C - i);
@@ -84,7 +86,8 @@ __device__ __forceinline__ void backward(floatX* dout, floatX* out_T, float* par
     }
 }
 
-extern "C" __global__ void gelu_forward_kernel(floatX* out, const floatX* inp, const floatX* bias, int C) {
+extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const floatX* inp, const floatX* bias,
+                                                            int C) {
     forward<Tanh>(out, inp, bias, C);
 }
 
@@ -93,7 +96,8 @@ extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T
     backward<Tanh>(dout, out_T, partials, inp, bias, N, C, rows);
 }
 
-extern "C" __global__ void gelu_erf_forward_kernel(floatX* out, const floatX* inp, const floatX* bias, int C) {
+extern "C" __global__ void PROGRAMMATIC gelu_erf_forward_kernel(floatX* out, const floatX* inp, const floatX* bias,
+                                                                int C) {
     forward<Erf>(out, inp, bias, C);
 }
 

@@ -10,15 +10,18 @@
 // One block a row; one-dimensional. Shared memory: C floats, rounded up to a multiple of WIDTH, each thread touching
 // only its own. x = inp1, or with inp2 given: x = residual = inp1 + inp2 + bias2 (bias2 (C) belongs to the product
 // inp2). Writes out (N,C), mean (N), rstd (N) and, with inp2, residual (N,C).
-extern "C" __global__ void layernorm_forward_kernel(floatX* out, float* mean, float* rstd, floatX* residual,
-                                                    const floatX* inp1, const floatX* inp2, const floatX* bias2,
-                                                    const floatX* weight, const floatX* bias, int C) {
+extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, float* mean, float* rstd,
+                                                                 floatX* residual, const floatX* inp1,
+                                                                 const floatX* inp2, const floatX* bias2,
+                                                                 const floatX* weight, const floatX* bias, int C) {
     DYNAMIC_SHARED(float, row);
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;
 
+    trigger_programmatic_launch();
     // Where text is written, rows are few, and no other block has loaded the weight and the bias.
     for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i), prefetch(bias + i);
+    grid_dependency_synchronize();
 
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         float sum = 0.0f;

@@ -30,13 +30,14 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
 
 // out (OC) = inp (C) @ weight (OC, C)^T + bias (OC), which may be null: N = 1, where text is written. Each weight is read
 // for one multiplication, so a tile of a matrix would have nothing to share, and a kernel that loads tiles takes some 4 us
-// for the smallest weight. Block: (WARP_SIZE, outputs), a warp for each output, or several for one of long rows,
-// (warps * WARP_SIZE, 1). A thread has AT_ONCE vectors of the weight on their way before it uses the first.
-extern "C" __global__ void matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight, const floatX* bias,
-                                         int C, int OC) {
+// for the smallest weight. Block: (lanes, outputs), where so many lanes of a warp, a power of two, have an output; or
+// (warps * WARP_SIZE, 1), where several warps have one. A thread has AT_ONCE vectors of the weight on their way before it
+// uses the first, and before the launch in front has ended.
+extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
+                                                      const floatX* bias, int C, int OC) {
     constexpr int AT_ONCE = 32 / WIDTH;
-    const int o = blockIdx.x * blockDim.y + threadIdx.y, step = WIDTH * blockDim.x;
-    if (o >= OC) return;
+    const int o = min((int)(blockIdx.x * blockDim.y + threadIdx.y), OC - 1), step = WIDTH * blockDim.x;
+    trigger_programmatic_launch();
     const floatX* row = weight + (size_t)o * C;
 
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
@@ -47,6 +48,11 @@ extern "C" __global__ void matvec_kernel(SETS floatX* out, const floatX* inp, co
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 if (i < C) w[b] = memory.load(row + i, C - i);
+            }
+            if (first < step) grid_dependency_synchronize();  // the input may be on its way, weights are not
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                const int i = first + b * step;
                 if (i < C) x[b] = memory.load(inp + i, C - i);
             }
 #pragma unroll
@@ -54,7 +60,9 @@ extern "C" __global__ void matvec_kernel(SETS floatX* out, const floatX* inp, co
                 for (int k = 0; k < WIDTH; k++) sum.x[k] += w[b].x[k] * x[b].x[k];
             }
         }
-        const float total = blockDim.x > WARP_SIZE ? block_sum(sum_of(sum)) : warp_sum(sum_of(sum));
+        float total = sum_of(sum);
+        if (blockDim.x > WARP_SIZE) total = block_sum(total);
+        else for (int i = blockDim.x / 2; i > 0; i /= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
         if (threadIdx.x == 0) set(out[o], total + (bias != nullptr ? to_float(bias[o]) : 0.0f));
     });
 }

@@ -6,15 +6,12 @@ from kernels.reduce import column_sum
 
 cu = device.source(__file__)
 
-# For a single row an H200 took by matvec, and by cuBLAS: bf16 (768, 768) 2.1 and 3.8 us, (3072, 2048) 6.2 and 6.6,
-# (2048, 8192) 14.0 and 14.6, (16384, 2048) 25 and 21, (50304, 768) 30 and 24; fp32 (768, 768) 2.4 and 3.7, (50304, 768)
-# 44 and 47. On a CPU, NumPy's product reads a weight as fast as the cores can.
-MOST_MATVEC_WEIGHTS = 1 << 24  # in bf16
+MANY_OUTPUTS = 16384  # of a product of a single row
 
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC); bias None where a following kernel adds it, or none."""
-    if B * T == 1 and device.kind == "cuda" and (device.floatX != device.BF16 or C * OC <= MOST_MATVEC_WEIGHTS):
+    if B * T == 1 and device.kind == "cuda":  # on a CPU, NumPy's product reads a weight as fast as the cores can
         matvec(out, inp, weight, bias, C, OC)
         return
     if device.floatX == device.BF16:  # the product adds the bias: a kernel that does takes 42 us for GPT-2's qkv, B 16
@@ -28,8 +25,13 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
 
 def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
     """out (OC) = inp (C) @ weight (OC,C)^T + bias (OC), or without one where that is None."""
-    warps = min(4, C // (4 * 32 * cu.width))  # so that a thread has four vectors or more
-    block = (cu.block(32 * warps), 1) if warps > 1 else (cu.warp_size, 4)
+    # A warp an output. Few outputs of long rows have several, and many of them 8 lanes each, so that all threads have
+    # enough to load. An H200 takes for (768, 3072) in fp32 3.3 instead of 4.1 us, cuBLAS 5.1; for (50304, 768) in bf16
+    # 21 instead of 29, cuBLAS 21.
+    few = OC < (1024 if device.floatX == device.BF16 else 3072)
+    warps = min(4, C // (4 * 32 * cu.width)) if few else 1  # with four vectors a thread or more
+    one = (min(cu.warp_size, 8), 8) if OC >= MANY_OUTPUTS else (cu.warp_size, 4)
+    block = (cu.block(32 * warps), 1) if warps > 1 else one
     cu.matvec_kernel((ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
 
 

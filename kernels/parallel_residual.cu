@@ -96,12 +96,14 @@ __device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, 
     });
 }
 
-extern "C" __global__ void parallel_residual_forward_kernel(
+extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0,
     const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int C) {
+    trigger_programmatic_launch();
+    grid_dependency_synchronize();
     forward_row<false>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
                         shift1, eps, C, nullptr, -1, -1);
 }

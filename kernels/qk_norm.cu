@@ -22,13 +22,18 @@ __device__ inline float head_sum(float x) {
 
 // inp and out (N,NH+2*NKV,HS), N = B*T; rstd (N,NH+NKV); table (T,HS/2,2). starts (B), which may be null: the position of
 // each sequence's first row. Block: (LANES, heads).
-extern "C" __global__ void qk_norm_forward_kernel(SETS floatX* __restrict__ out, SETS float* __restrict__ rstd,
-                                                  const floatX* __restrict__ inp, const floatX* __restrict__ qweight,
-                                                  const floatX* __restrict__ kweight, const float* __restrict__ table,
-                                                  const int* __restrict__ starts, float eps, int N, int T, int NH,
-                                                  int NKV, int HS) {
+extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __restrict__ out,
+                                                               SETS float* __restrict__ rstd,
+                                                               const floatX* __restrict__ inp,
+                                                               const floatX* __restrict__ qweight,
+                                                               const floatX* __restrict__ kweight,
+                                                               const float* __restrict__ table,
+                                                               const int* __restrict__ starts, float eps, int N, int T,
+                                                               int NH, int NKV, int HS) {
     const int head = blockIdx.x * blockDim.y + threadIdx.y, heads = NH + 2 * NKV;
+    trigger_programmatic_launch();
     if (head >= N * heads) return;
+    grid_dependency_synchronize();
     const int n = head / heads, h = head % heads;
     const floatX* x = inp + (size_t)head * HS;
     floatX* y = out + (size_t)head * HS;

@@ -24,12 +24,14 @@ __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __res
     constexpr int AT_ONCE = (ADD ? 16 : 32) / WIDTH;  // vectors that are loaded before the first is used
     DYNAMIC_SHARED(float, rows);
     const int n = blockIdx.x * blockDim.y + threadIdx.y, step = WIDTH * blockDim.x;
+    trigger_programmatic_launch();
     if (n >= N) return;
     const size_t start = (size_t)n * C;
     float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
 
     // Where text is written, rows are few, and no other block has loaded the weight.
     for (int i = WIDTH * threadIdx.x; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i);
+    grid_dependency_synchronize();
 
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         float sum = 0.0f;
@@ -66,20 +68,21 @@ __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __res
 }
 
 // Writes out (N,C) and rstd (N).
-extern "C" __global__ void rmsnorm_forward_kernel(floatX* __restrict__ out, float* __restrict__ rstd,
-                                                  const floatX* __restrict__ inp, const floatX* __restrict__ weight,
-                                                  float eps, int N, int C) {
+extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(floatX* __restrict__ out, float* __restrict__ rstd,
+                                                               const floatX* __restrict__ inp,
+                                                               const floatX* __restrict__ weight, float eps, int N,
+                                                               int C) {
     forward_rows<false>(nullptr, out, rstd, inp, nullptr, weight, eps, N, C);
 }
 
 // Writes residual (N,C) too.
-extern "C" __global__ void fused_residual_rmsnorm_forward_kernel(floatX* __restrict__ residual,
-                                                                 floatX* __restrict__ out,
-                                                                 float* __restrict__ rstd,
-                                                                 const floatX* __restrict__ inp1,
-                                                                 const floatX* __restrict__ inp2,
-                                                                 const floatX* __restrict__ weight,
-                                                                 float eps, int N, int C) {
+extern "C" __global__ void PROGRAMMATIC fused_residual_rmsnorm_forward_kernel(floatX* __restrict__ residual,
+                                                                              floatX* __restrict__ out,
+                                                                              float* __restrict__ rstd,
+                                                                              const floatX* __restrict__ inp1,
+                                                                              const floatX* __restrict__ inp2,
+                                                                              const floatX* __restrict__ weight,
+                                                                              float eps, int N, int C) {
     forward_rows<true>(residual, out, rstd, inp1, inp2, weight, eps, N, C);
 }
 

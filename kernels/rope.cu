@@ -11,10 +11,12 @@
 // Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even; direction is 1, or
 // -1 for backward. starts (B), which may be null: the position of each sequence's first row. Block (t, b): one row; its
 // threads: (channels by vectors, heads).
-extern "C" __global__ void rope_kernel(floatX* __restrict__ qkv, const float* __restrict__ table,
-                                       const int* __restrict__ starts, float direction, int heads, int all_heads,
-                                       int HS, int R) {
+extern "C" __global__ void PROGRAMMATIC rope_kernel(floatX* __restrict__ qkv, const float* __restrict__ table,
+                                                    const int* __restrict__ starts, float direction, int heads,
+                                                    int all_heads, int HS, int R) {
     constexpr int AT_ONCE = 16 / WIDTH;  // heads of a thread that are loaded before the first is stored
+    trigger_programmatic_launch();
+    grid_dependency_synchronize();
     const size_t n = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
     const int position = blockIdx.x + (starts == nullptr ? 0 : starts[blockIdx.y]);
     floatX* row = qkv + n * all_heads * HS;

@@ -33,11 +33,13 @@ __device__ inline float float_of_rank(unsigned rank) {
 // logits (B,Vp): the first V of a row count. tokens (B) are set. positions (B) go up by one, to context - 1 at most.
 // states (B) of the generators go on. Block: one-dimensional, at most 32 warps.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V, int Vp,
-              float temperature, int top_k, float top_p, int context) {
+PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V,
+                           int Vp, float temperature, int top_k, float top_p, int context) {
     __shared__ double of_warp[32];
     const floatX* row = logits + (size_t)blockIdx.x * Vp;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    trigger_programmatic_launch();
+    grid_dependency_synchronize();
 
     unsigned long long state = states[blockIdx.x];
     state ^= state >> 12;
@@ -115,7 +117,7 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
     };
     Vec w;
     double sum_of_thread = 0.0;
-#pragma unroll 2
+#pragma unroll 4
     for (int i = start + WIDTH * lane; i < end; i += step) sum_of_thread += weights_at(i, w);
     const double target = coin * block_sum_double(sum_of_thread, of_warp);
     // The first to exceed the target. Should rounding leave none, it is the last that has a weight.
@@ -128,13 +130,21 @@ sample_kernel(int* tokens, int* positions, unsigned long long* states, const flo
     }
     if (warp != chosen) return;
 
+    constexpr int AT_ONCE = 4;  // steps whose sums are made before the first is looked at
     int at = start;
     sum_before = before;
-    for (int i = start; i < end; i += step) {
-        const double sum = warp_sum_double(weights_at(i + WIDTH * lane, w));
-        if (sum > 0.0) at = i, before = sum_before;
-        sum_before += sum;
-        if (sum_before > target) break;
+    for (int i = start; i < end && !(sum_before > target); i += AT_ONCE * step) {
+        double sums[AT_ONCE];  // 0 behind the end
+#pragma unroll
+        for (int b = 0; b < AT_ONCE; b++) sums[b] = weights_at(i + b * step + WIDTH * lane, w);
+#pragma unroll
+        for (int b = 0; b < AT_ONCE; b++) sums[b] = warp_sum_double(sums[b]);
+#pragma unroll
+        for (int b = 0; b < AT_ONCE; b++) {
+            if (sum_before > target) break;
+            if (sums[b] > 0.0) at = i + b * step, before = sum_before;
+            sum_before += sums[b];
+        }
     }
     const double sum_of_lane = weights_at(at + WIDTH * lane, w);
     int winner = 0;

@@ -11,9 +11,12 @@
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // Block x: a row; thread: a vector of columns of grid column y.
-extern "C" __global__ void swiglu_forward_kernel(floatX* __restrict__ out, const floatX* __restrict__ inp, int C) {
+extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict__ out, const floatX* __restrict__ inp,
+                                                              int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
+    trigger_programmatic_launch();
     if (i >= C) return;
+    grid_dependency_synchronize();
     const floatX* row = inp + 2 * (size_t)blockIdx.x * C;
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         Vec up = memory.load(row + i, C - i);

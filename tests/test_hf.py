@@ -28,6 +28,7 @@ from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, tra
 from train_gpt2_fp32 import GPT2Config
 from train_pythia import PythiaConfig
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -798,7 +799,17 @@ def hub(tmp_path, monkeypatch):
 
 @each_family
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-def test_a_model_that_was_fetched_before_is_imported_by_name_without_a_connection(shard, theirs, cache, tmp_path):
+def test_a_model_that_was_fetched_before_is_imported_by_name_without_a_connection(
+    shard, theirs, cache, tmp_path, monkeypatch
+):
+    """Also by versions of huggingface_hub that ask the server about a commit of which nothing is missing."""
+    real = huggingface_hub.snapshot_download
+
+    def snapshot_download(name, revision=None, **settings):
+        assert revision is None
+        return real(name, **settings)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     theirs.save_pretrained(tmp_path / "saved", max_shard_size=shard)
     keep(cache, "some-one/a.model", tmp_path / "saved")
     assert_parameters(*imported("some-one/a.model", tmp_path), theirs)

@@ -13,6 +13,7 @@ from pathlib import Path
 import device
 from device.bf16 import DEFINES, floatX_of
 from device.cuda import NVRTC_OPTIONS
+from device.sources import programmatic_kernels
 
 import pytest
 
@@ -33,8 +34,18 @@ MAY_SPILL = {
 NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 
 
-def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list[int]]:
-    """Bytes of [stack frame, spill stores, spill loads] a thread, by kernel, as the assembler reports them."""
+# What kernels may read before grid_dependency_synchronize (common.cuh), by the instruction's name: weights, and a
+# position that only says what to prefetch.
+MAY_READ = {
+    "matvec_kernel": "ld.global",
+    "cached_attention_kernel": "ld.volatile.global",
+    "cached_attention_shared_kernel": "ld.volatile.global",
+}
+
+
+def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[str, list]:
+    """Bytes of [stack frame, spill stores, spill loads] a thread, by kernel, as the assembler reports them; and behind
+    them the accesses to memory before the kernel waits for the launch in front of it, None where it does not wait."""
     program = nvrtc.createProgram(source + NEW, name, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
@@ -43,13 +54,21 @@ def compile_kernels(source: str, name: str, options: tuple[str, ...]) -> dict[st
         pytest.fail(nvrtc.getProgramLog(program).strip("\0"), pytrace=False)
     else:
         log = nvrtc.getProgramLog(program)
+        ptx = nvrtc.getPTX(program).decode()
+        texts = dict(re.findall(r"^\.visible \.entry (\w+)(.*?)^}", ptx, re.DOTALL | re.MULTILINE))
         for trouble in "instructions are serialized", "wait_group is injected":  # wgmma's, where it sees no other way
             assert trouble not in log, log
     finally:
         nvrtc.destroyProgram(program)
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     rows = re.findall(rf"Compiling entry function '(\w+)'.*?{sizes}", log, re.DOTALL)
-    return {kernel: [int(size) for size in sizes] for kernel, *sizes in rows}
+    return {kernel: [*map(int, sizes), early_accesses(texts[kernel])] for kernel, *sizes in rows}
+
+
+def early_accesses(text: str) -> list[str] | None:
+    before, wait, _ = text.partition("griddepcontrol.wait")
+    accesses = re.findall(r"\b(?:ld|st|atom|red|cp)\.(?!param|shared)[\w.]+", before)
+    return sorted(set(accesses)) if wait else None
 
 
 @functools.cache
@@ -75,7 +94,7 @@ each_file_and_build = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list[int]]:
+def compiled(path: Path, capability: int, precision: str, cache: pytest.Cache) -> dict[str, list]:
     """What `compile_kernels` says of a file. It is kept for the next run, as the CPU device keeps its libraries, and
     holds for the same text, options and compiler: most changes change no kernel."""
     # The second option is CuPy's own addition: NVRTC 13.0 and earlier refuse a kernel's lambdas without it.
@@ -113,7 +132,8 @@ def test_there_are_kernels_to_compile():
 
 @each_file_and_build
 def test_every_kernel_of_a_file_compiles(path, capability, precision, pytestconfig):
-    declared = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
+    bounds = r"(?:__launch_bounds__\([^)]*\)\s*)?(?:PROGRAMMATIC\s+)?"
+    declared = re.findall(rf"__global__\s+void\s+{bounds}(\w+)\s*\(", path.read_text())
     assert sorted(compiled(path, capability, precision, pytestconfig.cache)) == sorted(declared)
 
 
@@ -121,10 +141,30 @@ def test_every_kernel_of_a_file_compiles(path, capability, precision, pytestconf
 def test_kernels_keep_what_they_work_on_in_registers(path, capability, precision, pytestconfig):
     spilling = {
         kernel: f"stack frame {frame}, spill stores {stores}, spill loads {loads} bytes"
-        for kernel, (frame, stores, loads) in compiled(path, capability, precision, pytestconfig.cache).items()
+        for kernel, (frame, stores, loads, _) in compiled(path, capability, precision, pytestconfig.cache).items()
         if max(frame, stores, loads) > MAY_SPILL.get((kernel, precision), 0)
     }
     assert not spilling
+
+
+@each_file_and_build
+def test_a_kernel_that_starts_early_waits_before_it_touches_what_others_write(
+    path, capability, precision, pytestconfig
+):
+    """Where the GPU has the instruction. It is in no other kernel, whose launch waits."""
+    early = {kernel: found for kernel, (*_, found) in compiled(path, capability, precision, pytestconfig.cache).items()}
+    waiting = {kernel for kernel, found in early.items() if found is not None}
+    assert waiting == (programmatic_kernels(path) if capability >= 90 else set())
+    assert not {
+        (kernel, access) for kernel in waiting for access in early[kernel]
+        if not access.startswith(MAY_READ.get(kernel, "nothing"))
+    }
+
+
+def test_an_access_before_the_wait_is_seen():
+    text = "asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");"
+    source = f'extern "C" __global__ void early(float* x, float* y) {{ float a = x[0]; {text} y[0] = a; }}'
+    assert compile_kernels(source, "early.cu", ("--gpu-architecture=sm_90",))["early"][3] == ["ld.global.f32"]
 
 
 def test_a_kernel_with_too_few_registers_is_seen_to_spill():
@@ -138,5 +178,5 @@ def test_a_kernel_with_too_few_registers_is_seen_to_spill():
             for (int i = 0; i < 64; i++) x[i] = v[63 - i] * v[i];
         }"""
     options = ("--gpu-architecture=sm_90", "--maxrregcount=24")
-    frame, stores, loads = compile_kernels(source, "crowded.cu", options)["crowded"]
+    frame, stores, loads, _ = compile_kernels(source, "crowded.cu", options)["crowded"]
     assert frame > 0 and stores > 0 and loads > 0
