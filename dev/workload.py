@@ -68,7 +68,7 @@ def make_parser(description: str, any_script: bool = True, trains: bool = True) 
     else:
         parser.set_defaults(script="train_gpt2_fp32")
     add("-e", "--model", metavar="MODEL", help="a model that the script can start from random weights")
-    add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (4)")
+    add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (%(default)s)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
     if trains:
