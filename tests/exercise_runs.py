@@ -1,20 +1,26 @@
-"""What tests/test_exercises.py asks of the checks that need the microscope: JSON from stdin, [[number, file], ...], and
-the fault and the remark of each to stdout. A process of its own, since the microscope's runtime is another one."""
+"""What tests/test_exercises.py asks of the checks: JSON from stdin, [[number, file], ...], and the fault and the remark
+of each to stdout. A process of its own: a faulty kernel may write anywhere in its process, and the microscope's runtime
+is another one."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from exercises.checks import run_check  # noqa: E402
+from device import cpp  # noqa: E402
+from exercises.checks import ENVIRONMENT, run_check  # noqa: E402
 from exercises.cut import EXERCISES  # noqa: E402
 
 
 def main() -> None:
-    runs = json.load(sys.stdin)
-    json.dump([run_check(EXERCISES[number - 1], Path(file)) for number, file in runs], sys.stdout)
+    runs = [(EXERCISES[number - 1], Path(file)) for number, file in json.load(sys.stdin)]
+    os.environ |= ENVIRONMENT
+    plain = [file for exercise, file in runs if file.suffix == ".cu" and not exercise.microscope]
+    cpp.compile_all(plain)  # on all cores
+    json.dump([run_check(exercise, file) for exercise, file in runs], sys.stdout)
 
 
 if __name__ == "__main__":

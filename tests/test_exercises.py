@@ -11,7 +11,6 @@ from pathlib import Path
 from device import cpp
 from device.errors import UserError
 from exercises import check
-from exercises.checks import ENVIRONMENT, run_check
 from exercises.cut import EXERCISES, Exercise, Hole, start, whole
 
 import numpy as np
@@ -29,7 +28,7 @@ FAULTS = [
      r"who\[320\] was written: that is past the end of the array, which has 320 elements"),
     ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x + threadIdx.x * blockDim.x",
      r"who\[320\] was written: that is past the end"),
-    ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x - (threadIdx.x << 24)",
+    ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x - (1 << 30)",  # where nothing is: 4 GiB below
      r"who_am_i_kernel, .*: an index far outside of its arrays: who\[-\d+\], if it is who that was meant"),
     ("guard", "if (i < N)", "if (i <= N)", r"out\[1000\] was written by thread 232 of block 3: that is past the end"),
     ("plane", " && c < C", "", r"out\[700\] was written: that is past the end"),
@@ -43,7 +42,7 @@ FAULTS = [
     ("sectors", "address // 32", "address // 128", r"lane i reads float i: expected 4, got 1"),
     ("sectors", "len({address // 32 for address in addresses})", "(max(addresses) - min(addresses)) // 32 + 1",
      r"lane i reads float i \+ 1: expected 5, got 4"),
-    ("sectors", "return len", "raise SystemExit  #", r"^line 11: SystemExit"),
+    ("sectors", "return len", "raise SystemExit(__import__('os').getpid())  #", r"^line 11: SystemExit: \d+"),
     ("banks", "set(words)", "words", r"passes, all lanes read word 5: expected 1, got 32"),
     ("banks", "math.gcd(stride, 32)", "stride % 32", r"passes_of_stride\(3\): expected 1, got 3"),
     ("bias_gradient", "n < end", "n + 1 < end",
@@ -166,20 +165,17 @@ def verdicts(pytestconfig) -> dict[tuple, list[str]]:
         files[name, which].parent.mkdir(parents=True, exist_ok=True)
         files[name, which].write_text(texts[name, which])
 
-    watched = [key for key in files if BY_NAME[key[0]].microscope]
-    runs = [[BY_NAME[name].number, str(files[name, which])] for name, which in watched]
-    command = [sys.executable, ROOT / "tests" / "exercise_runs.py"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    process.stdin.write(json.dumps(runs))
-    process.stdin.close()
-    with pytest.MonkeyPatch.context() as patch:  # of what a check sets
-        for variable, value in ENVIRONMENT.items():
-            patch.setenv(variable, value)
-        plain = {key: path for key, path in files.items() if key not in watched}
-        cpp.compile_all(path for path in plain.values() if path.suffix == ".cu")  # on all cores
-        found = {key: run_check(BY_NAME[key[0]], path) for key, path in plain.items()}
-    found |= dict(zip(watched, json.loads(process.stdout.read()), strict=True))
-    assert process.wait() == 0
+    keys = [[key for key in files if BY_NAME[key[0]].microscope is watched] for watched in (True, False)]
+    processes = [subprocess.Popen([sys.executable, ROOT / "tests" / "exercise_runs.py"], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True) for _ in keys]  # fmt: skip
+    for process, of_process in zip(processes, keys, strict=True):
+        json.dump([[BY_NAME[key[0]].number, str(files[key])] for key in of_process], process.stdin)
+        process.stdin.close()
+    found = {}
+    for process, of_process in zip(processes, keys, strict=True):
+        said = process.stdout.read()
+        assert process.wait() == 0
+        found |= dict(zip(of_process, json.loads(said), strict=True))
     return found
 
 
@@ -204,6 +200,11 @@ def test_a_fault_is_named(faults, i):
     name, *_, says = FAULTS[i]
     assert re.search(says, faults[name, i]), faults[name, i]
     assert len(faults[name, i].splitlines()) < 20
+
+
+def test_a_faulty_exercise_runs_in_another_process_whose_memory_it_may_damage(faults):
+    ends = next(i for i, (_, _, new, _) in enumerate(FAULTS) if "getpid" in new)
+    assert faults["sectors", ends].splitlines()[0] != f"line 11: SystemExit: {os.getpid()}"
 
 
 @pytest.mark.parametrize("name", REMARKS)

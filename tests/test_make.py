@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,6 +143,18 @@ def test_bench_and_profile_take_the_script(script, tmp_path):
     assert plan.splitlines() == [
         "python dev/bench.py train_llama3 -b 2", "python dev/profile_step.py train_llama3 -b 2"
     ]  # fmt: skip
+
+
+def test_a_test_that_ends_its_process_is_named_and_ends_the_tests(tmp_path):
+    """pytest-xdist would wait without end for the tests that this process had left."""
+    (tmp_path / "test_ends.py").write_text("import os\n\ndef test_before(): pass\n\ndef test_ends(): os._exit(1)\n")
+    (tmp_path / "test_others.py").write_text("def test_first(): pass\n\ndef test_second(): pass\n")
+    options = "-q", "-n", "1", "--dist", "loadfile", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"
+    command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, tmp_path]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert re.search(r"^FAILED \S*test_ends.py::test_ends - worker 'gw0' crashed", done.stdout, re.MULTILINE), done
 
 
 def test_clean_leaves_data_models_and_source(tmp_path):
