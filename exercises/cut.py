@@ -186,10 +186,11 @@ float m = 0.0f, s = 0.0f;
 //
 //   out = (x - mean) * rstd * weight + bias   for each row of x (N, C);   rstd = 1 / sqrt(variance + 1e-5)
 // mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It also adds the residual
-// connection in front of it, where there is one; that part is complete.
+// connection in front of it, where there is one; that part is complete. So is the way in which the kernel starts early
+// (PROGRAMMATIC, page 13).
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
-        parts=('extern "C" __global__ void layernorm_forward_kernel(',),
+        parts=('extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(',),
     ),
     Exercise(
         "tf32",

@@ -32,6 +32,7 @@ KNOWN = [  # reason, kernel, counters
     (JOINED, "parallel_residual_dropout_backward_kernel", [SHARED_LOADS, SHARED_STORES]),
     (PREDICATED, "rmsnorm_forward_kernel", [SHARED_STORES]),
     (PREDICATED, "flash_attention_backward_key_kernel_64", ["copies to shared memory"]),
+    (PREDICATED, "flash_attention_backward_key_kernel_128", ["copies to shared memory"]),
     (KEPT_IN_REGISTERS, "fused_classifier_kernel", [SHARED_LOADS]),
     (TRAFFIC, "fused_classifier_kernel", ["shared load conflicts"]),
     (KEPT_IN_REGISTERS, "flash_attention_forward_kernel_64", [SHARED_LOADS]),
