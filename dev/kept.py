@@ -127,11 +127,13 @@ TABLES = (
     Table(
         "cpu", "CPU, 2 cores",
         (
-            Column("GPT-2 124M, B 4, T 64", "train_gpt2_fp32 -e d12 -b 4 -t 64", "eager,eager-sdpa"),
-            Column("small GPT-2", f"train_gpt2_fp32 -e layers=4,heads=4,channels=128 {SMALL}", "eager,eager-sdpa"),
+            Column("GPT-2 124M, B 4, T 64", "train_gpt2_fp32 -e d12 -b 4 -t 64", "eager,eager-sdpa,compile-sdpa"),
+            Column("SmolLM2 135M, B 1, T 256", "train_llama3 -e smollm2-135m -b 1 -t 256", "eager-sdpa,compile-sdpa"),
+            Column("small GPT-2", f"train_gpt2_fp32 -e layers=4,heads=4,channels=128 {SMALL}",
+                   "eager,eager-sdpa,compile-sdpa"),
             Column("small Llama", "train_llama3 -e layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64 "
-                   f"{SMALL}", "eager,eager-sdpa"),
-            Column("small Pythia", f"train_pythia -e layers=4,heads=4,channels=128,maxT=64 {SMALL}", "eager"),
+                   f"{SMALL}", "eager,eager-sdpa,compile-sdpa"),
+            Column("small Pythia", f"train_pythia -e layers=4,heads=4,channels=128,maxT=64 {SMALL}", "eager,compile"),
         ),
     ),
     Table(

@@ -1,4 +1,4 @@
-"""The CPU as a device: the .cu files as a C++ compiler builds them (cpp/), matrix products by NumPy.
+"""The CPU as a device: the .cu files as a C++ compiler builds them (cpp/), large matrix products by NumPy.
 
 The docstrings here say what each operation does on either device. All work is done when a call returns, so the
 operations for streams have nothing to do.
@@ -22,6 +22,10 @@ from device.bf16 import BF16, DEFINES, floatX_of, from_bf16, to_bf16
 import numpy as np
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of PyTorch's threads, which come with gloo
+
+PRODUCTS = Path(__file__).parent / "cpp" / "products.cu"
+PRODUCT_COLUMNS, PRODUCT_ROWS = 32, 192  # of a block of product_kernel
+LARGE_PRODUCT = 1 << 26  # multiplications from which on a product is OpenBLAS's
 
 
 class CpuDevice:
@@ -132,6 +136,7 @@ class CpuDevice:
 
     def compile_all(self, paths: list[Path]) -> None:
         """Compiles kernel files, several at a time."""
+        paths = [*paths, PRODUCTS]
         keys = [(path, self.floatX) for path in paths]
         self.modules.update(zip(keys, cpp.compile_all(paths, *DEFINES[self.floatX]), strict=True))
 
@@ -147,14 +152,32 @@ class CpuDevice:
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias: for bf16
         matrices only, bf16 (n,); it is added to every row before that is rounded.
         """
-        (a,), (b,), (c,) = matrix(a, m, k, trans_a), matrix(b, k, n, trans_b), matrix(c, m, n, False)
+        self.products(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
-        def product(c, a, b) -> None:
-            self.product(c, a, b, np.float32(beta))
-            if bias is not None:
-                c += from_bf16(bias)
+    def gemm_strided_batched(
+        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
+    ) -> None:
+        """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
+        self.products(c, a, b, m, n, k, count, trans_a, trans_b)
 
-        with_fp32(product, c, a, b)
+    def products(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None) -> None:
+        flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
+        wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
+        if 1 < m and count * m * n * k < LARGE_PRODUCT:
+            grid = -(-n // PRODUCT_COLUMNS), -(-m // PRODUCT_ROWS), count
+            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), PRODUCT_ROWS
+            self.module(PRODUCTS).kernel("product_kernel")(grid, (1,), args)
+        else:
+            c, a, b = wide
+            c, a, b = matrix(c, m, n, False, count), matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count)
+            if count == 1:
+                self.product(c[0], a[0], b[0], np.float32(beta))
+            else:
+                self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
+        if bias is not None:
+            matrix(wide[0], m, n, False)[0] += from_bf16(bias)
+        if wide[0] is not flat[0]:
+            flat[0][:] = to_bf16(wide[0])
 
     def product(self, c, a, b, beta) -> None:
         """c = a @ b + beta * c, c's longer side shared out among the cores; NumPy lets go of the interpreter's lock."""
@@ -192,17 +215,6 @@ class CpuDevice:
             for other in others:
                 if not other.cancel():
                     other.result()
-
-    def gemm_strided_batched(
-        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
-    ) -> None:
-        """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
-        a, b, c = matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count), matrix(c, m, n, False, count)
-
-        def product(c, a, b) -> None:
-            self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
-
-        with_fp32(product, c, a, b)
 
     # Streams, as a recording uses them
 
@@ -289,14 +301,6 @@ def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: 
     if transposed:
         return flat.reshape(count, columns, rows).transpose(0, 2, 1)
     return flat.reshape(count, rows, columns)
-
-
-def with_fp32(product: Callable[..., None], c: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-    """Calls product(c, a, b) with those of the arrays that are bf16 as fp32, and rounds c to bf16 if it is."""
-    wide = [from_bf16(x) if x.dtype == BF16 else x for x in (c, a, b)]
-    product(*wide)
-    if wide[0] is not c:
-        c[:] = to_bf16(wide[0])
 
 
 def host_memory() -> tuple[int, int]:

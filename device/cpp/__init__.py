@@ -1,7 +1,8 @@
 """The CPU device: CUDA kernel files compiled by the system's C++ compiler and run on NumPy arrays.
 
 `cuda_on_cpu.h` makes a `.cu` file C++, `runtime.cpp` runs grids, blocks and threads, `compiler.py` builds and caches
-both, and `launch.py` calls a kernel with checked arguments. The environment variables that they read:
+both, and `launch.py` calls a kernel with checked arguments. `products.cu` multiplies small matrices. The environment
+variables that they read:
 
     CXX                   the compiler; else g++ or clang++, whichever is found first
     LLMC_CPU_CXXFLAGS     further compiler flags
