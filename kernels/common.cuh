@@ -329,12 +329,12 @@ __device__ inline void prefetch(const floatX* p) {
 #endif
 }
 
-// Programmatic dependent launch (CUDA programming guide): the blocks of a kernel that says PROGRAMMATIC in its declaration
-// may start before the launch in front of it has ended, as soon as each block of that one has called
-// trigger_programmatic_launch or has returned. They must call grid_dependency_synchronize before they read or write what
-// the launches in front write or read: it waits until those have ended. Until then they may prefetch, and read parameters:
-// a copy of tokens lies between an update and the next forward pass, and a copy, like any launch of another kind, waits
-// for all in front of it. Where a launch takes few microseconds, this hides the time in which nothing was loaded.
+// Programmatic dependent launch (CUDA programming guide). A kernel that says PROGRAMMATIC in its declaration may start
+// before the launch in front of it has ended: as soon as each block of that launch has called trigger_programmatic_launch,
+// or has returned. Before the kernel reads or writes what launches in front of it write or read, it calls
+// grid_dependency_synchronize, which waits until those have ended. Before that call it may prefetch, and read parameters:
+// their update has ended, because a copy of tokens comes before each forward pass, and a copy waits for all in front of
+// it. Where launches take few microseconds, a kernel so loads while it would otherwise wait.
 #define PROGRAMMATIC
 
 __device__ inline void trigger_programmatic_launch() {
