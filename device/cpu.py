@@ -152,15 +152,16 @@ class CpuDevice:
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias: for bf16
         matrices only, bf16 (n,); it is added to every row before that is rounded.
         """
-        self.products(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
+        self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
     ) -> None:
         """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
-        self.products(c, a, b, m, n, k, count, trans_a, trans_b)
+        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b)
 
-    def products(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None) -> None:
+    def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None) -> None:
+        """`gemm` for `count` matrices: small ones by products.cu, large ones and single rows by NumPy."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
         if 1 < m and count * m * n * k < LARGE_PRODUCT:
