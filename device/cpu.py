@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of PyTorch's threads, whi
 
 PRODUCTS = Path(__file__).parent / "cpp" / "products.cu"
 PRODUCT_COLUMNS, PRODUCT_ROWS = 32, 192  # of a block of product_kernel
-LARGE_PRODUCT = 1 << 26  # multiplications from which on a product is OpenBLAS's
+LARGE_PRODUCT = 1 << 26  # NumPy computes a product of so many multiplications or more
 
 
 class CpuDevice:

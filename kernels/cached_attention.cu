@@ -70,7 +70,8 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     const int n = blockIdx.x, b = n / T, span = keys_of_split(context, splits), start = blockIdx.z * span;
     const size_t cache = ((size_t)b * NKV + kv) * context * HS;
     trigger_programmatic_launch();
-    const int about = *const_cast<const volatile int*>(positions + b);  // may change until the launch before has ended
+    // The launch before may still change the position. To know what to prefetch, any will do.
+    const int about = *const_cast<const volatile int*>(positions + b);
     const int known = min(start + min(span, TILE_KEYS), about);
     Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
     Rows{values + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
@@ -166,15 +167,15 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                     total[g] = is_first ? Vec() : Aligned::load(own + g * width, WIDTH);
                     for (int c = 0; c < WIDTH; c++) total[g].x[c] *= factors[g];
                 }
-                for (int first = slot; first < count; first += VALUES * slots) {
+                for (int s0 = slot; s0 < count; s0 += VALUES * slots) {
                     Vec v[VALUES];  // one behind the last is the last once more
 #pragma unroll
                     for (int a = 0; a < VALUES; a++) {
-                        v[a] = memory.load(v_rows.at(tile + min(first + a * slots, count - 1)) + i, HS - i);
+                        v[a] = memory.load(v_rows.at(tile + min(s0 + a * slots, count - 1)) + i, HS - i);
                     }
 #pragma unroll
                     for (int a = 0; a < VALUES; a++) {
-                        const int s = first + a * slots;
+                        const int s = s0 + a * slots;
                         if (s >= count) break;
 #pragma unroll
                         for (int g = 0; g < HEADS; g++) {

@@ -467,8 +467,8 @@ constexpr int ROWS_SUMMED = IS_BF16 ? 16 : 8;  // of the tile, by one add_sum
 __device__ inline float summand(float x) { return IS_BF16 ? x : to_tf32(x); }
 __device__ inline float summand(float x, bool keep_nan) { return IS_BF16 ? x : to_tf32(x, x, keep_nan); }
 
-// A lane has a number for each of rows g and g + 8 of 16. It gets those for rows 8h + 2t and 8h + 2t + 1, to which its
-// transposed sums belong.
+// A lane has a number for row g and one for row g + 8, of 16. Its transposed sums belong to other rows: 8h + 2t and 8h +
+// 2t + 1. The lane fetches the numbers of these rows from the lanes that have them.
 __device__ inline void to_columns(float (&column)[2][2], const float (&row)[2]) {
     #pragma unroll
     for (int h = 0; h < 2; h++) {

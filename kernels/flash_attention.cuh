@@ -56,8 +56,8 @@ __device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
 #endif
 }
 
-// These two start to copy four words (16 bytes), or a float, to shared memory, or zeros if not `inside`. After
-// copies_wait this thread sees what it has copied.
+// These two start to copy four words (16 bytes), or a float, to shared memory, or zeros if not `inside`. A thread calls
+// copies_wait before it reads what it has copied.
 template <class X>
 __device__ inline void copy_four(X* to, const X* from, bool inside) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -32,7 +32,7 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
 // for one multiplication, so a tile of a matrix would have nothing to share, and a kernel that loads tiles takes some 4 us
 // for the smallest weight. Block: (lanes, outputs), where so many lanes of a warp, a power of two, have an output; or
 // (warps * WARP_SIZE, 1), where several warps have one. A thread has AT_ONCE vectors of the weight on their way before it
-// uses the first, and before the launch in front has ended.
+// uses the first, and before the launch in front has ended. An output behind the last is the last once more.
 extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
                                                       const floatX* bias, int C, int OC) {
     constexpr int AT_ONCE = 32 / WIDTH;

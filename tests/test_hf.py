@@ -802,7 +802,7 @@ def hub(tmp_path, monkeypatch):
 def test_a_model_that_was_fetched_before_is_imported_by_name_without_a_connection(
     shard, theirs, cache, tmp_path, monkeypatch
 ):
-    """Also by versions of huggingface_hub that ask the server about a commit of which nothing is missing."""
+    """Some versions of huggingface_hub ask the server whenever a commit is named. So nobody names one here."""
     real = huggingface_hub.snapshot_download
 
     def snapshot_download(name, revision=None, **settings):

@@ -1,5 +1,6 @@
-// Products of matrices that are so small that NumPy's library, OpenBLAS, takes long for them on a CPU: it copies both
-// operands before it multiplies, is called once for each matrix of a batch, and Python must wake another OS thread.
+// Products of small matrices, on the CPU device. NumPy's library, OpenBLAS, computes them nearly as fast. But NumPy calls
+// it once for each matrix of a batch, and Python must wake another OS thread for it. Here the workers that run kernels
+// multiply, too, and they are still awake (runtime.cpp).
 //
 // A block has some rows and columns of one product. It copies DEPTH rows of COLUMNS columns of b to a buffer, which stays in
 // the first-level cache, and multiplies ROWS rows of a with it at once. Their sums stay in registers: a vector of b is

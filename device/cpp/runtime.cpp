@@ -619,8 +619,8 @@ struct Pool {
         uint64_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            // The next launch mostly follows at once, and a worker that sleeps comes late: with this, a small model's step
-            // took 8% less. sched_yield leaves the core to others that can run.
+            // The next launch mostly follows at once, and a worker that sleeps comes late. With this wait and products.cu a
+            // small model's step took 8% less than without both. sched_yield leaves the core to others that can run.
             lock.unlock();
             const auto awake_until = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
             while (generation == seen && std::chrono::steady_clock::now() < awake_until) sched_yield();

@@ -39,48 +39,42 @@ def panel(
     levels.box(REGISTERS, 316, sums, "c", 90)
 
 
-def both(figure: Figure, *how: str, **more) -> None:
+def both(kernel: str, brought: str, loaded: str, moves: str, stays: str, waits: str, tiles: int = 1) -> str:
+    """A rung with a block of queries and a block of keys, which get the other side's rows in the same way."""
+    figure = begun(kernel)
     for x, kind in (20, OF_QUERIES), (450, OF_KEYS):
-        panel(figure, x, kind, *how, **more)
+        panel(figure, x, kind, brought, loaded, tiles)
+    account(figure, 20, TOP + 356, 38, moves, stays, waits, COLUMNS)
+    return figure.svg()
 
 
 def scalar() -> str:
-    figure = begun("scalar_kernel")
-    both(figure, "", "one number for 16 lanes", tiles=0)
-    account(
-        figure, 20, TOP + 356, 38,
+    return both(
+        "scalar_kernel", "", "one number for 16 lanes",
         "All rows of the other side, from device memory, for each warp. Both kinds of blocks compute p and ds: 7 "
         "products.",
         "Half of a row of each array and of each sum: two lanes share a row, because a key's 256 numbers are too "
         "many for one.",
         "Each multiplication for a load, and the two lanes for each other's half of a score.",
-        COLUMNS,
+        tiles=0,
     )  # fmt: skip
-    return figure.svg()
 
 
 def tiled() -> str:
-    figure = begun("tiled_kernel")
-    both(figure, "32 rows, copied by 128 threads", "16 bytes: four numbers a load")
-    account(
-        figure, 20, TOP + 356, 38,
+    return both(
+        "tiled_kernel", "32 rows, copied by 128 threads", "16 bytes: four numbers a load",
         "A tile once for 64 rows. Then four numbers a load, from shared memory.",
-        "As before.", "All 128 threads at a barrier, for the tile, and again before it is overwritten.", COLUMNS,
+        "As before.", "All 128 threads at a barrier, for the tile, and again before it is overwritten.",
     )  # fmt: skip
-    return figure.svg()
 
 
 def on_tensor_cores() -> str:
-    figure = begun("mma_kernel")
-    both(figure, "32 rows, rounded to TF32 and swizzled", "4 bytes a load, without conflicts")
-    account(
-        figure, 20, TOP + 356, 38,
+    return both(
+        "mma_kernel", "32 rows, rounded to TF32 and swizzled", "4 bytes a load, without conflicts",
         "The same tiles. What a load brings is part of an operand, and one mma does 1024 multiplications.",
         "A warp's 16 rows as operands, and their sums. p and ds become operands where they are.",
         "Tensor cores, for their operands: four bytes a load are half of what one mma needs of a tile.",
-        COLUMNS,
     )  # fmt: skip
-    return figure.svg()
 
 
 def with_atomics() -> str:
@@ -113,16 +107,13 @@ def with_atomics() -> str:
 
 
 def in_two_stages() -> str:
-    figure = begun("two_stages_kernel")
-    both(figure, "cp.async, past the registers", "4 bytes a load", tiles=2)
-    account(
-        figure, 20, TOP + 356, 38,
+    return both(
+        "two_stages_kernel", "cp.async, past the registers", "4 bytes a load",
         "The next tile, while the warps work on this one. Seven products again.",
         "As with tensor cores. Each sum has one owner and a fixed order.",
         "One barrier a tile instead of two. But lanes now round what they load: one addition for each number.",
-        COLUMNS,
+        tiles=2,
     )  # fmt: skip
-    return figure.svg()
 
 
 def wide() -> str:

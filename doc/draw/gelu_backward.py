@@ -85,9 +85,10 @@ def a_kernel_for_each() -> str:
     return figure.svg()
 
 
-def by_tiles(figure: Figure, words: str, again: bool) -> None:
-    """What the last three rungs have: dinp along the rows, the output through a tile, and the sums, if not on the way
-    then by another kernel."""
+def by_tiles(kernel: str, words: str, again: bool, moves: str, stays: str, waits: str) -> str:
+    """One of the last three rungs: it writes dinp along the rows and the output through a tile. again: another kernel
+    reads dinp for the sums. Else each block adds up its own columns."""
+    figure = begun(kernel, 476)
     inputs(figure, words)
     matrix(figure, 424, TOP, "dinp", row=5)
     figure.line(366, TOP + SIZE + 4, 366, LOWER + 48)
@@ -98,55 +99,48 @@ def by_tiles(figure: Figure, words: str, again: bool) -> None:
     matrix(figure, 674, LOWER, "out_T", row=5)
     if again:
         sums_kernel(figure, 778)
-        return
-    for x in 68, 176:
-        figure.line(x, TOP + 42, x, TOP + 88, arrow=True)
-    figure.text(20, TOP + SIZE + 20, "a block walks down its chunk", 13)
-    figure.line(296, TOP + SIZE + 4, 296, LOWER + 5, arrow=True)
-    boxed(figure, 264, LOWER + 8, "sums", "c", 70, 40)
-    figure.line(258, LOWER + 28, 232, LOWER + 28, arrow=True)
-    figure.text(128, LOWER - 8, "partials", 14)
-    for chunk in range(4):
-        figure.rect(128, LOWER + 3 + 14 * chunk, SIZE, 10, "c")
-    figure.line(122, LOWER + 28, 96, LOWER + 28, arrow=True)
-    figure.text(20, LOWER + 14, "dbias", 14)
-    figure.rect(20, LOWER + 23, 68, 10, "c")
+    else:
+        for x in 68, 176:
+            figure.line(x, TOP + 42, x, TOP + 88, arrow=True)
+        figure.text(20, TOP + SIZE + 20, "a block walks down its chunk", 13)
+        figure.line(296, TOP + SIZE + 4, 296, LOWER + 5, arrow=True)
+        boxed(figure, 264, LOWER + 8, "sums", "c", 70, 40)
+        figure.line(258, LOWER + 28, 232, LOWER + 28, arrow=True)
+        figure.text(128, LOWER - 8, "partials", 14)
+        for chunk in range(4):
+            figure.rect(128, LOWER + 3 + 14 * chunk, SIZE, 10, "c")
+        figure.line(122, LOWER + 28, 96, LOWER + 28, arrow=True)
+        figure.text(20, LOWER + 14, "dbias", 14)
+        figure.rect(20, LOWER + 23, 68, 10, "c")
+    account(figure, 20, 376, 38, moves, stays, waits, COLUMNS)
+    return figure.svg()
 
 
 def one_pass() -> str:
-    figure = begun("tile_kernel", 476)
-    by_tiles(figure, "one exponential:\ngelu'(x), gelu(x)", again=True)
-    account(
-        figure, 20, 376, 38,
+    return by_tiles(
+        "tile_kernel", "one exponential:\ngelu'(x), gelu(x)", True,
         "Five passes, all of whole sectors: two read, two written, and dinp once more.",
         "x and its exponential, until gelu'(x) and gelu(x) are both there.",
-        "A barrier for each tile; and kernel 2, for all of kernel 1.", COLUMNS,
+        "A barrier for each tile; and kernel 2, for all of kernel 1.",
     )  # fmt: skip
-    return figure.svg()
 
 
 def sums_on_the_way() -> str:
-    figure = begun("sums_kernel", 476)
-    by_tiles(figure, "one exponential:\ngelu'(x), gelu(x)", again=False)
-    account(
-        figure, 20, 376, 38,
+    return by_tiles(
+        "sums_kernel", "one exponential:\ngelu'(x), gelu(x)", False,
         "Four passes: two read, two written. Of the sums only one row a chunk moves.",
         "The sum of a thread's numbers of dinp, from the first tile of the chunk on.",
-        "Two barriers a tile, and few bytes in flight: 4 bytes a lane and load.", COLUMNS,
+        "Two barriers a tile, and few bytes in flight: 4 bytes a lane and load.",
     )  # fmt: skip
-    return figure.svg()
 
 
 def four_columns() -> str:
-    figure = begun("gelu_backward of", 476)
-    by_tiles(figure, "four columns:\n16 bytes of dout\nand 16 of inp", again=False)
-    account(
-        figure, 20, 376, 38,
+    return by_tiles(
+        "gelu_backward of", "four columns:\n16 bytes of dout\nand 16 of inp", False,
         "Four passes, as before. A lane loads 16 bytes, half a warp 256 in a row. A tile is 64 x 64.",
         "Four numbers of each matrix and four sums, one for each column.",
-        "The same barriers, but four times as many bytes are in flight behind them.", COLUMNS,
+        "The same barriers, but four times as many bytes are in flight behind them.",
     )  # fmt: skip
-    return figure.svg()
 
 
 PICTURES = {

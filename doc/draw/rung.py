@@ -105,7 +105,7 @@ def matrix(
 
 
 def column_of_tile(figure: Figure, x: float, y: float, name: str, column: int, scale: float = 6) -> None:
-    """A tile in shared memory, of which a warp reads a column: no sectors there."""
+    """A tile in shared memory. A warp reads one of its columns. Shared memory has no sectors to mark."""
     matrix(figure, x, y, name, scale=scale)
     figure.rect(x + column * scale, y, scale, SIDE * scale, "e")
 

@@ -10,7 +10,7 @@ extern "C" __global__ void rows_in_kernel(float* out, const float* inp, int N, i
 }
 
 // Writes along the rows: a warp reads 32 sectors, and writes whole ones. That is better: L1 keeps the rest of a sector
-// that was read for the next access. But it does not collect writes: each piece goes on by itself.
+// that was read for the next access. But L1 does not collect writes: it sends each piece to L2 by itself.
 extern "C" __global__ void rows_out_kernel(float* out, const float* inp, int N, int C) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x, i = blockIdx.y * blockDim.y + threadIdx.y;
     if (i < C && n < N) out[(size_t)i * N + n] = inp[(size_t)n * C + i];
