@@ -613,6 +613,11 @@ def test_the_sanitizer_finds_an_overflow_and_its_line(name, too_many, line):
     assert "unharmed" in within.stdout, within
 
 
+def test_the_sanitizer_lets_a_nan_pass():
+    done = run_sanitized("exponential_of_nan_kernel", "(x, 100)")
+    assert "unharmed" in done.stdout, done
+
+
 def test_a_worker_that_waits_uses_no_time():
     launch = kernel("basics.cu", "gelu_kernel")
     x = random(1 << 20)

@@ -235,8 +235,8 @@ def test_a_number_of_threads_that_is_none_is_refused(monkeypatch, wish):
 def test_the_cpu_checks_what_a_kernel_is_given():
     device.use("cpu")
     out = device.zeros((4,))
-    with pytest.raises(TypeError, match="gelu_forward_kernel takes 4 arguments"):
+    with pytest.raises(TypeError, match="gelu_forward_kernel takes 5 arguments"):
         gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out))
     with pytest.raises(TypeError, match="gelu_forward_kernel: C .int. takes an int, not float"):
-        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out, 4.0))
+        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out, 4, 4.0))
     assert isinstance(gelu.cu.gelu_forward_kernel, cpp.Kernel)

@@ -113,7 +113,7 @@ inline float __expf(float exponent) {
     y = y * f + 2.4022651e-1f;
     y = y * f + 6.9314718e-1f;
     y = y * f + 1.0f;
-    y *= llmc::bits<float>((int)(n - 1.0f) + 127 << 23) * 2.0f;  // n may be 128
+    y *= llmc::bits<float>((unsigned)((int)(n - 1.0f) + 127) << 23) * 2.0f;  // n may be 128
     // A product, since GCC does not vectorise a sum of numbers that a condition makes 0.
     return (exponent > 88.7228f ? INFINITY : y) * (exponent < -87.3365f ? 0.0f : 1.0f);
 }
