@@ -257,8 +257,8 @@ class CudaKernel:
 
 class ProgrammaticKernel(CudaKernel):
     """A kernel that may start before the launch in front of it has ended (common.cuh: PROGRAMMATIC). This needs compute
-    capability 9.0. CuPy has no such launch, so we call CUDA's driver. If its stream has to wait for another stream, the
-    kernel is launched like all others, and starts when everything in front of it has ended."""
+    capability 9.0 or later. CuPy has no such launch, so we call CUDA's driver. If its stream has to wait for another
+    stream, the kernel is launched like all others, and starts when everything in front of it has ended."""
 
     def __init__(self, raw, device: CudaDevice):
         super().__init__(raw)
