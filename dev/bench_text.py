@@ -12,7 +12,7 @@ prompt.
 transformers runs its own class of the model, in the precision of ours. `compile` uses the cache that its documentation
 advises for speed, a static one. torch.compile (reduce-overhead, which records CUDA graphs) compiles the forward pass of
 a token together with the choice of the likeliest one. `generate` is its own function, with its default cache, which
-grows.
+grows. It does not return between tokens, so its milliseconds are the mean over the tokens after the first.
 
 The limit is the time to read all that a step must read, at the speed of a copy: the weights of the layers and of the
 classifier, and the keys and values so far.

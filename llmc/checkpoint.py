@@ -466,7 +466,7 @@ def load_checkpoint(
     and v are fp32 (num_parameters,), read-only.
 
     `state` is what `save_checkpoint` was given, and has the checkpoint's own step under "step". Every byte is checked
-    against the recorded CRC-32. Raises UserError where a file is missing or damaged.
+    against the recorded CRC-32. Raises UserError if a file is missing or damaged.
     """
     path = Path(path)
     record = read_record(path)

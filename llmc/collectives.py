@@ -21,7 +21,7 @@ from llmc import ranks
 
 import numpy as np
 
-# NCCL chooses an algorithm by what it measures, and the bits of a sum depend on the algorithm.
+# Fixed, because NCCL otherwise chooses an algorithm by what it measures, and a sum's bits depend on the algorithm.
 REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 UINT8, FLOAT32, SUM = 1, 7, 0  # NCCL's numbers for them
 

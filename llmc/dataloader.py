@@ -87,7 +87,7 @@ def _tokens_of_text(text: Path, out: Path, flags: str = "") -> str:
 def open_tokens(path: str | Path) -> np.ndarray:
     """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or without a header int32 or uint16.
 
-    Raises UserError where the file is missing, empty, of another kind or version, or not as long as its header says.
+    Raises UserError if the file is missing, empty, of another kind or version, or not as long as its header says.
     """
     size = file_size(path, REMEDY)
     magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
@@ -106,7 +106,7 @@ def open_tokens(path: str | Path) -> np.ndarray:
 
 
 def _type_without_header(path: Path, size: int) -> np.dtype:
-    """The type of the tokens in a file without a header. Raises UserError where it holds something else."""
+    """The type of the tokens in a file without a header. Raises UserError if it holds something else."""
     with open(path, "rb") as file:
         head = file.read(LOOKED_AT)
     packed = {b"\x1f\x8b": "a gzip file", b"PAR1": "a Parquet file"}

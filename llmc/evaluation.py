@@ -110,7 +110,7 @@ class EvalLoader:
 
 
 def read_examples(path: str | Path) -> list[Example]:
-    """The examples of an evaluation file. Raises UserError where it is missing, damaged or something else."""
+    """The examples of an evaluation file. Raises UserError if it is missing, damaged or something else."""
     header = read_header(path, EVALUATION, REMEDY)
     version, num_examples = int(header[1]), int(header[2])
     if version != 1:

@@ -58,7 +58,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def file_size(path: str | Path, remedy: str) -> int:
-    """The size of a file in bytes. Raises UserError where there is no readable, regular file."""
+    """The size of a file in bytes. Raises UserError if there is no readable, regular file."""
     try:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size

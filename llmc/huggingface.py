@@ -94,14 +94,14 @@ class Settings:
                 self.refuse(name, value, " or ".join("none" if value is None else str(value) for value in values))
 
     def number(self, name: str, default: float) -> float:
-        """A setting that is a number. Raises UserError where it is something else."""
+        """A setting that is a number. Raises UserError if it is something else."""
         value = self.get(name, default)
         if type(value) not in (int, float) or not abs(value) < 2**127:  # the range of fp32
             self.refuse(name, value, "a number")
         return float(value)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A setting that is a size. Raises UserError where it is missing or something else."""
+        """A setting that is a size. Raises UserError if it is missing or something else."""
         value = default if self.get(name) is None else self.get(name)
         if type(value) is not int or value < 1:
             self.refuse(name, value, "a whole number from 1 on")

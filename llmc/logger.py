@@ -114,7 +114,7 @@ class TensorBoard(Reports):
     first_step: the first step that this run will report. An event tells TensorBoard to forget this step and later ones
     in earlier files of the directory. The files themselves stay as they are.
 
-    Makes nothing yet. Raises UserError where the tensorboard package is missing or the directory cannot be written to.
+    Makes nothing yet. Raises UserError if the tensorboard package is missing or the directory cannot be written to.
     Events that cannot be written later are lost.
     """
 

@@ -78,7 +78,7 @@ class Model:
 
     llmc/attention.py has the rows of the tensors inside attention; they follow those of the two tables.
 
-    Raises UserError where the device has too little memory, and ValueError where a name above is none of the Config's
+    Raises UserError if the device has too little memory, and ValueError if a name above is not one of the Config's
     PARAMETERS.
     """
 

@@ -57,7 +57,7 @@ class Tokenizer:
     def load(path: str | Path) -> "Tokenizer":
         """Reads a tokenizer: a `.json` as `HuggingFaceTokenizer.load` does, else a `.bin` of version 1 or 2.
 
-        Raises UserError where the file is missing, damaged or something else.
+        Raises UserError if the file is missing, damaged or something else.
         """
         if Path(path).suffix == ".json":
             return HuggingFaceTokenizer.load(path)
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
         tokenizer_config.json, config.json or generation_config.json names. (In a chat model that would end a turn.) If
         they name none, it is </s>, <eos> or <|im_end|>.
 
-        Raises UserError where the file is missing, damaged or of another kind, no end is known, or the tokenizers
+        Raises UserError if the file is missing, damaged or of another kind, if no end is known, or if the tokenizers
         library is missing.
         """
         content = _read_json(path)

@@ -46,7 +46,7 @@ class Logs:
         self.tensorboard.close()
 
     def raise_what_is_lost(self) -> None:
-        """Raises UserError where lines or events could not be written."""
+        """Raises UserError if lines or events could not be written."""
         for reports, what in ((self.logger, "lines"), (self.tensorboard, "events")):
             if reports.lost:
                 raise UserError(f"{reports.path} lacks {reports.lost} {what} that could not be written")

@@ -190,13 +190,13 @@ def _run(command: list[str], text: str, path: Path) -> str:
 
 
 def installed_compiler() -> tuple[tuple[str, ...], str]:
-    """The compiler's command and what it says of its version. Raises UserError where there is none."""
+    """The compiler's command and what it says about its version. Raises UserError if there is none."""
     return _find_compiler(os.environ.get("CXX", ""))
 
 
 @functools.cache
 def _find_compiler(wish: str) -> tuple[tuple[str, ...], str]:
-    """The compiler's command and what it says of its version."""
+    """The compiler's command and what it says about its version."""
     for command in [shlex.split(wish)] if wish else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
