@@ -4,17 +4,18 @@
     python generate.py -e checkpoints/step_00002000 --temperature 0.8 --top-k 50 --samples 4
     python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "?" > answers.jsonl
 
-The text begins with the prompt, which stands at the beginning of a document: the model sees before it the token that
-begins a text, or where there is none the one that ends a text. It ends with the token that ends a text, unless told to
-ignore that, or after so many tokens.
+The text begins with the prompt, and the prompt begins a document. In front of it the model sees the token that begins a
+text; if it has none, the token that ends one. The text ends with the token that ends a text, unless --ignore-eot is
+given, or after -g tokens.
 
-The model sees at most -t tokens: by default as many as it was trained at, where a checkpoint says so. A model with
-learned positions has learned nothing for those behind, and one with rotary positions has not seen such distances
-either. When a text is longer, its last half is kept, and computed anew: the model forgets the rest.
+The model sees at most -t tokens. By default these are as many as it was trained with, if a checkpoint says so. A model
+with learned positions has learned nothing for later positions, and one with rotary positions has not seen such
+distances either. When a text gets longer, the model keeps its last half and computes it again. It forgets the rest.
 
-Several texts are written at once. The first is printed as it comes, the others after it, each behind a line "---". Of
-several prompts, each text is a line of JSON: its "prompt", the number of its "sample", the "text" that follows the
-prompt, its "tokens", and at its "end" whether it was the end of a text ("eot"), a stop text ("stop") or -g ("length").
+Several texts are written at once. The first is printed as it comes, and the others after it, each behind a line "---".
+With --prompts each text is a line of JSON: its "prompt", the number of its "sample", the "text" that follows the
+prompt, the number of its "tokens", and as its "end" what ended it: the end of a text ("eot"), a stop text ("stop") or
+-g ("length").
 """
 
 import argparse
@@ -55,23 +56,24 @@ share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
 
 def kind_of(path: Path) -> type[Model]:
-    """The kind of the model in a file: GPT-2, for one to refuse it, where it is no model at all."""
+    """The kind of the model in a file. If the file is no model, this is GPT-2, which then refuses the file."""
     return kind_of_magic(first_word(path)) or GPT2
 
 
 def find_model(name: Path) -> Path:
-    """The file of the model that is named by itself or by the directory of its checkpoint. Raises UserError for what
-    describes a model that is yet to be trained, and as model_path does."""
+    """The file of the model. `name` is this file or the directory of its checkpoint. Raises UserError if `name`
+    describes a model that is not trained yet, and as model_path does."""
     for kind in model_kinds():
         word = str(name).partition("=")[0]
         if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
-            raise UserError(f"{name}: not trained yet; train it by {kind.Config.SCRIPT} -e {name}; {NEEDED}")
+            raise UserError(f"{name}: not trained yet; train it with {kind.Config.SCRIPT} -e {name}; {NEEDED}")
     return model_path(name)
 
 
 def context_of(trained: object, asked: int | None, longest: int) -> int:
-    """How many tokens the model sees: as many as were asked for, else as it was trained at, else as it can. trained:
-    what a checkpoint says. Raises UserError for more than it can; says where they are more than it was trained at."""
+    """How many tokens the model sees: as many as the user asked for, else as many as it was trained with, else as many
+    as it can. trained: what a checkpoint says. Raises UserError for more than it can. Prints a line for more than it
+    was trained with."""
     if asked and asked > longest:
         raise UserError(f"-t {asked} is above the model's longest sequence, {longest}: lower -t")
     if not isinstance(trained, int) or not 0 < trained <= longest:
@@ -82,8 +84,8 @@ def context_of(trained: object, asked: int | None, longest: int) -> int:
 
 
 def trained_attention(path: Path, trained: str | None, asked: str) -> str:
-    """The attention to use: ReLU where the model was trained with it, else what was asked for. trained: what a
-    checkpoint says. Raises UserError where what was asked for computes something else than what was trained."""
+    """The attention to use: ReLU if the model was trained with it, else what the user asked for. trained: what a
+    checkpoint says. Raises UserError if the user asked for another function than the model was trained with."""
     if trained and asked != "auto" and (asked == "relu") != (trained == "relu"):
         raise UserError(f"-a {asked}: {path.parent} was trained with {trained} attention: leave -a out")
     return "relu" if trained == "relu" else asked
@@ -123,8 +125,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_text(name: str, flag: str) -> str:
-    """The text of a file, or of standard input where the name is "-". Raises UserError where that cannot be read, is
-    empty or is no UTF-8."""
+    """The text of a file, or of standard input if the name is "-". Raises UserError if it cannot be read, is empty, or
+    is not UTF-8."""
     where = "standard input" if name == "-" else name
     try:
         if name == "-":
@@ -144,7 +146,7 @@ def read_text(name: str, flag: str) -> str:
 
 
 def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The prompts that the flags ask for, each with its name for messages. Raises UserError where there are none."""
+    """The prompts that the flags name, each with its name for messages. Raises UserError if there are none."""
     if args.prompt_file:
         text = read_text(args.prompt_file, "--prompt-file")
         text = text.removesuffix("\n").removesuffix("\r")
@@ -152,7 +154,7 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
     if not args.prompts:
         try:
             args.prompt.encode()
-        except UnicodeEncodeError:  # a byte of the command line that is none
+        except UnicodeEncodeError:  # the command line had a byte that is not UTF-8
             raise UserError("--prompt is not UTF-8: convert it, or name a file of UTF-8 with --prompt-file") from None
         return [("--prompt", args.prompt)]
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
@@ -171,7 +173,7 @@ def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def tokens_of(prompts: list[tuple[str, str]], tokenizer: Tokenizer, context: int, longest: int) -> list[list[int]]:
-    """The tokens of each prompt. Raises UserError for one that the model cannot see as a whole."""
+    """The tokens of each prompt. Raises UserError for a prompt that is longer than what the model sees."""
     found = []
     for name, prompt in prompts:
         tokens = [tokenizer.bos, *(tokenizer.encode(prompt) if prompt else [])]
@@ -183,7 +185,7 @@ def tokens_of(prompts: list[tuple[str, str]], tokenizer: Tokenizer, context: int
 
 
 def can_spell(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether tokens, one after another, can have this text in them as it is printed."""
+    """Whether a sequence of tokens, as it is printed, can have this text in it."""
     try:
         wanted, tokens = text.encode(), set(tokenizer.tokens)
     except UnicodeEncodeError:
@@ -192,7 +194,7 @@ def can_spell(tokenizer: Tokenizer, text: str) -> bool:
         return False
     if any(wanted in token for token in tokens):
         return True
-    # How much of it can be written up to the end of a token.
+    # ends: the lengths n for which wanted[:n] can stand at the end of a sequence of tokens.
     ends = {n for token in tokens for n in range(1, min(len(token) + 1, len(wanted))) if token.endswith(wanted[:n])}
     for n in range(1, len(wanted)):
         if n in ends:
@@ -208,8 +210,8 @@ def can_spell(tokenizer: Tokenizer, text: str) -> bool:
 
 @dataclass
 class Text:
-    """A text as far as it is written. `opening` is the prompt as it is printed, `text` what follows, `held` what may be
-    the beginning of a stop text, `end` why the text ended, if it has."""
+    """A text, as far as it is written. `opening` is the prompt as it is printed, and `text` follows it. `held` is not
+    printed yet, because it may be the beginning of a stop text. `end` says why the text ended, if it has ended."""
 
     prompt: str
     sample: int
@@ -223,7 +225,7 @@ class Text:
     end: str = ""
 
     def push(self, token: int) -> None:
-        """Goes on with a token."""
+        """Adds a token."""
         self.tokens += 1
         if token == self.eot:
             self.finish("eot")
@@ -241,7 +243,7 @@ class Text:
         self.text, self.held = self.text + self.held[:free], self.held[free:]
 
     def finish(self, end: str) -> None:
-        """Ends the text, with what was held back, unless a stop text is in that."""
+        """Ends the text, with `held`, unless a stop text is in that."""
         self.add(self.decoder.flush())
         if not self.end:
             self.text, self.held, self.end = self.text + self.held, "", end
@@ -251,11 +253,11 @@ class Text:
 
 
 def write(model: Model, texts: list[Text], tokens: list[list[int]], args: argparse.Namespace) -> None:
-    """Goes on with the texts, whose prompts have these tokens, and prints them in their order: as JSON those that have
-    ended, else also all that there is of the first that has not."""
+    """Continues the texts, whose prompts have these tokens, and prints them in their order. As JSON it prints only
+    texts that have ended; else also the text that comes next, as far as it is written."""
     writer = Writer(model, len(texts), args.temperature, args.top_k, args.top_p)
     samplers = [sampler for _ in texts[:: args.samples] for sampler in samplers_of(args.seed, args.samples)]
-    printed = shown = written = 0  # texts; characters of the next; tokens
+    printed = shown = written = 0  # printed: texts; shown: characters of the next text; written: tokens
     finished = [False] * len(texts)
     started = said = time.perf_counter()
     rate = ""

@@ -5,15 +5,17 @@
     python dev/bench_text.py --device cpu -t 256 --first 1 --tokens 200    # an empty prompt
     python dev/bench_text.py --suite --keep                         # all that doc/speed.md shows
 
-Each writes -b texts at once, from the same random weights and the same made-up prompts of --first tokens. Milliseconds
-are the median over the steps that follow, each of which writes one token of each text and shows the host what it was.
+Each program writes -b texts at once, from the same random weights and the same made-up prompts of --first tokens. A
+step writes one token of each text and brings it to the host. The milliseconds are the median over the steps after the
+prompt.
 
-transformers runs its own class of the model, in the precision of ours. `compile` has the cache that its documentation
-advises for speed: a static one, with the forward pass of a token and the choice of the likeliest compiled
-(reduce-overhead, which records CUDA graphs). `generate` is its own function with its default cache, which grows.
+transformers runs its own class of the model, in the precision of ours. `compile` uses the cache that its documentation
+advises for speed, a static one. torch.compile (reduce-overhead, which records CUDA graphs) compiles the forward pass of
+a token together with the choice of the likeliest one. `generate` is its own function, with its default cache, which
+grows. It does not return between tokens, so its milliseconds are the mean over the tokens after the first.
 
-The limit is what a step must read at the speed of a copy: the weights of the layers and of the classifier, and the keys
-and values so far.
+The limit is the time to read all that a step must read, at the speed of a copy: the weights of the layers and of the
+classifier, and the keys and values so far.
 """
 
 import sys
@@ -43,11 +45,11 @@ from llmc.tensors import name_tensors, shape_of
 import numpy as np
 
 PEERS = "compile", "generate"
-UNTIMED = 5  # steps after the prompt that are not counted
+UNTIMED = 5  # steps after the prompt that do not count
 
 
 def median_step(steps: Callable[[], object], count: int) -> float:
-    """The median milliseconds of a call, without the first few."""
+    """The median milliseconds of a call. The first UNTIMED calls do not count."""
     marks = []
     for _ in range(count):
         steps()
@@ -62,7 +64,7 @@ def prompts_of(workload: Workload, first: int) -> np.ndarray:
 
 
 def build_model(workload: Workload) -> Model:
-    """Ours, for inference alone, with random weights."""
+    """Our model, for inference alone, with random weights."""
     config = workload.config
     model = workload.kind(config, workload.B, workload.T, choose_attention("auto", config.head_size), inference=True)
     model.randomize(SEED)
@@ -76,7 +78,7 @@ def tensors_of(model: Model):
 
 
 def time_ours(model: Model, prompts: np.ndarray, count: int) -> float:
-    """Milliseconds of a step that goes on with the prompts (B, first)."""
+    """Milliseconds of a step of our model that continues the prompts (B, first)."""
     writer = Writer(model, len(prompts), temperature=0.0)
     device.compile_all()
     texts, samplers = prompts.tolist(), samplers_of(SEED, len(prompts))
@@ -85,7 +87,7 @@ def time_ours(model: Model, prompts: np.ndarray, count: int) -> float:
 
 
 def time_transformers(peer: str, tensors, workload: Workload, prompts: np.ndarray, count: int) -> float:
-    """The same for transformers' model. tensors: the parameters of ours, as tensors_of gives them."""
+    """The same for transformers' model. tensors: the parameters of our model, from tensors_of."""
     import torch
     import transformers
 
@@ -140,7 +142,7 @@ def limit_of(model: Model, workload: Workload, positions: int) -> float:
 
 
 def bench(workload: Workload, args: argparse.Namespace) -> list[dict]:
-    """Prints the milliseconds of a workload; returns its rows as they are kept."""
+    """Prints the milliseconds of a workload. Returns its rows for dev/measurements/."""
     if args.first + args.tokens > workload.T:
         raise UserError(f"--first {args.first} and --tokens {args.tokens} are more than -t {workload.T}: raise -t")
     prompts = prompts_of(workload, args.first)

@@ -1,10 +1,10 @@
 """The one place that knows about devices: an NVIDIA GPU through CuPy, or the CPU.
 
-`use` chooses a device once; everything else here then works on it. What stands in CpuDevice (cpu.py), such as `empty`,
-`copy_in` or `gemm`, can be called as `device.empty`, and does the same on CudaDevice (cuda.py). Arrays are
-`cupy.ndarray` on CUDA and `numpy.ndarray` on the CPU. Kernels are the same .cu files on both (sources.py): NVRTC
-compiles them, or a C++ compiler (cpp/). Matrix products are cuBLAS's (cublas.py) or NumPy's. CuPy is imported only when
-CUDA is used.
+`use` chooses a device once. Everything else here then works on it. The methods of CpuDevice (cpu.py), such as `empty`,
+`copy_in` or `gemm`, can be called as `device.empty`, and do the same on CudaDevice (cuda.py). Arrays are `cupy.ndarray`
+on CUDA and `numpy.ndarray` on the CPU. Both run the same .cu files (sources.py): NVRTC compiles them, or a C++ compiler
+(cpp/). cuBLAS (cublas.py) computes matrix products on CUDA; NumPy and, for small matrices, products.cu do on the CPU.
+CuPy is imported only when CUDA is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ __all__ = [
     "why_not_cuda", "width", "zeros",
 ]  # fmt: skip
 
-# What to do where CUDA does not work, by a part of what it says.
+# What to do if CUDA does not work, by a part of its message.
 REMEDY = "install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[ctk])"
 GPU_IS_FULL = "other programs have taken the GPU's memory; nvidia-smi names them"
 REMEDIES = {
@@ -38,21 +38,21 @@ REMEDIES = {
     "DevicesUnavailable": "another program has the GPU to itself; nvidia-smi names it",
 }
 
-why_not_cuda = ""  # why "auto" came to mean the CPU, in a line; empty where it did not
+why_not_cuda = ""  # why "auto" chose the CPU, in a line; empty if it did not
 
 
 def __getattr__(name: str) -> Any:
-    """What the device in use has under this name."""
+    """The attribute or method of the device in use that has this name."""
     if name.startswith("__") or current.device is None:
         raise AttributeError(f"module 'device' has no attribute {name!r}" + "; call device.use first" * name.islower())
     return getattr(current.device, name)
 
 
 def use(kind: str = "auto", number: int = 0) -> str:
-    """Chooses the device: "cuda", "cpu", or "auto" (CUDA where it works, else the CPU, and `why_not_cuda` says why).
-    Returns "cuda" or "cpu". number: which GPU, of those that this program sees; it starts over where they are fewer.
+    """Chooses the device: "cuda", "cpu", or "auto" (CUDA if it works, else the CPU, and `why_not_cuda` says why).
+    Returns "cuda" or "cpu". number: which of the GPUs that this program sees, modulo their count.
 
-    Raises UserError where CUDA is asked for and does not work.
+    Raises UserError if CUDA is asked for and does not work.
     """
     global why_not_cuda
     if kind not in ("auto", "cuda", "cpu"):
@@ -73,8 +73,8 @@ def use(kind: str = "auto", number: int = 0) -> str:
 
 
 def compile_all() -> None:
-    """Compiles every kernel file that has been imported and is needed, several at a time, rather than each at its first
-    launch."""
+    """Compiles every kernel file that has been imported and is needed, several at a time. Otherwise each is compiled at
+    its first launch."""
     current.device.compile_all([source.path for source in current.sources if source.needed])
 
 
@@ -96,7 +96,7 @@ def width() -> int:
 
 
 def use_recording(on: bool) -> None:
-    """Lets what `record` is given from now on be replayed, or leaves every launch to be seen."""
+    """on: recordings made from now on replay their launches. Off: they do not, so that observers see every launch."""
     unobserved().recording = on
 
 
@@ -107,11 +107,11 @@ def record(
     """A function that does `work` each time it is called. From the second call with the same arguments on, it replays
     the launches as recording.py says, on CUDA as a graph, unless `use_recording` has turned that off.
 
-    gradients: arrays that hold weights' gradients. insertions: called once for each arguments, with these and the
-    launches that were noted; it returns what is to be done beside them.
+    gradients: arrays that hold weights' gradients. insertions: a function that is called once for each combination of
+    arguments, with these and the launches that were noted. It returns the insertions to do beside these launches.
 
-    For the same arguments `work` must give the device the same launches on the same arrays every time, and may not copy
-    to or from the host.
+    For the same arguments `work` must always give the device the same launches on the same arrays. It must not copy to
+    or from the host.
     """
     return Recording(unobserved(), work, list(gradients), insertions)
 
@@ -124,7 +124,7 @@ def zeros(shape, dtype=np.float32):
 
 
 def constant(values: tuple[int, ...], dtype):
-    """A device array of these integers, which is made once and must not be written to."""
+    """A device array of these integers. It is made once, and nobody may write to it."""
     key, made = (values, np.dtype(dtype)), current.device.constants
     if key not in made:
         made[key] = current.device.asarray(np.array(values, dtype))
@@ -132,14 +132,14 @@ def constant(values: tuple[int, ...], dtype):
 
 
 def copy_in(dst, src: np.ndarray) -> None:
-    """CpuDevice.copy_in. Raises ValueError where src is not contiguous, of another type, or larger than dst."""
+    """CpuDevice.copy_in. Raises ValueError if src is not contiguous, has another type, or is larger than dst."""
     if not src.flags.c_contiguous or src.size > dst.size or src.dtype != dst.dtype:
         raise ValueError(f"{src.dtype} {src.shape} does not fit into {dst.dtype} {dst.shape}, or is not contiguous")
     current.device.copy_in(dst, src)
 
 
 def pieces(array) -> Iterator[np.ndarray]:
-    """A flat device or host array, piece by piece on the host, so that there is never a whole copy of it."""
+    """The pieces of a flat device or host array, one after another on the host. There is never a whole copy of it."""
     return iter([array]) if isinstance(array, np.ndarray) else current.device.pieces(array)
 
 
@@ -155,5 +155,5 @@ def to_floatX(values: np.ndarray) -> np.ndarray:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up: how many blocks of b make up for a."""
+    """a / b, rounded up: how many blocks of b cover a."""
     return -(-a // b)

@@ -1,6 +1,7 @@
-"""The CPU as a device: the .cu files as a C++ compiler builds them (cpp/), large matrix products by NumPy.
+"""The CPU as a device. A C++ compiler builds the .cu files (cpp/). NumPy computes large matrix products,
+cpp/products.cu small ones.
 
-The docstrings here say what each operation does on either device. All work is done when a call returns, so the
+The docstrings here say what each operation does on both devices. Here all work is done when a call returns, so the
 operations for streams have nothing to do.
 """
 
@@ -21,11 +22,11 @@ from device.bf16 import BF16, DEFINES, floatX_of, from_bf16, to_bf16
 
 import numpy as np
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of PyTorch's threads, which come with gloo
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for PyTorch's threads, which gloo brings along
 
 PRODUCTS = Path(__file__).parent / "cpp" / "products.cu"
 PRODUCT_COLUMNS, PRODUCT_ROWS = 32, 192  # of a block of product_kernel
-LARGE_PRODUCT = 1 << 26  # NumPy computes a product of so many multiplications or more
+LARGE_PRODUCT = 1 << 26  # multiplications; NumPy computes products with as many or more
 
 
 class CpuDevice:
@@ -35,8 +36,8 @@ class CpuDevice:
     precision, floatX, tf32 = "fp32", floatX_of("fp32"), False
     shared_memory = 227 << 10  # as on compute capability 9.0; runtime.cpp refuses more
     recording = True
-    multiprocessors = 4  # however many cores there are: how sums are shared out decides how they are rounded
-    has_streams = False  # and so runs a plan in program order
+    multiprocessors = 4  # not the number of cores: the way in which a sum is shared out decides how it is rounded
+    has_streams = False  # so a plan runs in program order
     main_stream = side_stream = None
     in_communication = False
 
@@ -52,8 +53,8 @@ class CpuDevice:
 
     def use_precision(self, precision: str) -> str:
         """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; or "bf16", in
-        which `floatX`, the type of parameters, activations and their gradients, is BF16. Returns what it has come to: a
-        CPU has no TF32, a GPU before compute capability 8.0 fp32 alone."""
+        which `floatX`, the type of parameters, activations and their gradients, is BF16. Returns the precision that the
+        device then has: a CPU has no TF32, and a GPU before compute capability 8.0 has only fp32."""
         self.precision = "bf16" if precision == "bf16" else "fp32"
         self.floatX = floatX_of(self.precision)
         return self.precision
@@ -65,17 +66,17 @@ class CpuDevice:
         return np.empty(shape, dtype)
 
     def pinned(self, shape, dtype) -> np.ndarray:
-        """A host array for copies to and from the device, in page-locked memory on CUDA so that they are
+        """A host array for copies to and from the device. On CUDA it is page-locked memory, so that the copies are
         asynchronous."""
         return np.empty(shape, dtype)
 
     def copy_in(self, dst, src: np.ndarray) -> None:
-        """Starts copying a contiguous host array over the beginning of a device array. src must not change until
+        """Starts to copy a contiguous host array over the beginning of a device array. src must not change until
         `synchronize`."""
         dst.reshape(-1)[: src.size] = src.reshape(-1)
 
     def copy_out(self, dst: np.ndarray, src) -> None:
-        """Starts filling a host array from the beginning of a device array; dst is valid after `synchronize`."""
+        """Starts to fill a host array from the beginning of a device array. dst is valid after `synchronize`."""
         dst.reshape(-1)[:] = src.reshape(-1)[: dst.size]
 
     def asarray(self, array: np.ndarray):
@@ -87,7 +88,7 @@ class CpuDevice:
         return np.array(array)
 
     def pieces(self, array) -> Iterator[np.ndarray]:
-        """A flat device array, piece by piece on the host, so that there is never a whole copy of it."""
+        """The pieces of a flat device array, one after another on the host. There is never a whole copy of it."""
         yield array
 
     def fill_zero(self, array) -> None:
@@ -102,8 +103,8 @@ class CpuDevice:
         """Waits until all work given to the device is done."""
 
     def event(self) -> CpuEvent:
-        """A mark behind the work that the device has been given: `.wait()` waits until that is done and returns when it
-        was (time.perf_counter)."""
+        """A mark behind the work that the device has been given. `.wait()` waits until this work is done, and returns
+        the time at which it was done (time.perf_counter)."""
         return CpuEvent()
 
     def memory(self) -> tuple[int, int]:
@@ -111,7 +112,7 @@ class CpuDevice:
         return host_memory()
 
     def address(self, array) -> int:
-        """Where a device array begins in memory, as kernels see it."""
+        """The address at which a device array begins, as kernels see it."""
         return array.__array_interface__["data"][0]
 
     # Kernels
@@ -125,7 +126,7 @@ class CpuDevice:
         return self.module(path).kernel(name)
 
     def why_not_kernels(self, path: Path) -> str:
-        """Why this device cannot run a file's kernels, in a line; empty where it can."""
+        """Why this device cannot run a file's kernels, in a line; empty if it can."""
         return ""
 
     def module(self, path: Path) -> cpp.Module:
@@ -146,11 +147,11 @@ class CpuDevice:
         self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
         bias=None,
     ) -> None:  # fmt: skip
-        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. a and b are fp32, as is c then
-        (TF32 where `tf32`), or both are bf16, and c is bf16 or fp32: sums are fp32 in any case.
+        """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. Either a, b and c are fp32,
+        and the product is in TF32 if `tf32` is true; or a and b are bf16, and c is bf16 or fp32. Sums are always fp32.
 
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias: for bf16
-        matrices only, bf16 (n,); it is added to every row before that is rounded.
+        matrices only, bf16 (n,). It is added to every row before the row is rounded.
         """
         self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
@@ -161,7 +162,7 @@ class CpuDevice:
         self.multiply(c, a, b, m, n, k, count, trans_a, trans_b)
 
     def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None) -> None:
-        """`gemm` for `count` matrices: small ones by products.cu, large ones and single rows by NumPy."""
+        """`gemm` for `count` matrices. products.cu computes small products, NumPy large ones and single rows."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
         if 1 < m and count * m * n * k < LARGE_PRODUCT:
@@ -181,13 +182,13 @@ class CpuDevice:
             flat[0][:] = to_bf16(wide[0])
 
     def product(self, c, a, b, beta) -> None:
-        """c = a @ b + beta * c, c's longer side shared out among the cores; NumPy lets go of the interpreter's lock."""
+        """c = a @ b + beta * c. The cores share c's longer side. NumPy releases the interpreter's lock meanwhile."""
 
-        by_row = len(a) == 1 and beta == 0.0 and b.T.flags.c_contiguous  # a token's row, by a weight
+        by_row = len(a) == 1 and beta == 0.0 and b.T.flags.c_contiguous  # a token's row times a weight
 
         def part(share: slice) -> None:
             rows, columns = (share, slice(None)) if c.shape[0] >= c.shape[1] else (slice(None), share)
-            if by_row:  # reads weights at up to 21 GB/s a core, where OpenBLAS read 13
+            if by_row:  # reads weights at up to 21 GB/s a core; OpenBLAS reads 13
                 np.einsum("ij,j->i", b.T[columns], a[0], out=c[0, columns])
             elif beta == 0.0:
                 np.matmul(a[rows], b[:, columns], out=c[rows, columns])
@@ -198,21 +199,22 @@ class CpuDevice:
         self.share(max(c.shape), part, c.size * a.shape[1])
 
     def share(self, length: int, part: Callable[[slice], None], work: int) -> None:
-        """Does `part` for slices that together make up range(length), on several cores where the work is worth it.
+        """Does `part` for slices that together cover range(length), on several cores if there is enough work.
 
-        How many slices there are depends on the work alone: a product of another shape may be rounded differently.
+        The number of slices depends on the work alone, not on the cores, because a product of another shape may be
+        rounded differently.
         """
         parts = 1 if work < 1 << 18 else 2 if work < 1 << 26 else 8
         shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
         rest = iter(shares)
 
         def take() -> None:
-            for one in rest:  # each by whichever thread comes first
+            for one in rest:  # the first free thread takes the next slice
                 part(one)
 
-        with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU, what is not finite is no one's business here
+        with np.errstate(over="ignore", invalid="ignore"):  # no warnings about infinity and NaN, as on a GPU
             others = [self.pool.submit(take) for _ in range(min(parts, self.cores) - 1)]
-            take()  # at once: to wake a thread takes as long as a small product
+            take()  # this thread begins at once; to wake another takes as long as a small product
             for other in others:
                 if not other.cancel():
                     other.result()
@@ -220,7 +222,7 @@ class CpuDevice:
     # Streams, as a recording uses them
 
     def on(self, stream: Any):
-        """A context: within it, work is given to that stream, main_stream or side_stream."""
+        """A context: within it, work goes to this stream, main_stream or side_stream."""
         return nullcontext()
 
     def mark(self, stream: Any) -> Any:
@@ -228,19 +230,19 @@ class CpuDevice:
         return None
 
     def wait(self, stream: Any, mark: Any) -> None:
-        """Lets a stream wait for the work in front of a mark."""
+        """Makes a stream wait for the work in front of a mark."""
 
     def capture(self, work: Callable[[], None]) -> CpuGraph:
-        """What `work` gives to the device, as a graph: `launch(stream)` does it. On CUDA, `work` runs now, but the
-        device does none of what it gives; here it runs at each launch."""
+        """A graph of what `work` gives to the device. `launch(stream)` does it. On CUDA, `work` runs now, and the
+        device only records what it gives. On the CPU, `work` runs at each launch."""
         return CpuGraph(work)
 
     def communicate(self, work: Callable[[int], None], urgent: bool = True, after: list | None = None) -> None:
-        """Does `work`, given a CUDA stream, which is for what several GPUs do together. It waits for the marks `after`,
-        or without any for all that the present stream has been given, and is done beside what follows, until
-        `join_communication`. What `work` launches and copies is given to that stream. Its kernels come before all
-        others where it is urgent, else where the others leave room. All work of `communicate` is done in the order
-        given."""
+        """Calls `work` with a CUDA stream for communication between GPUs. All that `work` launches and copies goes to
+        this stream. It begins after the marks `after`; without marks, after all work that the present stream has been
+        given. It runs beside what follows, until `join_communication`. If it is urgent, its kernels come before all
+        others; else they run when the others leave room. All work of `communicate` is done in the order of the
+        calls."""
         outer, self.in_communication = self.in_communication, True
         try:
             work(0)
@@ -252,26 +254,26 @@ class CpuDevice:
         return None
 
     def join_communication(self) -> None:
-        """What follows on the present stream is done after all work of `communicate`. A graph does so at its end."""
+        """Makes the present stream wait for all work of `communicate`. A graph does so at its end."""
 
     # Other GPUs of this machine
 
     def memory_handle(self, array) -> tuple[str, int]:
-        """A handle to an array on a GPU, with which another process of this machine can open the array. Raises an error
-        where CUDA gives none."""
+        """A handle to an array on a GPU. With it another process of this machine can open the array. Raises an error if
+        CUDA gives none."""
         raise NotImplementedError("processes that train on the CPU share no memory")
 
     def open_memory(self, handle: tuple[str, int], like):
-        """The array on another process's GPU that has this handle, of the shape and type of `like`. Raises an error
-        where this GPU does not reach that one's memory."""
+        """The array on another process's GPU that has this handle, with the shape and type of `like`. Raises an error
+        if this GPU cannot access the other one's memory."""
         raise NotImplementedError("processes that train on the CPU share no memory")
 
     def memory_operations(self, operations: list[tuple[str, Any, int]]) -> None:
-        """Does operations on single words, one after another, that occupy no multiprocessor: ("write", word, value)
-        sets a word, ("wait", word, value) waits until it has that value. A word is an array (1,) of uint32, of this GPU
-        or, to be written, another one's. When GPUs see a word written, they also see all that this device did before,
-        since CUDA has a memory fence before each write. Raises an error where CUDA has no such operations (CUDA driver
-        API, cuStreamBatchMemOp)."""
+        """Does operations on single words, one after another, without using a multiprocessor. ("write", word, value)
+        sets a word; ("wait", word, value) waits until the word has this value. A word is an array (1,) of uint32 on
+        this GPU; a word to be written may also be on another GPU. A GPU that sees the written word also sees all that
+        this device did before, because CUDA puts a memory fence in front of each write. Raises an error if CUDA has no
+        such operations (CUDA driver API, cuStreamBatchMemOp)."""
         for what, word, value in operations:
             if what == "write":
                 word[0] = value
@@ -296,7 +298,7 @@ class CpuEvent:
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
-    """The beginning of a contiguous array as `count` matrices (rows, columns). With `transposed` each is stored as
+    """The beginning of a contiguous array as `count` matrices (rows, columns). With `transposed` each lies in memory as
     (columns, rows)."""
     flat = array.reshape(-1)[: count * rows * columns]
     if transposed:
@@ -315,9 +317,9 @@ def host_memory() -> tuple[int, int]:
 
 
 def keep_openblas_to_one_thread() -> None:
-    """Lets OpenBLAS, which NumPy multiplies with, use a single thread. Its idle threads spin, which takes the cores
-    from the kernels that run next; and it rounds differently when it has more of them. `CpuDevice.product` shares
-    products out among the cores instead."""
+    """Makes OpenBLAS, with which NumPy multiplies, use a single thread. If it had more, they would spin when idle, and
+    take the cores from the kernels that run next. And it rounds differently with more threads. Instead,
+    `CpuDevice.product` shares products out among the cores."""
     try:
         loaded = set(re.findall(r"/\S*openblas\S*", Path("/proc/self/maps").read_text()))
     except OSError:  # not Linux

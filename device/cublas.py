@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 WORKSPACE = 32 << 20  # bytes
 CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 14, 68, -1
-# CUBLAS_DEFAULT_MATH, and what CuPy omits: CUBLAS_TF32_TENSOR_OP_MATH, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
+# CUBLAS_DEFAULT_MATH, and two that CuPy lacks: CUBLAS_TF32_TENSOR_OP_MATH and
+# CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 MATH_MODES = {"fp32": 0, "tf32": 3, "bf16": 16}
 TYPES = {BF16: CUDA_R_16BF, np.dtype(np.float32): 0}  # CUDA_R_32F
 
 
 class Cublas:
-    """Products on the streams of a CudaDevice. Each stream has a handle of its own, since two products that run at the
-    same time must not share a workspace."""
+    """Products on the streams of a CudaDevice. Each stream has a handle of its own, because two products that run at
+    the same time must not share a workspace."""
 
     def __init__(self, cupy: Any, streams: list[Any]):
         from cupy.cuda import cublas, runtime
@@ -35,11 +36,11 @@ class Cublas:
         self.captured_calls = CapturedCalls(cuda_version)
         self.handles = [get_cublas_handle(), *(another_handle(cublas, i) for i in range(1, len(streams)))]
         self.workspaces = cupy.empty((len(streams), WORKSPACE), np.uint8)
-        self.calls, self.at = self.cupy_calls, 0  # which stream
+        self.calls, self.at = self.cupy_calls, 0  # at: number of the present stream
         self.lt = CublasLt(cupy, self.handles[0], cuda_version)
 
     def use_precision(self, precision: str) -> None:
-        """In bf16, cuBLAS would otherwise add up partial sums in bf16 where it splits a product's sum."""
+        """Sets cuBLAS's math mode. Without it cuBLAS could split a bf16 product's sum, and add up the parts in bf16."""
         for handle in self.handles:
             self.cupy_calls.setMathMode(handle, MATH_MODES[precision])
 
@@ -48,15 +49,15 @@ class Cublas:
         return self.handles[self.at]
 
     def use_stream(self, stream: Any) -> None:
-        """Gives the products that follow to this stream, where it is one of those that have a handle."""
+        """Gives the products that follow to this stream, if it has a handle."""
         if stream in self.streams:
             self.at = self.streams.index(stream)
 
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Within the block products can be captured into a graph."""
-        # Each of CuPy's calls sets the handle's stream, and that takes from cuBLAS the workspace that it was given. It
-        # needs one: it would otherwise allocate memory, which a capture forbids.
+        # Each of CuPy's calls sets the handle's stream, and after that cuBLAS no longer uses the workspace that it was
+        # given. Without one it would allocate memory, which a capture forbids. So we set it again.
         for handle, stream, workspace in zip(self.handles, self.streams, self.workspaces, strict=True):
             self.cupy_calls.setStream(handle, stream.ptr)
             self.captured_calls.set_workspace(handle, workspace.data.ptr, workspace.nbytes)
@@ -96,8 +97,8 @@ class Cublas:
 
 
 class CapturedCalls:
-    """cuBLAS's products for the time of a capture, when CuPy refuses to call them: the same functions by ctypes, with
-    the arguments of CuPy's. CuPy has loaded the library already; the name alone finds it."""
+    """cuBLAS's products during a capture, when CuPy refuses to call them: the same functions by ctypes, with the same
+    arguments as CuPy's. CuPy has already loaded the library, so its name is enough to find it."""
 
     def __init__(self, cuda_version: int):
         library = ctypes.CDLL(f"libcublas.so.{cuda_version}")
@@ -119,7 +120,7 @@ class CapturedCalls:
 
 @functools.cache
 def another_handle(cublas: Any, number: int) -> int:
-    """A handle beside CuPy's own, made once: each has memory of its own on the device."""
+    """A handle beside CuPy's own. It is made once, because each handle has memory of its own on the device."""
     return cublas.create()
 
 
@@ -130,9 +131,9 @@ def check_status(status: int, function: Any, arguments: tuple) -> None:
 
 @functools.cache
 def address_of(factor: float) -> int:
-    """Where a product's factor lies on the host, as cuBLAS wants it."""
+    """The address of a product's factor on the host, which cuBLAS asks for."""
     FACTORS.append(np.array([factor], np.float32))
     return FACTORS[-1].ctypes.data
 
 
-FACTORS: list[np.ndarray] = []  # keeps them where they are
+FACTORS: list[np.ndarray] = []  # keeps the factors at their addresses

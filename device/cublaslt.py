@@ -1,12 +1,13 @@
-"""cuBLAS's products of bf16 matrices, by cublasLt, which CuPy does not have: the same library, by ctypes.
+"""cuBLAS's products of bf16 matrices, by cublasLt. CuPy has no calls for cublasLt, so we call it by ctypes.
 
-cublasLt offers several algorithms for a product. It puts first what it estimates to be the fastest, and is often wrong:
-on an H200 the fastest ones take 4% (4096 rows) and 6% (16384 rows) less for all products of GPT-2 124M. So the first
-product of a kind times them. What the clock says changes no bits of the result: only algorithms are timed that cut the
-sum over k into as many parts as the first one does, and that give the first one's result for the matrices at hand.
+cublasLt offers several algorithms for a product. It puts the one first that it expects to be the fastest, and is often
+wrong: on an H200 the fastest ones take 4% (4096 rows) and 6% (16384 rows) less for all products of GPT-2 124M. So we
+time the algorithms at the first product of a kind. The measured times change no bits of the result: we time only
+algorithms that cut the sum over k into as many parts as the first one, and that give the first one's result for the
+matrices at hand.
 
-With a bias the first algorithm is used. Some of the others round the product before they add the bias, and the matrices
-at hand would not tell: a model that begins to train has biases of 0.
+With a bias we use the first algorithm. Some of the others round the product before they add the bias. The matrices at
+hand would not show this, because a model that begins to train has biases of 0.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Algorithm(ctypes.Structure):
 
 @dataclass
 class Plan:
-    """How products of a kind are done. Layouts as cublasLt sees the matrices: by columns, each transposed."""
+    """How products of a kind are done. layouts: of the matrices as cublasLt sees them, by columns, each transposed."""
 
     description: c_void_p
     layouts: tuple[c_void_p, c_void_p, c_void_p]
@@ -55,7 +56,7 @@ class CublasLt:
 
     def __init__(self, cupy: Any, handle: int, cuda_version: int):
         self.cupy, self.handle = cupy, c_void_p(handle)  # a handle of cuBLAS is one of cublasLt, too
-        self.library = ctypes.CDLL(f"libcublasLt.so.{cuda_version}")  # libcublas has loaded it; the name alone finds it
+        self.library = ctypes.CDLL(f"libcublasLt.so.{cuda_version}")  # libcublas has loaded it, so its name is enough
         self.plans: dict[tuple, Plan] = {}
 
     def call(self, function: str, *arguments: Any) -> None:
@@ -92,8 +93,8 @@ class CublasLt:
         self, m: int, n: int, k: int, trans_a: bool, trans_b: bool, dtype: np.dtype, bias, alignment: int,
         workspace: int,
     ) -> Plan:  # fmt: skip
-        """What cublasLt recommends for products of a kind, with the algorithm first that it believes to be the fastest.
-        bias: the array or None. alignment: as alignment_of has it. workspace: bytes."""
+        """What cublasLt recommends for products of a kind. The first algorithm is the one that it expects to be the
+        fastest. bias: the array or None. alignment: from alignment_of. workspace: bytes."""
         # cublasLt stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
         description, preference = c_void_p(), c_void_p()
         self.call("MatmulDescCreate", ctypes.byref(description), COMPUTE_32F, R_32F)
@@ -137,7 +138,7 @@ class CublasLt:
         return made
 
     def put_fastest_first(self, plan: Plan, multiply: Any, c, stream: Any, calls: int) -> None:
-        """Times the plan's algorithms, `calls` products at a time, and sorts them; drops those that may have other bits
+        """Times the plan's algorithms, `calls` products at a time, and sorts them. Drops those that may give other bits
         than the first one. multiply(algorithm) sets c."""
         first = plan.algorithms[0]
         result = c.reshape(-1).view(np.uint16)[:COMPARED]
@@ -168,7 +169,7 @@ class CublasLt:
         plan.timed = True
 
     def parts(self, algorithm: Algorithm) -> int:
-        """Into how many parts the algorithm cuts the sum over k; they are added up at the end."""
+        """Into how many parts the algorithm cuts the sum over k. It adds up the parts at the end."""
         value, written = c_int32(), c_size_t()
         self.call(
             "MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), ALGORITHM_PARTS, ctypes.byref(value),
@@ -178,7 +179,7 @@ class CublasLt:
 
 
 def alignment_of(*arrays) -> int:
-    """The largest power of 2 that divides the addresses of all these arrays, but at most 16. None is left out."""
+    """The largest power of 2, up to 16, that divides the addresses of all these arrays. An array may be None."""
     addresses = 16
     for array in arrays:
         if array is not None:

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU through CuPy. CpuDevice (cpu.py) has the same operations, and says what each of them does."""
+"""An NVIDIA GPU through CuPy. CpuDevice (cpu.py) has the same operations, and its docstrings explain them."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class CudaDevice:
         self.modules: dict[tuple[Path, np.dtype], Any] = {}
         self.constants: dict[tuple, Any] = {}
         self.opened: dict[str, int] = {}
-        # Streams of our own: the default one can not be captured into a graph. The main stream has priority over the
-        # side stream, because more waits for it. Two more are for what several GPUs do together: what other ranks wait
-        # for goes before all else, the rest where there is room.
+        # Streams of our own, because the default stream cannot be captured into a graph. The main stream has priority
+        # over the side stream, because more work waits for it. The other two are for communication between GPUs: work
+        # for which other ranks wait comes first of all, and the rest when there is room.
         self.main_stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.side_stream = cupy.cuda.Stream(non_blocking=True)
         self.urgent_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
         self.patient_stream = cupy.cuda.Stream(non_blocking=True)
         self.stream = self.main_stream
         self.stream.use()
-        self.waiting: set = set()  # streams that wait for another one before their next launch
+        self.waiting: set = set()  # streams that wait for another stream before their next launch
         self.blas = Cublas(cupy, [self.main_stream, self.side_stream])
         self.gemm, self.gemm_strided_batched = self.blas.gemm, self.blas.gemm_strided_batched
         self.capturing, self.recording = False, True
@@ -130,7 +130,7 @@ class CudaDevice:
             if why := self.why_not_kernels(path):
                 raise UserError(why)
             if architecture := architecture_of(path):
-                options += (f"-arch=sm_{architecture}",)  # CuPy adds sm_90, and NVRTC 13 takes the more special one
+                options += (f"-arch=sm_{architecture}",)  # CuPy adds sm_90, too; NVRTC 13 takes the more specific one
             self.modules[key] = self.cupy.RawModule(code=cuda_source(path), options=options)
         return self.modules[key]
 
@@ -147,7 +147,7 @@ class CudaDevice:
         return ""
 
     def compile_all(self, paths: list[Path]) -> None:
-        with ThreadPoolExecutor() as pool:  # NVRTC lets go of the interpreter's lock
+        with ThreadPoolExecutor() as pool:  # NVRTC releases the interpreter's lock
             list(pool.map(lambda path: self.module(path).compile(), paths))
 
     # Streams
@@ -182,7 +182,7 @@ class CudaDevice:
             self.main_stream.begin_capture()
             self.capturing = True
             try:
-                self.wait(self.side_stream, self.mark(self.main_stream))  # a graph has every stream that it waits for
+                self.wait(self.side_stream, self.mark(self.main_stream))  # so the side stream belongs to the graph
                 work()
                 self.wait(self.main_stream, self.mark(self.side_stream))
                 self.join_communication()
@@ -225,7 +225,7 @@ class CudaDevice:
         name, offset = handle
         if name not in self.opened:  # one allocation can hold several arrays, and CUDA opens it once
             self.opened[name] = self.cupy.cuda.runtime.ipcOpenMemHandle(bytes.fromhex(name))
-        # As if it were this device's: CuPy would make a context on the other one.
+        # CuPy is told that the memory is this device's; else it would make a context on the other device.
         here = self.cupy.cuda.runtime.getDevice()
         memory = self.cupy.cuda.UnownedMemory(self.opened[name], offset + like.nbytes, self, here)
         return self.cupy.ndarray(like.shape, like.dtype, self.cupy.cuda.MemoryPointer(memory, offset))
@@ -240,11 +240,11 @@ class CudaDevice:
 
 
 class CudaKernel:
-    """A CuPy RawKernel that asks for more than the default 48 KiB of shared memory where a launch needs it."""
+    """A CuPy RawKernel that asks for more than the default 48 KiB of shared memory if a launch needs more."""
 
     def __init__(self, raw):
         self.raw = raw
-        self.shared_limit = (48 << 10) - raw.shared_size_bytes  # what the kernel declares itself counts, too
+        self.shared_limit = (48 << 10) - raw.shared_size_bytes  # static shared memory counts, too
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         if shared_mem > self.shared_limit:
@@ -256,9 +256,9 @@ class CudaKernel:
 
 
 class ProgrammaticKernel(CudaKernel):
-    """A kernel that may start before the launch in front of it has ended (common.cuh: PROGRAMMATIC), from compute
-    capability 9.0 on. CuPy does not launch so; CUDA's driver does. Where the stream waits for another one, the kernel
-    waits for all in front of it, as others do."""
+    """A kernel that may start before the launch in front of it has ended (common.cuh: PROGRAMMATIC). This needs compute
+    capability 9.0 or later. CuPy has no such launch, so we call CUDA's driver. If its stream has to wait for another
+    stream, the kernel is launched like all others, and starts when everything in front of it has ended."""
 
     def __init__(self, raw, device: CudaDevice):
         super().__init__(raw)
@@ -270,7 +270,7 @@ class ProgrammaticKernel(CudaKernel):
             self.device.waiting.remove(stream)
             super().launch(grid, block, args, shared_mem)
             return
-        values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads as many bytes as a parameter has
+        values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads only the bytes of its parameter
         first = ctypes.addressof(values)
         addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
         config = LaunchConfig(
@@ -280,7 +280,7 @@ class ProgrammaticKernel(CudaKernel):
 
 
 def bits_of(argument: Any) -> int:
-    """What a kernel is given for an argument: a device array's address, an int, or the bits of a numpy.float32."""
+    """An argument as a kernel gets it: the address of a device array, an int, or the bits of a numpy.float32."""
     if isinstance(argument, np.float32):
         return int(argument.view(np.int32))
     if isinstance(argument, (int, np.integer)):
@@ -303,7 +303,7 @@ class LaunchConfig(ctypes.Structure):
     ]  # fmt: skip
 
 
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, which is allowed.
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, set to 1: the kernel may start early.
 PROGRAMMATIC = LaunchAttribute(6, 0, (1,))
 
 
@@ -319,7 +319,7 @@ class CudaEvent:
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """CUDA's driver; by the time that CuPy works, its library is there."""
+    """CUDA's driver. If CuPy works, the library is there."""
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -19,6 +19,6 @@ def switch(to: Any) -> None:
 
 
 def forget_kernels() -> None:
-    """Lets every kernel file look its kernels up again: they are others for another device, or another precision."""
+    """Lets every kernel file look its kernels up again, because another device or precision has other kernels."""
     for source in sources:
         source.forget()

@@ -1,5 +1,5 @@
-"""The errors that a user must mend, and how any error is said in a line; also that a package is missing. (All programs
-import something of ours, and so this, before any package.)"""
+"""Errors that the user must mend, and any error in one line. Also says in a line that a package is missing: all
+programs import something of ours, and so this file, before any package."""
 
 import os
 import re
@@ -18,12 +18,12 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line; its kind, where it says nothing."""
+    """The first line of an error's message, or its type if there is no message."""
     return next(filter(None, (line.strip(" =") for line in str(error).splitlines())), type(error).__name__)
 
 
 def requirements_of(package: str) -> str | None:
-    """The file that lists what installs a package, or None."""
+    """The requirements file that lists a package, or None."""
     for name in ("requirements.txt", "requirements-dev.txt"):
         if re.search(rf"^{re.escape(package)}\b", (ROOT / name).read_text(), re.MULTILINE):
             return name
@@ -31,7 +31,7 @@ def requirements_of(package: str) -> str | None:
 
 
 def say_what_is_missing(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """For sys.excepthook: a package that is missing in one line with the remedy, anything else as before."""
+    """For sys.excepthook: prints one line with the remedy if a package is missing, and anything else as before."""
     requirements = requirements_of(error.name or "") if kind is ModuleNotFoundError else None
     if requirements is None:
         sys.__excepthook__(kind, error, traceback)

@@ -1,5 +1,5 @@
-"""An observer in front of a device's kernel launches, matrix products, memsets and copies, and what each of them reads
-and writes."""
+"""An observer in front of a device: it sees all kernel launches, matrix products, memsets and copies, and what each of
+them reads and writes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ Observer = Callable[[str, dict[str, Any], Callable[[], None]], None]
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Within the block, `observer(name, arguments, work)` stands for every kernel launch, matrix product, memset and
-    copy on the device: it has to call `work()`. name: the kernel's, or one of OPERATIONS; arguments: by the names of
-    its parameters. What a recording replays is not seen (see `use_recording`)."""
+    """Within the block, the device calls `observer(name, arguments, work)` in place of every kernel launch, matrix
+    product, memset and copy. The observer must call `work()`, which does it. name: the kernel's, or one of OPERATIONS.
+    arguments: by the names of the parameters. The observer does not see what a recording replays (`use_recording`)."""
     observed = current.device
     current.switch(ObservedDevice(observed, observer))
     try:
@@ -75,8 +75,8 @@ class ObservedDevice:
 
 
 def accesses(name: str, arguments: dict[str, Any]) -> dict[str, str]:
-    """What a launch that an observer sees does to each of its arrays: it READS the array, SETS all of it without
-    reading it, or UPDATES it."""
+    """For a launch that an observer sees, what it does with each of its arrays: it READS the array, SETS all of it
+    without reading it, or UPDATES it."""
     if name in OPERATIONS:
         written = UPDATES if arguments.get("beta") else SETS
         arrays = [key for key in OPERATIONS[name] if key in ("a", "b", "c", "bias", "array", "dst", "src")]

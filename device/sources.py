@@ -11,8 +11,8 @@ READS, SETS, UPDATES = "reads", "sets", "updates"
 
 
 def source(python_file: str | Path, needed: Callable[[], bool] = lambda: True) -> "Source":
-    """The .cu file beside a module of launchers: `cu = device.source(__file__)`. needed: whether launchers take kernels
-    from it on the device in use; where they do not, device.compile_all leaves it out."""
+    """The .cu file beside a module of launchers: `cu = device.source(__file__)`. needed: whether the launchers take
+    kernels from it on the device in use. If not, device.compile_all leaves it out."""
     found = Source(Path(python_file).with_suffix(".cu"), needed)
     current.sources.append(found)
     return found
@@ -22,7 +22,7 @@ class Source:
     """A .cu file whose kernels are its attributes: `source.some_kernel(grid, block, args, shared_mem=0)` launches one.
 
     grid and block are tuples; args are device arrays for pointers, Python ints for integers and np.float32 for floats.
-    The file is compiled for the device in use when a kernel of it is first called, or its warp size is asked for.
+    The file is compiled for the device in use when somebody first calls a kernel or asks for the warp size.
     """
 
     def __init__(self, path: Path, needed: Callable[[], bool] = lambda: True):
@@ -38,14 +38,14 @@ class Source:
 
     @property
     def warp_size(self) -> int:
-        """Lanes in a warp of this file's kernels: 32 on CUDA; on the CPU 1, but 32 where LLMC_CPU_WARP=32 or the file
-        itself fixes WARP_SIZE."""
+        """Lanes in a warp of this file's kernels: 32 on CUDA, 1 on the CPU. With LLMC_CPU_WARP=32, or if the file
+        itself fixes WARP_SIZE, 32 on the CPU, too."""
         return current.device.warp_size(self._path)
 
     @property
     def width(self) -> int:
         """Numbers of the type `floatX` that a thread of this file's kernels moves at a time, WIDTH of common.cuh: 16
-        bytes of them, but 16 numbers where a warp is a single thread (CPU_WIDTH of cuda_on_cpu.h)."""
+        bytes; or 16 numbers if a warp is a single thread (CPU_WIDTH of cuda_on_cpu.h)."""
         return 16 // current.device.floatX.itemsize if self.warp_size > 1 else 16
 
     @property
@@ -54,8 +54,8 @@ class Source:
         return 4 if self.warp_size > 1 else 16
 
     def block(self, threads: int) -> int:
-        """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for, but
-        one where a warp is a single thread, so that on the CPU nobody waits for anybody."""
+        """Threads for a block whose threads cooperate (share memory, wait for one another): as many as asked for; or
+        one if a warp is a single thread, so that on the CPU no thread waits for another."""
         return threads if self.warp_size > 1 else 1
 
     def threads(self, most: int, needed: int) -> int:
@@ -76,10 +76,10 @@ class Source:
 
 
 def cuda_source(path: Path) -> str:
-    """The text of a .cu file with its `#include "..."` lines replaced by those files.
+    """The text of a .cu file, with the files themselves in place of the `#include "..."` lines.
 
-    NVRTC then needs no include path, CuPy's cache sees a change in an included file, and #line keeps the compiler's
-    messages true.
+    So NVRTC needs no include path, and CuPy's cache sees a change in an included file. #line keeps the line numbers in
+    the compiler's messages right.
     """
 
     def inline(match: re.Match) -> str:
@@ -93,8 +93,8 @@ def cuda_source(path: Path) -> str:
 
 @functools.cache
 def architecture_of(path: Path) -> str:
-    """The one GPU architecture that a .cu file is for, "90a" where it says `#define ARCHITECTURE 90a`: it has
-    instructions that no other GPU knows. Empty for a file that is for all."""
+    """The one GPU architecture that a .cu file is for: "90a" if it says `#define ARCHITECTURE 90a`, because it has
+    instructions that no other GPU knows. Empty for a file that is for all GPUs."""
     found = re.search(r"^#define ARCHITECTURE (\w+)", path.read_text(), re.MULTILINE)
     return found[1] if found else ""
 
@@ -115,9 +115,9 @@ def programmatic_kernels(path: Path) -> set[str]:
 
 @functools.cache
 def kernel_accesses(path: Path) -> dict[str, dict[str, str | None]]:
-    """For each kernel of a .cu file, what it does to each of its parameters, in their order: READS the array behind a
-    const pointer; SETS all of it, without reading it, where the declaration says SETS; else UPDATES it. None for a
-    parameter that is no pointer."""
+    """For each kernel of a .cu file, what it does with each of its parameters, in their order. It READS the array
+    behind a const pointer. If the declaration says SETS, it SETS the whole array without reading it. Else it UPDATES
+    the array. None for a parameter that is no pointer."""
 
     def access(declaration: str) -> str | None:
         words = re.findall(r"\w+|\*", declaration)

@@ -15,10 +15,9 @@ def adamw(
     """One AdamW step over n consecutive floats: params, m and v (n) are updated from grads (n). rounded (n) is set to
     the new params in bf16; None where there is no such copy.
 
-    norm (4): what global_norm leaves. norm[1] multiplies every gradient; where it is NaN, nothing changes. A gradient
-    whose square is not finite leaves its thread's parameters (four of them on a GPU) as they are in params and in
-    rounded, and norm[3] = 1 says so.
-    t counts steps from 1.
+    norm (4) comes from global_norm. norm[1] multiplies every gradient; if it is NaN, nothing changes. If the square of
+    a gradient is not finite, the parameters of its thread (four of them on a GPU) stay as they are in params and in
+    rounded, and norm[3] becomes 1. t counts steps from 1.
     """
     block = 256  # on an H200 64 to 512 take as long, 1024 18% longer
     scalars = (lr, beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - beta1**t, 1.0 - beta2**t, eps, weight_decay)

@@ -16,8 +16,8 @@ def attention_forward(
     """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values,
     of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
-    qkvr, which is q (B,NH,T,HS), then k and v (B,NKV,T,HS), and att (B,NH,T,T) are set and kept for backward. out_r
-    (B,NH,T,HS) is scratch for att v, which is out before its axes are permuted; it may lie where qkv is.
+    Sets qkvr, which is q (B,NH,T,HS), then k and v (B,NKV,T,HS), and att (B,NH,T,T). Backward needs both. out_r
+    (B,NH,T,HS) is scratch for att v, which is out before its axes are permuted. It may have the memory of qkv.
     """
     G, C = NH // NKV, NH * HS
     launch_by_row(cu.permute_kernel, B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
@@ -33,9 +33,9 @@ def attention_forward(
 def attention_backward(
     dqkv, dqkvr, datt, dout_r, dout, qkvr, att, B: int, T: int, NH: int, NKV: int, HS: int, relu: bool = False
 ) -> None:
-    """dqkv (B,T,NH+2*NKV,HS) is set from dout (B,T,NH,HS) and what forward kept: qkvr and att.
+    """Sets dqkv (B,T,NH+2*NKV,HS) from dout (B,T,NH,HS), and from forward's qkvr and att.
 
-    dqkvr, laid out as qkvr, datt (B,NH,T,T) and dout_r (B,NH,T,HS), which is dout permuted, are scratch.
+    Scratch: dqkvr, laid out as qkvr; datt (B,NH,T,T); and dout_r (B,NH,T,HS), for dout permuted.
     """
     G, C = NH // NKV, NH * HS
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
@@ -57,7 +57,7 @@ def split(qkvr, q_size: int, kv_size: int) -> tuple:
 
 
 def launch_by_row(kernel, rows: int, C: int, HS: int, args: tuple) -> None:
-    """Launch a permutation: a grid row for each position, threads over its C channels, 16 bytes each if HS allows."""
+    """Launches a permutation: a grid row for each position, threads over its C channels, 16 bytes each if HS allows."""
     width = cu.width if HS % cu.width == 0 else 1
     # On an H200 all of attention took 2% longer with 64, and 7% with 32.
     block = cu.threads(128, ceil_div(C, width))
@@ -65,6 +65,6 @@ def launch_by_row(kernel, rows: int, C: int, HS: int, args: tuple) -> None:
 
 
 def launch_by_att_row(kernel, rows: int, args: tuple) -> None:
-    """Launch a kernel in which a warp takes a row of the (T, T) matrices."""
+    """Launches a kernel in which a warp takes a row of the (T, T) matrices."""
     warps = 8
     kernel((ceil_div(rows, warps),), (cu.warp_size, warps), args)

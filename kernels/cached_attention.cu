@@ -1,27 +1,32 @@
-// Attention from a position on: queries of new positions, against the keys and values of all positions up to their own.
-// Those of earlier positions lie in a cache, keys and values each (B, NKV, context, HS); those of the T new positions of
+// Attention from a position on: the queries of new positions meet the keys and values of all positions up to their own.
+// The keys and values of earlier positions lie in a cache, each (B, NKV, context, HS). Those of the T new positions of
 // each sequence lie in qkv (B, T, NH+2NKV, HS), beside the queries. Sequence b's new positions begin at positions[b]:
 //   out[t] = sum over s <= p of att[s] v[s],  p = positions[b] + t,
-//   att = softmax over s <= p of q[t] . k[s] / sqrt(HS), or max(0, q[t] . k[s] / sqrt(HS)) / (p + 1), the ReLU
-// The kernel also writes the new keys and values to the cache, for the tokens after them.
-// Memory-bound where a single query meets many keys: each key and value is read once, for a few products. There are too
-// few queries then to keep a GPU busy, so the keys are split among blocks, too (flash-decoding, Dao et al. 2023). A
-// block leaves the sum over its keys, unnormalised, with the largest score and the sum of exponentials; a second kernel
-// adds these up in the order of the splits. Splits are of the context, not of what has been written: the position lies
-// on the device, and a recorded step launches the same blocks whatever it is. Blocks behind it only say so.
+//   att = softmax over s <= p of q[t] . k[s] / sqrt(HS), or for ReLU max(0, q[t] . k[s] / sqrt(HS)) / (p + 1)
+// The kernel also writes the new keys and values to the cache, for later tokens.
 //
-// With one query a kernel's time is mostly that of loads which wait for one another. So nothing waits that need not: the
-// first keys and values are prefetched while the launch before is at work, and later tiles while one is computed.
+// It is memory-bound if a single query meets many keys: each key and value is read once, for a few products. A single
+// query gives too few blocks to keep a GPU busy. So the keys are split among blocks, too (flash-decoding, Dao et al.
+// 2023). Each block writes three results: the largest score, the sum of exponentials, and the weighted sum of its
+// values, not yet normalised. A second kernel combines these results in the order of the splits.
 //
-// NH / NKV query heads share a head of keys and values; a block takes up to HEADS of them, and reads for all at once.
+// The splits divide the whole context, not only the positions written so far. For the position lies on the device, and
+// a recorded step launches the same blocks at every position. A block whose split lies behind the position only writes
+// that it has no keys.
+//
+// With one query the kernel's time is mostly that of loads which wait for one another. So the kernel prefetches: its
+// first keys and values while the launch in front is still at work, and later tiles while it computes the one before.
+//
+// NH / NKV query heads share a head of keys and values. A block takes up to HEADS of these query heads. It reads each
+// key and value once for all of them.
 #include "common.cuh"
 
-constexpr int TILE_KEYS = 64;  // whose scores wait in shared memory
+constexpr int TILE_KEYS = 64;  // keys whose scores wait in shared memory
 constexpr int AT_ONCE = 4;     // keys that a lane loads before it uses the first
-constexpr int LANES = WARP_SIZE > 1 ? 8 : 1;  // that share a key: each has two vectors of 64 channels in fp32
+constexpr int LANES = WARP_SIZE > 1 ? 8 : 1;  // lanes that share a key: of 64 channels, each has two vectors in fp32
 constexpr int MOST_WARPS = 4;
 
-// Keys of a split, in whole tiles. kernels/cached_attention.py computes the same.
+// The number of keys in a split, in whole tiles. It fits number_of_splits in kernels/cached_attention.py.
 __device__ inline int keys_of_split(int context, int splits) {
     return ceil_div(ceil_div(context, splits), TILE_KEYS) * TILE_KEYS;
 }
@@ -33,7 +38,8 @@ __device__ inline float key_sum(float x) {
     return x;
 }
 
-// Where keys and values of a sequence and a head are: those before `first` in the cache, the others in qkv.
+// Where the keys, or the values, of one sequence and head are: those before position `first` in the cache, the others
+// in qkv.
 struct Rows {
     const floatX *cached, *fresh;
     int first, HS, stride;  // stride: from one position to the next in qkv
@@ -42,7 +48,7 @@ struct Rows {
         return s < first ? cached + (size_t)s * HS : fresh + (size_t)(s - first) * stride;
     }
 
-    // The block's threads have the rows from `start` up to `end` prefetched.
+    // The block's threads prefetch the rows from `start` to `end` - 1.
     __device__ void prefetch_all(int start, int end) const {
         constexpr int LINE = 128 / sizeof(floatX);
         const int lines = ceil_div(HS, LINE);
@@ -53,16 +59,17 @@ struct Rows {
     }
 };
 
-// Block (n, h, z): row n of B*T, query heads of group h: HEADS of them or what is left of the NH / NKV that share keys,
-// and the z-th split of the keys. Block: one-dimensional, at most MOST_WARPS warps. Shared memory: HEADS rows of HS
-// floats, rounded up to a multiple of WIDTH, for each of `slots`. A slot has its own sums over every slots-th key of a
-// tile; a thread adds up a vector of channels for a slot. stats: the largest score and the sum; -1 where there are no keys.
+// Block (n, h, z) takes row n of B*T, group h of the query heads, and the z-th split of the keys. A group is HEADS of
+// the NH / NKV query heads that share keys, or those that are left of them. Block: one-dimensional, at most MOST_WARPS
+// warps. The values of a tile are shared out among `slots`: a slot has its own sums, over every slots-th value. A
+// thread adds up a vector of channels for a slot. Shared memory: for each slot HEADS rows of HS floats, rounded up to a
+// multiple of WIDTH. stats gets the largest score and the sum of exponentials. This sum is -1 if the split has no keys.
 template <int HEADS>
 __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* keys, floatX* values, const floatX* qkv,
                               const int* positions, int T, int context, int NH, int NKV, int HS, int relu, float scale,
                               int splits, int slots) {
-    constexpr int VALUES = HEADS == 1 ? 32 / WIDTH : 4;  // that a thread loads before it uses the first
-    __shared__ float scores[TILE_KEYS][HEADS];  // and then what each key counts
+    constexpr int VALUES = HEADS == 1 ? 32 / WIDTH : 4;  // values that a thread loads before it uses the first
+    __shared__ float scores[TILE_KEYS][HEADS];  // later the weight of each key
     __shared__ float largest[HEADS], sums[HEADS], factors[HEADS];
     DYNAMIC_SHARED(float, acc);  // (slots, HEADS, width)
     const int G = NH / NKV, groups = ceil_div(G, HEADS), kv = blockIdx.y / groups, g0 = blockIdx.y % groups * HEADS;
@@ -70,7 +77,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     const int n = blockIdx.x, b = n / T, span = keys_of_split(context, splits), start = blockIdx.z * span;
     const size_t cache = ((size_t)b * NKV + kv) * context * HS;
     trigger_programmatic_launch();
-    // The launch before may still change the position. To know what to prefetch, any will do.
+    // The launch in front may still change the position. To choose what to prefetch, the old position is good enough.
     const int about = *const_cast<const volatile int*>(positions + b);
     const int known = min(start + min(span, TILE_KEYS), about);
     Rows{keys + cache, nullptr, known, HS, 0}.prefetch_all(start, known);
@@ -105,7 +112,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
             const bool is_first = tile == start;
             if (!is_first) v_rows.prefetch_all(tile, tile + count);
             k_rows.prefetch_all(tile + count, min(tile + count + TILE_KEYS, end));
-            // Scores: LANES lanes a key, AT_ONCE keys at once. A key behind the last is the last once more.
+            // Scores: LANES lanes a key, AT_ONCE keys at once. Behind the last key they take the last one again.
             const int group = threadIdx.x / LANES, together = blockDim.x / LANES;
             for (int j0 = 0; j0 < count; j0 += AT_ONCE * together) {
                 const floatX* k[AT_ONCE];
@@ -139,7 +146,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                 }
             }
             __syncthreads();
-            // What each key counts, and the factor for what was added up with a lower maximum: a warp a head.
+            // The weight of each key, and the factor for the sums so far if the maximum has risen. A warp takes a head.
             for (int g = warp; g < HEADS; g += warps) {
                 float highest = lane == 0 && !is_first ? largest[g] : -INFINITY, sum = 0.0f;
                 for (int j = lane; j < count && !relu; j += WARP_SIZE) highest = fmaxf(highest, scores[j][g]);
@@ -168,7 +175,7 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
                     for (int c = 0; c < WIDTH; c++) total[g].x[c] *= factors[g];
                 }
                 for (int s0 = slot; s0 < count; s0 += VALUES * slots) {
-                    Vec v[VALUES];  // one behind the last is the last once more
+                    Vec v[VALUES];  // behind the last: the last one again
 #pragma unroll
                     for (int a = 0; a < VALUES; a++) {
                         v[a] = memory.load(v_rows.at(tile + min(s0 + a * slots, count - 1)) + i, HS - i);
@@ -212,8 +219,9 @@ __device__ inline void attend(floatX* out, float* parts, float* stats, floatX* k
     });
 }
 
-// out (B*T,NH,HS) is set where splits is 1; else stats (B*T,NH,splits,2), and parts (B*T,NH,splits,HS) for the splits that
-// have keys. These may be null otherwise. With HEADS 1, for queries that share no keys, and 4.
+// If splits is 1, the kernel sets out (B*T,NH,HS), and parts and stats may be null. Else it sets stats
+// (B*T,NH,splits,2), and parts (B*T,NH,splits,HS) for the splits that have keys. There are two kernels: in the first
+// HEADS is 1, for query heads that share no keys, in the second 4.
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS, 4)
 PROGRAMMATIC cached_attention_kernel(floatX* out, float* parts, float* stats, floatX* keys, floatX* values,
                                      const floatX* qkv, const int* positions, int T, int context, int NH, int NKV,
@@ -228,8 +236,8 @@ PROGRAMMATIC cached_attention_shared_kernel(floatX* out, float* parts, float* st
     attend<4>(out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, relu, scale, splits, slots);
 }
 
-// out (rows,HS), rows = B*T*NH, from what the splits have left. Block x: a row; thread: a channel, so that many loads are
-// in flight even where rows are few. Whole warps.
+// Sets out (rows,HS), rows = B*T*NH, from the results of the splits. Block x takes a row. A thread takes a channel, so
+// that many loads are in flight even if rows are few. The block has whole warps.
 extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, const float* parts, const float* stats,
                                                           int HS, int relu, int splits) {
     constexpr int AT_ONCE = 8;  // parts that a thread loads before it uses the first
@@ -237,7 +245,7 @@ extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, cons
     grid_dependency_synchronize();
     const size_t row = blockIdx.x;
     const float* of_row = stats + 2 * row * splits;
-    float largest = -INFINITY, used = 0.0f;  // splits that have keys: the first ones
+    float largest = -INFINITY, used = 0.0f;  // used: how many splits have keys; they come first
     for (int z = threadIdx.x % WARP_SIZE; z < splits; z += WARP_SIZE) {
         const float highest = of_row[2 * z], sum = of_row[2 * z + 1];
         if (!(sum < 0.0f)) largest = fmaxf(largest, highest), used += 1.0f;
@@ -253,7 +261,7 @@ extern "C" __global__ void PROGRAMMATIC add_splits_kernel(SETS floatX* out, cons
         for (int first = 0; first < count; first += AT_ONCE) {
             float part[AT_ONCE];
 #pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {  // one behind the last is the last once more
+            for (int b = 0; b < AT_ONCE; b++) {  // behind the last: the last one again
                 part[b] = parts[(row * splits + min(first + b, count - 1)) * HS + i];
             }
 #pragma unroll

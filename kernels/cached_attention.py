@@ -10,20 +10,20 @@ import numpy as np
 cu = device.source(__file__)
 
 THREADS, TILE_KEYS = 128, 64  # as cached_attention.cu has them
-HEADS = 4  # of queries that share keys, of a block
+HEADS = 4  # query heads of a block, if they share keys
 
 
 def cached_attention_forward(
     out, parts, stats, keys, values, qkv, positions, B: int, T: int, context: int, NH: int, NKV: int, HS: int,
     relu: bool = False, splits: int = 1,
 ) -> None:  # fmt: skip
-    """out (B,T,NH,HS) = causal attention of the queries in qkv (B,T,NH+2*NKV,HS): T new positions of each sequence, the
-    first of sequence b at positions[b], int32 (B,). A query sees the new keys and values up to its own, and all before
-    the new ones, which are in keys and values (B,NKV,context,HS). The new ones are written there, too. positions[b] + T
-    is at most context. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
+    """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS), which has T new positions of each sequence. Those of
+    sequence b begin at positions[b], int32 (B,), and positions[b] + T is at most context. A query sees the new keys and
+    values up to its own position, and all earlier ones. The earlier ones are in keys and values (B,NKV,context,HS). The
+    new ones are written there, too. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
-    Where splits, as number_of_splits gives it, is above 1, that many blocks share the keys of a query, and parts
-    (B,T,NH,splits,HS) and stats (B,T,NH,splits,2), fp32, are scratch; else these may be None.
+    splits: how many blocks share the keys of a query, from number_of_splits. If it is above 1, parts
+    (B,T,NH,splits,HS) and stats (B,T,NH,splits,2), fp32, are scratch; else they may be None.
     """
     shared, heads = (1, 1) if NH == NKV else (ceil_div(NH // NKV, HEADS), HEADS)
     vectors = ceil_div(HS, cu.width)
@@ -42,9 +42,9 @@ def cached_attention_forward(
 
 
 def number_of_splits(B: int, NH: int, NKV: int, context: int) -> int:
-    """Among how many blocks to share the keys of a sequence's single new query, so that a GPU has two blocks for each
-    multiprocessor, if there are keys for them: the same whatever the position."""
+    """How many blocks share the keys of a sequence's single new query. A GPU then has two blocks for each
+    multiprocessor, if there are enough keys. The number does not depend on the position."""
     blocks = B * NKV * ceil_div(NH // NKV, HEADS)
     tiles = ceil_div(context, TILE_KEYS)
     wanted = min(tiles, ceil_div(2 * device.multiprocessors, blocks))
-    return ceil_div(tiles, ceil_div(tiles, wanted))  # none is without keys
+    return ceil_div(tiles, ceil_div(tiles, wanted))  # so each split has a part of the context

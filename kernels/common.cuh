@@ -1,16 +1,16 @@
 // What several layers share: reductions over a warp and a block, 16-byte accesses, and the transposed store.
-// A kernel file stays plain CUDA C++ that NVRTC, nvcc, g++ and clang++ all compile; LLMC_CPU is defined where a
-// C++ compiler builds it for the CPU device (device/cpp).
+// A kernel file stays plain CUDA C++ that NVRTC, nvcc, g++ and clang++ all compile. LLMC_CPU is defined when a C++
+// compiler builds the file for the CPU device (device/cpp).
 #pragma once
 
-// Lanes in a warp. The CPU device builds the same files with warps of a single lane, so that the loops
-// `for (i = lane; i < n; i += WARP_SIZE)` become contiguous there; a file that needs the GPU's number defines it first.
+// Lanes in a warp. The CPU device builds the same files with warps of a single lane: a loop
+// `for (i = lane; i < n; i += WARP_SIZE)` is contiguous there. A file that needs the GPU's number defines it first.
 #ifndef WARP_SIZE
 #define WARP_SIZE 32
 #endif
 
-// In a kernel's declaration: the kernel overwrites all of the array behind this pointer, and does not read it before.
-// Whoever orders launches (device/recording.py) must otherwise take a pointer that is not const for read and written.
+// In a kernel's declaration: the kernel overwrites the whole array behind this pointer, and does not read it before.
+// Without this word, device/recording.py must assume that the kernel reads and writes an array that is not const.
 #define SETS
 
 // DYNAMIC_SHARED(float, x): float* x, the shared memory whose size the launch gives.
@@ -77,21 +77,21 @@ struct bf16 {
     unsigned short bits;
 };
 
-// The type of parameters, activations and their gradients: float, or bf16 where a build says -DfloatX=bf16. What is read
-// becomes fp32 in registers, and all arithmetic is done in that; what is written is rounded to the nearest bf16.
+// The type of parameters, activations and their gradients: float, or bf16 in a build with -DfloatX=bf16. A kernel turns
+// the numbers that it reads into fp32, computes in fp32, and rounds to the nearest bf16 when it writes.
 #ifndef floatX
 #define floatX float
 #endif
 #ifdef CPU_WIDTH
 constexpr int WIDTH = CPU_WIDTH;
 #else
-constexpr int WIDTH = 16 / sizeof(floatX);  // of them in an access of 16 bytes
+constexpr int WIDTH = 16 / sizeof(floatX);  // numbers in an access of 16 bytes
 #endif
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
-// Two floats as bf16, the first in the lower half of the word: rounded to nearest, of two as near to the even one.
+// Two floats as bf16, rounded to nearest, ties to even. The first is in the lower half of the word.
 __device__ inline unsigned to_bf16(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     unsigned both;
@@ -101,7 +101,7 @@ __device__ inline unsigned to_bf16(float first, float second) {
     auto round = [](float x) {
         const unsigned bits = __float_as_uint(x);
         const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded;  // one NaN for all, as the instruction has it
+        return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded;  // one NaN for all, as from the instruction
     };
     return round(first) | round(second) << 16;
 #endif
@@ -110,22 +110,22 @@ __device__ inline unsigned to_bf16(float first, float second) {
 __device__ inline void set(float& to, float x) { to = x; }
 __device__ inline void set(bf16& to, float x) { to.bits = (unsigned short)to_bf16(x, x); }
 
-// 1 / x for 1 <= x. Division rounds correctly, which takes several instructions. In bf16, where another rounding follows,
+// 1 / x for 1 <= x. Division rounds correctly, which takes several instructions. In bf16 another rounding follows, so
 // an error of 2^-22 does not matter.
 __device__ inline float reciprocal(float x) { return sizeof(floatX) == 2 ? __fdividef(1.0f, x) : 1.0f / x; }
 
-// x as it is read where it was stored as floatX.
+// The value that a kernel reads after x has been stored as floatX.
 __device__ inline float rounded(float x) {
     floatX stored;
     set(stored, x);
     return to_float(stored);
 }
 
-// WIDTH consecutive numbers, as floats. In memory they are floatX, moved in one access of 16 bytes where that is
-// possible, or floats, moved in one or two. Rows of an (N, C) matrix allow it when C is a multiple of WIDTH, and any
-// other C must work too, so a kernel's body is written once and compiled twice:
+// WIDTH consecutive numbers, as floats. In memory they are floatX or floats. If possible, a thread moves 16 bytes in an
+// access: one access for floatX, one or two for floats. The rows of an (N, C) matrix allow this if C is a multiple of
+// WIDTH. Any other C must work, too. So a kernel's body is written once and compiled twice:
 //   by_alignment(C % WIDTH == 0, [&](auto memory) { Vec x = memory.load(p, left); ... memory.store(p, x, left); });
-// `left` is how many there are from p to the end of the row; those that are missing load as 0 and are not stored.
+// `left` is how many numbers the row still has from p on. Numbers behind its end load as 0 and are not stored.
 struct Vec {
     float x[WIDTH];
 };
@@ -136,8 +136,8 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// Four numbers: one access of 16 bytes to an array that stays fp32 where floatX is bf16, or one of 8 bytes to bf16 itself.
-// A Vec of eight floats takes two accesses, each with gaps of 16 bytes between a warp's lanes. The CPU takes more.
+// Four numbers: an access of 16 bytes in fp32, of 8 bytes in bf16. In a bf16 build some arrays are fp32, too. A Vec of
+// eight floats takes two accesses, each with gaps of 16 bytes between a warp's lanes. The CPU takes more numbers.
 #ifdef CPU_WIDTH
 constexpr int FLOATS = CPU_WIDTH;
 #else
@@ -246,31 +246,31 @@ __device__ inline void by_alignment(bool aligned, Body body) {
 
 __device__ inline bool is_aligned(const void* p, int bytes = 16) { return reinterpret_cast<size_t>(p) % bytes == 0; }
 
-// Backward recomputes what a weight's gradient takes of a product's input. In fp32 and TF32 that product is faster where
-// its input is transposed, in bf16 it is not: there it is written as it is (kernels/matmul.py).
+// A weight's gradient needs its layer's input, which backward recomputes. In fp32 and TF32 the product is faster if
+// this input is transposed. In bf16 it is not, so there the input is written as it is (kernels/matmul.py).
 constexpr bool TRANSPOSES = sizeof(floatX) == 4;
 
-// A matrix is transposed by tiles of TILE rows that wait in shared memory, so that reads and writes both use whole
-// sectors: half a warp moves 256 neighbouring bytes. (Where it wrote twice 128, an H200 took 2 to 12% longer.)
-// A block has TILE_THREADS x TILE_THREADS threads; thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and in
-// each the vectors x, x + TILE_THREADS, ...
+// A matrix is transposed by tiles of TILE rows. A tile waits in shared memory, so that reads and writes both use whole
+// sectors: half a warp moves 256 neighbouring bytes. (When it wrote two pieces of 128, an H200 took 2 to 12% longer.)
+// A block has TILE_THREADS x TILE_THREADS threads. Thread (x, y) has the rows y, y + TILE_THREADS, ... of a tile, and
+// in each row the vectors x, x + TILE_THREADS, ...
 constexpr int TILE = 64, TILE_COLUMNS = WARP_SIZE > 1 ? 16 * WIDTH : 64;
 constexpr int TILE_THREADS = WARP_SIZE > 1 ? 16 : 1;
 constexpr int TILE_VECTORS = TILE_COLUMNS / WIDTH / TILE_THREADS;
 
 struct Tile {
-    // A word more to a row, so that the words of a column lie in different banks. A thread has four columns, or four
-    // rows, so that threads x and x + 8 still share a bank, and an access takes two passes. A swizzle needs only one, but
-    // gained 1% at most.
+    // A row has one extra word, so that the words of a column lie in different banks. A thread has four columns, or
+    // four rows. So threads x and x + 8 still share a bank, and an access takes two passes. With a swizzle it takes one
+    // pass, but that gained 1% at most.
     float at[TILE][TILE_COLUMNS + 1];
 
     __device__ void put(int row, int column, const Vec& v) {
         for (int k = 0; k < WIDTH; k++) at[row][column + k] = v.x[k];
     }
 
-    // Calls work(n, i, row, column, c) wherever the thread has a vector inside an (N, C) matrix, for the tile at row n0
-    // and column i0: its numbers are row n, columns i to i + WIDTH - 1 of the matrix, it lies at (row, column) of the
-    // tile, and it is the thread's vector number c of the row.
+    // For the tile at row n0 and column i0 of an (N, C) matrix: calls work(n, i, row, column, c) for each vector of the
+    // thread that lies inside the matrix. The vector has columns i to i + WIDTH - 1 of row n of the matrix. It lies at
+    // (row, column) of the tile, and it is the thread's vector number c of that row.
     template <class Work>
     __device__ static void for_each(int n0, int i0, int N, int C, Work work) {
 #pragma unroll
@@ -283,8 +283,8 @@ struct Tile {
         }
     }
 
-    // The tile at row n0 and column i0 of an (N, C) matrix whose vectors are value(n, i, c). Where TRANSPOSES is false,
-    // they are stored to out (N, C) at once; else write_recomputed has to follow.
+    // Computes the tile at row n0 and column i0 of an (N, C) matrix whose vectors are value(n, i, c). If TRANSPOSES is
+    // false, fill stores it to out (N, C) at once. Else it stays in `at`, and the caller must call write_recomputed.
     template <class Memory, class Value>
     __device__ void fill(Memory memory, floatX* out, int n0, int i0, int N, int C, Value value) {
         for_each(n0, i0, N, C, [&](int n, int i, int row, int column, int c) {
@@ -294,8 +294,8 @@ struct Tile {
     }
 };
 
-// Writes the tile that was read at row n0 and column i0 of an (N, C) matrix to the transposed (C, N) matrix. The caller
-// puts a barrier before.
+// Writes a tile, which was read at row n0 and column i0 of an (N, C) matrix, to the transposed (C, N) matrix. The
+// caller puts a barrier in front of the call.
 __device__ inline void store_transposed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
     by_alignment(N % WIDTH == 0, [&](auto memory) {
 #pragma unroll
@@ -312,15 +312,16 @@ __device__ inline void store_transposed(floatX* out_T, const Tile& tile, int n0,
     });
 }
 
-// What a tile was filled with, as a weight's gradient takes it: to out_T (C, N), or nothing more to do in bf16.
+// After Tile::fill: writes the tile, transposed, to out_T (C, N). In bf16 nothing is left to do.
 __device__ inline void write_recomputed(floatX* out_T, const Tile& tile, int n0, int i0, int N, int C) {
     if (!TRANSPOSES) return;
     __syncthreads();
     store_transposed(out_T, tile, n0, i0, N, C);
 }
 
-// Has the line of 128 bytes at p brought to the L2 cache, and goes on: for what will be read when other loads have come.
-// With few blocks a kernel's time is that of loads which wait for one another.
+// With at most FEW_BLOCKS blocks, a kernel's time is mostly that of loads which wait for one another. So such a kernel
+// starts to bring what it will read later to the L2 cache. `prefetch` does this for the line of 128 bytes at p, and
+// does not wait.
 constexpr int FEW_BLOCKS = 16;
 
 __device__ inline void prefetch(const floatX* p) {
@@ -329,12 +330,15 @@ __device__ inline void prefetch(const floatX* p) {
 #endif
 }
 
-// Programmatic dependent launch (CUDA programming guide). A kernel that says PROGRAMMATIC in its declaration may start
-// before the launch in front of it has ended: as soon as each block of that launch has called trigger_programmatic_launch,
-// or has returned. Before the kernel reads or writes what launches in front of it write or read, it calls
-// grid_dependency_synchronize, which waits until those have ended. Before that call it may prefetch, and read parameters:
-// their update has ended, because a copy of tokens comes before each forward pass, and a copy waits for all in front of
-// it. Where launches take few microseconds, a kernel so loads while it would otherwise wait.
+// Programmatic dependent launch (CUDA programming guide). By default a kernel starts when the launch in front of it has
+// ended. A kernel that says PROGRAMMATIC in its declaration may start earlier: as soon as each block of that launch has
+// called trigger_programmatic_launch or has returned. So the kernel loads at a time when it would otherwise wait. This
+// pays if launches take a few microseconds.
+//
+// grid_dependency_synchronize waits until all launches in front have ended. A kernel calls it before it writes
+// anything, and before it reads what a launch in front may write. Before that call the kernel may prefetch, and it may
+// read parameters. Their update has ended by then: a copy of tokens comes before each forward pass, and a copy waits
+// for all launches in front of it.
 #define PROGRAMMATIC
 
 __device__ inline void trigger_programmatic_launch() {

@@ -1,16 +1,16 @@
 // Encoder: out[b,t] = wte[inp[b,t]] + wpe[t], rows of C numbers, or dropout of that; inp (B,T) holds token ids. A model
-// whose positions are rotary (rope.cu) has no wpe. Where starts (B) is given, row t of sequence b is that of position
-// starts[b] + t: of a text that is being written, forward runs on the last rows alone.
-// Backward: dwte[v] += sum of dout[b,t] over the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b. Most
-// rows of dwte get nothing: ranks exchange those that do, with their tokens (a sparse matrix), and add them then.
-// Memory-bound: forward reads two rows and writes one for each position.
+// whose positions are rotary (rope.cu) has no wpe. A model that writes text runs forward on the last rows alone. It
+// gives starts (B): row t of sequence b then has the position starts[b] + t. Backward: dwte[v] += sum of dout[b,t] over
+// the positions that hold token v;  dwpe[t] += sum of dout[b,t] over b. Most rows of dwte get nothing. Ranks exchange
+// only the other rows, with their tokens (a sparse matrix), and then add them. Memory-bound: forward reads two rows and
+// writes one for each position.
 //
-// Adding rows to dwte with float atomics would sum in another order on every run. Instead the positions come sorted by
-// token, so that each token's positions are neighbours, and one block adds them up in a fixed order.
+// With float atomics, each run would add rows to dwte in another order. Instead the positions come sorted by token, so
+// that each token's positions are neighbours, and one block adds them up in a fixed order.
 #include "dropout.cuh"
 
-// One warp a position. Block: (WARP_SIZE, positions). wpe and starts (B) may be null. finish(vector, n, i) gives what is
-// stored of the vector of position n from channel i on.
+// One warp takes a position. Block: (WARP_SIZE, positions). wpe and starts (B) may be null. finish(vector, n, i)
+// returns what the kernel stores for a vector: that of position n which begins at channel i.
 template <class Finish>
 __device__ inline void forward_positions(floatX* out, const int* inp, const floatX* wte, const floatX* wpe,
                                          const int* starts, int N, int T, int C, Finish finish) {
@@ -75,8 +75,9 @@ __device__ inline void sum_positions(float* row, bool accumulate, const floatX* 
     });
 }
 
-// order (N) lists the positions, those of equal tokens together; count (N) has at the first of them how many they are,
-// and 0 at the others. Block x stands at place x of that order and works only where a token begins.
+// order (N) lists the positions, those of equal tokens together. At the first place of a token in this order, count (N)
+// says how many positions the token has; elsewhere it is 0. Block x has place x, and works only if a token begins
+// there.
 extern "C" __global__ void wte_backward_kernel(float* dwte, const floatX* dout, const int* inp, const int* order,
                                                const int* count, int C) {
     const int* position = order + blockIdx.x;
@@ -85,7 +86,8 @@ extern "C" __global__ void wte_backward_kernel(float* dwte, const floatX* dout, 
     sum_positions(dwte + (size_t)inp[position[0]] * C, true, dout, position, positions, C);
 }
 
-// The same sums, not added to dwte: values[x] (C) for the token indices[x], which is -1 where no token begins.
+// The same sums, but not added to dwte: values[x] (C) is the sum for the token indices[x]. That is -1 if no token
+// begins at place x.
 extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indices, const floatX* dout, const int* inp,
                                                       const int* order, const int* count, int C) {
     const int* position = order + blockIdx.x;
@@ -95,8 +97,9 @@ extern "C" __global__ void wte_backward_sparse_kernel(float* values, int* indice
     sum_positions(values + (size_t)blockIdx.x * C, false, dout, position, positions, C);
 }
 
-// dwte[indices[x]] += values[x] for x < N, but where the index is -1; no two others are the same. One warp a row. values
-// and indices may be another GPU's, which answers later than memory: a thread has several loads under way.
+// dwte[indices[x]] += values[x] for x < N, except if the index is -1. No two other indices are the same. One warp takes
+// a row. values and indices may lie on another GPU, which answers later than memory, so a thread has several loads in
+// flight.
 extern "C" __global__ void add_sparse_kernel(float* dwte, const float* values, const int* indices, int N, int C) {
     constexpr int AT_ONCE = 6, STRIDE = FLOATS * WARP_SIZE;
     by_alignment(C % FLOATS == 0, [&](auto memory) {

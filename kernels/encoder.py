@@ -12,8 +12,8 @@ def encoder_forward(
 ) -> None:
     """out (B,T,C) = dropout(wte[inp] + wpe[t]); inp (B,T) int32 token ids, wte (Vp,C), wpe (maxT,C).
 
-    wpe None: out = dropout(wte[inp]), for a model whose positions are not embedded. positions, int32 (B,): out =
-    wte[inp] + wpe[positions[b] + t], without dropout.
+    If wpe is None, out = dropout(wte[inp]), for a model that embeds no positions. If positions, int32 (B,), is given,
+    out = wte[inp] + wpe[positions[b] + t], without dropout.
     """
     rows = 8  # of a block; on an H200 2 to 16 take as long
     grid, block = (ceil_div(B * T, rows),), (cu.warp_size, rows)
@@ -26,8 +26,8 @@ def encoder_forward(
 def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
     """dwte (Vp,C) += rows of dout (B,T,C) summed by token; dwpe (maxT,C) += dout summed over B.
 
-    dout is the gradient of that sum before its dropout, as the backward pass of the norm behind it gives it (dinp2).
-    dwpe is None where there was no wpe. order and count (B*T) int32 are `sort_by_token` of inp (B,T).
+    dout is the gradient of the sum in front of the dropout. The backward pass of the next norm gives it (dinp2). dwpe
+    is None if there is no wpe. order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
     cu.wte_backward_kernel((B * T,), block_of_tokens(C), (dwte, dout, inp, order, count, C))
     if dwpe is not None:
@@ -35,22 +35,23 @@ def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int
 
 
 def encoder_backward_sparse(values, indices, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
-    """The same, but that dwte gets nothing yet: values (B*T,C) and indices (B*T) int32 are set to the rows for it and
-    their tokens, which are -1 where there is no row; `add_sparse` adds them."""
+    """The same, but does not touch dwte: sets values (B*T,C) and indices (B*T) int32 to the rows for it and their
+    tokens. A token is -1 if there is no row. `add_sparse` adds the rows."""
     cu.wte_backward_sparse_kernel((B * T,), block_of_tokens(C), (values, indices, dout, inp, order, count, C))
     if dwpe is not None:
         wpe_backward(dwpe, dout, B, T, C)
 
 
 def add_sparse(dwte, values, indices, N: int, C: int) -> None:
-    """dwte (Vp,C) += what encoder_backward_sparse left in values (N,C) and indices (N), also on another GPU."""
-    rows = 16  # of a block; few blocks keep the links between GPUs busy, and leave room for what is computed beside
+    """dwte (Vp,C) += the rows of values (N,C) and indices (N), which encoder_backward_sparse has set, also on another
+    GPU."""
+    rows = 16  # of a block; few blocks keep the links between GPUs busy, and leave room for other kernels
     cu.add_sparse_kernel((min(64, ceil_div(N, rows)),), (cu.warp_size, rows), (dwte, values, indices, N, C))
 
 
 def block_of_tokens(C: int) -> tuple[int, int]:
-    """The block that sums a token's rows: threads over the channels, a vector each, and rows of
-    threads over its positions."""
+    """The block that sums a token's rows: threads over the channels, a vector each, and rows of threads over its
+    positions."""
     # In fp32 four rows of threads share a frequent token's positions: two took 1.8 times as long on an H200, one 3.4
     # times. In bf16 a row has half as many threads, so there are eight.
     width = cu.width

@@ -14,10 +14,10 @@ def sum_buffers(
     to, sources, ranges: list[Range], blocks: int, share: int = 0, shares: int = 1,
     own: int = 0, places: list[int] | None = None,
 ) -> None:  # fmt: skip
-    """Sets ranges of some flat buffers, fp32, to the sum of others, which are added one after another. to, sources:
-    their addresses, uint64 (n,); a buffer may be in both. The call does one of so many equal shares of the work, with
-    so many thread blocks. places: where each range begins in all of sources but the own-th, if elsewhere than in
-    `to`."""
+    """Sets ranges of some flat buffers, fp32, to the sum of the same ranges of other buffers, which are added one after
+    another. to, sources: the buffers' addresses, uint64 (n,); a buffer may be in both. The call does share number
+    `share` of `shares` equal shares of the work, with `blocks` thread blocks. places: where each range begins in all
+    sources except the own-th, if not at the same place as in `to`."""
     width = cu.width
     lengths = [ceil_div(end - start, width) for start, end in ranges]
     shifts = [place - start for place, (start, _) in zip(places or [start for start, _ in ranges], ranges, strict=True)]
@@ -28,10 +28,10 @@ def sum_buffers(
 
 
 def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
-    """Copies the rows of a table (V, C) that a batch takes to the own-th of some flat buffers, of the type `floatX`.
-    Each of them has room for the whole table, which begins at its number `start`, but only the r-th `length` numbers of
-    buffer r count: the rows come from there. buffers: their addresses, uint64. inp, order, count (N) int32: tokens, and
-    what sort_by_token makes of them."""
+    """Copies the rows of a table (V, C) that a batch needs to the own-th of some flat buffers, of the type `floatX`.
+    Each buffer has room for the whole table, from its number `start` on. But buffer r is valid only in its r-th
+    `length` numbers, so each number comes from the buffer in which it is valid. buffers: their addresses, uint64. inp,
+    order, count (N) int32: tokens, and sort_by_token of them."""
     rows = 8  # of a block
     cu.gather_rows_kernel(
         (ceil_div(N, rows),), (cu.warp_size, rows), (buffers, own, length, start, inp, order, count, N, C)
@@ -39,7 +39,7 @@ def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N
 
 
 def checksum(buffer) -> str:
-    """16 hexadecimal digits that tell a flat buffer, fp32 or bf16, from others by all its bits."""
+    """A checksum of all bits of a flat buffer, fp32 or bf16: 16 hexadecimal digits."""
     total = device.zeros((1,), np.uint64)
     words = buffer.view(np.uint32) if buffer.nbytes % 4 == 0 else buffer.astype(np.uint32)
     cu.checksum_kernel((512,), (cu.block(128),), (total, words, words.size))

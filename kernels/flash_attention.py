@@ -12,9 +12,9 @@ hopper = device.source(Path(__file__).with_name("flash_attention_hopper.cu"), ne
 
 HEAD_SIZES = (64, 128)
 THREADS = 128
-ROWS = {64: 128, 128: 64}  # of a block, as flash_attention.cu has it, by the size of heads; forward in bf16 has 128
-# Of the kernels of flash_attention_hopper.cu, by the size of heads: rows of a block, and how many tiles at a time it
-# has of what it streams.
+ROWS = {64: 128, 128: 64}  # of a block, as in flash_attention.cu, by the size of heads; forward in bf16 always has 128
+# For the kernels of flash_attention_hopper.cu, by the size of heads: rows of a block, and how many tiles it holds of
+# each array that it streams.
 WGMMA = {
     "forward": {64: (128, 3), 128: (64, 3)},
     "backward_query": {64: (64, 3), 128: (128, 3)},
@@ -24,7 +24,7 @@ WGMMA_TILE = 64  # rows of a tile
 
 
 def has_wgmma() -> bool:
-    """Whether the device in use computes in bf16 and has Hopper's matrix product and a compiler that knows it."""
+    """Whether the device in use computes in bf16, has Hopper's matrix product, and has a compiler that knows it."""
     return device.kind == "cuda" and device.floatX == device.BF16 and not device.why_not_kernels(hopper.path)
 
 
@@ -34,10 +34,9 @@ def flash_attention_forward(
     """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values,
     of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
-    lse (B,NH,T) is set too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys a query sees. wgmma, in bf16
-    only: whether to use that instruction; None: if the GPU has it. The CPU device can do either.
-    Raises UserError for heads of another size than HEAD_SIZES, and on a GPU without TF32 (before compute capability
-    8.0).
+    Sets lse (B,NH,T), too, for backward: log(sum(exp(q . k / sqrt(HS)))) over the keys that a query sees. wgmma, in
+    bf16 only: whether to use this instruction; None: if the GPU has it. The CPU device can do both. Raises UserError if
+    the size of heads is not in HEAD_SIZES, and on a GPU without TF32 (before compute capability 8.0).
     """
     check(HS)
     arguments = out, lse, qkv, T, NH, NKV
@@ -51,12 +50,12 @@ def flash_attention_forward(
 def flash_attention_backward(
     dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool | None = None
 ) -> None:
-    """dqkv (B,T,NH+2*NKV,HS) is set to the gradient of qkv, from dout (B,T,NH,HS) and what forward wrote: out
-    (B,T,NH,HS) and lse (B,NH,T). Those must be of this qkv: a NaN in it is found by what forward made of it.
+    """Sets dqkv (B,T,NH+2*NKV,HS) to the gradient of qkv, from dout (B,T,NH,HS) and from what forward wrote for the
+    same qkv: out (B,T,NH,HS) and lse (B,NH,T). Backward finds a NaN in qkv only by what forward made of it.
 
-    dsum (B,NH,T) is scratch: it is set to the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is
-    scratch for each query head's share of the gradients of its key and value head; where NKV = NH the share is the
-    whole, and dkv_heads, which may be None, is not used. wgmma: as in flash_attention_forward.
+    dsum (B,NH,T) is scratch, for the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is scratch
+    for each query head's share of the gradients of its key and value head. If NKV = NH, the share is the whole
+    gradient, and dkv_heads is not used and may be None. wgmma: as in flash_attention_forward.
     """
     check(HS)
     of_queries = dqkv, dsum, dout, out, lse, qkv, T, NH, NKV
@@ -76,8 +75,8 @@ def flash_attention_backward(
 
 
 def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
-    """A block for each head of each sequence and each tile of so many queries or keys. operands: of how many arrays it
-    has its rows in shared memory that it does not declare itself."""
+    """Launches a block for each head of each sequence and each tile of `rows` queries or keys. operands: of how many
+    arrays a block keeps its rows in dynamic shared memory."""
     shared = operands * rows * HS * device.floatX.itemsize
     kernel = getattr(cu, f"flash_attention_{name}_kernel_{HS}")
     kernel((B * NH, ceil_div(T, rows)), (THREADS,), arguments, shared_mem=shared)
@@ -86,8 +85,8 @@ def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int
 def launch_wgmma(
     name: str, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple, floats: int = 0
 ) -> None:  # fmt: skip
-    """The same with a warpgroup for each 64 rows. Beside its own rows a block has tiles of two more arrays in shared
-    memory, and `floats` numbers of fp32 for each row of a tile."""
+    """The same with a warpgroup for each 64 rows. In shared memory a block also has tiles of two more arrays, and
+    `floats` fp32 numbers for each row of a tile."""
     rows, tiles = WGMMA[name][HS]
     shared = (operands * rows + 2 * tiles * WGMMA_TILE) * HS * device.floatX.itemsize + floats * tiles * WGMMA_TILE * 4
     kernel = getattr(hopper, f"flash_attention_{name}_wgmma_kernel_{HS}")
@@ -95,7 +94,7 @@ def launch_wgmma(
 
 
 def check(HS: int) -> None:
-    """Raises UserError where there are no kernels for heads of HS channels, or for this GPU."""
+    """Raises UserError if there are no kernels for heads of HS channels, or for this GPU."""
     if HS not in HEAD_SIZES:
         raise UserError(f"flash attention takes heads of 64 or 128 channels, not {HS}: use -a softmax")
     if device.kind == "cuda" and device.compute_capability < 80:

@@ -49,7 +49,7 @@ __device__ inline Descriptor descriptor(const bf16* tile, int slab_bytes) {
            (Descriptor)1 << 62;
 }
 
-// The descriptor of what begins so many numbers further on.
+// The descriptor of an operand that begins `numbers` numbers further on.
 __device__ inline Descriptor further(Descriptor operand, int numbers) { return operand + (numbers * 2 >> 4); }
 
 // ---- instructions
@@ -105,7 +105,8 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
 }
 #endif
 
-// The names of all d[n][i] in the text of an instruction; and the d[n][i] as the compiler wants them listed.
+// NUMBERS_OF_8 and NUMBERS_OF_16 name all d[n][i] in the text of an instruction. FOUR and EIGHT_FOURS list them for the
+// compiler.
 #define NUMBERS_OF_8 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
@@ -198,7 +199,7 @@ __device__ inline void copies_commit() {
 #endif
 }
 
-// Waits for the thread's groups of copies, but for the last PENDING. Behind the next barrier wgmma may read them. The
+// Waits for all groups of the thread's copies except the last PENDING. After the next barrier wgmma may read them. The
 // fence is for wgmma, which reads shared memory by another path (the async proxy) than a thread.
 template <int PENDING>
 __device__ inline void copies_arrive() {
@@ -227,8 +228,8 @@ __device__ inline void copy_rows(bf16* to, const bf16* rows, int row0, int T, in
 
 // ---- products of tiles
 
-// Returns x, but the compiler takes it for a new number. So it computes again what depends on x, and does not keep it
-// in registers through a loop.
+// Returns x, but the compiler takes the result for a new number. So it computes again what depends on it, and does not
+// keep that in registers through a loop.
 __device__ inline int anew(int x) {
 #ifndef LLMC_CPU
     asm volatile("" : "+r"(x));
@@ -255,7 +256,7 @@ struct Operand {
     Descriptor rows;
     unsigned a[KEPT ? HS / 16 : 1][4];
 
-    // Call it behind the barrier that the tile waits for.
+    // The caller has passed a barrier after the tile has arrived.
     __device__ void fetch(const bf16* tile) {
         const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16;
         #pragma unroll
@@ -319,7 +320,7 @@ __device__ inline void store_rows(bf16* rows, bf16* tile, const float (&sum)[HS 
     }
 }
 
-// The same in fp32, as pairs of neighbours.
+// The same in fp32, two neighbours at a time.
 template <int HS>
 __device__ inline void store_floats(float* rows, const float (&sum)[HS / 8][4], float scale, int row0, int T,
                                     int stride) {
@@ -597,7 +598,7 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout,
         settle(dq);
         pack(ds, s);
     };
-    // Behind this all threads see the tile, and none still reads the tile before the last.
+    // After this all threads see the tile, and none still reads the tile before the last.
     const auto arrive = [&] {
         copies_arrive<STAGES - 3>();
         __syncthreads();
@@ -691,7 +692,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     int tile = block0 / QUERIES, stage = 0;
     #pragma unroll
     for (int i = 0; i < STAGES - 2; i++) start(tile + i, i);
-    // Behind this all threads see the tile, and none still reads the tile before the last.
+    // After this all threads see the tile, and none still reads the tile before the last.
     const auto arrive = [&] {
         copies_arrive<STAGES - 3>();
         __syncthreads();

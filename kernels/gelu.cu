@@ -1,12 +1,13 @@
 // GELU (Hendrycks & Gimpel 2016): gelu(x) = x * P(a standard normal number is below x), in two forms:
 //   tanh: x/2 * (1 + tanh(u)) = x * sigmoid(2u), which is cheaper, with u = sqrt(2/pi) * (x + 0.044715 x^3);
-//   erf: x/2 * (1 + erf(x / sqrt(2))), the definition itself, from which the other is off by 0.0005 at most.
-// x = inp + bias, where inp (N, C) is a product without its bias yet. The bias, a parameter, need not begin at 16 bytes;
-// where there is none it is a null pointer.
-// Backward: dinp = dout * gelu'(x), with s the factor of x in gelu(x) = x * s; dbias += sum_rows(dinp).
+//   erf: x/2 * (1 + erf(x / sqrt(2))), the definition itself. The tanh form differs from it by 0.0005 at most.
+// x = inp + bias, where inp (N, C) is a product to which its bias has not been added yet. The bias is a parameter,
+// whose address need not be a multiple of 16, or a null pointer if the product has none. Backward: dinp = dout *
+// gelu'(x), with s the factor of x in gelu(x) = x * s; dbias += sum_rows(dinp).
 //   tanh: gelu' = s + x * s * (1 - s) * 2 du/dx;  erf: gelu' = s + x * exp(-x^2 / 2) / sqrt(2 pi).
-// Memory-bound: forward reads and writes N*C numbers; backward reads two and writes two, one of them gelu(x) for the
-// weight gradient of the next product, so forward's output need not be kept. In fp32 that is transposed (Tile::fill).
+// Memory-bound: forward reads N*C numbers and writes as many. Backward reads two such arrays and writes two. One of
+// these is gelu(x), for the weight gradient of the next product, so forward's output need not be kept. In fp32 it is
+// transposed (Tile::fill).
 #include "common.cuh"
 
 constexpr int ROWS = 2;  // of a block of the forward pass
@@ -28,9 +29,9 @@ struct Erf {
     __device__ static float gradient(float x, float s) { return s + 0.39894228f * x * __expf(-0.5f * x * x); }
 };
 
-// Inlined by force: g++ otherwise rounds the tanh form in another way on the CPU device.
-// Block x: ROWS rows; thread: a vector of columns of grid column y. A thread loads its rows' vectors before it uses the
-// first: with a single row an H200 took 15 to 18% longer.
+// Inlined by force, because g++ otherwise rounds the tanh form differently on the CPU device.
+// Block x: ROWS rows; thread: a vector of columns of grid column y. A thread loads the vectors of all its rows before it
+// uses the first. With a single row an H200 took 15 to 18% longer.
 template <class Gelu>
 __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const floatX* bias, int N, int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
@@ -59,9 +60,9 @@ __device__ __forceinline__ void forward(floatX* out, const floatX* inp, const fl
     });
 }
 
-// A block takes the TILE_COLUMNS columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout (N,C)
-// becomes dinp in place, out_T (C,N) is set to the transposed gelu(inp + bias), partials (gridDim.y, C) to the sums of
-// dinp.
+// A block takes the TILE_COLUMNS columns of grid column x and walks down the `rows` rows of chunk y by tiles. dout
+// (N,C) becomes dinp in place. The kernel sets out_T (C,N) to the transposed gelu(inp + bias), and partials (gridDim.y,
+// C) to the chunk's column sums of dinp.
 template <class Gelu>
 __device__ __forceinline__ void backward(floatX* dout, floatX* out_T, float* partials, const floatX* inp,
                                          const floatX* bias, int N, int C, int rows) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ void backward(floatX* dout, floatX* out_T, float* par
         __syncthreads();
     }
 
-    // The threads of a column of the block have sums of the same 64 columns of the matrix: the tile brings them together.
+    // Threads with the same threadIdx.x have sums of the same columns of the matrix. The tile brings them together.
     for (int c = 0; c < TILE_VECTORS; c++) tile.put(threadIdx.y, WIDTH * (threadIdx.x + c * TILE_THREADS), sums[c]);
     __syncthreads();
     for (int column = threadIdx.y * TILE_THREADS + threadIdx.x; column < TILE_COLUMNS; column += TILE_THREADS * TILE_THREADS) {

@@ -1,15 +1,15 @@
 // Layernorm: out = n * weight + bias with n = (x - mean) * rstd, over the last axis of x (N, C), N = B*T;
-// rstd = 1 / sqrt(variance + 1e-5). The residual connection in front of it is added in the same kernel.
+// rstd = 1 / sqrt(variance + 1e-5). The same kernel adds the residual connection in front.
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - mean(g) - n * mean(g * n));  dweight += sum_rows(dout * n);  dbias += sum_rows(dout)
 // Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory;
 // backward reads dout, x and the old dx and writes dx.
-// mean, rstd and out are of the stored x, which bf16 has rounded, because backward reads that.
+// mean, rstd and out are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
 #include "common.cuh"
 
-// One block a row; one-dimensional. Shared memory: C floats, rounded up to a multiple of WIDTH, each thread touching
-// only its own. x = inp1, or with inp2 given: x = residual = inp1 + inp2 + bias2 (bias2 (C) belongs to the product
-// inp2). Writes out (N,C), mean (N), rstd (N) and, with inp2, residual (N,C).
+// One block, one-dimensional, takes a row. Shared memory: C floats, rounded up to a multiple of WIDTH. Each thread
+// touches only its own floats. x = inp1, or if inp2 is given, x = residual = inp1 + inp2 + bias2; inp2 is a product,
+// and bias2 (C) is its bias. Writes out (N,C), mean (N), rstd (N) and, if inp2 is given, residual (N,C).
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, float* mean, float* rstd,
                                                                  floatX* residual, const floatX* inp1,
                                                                  const floatX* inp2, const floatX* bias2,
@@ -19,7 +19,7 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, fl
     const size_t start = (size_t)blockIdx.x * C;
 
     trigger_programmatic_launch();
-    // Where text is written, rows are few, and no other block has loaded the weight and the bias.
+    // For a model that writes text, rows are few, and no other block has loaded the weight and the bias.
     for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i), prefetch(bias + i);
     grid_dependency_synchronize();
 
@@ -57,19 +57,19 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, fl
     });
 }
 
-// A block takes as many rows as it has warps, then advances by gridDim.x times as many. First a warp a row finds the
-// two means and leaves dout and n in shared memory; then a thread with FLOATS columns walks down the rows. dinp (N,C) is
-// added to. The columns' sums go to partials (gridDim.x, 3, C): of dout * n, of dout, and of the new dinp, which is the
-// bias gradient of the projection that fed the residual stream. Shared memory: 2 rows of C floats, rounded up to a
-// multiple of WIDTH, a warp.
+// A block takes as many rows as it has warps, then advances by gridDim.x times as many. First each warp takes a row: it
+// finds the two means, and leaves dout and n in shared memory. Then each thread takes FLOATS columns and walks down the
+// rows. The kernel adds to dinp (N,C). It writes three sums of each column to partials (gridDim.x, 3, C): of dout * n,
+// of dout, and of the new dinp. The last is the bias gradient of the projection that fed the residual stream. Shared
+// memory: for each warp 2 rows of C floats, rounded up to a multiple of WIDTH.
 extern "C" __global__ void layernorm_backward_kernel(floatX* __restrict__ dinp, float* __restrict__ partials,
                                                      const floatX* __restrict__ dout, const floatX* __restrict__ inp,
                                                      const floatX* __restrict__ weight, const float* __restrict__ mean,
                                                      const float* __restrict__ rstd, int N, int C) {
     __shared__ float rstd_of[32], mean_g[32], mean_gn[32];
     DYNAMIC_SHARED(float, rows_d);
-    // Rows of dinp whose loads are under way together. One by one an H200 took 3 to 8% longer in fp32, 18% in bf16; four
-    // at a time took 4% longer in fp32 than three.
+    // Rows of dinp that a thread loads at once. With one at a time an H200 took 3 to 8% longer in fp32, 18% in bf16.
+    // With four it took 4% longer in fp32 than with three.
     constexpr int AT_ONCE = WIDTH == 4 ? 3 : 4;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const int width = WIDTH * ceil_div(C, WIDTH);
@@ -82,7 +82,7 @@ extern "C" __global__ void layernorm_backward_kernel(floatX* __restrict__ dinp, 
                 const size_t start = (size_t)(begin + warp) * C;
                 const float m = mean[begin + warp], s = rstd[begin + warp];
                 float sum_g = 0.0f, sum_gn = 0.0f;
-#pragma unroll (24 / WIDTH)  // loads in flight: C = 768 is as many; in fp32 one at a time took 9% longer
+#pragma unroll (24 / WIDTH)  // loads in flight: all of C = 768; in fp32 one at a time took 9% longer
                 for (int i = WIDTH * lane; i < C; i += WIDTH * WARP_SIZE) {
                     const Vec d = memory.load(dout + start + i, C - i), w = memory.load(weight + i, C - i);
                     Vec n = memory.load(inp + start + i, C - i);

@@ -12,7 +12,7 @@ EPS = 1e-5  # as layernorm.cu has it
 
 
 def layernorm_forward(out, mean, rstd, inp, weight, bias, B: int, T: int, C: int) -> None:
-    """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself; mean, rstd (B,T) are set too."""
+    """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself. Sets mean and rstd (B,T), too."""
     launch_forward(out, mean, rstd, inp, weight, bias, B * T, C)
 
 
@@ -20,11 +20,11 @@ def fused_residual_forward(
     residual, out, mean, rstd, inp1, inp2, weight, bias, B: int, T: int, C: int,
     *, bias2, dropout: Dropout | None = None,
 ) -> None:  # fmt: skip
-    """residual (B,T,C) = inp1 + dropout(inp2 + bias2), then out, mean and rstd = layernorm of what is stored.
+    """residual (B,T,C) = inp1 + dropout(inp2 + bias2). Then out, mean and rstd = layernorm of residual as it is stored.
 
     inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet. With dropout the arrays must not overlap.
     """
-    if dropout:  # one branch of the two that a parallel residual takes
+    if dropout:  # a parallel residual with a single branch
         parallel_residual_forward(
             residual, [out], mean, rstd, inp1, [(weight, bias)], EPS, B, T, C, branches=[(inp2, bias2, dropout)]
         )
@@ -35,9 +35,9 @@ def fused_residual_forward(
 def launch_forward(
     out, mean, rstd, inp1, weight, bias, N: int, C: int, *, residual=None, inp2=None, bias2=None
 ) -> None:
-    """Launch the forward kernel, which layernorm_forward and fused_residual_forward share; the latter gives inp2."""
-    # A thread for each vector, in whole warps. In fp32 that is four channels: eight took 2 to 3% longer on an H200 up
-    # to C = 768, and as long from 1024 on.
+    """Launches the forward kernel for layernorm_forward, and for fused_residual_forward, which gives inp2."""
+    # A thread for each vector, in whole warps. In fp32 a vector is four channels. With eight channels a thread, an H200
+    # took 2 to 3% longer up to C = 768, and as long from 1024 on.
     width = cu.width
     block = cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
     cu.layernorm_forward_kernel(
@@ -54,9 +54,10 @@ def layernorm_backward(
 ) -> None:  # fmt: skip
     """dinp (B,T,C) += the gradient of the layernorm's input; dweight, dbias (C) += those of its parameters.
 
-    The projection that was added in front, bias2 included, has the new dinp as its gradient; with `dropout` behind it,
-    dinp2 (B,T,C) = the new dinp through that dropout. dbias2 (C) += the column sums of its gradient (None where there
-    is none). dout (B,T,C) is the gradient of the output, inp the input; scratch holds (MOST_PARTIALS, 3C) floats.
+    The new dinp is also the gradient of the projection that forward added in front, bias2 included. If `dropout`
+    followed the projection, dinp2 (B,T,C) = the new dinp through that dropout, and this is its gradient. dbias2 (C) +=
+    the column sums of the projection's gradient; None if it has no bias. dout (B,T,C) is the gradient of the output,
+    inp the input; scratch holds (MOST_PARTIALS, 3C) floats.
     """
     if dropout:
         parallel_residual_backward(
@@ -66,10 +67,11 @@ def layernorm_backward(
         return
     width = cu.width
     warp, row_bytes = cu.warp_size, 2 * 4 * width * ceil_div(C, width)  # of dout and of n, in vectors
-    # A row each. A thread has four channels then, or more.
+    # Each warp takes a row, and a thread then has four channels or more.
     warps = cu.block(warp * min(8, ceil_div(C, 128))) // warp
     warps = max(1, min(warps, (device.shared_memory - 1024) // row_bytes))  # static shared memory: 384 bytes
-    # Four blocks a multiprocessor, of which some wait for memory: with two an H200 took 6% longer, with eight as long.
+    # Four blocks a multiprocessor, so that some compute while others wait for memory. With two an H200 took 6% longer,
+    # with eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MOST_PARTIALS)
     cu.layernorm_backward_kernel(
         (chunks,),
@@ -81,6 +83,6 @@ def layernorm_backward(
 
 
 def layernorm_transposed(out_T, inp, weight, bias, mean, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = the output of layernorm_forward, transposed, recomputed from its input and the mean and rstd it
-    left; or out_T (B*T,C) = that output where matmul.transposes() is false."""
+    """out_T (C,B*T) = the transposed output of layernorm_forward, recomputed from its input, and from the mean and rstd
+    that it set. If matmul.transposes() is false, out_T (B*T,C) = the output itself."""
     norm_transposed(out_T, inp, (weight, bias), mean, rstd, B, T, C)

@@ -1,5 +1,5 @@
-// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. The products are cuBLAS's, but for
-// that of a single row; here is this one, and what stands around the others. Memory-bound, all of them.
+// Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. cuBLAS computes the products, except
+// that of a single row. This file has that one, and the kernels that the others need. All are memory-bound.
 #include "common.cuh"
 
 // out[n, i] += bias[i]. Block x: a row; thread: a vector of columns of grid column y.
@@ -15,7 +15,7 @@ extern "C" __global__ void add_bias_kernel(floatX* out, const floatX* bias, int 
     });
 }
 
-// out (C, N) = inp (N, C)^T. A block takes one tile. inp may be a weight, which need not begin at 16 bytes.
+// out (C, N) = inp (N, C)^T. A block takes one tile. inp may be a weight, whose address need not be a multiple of 16.
 extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp, int N, int C) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
@@ -28,11 +28,13 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
     store_transposed(out, tile, n0, i0, N, C);
 }
 
-// out (OC) = inp (C) @ weight (OC, C)^T + bias (OC), which may be null: N = 1, where text is written. Each weight is read
-// for one multiplication, so a tile of a matrix would have nothing to share, and a kernel that loads tiles takes some 4 us
-// for the smallest weight. Block: (lanes, outputs), where so many lanes of a warp, a power of two, have an output; or
-// (warps * WARP_SIZE, 1), where several warps have one. A thread has AT_ONCE vectors of the weight on their way before it
-// uses the first, and before the launch in front has ended. An output behind the last is the last once more.
+// The product of a single row, for a model that writes text: out (OC) = inp (C) @ weight (OC, C)^T + bias (OC). bias
+// may be null. Each number of the weight is used in one multiplication only. So a tile of the weight would have nothing
+// to share, and a kernel that loads tiles takes some 4 us even for the smallest weight.
+//
+// Block: (lanes, outputs), if `lanes` lanes of a warp, a power of two, compute an output; or (warps * WARP_SIZE, 1), if
+// several warps do. A thread starts to load AT_ONCE vectors of the weight before it uses the first, and before the
+// launch in front has ended. A thread whose output would lie behind the last one computes the last one, too.
 extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const floatX* inp, const floatX* weight,
                                                       const floatX* bias, int C, int OC) {
     constexpr int AT_ONCE = 32 / WIDTH;
@@ -49,7 +51,7 @@ extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const fl
                 const int i = first + b * step;
                 if (i < C) w[b] = memory.load(row + i, C - i);
             }
-            if (first < step) grid_dependency_synchronize();  // the input may be on its way, weights are not
+            if (first < step) grid_dependency_synchronize();  // launches in front may write the input, but no weights
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;

@@ -1,4 +1,4 @@
-"""Linear layers: cuBLAS's products (NumPy's on the CPU), and the launchers of matmul.cu."""
+"""Linear layers: matrix products (`device.gemm`), and the launchers of matmul.cu."""
 
 import device
 from device import ceil_div
@@ -6,15 +6,16 @@ from kernels.reduce import column_sum
 
 cu = device.source(__file__)
 
-MANY_OUTPUTS = 16384  # of a product of a single row
+MANY_OUTPUTS = 16384  # from here on, matvec gives an output 8 lanes
 
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
-    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC); bias None where a following kernel adds it, or none."""
-    if B * T == 1 and device.kind == "cuda":  # on a CPU, NumPy's product reads a weight as fast as the cores can
+    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if a later kernel adds it, or if
+    there is none."""
+    if B * T == 1 and device.kind == "cuda":  # on a CPU, NumPy reads a weight as fast as the cores can
         matvec(out, inp, weight, bias, C, OC)
         return
-    if device.floatX == device.BF16:  # the product adds the bias: a kernel that does takes 42 us for GPT-2's qkv, B 16
+    if device.floatX == device.BF16:  # the product adds the bias: a kernel for that takes 42 us for GPT-2's qkv, B 16
         device.gemm(out, inp, weight, B * T, OC, C, trans_b=True, bias=bias)
         return
     device.gemm(out, inp, weight, B * T, OC, C, trans_b=True)
@@ -24,10 +25,10 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
 
 
 def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
-    """out (OC) = inp (C) @ weight (OC,C)^T + bias (OC), or without one where that is None."""
-    # A warp an output. Few outputs of long rows have several, and many of them 8 lanes each, so that all threads have
-    # enough to load. An H200 takes for (768, 3072) in fp32 3.3 instead of 4.1 us, cuBLAS 5.1; for (50304, 768) in bf16
-    # 21 instead of 29, cuBLAS 21.
+    """out (OC) = inp (C) @ weight (OC,C)^T + bias (OC). bias may be None."""
+    # A warp computes an output. If outputs are few and rows long, several warps share one. If outputs are many, 8 lanes
+    # do. So all threads have enough to load. An H200 takes 3.3 us for a weight (768, 3072) in fp32, 4.1 with one warp
+    # an output; cuBLAS takes 5.1. For (50304, 768) in bf16 it takes 21 us, 29 with one warp an output; cuBLAS takes 21.
     few = OC < (1024 if device.floatX == device.BF16 else 3072)
     warps = min(4, C // (4 * 32 * cu.width)) if few else 1  # with four vectors a thread or more
     one = (min(cu.warp_size, 8), 8) if OC >= MANY_OUTPUTS else (cu.warp_size, 4)
@@ -36,16 +37,19 @@ def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
 
 
 def transposes() -> bool:
-    """Whether backward gives matmul_backward_weight_transposed its input transposed, as the kernels that recompute it
-    write it (common.cuh: TRANSPOSES). In bf16 it lies as in forward: there cuBLAS is as fast with either."""
+    """Whether the kernels that recompute a layer's input for its weight's gradient write it transposed (common.cuh:
+    TRANSPOSES). In bf16 they write it as in forward: there cuBLAS is as fast with either."""
     return device.floatX != device.BF16
 
 
-# cuBLAS multiplies TF32 matrices faster where an operand's neighbours in memory are also neighbours along the dimension
-# that is summed over. For a weight's gradient that is B*T, across which both dout and the input lie; with the input
-# transposed an H200 is up to 1.6 times as fast. From this many rows on, that is worth a transposition. For the input's
-# gradient it is a weight that would be transposed, at a cost that grows with the weight, for a gain that grows with the
-# rows too: of 2048 rows, a weight (3072, 2048) takes 13 us to save 1, and (16384, 2048) 69 to save 3.
+# cuBLAS multiplies TF32 matrices faster if neighbours in an operand's memory are also neighbours along the dimension
+# that the product sums over. For a weight's gradient this dimension is B*T, and in the memory of dout and of the input
+# neighbours are channels. With the input transposed an H200 is up to 1.6 times as fast. From ROWS_WORTH_TRANSPOSING
+# rows on, this is worth a transposition.
+#
+# For the input's gradient we would transpose the weight. The cost grows with the weight. The gain grows with the weight
+# and with the rows. At 2048 rows, transposing a weight (3072, 2048) takes 13 us and saves 1 us; for (16384, 2048) it
+# takes 69 us and saves 3. So a weight is transposed only if it has fewer than MOST_WEIGHTS_A_ROW numbers for each row.
 ROWS_WORTH_TRANSPOSING = 1024
 MOST_WEIGHTS_A_ROW = 3072
 
@@ -53,8 +57,8 @@ MOST_WEIGHTS_A_ROW = 3072
 def matmul_backward_inp(
     dinp, dout, weight, weight_T, B: int, T: int, C: int, OC: int, accumulate: bool = False
 ) -> None:
-    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += where accumulate: the input had another reader. weight_T:
-    scratch for the transposed weight (C,OC); None to do without."""
+    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader.
+    weight_T (C,OC) is scratch for the transposed weight; None: do not transpose."""
     if weight_T is None or not transposes() or B * T < ROWS_WORTH_TRANSPOSING or C * OC >= MOST_WEIGHTS_A_ROW * B * T:
         device.gemm(dinp, dout, weight, B * T, C, OC, beta=float(accumulate))
     else:
@@ -63,7 +67,7 @@ def matmul_backward_inp(
 
 
 def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
-    """dweight (OC,C) += dout (B,T,OC)^T @ inp (B,T,C), or = where not accumulate, which spares zeroing and reading it.
+    """dweight (OC,C) += dout (B,T,OC)^T @ inp (B,T,C); or = without accumulate, so that nobody zeroes or reads dweight.
     inp_T (C,B*T) is scratch for the transposed input."""
     if not transposes() or B * T < ROWS_WORTH_TRANSPOSING:
         device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=float(accumulate))
@@ -75,8 +79,8 @@ def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC
 def matmul_backward_weight_transposed(
     dweight, dout, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool
 ) -> None:
-    """matmul_backward_weight where the input is there transposed, inp_T (C,B*T), or inp_T (B*T,C) as it is where
-    transposes() is false."""
+    """matmul_backward_weight for an input that is already transposed, inp_T (C,B*T). If transposes() is false, inp_T
+    (B*T,C) is the input as it is."""
     device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=transposes(), beta=float(accumulate))
 
 

@@ -1,22 +1,22 @@
 // The norm of a residual stream to which two branches are added in parallel. Over the last axis of x (N, C), N = B*T:
 //   x = inp + dropout0(proj0 + bias0) + dropout1(proj1 + bias1),  n = (x - mean) * rstd,
 //   out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
-// Attention and MLP of a block read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
-// rstd = 1 / sqrt(variance + eps). RMSNorm subtracts no mean: it is the same with mean 0 and without shifts.
+// Attention and MLP of a layer read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
+// rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts.
 // Backward: with g = weight0 * dout0 + weight1 * dout1,
 //   dx += rstd * (g - mean(g) - n * mean(g * n)), RMSNorm without mean(g);  dproj = dropout(dx);
 //   dweight += sum_rows(dout * n);  dshift += sum_rows(dout);  dbias += sum_rows(dproj)
 // Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory; backward
 // reads dout0, dout1, x and the old dx and writes dx, and dproj where there is dropout.
 //
-// What a model lacks is a null pointer, which costs a branch that all threads take together. Dropout is compiled
-// separately: kernels without it have none of its arithmetic.
+// If a model lacks a tensor, its pointer is null. This costs a branch, which all threads take together. Dropout is
+// compiled separately, so kernels without it have none of its arithmetic.
 #include "dropout.cuh"
 
-// One block a row; one-dimensional. A thread has loads of eight numbers of each input in flight. Shared memory: C
-// floats, rounded up to a multiple of WIDTH, each thread touching only its own. Parameters need not begin at 16 bytes.
-// mean, rstd and the outs are of the stored x, which bf16 has rounded, because backward reads that. inp may be residual: a
-// thread reads each number before it writes it.
+// One block, one-dimensional, takes a row. A thread has loads of eight numbers of each input in flight. Shared memory:
+// C floats, rounded up to a multiple of WIDTH. Each thread touches only its own floats. The addresses of parameters
+// need not be multiples of 16. mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because
+// backward reads the stored x. inp may be residual: a thread reads each number before it writes it.
 template <bool DROP>
 __device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1,
                                     float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp,
@@ -118,13 +118,14 @@ extern "C" __global__ void parallel_residual_dropout_forward_kernel(
                        shift1, eps, C, random, site0, site1);
 }
 
-// A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Its threads share the
-// columns among them, by vectors. A thread leaves g and n in shared memory while the block sums up g and g * n of each
-// row, and then finishes the same columns. dinp (N,C) is added to.
+// A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of
+// columns. It leaves g and n in shared memory while the block sums up g and g * n of each row, and then finishes the
+// same columns. The kernel adds to dinp (N,C).
 //
-// The columns' sums go to partials (gridDim.x, S, C), those that there are: of dout0 * n, of dout0 (with mean), of
-// dout1 * n, of dout1 (with mean), of dproj0, of dproj1. Up to the last row they are kept in shared memory, or where
-// that is too small (keep = 0), in partials.
+// It writes the columns' sums to partials (gridDim.x, S, C): of dout0 * n, of dout0, of dout1 * n, of dout1, of dproj0,
+// of dproj1. A model that lacks one of these has no row for it. Without a mean there are no sums of dout0 and dout1.
+// Until the last row is done the block keeps the sums in shared memory, or in partials if that is too small (keep = 0).
+//
 // Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH, and S such rows to keep the sums.
 // In bf16 a thread has twice as many numbers, and blocks have half as many threads.
 constexpr int MOST_ROWS = 4, MOST_THREADS = 2048 / WIDTH;
@@ -151,7 +152,7 @@ __device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restri
             const size_t start = (size_t)begin * C;
             const int count = min(rows, N - begin);
             auto add_to_sum = [&](int row, int i, Vec sum) {
-                if (begin >= gridDim.x * rows) {  // go on with the sums of the rows before
+                if (begin >= gridDim.x * rows) {  // add the sums of the rows before
                     const Vec before = memory.load(sums + row * C + i, C - i);
                     for (int k = 0; k < WIDTH; k++) sum.x[k] += before.x[k];
                 }
@@ -200,7 +201,7 @@ __device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restri
                     if (r < count && i < C) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
                 }
             };
-            load_dx(WIDTH * threadIdx.x);  // on its way while the block sums up
+            load_dx(WIDTH * threadIdx.x);  // loads while the block sums up
 #pragma unroll
             for (int r = 0; r < MOST_ROWS; r++) {
                 const float warp_g = warp_sum(sum_g[r]), warp_gn = warp_sum(sum_gn[r]);
@@ -226,7 +227,7 @@ __device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restri
                     const float s = rstd[begin + r];
                     for (int k = 0; k < WIDTH; k++) dx[r].x[k] += s * (g.x[k] - mean_g[r] - n.x[k] * mean_gn[r]);
                     memory.store(dinp + at, dx[r], C - i);
-                    // What goes back through a branch's dropout, into the sum for its bias.
+                    // Takes the gradient back through a branch's dropout, and adds it to the sum for its bias.
                     auto through = [&](int site, floatX* dproj, Vec& sum) {
                         Vec p = dx[r];
                         if (DROP && dproj != nullptr) {
@@ -261,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_bac
                          rows, keep, nullptr, -1, -1);
 }
 
-// Sets dproj0 and dproj1 (N,C), those that are given, too.
+// Also sets dproj0 and dproj1 (N,C), if they are given.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dropout_backward_kernel(
     floatX* __restrict__ dinp, floatX* __restrict__ dproj0, floatX* __restrict__ dproj1, float* __restrict__ partials,
     const floatX* __restrict__ dout0, const floatX* __restrict__ dout1, const floatX* __restrict__ inp,
@@ -272,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dro
                         keep, random, site0, site1);
 }
 
-// out_T (C,N) = the transposed out of forward, from its residual inp and the mean (or null) and rstd it left; in bf16
-// out_T (N,C) = that out as it is. A block takes one tile.
+// out_T (C,N) = the transposed out of forward, from its residual inp, and from mean (or null) and rstd, which forward
+// wrote. In bf16 out_T (N,C) = the same out, not transposed. A block takes one tile.
 extern "C" __global__ void norm_transposed_kernel(SETS floatX* __restrict__ out_T, const floatX* __restrict__ inp,
                                                   const floatX* __restrict__ weight, const floatX* __restrict__ shift,
                                                   const float* __restrict__ mean, const float* __restrict__ rstd,

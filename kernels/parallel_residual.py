@@ -15,12 +15,12 @@ def parallel_residual_forward(
     residual, outs, mean, rstd, inp, norms, eps: float, B: int, T: int, C: int, *, branches
 ) -> None:
     """residual (B,T,C) = inp + the sum of dropout(proj + bias) over up to two branches (proj (B,T,C), bias (C),
-    dropout), and with n its normalised rows, out (B,T,C) = n * weight + shift for each out of outs and its norm (weight
-    (C), shift (C)). There are one or two norms; with one, only the first out is written. mean, rstd (B,T) are set too;
-    they and outs are of what is stored.
+    dropout). Let n be its normalised rows: then out (B,T,C) = n * weight + shift for each out of outs and its norm
+    (weight (C), shift (C)). There are one or two norms. With one, only the first out is written. Sets mean and rstd
+    (B,T), too. These and outs are computed from residual as it is stored.
 
-    None: mean and the shifts for RMSNorm, which subtracts no mean; a bias; a dropout; and residual, where there are no
-    branches and inp is the stream. The arrays must not overlap, but inp may be residual itself.
+    These may be None: mean and the shifts, for RMSNorm, which subtracts no mean; a bias; a dropout; and residual, if
+    there are no branches and inp is the stream. The arrays must not overlap, except that inp may be residual.
     """
     (proj0, bias0, dropout0), (proj1, bias1, dropout1) = pair(branches, (None, None, None))
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
@@ -40,23 +40,23 @@ def parallel_residual_forward(
 
 
 def pair(given: list, absent=None) -> list:
-    """Two of what is given, `absent` for those that are not."""
+    """The one or two that are given, and `absent` in the place of each that is missing."""
     return [*given, absent, absent][:2]
 
 
 def parallel_residual_backward(
     dinp, dnorms, douts, inp, norms, mean, rstd, B: int, T: int, C: int, *, branches, scratch
 ) -> None:
-    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C), which is forward's residual, from douts, those of
-    the outs (B,T,C), as many of them as there are norms; for each norm, dnorms has (dweight (C), dshift (C)), which are
-    added to.
+    """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C), which is forward's residual. douts (B,T,C) are the
+    gradients of the outs, one for each norm. dnorms has (dweight (C), dshift (C)) for each norm; both are added to.
 
-    For each branch that forward added, branches has (dproj (B,T,C), dbias (C), dropout): dproj = the new dinp through
-    the dropout; without a dropout the new dinp itself is that gradient, and dproj is not set. dbias += its column sums.
+    For each branch that forward added, branches has (dproj (B,T,C), dbias (C), dropout). dproj = the new dinp through
+    the dropout. Without a dropout the new dinp itself is the gradient of proj, and dproj is not set. dbias += the
+    column sums of this gradient.
 
-    norms, mean and rstd as forward had them or left them; scratch holds (MOST_PARTIALS, S C) floats, S <= 6 the number
-    of gradients (C). None: what forward had as None, its gradient, and a dbias that is not wanted, the second where the
-    first is. The arrays must not overlap.
+    norms is forward's; mean and rstd are what it set. scratch holds (MOST_PARTIALS, S C) floats; S <= 6 is the number
+    of gradients (C). These may be None: what was None in forward, and its gradient; and a dbias that is not wanted, but
+    if the first dbias is None, the second must be, too. The arrays must not overlap.
     """
     (dproj0, dbias0, dropout0), (dproj1, dbias1, dropout1) = pair(branches, (None, None, None))
     (weight0, _), (weight1, _) = pair(norms, (None, None))
@@ -68,11 +68,11 @@ def parallel_residual_backward(
 
     width = cu.width
     vectors, row_bytes = ceil_div(C, width), 4 * width * ceil_div(C, width)
-    passes = ceil_div(C, 2048)  # over the columns, of as few whole warps as that takes
+    passes = ceil_div(C, 2048)  # over the columns; the block has as few whole warps as these take
     threads = 32 * ceil_div(vectors, 32 * passes)
-    # That share a multiprocessor: in bf16 a thread has twice as many numbers, so up to twice as many registers.
+    # So many share a multiprocessor. In bf16 a thread has twice as many numbers, so up to twice as many registers.
     blocks = 2 if threads <= 1024 // width else 1
-    room = device.shared_memory // blocks - 2048  # CUDA takes 1024 bytes of each block's, the sums of warps 544
+    room = device.shared_memory // blocks - 2048  # a block also needs 1024 bytes for CUDA and 544 for the sums of warps
     keep = room >= (S + 2) * row_bytes
     rows = max(1, min(4, (room - S * row_bytes * keep) // (2 * row_bytes)))
     groups = ceil_div(B * T, rows)
@@ -90,9 +90,9 @@ def parallel_residual_backward(
 
 
 def norm_transposed(out_T, inp, norm, mean, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = an out of parallel_residual_forward, transposed, recomputed from the residual that it left, its
-    norm (weight (C), shift (C)), mean and rstd; or out_T (B*T,C) = that out where matmul.transposes() is false. RMSNorm
-    has None for mean and shift."""
+    """out_T (C,B*T) = an out of parallel_residual_forward, transposed. It is recomputed from the residual, mean and
+    rstd that forward set, and from the norm (weight (C), shift (C)). If matmul.transposes() is false, out_T (B*T,C) =
+    the out itself. mean and shift are None for RMSNorm."""
     side = cu.block(16)
     cu.norm_transposed_kernel(
         tile_grid(cu, B * T, C),

@@ -1,15 +1,15 @@
 // RMSNorm of each head of queries and keys, and RoPE after it. Over the channels x (HS) of a head:
 //   n = x * rstd,  out = rotate(n * weight), with rstd = 1 / sqrt(mean(x^2) + eps)
-// The heads of q share one weight (HS), those of k another. Values pass as they are. rope.cu says what RoPE does.
-// Backward: dout is turned back to dy; with g = dy * weight,
+// The heads of q share one weight (HS), those of k another. Values stay as they are. rope.cu explains RoPE.
+// Backward: dy is dout, rotated back; with g = dy * weight,
 //   dx = rstd * (g - n * mean(g * n));  dweight += sum over positions and heads of dy * n
 // Memory-bound: forward reads and writes each head once. Backward reads dout and x of queries and keys, and writes dx.
 //
-// LANES lanes of a warp have a head. They read it twice, for the sum and for the result; the second time the
-// first-level cache has it. Weights are parameters and need not begin at 16 bytes.
+// LANES lanes of a warp take a head. They read it twice, for the sum and for the result; the second time it is in the
+// first-level cache. Weights are parameters, whose addresses need not be multiples of 16.
 #include "rope.cuh"
 
-// As many as a head of 128 channels has vectors: a warp in fp32, half a warp in bf16.
+// As many lanes as a head of 128 channels has vectors: a warp in fp32, half a warp in bf16.
 constexpr int LANES = WARP_SIZE > 1 ? 128 / WIDTH : 1;
 
 // The sum over the lanes of a head.
@@ -20,8 +20,8 @@ __device__ inline float head_sum(float x) {
     return x;
 }
 
-// inp and out (N,NH+2*NKV,HS), N = B*T; rstd (N,NH+NKV); table (T,HS/2,2). starts (B), which may be null: the position of
-// each sequence's first row. Block: (LANES, heads).
+// inp and out (N,NH+2*NKV,HS), N = B*T; rstd (N,NH+NKV); table (T,HS/2,2). starts (B), which may be null, has the
+// position of each sequence's first row. Block: (LANES, heads).
 extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __restrict__ out,
                                                                SETS float* __restrict__ rstd,
                                                                const floatX* __restrict__ inp,
@@ -64,9 +64,10 @@ extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __re
 }
 
 // Changes dqkv (N,NH+2*NKV,HS) in place, in its query and key heads. Block: (LANES, heads at once). LANES lanes go
-// through many heads and sum up, in shared memory, dy * n of their query heads and of their key heads; a lane reads there
-// only what it wrote itself. At the end the block's sums go to partials (gridDim.x, 2, HS): for q, for k. Shared memory:
-// two rows of HS floats, rounded up to a multiple of WIDTH, for each head at once.
+// through many heads. In shared memory they add up dy * n, of their query heads in one row and of their key heads in
+// another. Until the barrier a lane reads there only what it wrote itself. At the end the kernel writes the block's
+// sums to partials (gridDim.x, 2, HS): for q, then for k. Shared memory: two rows of HS floats, rounded up to a
+// multiple of WIDTH, for each of the heads at once.
 extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, float* __restrict__ partials,
                                                    const floatX* __restrict__ inp, const floatX* __restrict__ qweight,
                                                    const floatX* __restrict__ kweight, const float* __restrict__ rstd,

@@ -12,14 +12,15 @@ cu = device.source(__file__)
 def qk_norm_forward(
     out, rstd, inp, qweight, kweight, table, eps: float, B: int, T: int, NH: int, NKV: int, HS: int, positions=None
 ) -> None:
-    """out (B,T,NH+2*NKV,HS) = inp with its NH query and its NKV key heads normalised, each by itself, multiplied by
-    qweight (HS) or kweight (HS), and rotated; value heads are copied. inp and out must not overlap.
+    """Sets out (B,T,NH+2*NKV,HS) from inp, of the same shape: normalises each of its NH query and NKV key heads by
+    itself, multiplies it by qweight (HS) or kweight (HS), and rotates it; copies the value heads. inp and out must not
+    overlap.
 
-    rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of those heads is set too. HS is even; table is `rope_table` of HS
-    for as many positions as there are. Row t of sequence b is at position t; or at positions[b] + t where positions,
-    int32 (B,), is given.
+    Also sets rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of the query and key heads. HS is even. table is
+    `rope_table` of HS, for as many positions as there are. Row t of sequence b is at position t; or at positions[b] +
+    t, if positions, int32 (B,), is given.
     """
-    heads = cu.width  # a block, which then has 128 threads
+    heads = cu.width  # of a block, which then has 128 threads
     args = out, rstd, inp, qweight, kweight, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
     cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
 
@@ -30,7 +31,7 @@ def qk_norm_backward(
     """dqkv (B,T,NH+2*NKV,HS), the gradient of forward's out, becomes that of its inp, in place; dqweight, dkweight (HS)
     += those of the weights. The value heads of dqkv stay as they are.
 
-    inp, the weights and table are forward's, rstd is what it left; scratch holds (MOST_PARTIALS, 2 HS) floats.
+    inp, the weights and table are forward's, rstd is what it set; scratch holds (MOST_PARTIALS, 2 HS) floats.
     """
     width = cu.width
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
@@ -46,5 +47,5 @@ def qk_norm_backward(
 
 
 def lanes() -> int:
-    """How many lanes of a warp have a head: LANES of qk_norm.cu."""
+    """How many lanes of a warp take a head: LANES of qk_norm.cu."""
     return min(cu.warp_size, 128 // cu.width)

@@ -1,9 +1,9 @@
-// Sums in two stages, always in the same order, so that a run can be repeated to the last bit: blocks write partial
-// sums, a second kernel adds those up. The gradients of biases and of layernorm use this, and the gradient norm.
+// Sums in two stages, always in the same order, so that runs repeat to the last bit: blocks write partial sums, and a
+// second kernel adds these up. The gradients of biases and of norms use this, and the gradient norm does.
 #include "common.cuh"
 
-// Columns of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of inp.
-// A thread owns a vector of columns of grid column x; grid row y is the chunk of `rows` rows.
+// Column sums of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of
+// inp. A thread has a vector of columns of grid column x. Grid row y is the chunk, which has `rows` rows.
 extern "C" __global__ void column_partials_kernel(float* partials, const floatX* inp, int N, int C, int rows) {
     const int i = WIDTH * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= C) return;
@@ -20,7 +20,8 @@ extern "C" __global__ void column_partials_kernel(float* partials, const floatX*
 }
 
 // out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to six outputs (C), one for each grid row
-// y; an output may be null. Those from the S-th on get the last sum. Block: (WARP_SIZE columns, rows of threads over p).
+// y. An output may be null. If there are more than S outputs, the rest get the last sum, too. Block: (WARP_SIZE
+// columns, rows of threads over p).
 extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, float* out3, float* out4,
                                                float* out5, const float* partials, int P, int C, int S) {
     __shared__ float of_row[32][WARP_SIZE];
@@ -29,7 +30,7 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
     if (out == nullptr) return;
     const int i = blockIdx.x * WARP_SIZE + threadIdx.x;
     const bool adds = threadIdx.y == 0 && i < C;
-    const float before = adds ? out[i] : 0.0f;  // on its way while the block sums up
+    const float before = adds ? out[i] : 0.0f;  // loads while the block sums up
     float sum = 0.0f;
     if (i < C) {
 #pragma unroll 8
@@ -58,10 +59,10 @@ extern "C" __global__ void squares_partials_kernel(float* partials, const float*
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
-// One block: norm[0] = sqrt(sum of partials (P)); norm[1] = the factor that brings a gradient of this norm down to at
-// most `largest` (1 where it already is, or where largest is 0). norm[2] counts steps that were not finite: by their norm,
-// or because AdamW has set norm[3], which is 0 again. norm[1] is NaN where the norm is not finite, and without
-// skip_nonfinite also after such a step.
+// One block. norm[0] = sqrt(sum of partials (P)). norm[1] is the factor that brings a gradient of this norm down to
+// `largest`; it is 1 if the norm is not above `largest`, or if `largest` is 0. norm[2] counts steps that were not
+// finite: their norm was not, or AdamW has set norm[3], which this kernel sets back to 0. norm[1] is NaN if the norm is
+// not finite, and without skip_nonfinite also after a step that was not.
 extern "C" __global__ void norm_kernel(float* norm, const float* partials, int P, float largest, int skip_nonfinite) {
     float sum = 0.0f;
     for (int p = threadIdx.x; p < P; p += blockDim.x) sum += partials[p];

@@ -7,14 +7,15 @@ import numpy as np
 
 cu = device.source(__file__)
 
-MOST_PARTIALS = 512  # partial sums a column at most: what scratch buffers must hold
+MOST_PARTIALS = 512  # partial sums of a column at most; scratch buffers must hold as many
 SQUARES = 1024       # partial sums of a norm at most
 
 
 def rows_per_chunk(N: int, multiple: int) -> int:
     """Rows that one block adds up when N rows are shared out among at most 256 chunks: a multiple of `multiple`.
 
-    On an H200 512 chunks of 4096 rows took 15% longer, and 64 5%: too many partial sums, too few blocks.
+    For 4096 rows, an H200 took 15% longer with 512 chunks, which make too many partial sums, and 5% longer with 64,
+    which make too few blocks.
     """
     return multiple * ceil_div(N, multiple * 256)
 
@@ -22,21 +23,21 @@ def rows_per_chunk(N: int, multiple: int) -> int:
 def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> None:
     """outs[s] (C) += the sum over p of partials[p, s], for partials (P, S, C), S = len(outs) by default.
 
-    There are one to six outs; one that is None is left out. With more than S outs, the last sum is added to all those
-    that remain.
+    There are one to six outs. One that is None is left out. If there are more than S outs, each of the rest gets the
+    last sum.
     """
     warp = cu.warp_size
     padded = (*outs, *[None] * 5)[:6]
     cu.add_partials_kernel(
         (ceil_div(C, warp), len(outs)),
-        (warp, cu.block(1024) // cu.block(warp)),  # on an H200 512 threads took 32% longer: less in flight
+        (warp, cu.block(1024) // cu.block(warp)),  # on an H200 512 threads took 32% longer: fewer loads in flight
         (*padded, partials, P, C, S or len(outs)),
     )
 
 
 def column_sum(out, scratch, inp, N: int, C: int) -> None:
     """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
-    if N <= MOST_PARTIALS and device.floatX != device.BF16:  # so few rows are partial sums themselves
+    if N <= MOST_PARTIALS and device.floatX != device.BF16:  # so few rows serve as partial sums
         add_partials([out], inp, N, C)
         return
     # On an H200 128 and 256 threads take as long, 32 7% longer.
@@ -47,18 +48,18 @@ def column_sum(out, scratch, inp, N: int, C: int) -> None:
 
 
 def global_norm(norm, scratch, arrays: list, largest: float, skip_nonfinite: bool) -> None:
-    """norm[0] = the Euclidean norm of all floats in some flat arrays; norm[1] = min(1, largest / norm[0]), or 1 if
-    largest is 0; norm[2] += 1 where norm[0] is not finite, and += 1 where norm[3] is not 0, which it then is.
+    """norm[0] = the Euclidean norm of all floats in some flat arrays. norm[1] = min(1, largest / norm[0]), or 1 if
+    largest is 0. norm[2] += 1 if norm[0] is not finite, and += 1 if norm[3] is not 0; then norm[3] = 0.
 
-    norm[1] is NaN where norm[0] is not finite; without skip_nonfinite also as long as norm[2] is not 0. norm (4) is a
+    norm[1] is NaN if norm[0] is not finite; without skip_nonfinite also as long as norm[2] is not 0. norm (4) is a
     device array; scratch holds at least SQUARES floats.
     """
     norm_of_squares(norm, scratch, sum_squares(scratch, arrays), largest, skip_nonfinite)
 
 
 def sum_squares(scratch, arrays: list) -> int:
-    """Sets the first floats of scratch, which holds at least SQUARES, to sums that together are the sum of the squares
-    of all floats in some flat arrays. Returns how many."""
+    """Sets the first floats of scratch, which holds at least SQUARES floats, to partial sums of the squares of all
+    floats in some flat arrays. Returns how many partial sums there are."""
     block, partials, used = cu.block(512), scratch.reshape(-1), 0  # on an H200 256 take as long, 128 19% longer
     for x in arrays:
         blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, cu.floats * block)))

@@ -1,6 +1,6 @@
 // RMSNorm: out = n * weight with n = x * rstd, over the last axis of x (N, C), N = B*T;
-// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. The residual connection in front of it is
-// added in the same kernel.
+// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. The same kernel adds the residual connection
+// in front.
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - n * mean(g * n));  dweight += sum_rows(dout * n)
 // Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory;
@@ -10,13 +10,14 @@
 // `__restrict__` tells the compiler that no array overlaps another, so that it may move loads ahead of stores.
 #include "common.cuh"
 
-// The sum over a row, which has a warp to itself or the whole block.
+// The sum over a row, which one warp has, or the whole block.
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
-// The block has one warp a row, (WARP_SIZE, rows), or several for a single long row, (warps * WARP_SIZE, 1). A thread
-// has loads of 32 numbers in flight. Shared memory: C floats, rounded up to a multiple of WIDTH, for each row; a thread
-// reads only what it wrote itself. x = inp1, or with ADD: x = residual = inp1 + inp2. rstd and out are of the stored x,
-// which bf16 has rounded, because backward reads that. The weight is a parameter and need not begin at 16 bytes.
+// The block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with several warps for one long
+// row. A thread has loads of 32 numbers in flight. Shared memory: C floats, rounded up to a multiple of WIDTH, for each
+// row; a thread reads only what it wrote itself. x = inp1, or with ADD x = residual = inp1 + inp2. rstd and out are
+// computed from x as it is stored, rounded in bf16, because backward reads the stored x. The weight is a parameter,
+// whose address need not be a multiple of 16.
 template <bool ADD>
 __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __restrict__ out, float* __restrict__ rstd,
                                     const floatX* __restrict__ inp1, const floatX* __restrict__ inp2,
@@ -29,7 +30,7 @@ __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __res
     const size_t start = (size_t)n * C;
     float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
 
-    // Where text is written, rows are few, and no other block has loaded the weight.
+    // For a model that writes text, rows are few, and no other block has loaded the weight.
     for (int i = WIDTH * threadIdx.x; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i);
     grid_dependency_synchronize();
 
@@ -86,11 +87,11 @@ extern "C" __global__ void PROGRAMMATIC fused_residual_rmsnorm_forward_kernel(fl
     forward_rows<true>(residual, out, rstd, inp1, inp2, weight, eps, N, C);
 }
 
-// A block takes `rows` rows at once, then advances by gridDim.x * rows. Its threads share the columns among them,
-// by vectors. A thread leaves what it read of dout and x in shared memory while the block sums up g * x of each row,
-// and then finishes the same columns. dinp (N,C) is added to; the columns' sums of dout * n go to partials
-// (gridDim.x, C). Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH. At most MOST_ROWS rows.
-// In bf16 a thread has twice as many numbers, and blocks have half as many threads.
+// A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of
+// columns. It leaves its dout and x in shared memory while the block sums up g * x of each row, and then finishes the
+// same columns. The kernel adds to dinp (N,C). It writes the columns' sums of dout * n to partials (gridDim.x, C).
+// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH. In bf16 a thread has twice as many
+// numbers, and blocks have half as many threads.
 constexpr int MOST_ROWS = 4, MOST_THREADS = 1024 / WIDTH;
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 3)

@@ -14,7 +14,7 @@ FEW_ROWS = 16
 
 
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
-    """out (B,T,C) = inp * rstd * weight, each row by itself; rstd (B,T) = 1 / sqrt(mean(inp^2) + eps) is set too."""
+    """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
     grid, block, shared_mem = row_launch(B * T, C)
     args = out, rstd, inp, weight, np.float32(eps), B * T, C
     cu.rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
@@ -23,9 +23,9 @@ def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) 
 def fused_residual_rmsnorm_forward(
     residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int, *, dropout: Dropout | None = None
 ) -> None:
-    """residual (B,T,C) = inp1 + dropout(inp2), then out and rstd = rmsnorm of what is stored. The arrays must not
-    overlap."""
-    if dropout:  # one branch of the two that a parallel residual takes
+    """residual (B,T,C) = inp1 + dropout(inp2). Then out and rstd = rmsnorm of residual as it is stored. The arrays must
+    not overlap."""
+    if dropout:  # a parallel residual with a single branch
         parallel_residual_forward(
             residual, [out], None, rstd, inp1, [(weight, None)], eps, B, T, C, branches=[(inp2, None, dropout)]
         )
@@ -36,9 +36,10 @@ def fused_residual_rmsnorm_forward(
 
 
 def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
-    """Grid, block and bytes of shared memory for the forward kernels: four rows a block and a warp for each, or where
-    rows are long, a block for each whose threads have sixteen channels. (In fp32 two rows a block took 6% longer on an
-    H200 at C 768, one 19%.) Few rows, where text is written, get as many threads as have work."""
+    """Grid, block and bytes of shared memory for the forward kernels. A block has four rows, and a warp for each. If
+    rows are long, a block has one row, and a thread 16 channels. (With two rows a block, an H200 took 6% longer at C
+    768 in fp32; with one row 19%.) If rows are few, as when a model writes text, each gets as many threads as have
+    work."""
     width = cu.width
     if N <= FEW_ROWS:
         rows, threads = 1, cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
@@ -53,9 +54,9 @@ def rmsnorm_backward(
 ) -> None:  # fmt: skip
     """dinp (B,T,C) += the gradient of the rmsnorm's input; dweight (C) += that of its weight.
 
-    The projection that was added in front has the new dinp as its gradient; with `dropout` behind it, dinp2 (B,T,C) =
-    the new dinp through that dropout. dout (B,T,C) is the gradient of the output, inp the input, rstd what forward
-    left; scratch holds (MOST_PARTIALS, C) floats.
+    The new dinp is also the gradient of the projection that forward added in front. If `dropout` followed the
+    projection, dinp2 (B,T,C) = the new dinp through that dropout, and this is its gradient. dout (B,T,C) is the
+    gradient of the output, inp the input, rstd what forward set; scratch holds (MOST_PARTIALS, C) floats.
     """
     if dropout:
         parallel_residual_backward(
@@ -65,9 +66,9 @@ def rmsnorm_backward(
         return
     width = cu.width
     vectors, row_bytes = ceil_div(C, width), 2 * 4 * width * ceil_div(C, width)
-    passes = ceil_div(C, 1024)  # over the columns, of as few whole warps as that takes
+    passes = ceil_div(C, 1024)  # over the columns; the block has as few whole warps as these take
     block = cu.block(32 * ceil_div(vectors, 32 * passes))
-    # Three blocks share a multiprocessor. In fp32 on an H200 two rows at once took 7% longer, one 36%.
+    # Three blocks share a multiprocessor. In fp32 an H200 took 7% longer with two rows at once, 36% with one.
     rows = max(1, min(4, (device.shared_memory // 3 - 1024) // row_bytes))
     chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors, MOST_PARTIALS)
     cu.rmsnorm_backward_kernel(
@@ -80,6 +81,6 @@ def rmsnorm_backward(
 
 
 def rmsnorm_transposed(out_T, inp, weight, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = the output of rmsnorm_forward, transposed, recomputed from its input and the rstd it left; or
-    out_T (B*T,C) = that output where matmul.transposes() is false."""
+    """out_T (C,B*T) = the transposed output of rmsnorm_forward, recomputed from its input, and from the rstd that it
+    set. If matmul.transposes() is false, out_T (B*T,C) = the output itself."""
     norm_transposed(out_T, inp, (weight, None), None, rstd, B, T, C)

@@ -1,20 +1,20 @@
-// Rotary position embedding (Su et al. 2021): in the first R channels of a head (HS), all of them or a part, channels 2i
-// and 2i+1 are a pair, which is rotated by the angle a = position * frequency_i:
+// Rotary position embedding (Su et al. 2021) for the first R channels of a head (HS), all of them or a part. Channels
+// 2i and 2i+1 are a pair. It is rotated by the angle a = position * frequency_i:
 //   out[2i] = x[2i] * cos a - x[2i+1] * sin a;  out[2i+1] = x[2i] * sin a + x[2i+1] * cos a
-// Queries and keys are rotated, values are not; the position enters q . k only as the distance between the two. These
-// pairs are Meta's; Hugging Face pairs i with i + R/2, and its weights are reordered when they are read.
+// Queries and keys are rotated, values are not. So q . k depends on the distance of the two positions only. These pairs
+// are Meta's. Hugging Face pairs i with i + R/2, so we reorder its weights when we read them.
 // Backward: a rotation by -a, as the gradient of a rotation is its inverse.
-// Memory-bound: reads and writes those channels of queries and keys once. Cosines and sines come from a table (T, R/2, 2):
-// a row of it is as long as what is rotated of a head, and all heads of a position use the same row.
+// Memory-bound: reads and writes these channels of queries and keys once. Cosines and sines come from a table (T, R/2,
+// 2). A row of it has R numbers, and all heads of a position use the same row.
 #include "rope.cuh"
 
-// Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even; direction is 1, or
-// -1 for backward. starts (B), which may be null: the position of each sequence's first row. Block (t, b): one row; its
-// threads: (channels by vectors, heads).
+// Changes qkv (B,T,all_heads,HS) in place, in the first `heads` heads of each position. R is even. direction is 1, or
+// -1 for backward. starts (B), which may be null, has the position of each sequence's first row. Block (t, b) takes one
+// row. Its threads are (vectors of channels, heads).
 extern "C" __global__ void PROGRAMMATIC rope_kernel(floatX* __restrict__ qkv, const float* __restrict__ table,
                                                     const int* __restrict__ starts, float direction, int heads,
                                                     int all_heads, int HS, int R) {
-    constexpr int AT_ONCE = 16 / WIDTH;  // heads of a thread that are loaded before the first is stored
+    constexpr int AT_ONCE = 16 / WIDTH;  // heads that a thread loads before it stores the first
     trigger_programmatic_launch();
     grid_dependency_synchronize();
     const size_t n = (size_t)blockIdx.y * gridDim.x + blockIdx.x;

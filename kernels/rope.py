@@ -7,8 +7,8 @@ import numpy as np
 
 cu = device.source(__file__)
 
-# Llama 3.1's scaling of the frequencies, for contexts longer than the model was first trained on, which for Llama 3 is
-# ORIGINAL_LENGTH.
+# Llama 3.1's scaling of the frequencies, for contexts that are longer than the model's first ones. For Llama 3 those
+# had ORIGINAL_LENGTH tokens.
 LOW, HIGH, ORIGINAL_LENGTH = 1.0, 4.0, 8192
 
 
@@ -18,8 +18,8 @@ def rope_table(
     """fp32 (T, R/2, 2): cosine and sine of position * frequency_i, with frequency_i = theta^(-2i/R). R is the number of
     channels of a head that are rotated.
 
-    With a scaling_factor, frequencies of fewer than LOW turns in original_length positions are divided by it, those of
-    more than HIGH turns are kept, and between the two there is a linear transition.
+    A scaling_factor divides the frequencies that make fewer than LOW turns in original_length positions. Those that
+    make more than HIGH turns stay, and between the two there is a linear transition.
     """
     frequencies = theta ** (-np.arange(0, R, 2) / R)
     if scaling_factor is not None:
@@ -33,10 +33,11 @@ def rope_table(
 def rope_forward(
     qkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: int | None = None, positions=None
 ) -> None:
-    """Rotates, in place, the NH query and the NKV key heads of qkv (B,T,NH+2*NKV,HS); value heads are untouched.
+    """Rotates, in place, the NH query and the NKV key heads of qkv (B,T,NH+2*NKV,HS). The value heads stay as they are.
 
-    Of each head the first R channels are rotated, by default all HS. table is `rope_table` of R for as many positions
-    as there are. Row t of sequence b is at position t; or at positions[b] + t where positions, int32 (B,), is given.
+    R: how many channels of each head are rotated, the first ones; by default all HS. table is `rope_table` of R, for as
+    many positions as there are. Row t of sequence b is at position t; or at positions[b] + t, if positions, int32 (B,),
+    is given.
     """
     launch(qkv, table, positions, 1.0, B, T, NH, NKV, HS, R or HS)
 
@@ -47,7 +48,7 @@ def rope_backward(dqkv, table, B: int, T: int, NH: int, NKV: int, HS: int, R: in
 
 
 def launch(qkv, table, positions, direction: float, B: int, T: int, NH: int, NKV: int, HS: int, R: int) -> None:
-    """Launch the kernel that forward and backward share, in blocks of some 64 threads: each has several heads."""
+    """Launches the kernel that forward and backward share, in blocks of some 64 threads. A thread has several heads."""
     vectors = min(64, ceil_div(R, cu.width))
     args = qkv, table, positions, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R
     cu.rope_kernel((T, B), (vectors, 64 // vectors), args)

@@ -1,10 +1,16 @@
 // Draws each sequence's next token from softmax(logits / temperature), on the device, so that the next step can begin
-// before the host has seen the token. The generator is xorshift64* (llmc/sampler.py): a state becomes a coin in [0, 1).
-// The token is the first whose cumulative weight, w = exp((x - max) / temperature), is above the coin times their sum.
-// Drawn are only tokens whose logit is at least a threshold, so that those that tie with it stay in:
-//   top_k: the k-th largest;  top_p: the largest with at least a share top_p of the weights at or above it
-// A threshold is found bit by bit: the bits of floats, those of negative ones flipped, are in the order of the floats.
-// Temperature 0 takes the largest logit. One block a sequence; sums are of doubles, in a fixed order.
+// before the host has seen the token. The generator, xorshift64* (llmc/sampler.py), makes a coin in [0, 1) from its
+// state. A token with logit x has the weight w = exp((x - max) / temperature). The kernel draws the first token whose
+// cumulative weight is above the coin times the sum of all weights. One block takes a sequence. Sums are doubles, added
+// in a fixed order. Temperature 0 takes the largest logit.
+//
+// top_k and top_p set a threshold: tokens whose logit is below it have no weight. Tokens that tie with it stay in.
+//   top_k: the threshold is the k-th largest logit
+//   top_p: the threshold is the largest logit such that the logits at or above it have a share top_p of the weights, or
+//     more; if top_k has left out tokens, it is a share of the weights that remain
+// The kernel finds a threshold bit by bit, from the highest bit of its rank to the lowest. The rank of a float is its
+// bits as an integer, after all bits of a negative float and the sign bit of a positive one have been flipped. So ranks
+// are in the order of the floats.
 #include "common.cuh"
 
 __device__ inline double warp_sum_double(double x) {
@@ -12,11 +18,11 @@ __device__ inline double warp_sum_double(double x) {
     return x;
 }
 
-// As block_sum of common.cuh. What each warp has stays in of_warp.
+// Like block_sum of common.cuh. Each warp's sum stays in of_warp.
 __device__ inline double block_sum_double(double x, double* of_warp) {
     const int warps = blockDim.x / WARP_SIZE;
     const double warp_total = warp_sum_double(x);
-    __syncthreads();  // of_warp is no longer read
+    __syncthreads();  // no thread reads the old of_warp any more
     if (threadIdx.x % WARP_SIZE == 0) of_warp[threadIdx.x / WARP_SIZE] = warp_total;
     __syncthreads();
     double total = 0.0;
@@ -24,14 +30,14 @@ __device__ inline double block_sum_double(double x, double* of_warp) {
     return total;
 }
 
-// The float whose bits, in the order of floats, are number `rank`; the lowest for what is below all floats.
+// The float with this rank; -INFINITY for ranks below those of all floats.
 __device__ inline float float_of_rank(unsigned rank) {
     if (rank <= 0x007fffffu) return -INFINITY;
     return __uint_as_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank);
 }
 
-// logits (B,Vp): the first V of a row count. tokens (B) are set. positions (B) go up by one, to context - 1 at most.
-// states (B) of the generators go on. Block: one-dimensional, at most 32 warps.
+// Draws from the first V logits of each row of logits (B,Vp). Sets tokens (B). Adds 1 to positions (B), which stay
+// below `context`. Advances the generators' states (B). Block: one-dimensional, at most 32 warps.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V,
                            int Vp, float temperature, int top_k, float top_p, int context) {
@@ -62,7 +68,7 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         states[blockIdx.x] = state;
     };
 
-    float own = -INFINITY, first = V;  // the thread's largest and where it is first; below 2^24, so exact
+    float own = -INFINITY, first = V;  // the thread's largest logit and its first index, exact below 2^24
     for_each([&](float x, int i) {
         if (x > own || (x == own && first == V)) own = x, first = i;
     });
@@ -75,7 +81,7 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
 
     float threshold = -INFINITY;
     auto weight = [&](float x) { return x >= threshold ? expf((x - largest) / temperature) : 0.0f; };
-    auto highest_rank = [&](auto enough) {  // that has enough at or above it
+    auto highest_rank = [&](auto enough) {  // the highest rank for which `enough` is true
         unsigned rank = 0;
         for (unsigned bit = 0x80000000u; bit > 0; bit /= 2) rank |= enough(float_of_rank(rank | bit)) ? bit : 0u;
         return rank;
@@ -99,8 +105,10 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
         })));
     }
 
-    // A warp has consecutive logits. The first warp at whose end the cumulative weight is above the target walks through
-    // its own, WIDTH * WARP_SIZE at a time, then through a step's lanes, and the lane through its WIDTH.
+    // The target is the coin times the sum of all weights. The walk to it gets finer. Each warp has `span` consecutive
+    // logits, and the warp at whose end the cumulative weight first exceeds the target goes on alone. It takes its
+    // logits in steps of WIDTH * WARP_SIZE and finds the step. Then it finds the lane in this step. The lane finds its
+    // token.
     const int step = WIDTH * WARP_SIZE, span = ceil_div(ceil_div(V, warps), step) * step;
     const int start = warp * span, end = min(start + span, V);
     auto weights_at = [&](int i, Vec& w) {
@@ -120,7 +128,7 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
 #pragma unroll 4
     for (int i = start + WIDTH * lane; i < end; i += step) sum_of_thread += weights_at(i, w);
     const double target = coin * block_sum_double(sum_of_thread, of_warp);
-    // The first to exceed the target. Should rounding leave none, it is the last that has a weight.
+    // The first warp that exceeds the target. If rounding leaves none, it is the last warp that has a weight.
     int chosen = 0;
     double before = 0.0, sum_before = 0.0;
     for (int v = 0; v < warps; v++) {
@@ -130,11 +138,11 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
     }
     if (warp != chosen) return;
 
-    constexpr int AT_ONCE = 4;  // steps whose sums are made before the first is looked at
+    constexpr int AT_ONCE = 4;  // steps that are summed before the first sum is used
     int at = start;
     sum_before = before;
     for (int i = start; i < end && !(sum_before > target); i += AT_ONCE * step) {
-        double sums[AT_ONCE];  // 0 behind the end
+        double sums[AT_ONCE];  // 0 for steps behind the end
 #pragma unroll
         for (int b = 0; b < AT_ONCE; b++) sums[b] = weights_at(i + b * step + WIDTH * lane, w);
 #pragma unroll

@@ -2,12 +2,12 @@
 // first C columns of a row are up, the last C are gate. There is no bias.
 // Backward: with s = sigmoid(gate),
 //   dup = dout * gate * s;  dgate = dout * up * s * (1 + gate * (1 - s))
-// Memory-bound: forward reads 2 N*C numbers and writes N*C; backward reads 3 N*C and writes 3 N*C, a third of them out
-// for the weight gradient of the next product, so forward's output need not be kept. In fp32 that is transposed
+// Memory-bound: forward reads 2 N*C numbers and writes N*C. Backward reads 3 N*C and writes 3 N*C. A third of these are
+// out, for the weight gradient of the next product, so forward's output need not be kept. In fp32 it is transposed
 // (Tile::fill).
 #include "common.cuh"
 
-// Far below 0 the exponential is infinite and the sigmoid 0; far above 0 they are 0 and 1.
+// If x is far below 0, the exponential is infinite and the sigmoid 0. If it is far above 0, they are 0 and 1.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // Block x: a row; thread: a vector of columns of grid column y.
@@ -26,7 +26,7 @@ extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict
     });
 }
 
-// A block takes one tile of out. dinp (N,2C) and out_T (C,N) are set, or out_T (N,C) where it is not transposed.
+// A block takes one tile of out. Sets dinp (N,2C) and out_T (C,N), or out_T (N,C) if it is not transposed.
 extern "C" __global__ void swiglu_backward_kernel(SETS floatX* __restrict__ dinp, SETS floatX* __restrict__ out_T,
                                                   const floatX* __restrict__ dout, const floatX* __restrict__ inp,
                                                   int N, int C) {

@@ -8,16 +8,16 @@ cu = device.source(__file__)
 
 
 def swiglu_forward(out, inp, N: int, C: int) -> None:
-    """out (N,C) = silu(gate) * up; a row of inp (N,2C) is C numbers of up, then C of gate."""
+    """out (N,C) = silu(gate) * up. A row of inp (N,2C) has C numbers of up, then C of gate."""
     block = cu.threads(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
     cu.swiglu_forward_kernel((N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
 
 
 def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
-    """dinp (N,2C) is set to the gradient of inp (N,2C), from dout (N,C), that of the output.
+    """Sets dinp (N,2C) to the gradient of inp (N,2C), from dout (N,C), the gradient of the output.
 
-    out_T (C,N) is set to the output of swiglu_forward, recomputed and transposed, or out_T (N,C) to that output where
-    matmul.transposes() is false. The arrays must not overlap.
+    Sets out_T (C,N) to the output of swiglu_forward, recomputed and transposed; or if matmul.transposes() is false,
+    sets out_T (N,C) to this output as it is. The arrays must not overlap.
     """
     side, grid = cu.block(16), tile_grid(cu, N, C)
     cu.swiglu_backward_kernel(grid, (side, side), (dinp, out_T, dout, inp, N, C))

@@ -14,7 +14,7 @@ from llmc.tensors import Config
 
 # The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
 
-LARGEST = 2**63 - 1  # of what is counted: NumPy, files and operating systems count no further
+LARGEST = 2**63 - 1  # of counts: NumPy, files and operating systems count no further
 LARGEST_FP32 = 3.4e38
 
 
@@ -35,7 +35,7 @@ def number(text: str) -> float:
 
 
 def limited(kind: Callable[[str], float], *limits: tuple[Callable[[float], bool], str]) -> Callable[[str], float]:
-    """A type of flag: a number of a kind that keeps within each of the limits, which say what it must do."""
+    """A type of flag: a number of this kind that passes each of the limits. A limit is a test, and what it asks for."""
 
     def check(text: str) -> float:
         value = kind(text)
@@ -49,7 +49,7 @@ def limited(kind: Callable[[str], float], *limits: tuple[Callable[[float], bool]
 
 NOT_NEGATIVE = (lambda n: n >= 0), "be 0 or more"
 COUNTABLE = (lambda n: n <= LARGEST), f"be at most {LARGEST}"
-seed = limited(whole_number, NOT_NEGATIVE)  # however large
+seed = limited(whole_number, NOT_NEGATIVE)  # as large as one likes
 natural = limited(whole_number, NOT_NEGATIVE, COUNTABLE)
 positive = limited(whole_number, ((lambda n: n >= 1), "be at least 1"), COUNTABLE)
 non_negative = limited(
@@ -68,7 +68,7 @@ def on_off(text: str) -> bool:
 
 
 def llmc_precision(text: str) -> str:
-    """llm.c's 0 or 1, as --precision has it."""
+    """llm.c's 0 or 1, as a value of --precision."""
     return "tf32" if on_off(text) else "fp32"
 
 
@@ -109,8 +109,8 @@ def add_device_arguments(parser, precision: str = "tf32") -> None:
 
 
 def make_parser(config: type[Config], script: str = "", precision: str = "tf32") -> argparse.ArgumentParser:
-    """The flags of the program that trains models of these sizes, in groups: their own script, or another one, whose
-    precision is another by default."""
+    """The flags of the program that trains models of these sizes, in groups. The program is the model's own script, or
+    another one with another default precision."""
     script = script or config.SCRIPT
     preset, description = next(iter(config.PRESETS.items()))
     names = ", ".join(config.PRESETS)
@@ -135,7 +135,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
             else:
                 options |= {"type": kind, "metavar": metavar}
             if kind is on_off:
-                options |= {"nargs": "?", "const": True}  # the flag alone is a yes
+                options |= {"nargs": "?", "const": True}  # the flag alone means yes
             section.add_argument(*names, **options)
 
     group(
@@ -195,16 +195,16 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
 def parse_arguments(
     config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
 ) -> argparse.Namespace:
-    """The flags of the program that trains models of these sizes (`make_parser`). `given` are the names of those that
-    were given. Opens nothing and changes nothing. Exits with code 2 for a wrong flag; raises UserError for a model's
-    description that is none, and for checkpoints that are asked for without a place (settings.py checks what depends on
-    more)."""
+    """The flags of the program that trains models of these sizes (`make_parser`). `given` has the names of those that
+    the user gave. Opens nothing and changes nothing. Exits with code 2 for a wrong flag. Raises UserError for a wrong
+    description of a model, and for a flag about checkpoints without a place for them. (settings.py checks what depends
+    on more than the flags.)"""
     parser = make_parser(config, script, precision)
     args = parser.parse_args(arguments)
     unset = object()
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
     args.given = frozenset(name for name, value in vars(given).items() if value is not unset)
-    config.described(args.model)  # says what is wrong with a description before anything takes time
+    config.described(args.model)  # refuses a wrong description before anything takes time
     if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
         raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
     return args

@@ -1,7 +1,7 @@
 """Causal self-attention as a layer of a model: its kinds, the tensors that each needs, and the choice among them.
 
-softmax and relu make (T, T) matrices (attention.py); flash is softmax without them, in TF32 or bf16
-(flash_attention.py). A model that writes text keeps keys and values in a cache, whatever the kind
+softmax and relu make (T, T) matrices (attention.py). flash is softmax without them, in TF32 or bf16
+(flash_attention.py). With every kind, a model that writes text keeps keys and values in a cache
 (cached_attention.py).
 """
 
@@ -18,9 +18,9 @@ from kernels.flash_attention import HEAD_SIZES, flash_attention_backward, flash_
 if TYPE_CHECKING:
     from llmc.model import Model
 
-# These rows follow those of a model's own ACTIVATIONS and ACTIVATION_GRADIENTS. The model's have `atty` (L,B,T,Q), the
-# heads' outputs side by side. Q = NH HS, which is C where the heads divide the channels among them. A model that
-# recomputes qkv for backward has a row for it, too: (B,T,QKV).
+# These rows follow those of a model's own ACTIVATIONS and ACTIVATION_GRADIENTS. The model's own table has `atty`
+# (L,B,T,Q), the heads' outputs side by side. Q = NH HS. This is C if the heads divide the channels among them. A model
+# that recomputes qkv for backward has a row for it, too: (B,T,QKV).
 
 FLASH_ACTIVATIONS = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
@@ -29,7 +29,7 @@ FLASH_ACTIVATIONS = (
 
 FLASH_GRADIENTS = (
     ("dsum",        ("B", "NH", "T"), "fp32"),       # of datty * atty over a head's channels
-    ("dkv_heads",   ("B", "T", "2Q"), "fp32"),       # where query heads share keys: each one's share of dk and dv
+    ("dkv_heads",   ("B", "T", "2Q"), "fp32"),       # each query head's share of dk and dv, if heads share keys
 )  # fmt: skip
 
 MATRIX_ACTIVATIONS = (
@@ -45,25 +45,26 @@ MATRIX_GRADIENTS = (
     ("datt",        ("B", "NH", "T", "T")),
 )  # fmt: skip
 
-# These stand in front of a model's ACTIVATIONS where it writes text (Model.acts). `context` is the T of the model, so
-# that they stay where they are whatever the T of a batch; S is the number of splits of a single query's keys, or 0.
+# When a model writes text, these rows come before its ACTIVATIONS (Model.acts). `context` is the T of the model, so the
+# cache keeps its place for any T of a batch. S is the number of splits of a single query's keys, or 0.
 CACHE = (
     ("keys",        ("layers", "B", "NKV", "context", "HS")),
     ("values",      ("layers", "B", "NKV", "context", "HS")),
 )  # fmt: skip
 
-# And these behind them.
+# And these rows come behind them.
 CACHED_ACTIVATIONS = (
     ("qkv",         ("B", "T", "QKV")),
     ("parts",       ("B", "T", "NH", "S", "HS"), "fp32"),  # sums over the keys of a split
     ("stats",       ("B", "T", "NH", "2S"), "fp32"),       # and their largest scores and sums of exponentials
-    ("last",        ("B", "C")),                           # the row of each sequence whose logits are wanted
+    ("last",        ("B", "C")),                           # of each sequence, the row whose logits we need
 )  # fmt: skip
 
 
 def choose_attention(kind: str, HS: int) -> str:
-    """What -a `kind` stands for in a model with heads of HS channels: "auto" is flash attention if it has kernels for
-    them and products are in TF32 or bf16 on a GPU, else softmax. Raises UserError for a choice that cannot be had."""
+    """The attention that -a `kind` means for a model with heads of HS channels. "auto" is flash attention if it has
+    kernels for such heads, and products are in TF32 or bf16 on a GPU; else softmax. Raises UserError for a kind that
+    cannot run."""
     if kind == "flash" and HS not in HEAD_SIZES:
         raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {HS}: use -a softmax")
     if kind == "flash" and device.kind == "cuda" and device.precision == "fp32":
@@ -84,15 +85,15 @@ TABLES = {
 
 
 def attention_input(model: Model, l: int, B: int, T: int):
-    """Where layer l's attention takes its queries, keys and values from, (B,T,QKV): kept for backward where the tables
-    have one for each layer, or scratch."""
+    """The array (B,T,QKV) from which layer l's attention takes its queries, keys and values. If the table has one for
+    each layer, they stay for backward; else they are scratch."""
     acts = model.acts(B, T)
     return getattr(acts.layer[l], "qkv", acts.qkv)
 
 
 def causal_attention_forward(model: Model, l: int, B: int, T: int) -> None:
-    """Sets layer l's atty (B,T,Q) to the attention of its attention_input, and what backward needs beside it. From a
-    position on, queries also see the keys and values of the layer's cache, to which the new ones are added."""
+    """Sets layer l's atty (B,T,Q) to the attention of its attention_input, and also what backward needs. When the model
+    writes text, queries also see the keys and values in the layer's cache, and the new ones are added to it."""
     acts, NH, NKV, HS = model.acts(B, T), model.config.num_heads, model.config.kv_heads, model.config.head_size
     a, qkv = acts.layer[l], attention_input(model, l, B, T)
     if model.positions is not None:
@@ -108,7 +109,8 @@ def causal_attention_forward(model: Model, l: int, B: int, T: int) -> None:
 
 
 def causal_attention_backward(dqkv, datty, model: Model, l: int, B: int, T: int) -> None:
-    """dqkv (B,T,QKV) is set to the gradient of layer l's attention_input, from datty (B,T,Q), that of its atty."""
+    """Sets dqkv (B,T,QKV) to the gradient of layer l's attention_input, from datty (B,T,Q), the gradient of its
+    atty."""
     acts, gacts, config = model.acts(B, T), model.grads_acts, model.config
     a, NH, NKV, HS = acts.layer[l], config.num_heads, config.kv_heads, config.head_size
     if model.attention == "flash":

@@ -1,4 +1,4 @@
-"""Batches on their way to the device and losses on their way back, and what is found out with them."""
+"""Batches on their way to the device, losses on their way back, and the figures that come from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import numpy as np
 class Batches:
     """Carries batches to the device and their losses back, while the device still works on earlier ones.
 
-    A step has `count` batches on each rank, step_tokens tokens on all of them together: of the data, in its order, the
-    first batch is rank 0's first, the next rank 1's first, and so on. The page-locked arrays exist twice, for two steps
-    in flight: one may be filled again when the losses of the step before last have been read.
+    A step has `count` batches on each rank, and step_tokens tokens on all ranks together. In the order of the data, the
+    first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays exist twice, for two
+    steps in flight. A step may fill its array after the losses of the step before the last have been read.
 
     started: when the first batch of the last step was sent (time.perf_counter).
 
-    Raises UserError where a step has more batches than the host has memory for.
+    Raises UserError if a step has more batches than the host has memory for.
     """
 
     def __init__(self, model: Model, loader: DataLoader | EvalLoader, count: int = 1):
@@ -48,8 +48,8 @@ class Batches:
         return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.model.B, self.model.T)
 
     def send(self, step: int, i: int) -> None:
-        """Sends this rank's batch i of a step to model.batch. Two batches are in flight at most, so that a step ends
-        soon after it is told to."""
+        """Sends this rank's batch i of a step to model.batch. At most two batches are in flight, so that a step ends
+        soon after a request to stop."""
         if i == 0:
             self.started = time.perf_counter()
             self.ends.clear()
@@ -67,7 +67,7 @@ class Batches:
         device.copy_in(self.model.batch, batch)
 
     def fetch_losses(self, step: int, i: int) -> None:
-        """Starts the copy of the losses that the model has for batch i of a step."""
+        """Starts to copy the model's losses of batch i of a step to the host."""
         device.copy_out(self.losses[step % 2, i], self.model.acts(self.model.B, self.model.T).losses)
         if self.count > 2:
             self.ends.append(device.event())
@@ -87,8 +87,8 @@ class Batches:
         return self.losses[0, 0]
 
     def each(self, num_batches: int, work: Callable[[], object], stopped: Callable[[], bool]) -> list | None:
-        """What work returns, once for each of the loader's first batches, which the ranks share out among themselves;
-        None where `stopped` before they are through."""
+        """Calls work once for each of the loader's first num_batches batches, which the ranks share out among
+        themselves. Returns a list of what it returned; None if `stopped` before the end."""
         self.loader.reset()
         own = []
         for i in range(num_batches):
@@ -110,8 +110,8 @@ def validate(
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[float, float | None] | None:
     """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
-    (`bits_per_byte`), where text_bytes (V,) says how many bytes of text each token stands for; without it None. Not a
-    pair but None where `stopped` before they are through."""
+    (`bits_per_byte`). text_bytes (V,) says how many bytes of text each token stands for; without it the second is None.
+    Returns None in place of the pair if `stopped` before the end."""
     def work() -> list:
         loss = float(batches.run(forward_loss).mean(dtype=np.float64))
         return [loss, 0 if text_bytes is None else int(text_bytes[batches.tokens(0, 0)[1]].sum())]
@@ -125,12 +125,12 @@ def validate(
 
 
 def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
-    """What a mean loss, in nats a token, over num_tokens targets amounts to for each of the num_bytes bytes of text
-    that these targets stand for: all their losses, in bits, over all their bytes. None where they stand for no text.
+    """Converts a mean loss over num_tokens targets, in nats a token, to bits per byte: the sum of the losses, in bits,
+    divided by num_bytes, the bytes of text that the targets stand for. None if they stand for no text.
 
-    It does not depend on how text is divided into tokens, so models with different vocabularies can be compared by it,
-    on the same text. A token that ends a text stands for no byte, but its loss counts: that the text is over is a part
-    of what the model has to say.
+    It does not depend on how text is divided into tokens. So it compares models with different vocabularies, on the
+    same text. A token that ends a text stands for no byte. But its loss counts, because the model must also predict
+    that the text is over.
     """
     return loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
 
@@ -138,8 +138,8 @@ def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
 def evaluate(
     batches: Batches, forward_loss: Callable[[], None], stopped: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """The share of multiple-choice questions whose right completion has the lowest mean loss; None where `stopped`
-    before they are through."""
+    """The share of multiple-choice questions whose right completion has the lowest mean loss. None if `stopped` before
+    the end."""
     questions = batches.loader
     correct = batches.each(
         questions.num_batches, lambda: questions.count_correct(batches.run(forward_loss)), stopped

@@ -1,21 +1,21 @@
 """Models, debug states and training checkpoints on disk.
 
-A model `.bin` is a header of 32-bit words, which the model's Config knows to read and write, then raw fp32 tensors; in
-llm.c's version 5 they are bf16. A debug state `.bin` is llm.c's. A training checkpoint is a directory that holds all a
-run needs to go on as if it had never stopped:
+A model `.bin` is a header of 32-bit words, which the model's Config reads and writes, and then raw fp32 tensors; in
+llm.c's version 5 they are bf16. A debug state `.bin` is llm.c's. A training checkpoint is a directory with all that a
+run needs to continue as if it had never stopped:
 
     step_00000020/
       model.bin       the parameters, as a model
       optimizer.bin   header int32[256]: 20241121, 1, then the number of parameters as two int32, low half first;
                       fp32 m, then fp32 v, each in the order of the parameters
       model_tokenizer.bin, model_tokenizer.json and others
-                      the files of the tokenizer that the run used, where it used one
-      state.json      the step, what the run wants remembered, and sizes and CRC-32 of the other files
+                      the files of the run's tokenizer, if it has one
+      state.json      the step, the state of the run, and sizes and CRC-32 of the other files
 
-The one with the lowest validation loss, where a run keeps that, is named `best`, and its state has the loss.
+If a run keeps the checkpoint with the lowest validation loss, this is named `best`, and its state has the loss.
 
-Only the run that has locked the directory of its checkpoints changes anything there. Whoever only reads a checkpoint
-needs no lock.
+Only the run that has locked the directory of its checkpoints changes anything there. To read a checkpoint, no lock is
+needed.
 """
 
 import json
@@ -52,15 +52,15 @@ import numpy as np
 
 # Models
 
-FP32_VERSION = 3  # of llm.c's files; those in bf16 differ from it in the version and the tensors' type alone
+FP32_VERSION = 3  # of llm.c's files; those in bf16 differ in the version and in the tensors' type only
 ROUNDED = 1 << 20  # numbers that are rounded to bf16 at a time
 
 
 def model_path(path: str | Path) -> Path:
-    """The file of a model that is named by itself, by the directory of its checkpoint, or by a --checkpoint-dir: the
-    newest checkpoint's, which is said on stderr then.
+    """The file of a model. `path` is this file, or the directory of its checkpoint, or a --checkpoint-dir. The last
+    means the newest checkpoint there, and stderr names it.
 
-    Raises UserError where a directory has none, for a model as Hugging Face keeps it, or a file of one, where the
+    Raises UserError if a directory has no model, for a model in Hugging Face's format or a file of one, if the
     tokenizer in a checkpoint is not the one that was saved there, and as `newest_checkpoint` does.
     """
     path = Path(path)
@@ -84,8 +84,8 @@ def model_path(path: str | Path) -> Path:
 def read_model_header(path: str | Path, kind: type[Config], remedy: str | None = None) -> Config:
     """The sizes of the model in `path`.
 
-    remedy: what to do where there is none (where one can be had). Raises UserError where the file is missing, of
-    another kind or version, has senseless sizes, or is not as long as its own header says.
+    remedy: what to do if there is none (where to get one). Raises UserError if the file is missing, is of another kind
+    or version, has senseless sizes, or is not as long as its own header says.
     """
     header = read_header(path, kind.MAGIC, remedy or kind.FETCH, kind.HEADER_BYTES)
     itemsize = 2 if _is_bf16(header, kind) else 4
@@ -101,7 +101,7 @@ def _is_bf16(header: np.ndarray, kind: type[Config]) -> bool:
 
 
 def conversion(path: str | Path, kind: type[Config]) -> str:
-    """A line that says what becomes of a model file's weights where they are of another type than the run's, else
+    """If a model file's weights have another type than the run's, a line that says how they are converted; else
     nothing."""
     in_file = device.BF16 if _is_bf16(read_header(path, kind.MAGIC, kind.FETCH, kind.HEADER_BYTES), kind) else None
     if in_file == device.BF16 and device.floatX != device.BF16:
@@ -114,11 +114,11 @@ def conversion(path: str | Path, kind: type[Config]) -> str:
 def read_model(
     path: str | Path, kind: type[Config], remedy: str | None = None
 ) -> tuple[Config, dict[str, np.ndarray]]:
-    """The model in `path`: its sizes, and the file's tensors by name, in its order, fp32: read-only memory
-    maps, or of a file in bf16 arrays.
+    """The model in `path`: its sizes, and the file's tensors by name, in its order, fp32. They are read-only memory
+    maps, or arrays if the file is in bf16.
 
-    remedy, and UserError: as of `read_model_header`. Raises UserError also where a tensor that is no parameter is not
-    0, and where the file belongs to a checkpoint and is not the one that was saved (`check_saved`).
+    remedy, and UserError: as for `read_model_header`. Raises UserError also if a tensor that is no parameter is not 0,
+    or if the file belongs to a checkpoint and is not the one that was saved (`check_saved`).
     """
     config = read_model_header(path, kind, remedy)
     check_saved(Path(path))
@@ -138,10 +138,10 @@ def _tensors(path: str | Path, config: Config) -> dict[str, np.ndarray]:
 
 
 def write_model(path: str | Path, config: Config, params, bf16: bool = False) -> None:
-    """Writes parameters, fp32 (num_parameters,) in the order of their table, on the host or the device, or the tensors
-    that `read_model` gives, as a model; with bf16 rounded to that, as llm.c's version 5.
+    """Writes parameters as a model file. params: fp32 (num_parameters,) in the order of their table, on the host or the
+    device; or the tensors that `read_model` gives. bf16: rounds them to bf16, as llm.c's version 5.
 
-    `path` appears whole or not at all. Raises UserError where the system refuses to write, or llm.c has no such file.
+    `path` appears whole or not at all. Raises UserError if the system refuses to write, or if llm.c has no such file.
     """
     pieces = _model_pieces(config, params)
     if bf16:
@@ -163,16 +163,16 @@ def in_bf16(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 @contextmanager
 def new_model(path: str | Path, config: Config) -> Iterator[dict[str, np.ndarray]]:
-    """The tensors of a model file that is being made, by name, all 0, to be filled in the block; `path` appears once
-    the block is done, or not at all. They lie in the file itself, so that a model larger than the memory can be made.
+    """The tensors of a new model file, by name. They are all 0, and the block fills them. `path` appears when the block
+    is done, or not at all. The tensors lie in the file itself, so a model may be larger than the memory.
 
-    Raises UserError where the system refuses to write.
+    Raises UserError if the system refuses to write.
     """
     _, length = _file_layout(config)
     with replacing(path) as file:
         file.write(_header(config).tobytes())
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, config.HEADER_BYTES + 4 * length)  # a disk that is full says so here
+        os.posix_fallocate(file.fileno(), 0, config.HEADER_BYTES + 4 * length)  # a full disk fails here
         body = np.memmap(file, dtype="<f4", mode="r+", offset=config.HEADER_BYTES, shape=(length,))
         yield _named_views(body, config)
         body.flush()
@@ -214,8 +214,8 @@ def _model_pieces(config: Config, params) -> Iterator[np.ndarray]:
 
 
 class Pieces:
-    """A flat array, on the host or the device or an iterator over its pieces on the host, of which parts are wanted:
-    of an iterator in ascending order, so that there is never a whole copy."""
+    """Gives parts of a flat array. The array is on the host or the device, or an iterator over its pieces on the host.
+    From an iterator, parts must be asked for in ascending order, so that there is never a whole copy."""
 
     def __init__(self, values):
         self.values, self.start, self.piece = values, 0, np.empty(0, "<f4")
@@ -234,12 +234,12 @@ class Pieces:
             start += piece.size
 
 
-# Debug states: a batch, and what one forward and backward pass of a reference implementation made of it
+# Debug states: a batch, and the results of one forward and backward pass of a reference implementation
 
 
 @dataclass(frozen=True)
 class DebugState:
-    """What a debug state `.bin` holds. logits have no padding; grads do, as the model's parameters."""
+    """The contents of a debug state `.bin`. logits have no padding. grads have padding, like the model's parameters."""
 
     x: np.ndarray       # int32 (B, T), inputs
     y: np.ndarray       # int32 (B, T), targets
@@ -251,8 +251,8 @@ class DebugState:
 def read_debug_state(path: str | Path, config: Config) -> DebugState:
     """The debug state in `path`, version 2, that belongs to a model of the given sizes.
 
-    Its arrays are read-only memory maps. Raises UserError where the file is missing, of another kind or version, or of
-    another size than the model asks for.
+    Its arrays are read-only memory maps. Raises UserError if the file is missing, is of another kind or version, or
+    does not have the size that the model needs.
     """
     remedy = "fetch it with dev/download_starter_pack.sh, or write it with dev/write_reference.py"
     header = read_header(path, DEBUG_STATE, remedy)
@@ -293,21 +293,21 @@ def write_debug_state(
 # Training checkpoints
 
 OPTIMIZER = 20241121
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a state.json that is not ours
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors from a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
-BEST = "best"                      # and of the one with the lowest validation loss
-REPLACED = ".replaced.part"        # and what follows it while another is put in its place
+BEST = "best"                      # the name of the one with the lowest validation loss
+REPLACED = ".replaced.part"        # added to a name while another checkpoint replaces this one
 LOCK = ".llm.cupy.lock"
 SECONDS = 5                        # between two lines of progress
 NONE: Mapping[str, bytes] = {}     # no tokenizer
 
 
 def lock_checkpoints(directory: str | Path) -> Lock:
-    """Takes a directory of checkpoints, which is made where it is missing, for the run that this process is, and gives
-    back their names to those that a killed run was replacing.
+    """Locks a directory of checkpoints for this process's run. Makes the directory if it is missing. If a killed run
+    was replacing checkpoints, gives these their names back.
 
-    Raises UserError where another run has it for longer than a `Lock` waits, nothing can be written there, and where it
-    is itself a checkpoint.
+    Raises UserError if another run has the lock for longer than a `Lock` waits, if nothing can be written there, or if
+    the directory is itself a checkpoint.
     """
     directory = Path(directory)
     above = os.path.normpath(directory / "..")
@@ -330,11 +330,10 @@ def save_checkpoint(
 ) -> Path:  # fmt: skip
     """Writes the checkpoint `directory/step_<step>`, or `directory/<name>`, and returns its path.
 
-    params, m and v are fp32 (num_parameters,), on the host or the device, or iterators over such an array in pieces on
-    the host; `state` is anything JSON can hold; `tokenizer` has the tokenizer's files by name, each of at
-    least a byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears
-    complete or not at all. One that is already there under the same name is replaced. Raises UserError where the system
-    refuses to write.
+    params, m and v are fp32 (num_parameters,), on the host or the device, or iterators over the pieces of such an array
+    on the host. `state` is anything JSON can hold. `tokenizer` has the tokenizer's files by name, each of at least a
+    byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears complete or
+    not at all. It replaces one of the same name. Raises UserError if the system refuses to write.
     """
     directory = Path(directory)
     final = directory / (name or f"step_{step:08d}")
@@ -343,7 +342,7 @@ def save_checkpoint(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _put_back(directory)
-        _remove(*_named(directory, ".part"), *_named(directory, REPLACED))  # what a run that was killed left
+        _remove(*_named(directory, ".part"), *_named(directory, REPLACED))  # from a run that was killed
         part.mkdir()
         try:
             files = {
@@ -371,12 +370,12 @@ def save_checkpoint(
 
 
 def _named(directory: Path, suffix: str) -> list[Path]:
-    """What is named as checkpoints are, and then so."""
+    """The paths whose names are those of checkpoints, followed by this suffix."""
     return [*directory.glob(f"step_*{suffix}"), *directory.glob(f"{BEST}{suffix}")]
 
 
 def _put_back(directory: Path) -> None:
-    """Gives checkpoints their names back that were being replaced by others which never came to be."""
+    """Gives checkpoints their names back, if a run was replacing them and did not finish."""
     for replaced in _named(directory, REPLACED):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if not final.exists():
@@ -384,8 +383,8 @@ def _put_back(directory: Path) -> None:
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """What is called a checkpoint in `directory`, whole or not, newest first, and BEST behind all others; also one that
-    is being replaced, until the other is in its place. Raises UserError where it cannot be read."""
+    """The paths in `directory` with the name of a checkpoint, whole or not, newest first, and BEST last. A checkpoint
+    that is being replaced counts until the other is in its place. Raises UserError if the directory cannot be read."""
     directory = Path(directory)
     try:
         there = sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []
@@ -400,9 +399,9 @@ def checkpoints(directory: str | Path) -> list[Path]:
 
 
 def newest_checkpoint(directory: str | Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, BEST where there is no other, or None where there is none.
-    Raises UserError where one of its files is missing or not of full length, or its state.json damaged; an older one is
-    named, but never taken for it."""
+    """The checkpoint of the highest step in `directory`; BEST if there is no other; None if there is none. Raises
+    UserError if one of its files is missing or too short, or if its state.json is damaged. The message names an older
+    checkpoint, but this function never returns the older one instead."""
     newest = next(iter(checkpoints(directory)), None)
     if newest is not None:
         for name, expected in read_record(newest)["files"].items():
@@ -411,11 +410,11 @@ def newest_checkpoint(directory: str | Path) -> Path | None:
 
 
 def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
-    """The validation loss of the checkpoint BEST in `directory`; infinity where there is none. run and measure: the
-    run's, and which data its losses are of, as `llmc.validation` says it.
+    """The validation loss of the checkpoint BEST in `directory`; infinity if there is none. run: what identifies the
+    run. measure: which data its losses are of, from `llmc.validation`.
 
-    Raises UserError where what has that name is not complete, another run's, or its loss is of other data: a checkpoint
-    that takes its place need not be better.
+    Raises UserError if BEST is not complete, belongs to another run, or has a loss of other data: then a checkpoint
+    that replaces it need not be better.
     """
     path = Path(directory) / BEST
     if not os.path.lexists(path):
@@ -446,14 +445,14 @@ def _remedy(path: Path) -> str:
 
 
 def _older(path: Path) -> Path | None:
-    """The newest of the complete checkpoints that are older than this one; beside BEST, the newest."""
+    """The newest complete checkpoint that is older than this one. For BEST, the newest complete one."""
     there = checkpoints(path.parent)
     older = there if path.name == BEST else dropwhile(lambda other: other != path, there)
     return next((other for other in older if other != path and _is_complete(other)), None)
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether its files are all there, in full length."""
+    """Whether all its files are there, in full length."""
     try:
         return all((path / name).stat().st_size == of["bytes"] for name, of in _parse_record(path)["files"].items())
     except (*DAMAGE, OSError):
@@ -467,7 +466,7 @@ def load_checkpoint(
     and v are fp32 (num_parameters,), read-only.
 
     `state` is what `save_checkpoint` was given, and has the checkpoint's own step under "step". Every byte is checked
-    against the recorded CRC-32. Raises UserError where a file is missing or damaged.
+    against the recorded CRC-32. Raises UserError if a file is missing or damaged.
     """
     path = Path(path)
     record = read_record(path)
@@ -483,15 +482,15 @@ def load_checkpoint(
 
 
 def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
-    """Removes all but the `keep` newest of the complete checkpoints whose state says that they are of this run, and
-    returns what it removed. 0 keeps all; BEST does not count, and stays.
+    """Removes the complete checkpoints whose state says that they are of this run, except the `keep` newest. Returns
+    what it removed. 0 keeps all. BEST does not count, and stays.
 
-    Raises UserError where the system refuses to.
+    Raises UserError if the system refuses.
     """
     own = [path for path in checkpoints(directory) if STEP.match(path.name) and _is_complete(path)] if keep > 0 else []
     own = [path for path in own if _parse_record(path)["state"].get("run") == run]
     for path in own[keep:]:
-        doomed = path.with_name(f"{path.name}.pruned.part")  # no half-removed directory is ever called a checkpoint
+        doomed = path.with_name(f"{path.name}.pruned.part")  # so no half-removed directory has the name of a checkpoint
         try:
             os.rename(path, doomed)
         except OSError as error:
@@ -501,8 +500,8 @@ def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
 
 
 def read_record(path: Path) -> dict:
-    """What state.json of a checkpoint holds: its "step", "files", and as "state" what `save_checkpoint` was given.
-    Raises UserError where it is missing or damaged."""
+    """The contents of a checkpoint's state.json: its "step", its "files", and the "state" that `save_checkpoint` got.
+    Raises UserError if the file is missing or damaged."""
     name = path / "state.json"
     try:
         return _parse_record(path)
@@ -515,17 +514,17 @@ def read_record(path: Path) -> dict:
 
 
 def training_flags(model: Path) -> dict:
-    """The flags that the model in a checkpoint was trained with, as far as they are recorded; none for a model by
-    itself. Raises UserError as `read_record` does."""
+    """The flags with which the model in a checkpoint was trained, if they are recorded. Empty for a model outside
+    a checkpoint. Raises UserError as `read_record` does."""
     if model.name != "model.bin" or not os.path.lexists(model.parent / "state.json"):
         return {}
     return read_record(model.parent)["state"].get("flags", {})
 
 
 def check_saved(file: Path) -> None:
-    """Raises UserError where a file that lies in a checkpoint is not the one that was saved there, by its size and
-    CRC-32, or the checkpoint's state.json is damaged. A file that lies anywhere else passes."""
-    if os.path.realpath(file) != os.path.abspath(file):  # a link leads there
+    """Raises UserError if a file in a checkpoint is not the one that was saved there, by its size and CRC-32, or if the
+    checkpoint's state.json is damaged. A file anywhere else passes."""
+    if os.path.realpath(file) != os.path.abspath(file):  # it is a link
         file = Path(os.path.realpath(file))
     checkpoint = file.parent
     if not os.path.lexists(checkpoint / "state.json"):
@@ -539,15 +538,15 @@ def check_saved(file: Path) -> None:
 
 
 def _check_saved_tokenizer(model: Path) -> None:
-    """Raises UserError, as `check_saved` does, where the tokenizer's files that were saved with the model of a
-    checkpoint are not the ones that lie beside it."""
+    """Raises UserError, as `check_saved` does, if the tokenizer's files beside the model of a checkpoint are not the
+    ones that were saved with it."""
     if model.name == "model.bin" and os.path.lexists(model.parent / "state.json"):
         for name in read_record(model.parent)["files"].keys() - {"model.bin", "optimizer.bin"}:
             check_saved(model.parent / name)
 
 
 def _check_file(file: Path, expected: dict, remedy: str) -> None:
-    """Raises UserError where a file does not have the size and the CRC-32 that were recorded."""
+    """Raises UserError if a file does not have the recorded size and CRC-32."""
     _check_size(file, expected["bytes"], remedy)
     if _file_crc32(file) != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
@@ -566,7 +565,7 @@ def _record_crc32(record: dict) -> int:
 
 
 def _file_crc32(path: Path) -> int:
-    """The CRC-32 of a file. Where that takes long, the progress goes to stderr."""
+    """The CRC-32 of a file. If that takes long, stderr shows the progress."""
     crc, shown = 0, time.monotonic()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -590,7 +589,7 @@ def _optimizer_pieces(config: Config, m, v) -> Iterator[np.ndarray]:
 
 
 def _write(path: str | Path, pieces: Iterable[np.ndarray]) -> dict:
-    """Writes arrays one after the other; returns what a checkpoint records of the file."""
+    """Writes arrays one after the other. Returns what a checkpoint records about the file."""
     crc = size = 0
     with replacing(path) as file:
         for array in pieces:

@@ -1,8 +1,9 @@
-"""The classifier as a layer of a model: logits, losses, and what backward makes of them.
+"""The classifier as a layer of a model: logits, losses, and gradients.
 
-Of a whole batch, forward makes the logits, the loss turns them into their gradient, and backward multiplies with that.
-By chunks of model.logit_rows positions, the logits of all never exist: a chunk goes from its logits to the gradients
-before the next one takes its place. Training does that in backward; without training, the loss makes losses alone.
+For a whole batch at once, forward computes the logits, the loss turns them into their gradient, and backward multiplies
+with this. By chunks of model.logit_rows positions, the logits of all positions never exist at the same time: a chunk
+goes from its logits to the gradients before the next one takes its memory. In training, backward does all this. Without
+training, the loss does, and computes losses only.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from llmc.tensors import padded
 if TYPE_CHECKING:
     from llmc.model import Model
 
-CHUNK = 1024  # logit_rows where the logits of a whole batch do not fit
+CHUNK = 1024  # logit_rows, if the logits of a whole batch do not fit
 
 
 def classifier_forward(model: Model, inp, weight, B: int, T: int) -> None:
-    """The logits of inp (B,T,C) by weight (Vp,C): acts(B, T).logits (B*T,Vp) = inp @ weight^T. By chunks, they are made
-    later, and inp must stay as it is. Of texts that are being written: logits (B,Vp), of each sequence's row of
-    model.last alone."""
+    """Computes the logits of inp (B,T,C) with weight (Vp,C): acts(B, T).logits (B*T,Vp) = inp @ weight^T. By chunks,
+    this happens later, and inp must stay as it is. When the model writes text, logits are (B,Vp): of each sequence only
+    the row that model.last names."""
     model.classified = inp.reshape(B * T, -1), weight
     if model.positions is not None:
         acts, (Vp, C) = model.acts(B, T), weight.shape
         if T > 1:
-            encoder_forward(acts.last, model.last, inp, None, B, 1, C)  # takes rows, as of an embedding
+            encoder_forward(acts.last, model.last, inp, None, B, 1, C)  # copies these rows, as from an embedding
         matmul_forward(acts.logits, acts.last if T > 1 else inp, weight, None, B, 1, C, Vp)
     elif not model.logit_rows:
         logits_of(model, 0, B * T, B, T)
 
 
 def classifier_loss(model: Model, B: int, T: int, dloss: float) -> None:
-    """Sets acts(B, T).losses (B,T) to the cross-entropy of model.targets. The logits become their gradient where dloss,
-    the gradient of each single loss, is not 0. By chunks, backward does both then."""
+    """Sets acts(B, T).losses (B,T) to the cross-entropy of model.targets. If dloss, the gradient of each single loss,
+    is not 0, the logits become their gradient. By chunks, backward then does both."""
     model.dloss = dloss
     if model.logit_rows and dloss:
         return
@@ -49,8 +50,8 @@ def classifier_loss(model: Model, B: int, T: int, dloss: float) -> None:
 
 
 def backward_by_chunks(model: Model, dinp, dweight, B: int, T: int, accumulate: bool) -> None:
-    """dinp (B,T,C) = the gradient of classifier_forward's inp, in whose place it may be; dweight (Vp,C) += that of its
-    weight, or = where not accumulate. The losses are set on the way."""
+    """dinp (B,T,C) = the gradient of classifier_forward's inp; it may have the memory of inp. dweight (Vp,C) += the
+    gradient of its weight, or = without accumulate. Sets the losses, too."""
     inp, weight = model.classified
     Vp, C = weight.shape
     dinp = dinp.reshape(-1, C)  # a small batch has only its first rows
@@ -69,7 +70,7 @@ def chunks(model: Model, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def logits_of(model: Model, start: int, end: int, B: int, T: int) -> None:
-    """Sets the first of acts(B, T).logits to those of rows start to end."""
+    """Sets the first rows of acts(B, T).logits to the logits of rows start to end."""
     inp, weight = model.classified
     Vp, C = weight.shape
     matmul_forward(model.acts(B, T).logits[: end - start], inp[start:end], weight, None, 1, end - start, C, Vp)

@@ -1,9 +1,9 @@
-"""What all ranks do together with device arrays: sums, broadcasts, exchanges. NCCL does it for GPUs, and gloo, by way
-of PyTorch, for the CPU device.
+"""What all ranks do together with device arrays: sums, broadcasts, exchanges. NCCL does it for GPUs, and gloo, through
+PyTorch, for the CPU device.
 
-On CUDA all of it is given to one stream of its own, beside the ones that compute (`device.communicate`), and waited for
-by `device.join_communication`. A step that is recorded as a graph records it too. Every rank must ask for the same
-things in the same order.
+On CUDA all of it goes to streams of its own, beside those that compute (`device.communicate`).
+`device.join_communication` waits for it. A step that is recorded as a graph records it, too. Every rank must ask for
+the same things in the same order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from llmc import ranks
 
 import numpy as np
 
-# Which algorithm NCCL chooses depends on what it measures, and the bits of a sum depend on the algorithm.
+# Fixed, because NCCL otherwise chooses an algorithm by what it measures, and a sum's bits depend on the algorithm.
 REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 UINT8, FLOAT32, SUM = 1, 7, 0  # NCCL's numbers for them
 
-PIECE = 1 << 24  # floats of a moment that are exchanged at a time, for a checkpoint
+PIECE = 1 << 24  # floats of AdamW's m or v that ranks exchange at a time, for a checkpoint
 
 Pieces = list[tuple[object, int]]  # device arrays, each with a rank
 
@@ -37,7 +37,7 @@ class Nccl:
         for name, value in REPEATABLE.items():
             os.environ.setdefault(name, value)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy's, of many lines, where it is missing
+            warnings.simplefilter("ignore")  # CuPy's warning has many lines if NCCL is missing
             from cupy.cuda import nccl  # here, because one GPU needs no NCCL
         if not nccl.available:
             raise UserError("several GPUs need NCCL, which is missing: pip install nvidia-nccl-cu13 (or -cu12)")
@@ -46,7 +46,7 @@ class Nccl:
         self.communicator = nccl.NcclCommunicator(ranks.size(), bytes(unique_id), ranks.rank())
 
     def group(self, calls: list[tuple]) -> None:
-        """Makes calls, each a function of NCCL's and its arguments before the stream, as one."""
+        """Makes several calls as one. Each is a function of NCCL, and its arguments in front of the stream."""
 
         def work(stream: int) -> None:
             self.nccl.groupStart()
@@ -74,7 +74,7 @@ class Nccl:
 
 
 class Gloo:
-    """gloo through PyTorch, which is needed for this alone. All is done when a call returns."""
+    """gloo through PyTorch, which only this needs. All is done when a call returns."""
 
     def __init__(self):
         try:
@@ -98,14 +98,14 @@ class Gloo:
         return self.torch.from_numpy(x)
 
     def as_one(self, arrays: list[np.ndarray], work: Callable) -> None:
-        """Does work on a tensor of all of them, one behind another: a call takes longer than a few small arrays do."""
+        """Does work on one tensor that holds all arrays, because each call costs more time than a few small arrays."""
         flat = np.concatenate([x.reshape(-1) for x in arrays])
         work(self.tensor(flat))
         for x, values in zip(arrays, np.split(flat, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
             x.reshape(-1)[:] = values
 
-    # gloo's own sums follow the order in which it cuts an array into parts. These follow the order of the ranks, so
-    # that a sum has the same bits whatever it is summed together with.
+    # The order of gloo's own sums depends on how it cuts an array into parts. Ours is the order of the ranks, so that a
+    # sum has the same bits whatever else is in the array.
 
     def all_reduce(self, arrays: list) -> None:
         def work(flat) -> None:
@@ -145,8 +145,8 @@ _peers_reached = False
 
 
 def start() -> None:
-    """Connects the ranks' devices. Raises UserError where they are not of one kind, or two ranks have the same GPU, and
-    where the library that connects them is missing."""
+    """Connects the ranks' devices. Raises UserError if they are not of one kind, if two ranks have the same GPU, or if
+    the library that connects them is missing."""
     global _collectives, _peers_reached
     _collectives, _peers_reached = None, False
     if ranks.size() > 1:
@@ -156,13 +156,13 @@ def start() -> None:
 
 
 def reach_one_another() -> bool:
-    """Whether all ranks are GPUs of one machine that load and store in one another's memory, which is tried unless
-    NCCL_P2P_DISABLE forbids it. A container may keep them from it, not all GPUs of a machine need be joined, and
-    not everywhere has CUDA the operations by which they wait for one another. So each rank writes a word into the
-    memory of each, as they do to wait, and looks whether all have come."""
+    """Whether all ranks are GPUs of one machine with peer access. Ranks try this, unless NCCL_P2P_DISABLE forbids it: a
+    container may prevent peer access, the GPUs of a machine may not be connected, and CUDA may lack the operations by
+    which ranks wait for one another. So each rank writes a word into the memory of every rank, as it does to signal,
+    and checks whether all words have come."""
     allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
     words, handles, rank = device.zeros((ranks.size(),), np.uint32), [None], ranks.rank()
-    device.synchronize()  # they are 0 before another rank writes
+    device.synchronize()  # the words are 0 before another rank writes
     if all(ranks.all_gather(allowed)):
         with suppress(Exception):
             handles = [device.memory_handle(words)]
@@ -191,18 +191,18 @@ def way() -> str:
 
 @dataclass(frozen=True)
 class Mapped:
-    """An array that every rank has: arrays, one for each rank, which this rank's device loads and stores as its own,
-    and their addresses, uint64 (ranks,), on the device."""
+    """An array that every rank has. arrays: one for each rank; this rank's device loads and stores in all of them.
+    addresses: of these, uint64 (ranks,), on the device."""
 
     arrays: list
     addresses: object
 
 
 def map_memory(**arrays) -> SimpleNamespace:
-    """These arrays of all ranks, which have peer access, each a Mapped under its name. None stands for an array that no
-    rank has. All ranks must call it alike. Raises UserError where CUDA does not let another rank have one of them."""
+    """These arrays of all ranks, which have peer access: each is a Mapped under its name. None stands for an array that
+    no rank has. All ranks must call it alike. Raises UserError if CUDA does not let another rank access one of them."""
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    device.synchronize()  # who is given an array may rely on what has been put into it
+    device.synchronize()  # so other ranks see what this one has put into the arrays
     mapped = {}
     try:
         handles = ranks.all_gather([device.memory_handle(array) for array in arrays.values()])
@@ -221,7 +221,7 @@ def map_memory(**arrays) -> SimpleNamespace:
 
 
 def check_devices() -> None:
-    """Raises UserError where the ranks do not have each a device of its own, and all of one kind."""
+    """Raises UserError unless each rank has a device of its own, and all are of one kind."""
     if device.why_not_cuda:
         raise UserError(f"CUDA does not work here ({device.why_not_cuda}); --device cpu trains on the CPU")
     ranks.check_same("the device", device.kind, "choose one for all with --device")
@@ -236,34 +236,35 @@ def check_devices() -> None:
 
 
 def all_reduce(arrays: list) -> None:
-    """Starts making each array, contiguous and fp32, the sum of all ranks' arrays, once the work that the device has
-    been given is done. What follows must wait for it with `device.join_communication`, as for all that is here."""
+    """Starts setting each array, contiguous and fp32, to the sum of all ranks' arrays. It begins after the work that
+    the device has been given. As with all functions here, later work must wait for it with
+    `device.join_communication`."""
     if _collectives and arrays:
         _collectives.all_reduce(arrays)
 
 
 def reduce(pieces: Pieces) -> None:
-    """The same for arrays each of which only one rank needs; those of the others are then anything."""
+    """The same for arrays that only one rank each needs. On the other ranks they are then undefined."""
     if _collectives and pieces:
         _collectives.reduce(pieces)
 
 
 def broadcast(pieces: Pieces) -> None:
-    """Starts making each array, contiguous and of any type, what it is on one rank."""
+    """Starts copying each array, contiguous and of any type, from one rank to all others."""
     if _collectives and pieces:
         _collectives.broadcast(pieces)
 
 
 def exchange(sent: Pieces, received: Pieces) -> None:
-    """Starts sending each of some arrays to one rank, and receiving others, each from one: between two ranks as many
-    of the same sizes, in the same order."""
+    """Starts to send each of some arrays to a rank, and to receive each of others from a rank. What one rank sends to
+    another, the other must receive: as many arrays, of the same sizes, in the same order."""
     if _collectives and sent + received:
         _collectives.exchange(sent, received)
 
 
 def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """A flat array of which each rank has its shard, from start to end of shards, piece by piece on the host. All ranks
-    must come to the end of it."""
+    """The pieces of a flat array, one after another on the host. Each rank has its shard of the array; shards are the
+    ranges. All ranks must ask for all pieces."""
     staged = device.empty((min(PIECE, shards[0][1]),))
     for r, (start, end) in enumerate(shards):
         for at in range(0, end - start, PIECE):
@@ -275,8 +276,8 @@ def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
 
 
 def scatter(own, start: int, n: int, values: np.ndarray | None) -> None:
-    """own, the part from `start` on of a flat array (n,), is set to that part of values (n,) on the host, which only
-    rank 0 has."""
+    """Sets own, the part of a flat array (n,) from `start` on, to the same part of values (n,). These are on the host
+    of rank 0 only."""
     if ranks.size() == 1:
         device.copy_in(own, values[start : start + own.size])
         device.synchronize()

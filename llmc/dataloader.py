@@ -1,14 +1,15 @@
-"""Token files, and the batches that are cut from them.
+"""Token files, and the batches that we cut from them.
 
-A token file is llm.c's: int32[256] header, then the tokens. Where the vocabulary has at most 65536 tokens, the header
-is (20240520, 1, number of tokens) and the tokens are uint16; where it has more, (20240801, 7, number of tokens) and
-uint32. Two kinds of file have no header: the first releases of llm.c wrote int32 tokens, and nanoGPT writes uint16. The
-tokens tell which: as int32, almost all have an upper half near zero. A dataset is one file or several (shards).
+A token file is llm.c's: int32[256] header, then the tokens. If the vocabulary has at most 65536 tokens, the header is
+(20240520, 1, number of tokens) and the tokens are uint16. If it has more, the header is (20240801, 7, number of tokens)
+and the tokens are uint32. Two kinds of file have no header: the first releases of llm.c wrote int32 tokens, and nanoGPT
+writes uint16. The numbers tell them apart: in int32 tokens almost all upper halves are near zero. A dataset is one file
+or several (shards).
 
-A shard is seen as consecutive windows of T tokens, and a row of a batch is one window: T inputs, and as targets the
-same tokens one place on. A batch is B windows in order, so that without shuffling it is B*T + 1 consecutive tokens,
-each batch starts B*T after the one before, and batches never straddle shards: llm.c's walk through the data. With a
-shuffle seed the order of shards, and of the windows in each, is drawn anew every epoch.
+A shard is divided into consecutive windows of T tokens. A row of a batch is one window: T inputs, and as targets the
+tokens that follow each. A batch is B windows in order. So without shuffling a batch is B*T + 1 consecutive tokens, each
+batch starts B*T tokens after the one before, and no batch spans two shards. llm.c walks through the data in the same
+way. With a shuffle seed the order of shards, and of the windows in each, is drawn anew in every epoch.
 """
 
 import hashlib
@@ -33,9 +34,9 @@ from llmc.files import (
 import numpy as np
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
-CHECKED_AT_OPENING = 1 << 28  # bytes; in larger files, bad tokens are found when they are read
-LOOKED_AT = 1 << 16           # bytes at the beginning that show whether a file without a header holds tokens
-UPPER_HALF = 1 << 4           # above that of any token of 32 bits, for no vocabulary has 2**20 of them
+CHECKED_AT_OPENING = 1 << 28  # bytes; larger files are checked for bad tokens when they are read
+LOOKED_AT = 1 << 16           # bytes at the beginning; they show whether a file without a header holds tokens
+UPPER_HALF = 1 << 4           # no int32 token reaches it, because no vocabulary has 2**20 tokens
 FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
 
 FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
@@ -44,9 +45,9 @@ FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # mag
 def find_token_files(pattern: str | Path, split: str) -> list[Path]:
     """The token files that `pattern` stands for, in order.
 
-    A file or a glob stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or where there is no such
-    file the shards `<prefix>_<split>_*.bin`; or it is a folder, as nanoGPT has them, with `<split>.bin` in it. Raises
-    UserError where there is nothing.
+    A file or a glob stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or if there is no such file,
+    the shards `<prefix>_<split>_*.bin`. Or it is a folder with `<split>.bin` in it, as in nanoGPT. Raises UserError if
+    there is nothing.
     """
     if Path(pattern).is_file():
         return [Path(pattern)]
@@ -67,7 +68,7 @@ def find_token_files(pattern: str | Path, split: str) -> list[Path]:
 
 
 def _file_in_folder(folder: Path, split: str) -> Path:
-    """`<split>.bin`. Raises UserError where the folder has none, with a line for who meant what is in it."""
+    """`<split>.bin`. Raises UserError if the folder has none; the message suggests what the user may have meant."""
     file = folder / f"{split}.bin"
     if file.is_file():
         return file
@@ -78,7 +79,7 @@ def _file_in_folder(folder: Path, split: str) -> Path:
 
 
 def _tokens_of_text(text: Path, out: Path, flags: str = "") -> str:
-    """How to make tokens of a text."""
+    """The command that makes tokens of a text."""
     source, prefix = shlex.quote(str(text)), shlex.quote(str(out))
     return f"to make tokens of text: python dev/data/text.py {source} -o {prefix}{flags}; then train with -i {prefix}"
 
@@ -86,7 +87,7 @@ def _tokens_of_text(text: Path, out: Path, flags: str = "") -> str:
 def open_tokens(path: str | Path) -> np.ndarray:
     """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or without a header int32 or uint16.
 
-    Raises UserError where the file is missing, empty, of another kind or version, or not as long as its header says.
+    Raises UserError if the file is missing, empty, of another kind or version, or not as long as its header says.
     """
     size = file_size(path, REMEDY)
     magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
@@ -105,12 +106,12 @@ def open_tokens(path: str | Path) -> np.ndarray:
 
 
 def _type_without_header(path: Path, size: int) -> np.dtype:
-    """The type of the tokens in a file without a header. Raises UserError where it holds something else."""
+    """The type of the tokens in a file without a header. Raises UserError if it holds something else."""
     with open(path, "rb") as file:
         head = file.read(LOOKED_AT)
     packed = {b"\x1f\x8b": "a gzip file", b"PAR1": "a Parquet file"}
     what = "text" if looks_like_text(head) else next((packed[start] for start in packed if head.startswith(start)), "")
-    if what:  # a .bin was meant to be tokens, and may be the error page of a server
+    if what:  # a .bin should hold tokens, but may be the error page of a server
         remedy = REMEDY if path.suffix == ".bin" else _tokens_of_text(path, Path("data", path.name.partition(".")[0]))
         raise UserError(f"{path}: {what}, where tokens should be; {remedy}")
     meta = path.with_name("meta.pkl")
@@ -133,8 +134,8 @@ def _type_without_header(path: Path, size: int) -> np.dtype:
 def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16) -> None:
     """Writes tokens, each 0..vocab_size-1, as a token file with a header; `path` appears whole or not at all.
 
-    The vocabulary decides how a token is stored, not the tokens at hand: the shards of a dataset are all alike.
-    Raises UserError for a token that is not in it.
+    The vocabulary decides how a token is stored, not the tokens themselves, so that all shards of a dataset are alike.
+    Raises UserError for a token that is not in the vocabulary.
     """
     tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
@@ -142,7 +143,7 @@ def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_siz
     magic, version, dtype = token_format(vocab_size)
     with replacing(path) as file:
         file.write(make_header(magic, version, tokens.size).tobytes())
-        file.write(np.ascontiguousarray(tokens, dtype).data)  # of which there is no other copy
+        file.write(np.ascontiguousarray(tokens, dtype).data)  # without another copy
 
 
 def token_format(vocab_size: int) -> tuple[int, int, np.dtype]:
@@ -152,8 +153,8 @@ def token_format(vocab_size: int) -> tuple[int, int, np.dtype]:
 
 
 def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """order: the positions of tokens (any shape), sorted by token, equal ones in their order; count: at the place in
-    that order where a token begins, how many positions hold it, and 0 elsewhere. int32 (tokens.size,)."""
+    """order: the positions of tokens (any shape), sorted by token; those of equal tokens stay in their order. count: at
+    the first place of a token in this order, how many positions hold the token; 0 elsewhere. int32 (tokens.size,)."""
     flat = tokens.reshape(-1)
     if flat.max() < 1 << 16:
         flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
@@ -166,7 +167,7 @@ def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fingerprint(shards: Iterable[np.ndarray]) -> str:
-    """16 hexadecimal digits that tell these tokens from others by the shards' sizes and a few blocks of each."""
+    """16 hexadecimal digits that identify these tokens, computed from the shards' sizes and a few blocks of each."""
     seen = hashlib.sha256()
     for tokens in shards:
         middle = max(0, tokens.size // 2 - FINGERPRINTED // 2)
@@ -177,18 +178,19 @@ def fingerprint(shards: Iterable[np.ndarray]) -> str:
 
 
 class DataLoader:
-    """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), for ever.
+    """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), without end.
 
-    shuffle_seed: None walks through the data in order; a number (of which 64 bits count) shuffles it, in an order that
-    depends on the seed and the epoch alone.
+    shuffle_seed: None: batches come in the order of the data. A number (64 bits count): they are shuffled, and the
+    order depends on the seed and the epoch only.
 
-    files: where the data is; of several, those with at least one batch. num_tokens: tokens in all of them.
-    num_batches: num_tokens // (B*T), what llm.c calls an epoch. (The walk itself starts anew after the last whole batch
-    of the last shard, which may come a little sooner: where num_tokens is a multiple of B*T, validation over all
-    batches takes the first one twice, as llm.c's does.) fingerprint: of the data (`fingerprint`).
+    files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches:
+    num_tokens // (B*T), which llm.c calls an epoch. (The walk itself starts again after the last whole batch of the
+    last shard, which may come a little sooner. So if num_tokens is a multiple of B*T, validation over all batches takes
+    the first one twice, as in llm.c.) fingerprint: of the data (`fingerprint`).
 
-    Raises UserError, naming the file, where one cannot be read, all are shorter than a batch (B*T + 1 tokens), or one
-    has a token that is not below vocab_size. Large files are checked for such tokens batch by batch, in `next_batch`.
+    Raises UserError, with the name of the file, if one cannot be read, if all are shorter than a batch (B*T + 1
+    tokens), or if one has a token that is not below vocab_size. `next_batch` checks large files for such tokens, batch
+    by batch.
     """
 
     def __init__(
@@ -237,12 +239,12 @@ class DataLoader:
             self._seek(self._epoch + 1, place=0, batch=0)
 
     def state(self) -> dict:
-        """Where the next batch comes from, and what makes that place meaningful, for JSON."""
+        """The place of the next batch, and what identifies the data and the order to which it belongs, for JSON."""
         return {"epoch": self._epoch, "place": self._place, "batch": self._batch} | self._identity()
 
     def load_state(self, state: dict) -> None:
-        """Goes to the place that `state()` named. Raises UserError where the data, B, T or the seed are not the same
-        as then. States of the first versions have no fingerprint."""
+        """Goes to the place that `state()` named. Raises UserError if the data, B, T or the seed are not the same as
+        then. States from the first versions have no fingerprint."""
         for name, value in self._identity().items():
             if name in state and state[name] != value:
                 raise UserError(
@@ -259,14 +261,14 @@ class DataLoader:
         return (self.shards[shard].size - 1) // (self.B * self.T)
 
     def _seek(self, epoch: int, place: int, batch: int) -> None:
-        """To a batch of the shard that comes at `place` in an epoch; draws the epoch's order of its windows."""
+        """Goes to a batch of the shard at `place` in an epoch. Draws the epoch's order of its windows."""
         self._epoch, self._place, self._batch = epoch, place, batch
         self._shard = int(self._order(len(self.shards), epoch, 0)[place])
         num_windows = (self.shards[self._shard].size - 1) // self.T
         self._windows = self._order(num_windows, epoch, 1 + self._shard)
 
     def _order(self, n: int, epoch: int, stream: int) -> np.ndarray | range:
-        """0..n-1, shuffled where there is a seed. RandomState, because NumPy has frozen its sequences for good."""
+        """0..n-1, shuffled if there is a seed. RandomState, because NumPy will never change its sequences."""
         if self.shuffle_seed is None:
             return range(n)
         seed = [self.shuffle_seed & 0xFFFFFFFF, self.shuffle_seed >> 32 & 0xFFFFFFFF, epoch, stream]

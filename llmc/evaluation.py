@@ -1,4 +1,4 @@
-"""Multiple-choice evaluation: batches that a model scores by which ending of a text it finds likeliest.
+"""Multiple-choice evaluation: in each question the model chooses the ending of a text that it finds likeliest.
 
 An evaluation file is llm.c's, little-endian. HellaSwag (Zellers et al., 2019) comes in this form from
 dev/data/hellaswag.py.
@@ -72,8 +72,7 @@ class EvalLoader:
     def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
         """Fills inputs and targets, int32 (B, T) each, with the next batch; after the last it starts over.
 
-        A row holds a context and one of its completions, a target is the token one place on, and what is left of a row
-        or a batch is 0.
+        A row holds a context and one of its completions. A target is the next token. The rest of a row or a batch is 0.
         """
         self.skip()
         inputs.fill(0)
@@ -94,10 +93,10 @@ class EvalLoader:
         self._next += len(self._served)
 
     def count_correct(self, losses: np.ndarray) -> int:
-        """How many examples of the batch served last are answered right, given its losses, fp32 (B, T).
+        """How many examples of the last batch the model answers right, given its losses, fp32 (B, T).
 
-        The model's answer is the completion with the least mean loss over its own tokens, which are predicted from
-        the context's last position on. Of equal ones the first counts.
+        The model's answer is the completion with the lowest mean loss over its own tokens. The first of these is
+        predicted at the context's last position. If losses are equal, the first completion counts.
         """
         correct = row = 0
         for example in self._served:
@@ -111,7 +110,7 @@ class EvalLoader:
 
 
 def read_examples(path: str | Path) -> list[Example]:
-    """The examples of an evaluation file. Raises UserError where it is missing, damaged or something else."""
+    """The examples of an evaluation file. Raises UserError if it is missing, damaged or something else."""
     header = read_header(path, EVALUATION, REMEDY)
     version, num_examples = int(header[1]), int(header[2])
     if version != 1:
@@ -130,7 +129,7 @@ def read_examples(path: str | Path) -> list[Example]:
 
 
 def parse_example(stream: np.ndarray, index: int) -> Example | None:
-    """The example at the beginning of a stream, uint16, or None if what stands there is not example `index`."""
+    """The example at the beginning of a stream, uint16. None if something else than example `index` is there."""
     if stream.size < 6:
         return None
     start, size, found_index, label, num_completions = (int(n) for n in stream[:5])

@@ -1,19 +1,20 @@
-"""How each rank's gradients become the sum over all ranks, and parameters that one rank updates become everyone's.
+"""How ranks exchange gradients and parameters: gradients are summed over all ranks, and with -z each rank sends the
+parameters that it has updated to the others.
 
 One object per run, Exchange, owns all that several ranks need. It knows no tensor by its name. From a step's recorded
 launches (device/recording.py) it learns when each gradient is complete, so that its sum can begin, and which launch
 reads a parameter first, so that this launch waits for it.
 
-Gradients are summed in a step's last batch. In the order in which they are complete they go into buckets, and each
-bucket is summed beside the rest of backward. What is complete only at backward's end is summed by AdamW's update
+Gradients are summed in a step's last batch. They go into buckets in the order in which they are complete, and each
+bucket is summed beside the rest of backward. AdamW's update sums the gradients that are complete only at backward's end
 (`sum_late`). Without -z every rank gets all sums and makes the same update. With -z a rank gets the sums of its own
-shard of the flat buffers and updates those parameters. The others take them from it: what forward reads first at the
-end of the update (`gather_first`), the rest beside the next step's forward pass. In a bitwise run every batch is summed
-by itself, in the order that one GPU would follow (`add_batch`).
+shard of the flat buffers and updates the parameters of this shard. The other ranks then get these: the parameters that
+forward reads first at the end of the update (`gather_first`), the rest beside the next step's forward pass. In a
+bitwise run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
-GPUs with peer access do all that by copies and by the kernels of kernels/exchange.cu, which take less from the step
-beside them than NCCL's kernels do. Elsewhere llmc/collectives.py does it, as everywhere the norm's few numbers and
-checkpoints.
+GPUs with peer access do all this by copies, and by the kernels of kernels/exchange.cu, which slow the step down less
+than NCCL's kernels do. Other devices use llmc/collectives.py. All devices use it for the few numbers of the norm and
+for checkpoints.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ LARGEST_BUCKET = 1 << 23   # floats that peers sum at a time
 
 
 def shard_length(n: int) -> int:
-    """How many of n numbers a rank has where they are shared out: a multiple of 4, in bf16 of 8, so that each share of
-    the parameters begins at 16 bytes; the last ranks may have fewer."""
+    """How many of n numbers a rank's shard has: a multiple of 4, in bf16 of 8, so that each shard of the parameters
+    begins at a multiple of 16 bytes. The last ranks may have fewer."""
     return device.width() * ceil_div(n, device.width() * ranks.size())
 
 
@@ -69,9 +70,9 @@ def exchanging_model(
     kind: type[Model], config: Config, B: int, T: int, attention: str, sharded: bool = False, bitwise: bool = False,
     logit_rows: int | None = None,
 ) -> tuple[Model, Exchange]:  # fmt: skip
-    """A model whose training ranks share, with room for batches of up to (B, T) on each, and its exchange. Where it is
-    sharded, each rank has the moments of its own shard. logit_rows as Model has it; None: chunks only where a rank
-    lacks the memory for all. Raises UserError as Model does."""
+    """A model that all ranks train together, with room for batches of up to (B, T) on each, and its exchange. If it is
+    sharded, each rank has the moments of its own shard. logit_rows: as for Model; None: chunks only if a rank has too
+    little memory for all logits. Raises UserError as Model does."""
     sharded = sharded and ranks.size() > 1
     shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
     beside = partial(sizes_of_buffers, config, T=T, bitwise=bitwise)
@@ -84,12 +85,12 @@ def exchanging_model(
 
 
 class Exchange:
-    """The exchange of a model's gradients and parameters among all ranks; for a single rank it has nothing to do.
+    """The exchange of a model's gradients and parameters among all ranks. With a single rank it does nothing.
 
     shards: the range of the flat buffers that belongs to each rank (shard_length). With sharded a rank updates its own
-    shard; with bitwise it also has `sums`, those of its own shard over a step's batches. received is room for what
-    other ranks send. Ranks with peer access see the buffers of all in peers,
-    among them the rows that a batch adds to the embedding's gradient: wte_values (B T, C) and wte_indices (B T,).
+    shard. With bitwise it also has `sums`: the sums of its own shard's gradients over a step's batches. received is
+    room for what other ranks send. peers: the buffers of all ranks, for ranks with peer access; among them the rows
+    that a batch adds to the embedding's gradient, wte_values (B T, C) and wte_indices (B T,).
     """
 
     def __init__(self, model: Model, sharded: bool = False, bitwise: bool = False):
@@ -121,8 +122,9 @@ class Exchange:
 
     def record(self, work: Callable[[bool, bool], None]) -> Callable[[bool, bool], None]:
         """A function that does `work`, the forward and backward pass on one batch, and the exchange that belongs to it.
-        It is told whether the batch is the first and whether it is the last of a step; in a bitwise run every batch
-        is both to `work`. device.record says what is asked of `work`. All ranks must call it alike."""
+        Its arguments say whether the batch is the first of a step, and whether it is the last. In a bitwise run it
+        tells `work` that every batch is both. device.record says what `work` must do. All ranks must call the function
+        alike."""
 
         def batch(first: bool, last: bool) -> None:
             work(first or self.bitwise, last or self.bitwise)
@@ -176,8 +178,8 @@ class Exchange:
             self.reduce(ranges)
 
     def reduce(self, ranges: list[Range]) -> None:
-        """Starts summing gradients over ranks without peer access. With -z only the owner of each shard gets its sums,
-        and the gradients of the others become anything."""
+        """Starts summing gradients over ranks without peer access. With -z only the owner of each shard gets its sums.
+        On the other ranks these gradients are then undefined."""
         grads = self.model.grads_memory
         if self.sharded:
             owned = [(r, one) for r, shard in enumerate(self.shards) for one in overlaps(ranges, [shard])]
@@ -186,11 +188,11 @@ class Exchange:
             collectives.all_reduce([grads[start:end] for start, end in ranges])
 
     def copy_and_sum(self, ranges: list[Range]) -> None:
-        """Sums gradients over ranks with peer access, by copies: a GPU's copy engines make them, and leave its
-        multiprocessors to the matmuls beside.
+        """Sums gradients over ranks with peer access, by copies. A GPU's copy engines make these, so its
+        multiprocessors are free for the matmuls that run at the same time.
 
-        Each rank is sent its share of the others' gradients, adds them up, and sends the sums to all; with -z only to
-        those whose shard they are in. received has one room for each rank; a room holds one share of one bucket."""
+        Each rank gets its share of the other ranks' gradients, adds them up, and sends the sums to all ranks; with -z
+        only to the ranks that own them. received has one room for each rank. A room holds one share of one bucket."""
         grads, received, N, rank = self.peers.grads, self.peers.received, ranks.size(), ranks.rank()
         others, room = [(rank + i) % N for i in range(1, N)], received.arrays[rank].size // N
         rooms = [device.address(received.arrays[rank]) + 4 * r * room for r in range(N)]
@@ -213,20 +215,20 @@ class Exchange:
 
     @property
     def late(self) -> list[Range]:
-        """The gradients whose sums AdamW's update has to start: those that are complete only at backward's end."""
+        """The gradients whose sums AdamW's update must start, because they are complete only at backward's end."""
         return self.plan.late if ranks.size() > 1 and not self.bitwise else []
 
     @property
     def known_to_all(self) -> list[Range]:
-        """The gradients whose sums every rank has, also with -z: ranks with peer access sum the short ones for all."""
+        """The gradients whose sums every rank has, even with -z: ranks with peer access sum the short ones for all."""
         return without(self.model.added_to, self.model.rows.embedding) if self.peers else []
 
     def sum_late(self, ranges: list[Range]) -> None:
         """Starts summing gradients of `late` over all ranks, once all have come to this point.
 
-        Ranks with peer access each add up their share of the numbers, which they load from all GPUs, and store the sums
-        there; with -z those of matrices only where their shard is. Of the embedding each whose shard has a part of it
-        adds the rows of all ranks, which it loads from their GPUs, in the order of the ranks."""
+        With peer access, each rank loads its share of the numbers from all GPUs, adds them up, and stores the sums on
+        all GPUs. With -z it stores the sums of matrices only on the GPUs whose shards they are in. For the embedding,
+        each rank whose shard has a part of it loads the rows of all ranks and adds them, in the order of the ranks."""
         if not ranges:
             return
         if not self.peers:
@@ -249,7 +251,7 @@ class Exchange:
                     sum_buffers(addresses[r : r + 1], addresses, owned, BLOCKS, rank, N)
             if overlaps(overlaps(ranges, embedding), [self.shard]):
                 self.model.rows.add(self.peers)
-            self.meet()  # from here on a rank may change what the others have read
+            self.meet()  # from here on a rank may change what the other ranks have read
 
         device.communicate(work)
 
@@ -271,12 +273,12 @@ class Exchange:
                 addresses[r] = device.address(parts) + 4 * (r * length - start)
         device.join_communication()
         if length:
-            sums = device.address(self.sums) - 4 * start  # as if it were a whole flat buffer
+            sums = device.address(self.sums) - 4 * start  # the address that a whole flat buffer would have
             sum_buffers(
                 device.constant((sums,), np.uint64), device.constant((sums, *addresses), np.uint64), [(start, end)],
                 4 * device.multiprocessors,
             )  # fmt: skip
-        self.wait_for_ranks()  # which read this rank's gradients
+        self.wait_for_ranks()  # until they have read this rank's gradients
         device.join_communication()
 
     def gather_sums(self) -> None:
@@ -286,22 +288,23 @@ class Exchange:
         device.fill_zero(self.sums)
         self.wait_for_ranks()
         self.start_gather("grads", [(0, self.model.grads_memory.size)])
-        self.wait_for_ranks()  # which read this rank's
+        self.wait_for_ranks()  # until they have read this rank's sums
         device.join_communication()
 
     # Parameters
 
     def gather_parameters(self) -> None:
-        """With -z, where each rank has updated its shard, gives every rank all parameters. All ranks must call it
-        before anything reads parameters but a recorded step, which gathers them in the order in which it reads them."""
+        """With -z, after each rank has updated its shard: gives every rank all parameters. All ranks must call it
+        before anything reads parameters. Only a recorded step need not, because it gathers them in the order of its
+        reads."""
         if self.sharded:
             self.wait_for_ranks()
             self.start_gather("params", [(0, self.model.params_memory.size)])
             device.join_communication()
 
     def gather_first(self, ranges: list[Range]) -> None:
-        """Starts giving every rank the parameters with which forward begins (ranges: `plan.first`), once each has
-        updated those in its shard. Other parameters may be updated meanwhile."""
+        """Starts giving every rank the parameters with which forward begins (ranges: `plan.first`), once each rank has
+        updated its part of them. Other parameters may be updated meanwhile."""
         self.wait_for_ranks()
         if not self.peers:
             self.start_gather("params", ranges)
@@ -318,8 +321,8 @@ class Exchange:
         device.communicate(work)
 
     def start_gather(self, name: str, ranges: list[Range]) -> None:
-        """Starts setting ranges of a flat buffer, "params" or "grads", on each rank to what they are on the ranks whose
-        shards they are in. Ranks with peer access have to wait for one another first (`wait_for_ranks`)."""
+        """Starts to copy ranges of a flat buffer, "params" or "grads", from the ranks whose shards they are in to all
+        ranks. Ranks with peer access must wait for one another first (`wait_for_ranks`)."""
         device.communicate(lambda _: self.gather(name, ranges))
 
     def gather(self, name: str, ranges: list[Range]) -> None:
@@ -330,14 +333,14 @@ class Exchange:
             collectives.broadcast([(flat[start:end], r) for r, (start, end) in owned])
             return
         arrays = getattr(self.peers, name).arrays
-        for r, (start, end) in sorted(owned, key=lambda one: (one[0] - rank) % N):  # each from another one at a time
+        for r, (start, end) in sorted(owned, key=lambda one: (one[0] - rank) % N):  # each rank begins at another one
             if r != rank:
                 device.copy(flat[start:end], arrays[r][start:end])
 
     def share_overflow(self) -> None:
-        """Lets all ranks know whether a gradient of the step before has overflowed (norm[3] of `adamw`), which with -z
-        its parameter's owner alone has seen. None reads or writes that number before AdamW, in front of which all meet
-        again, so one rank sums it for all."""
+        """Tells all ranks whether a gradient of the step before has overflowed (norm[3] of `adamw`). With -z only the
+        owner of its parameter has seen that. No rank reads or writes this number before AdamW, and all ranks meet again
+        in front of AdamW. So one rank can sum it for all."""
         if not self.sharded:
             return
         if not self.peers:
@@ -349,7 +352,7 @@ class Exchange:
     # Ranks with peer access
 
     def wait_for_ranks(self) -> None:
-        """Where ranks have peer access, what follows in device.communicate is done once all have come to this point."""
+        """With peer access: later work of device.communicate begins once all ranks have come to this point."""
         if self.peers:
             device.communicate(lambda _: self.meet())
 
@@ -360,7 +363,7 @@ class Exchange:
     # Checkpoints
 
     def checksum(self) -> str:
-        """16 hexadecimal digits that tell the model's parameters from others, by all their bits."""
+        """A checksum of all bits of the model's parameters: 16 hexadecimal digits."""
         return checksum(self.model.params_memory)
 
     def load_checkpoint(self, tensors: Mapping[str, np.ndarray] | None, moments: tuple | None) -> None:
@@ -389,8 +392,8 @@ class Exchange:
             collectives.scatter(own, first - start, length, tensors[name].reshape(-1) if tensors else None)
 
     def whole_state(self) -> tuple:
-        """The parameters, fp32, and AdamW's m and v of all of them, (num_parameters,) each, as save_checkpoint takes
-        them: where a rank has only its shard, as pieces, all of which every rank must ask for, in this order."""
+        """The parameters, fp32, and AdamW's m and v of all of them, (num_parameters,) each, for save_checkpoint. If a
+        rank has only its shard, they are pieces. Every rank must then ask for all pieces, in this order."""
         model = self.model
 
         def whole(own):
@@ -400,26 +403,27 @@ class Exchange:
 
 
 class Rows:
-    """The rows of the embedding that a batch takes and changes. The embedding, a third of GPT-2 124M's bytes, is read
-    first and complete last. Where a step would have to wait for all of it, ranks with peer access exchange only those
-    rows. A model script says where, by `embedding_forward` and `embedding_backward`."""
+    """The rows of the embedding that a batch reads and changes. The embedding, a third of GPT-2 124M's bytes, is read
+    first, and its gradient is complete last. A step would have to wait for all of it. Instead, ranks with peer access
+    exchange only these rows. A model script says where, by `embedding_forward` and `embedding_backward`."""
 
     def __init__(self, exchange: Exchange):
         self.exchange, self.embedding = exchange, []
         self.comes = self.leaves = False
 
     def begin(self, comes: bool, last: bool) -> None:
-        """Before a batch. comes: its rows of the embedding have yet to come from other ranks; last: of a step."""
+        """Call it before a batch. comes: its rows of the embedding must still come from other ranks. last: it is the
+        last of a step."""
         self.comes = comes and self.exchange.sharded
         self.leaves = last and bool(self.exchange.peers) and not self.exchange.bitwise
 
     def end(self) -> None:
-        """After a batch: what else runs forward, such as a validation, exchanges no rows."""
+        """Call it after a batch. Other forward passes, such as a validation, exchange no rows."""
         self.comes = self.leaves = False
 
     def gather(self, wte, C: int) -> None:
-        """Where this is a step's first batch, sets the rows of wte (Vp,C) that it takes to what they are on the ranks
-        that have updated them."""
+        """In a step's first batch: copies the rows of wte (Vp,C) that the batch reads from the ranks that have updated
+        them."""
         exchange, model = self.exchange, self.exchange.model
         self.embedding = [range_in(wte, model.params_memory)]
         if not self.comes:
@@ -442,7 +446,7 @@ class Rows:
 
 
 def embedding_forward(model: Model, out, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None) -> None:
-    """encoder_forward for model.inputs, whose rows of wte may still be on other ranks."""
+    """encoder_forward for model.inputs. Their rows of wte may still be on other ranks."""
     if model.rows:
         model.rows.gather(wte, C)
     encoder_forward(out, model.inputs, wte, wpe, B, T, C, dropout, model.positions)
@@ -451,8 +455,8 @@ def embedding_forward(model: Model, out, wte, wpe, B: int, T: int, C: int, dropo
 def embedding_backward(model: Model, dwte, dwpe, dout, B: int, T: int, C: int) -> None:
     """encoder_backward for model.batch: adds to the gradients of wte and, if there is one, wpe. (B, T) are the model's.
 
-    In the last batch of a step, ranks with peer access add nothing to wte's yet. They sum it over all ranks but for the
-    rows of this batch, which they leave for `sum_late`."""
+    In the last batch of a step, ranks with peer access do not add this batch's rows to the gradient of wte yet. They
+    sum the rest of it over all ranks, and leave these rows for `sum_late`."""
     batch = model.inputs, model.order, model.count, B, T, C
     if model.rows and model.rows.leaves:
         peers, rank = model.rows.exchange.peers, ranks.rank()
@@ -465,10 +469,10 @@ def embedding_backward(model: Model, dwte, dwpe, dout, B: int, T: int, C: int) -
 class StepPlan:
     """What an Exchange learns from a step's launches. A bucket is a list of ranges of the flat buffers.
 
-    first      the parameters that forward reads first, and all short ones: they come at the end of the update
+    first      the parameters that forward reads first, and all short ones; ranks get them at the end of the update
     gathered   the others, in the order in which forward reads them: buckets, and the first launch that reads each
-    buckets    gradients in the order in which they are complete, and the launches after which each bucket is
-    late       those that are complete only at backward's end
+    buckets    gradients in the order in which they are complete, and the launches after which each bucket is complete
+    late       the gradients that are complete only at backward's end
     """
 
     def __init__(self):
@@ -481,14 +485,14 @@ class StepPlan:
         return hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]
 
     def gathers(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
-        """Learns which parameters a step's launches read first, and returns the gathers beside them."""
+        """Learns which parameters a step's launches read first. Returns the insertions that gather them."""
         model, embedding = exchange.model, exchange.model.rows.embedding
         vectors = without(model.added_to, embedding)
         reads = [parts_in(model.params_memory, launch.reads) for launch in launches]
         readers = {one: [i for i, parts in enumerate(reads) if device.touch([one], parts)]
                    for one in parameter_ranges(model.config)}  # fmt: skip
         encoder = next(readers[one][0] for one in embedding)
-        if exchange.peers:  # its rows have come before the encoder reads them; the whole comes for the next reader
+        if exchange.peers:  # the encoder needs only its rows, which come first; the next reader needs the whole
             readers |= {one: readers[one][1:] for one in embedding}
         order = sorted(readers, key=lambda one: (readers[one] or [len(launches)], one))
         first, self.gathered, begun = [], [], 0
@@ -510,7 +514,7 @@ class StepPlan:
         ]
 
     def sums(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
-        """Learns when gradients are complete, and returns the sums beside a step's launches."""
+        """Learns when gradients are complete. Returns the insertions that sum them."""
         model, embedding = exchange.model, exchange.model.rows.embedding if exchange.peers else []
         vectors = without(model.added_to, embedding)
         writes = [parts_in(model.grads_memory, launch.writes) for launch in launches]
@@ -542,7 +546,7 @@ class StepPlan:
 
 @cache
 def parameter_ranges(config: Config) -> list[Range]:
-    """Where in the flat buffers each parameter lies, those of the layers each by itself."""
+    """The range of each parameter in the flat buffers, of each layer by itself."""
     starts, _ = layout(config.parameters(), config.sizes(), align=1)
     found = []
     for name, symbols in config.parameters():
@@ -558,31 +562,32 @@ def length(ranges: list[Range]) -> int:
 
 
 def parts_in(flat, addresses: list[Range]) -> list[Range]:
-    """Those ranges of addresses that lie in a flat buffer, as ranges of it."""
+    """The ranges of addresses that lie in a flat buffer, as ranges of this buffer."""
     base, size = device.address(flat), flat.itemsize
     return [((a - base) // size, (b - base) // size) for a, b in addresses if base <= a < base + flat.nbytes]
 
 
 def range_in(tensor, flat) -> Range:
-    """Where a tensor lies in a flat buffer."""
+    """The range of a tensor in a flat buffer."""
     start = (device.address(tensor) - device.address(flat)) // flat.itemsize
     return start, start + tensor.size
 
 
 def in_words(one: Range, flat) -> Range:
-    """A range of a flat buffer in words of 4 bytes. Of bf16 numbers it may have a neighbour at either end, of the same
-    shard, which may be copied before it is updated: it is copied again by itself before anything reads it."""
+    """A range of a flat buffer in words of 4 bytes. With bf16 numbers it may then include a neighbour at either end, of
+    the same shard. This neighbour may be copied before it is updated. That does no harm, because it is copied again
+    with its own range before anything reads it."""
     return one[0] * flat.itemsize // 4, ceil_div(one[1] * flat.itemsize, 4)
 
 
 def overlaps(ranges: list[Range], others: list[Range]) -> list[Range]:
-    """What ranges have in common with others, neither of which overlap among themselves."""
+    """The overlaps of ranges with others. The ranges do not overlap one another, nor do the others."""
     both = [(max(a, c), min(b, d)) for a, b in ranges for c, d in others]
     return [(start, end) for start, end in both if start < end]
 
 
 def without(ranges: list[Range], others: list[Range]) -> list[Range]:
-    """What ranges do not have in common with others."""
+    """The parts of ranges that do not overlap with others."""
     for start, end in others:
         parts = [part for a, b in ranges for part in ((a, min(b, start)), (max(a, end), b))]
         ranges = [(a, b) for a, b in parts if a < b]
@@ -590,19 +595,19 @@ def without(ranges: list[Range], others: list[Range]) -> list[Range]:
 
 
 def share_of(one: Range, r: int, N: int) -> Range:
-    """The r-th of N shares of a range: equal numbers of four floats, but for what is left over."""
+    """The r-th of N shares of a range. Shares are equal, in units of four floats, except for the rest at the end."""
     start, end = one
     vectors = ceil_div(end - start, 4)
     return min(end, start + 4 * (vectors * r // N)), min(end, start + 4 * (vectors * (r + 1) // N))
 
 
 def share_length(one: Range, N: int) -> int:
-    """The longest of the shares."""
+    """The length of the longest share."""
     return 4 * ceil_div(one[1] - one[0], 4 * N)
 
 
 def shares(bucket: list[Range], r: int, N: int) -> Iterator[tuple[Range, int]]:
-    """Of each range in a bucket rank r's share, and its place in a room."""
+    """Rank r's share of each range in a bucket, and the place of this share in a room."""
     place = 0
     for one in bucket:
         share = share_of(one, r, N)
@@ -612,7 +617,7 @@ def shares(bucket: list[Range], r: int, N: int) -> Iterator[tuple[Range, int]]:
 
 
 def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
-    """Cuts ranges into buckets; of each, a rank's share is at most `room` floats, a multiple of 4."""
+    """Cuts ranges into buckets. A rank's share of a bucket has at most `room` floats, a multiple of 4."""
     bucket, left = [], room
     for start, end in ranges:
         while start < end:
@@ -627,8 +632,8 @@ def buckets(ranges: list[Range], room: int, N: int) -> Iterator[list[Range]]:
 
 
 def barrier(words: list, rank: int) -> None:
-    """Waits on the device until it has been called on all ranks; what each wrote before is then there for all. words:
-    each rank's words, uint32 (ranks,), of which word r is for what rank r tells it; all are 0 before and after.
+    """Waits on the device until all ranks have called it. All ranks then see what each wrote before. words: each rank's
+    words, uint32 (ranks,). Rank r signals to a rank in that rank's word r. All words are 0 before and after.
 
     In each pair of ranks the lower signals first, and the higher resets that word and replies; then the lower resets
     its own. So no word is set anew before it has been reset, however often this is called, or replayed as a part of a

@@ -32,7 +32,7 @@ CONTENTS = {
     TOKENS_32: "tokens of 32 bits",
 }
 
-CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # but for white space and escape
+CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # except white space and escape
 MOST_CONTROLS = 0.01  # of the bytes of a text; a file with more is binary
 MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
@@ -48,8 +48,8 @@ def make_header(*values: int) -> np.ndarray:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens an input file. Raises OSError also where it is no regular file: a pipe may have nobody who ever writes to
-    it, and cannot be mapped or read twice."""
+    """Opens an input file. Raises OSError also if it is not a regular file: perhaps nobody ever writes to a pipe, and a
+    pipe cannot be mapped or read twice."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -58,7 +58,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def file_size(path: str | Path, remedy: str) -> int:
-    """The size of a file in bytes. Raises UserError where there is no readable, regular file."""
+    """The size of a file in bytes. Raises UserError if there is no readable, regular file."""
     try:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_size
@@ -67,8 +67,8 @@ def file_size(path: str | Path, remedy: str) -> int:
 
 
 def looks_like_text(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is text, in whatever encoding: it has a byte order mark, or no zero
-    and next to no control characters."""
+    """Whether a file that begins with these bytes is text, in any encoding: it has a byte order mark, or it has no zero
+    bytes and almost no control characters."""
     if any(head.startswith(mark) for mark, _ in MARKS):
         return True
     controls = len(head) - len(head.translate(None, CONTROLS))
@@ -76,7 +76,7 @@ def looks_like_text(head: bytes) -> bool:
 
 
 def first_word(path: str | Path) -> int | None:
-    """The number that a file begins with, which says what it is; None where there is no such file."""
+    """The first number of a file, which says what it is. None if there is no such file."""
     try:
         with open_file(path) as file:
             return int.from_bytes(file.read(4), "little")
@@ -85,7 +85,7 @@ def first_word(path: str | Path) -> int | None:
 
 
 def contents(magic: int) -> str | None:
-    """What the files are that begin with this number; None where it is none of ours."""
+    """The name of the kind of files that begin with this number. None if it is none of ours."""
     if magic in CONTENTS:
         return CONTENTS[magic]
     kind = kind_of_magic(magic)
@@ -114,8 +114,8 @@ def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = H
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """Opens a binary file beside `path` for writing and renames it to `path` once it is complete and on disk.
 
-    If the block fails, nothing is left behind and what was at `path` is untouched. Raises UserError where the system
-    refuses to write.
+    If the block fails, it leaves nothing behind, and the old file at `path` stays as it was. Raises UserError if the
+    system refuses to write.
     """
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -133,8 +133,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def make_directory(directory: Path) -> list[Path]:
-    """Makes a directory where it is missing; returns those that it made, the innermost first. Raises OSError where it
-    cannot."""
+    """Makes a directory if it is missing. Returns the directories that it made, the innermost first. Raises OSError if
+    it cannot."""
     missing = []
     for place in (directory, *directory.parents):
         if place.is_dir():
@@ -147,15 +147,15 @@ def make_directory(directory: Path) -> list[Path]:
 
 
 def remove_directories(directories: list[Path]) -> None:
-    """Removes those of the directories that are empty, in their order."""
+    """Removes the directories that are empty, in their order."""
     for directory in directories:
         with suppress(OSError):
             directory.rmdir()
 
 
 def check_directory(directory: str | Path, contents: str, flag: str) -> None:
-    """Raises UserError where `contents` cannot be written to the `directory` that `flag` names, which need not exist:
-    it writes a file there, and leaves nothing behind."""
+    """Raises UserError if `contents` cannot be written to the `directory` that `flag` names, which need not exist. To
+    find out, it writes a file there. It leaves nothing behind."""
     made = []
     try:
         made = make_directory(Path(directory))

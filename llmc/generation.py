@@ -14,21 +14,21 @@ from llmc.tokenizer import StreamDecoder, Tokenizer
 
 import numpy as np
 
-AHEAD = 1  # steps that a GPU is given before the host has seen the tokens of the step before
+AHEAD = 1  # steps that a GPU gets before the host has seen the tokens of the step in front of them
 
 
 class Writer:
-    """Goes on with B texts at once, a token of each in a step. Where the model trains, B is 1 (Model.writing).
+    """Continues B texts at once. A step writes one token of each text. If the model trains, B is 1 (Model.writing).
 
-    A step is recorded once, whatever the position: forward on one row of each text, and the draw, which leaves the
-    token where the next step reads it. The host only looks on. temperature, top_k and top_p are those of
-    kernels/sampling.py.
+    A step is forward on one row of each text, and the draw, which writes the token where the next step reads it. It is
+    recorded once and serves all positions. The host only receives the tokens. temperature, top_k and top_p are those
+    of kernels/sampling.py.
     """
 
     def __init__(self, model: Model, B: int = 1, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
         self.model, self.B, self.drawing = model, B, (temperature, top_k, top_p)
         self.states = device.zeros((B,), np.uint64)
-        self.buffers = [device.pinned((B,), np.int32) for _ in range(AHEAD + 1)]  # of the tokens of as many steps
+        self.buffers = [device.pinned((B,), np.int32) for _ in range(AHEAD + 1)]  # each for the tokens of a step
         self.next_token = device.record(self.forward_and_draw)
 
     def forward_and_draw(self) -> None:
@@ -42,8 +42,9 @@ class Writer:
         sample(model.inputs, model.starts, self.states, logits, self.B, V, padded(V), model.T, *self.drawing)
 
     def read(self, texts: list[list[int]]) -> None:
-        """Runs forward on whole texts, of at most T tokens each, and draws what follows. Rows behind a shorter text are
-        computed, too, and its next tokens take their places in the cache."""
+        """Runs forward on whole texts, of at most model.T tokens each, and draws the tokens that follow. If a text is
+        shorter than the longest one, rows behind its end are computed, too. Its next tokens overwrite them in the
+        cache."""
         B, T, model = self.B, max(map(len, texts)), self.model
         lengths, inputs = np.array([len(text) for text in texts], np.int32), np.zeros((B, T), np.int32)
         for row, text in zip(inputs, texts, strict=True):
@@ -55,22 +56,23 @@ class Writer:
         model.forward(B, T)
         device.copy_in(model.starts, ends)
         self.draw(T)
-        device.synchronize()  # the arrays on the host may go
+        device.synchronize()  # until now the device may have read the arrays on the host
 
     def tokens(
         self, texts: list[list[int]], samplers: list[Sampler], count: int, finished: list[bool] | None = None
     ) -> Iterator[list[int]]:
-        """The `count` tokens that follow each of B texts, at least one token long: lists of one for each text. samplers
-        go on with each list. The caller may set finished[b] where what follows in a text no longer matters; when all
-        are set, nothing more comes.
+        """Yields the next `count` tokens of each of B texts: in each step a list with one token for each text. A text
+        has at least one token. The samplers advance with each list. The caller may set finished[b] if it needs no more
+        tokens of text b. When all are set, the iterator ends.
 
-        A text has room for model.T tokens. Where it is longer, its last T // 2 are kept and computed anew.
+        A text has room for model.T tokens. If it gets longer, the model keeps its last T // 2 tokens, and computes them
+        again.
         """
         model, buffers = self.model, self.buffers
         finished = [False] * self.B if finished is None else finished
         seen = [list(text) for text in texts]  # by the model
-        coming: deque = deque()  # the events after which a step's tokens are in its buffer
-        lengths: list[int] = []  # of what the next step finds in the cache
+        coming: deque = deque()  # an event for each step, after which its tokens are in their buffer
+        lengths: list[int] = []  # of each text in the cache, for the next step
         given = 0
         states = np.array([sampler.state for sampler in samplers], np.uint64)
         device.copy_in(self.states, states)
@@ -79,7 +81,7 @@ class Writer:
             while given < min(count, step + 1 + AHEAD * device.has_streams):
                 full = any(n == model.T and not done for n, done in zip(lengths, finished, strict=False))
                 if (full or not lengths) and coming:
-                    break  # all tokens must be known
+                    break  # first the host must know all tokens
                 with model.writing():
                     if full or not lengths:
                         seen = [text[:1] if done else text if len(text) <= model.T else text[-max(1, model.T // 2) :]
@@ -106,8 +108,8 @@ def print_sample(
     writer: Writer, tokenizer: Tokenizer | None, sampler: Sampler, count: int,
     stopped: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
-    """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers where there is no
-    tokenizer. Fewer where `stopped`. Returns the text."""
+    """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers if there is no tokenizer.
+    Ends early if `stopped`. Returns the text."""
     config = writer.model.config
     first = min(tokenizer.bos if tokenizer else config.DEFAULTS["vocab_size"] - 1, config.vocab_size - 1)
     decoder = StreamDecoder(tokenizer) if tokenizer else None

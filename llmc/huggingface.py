@@ -1,8 +1,8 @@
-"""A model in the terms of Hugging Face's transformers: what a script says of it, and a config.json that is read.
+"""A model in Hugging Face's transformers: what a script says about it, and how we read its config.json.
 
-The two sides cut and order the same numbers differently. Theirs has one tensor a layer, ours one with a part for each
-layer. Ours has q, k and v in one tensor. Their RoPE turns channels i and i + R/2 of a head together, where R of its
-channels are turned, ours 2i and 2i + 1, so the rows of q and k are in another order. They do not pad the vocabulary.
+The two sides cut and order the same numbers differently. transformers has one tensor for each layer; we have one tensor
+with a part for each layer. We have q, k and v in one tensor. If R channels of a head are rotated, their RoPE pairs
+channels i and i + R/2, ours 2i and 2i + 1. So the rows of q and k are in another order. They do not pad the vocabulary.
 """
 
 import math
@@ -18,13 +18,13 @@ import numpy as np
 
 
 class HuggingFace:
-    """What a script says of its kind of model. A subclass has:
+    """What a script says about its kind of model. A subclass has:
 
     TYPE        its model_type in config.json
-    PREFIX      how names of tensors begin, but for the classifier's: what is missing in a model saved without that
-    NAMES       our tensor, and theirs in the order in which it holds them; {} stands for the layer
+    PREFIX      how the names of tensors begin, except the classifier's; a model saved without classifier lacks it
+    NAMES       our tensor, and theirs in the order in which ours holds them; {} stands for the layer
     RENAMED     parameters of a transformers model that have another name in files: {name: name in files}
-    REQUIRED    what makes a model compute something else than ours does: (setting, default, the values that do not)
+    REQUIRED    settings with which a model may compute something else than ours: (setting, default, allowed values)
     ALSO        further model_types that compute the same, and what each requires beside REQUIRED
 
     and the functions below.
@@ -39,23 +39,23 @@ class HuggingFace:
 
     @staticmethod
     def parts(config: Config, name: str, tensor) -> list:
-        """One of our tensors, of one layer, as views in the order of theirs, or Reordered. NumPy's or CuPy's array or
-        PyTorch's tensor."""
+        """The parts of one of our tensors, of one layer, in the order of theirs: views, or Reordered. The tensor is an
+        array of NumPy or CuPy, or a tensor of PyTorch."""
         raise NotImplementedError
 
     @staticmethod
     def config_json(config: Config) -> dict:
-        """What config.json says of this kind alone. Raises UserError for a model that transformers has not."""
+        """The part of config.json that only this kind has. Raises UserError for a model that transformers lacks."""
         raise NotImplementedError
 
     @staticmethod
     def read_config(given: "Settings") -> Config:
-        """The sizes of a model. Raises UserError where ours computes something else."""
+        """The sizes of a model. Raises UserError if ours computes something else."""
         raise NotImplementedError
 
 
 class Reordered:
-    """The rows of a tensor in another order, which no view can give."""
+    """The rows of a tensor in another order that no view can give."""
 
     def __init__(self, tensor, order: np.ndarray):
         self.tensor, self.order = tensor, order
@@ -72,8 +72,8 @@ class Reordered:
 
 
 class Settings:
-    """What a config.json says. shapes: of the tensors beside it, by name; heads: how many a user says that there are.
-    UserErrors name `source`."""
+    """The settings of a config.json. shapes: of the tensors beside it, by name. heads: how many heads the user says
+    that there are. UserErrors name `source`."""
 
     def __init__(
         self, source: str | Path, values: dict, shapes: dict[str, list[int]] | None = None, heads: int | None = None
@@ -94,14 +94,14 @@ class Settings:
                 self.refuse(name, value, " or ".join("none" if value is None else str(value) for value in values))
 
     def number(self, name: str, default: float) -> float:
-        """A setting that is a number. Raises UserError where it is something else."""
+        """A setting that is a number. Raises UserError if it is something else."""
         value = self.get(name, default)
-        if type(value) not in (int, float) or not abs(value) < 2**127:  # what fp32 can hold
+        if type(value) not in (int, float) or not abs(value) < 2**127:  # the range of fp32
             self.refuse(name, value, "a number")
         return float(value)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A setting that is a size. Raises UserError where it is missing or something else."""
+        """A setting that is a size. Raises UserError if it is missing or something else."""
         value = default if self.get(name) is None else self.get(name)
         if type(value) is not int or value < 1:
             self.refuse(name, value, "a whole number from 1 on")
@@ -112,9 +112,10 @@ class Settings:
     def rope(
         self, types: tuple[str, ...], theta: float, rotary: float | None = None
     ) -> tuple[float, float, int, float]:
-        """RoPE's theta, scaling factor, 0 for none, the positions that a scaled model was first trained on, and the
-        share of a head that RoPE turns, which is the whole unless a default, `rotary`, is given. Before transformers 5,
-        theta and the share stood beside what is rope_parameters today, and that was called rope_scaling."""
+        """RoPE's theta; its scaling factor, 0 for none; the number of positions at which a scaled model was first
+        trained; and the share of a head that RoPE rotates. The share is the whole head, unless a default, `rotary`, is
+        given. Before transformers 5, rope_parameters was called rope_scaling, and theta and the share stood beside
+        it."""
         where = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
         found = self.get(where) or {}
         if not isinstance(found, dict):
@@ -124,7 +125,7 @@ class Settings:
         if kind not in types:
             self.refuse(f"{where}.rope_type", kind, " or ".join(types))
         required = {"partial_rotary_factor": 1} if rotary is None else {}
-        if kind == "llama3":  # the factor and the length may be others
+        if kind == "llama3":  # the factor and the length may have any value
             required |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
         for name, value in required.items():
             if found.get(name) != value:

@@ -1,4 +1,4 @@
-"""Locks: of two runs that would write to the same place, the second waits, and is then refused."""
+"""Locks: if two runs would write to the same place, the second one waits, and is then refused."""
 
 import errno
 import fcntl
@@ -14,23 +14,23 @@ from device.errors import UserError
 from llmc import ranks
 from llmc.files import make_directory, remove_directories
 
-PATIENCE = 30  # seconds; a job that is queued again overlaps with the one that is dying
+PATIENCE = 30  # seconds; a job that is queued again may start while the old one is still ending
 TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Lock:
-    """This process's claim to a place that one run at a time may write to. It lasts until `release` is called, this
-    object is gone or the process ends, however it ends.
+    """This process's claim to a place to which one run at a time may write. It lasts until `release` is called, until
+    this object is gone, or until the process ends, in any way.
 
-    The lock is an flock on a file of its own, `path`, since the files of the place are replaced by renames, and a lock
-    does not survive that. The file names process and host; `release` removes it. One that a killed process has left
-    behind is not locked, and the next run takes it over.
+    The lock is an flock on a file of its own, `path`. The other files of the place are replaced by renames, and a lock
+    on them would not survive this. The file names process and host, and `release` removes it. If a killed process has
+    left the file behind, it is not locked, and the next run takes it over.
 
-    place and flag: what to call the place, and the flag that names it. make: make the directory of `path` where it is
-    missing; `release` removes it again if it is empty.
+    place and flag: the name of the place in messages, and the flag that names it. make: make the directory of `path` if
+    it is missing; `release` removes it again if it is empty.
 
     While another process has the lock, this one waits, at most PATIENCE seconds, and says so on stderr. Raises
-    UserError if that was in vain, and where the file cannot be written. On a file system without locks it says that
+    UserError if the wait was in vain, or if the file cannot be written. On a file system without locks it says that
     there is none, and goes on.
     """
 
@@ -40,7 +40,7 @@ class Lock:
         try:
             while True:
                 if make:
-                    made += make_directory(path.parent)  # again, where the other run has removed it
+                    made += make_directory(path.parent)  # again, if the other run has removed it
                 file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
                 if _lock(file.fileno(), path, place):
                     break
@@ -61,7 +61,7 @@ class Lock:
 
 
 def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
-    """Whether this process now has the lock on an open file, which still is the one at `path`."""
+    """Whether this process now has the lock on an open file, and the file is still the one at `path`."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -78,6 +78,6 @@ def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
 
 def _release(file, path: Path, made: list[Path]) -> None:
     with suppress(OSError):
-        path.unlink()  # while it is locked, so that it is no other run's
+        path.unlink()  # while it is locked, so that it is not the file of another run
     file.close()
     remove_directories(made)

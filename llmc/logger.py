@@ -1,4 +1,4 @@
-"""Where a run's figures are kept: the log file, in llm.c's lines, one number each, and TensorBoard's events.
+"""The places of a run's figures: the log file, in llm.c's lines, one number each, and TensorBoard's events.
 
     s:20 tel:3.5212     validation loss before step 20
     s:20 bpb:1.1288     the same in bits per byte of text, where there is a tokenizer
@@ -25,7 +25,7 @@ from llmc.lock import Lock
 
 import numpy as np
 
-FIGURES = {  # what may be told of a step: its name in the log, if it goes there, and in TensorBoard
+FIGURES = {  # the figures of a step: their names in the log, if they go there, and in TensorBoard
     "val_loss": ("tel", "loss/validation"),
     "bits_per_byte": ("bpb", "loss/bits_per_byte"),
     "train_loss": ("trl", "loss/train"),
@@ -39,8 +39,8 @@ FIGURES = {  # what may be told of a step: its name in the log, if it goes there
 
 
 class Reports:
-    """A file that a run reports to. A report that cannot be written is lost: the first such is said on stdout, and
-    `lost` counts them."""
+    """A file to which a run reports. A report that cannot be written is lost. stdout names the first one that is lost,
+    and `lost` counts them."""
 
     def __init__(self, path: str | Path | None) -> None:
         self._file, self.path, self.lost = None, path, 0
@@ -60,13 +60,13 @@ class Reports:
 
 
 class Logger(Reports):
-    """Appends lines to the file at `path`, each there for others to read as soon as it is written; None logs nothing.
+    """Appends lines to the file at `path`. Others can read each line as soon as it is written. None logs nothing.
 
-    first_step: the first step that this run will log. Lines of that step and later ones are dropped from a file that is
-    already there, so a new run (0) starts it afresh and a resumed run carries on where its checkpoint was made.
-    Raises UserError where the file cannot be opened, is a pipe that nobody reads, holds something else than a log
-    (which stays as it is), or another run logs to it for longer than a `Lock` waits. A line that cannot be written
-    later on is lost.
+    first_step: the first step that this run will log. If the file exists, lines of this step and of later ones are
+    removed from it. So a new run (0) begins with an empty log, and a resumed run continues from its checkpoint. Raises
+    UserError if the file cannot be opened, is a pipe that nobody reads, or holds something else than a log (it then
+    stays as it is), or if another run logs to it for longer than a `Lock` waits. A line that cannot be written later is
+    lost.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
@@ -74,8 +74,8 @@ class Logger(Reports):
         self._lock = None
         if path is None:
             return
-        file = Path(os.path.realpath(path))  # where a link leads
-        if file.is_file() or not file.exists():  # a pipe or a device is nobody's alone
+        file = Path(os.path.realpath(path))  # the target of a link
+        if file.is_file() or not file.exists():  # several runs may write to a pipe or a device
             self._lock = Lock(file.with_name(f".{file.name}.lock"), path, "log file (-o)")
         try:
             if file.is_file():
@@ -99,7 +99,7 @@ class Logger(Reports):
             self._lock.release()
 
     def log(self, step: int, **figures: float | None) -> None:
-        """A line for each of these FIGURES that has a name in the log; None is left out."""
+        """Writes a line for each of these FIGURES that has a name in the log. None is left out."""
         for figure, value in figures.items():
             name, _ = FIGURES[figure]
             if self._file is not None and name and value is not None:
@@ -108,14 +108,14 @@ class Logger(Reports):
 
 
 class TensorBoard(Reports):
-    """Writes figures and samples as TensorBoard's events (`tensorboard --logdir`) to a new file in `directory`, there
-    for others to read as soon as they are written; None writes nothing.
+    """Writes figures and samples as TensorBoard's events (`tensorboard --logdir`) to a new file in `directory`. Others
+    can read each event as soon as it is written. None writes nothing.
 
-    first_step: the first step that this run will report. TensorBoard is told to forget what earlier files in the
-    directory have of that step and later ones; the files themselves stay as they are.
+    first_step: the first step that this run will report. An event tells TensorBoard to forget this step and later ones
+    in earlier files of the directory. The files themselves stay as they are.
 
-    Makes nothing yet. Raises UserError where the tensorboard package is missing or the directory cannot be written to.
-    Events that cannot be written later on are lost.
+    Makes nothing yet. Raises UserError if the tensorboard package is missing or the directory cannot be written to.
+    Events that cannot be written later are lost.
     """
 
     def __init__(self, directory: str | Path | None, first_step: int = 0) -> None:
@@ -123,12 +123,12 @@ class TensorBoard(Reports):
         if directory is None:
             return
         try:
-            # Here, because only this flag needs them. Of its writers the one that writes at once, and so can be told
-            # of a failure; tensorboardX, which is smaller, would load PyTorch and its own cuBLAS where it is installed.
+            # Here, because only this flag needs them. Of TensorBoard's writers we take the one that writes at once, and
+            # so notices a failure. tensorboardX is smaller, but would load PyTorch with its own cuBLAS, if installed.
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except Exception as error:  # it is missing, or something that it needs is, or does not fit
+        except Exception as error:  # it is missing, or something that it needs is missing or does not fit
             raise UserError(
                 f"--tensorboard needs TensorBoard ({first_line(error)}); install it with: pip install tensorboard"
             ) from None
@@ -139,7 +139,7 @@ class TensorBoard(Reports):
         self._beginning = self._record(file_version="brain.Event:2") + self._record(step=first_step, session_log=start)
 
     def log(self, step: int, **figures: float | None) -> None:
-        """These FIGURES as one event; None is left out."""
+        """Writes these FIGURES as one event. None is left out."""
         if self.path is not None:
             given = [(FIGURES[figure][1], value) for figure, value in figures.items() if value is not None]
             values = [self._Summary.Value(tag=tag, simple_value=value) for tag, value in given]
@@ -169,26 +169,26 @@ class TensorBoard(Reports):
 
 
 def _open(path: str, flags: int) -> int:
-    """Opens a log for writing. Raises OSError for a pipe that nobody reads, where a plain open would wait."""
+    """Opens a log for writing. Raises OSError for a pipe that nobody reads; a plain open would wait."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def append(file: BinaryIO, data: bytes) -> None:
-    """Writes all of data at the end of an unbuffered file, or raises OSError and leaves none of it there."""
+    """Appends all of data to an unbuffered file; or raises OSError, and then appends none of it."""
     end = file.seek(0, os.SEEK_END) if file.seekable() else None
     if file.write(data) != len(data):
         if end is not None:
-            file.truncate(end)  # a disk that is full took a part of it
+            file.truncate(end)  # a full disk took a part of it
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_log(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """What a log holds, by name ("trl", "tel", and whatever else it has): steps int64 (n,) and values float64 (n,).
+    """The figures of a log, by name ("trl", "tel", and any others): steps int64 (n,) and values float64 (n,).
 
-    Takes llm.c's logs as well, which have several values a line. A last line that is still being written is left out.
-    Raises UserError where the file is missing or is no log.
+    It also reads llm.c's logs, which have several values in a line. It leaves out a last line that is still being
+    written. Raises UserError if the file is missing or is not a log.
     """
     series: dict[str, tuple[list[int], list[float]]] = {}
     for line in _lines(path):

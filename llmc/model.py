@@ -24,7 +24,7 @@ from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_par
 
 import numpy as np
 
-STAGED = 1 << 24  # floats of a weight that are made on the host at a time
+STAGED = 1 << 24  # floats of a random weight that the host makes at a time
 RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
 
 
@@ -36,36 +36,37 @@ class Model:
     master_memory                                     (num_parameters,): the parameters as AdamW updates them
     acts_memory, grads_acts_memory                    activations and their gradients, and scratch: bytes
 
-    Parameters, activations and the gradients of activations are of the type `floatX` that the device has when the model
-    is made, but for rows of the tables that name another. All else is fp32. In bf16 params_memory is master_memory,
-    rounded to nearest: learning rates are so small that bf16 parameters would mostly stay as they are. In fp32 the two
-    are the same buffer.
+    Parameters, activations and the gradients of activations have the type `floatX` that the device has when the model
+    is made, unless a row of the tables names another type. All else is fp32. In bf16 params_memory is master_memory,
+    rounded to nearest. The master copy is needed because learning rates are so small that most bf16 parameters would
+    never change. In fp32 the two are the same buffer.
 
-    The tensors in them: params, grads, grads_acts, and acts(B, T) for a batch of that size. skip_nonfinite says whether
-    training goes on after a step that is not finite.
+    The tensors in the buffers: params, grads, grads_acts, and acts(B, T) for a batch of that size. skip_nonfinite says
+    whether training goes on after a step that is not finite.
     norm (4,) holds: the norm of the gradients; the factor that clips them; how many steps were not finite; and whether
     AdamW left out a parameter of this rank (kernels/adamw.py), which the next step tells all ranks.
 
-    Each of several ranks has a model. Where they are sharded (llmc/exchange.py), a rank has the moments, and in bf16
-    the master copy, of its own part of the parameters alone. rows is how ranks exchange the embedding's rows.
+    With several ranks, each has a model. If they are sharded (llmc/exchange.py), a rank has the moments, and in bf16
+    the master copy, of its own part of the parameters only. rows exchanges the embedding's rows among ranks.
 
-    By chunks, logits exist of logit_rows positions at a time; of all where it is 0. What forward and the loss leave for
-    that (llmc/classifier.py): classified, the classifier's input and weight, and dloss, the gradient of a loss.
+    By chunks, the logits of only logit_rows positions exist at a time. If logit_rows is 0, all exist. For chunks,
+    forward and the loss keep (llmc/classifier.py): classified, the classifier's input and weight, and dloss, the
+    gradient of a loss.
 
-    Text is written a token at a time. forward then runs on the new tokens alone, from a position on: row t of sequence
-    b is at positions[b] + t. positions, int32 (B,) on the device, is None in training. Keys and values of all positions
-    are kept, all other activations are one layer's at a time, and logits are of one row of each sequence: `last` (B,)
-    says which of the B T. A model for inference alone has room for that, and neither gradients nor moments. A model
-    that trains can write one text in the place of its activations (`writing`).
+    Text is written a token at a time. forward then runs on the new tokens only, and they begin at a position: row t of
+    sequence b is at positions[b] + t. positions, int32 (B,) on the device, is None in training. The keys and values of
+    all positions stay. All other activations have room for one layer. Logits are computed for one row of each sequence:
+    `last` (B,) says which of the B T rows. A model for inference alone has room for this, and has neither gradients nor
+    moments. A model that trains can write one text, in the memory of its activations (`writing`).
 
     A batch comes in one copy, to batch (4 B T + RANDOM_WORDS,). Its parts are inputs and targets (B T,), the tokens and
-    what follows each; order and count (B T,), which llmc/dataloader.py's sort_by_token makes for the embedding's
+    the token after each; order and count (B T,), which llmc/dataloader.py's sort_by_token makes for the embedding's
     gradient; and random (RANDOM_WORDS,), which random_words makes for dropout. dropout is the share of activations
-    that training drops, by dropout_seed.
+    that training drops; dropout_seed decides which.
 
     A subclass is one kind of model. It says:
     Config                    the class of its sizes
-    HuggingFace               what llmc/huggingface.py wants to know of it, where transformers has such a model
+    HuggingFace               what llmc/huggingface.py must know about it, if transformers has such a model
     MATRICES                  the parameters that weight decay applies to, and that start as random numbers
     PRODUCTS                  those whose gradient backward sets in a step's first batch, by a matrix product; the other
                               gradients are zeroed before, and backward adds to them
@@ -77,7 +78,7 @@ class Model:
 
     llmc/attention.py has the rows of the tensors inside attention; they follow those of the two tables.
 
-    Raises UserError where the device has too little memory, and ValueError where a name above is none of the Config's
+    Raises UserError if the device has too little memory, and ValueError if a name above is not one of the Config's
     PARAMETERS.
     """
 
@@ -93,9 +94,9 @@ class Model:
         shard: tuple[int, int] | None = None, beside: Callable[[int], dict[str, int]] = lambda b: {},
         logit_rows: int = 0,
     ):  # fmt: skip
-        """shard: the part of the parameters whose moments this model has; None for all. beside: what else is going to
-        be allocated for batches of b, as `sizes_of_buffers` has it. logit_rows: of how many positions there are logits
-        at a time; 0 for all."""
+        """shard: the part of the parameters whose moments this model has; None for all. beside: the buffers that others
+        will allocate for batches of b, by name, in bytes, like `sizes_of_buffers`. logit_rows: the number of positions
+        whose logits exist at a time; 0 for all."""
         self.config, self.B, self.T, self.attention, self.rows = config, B, T, attention, None
         self.logit_rows = logit_rows if logit_rows < B * T else 0
         self.classified, self.dloss = None, 0.0
@@ -194,20 +195,20 @@ class Model:
 
     @classmethod
     def writing_table(cls) -> Table:
-        """The table of activations where text is written. One layer's serve all."""
+        """The table of activations for a model that writes text. All layers use the memory of one."""
         own = frozenset(name for name, *_ in cls.ACTIVATIONS)
         return CACHE + cls.ACTIVATIONS + without(CACHED_ACTIVATIONS, own)
 
     @classmethod
     def writing_bytes(cls, config: Config, B: int, T: int) -> int:
-        """The bytes of activations to write B texts of up to T tokens: of the forward pass that reads all of a prompt,
-        or that of a single token."""
+        """The bytes of activations for writing B texts of up to T tokens. The larger of two sizes: that of the
+        forward pass that reads a whole prompt, and that of the pass for a single token."""
         table, X = cls.writing_table(), device.floatX
         sizes = [writing_sizes(config, B, rows, T) for rows in (T, 1)]
         return max(layout(table, each, ALIGNMENT, config.absent, X)[1] for each in sizes)
 
     def acts(self, B: int, T: int) -> SimpleNamespace:
-        """The activations as they lie in the buffer for a batch of (B, T), made at the first request."""
+        """The activations for a batch of (B, T), as views into the buffer. They are made at the first call."""
         writes = self.positions is not None
         if (B, T, writes) not in self.views_of:
             for other in self.views_of.keys() - {(self.B, self.T, False), (B, 1, True)}:
@@ -225,8 +226,8 @@ class Model:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Within the block, forward begins at positions, for text that is written in the place of a training step's
-        activations."""
+        """Within the block, forward begins at `positions`. So a model that trains writes text, in the memory of a
+        training step's activations."""
         before, self.positions = self.positions, self.starts
         try:
             yield
@@ -234,24 +235,25 @@ class Model:
             self.positions = before
 
     def zero_grad(self) -> None:
-        """Zeroes the gradients to which backward adds. Those of PRODUCTS it sets, unless told to accumulate."""
+        """Zeroes the gradients to which backward adds. Backward sets those of PRODUCTS, unless it accumulates."""
         for start, end in self.added_to:
             device.fill_zero(self.grads_memory[start:end])
 
     def loss(self, B: int, T: int, dloss: float = 0.0) -> None:
         """Sets acts(B, T).losses (B,T) to the cross-entropy of the logits and `targets`. For training, dloss is the
-        gradient of each single loss, and the logits become theirs; by chunks of logits, backward does both then."""
+        gradient of each single loss, and the logits become their own gradient. By chunks, backward then does both."""
         classifier_loss(self, B, T, dloss)
 
     def random_words(self, step: int, i: int) -> np.ndarray:
-        """What decides in batch i of a step which activations are dropped, as kernels/dropout.cuh reads it: the seed's
-        two words, step, batch, the rate as a threshold for random words, and the bits of the float 1 / (1 - rate)."""
+        """The words that decide which activations batch i of a step drops, as kernels/dropout.cuh reads them: the
+        seed's two words, step, batch, the rate as a threshold for random words, and the bits of the float 1 / (1 -
+        rate)."""
         seed, threshold = self.dropout_seed % 2**64, min(round(self.dropout * 2**32), 2**32 - 1)
         scale = np.float32(1 / (1 - self.dropout)).view(np.uint32)
         return np.array([seed % 2**32, seed >> 32, step, i, threshold, scale], np.uint32).view(np.int32)
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Takes over the parameters of a file, as `read_model` gives them; rows that it lacks become 0."""
+        """Sets the parameters to those of a file, which `read_model` gives. Rows that the file lacks become 0."""
         starts, _ = layout(self.config.parameters(), self.config.sizes(), align=1)
         self.zero_parameters()
         for name, _ in self.config.parameters():
@@ -273,7 +275,7 @@ class Model:
             begin, end = max(start, self.first), min(start + values.size, self.first + self.master_memory.size)
             if begin < end:
                 device.copy_in(self.master_memory[begin - self.first :], values[begin - start : end - start])
-        device.synchronize()  # the values may change from now on
+        device.synchronize()  # from now on the caller may change the values
 
     @property
     def has_copy(self) -> bool:
@@ -287,10 +289,11 @@ class Model:
         return self.master_memory[start - self.first : end - self.first], self.params_memory[start:end]
 
     def randomize(self, seed: int) -> None:
-        """Takes the initial weights of a model that is to be trained, from a seed: normal numbers for MATRICES, of the
-        deviations that first_weights gives, 0 for the padding of the vocabulary, and else what first_weights says.
+        """Sets the initial weights of a model before training, from a seed. MATRICES get normal random numbers, with
+        the deviations that first_weights gives. The padding of the vocabulary gets 0. For the rest first_weights says
+        what.
 
-        They are made on the host a piece at a time.
+        The host makes them a piece at a time.
         """
         deviations, constants = self.first_weights(self.config)
         self.check_names("first_weights", (*deviations, *constants))
@@ -326,17 +329,18 @@ class Model:
 
     @classmethod
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
-        """The deviations of MATRICES, which start as normal random numbers, and what others start as, if not 0."""
+        """The deviations of MATRICES, which start as normal random numbers; and the first values of others, if not
+        0."""
         raise NotImplementedError
 
 
 def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
-    """What the symbols in the tables stand for, in a batch. R: the rows of the logits."""
+    """The numbers for the tables' symbols that depend on the batch. R: the rows of the logits."""
     return config.sizes() | {"B": B, "T": T, "R": min(B * T, logit_rows or B * T)}
 
 
 def writing_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
-    """The same where the next T tokens of each of B texts are read, which have room for `context` tokens."""
+    """The same for a pass that reads the next T tokens of each of B texts. A text has room for `context` tokens."""
     splits = number_of_splits(B, config.num_heads, config.kv_heads, context) if T == 1 else 1
     return batch_sizes(config, B, T, B) | {
         "L": 1, "R": B, "layers": config.num_layers, "context": context, "S": splits if splits > 1 else 0,
@@ -345,8 +349,8 @@ def writing_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int
 
 def dropouts(model: Model, training: bool) -> SimpleNamespace:
     """The places where a model drops: `.encoded`, the embedding, and for each layer `.layer[l].attproj` and
-    `.layer[l].fcproj`, what attention and MLP add to the residual stream. Each is a Dropout, or None where nothing is
-    dropped: when the model does not train, or trains without dropout."""
+    `.layer[l].fcproj`, which attention and MLP add to the residual stream. Each is a Dropout; or None, if the model
+    does not train, or trains without dropout."""
 
     def at(site: int) -> Dropout | None:
         return Dropout(model.random, site) if training and model.dropout else None
@@ -360,7 +364,7 @@ def dropouts(model: Model, training: bool) -> SimpleNamespace:
 def build_from_file(
     kind: type[Model], path: str | Path, B: int, T: int, attention: str, inference: bool = False
 ) -> Model:
-    """The model in a `.bin`. Raises UserError as `read_model` does. Where its weights are converted, stderr says so."""
+    """The model in a `.bin`. Raises UserError as `read_model` does. If its weights are converted, stderr says so."""
     config, tensors = read_model(path, kind.Config)
     converted = conversion(path, kind.Config)
     if converted:

@@ -1,4 +1,4 @@
-"""How a program of this repository ends: with one line where something is wrong, never with a traceback."""
+"""How a program of this repository ends: if something is wrong, with one line, never with a traceback."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import NoReturn, TextIO
 from device.errors import UserError, first_line
 from llmc import ranks
 
-last_checkpoint = None  # of the run that this program is, set by who saves it
+last_checkpoint = None  # of this program's run; llmc/saver.py sets it
 
 
 class Stdout:
@@ -36,7 +36,7 @@ class Stdout:
             raise
 
     def drop(self) -> None:
-        """Where it cannot be written, what is left in its buffer goes nowhere: Python would fail on it as it ends."""
+        """If the stream cannot be written, drops the rest of its buffer. Else Python would fail on it at its end."""
         try:
             self.stream.flush()
         except OSError:
@@ -51,13 +51,13 @@ def run_program(
 ) -> None:
     """Runs `main`, and turns what the user must mend into one line on stderr and exit status 1.
 
-    out_of_memory: the remedy to name; interrupted: what to say after Ctrl-C, and the exit status then. A reader of the
-    output who leaves (`| head`) is no error; a full disk under the output is one. A GPU that fails is said in one line
-    too, with the last checkpoint.
+    out_of_memory: the remedy to name. interrupted, interrupted_code: what to print after Ctrl-C, and the exit status.
+    It is no error if the reader of the output leaves (`| head`). A full disk under the output is one. If a GPU fails,
+    one line says so, too, and names the last checkpoint.
     """
-    if sys.stdout is None:  # closed by who started the program
+    if sys.stdout is None:  # the caller has closed it
         sys.stdout = open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="replace")  # texts may have characters that the terminal lacks
+    sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters of a text
     sys.stdout = stdout = Stdout(sys.stdout)
     try:
         try:
@@ -66,8 +66,8 @@ def run_program(
             if end.code:
                 raise
             if stdout.failure:
-                raise stdout.failure from None  # argparse passes over it when it prints the help
-        stdout.flush()  # now, when a failure can still be said
+                raise stdout.failure from None  # argparse ignores it when it prints the help
+        stdout.flush()  # now, while we can still report a failure
     except UserError as error:
         fail(str(error))
     except MemoryError as error:
@@ -98,8 +98,8 @@ def run_program(
 
 
 def run_trainer(main: Callable[[], None]) -> None:
-    """run_program for a trainer. Where this process is one of several ranks that have been started, they meet first, so
-    that one of them speaks for all. Ctrl-C belongs to the run once that has begun."""
+    """run_program for a trainer. If several ranks have been started, they meet first, so that one of them speaks for
+    all. Once the run has begun, it handles Ctrl-C itself."""
 
     def meet_and_train() -> None:
         ranks.meet()
@@ -109,7 +109,7 @@ def run_trainer(main: Callable[[], None]) -> None:
 
 
 def fail(text: str) -> NoReturn:
-    """Ends this program, and where it is one of several ranks the others too, with one line."""
+    """Ends this program with one line, and all ranks if there are several."""
     ranks.fail(text)
     sys.exit(f"error: {text}")
 

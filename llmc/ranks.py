@@ -1,13 +1,12 @@
-"""The processes that train one model together: how they find one another, what they say to one another, how they end.
+"""The processes that train one model together: how they find one another, exchange small values, and end.
 
-Each process has a number, its rank, and one GPU (on the CPU device they share the cores). It learns its rank, how
-many there are and where rank 0 listens from who started it: torchrun, Slurm's srun, Open MPI's mpirun, or `launch`
-here, which `--gpus` asks for. It then stays connected to rank 0 for as long as the run lasts, for small values that
-all must know (`all_gather`), and so that all end where one cannot go on. Gradients go another way:
-llmc/collectives.py.
+Each process has a number, its rank, and one GPU (on the CPU device they share the cores). The program that starts it
+tells it its rank, the number of ranks, and where rank 0 listens. This program is torchrun, Slurm's srun, Open MPI's
+mpirun, or `launch` here, for `--gpus`. A process stays connected to rank 0 for the whole run, for small values that all
+must know (`all_gather`), and so that all end if one cannot go on. Gradients go another way: llmc/collectives.py.
 
-A connection begins with a message of fixed size in both directions (HELLO), which says to which run and rank it
-belongs; who sends anything else is turned away. All that follows is JSON behind its length in four bytes.
+A connection begins with a message of fixed size in both directions (HELLO), which names the run and the rank. A process
+that sends anything else is turned away. All later messages are JSON behind its length in four bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ LONGEST = 1 << 24      # bytes of a message
 PATIENCE = 300         # seconds that ranks wait for one another at the start
 MOST = 1024            # processes that `launch` starts
 LAST_GASP = 20         # seconds that `launch` gives the other processes once one has failed
-GRACE = 5              # seconds that a rank which cannot go on, or meets what may be another's fault, leaves to rank 0
-# How a machine that is gone is noticed: seconds, seconds, times, and milliseconds where something was being sent.
+GRACE = 5              # seconds that a failing rank waits before it ends, so that rank 0 can report first
+# How ranks notice that a machine is gone: seconds, seconds, times; and milliseconds while something is being sent.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 LAUNCHED = "LLMC_JOB"  # in the environment of processes that `launch` has started
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -50,8 +49,8 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 @dataclass(frozen=True)
 class Place:
-    """What a process is told by who started it: its rank among `size`, its rank on its machine, where rank 0 listens,
-    and a word that all processes of the job know."""
+    """What the program that starts a process tells it: its rank among `size`, its rank on its machine, where rank 0
+    listens, and a word that all processes of the job know."""
 
     rank: int
     size: int
@@ -62,18 +61,18 @@ class Place:
 
 
 def find_place(env: Mapping[str, str]) -> Place | None:
-    """What the environment says of this process's place, or None where it is alone. Raises UserError where something is
-    missing from it."""
+    """This process's place, by the environment, or None if it is alone. Raises UserError if the environment lacks
+    something."""
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, or launch
         rank, size, local = env["RANK"], env["WORLD_SIZE"], env.get("LOCAL_RANK", env["RANK"])
         job, address = env.get(LAUNCHED) or env.get("TORCHELASTIC_RUN_ID", ""), env.get("MASTER_ADDR")
-    elif "OMPI_COMM_WORLD_RANK" in env and "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm, whose srun may call mpirun
+    elif "OMPI_COMM_WORLD_RANK" in env and "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm, because srun may call mpirun
         rank, size = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"]
         local = env.get("OMPI_COMM_WORLD_LOCAL_RANK", rank)
         job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
         alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size
         address = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else None)
-    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:  # the latter is srun's: a batch script has none
+    elif "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:  # srun sets the latter; a batch script lacks it
         rank, size, local = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0")
         job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
         address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
@@ -132,7 +131,7 @@ class Group:
         self.hosts = self.all_gather(socket.gethostname())
 
     def accept_all(self, listener: socket.socket | None) -> dict[int, socket.socket]:
-        """Rank 0's connections to all others; it listens until it has them."""
+        """Rank 0's connections to all others. It listens until it has them."""
         address, port = self.place.address, self.place.port
         if listener is None:
             local = address in ("localhost", "127.0.0.1")
@@ -165,7 +164,7 @@ class Group:
                     peers[rank] = connection
                 except (ValueError, OSError):
                     connection.close()
-                    if host not in turned_away:  # a rank of another run comes again and again
+                    if host not in turned_away:  # a rank of another run tries again and again
                         turned_away.add(host)
                         say(f"refused a connection from {host}, which is none of this run's {self.size} ranks")
         return peers
@@ -198,7 +197,7 @@ class Group:
             self.peers[r].sendall(LENGTH.pack(len(data)) + data)
 
     def listen(self, r: int, connection: socket.socket) -> None:
-        """What a thread does: it takes in what rank r says, until that takes its leave."""
+        """The work of a thread: it receives the messages of rank r, until this rank takes its leave."""
         try:
             while True:
                 (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
@@ -209,7 +208,7 @@ class Group:
                     self.inbox[r].put(rest[0])
                 elif kind == "failed" and self.rank == 0:
                     text, status = rest
-                    time.sleep(1)  # where all meet the same error, rank 0 has time to say it of itself
+                    time.sleep(1)  # if all have the same error, rank 0 has time to report its own
                     self.end(f"rank {r} on {self.hosts[r]}: {text}" if text else "", int(status))
                 elif kind == "failed":
                     os._exit(int(rest[1]))  # rank 0 has said why
@@ -217,9 +216,9 @@ class Group:
                     return
                 else:
                     raise ValueError(kind)
-        except Exception:  # it has been closed, or what came is not what a rank says
+        except Exception:  # the connection is closed, or the message is not one of a rank
             text = f"rank {r} on {self.hosts[r]} is gone: it was killed, or its machine cannot be reached"
-            self.end(text if self.rank < 2 else "")  # where rank 0 is gone one of the others must say so
+            self.end(text if self.rank < 2 else "")  # if rank 0 is gone, one of the others must say so
 
     def all_gather(self, value) -> list:
         try:
@@ -234,8 +233,8 @@ class Group:
             threading.Event().wait()
 
     def end(self, text: str, status: int = 1) -> NoReturn:
-        """Ends this process, and where it is rank 0 all others; whoever in it comes first says why, if there is a
-        text."""
+        """Ends this process; rank 0 also ends all others. The first thread that calls it prints the text, if there is
+        one."""
         with self.ending:
             if text:
                 say(f"error: {text}")
@@ -248,10 +247,10 @@ class Group:
             try:
                 self.send(r, *message)
             except OSError:
-                pass  # it has ended already
+                pass  # this rank has already ended
 
     def leave(self) -> None:
-        """Takes leave of the others, and closes each connection once the other has done so too."""
+        """Takes leave of the others. Closes each connection once the other side has taken leave, too."""
         self.tell_all("bye")
         for listener in self.listeners:
             listener.join(GRACE)
@@ -260,7 +259,8 @@ class Group:
 
 
 def read_exactly(connection: socket.socket, size: int, seconds: float | None = None) -> bytes:
-    """The next bytes of a connection. Raises OSError where it ends before, or they take longer than so many seconds."""
+    """The next `size` bytes of a connection. Raises OSError if it ends before, or if they take longer than
+    `seconds`."""
     data, started = b"", time.monotonic()
     while len(data) < size:
         if seconds is not None:
@@ -273,7 +273,7 @@ def read_exactly(connection: socket.socket, size: int, seconds: float | None = N
 
 
 def say(text: str) -> None:
-    """Prints to stderr, if anybody reads it."""
+    """Prints to stderr. It is no error if nobody reads it."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
@@ -282,12 +282,12 @@ _group: Group | None = None
 
 
 def meet() -> None:
-    """Joins the other ranks, where this process is one of several that have been started, and returns once all are
-    there. Prints of other ranks than 0 go nowhere from then on. Raises UserError where the ranks cannot meet."""
+    """Joins the other ranks, if several have been started, and returns once all are there. From then on the prints of
+    all ranks except 0 are dropped. Raises UserError if the ranks cannot meet."""
     global _group
     place = find_place(os.environ)
     if LAUNCHED in os.environ:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # which launch has blocked, lest they end an import
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # launch has blocked them, so that they end no import
     if _group is not None or place is None:
         return
     if place.rank > 0:
@@ -302,8 +302,8 @@ def meet() -> None:
 
 
 def start(count: int | None) -> None:
-    """`meet`; but where no ranks have been started, and count is more than 1, starts so many processes on this machine,
-    and exits when they have ended. Raises UserError also where count is not the number of those that have been."""
+    """`meet`. But if no ranks have been started and count is more than 1, starts `count` processes on this machine, and
+    exits when they have ended. Raises UserError also if ranks have been started, but not `count` of them."""
     meet()
     if _group is None and (count or 1) > 1:
         sys.exit(launch(count))
@@ -332,12 +332,13 @@ def hosts() -> list[str]:
 
 
 def all_gather(value) -> list:
-    """What each rank gave, in their order, on each: anything that JSON can hold. All ranks must call it alike."""
+    """Returns on each rank the list of all ranks' values, in the order of the ranks. A value is anything that JSON can
+    hold. All ranks must call it alike."""
     return _group.all_gather(value) if _group else [value]
 
 
 def of_rank_0(work: Callable[[], object]):
-    """What work returns on rank 0, where alone it is done, on each rank: anything that JSON can hold."""
+    """Does work on rank 0 only, and returns its result on each rank: anything that JSON can hold."""
     return all_gather(work() if rank() == 0 else None)[0]
 
 
@@ -350,7 +351,7 @@ def check_same(what: str, value, remedy: str) -> None:
 
 
 def finish() -> None:
-    """Takes leave of the other ranks, once all are here."""
+    """Takes leave of the other ranks, once all have come to this point."""
     global _group
     if _group:
         all_gather(None)
@@ -359,28 +360,28 @@ def finish() -> None:
 
 
 def fail(text: str, status: int = 1) -> None:
-    """Called by a process that cannot go on. Alone it returns; one of several ends here, and takes the others with it:
-    rank 0 prints the text, if there is one."""
+    """Call it in a process that cannot go on. If the process is alone, this returns. If it is one of several, all end
+    here, and rank 0 prints the text, if there is one."""
     if _group is None:
         return
     if _group.rank == 0:
         _group.end(text, status)
     _group.tell_all("failed", text, status)
-    time.sleep(GRACE)  # until rank 0 has said it: what others notice is this process's end
+    time.sleep(GRACE)  # until rank 0 has reported it; the other ranks only notice that this process ends
     os._exit(status)
 
 
 def give_way() -> None:
-    """Called by a process for which something has failed that other ranks take part in. If one of them is the reason,
-    this process ends here, with all."""
+    """Call it when something has failed in which other ranks take part. If one of them is the reason, this process ends
+    here, with all others."""
     if _group is not None:
         time.sleep(GRACE)
 
 
 def launch(count: int) -> int:
-    """Runs this program once for each of `count` ranks on this machine, and returns the status to exit with, the first
-    that is not 0. Signals are handed on, and a second one ends all at once; should this process be killed, the others
-    stop as they do for SIGTERM. Raises UserError where not all can be started."""
+    """Runs this program once for each of `count` ranks on this machine. Returns the exit status: the first that is not
+    0. It passes signals on to the ranks, and a second signal ends all at once. If this process is killed, the ranks
+    stop as for SIGTERM. Raises UserError if not all can be started."""
     if count > MOST:
         raise UserError(f"--gpus {count}: no machine has that many GPUs; it must be at most {MOST}")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -432,8 +433,7 @@ def launch(count: int) -> int:
 
 
 def end_with_launcher(pipe: int) -> None:
-    """What a thread does: it stops this process once the one that started it, which holds the pipe's other end, is
-    gone."""
+    """The work of a thread: it stops this process once the launcher, which holds the other end of the pipe, is gone."""
     os.read(pipe, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(PATIENCE)

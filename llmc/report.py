@@ -1,4 +1,4 @@
-"""What a run tells the person who watches it, and how that person stops it."""
+"""What a run prints for its user, and how the user stops it."""
 
 import os
 import re
@@ -23,8 +23,8 @@ TF32_PEAKS = (
 
 
 def tensor_core_peak() -> float | None:
-    """The GPU's ceiling in FLOP/s for products in TF32, or in bf16, which is twice that; None where it is not known, or
-    products are in fp32."""
+    """The GPU's ceiling in FLOP/s for products in TF32, or in bf16, where it is twice as high. None if it is not known,
+    or if products are in fp32."""
     factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12}[device.precision]
     if factor is None:
         return None
@@ -32,7 +32,8 @@ def tensor_core_peak() -> float | None:
 
 
 def percent_of_peak(flops: float, ms: float) -> float | None:
-    """How much of the GPU's ceiling so many operations in so many milliseconds are; None as `tensor_core_peak` is."""
+    """The share of the GPU's ceiling that so many operations in so many milliseconds reach. None as
+    `tensor_core_peak`."""
     peak = tensor_core_peak()
     return 100 * flops / (ms / 1000) / peak if peak else None
 
@@ -51,15 +52,15 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
 
 
 class StepTimer:
-    """How long steps take when the next is launched while the device works on the one before: a step lasts from its own
-    launch, or from the end of the one before where that was later, to its end. The first step, which also compiles,
-    counts in averages only while it is alone."""
+    """How long steps take, although the next step is launched while the device works on the one before. A step lasts
+    from its launch, or from the end of the step before if that was later, to its own end. The first step, which also
+    compiles, counts in averages only while there is no other."""
 
     def __init__(self, last: int = 20):
         self.steps, self.total, self.last, self.last_end = 0, 0.0, deque(maxlen=last), 0.0
 
     def add(self, started: float, end: float) -> float:
-        """Notes a step that was launched and ended at these times (time.perf_counter) and returns its milliseconds."""
+        """Notes when a step was launched and when it ended (time.perf_counter). Returns its milliseconds."""
         milliseconds = 1000 * (end - max(started, self.last_end))
         if self.steps == 1:
             self.total = 0.0
@@ -73,7 +74,7 @@ class StepTimer:
         return self.total / max(1, self.steps - 1)
 
     def recent_average(self) -> float:
-        """The average of the last ones."""
+        """The average of the last steps."""
         return sum(self.last) / max(1, len(self.last))
 
 
@@ -81,8 +82,8 @@ def print_step(
     step: int, steps: int, loss: float, norm: float | None, learning_rate: float, ms: float, average_ms: float,
     tokens_per_second: float, percent_of_peak: float | None,
 ) -> None:  # fmt: skip
-    """One line for a finished step, counted from 1. norm: of the gradients, where it was computed; average_ms: a step's
-    recent average, for the time left; percent_of_peak: of that of TF32 or bf16, where it is known."""
+    """Prints a line for a finished step, counted from 1. norm: of the gradients, if it was computed. average_ms: the
+    recent average of a step, for the time left. percent_of_peak: of the peak of TF32 or bf16, if it is known."""
     parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {tokens_per_second:.0f} tok/s)"]
     if norm is not None:
         parts.append(f"norm {norm:.4f}")
@@ -94,7 +95,7 @@ def print_step(
 
 
 def print_validation(loss: float, bits_per_byte: float | None) -> None:
-    """One line for a validation, with bits per byte where they are known."""
+    """Prints a line for a validation, with bits per byte if they are known."""
     print(f"val loss {loss:.6f}" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte"), flush=True)
 
 
@@ -106,14 +107,14 @@ def duration(seconds: float) -> str:
 
 
 class StopRequest:
-    """Ctrl-C, SIGTERM and SIGHUP only ask a run to stop, which it does after the step, batch or token at hand; a second
-    one stops it at once. But a terminal that is closed may send SIGHUP twice, and that is one request; under nohup
-    SIGHUP is none. To one of several ranks a scheduler and the process that started it may both send a signal: those
-    within a second are one request too."""
+    """Ctrl-C, SIGTERM and SIGHUP ask a run to stop. It stops after the present step, batch or token. A second request
+    stops it at once. But a terminal that is closed may send SIGHUP twice, and this is one request. Under nohup SIGHUP
+    is no request. A scheduler and the process that started the ranks may both send a signal to a rank: signals within a
+    second are one request, too."""
 
     def __init__(self, several: bool = False):
         self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
-        self.heeded: int | None = None  # before which step the run has stopped
+        self.heeded: int | None = None  # the step before which the run has stopped
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.signals.append(signal.SIGHUP)
         for number in self.signals:
@@ -129,13 +130,13 @@ class StopRequest:
     def told(self) -> bool:
         """Whether any rank has been told to stop. All ranks must ask alike."""
         heard = next((number for number in ranks.all_gather(self.number) if number), None)
-        if heard is None:  # but a signal may have come meanwhile, which is for the next time
+        if heard is None:  # a signal that comes now counts next time
             return False
         self.number = heard
         return True
 
     def receive(self, number, frame) -> None:
-        if self.received is not None:  # only of several ranks
+        if self.received is not None:  # only with several ranks
             if time.monotonic() - self.received > 1 and number != signal.SIGHUP:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -147,8 +148,8 @@ class StopRequest:
 
 
 class Output(Stdout):
-    """What a run prints to, in the place of `stream`, for as long as the with block lasts. Where the reader has left or
-    the disk is full, the run goes on, if it is also told of `elsewhere`; that is said once on stderr."""
+    """Replaces `stream`, to which a run prints, within a with block. If the reader has left or the disk is full, the
+    run goes on, if its figures also go `elsewhere`. stderr then says so, once."""
 
     def __init__(self, stream, elsewhere: str):
         super().__init__(stream)
@@ -169,7 +170,7 @@ class Output(Stdout):
             if not self.elsewhere and isinstance(error, BrokenPipeError):
                 raise
             self.failure, reason = error, (error.strerror or str(error)).lower()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # what is left in the stream goes there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # the rest of its buffer goes there
             if not self.elsewhere:
                 raise UserError(
                     f"cannot print ({reason}); with a log (-o), --tensorboard or checkpoints a run goes on"

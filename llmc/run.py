@@ -58,10 +58,10 @@ class Run:
     validation   the loss on validation data
     samples      the tokenizer and the random numbers of samples
 
-    Making one compiles the kernels and prints the start-up table. Raises UserError for all that can be wrong with
-    flags and files, before anything is written. Used in a with block, which prints to a reader who may leave. The end
-    of the block ends the run: with UserError where the last checkpoint, lines of the log or events for TensorBoard
-    could not be written, and with SystemExit(128 + the signal's number) where the run was told to stop.
+    To make a Run compiles the kernels and prints the start-up table. Raises UserError for anything that is wrong with
+    flags and files, before anything is written. Use it in a with block; the reader of the block's output may leave. The
+    end of the block ends the run: with UserError if the last checkpoint, lines of the log or events for TensorBoard
+    could not be written, and with SystemExit(128 + the signal's number) if the run was told to stop.
     """
 
     def __init__(self, kind: type[Model], args: Namespace):
@@ -69,7 +69,7 @@ class Run:
         check_same_flags(args)
         device.use(args.device, ranks.local_rank())
         collectives.start()
-        # Before anything is looked up there, because the run that has it may be writing its last checkpoint.
+        # Lock first, then look: the run that has the directory may be writing its last checkpoint.
         lock = lock_checkpoints(args.checkpoint_dir) if args.checkpoint_dir and ranks.rank() == 0 else None
         origin, flags = find_origin(kind, args)
         text = find_text(flags, origin.source)
@@ -102,17 +102,17 @@ class Run:
     # What the loop in `main` calls, in the order in which it does
 
     def position(self) -> dict:
-        """What a run must know, beside its parameters and moments, to go on from here."""
+        """What a run needs, beside its parameters and moments, to continue from here."""
         return {"loader": self.batches.loader.state(), "sampler": self.samples.sampler.state}
 
     def save(self, step: int, position: dict) -> None:
-        """Writes a checkpoint of where the run was before `step`, at this position."""
+        """Writes a checkpoint of the run as it was before `step`, at this position."""
         self.finish_steps(position)
         self.saver.save(step, position, self.watch.guard)
 
     def validate(self, step: int) -> float | None:
-        """Prints and logs the validation loss, and the score on HellaSwag where that is asked for. Returns the loss;
-        None where the run is told to stop, and this is given up."""
+        """Prints and logs the validation loss, and the score on HellaSwag if a flag asks for it. Returns the loss.
+        Returns None if the run is told to stop before the end."""
         loss = None
         if not self.told_to_stop():
             self.finish_steps(self.position())
@@ -122,8 +122,8 @@ class Run:
         return loss
 
     def save_best(self, step: int, position: dict, loss: float | None) -> None:
-        """With --best, where this validation loss is the lowest so far, writes a checkpoint of where the run is before
-        `step`, at this position, in the place of the one that was the best."""
+        """With --best, if this validation loss is the lowest so far: writes a checkpoint of the run as it is before
+        `step`, at this position. It replaces the best one so far."""
         if self.settings.flags.best and loss is not None and loss < self.validation.lowest:
             found = {"val_loss": loss} | self.validation.measure()
             if self.saver.save_best(step, position, self.watch.guard, found):
@@ -145,20 +145,20 @@ class Run:
         return self.stop.told()
 
     def report(self, step: int, position: dict) -> None:
-        """Called when all of a step has been given to the device, which may still be working on it: reports the step
-        before. position: before this step."""
+        """Call it when the device has been given all of a step; it may still be working on it. Reports the step before.
+        position: before this step."""
         self.watch.launched(step, position, self.saver)
         if device.kind == "cpu":
-            self.watch.finish(self.saver, self.position())  # it is over already
+            self.watch.finish(self.saver, self.position())  # this step is over already
 
     def stop_before(self, step: int, position: dict) -> None:
-        """Saves where the run was before a step that is dropped, since the run is told to stop."""
+        """Saves the run as it was before a step that is dropped, because the run is told to stop."""
         self.stop.heeded = step
         self.save(step, position)
 
     def finish_steps(self, position: dict) -> None:
-        """Reports the step that the device works on, once it is over. Every rank then has all parameters, for what
-        reads them between steps. position: behind that step."""
+        """Reports the step that the device works on, once it is over. Then gives every rank all parameters, because
+        something may read them between steps. position: after that step."""
         self.watch.finish(self.saver, position)
         self.exchange.gather_parameters()
 
@@ -184,7 +184,7 @@ class Run:
         """Takes leave of the other ranks, and says what has been lost."""
         self.watch.logs.close()
         self.saver.release()
-        speaks = ranks.rank() == 0  # for all; behind ranks.finish each process is by itself
+        speaks = ranks.rank() == 0  # for all ranks; after ranks.finish each process is by itself
         ranks.finish()
         self.saver.raise_what_is_unsaved(speaks)
         self.watch.logs.raise_what_is_lost()
@@ -197,7 +197,7 @@ class Run:
         return ranks.of_rank_0(lambda: kept_loss(flags.checkpoint_dir, run, measure)) if flags.best else inf
 
     def fingerprint(self, recorded: dict, state: dict | None) -> str:
-        """What tells this run from others, whose checkpoints it leaves alone."""
+        """Identifies this run, so that it leaves the checkpoints of other runs alone."""
         loader = self.batches.loader
         started = recorded | {"model": repr(self.model.config), "fingerprint": loader.fingerprint}
         own = hashlib.sha256(json.dumps(started, sort_keys=True).encode()).hexdigest()[:16]
@@ -215,7 +215,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run starts from: a checkpoint, with what it recorded of the flags; else the file of a model, `source`, or
+    """What a run starts from: a checkpoint, with the flags that it recorded; else the file of a model, `source`; or
     neither, for random weights."""
 
     checkpoint: Path | None
@@ -244,7 +244,7 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
         print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
     check_flags(flags)
     before = recorded.get("precision")
-    if before is None and "tf32" in recorded:  # as checkpoints had it before there was bf16
+    if before is None and "tf32" in recorded:  # old checkpoints, from before there was bf16
         before = "tf32" if recorded["tf32"] else "fp32"
     flags = settle_precision(flags, before)
     if ranks.rank() > 0:
@@ -254,8 +254,8 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
 
 
 def find_text(flags: Namespace, source: Path | None) -> Text:
-    """The tokenizer of the data; source: the model's file, where there is one. Raises UserError where it is not that of
-    the validation data, or other ranks have another."""
+    """The tokenizer of the data. source: the model's file, if there is one. Raises UserError if the validation data has
+    another tokenizer, or if other ranks have another one."""
     path = find_tokenizer(flags.data, model=source)
     tokenizer = Tokenizer.load(path) if path else None
     seen = path and hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
@@ -265,8 +265,8 @@ def find_text(flags: Namespace, source: Path | None) -> Text:
 
 
 def open_data(flags: Namespace, V: int) -> tuple[DataLoader, DataLoader, EvalLoader | None]:
-    """The training data, the validation data, and HellaSwag's questions where they are asked for. Raises UserError
-    where another rank has others."""
+    """The training data, the validation data, and HellaSwag's questions if a flag asks for them. Raises UserError if
+    another rank has other data."""
     B, T, remedy = flags.batch_size, flags.sequence_length, "use the same data on all machines"
     train = DataLoader(flags.data, "train", B, T, V, flags.seed)
     val = DataLoader(flags.val_data or flags.data, "val", B, T, V)
@@ -281,8 +281,8 @@ def open_data(flags: Namespace, V: int) -> tuple[DataLoader, DataLoader, EvalLoa
 def build_model(
     kind: type[Model], flags: Namespace, tokenizer: Tokenizer | None, origin: Origin
 ) -> tuple[Exchange, Namespace, dict | None]:
-    """The model that the flags ask for, with its exchange; the flags with the attention and the chunks of
-    logits that it has; and where a run is resumed, the state of its checkpoint."""
+    """The model that the flags ask for, with its exchange; the flags, with the attention and the chunks of logits that
+    the model has; and the state of the checkpoint, if a run is resumed."""
     described = kind.Config.described(flags.model, tokenizer.vocab_size if tokenizer else None)
     config = tensors = moments = state = None
     if origin.checkpoint is not None:
@@ -322,8 +322,8 @@ def build_model(
 
 
 def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
-    """The checkpoint that the run goes on from, if any, and what it recorded of the flags. Raises UserError where it is
-    damaged, or where a new run would be mixed up with the one that has checkpoints in the directory."""
+    """The checkpoint from which the run continues, if any, and the flags that it recorded. Raises UserError if it is
+    damaged, or if a new run would mix its checkpoints with those of another run in the directory."""
     if not args.checkpoint_dir:
         return None, {}
     if args.resume:
@@ -339,8 +339,8 @@ def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
 
 
 def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer | None) -> None:
-    """Raises UserError where the validation data lies beside another tokenizer than the training data's, in `path`:
-    its loss would say nothing of the text, and bits per byte would count the wrong bytes."""
+    """Raises UserError if another tokenizer than that of the training data, `path`, lies beside the validation data.
+    The loss would say nothing about the text, and bits per byte would count the wrong bytes."""
     own = own_tokenizer(args.val_data) if args.val_data not in (None, args.data) else None
     if own and tokenizer and Tokenizer.load(own).tokens != tokenizer.tokens:
         raise UserError(
@@ -352,9 +352,10 @@ def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer
 def check_same_model(
     given: str, described: Config | None, config: Config, checkpoint: Path, before: str | None
 ) -> None:
-    """Raises UserError where -e names another model than the one that the run goes on with: one of other sizes, or
-    another file than the run was started with, unless that is the checkpoint itself. described: the model that -e
-    describes, None for a file. config: the checkpoint's. before: -e as it was; old checkpoints do not say."""
+    """Raises UserError if -e names another model than the one with which the run continues: one of other sizes, or
+    another file than the one from which the run was started, unless that file is the checkpoint itself. described: the
+    model that -e describes; None for a file. config: the checkpoint's. before: -e at the start of the run; old
+    checkpoints do not say."""
     if described is not None:
         same = described == config
     elif given == before or is_same_file(given, before or ""):
@@ -376,7 +377,7 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
 
 
 def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list[list[tuple[str, object]]]:
-    """The sections of the start-up table: every setting of the run, and what it found."""
+    """The sections of the start-up table: every setting of the run, and the data that it found."""
     s, args, model, config = run.settings, run.settings.flags, run.model, run.model.config
     train_data, val_data = run.batches.loader, run.validation.batches.loader
     return [

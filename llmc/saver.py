@@ -1,4 +1,4 @@
-"""When and how a run saves: checkpoints that are due, and those that are too many."""
+"""When and how a run saves checkpoints, and removes old ones."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Writes a run's checkpoints, and removes those that are too many.
+    """Writes a run's checkpoints, and removes old ones if there are too many.
 
-    state: what each of them records of the run. tokenizer: the tokenizer's files, which each of them holds. lock: of
-    the directory, on the rank that writes. saved_step: of the newest checkpoint; good: the newest that was saved while
-    steps were finite; unsaved: which of those that were last due could not be written, the last one, the best or both,
-    and why.
+    state: what each checkpoint records of the run. tokenizer: the tokenizer's files, which each checkpoint holds. lock:
+    of the directory, on the rank that writes. saved_step: of the newest checkpoint. good: the newest one that was saved
+    while steps were finite. unsaved: which checkpoints could not be written when they were last due (the last one, the
+    best one, or both), and why.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Saver:
         self.saved_step, self.unsaved, self.good = settings.first_step, {}, None
 
     def save(self, step: int, position: dict, guard: Guard) -> None:
-        """Writes a checkpoint of where the run was before `step`, if it has trained since the last one and is told
-        where to, and removes those of this run that are too many, but for a time when steps are being skipped. Where
-        that fails the run goes on, and the next checkpoint that is due is tried all the same. All ranks must call it
-        alike."""
+        """Writes a checkpoint of the run as it was before `step`, if it has trained since the last one and has a
+        directory for checkpoints. Then removes old ones of this run if there are too many, but not while steps are
+        being skipped. If this fails, the run goes on, and tries again when the next checkpoint is due. All ranks must
+        call it alike."""
         flags = self.settings.flags
         if not flags.checkpoint_dir or step == self.saved_step:
             return
@@ -60,17 +60,17 @@ class Saver:
             print(f"an old checkpoint stays: {error}", flush=True)
 
     def save_best(self, step: int, position: dict, guard: Guard, found: dict) -> bool:
-        """Writes the checkpoint BEST, of where the run is before `step`, in the place of the one that is there. found:
-        its validation loss, and of which data. Whether it could be written; all ranks must call it alike."""
+        """Writes the checkpoint BEST, of the run as it is before `step`, in the place of the old BEST. found: its
+        validation loss, and of which data. Returns whether it could be written. All ranks must call it alike."""
         state = position | self.state | {"skipped": guard.skipped, "best": found}
         path = self.write("best", step, state, BEST)
-        if path is not None:  # a run that has no other checkpoint yet goes on from this one
+        if path is not None:  # if there is no other checkpoint yet, a run resumes from this one
             self.good, program.last_checkpoint = self.good or path, program.last_checkpoint or path
         return path is not None
 
     def write(self, what: str, step: int, state: dict, name: str | None = None) -> Path | None:
-        """Writes a checkpoint under this name, or that of its step, and returns its path; None where that fails. what:
-        which one it is, in `unsaved`."""
+        """Writes a checkpoint under this name, or the name of its step. Returns its path; None if that fails. what: its
+        key in `unsaved`."""
         directory, config = self.settings.flags.checkpoint_dir, self.exchange.model.config
         params, m, v = self.exchange.whole_state()
 
@@ -85,7 +85,7 @@ class Saver:
         written = write() if ranks.rank() == 0 else ("", "")
         if self.exchange.sharded:
             pieces = [each for each in (params, m, v) if isinstance(each, Iterator)]
-            for _ in chain(*pieces):  # what is left of them, to which all ranks must come
+            for _ in chain(*pieces):  # all ranks must come to the end of the pieces
                 pass
         path, why = ranks.all_gather(written)[0]
         self.unsaved.pop(what, None)
@@ -102,7 +102,7 @@ class Saver:
             self.lock.release()
 
     def raise_what_is_unsaved(self, speaks: bool) -> None:
-        """Where the last checkpoint or the best could not be written, raises UserError if this rank speaks for all,
+        """If the last checkpoint or the best one could not be written: raises UserError if this rank speaks for all,
         else exits with status 1."""
         if self.unsaved and not speaks:
             sys.exit(1)

@@ -22,7 +22,7 @@ class LearningRateSchedule:
     final_fraction: float  # of the full rate, reached at the end of cosine, linear and wsd
 
     def get_learning_rate(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+        """The learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         decay_start = int(0.8 * self.total_steps) if self.kind == "wsd" else self.warmup_steps

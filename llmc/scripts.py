@@ -1,4 +1,4 @@
-"""The model scripts: each train_*.py in the repository's root, found by being there."""
+"""The model scripts: each train_*.py in the repository's root. Nothing lists them."""
 
 from functools import cache
 from importlib import import_module
@@ -21,7 +21,7 @@ def model_kinds() -> tuple[type, ...]:
 
 
 def script_configs() -> dict[str, type]:
-    """By the name of each script, also of one that takes its model from another, the class of its model's sizes."""
+    """For each script by name the class of its model's sizes, also for a script that takes its model from another."""
     modules = {path.name: import_module(path.stem) for path in sorted(ROOT.glob("train_*.py"))}
     return {
         name: next(each for each in vars(module).values() if isinstance(each, type) and hasattr(each, "PRESETS"))

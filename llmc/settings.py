@@ -1,4 +1,4 @@
-"""What a run does: the flags, a checkpoint, the data and the device, settled once."""
+"""What a run does. The flags, a checkpoint, the data and the device decide this, once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from llmc import ranks
 from llmc.dataloader import find_token_files, open_tokens
 from llmc.schedule import LearningRateSchedule
 
-# What a checkpoint records of the flags, beside the precision. A run that is resumed keeps those that it is not given
-# again. Other data is told by its fingerprint, wherever it lies; flash attention and softmax may replace each other.
+# The flags that a checkpoint records, beside the precision. A resumed run keeps them unless it is given new ones. The
+# fingerprint of the data shows whether it is the same data, wherever it lies. Flash attention and softmax may replace
+# each other.
 FIXED = (
     "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
     "seed",
@@ -23,8 +24,8 @@ MAY_CHANGE = (
     "bitwise", "logit_rows",
 )  # fmt: skip
 
-# Flags that need not be the same on all ranks: what they name may lie in another place on each machine, or is of no
-# concern to any rank but 0.
+# Flags that need not be the same on all ranks. They name something that may lie in another place on each machine, or
+# that only rank 0 uses.
 OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
 
 
@@ -35,10 +36,10 @@ FIRST_SEED = 1337  # of weights and samples, unless a seed is given
 class Settings:
     """Everything that is decided before the first step. Nothing changes it afterwards.
 
-    flags: those of the command line and, where a run is resumed, those that its checkpoint has recorded. batches: of
-    this rank in a step, B sequences of T tokens each; step_tokens: of all ranks in a step. steps: the run ends before
-    this one, counted from 0; first_step: the one that it begins with. seed: of weights, samples and dropout;
-    shuffle_seed: of the data's order, None for that of the file.
+    flags: those of the command line, and in a resumed run those that its checkpoint has recorded. batches: of this rank
+    in a step, B sequences of T tokens each. step_tokens: of all ranks in a step. first_step: the run begins with this
+    step, counted from 0. steps: it ends before this step. seed: of weights, samples and dropout. shuffle_seed: of the
+    data's order; None for the order of the file.
     """
 
     flags: Namespace
@@ -80,7 +81,7 @@ class Settings:
         return step == self.steps or every > 0 and step % every == 0
 
     def recorded(self) -> dict[str, object]:
-        """What a checkpoint is to record of the flags, for `resumed_flags`."""
+        """The flags that a checkpoint records, for `resumed_flags`."""
         return {name: getattr(self.flags, name) for name in FIXED + MAY_CHANGE} | {
             "seed": self.shuffle_seed,
             "total_batch_size": self.step_tokens,
@@ -90,15 +91,15 @@ class Settings:
 
 
 def check_same_flags(flags: Namespace) -> None:
-    """Raises UserError where another rank was given other flags than rank 0."""
+    """Raises UserError if another rank has other flags than rank 0."""
     given = {name: value for name, value in vars(flags).items() if name not in OF_A_RANK}
     for name, value in sorted(given.items()):
         ranks.check_same("--" + name.replace("_", "-"), value, "start all ranks with the same flags")
 
 
 def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
-    """The flags of a run that goes on: what its checkpoint has recorded where they were not given. Prints which of
-    those that may change have changed; raises UserError for one that may not."""
+    """The flags of a resumed run. Flags that were not given get the values that its checkpoint has recorded. Prints
+    which flags have changed. Raises UserError for a flag that must not change."""
     merged = dict(vars(flags))
     for name, before in ((name, recorded[name]) for name in FIXED + MAY_CHANGE if name in recorded):
         now, flag = merged[name], "--" + name.replace("_", "-")
@@ -119,7 +120,7 @@ def check_flags(flags: Namespace) -> None:
     """Raises UserError for flags that do not fit together, or not to the number of ranks."""
     if flags.val_data is None and (Path(flags.data).is_file() or any(c in flags.data for c in "*?[")):
         for file in find_token_files(flags.data, "train"):
-            open_tokens(file)  # which says what the file is where it holds no tokens
+            open_tokens(file)  # says what the file is if it holds no tokens
         raise UserError(f"-i {flags.data} names files of training data: name those for validation with -j")
     N, rows = ranks.size(), flags.batch_size * flags.sequence_length
     if flags.total_batch_size and flags.total_batch_size % (N * rows):
@@ -132,12 +133,12 @@ def check_flags(flags: Namespace) -> None:
 
 
 def settle_precision(flags: Namespace, before: str | None) -> Namespace:
-    """The flags with the precision as it will be: as --precision says and the device can. A run that is resumed keeps
-    the one that it had `before`, unless it is given another; where it changes, a line says so. Sets the device to it.
-    Raises UserError for bf16 on a GPU that has none."""
+    """The flags with the precision that the run will have: that of --precision, if the device has it. A resumed run
+    keeps the one that it had `before`, unless it is given another one. If it changes, a line says so. Sets the device
+    to it. Raises UserError for bf16 on a GPU that has none."""
     asked = flags.precision if before is None or "precision" in flags.given else before
     if asked == "fp32" and flags.attention == "flash" and "precision" not in flags.given:
-        asked = "tf32"  # which flash attention is in on any device
+        asked = "tf32"  # on every device flash attention is in TF32
     now = device.use_precision(asked)
     if before not in (None, now) and not (flags.attention == "flash" and "bf16" not in (before, now)):
         why = f", which is what {device.name} has" if now != asked else ""
@@ -146,8 +147,8 @@ def settle_precision(flags: Namespace, before: str | None) -> Namespace:
 
 
 def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
-    """The settings of a run, from its flags and what its data holds. Raises UserError where they amount to no step, or
-    to fewer than have been done."""
+    """The settings of a run, from its flags and the sizes of its data. Raises UserError if the run would have no step,
+    or fewer than it has already done."""
     B, T = flags.batch_size, flags.sequence_length
     step_tokens = flags.total_batch_size or ranks.size() * B * T
     steps = train_tokens // step_tokens if flags.max_steps is None else flags.max_steps

@@ -1,4 +1,4 @@
-"""The training step of a model script's loop, for what times and tests it without a run."""
+"""The training step of a model script's loop, for benchmarks and tests, which have no run."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,8 @@ from llmc.update import adamw_update
 def train_step(
     exchange: Exchange, batches: Batches, weight_decay: float = 0.0, grad_clip: float = 0.0
 ) -> Callable[[int, float], None]:
-    """A function that trains for one step, given its number and its learning rate: forward and backward on each of the
-    step's batches, then AdamW. The launches are recorded once and replayed."""
+    """A function of a step's number and learning rate that trains for this step: forward and backward on each of its
+    batches, then AdamW. The launches are recorded once and replayed."""
     model = exchange.model
     B, T = model.B, model.T
 

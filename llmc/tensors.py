@@ -22,11 +22,11 @@ import numpy as np
 
 Table = tuple[tuple, ...]
 
-ALIGNMENT = 256  # bytes, to which every activation starts
+ALIGNMENT = 256  # bytes: the start of every activation is a multiple
 FP32 = "fp32"
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
-# How the value of a field is written in a model's description, by the field's type.
+# By the type of a field: how its value is written in a model's description.
 SPELLINGS = {int: r"\d{1,99}", bool: r"\d{1,99}", float: r"\d+\.?\d*([eE][+-]?\d+)?", str: r"[a-z]+"}
 
 
@@ -45,8 +45,8 @@ def layout(
     table: Table, sizes: dict[str, int], align: int, absent: frozenset[str] = frozenset(),
     floatX: np.dtype | None = None,
 ) -> tuple[dict[str, tuple[int, tuple]], int]:  # fmt: skip
-    """For each tensor that is not absent its start in the buffer and its shape, and the length of the buffer. These are
-    numbers of elements; or, where the run's type floatX is given, of bytes."""
+    """For each tensor that is not absent its start in the buffer and its shape; and the length of the buffer. Starts
+    and length count elements; or bytes, if the run's type floatX is given."""
     shapes, within, places = {}, {}, {}  # within: a tensor's owner, and its start and end in the owner's place
     for row in without(table, absent):
         name, symbols, *words = row
@@ -67,7 +67,7 @@ def layout(
 
 
 def type_of(row: tuple, floatX: np.dtype) -> np.dtype:
-    """The type of a row's tensor in a run of this type."""
+    """The type of a row's tensor, in a run whose type is floatX."""
     return np.dtype(np.float32) if FP32 in row[2:] else floatX
 
 
@@ -75,9 +75,9 @@ def name_tensors(
     buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT, absent: frozenset[str] = frozenset(),
     floatX: np.dtype | None = None,
 ) -> SimpleNamespace:  # fmt: skip
-    """The tensors of a table as views into a flat buffer, which is one of bytes where the run's type floatX is given:
-    `.wte`, and with a part for each layer both `.qkvw` (all layers) and `.layer[l].qkvw`. Those that are absent are
-    None."""
+    """The tensors of a table as views into a flat buffer: `.wte`; and for a tensor with a part for each layer both
+    `.qkvw` (all layers) and `.layer[l].qkvw`. Absent tensors are None. If the run's type floatX is given, the buffer is
+    one of bytes."""
     starts, _ = layout(table, sizes, align, absent, floatX)
 
     def view(row: tuple):
@@ -97,7 +97,7 @@ def name_tensors(
 
 
 def ranges(table: Table, sizes: dict[str, int], names: tuple[str, ...]) -> list[tuple[int, int, bool]]:
-    """An unaligned buffer as few consecutive ranges: (start, end, whether these are tensors of the given names)."""
+    """Cuts an unaligned buffer into few consecutive ranges: (start, end, whether its tensors have the given names)."""
     starts, _ = layout(table, sizes, align=1)
     found = []
     for name, (start, shape) in starts.items():

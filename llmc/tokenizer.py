@@ -3,9 +3,10 @@
 A tokenizer `.bin` is llm.c's: uint32[256] header (20240328, version, number of tokens, end-of-text token), then each
 token as one length byte (1..255) and its bytes. Version 1 leaves out the end-of-text token, which is GPT-2's 50256.
 
-The file is enough to encode GPT-2's way as well: byte-pair encoding merges in the order in which its tokens were
-learned, and that is the order of the ids. It does not say how text is split before merging, in which other models
-differ; theirs is said by a `tokenizer.json`, the file of Hugging Face's tokenizers library, which encodes by it here.
+The file is also enough to encode like GPT-2: byte-pair encoding merges in the order in which the tokens were learned,
+and this is the order of the ids. The file does not say how text is split before merging. Other models split it
+differently. For them a `tokenizer.json`, the file of Hugging Face's tokenizers library, says how, and this library
+encodes.
 """
 
 import codecs
@@ -31,12 +32,12 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
-OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # names of what may end a text, or a part of it
+OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # tokens that may end a text, or a part of one
 
-# What stands beside a tokenizer.json and may name the token that ends a text; x_config.json beside x_tokenizer.json.
+# Files beside a tokenizer.json that may name the token that ends a text; x_config.json beside x_tokenizer.json.
 NEIGHBOURS = ("tokenizer_config.json", "config.json", "generation_config.json")
 
-MOST_TOKENS = 1 << 20  # no vocabulary is as large; a damaged file's may seem so
+MOST_TOKENS = 1 << 20  # no vocabulary is as large, except in a damaged file
 
 REMEDY = "fetch gpt2_tokenizer.bin with dev/download_starter_pack.sh, or make one with a script in dev/data/"
 JSON_REMEDY = "take the model's own tokenizer.json from the Hugging Face hub"
@@ -44,10 +45,10 @@ SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3, SmolLM2 or Pythi
 
 
 class Tokenizer:
-    """The bytes of every token, the token that ends a text, and the one that begins it: of a `.bin`, the same. special:
-    the tokens that stand for no text."""
+    """The bytes of every token, the token that ends a text, and the token that begins one; in a `.bin` these two are
+    the same. special: the tokens that stand for no text."""
 
-    normalizer = None  # of the tokenizers library, in a `.json` that has one: it changes a text before it is encoded
+    normalizer = None  # a `.json` may have one, of the tokenizers library: it changes a text before it is encoded
 
     def __init__(self, tokens: list[bytes], eot: int) -> None:
         self.tokens, self.eot, self.bos, self.special = tokens, eot, eot, {eot}
@@ -56,7 +57,7 @@ class Tokenizer:
     def load(path: str | Path) -> "Tokenizer":
         """Reads a tokenizer: a `.json` as `HuggingFaceTokenizer.load` does, else a `.bin` of version 1 or 2.
 
-        Raises UserError where the file is missing, damaged or something else.
+        Raises UserError if the file is missing, damaged or something else.
         """
         if Path(path).suffix == ".json":
             return HuggingFaceTokenizer.load(path)
@@ -84,40 +85,41 @@ class Tokenizer:
         return len(self.tokens)
 
     def fits(self, vocab_size: int, own: bool = False) -> bool:
-        """Whether a model with so many rows in its embedding can be this tokenizer's; rows without a token are padding.
-        own: whether the tokenizer is known to be the model's. Else padding of more than half as many rows as there are
-        tokens counts as a mistake: vocabularies are padded to a multiple of 64 or 128, or by a percent or two."""
+        """Whether this can be the tokenizer of a model with vocab_size rows in its embedding. Rows without a token are
+        padding. own: whether the tokenizer is known to be the model's. If it is not known, too much padding counts as a
+        mistake: more than half as many rows as there are tokens. (Vocabularies are padded to a multiple of 64 or 128,
+        or by a percent or two.)"""
         return self.vocab_size <= vocab_size and (own or 2 * vocab_size <= 3 * self.vocab_size)
 
     def decode(self, token: int) -> bytes:
-        """The bytes of a token, which need not be whole characters; none for one of the model's padding. Raises
+        """The bytes of a token, which need not be whole characters. A token of the model's padding has none. Raises
         UserError for a token below 0."""
         if token < 0:
             raise UserError(f"token {token} is not one of this tokenizer's {self.vocab_size}; use the data's own")
         return self.tokens[token] if token < self.vocab_size else b""
 
     def text_bytes(self, vocab_size: int) -> np.ndarray:
-        """How many bytes of UTF-8 text each token of a model of vocab_size tokens stands for, int64 (vocab_size,): none
-        for special tokens and for the model's padding.
+        """How many bytes of UTF-8 text each token of a model of vocab_size tokens stands for, int64 (vocab_size,).
+        Special tokens and the model's padding stand for none.
 
-        Special is the token that ends a text, and of a `.json` every token that it calls special. A `.bin` names no
-        other, so there a further special token counts as the text of its name.
+        The token that ends a text is special. A `.json` may call other tokens special, too. A `.bin` names no others,
+        so there any other special token counts as the text of its name.
         """
         lengths = np.zeros(vocab_size, np.int64)
         lengths[: self.vocab_size] = [0 if n in self.special else len(token) for n, token in enumerate(self.tokens)]
         return lengths
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that somebody typed in; a special token's name in it is text like any other.
+        """The tokens of a text that the user gave. The name of a special token in it is ordinary text.
 
-        Raises UserError where the vocabulary lacks one of the 256 single bytes, and so cannot spell every text.
+        Raises UserError if the vocabulary lacks one of the 256 single bytes, because it then cannot spell every text.
         """
-        return self.encoding.encode_ordinary(text) if text else []  # for which any vocabulary will do
+        return self.encoding.encode_ordinary(text) if text else []  # an empty text needs no vocabulary
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
-        """The tokens of texts found somewhere; a special token's name in them is text like any other.
+        """The tokens of the texts of a dataset. The name of a special token in them is ordinary text.
 
-        num_threads: as many as there are cores, unless it is given. (The tokenizers library, which reads a .json, heeds
+        num_threads: by default as many as there are cores. (The tokenizers library, which reads a .json, obeys
         TOKENIZERS_PARALLELISM=false in the environment instead.)
         """
         return self.encoding.encode_ordinary_batch(texts, num_threads=num_threads or os.cpu_count() or 1)
@@ -137,10 +139,10 @@ class Tokenizer:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`, made by `load`: it encodes as transformers does, through the same library.
+    """A `tokenizer.json`, made by `load`. It encodes as transformers does, through the same library.
 
-    A text begins with the token that the file puts there, as Llama 3's does with <|begin_of_text|>; where it puts none,
-    with the one that ends the text before.
+    A text begins with the token that the file puts there, such as Llama 3's <|begin_of_text|>. If the file puts none
+    there, it begins with the token that ends the text before.
     """
 
     encoding = None  # tiktoken's is for a .bin, which does not say how text is split
@@ -154,13 +156,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: str | Path) -> "HuggingFaceTokenizer":
-        """Reads a `tokenizer.json` of the byte-level kind, and beside it what says which token ends a text.
+        """Reads a `tokenizer.json` of the byte-level kind, and finds the token that ends a text.
 
-        That is the token named <|endoftext|> or <|end_of_text|>; where there is none, the end of sequence that
-        tokenizer_config.json, config.json or generation_config.json names, which in a chat model would end a turn;
-        where they name none, </s>, <eos> or <|im_end|>.
+        This is the token named <|endoftext|> or <|end_of_text|>. If there is none, it is the end of sequence that
+        tokenizer_config.json, config.json or generation_config.json names. (In a chat model that would end a turn.) If
+        they name none, it is </s>, <eos> or <|im_end|>.
 
-        Raises UserError where the file is missing, damaged or of another kind, no end is known, or the tokenizers
+        Raises UserError if the file is missing, damaged or of another kind, if no end is known, or if the tokenizers
         library is missing.
         """
         content = _read_json(path)
@@ -170,8 +172,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return cls(library, tokens, _end_of_text(Path(path), tokens))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that somebody typed in; a special token's name in it stands for that token, as it does
-        in transformers."""
+        """The tokens of a text that the user gave. The name of a special token in it stands for that token, as in
+        transformers."""
         return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
@@ -186,7 +188,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _read_json(path: str | Path) -> dict:
-    """The object in a JSON file. Raises UserError where there is none."""
+    """The object in a JSON file. Raises UserError if there is none."""
     try:
         with open_file(path) as file:
             content = json.loads(file.read())
@@ -203,7 +205,7 @@ def _check_byte_level(path: str | Path, content: dict) -> None:
     """Raises UserError unless a tokenizer.json spells its tokens in GPT-2's letters for bytes, one letter a byte."""
 
     def kinds(part: dict) -> list[str]:
-        """What the parts of a sequence are, or what a part alone is."""
+        """The kinds of a sequence's parts, or the kind of a single part."""
         parts = part.get("pretokenizers") or part.get("decoders")
         parts = parts if isinstance(parts, list) else [part]
         return [str(part["type"]) for part in parts if isinstance(part, dict) and "type" in part]
@@ -213,7 +215,7 @@ def _check_byte_level(path: str | Path, content: dict) -> None:
     model = parts["model"]
     if not all(isinstance(part, dict) for part in parts.values()) or "vocab" not in model:
         raise UserError(f"{path}: not a tokenizer of the tokenizers library; {JSON_REMEDY}")
-    kind = model.get("type", "BPE" if "merges" in model else None)  # which the library's first releases left out
+    kind = model.get("type", "BPE" if "merges" in model else None)  # the library's first releases left the type out
     decoders, pre_tokenizers = kinds(parts["decoder"]), kinds(parts["pre_tokenizer"])
     wrong = [
         f"its model is {kind}" if kind != "BPE" else "",
@@ -229,7 +231,7 @@ def _check_byte_level(path: str | Path, content: dict) -> None:
 def _open_library(path: str | Path):
     """The tokenizers library's own object for a tokenizer.json."""
     try:
-        import tokenizers  # here, because who has a .bin needs none
+        import tokenizers  # here, because a .bin does not need it
     except ImportError:
         raise UserError(
             f"{path}: this needs Hugging Face's tokenizers library; install it with: pip install tokenizers"
@@ -239,13 +241,13 @@ def _open_library(path: str | Path):
     except Exception as error:  # the library raises nothing narrower
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise UserError(f"{path}: the tokenizers library cannot read it ({reason}); {JSON_REMEDY}") from None
-    library.no_truncation()  # which transformers, too, leaves to who calls it
+    library.no_truncation()  # transformers, too, leaves this to the caller
     library.no_padding()
     return library
 
 
 def _spelled_tokens(path: str | Path, library) -> list[bytes]:
-    """The bytes of every token of a tokenizer.json, in order of the ids; an id that is not used gets a name."""
+    """The bytes of every token of a tokenizer.json, in the order of the ids. An id that is not used gets a name."""
     ids = library.get_vocab(with_added_tokens=True)
     vocab_size = max(ids.values(), default=-1) + 1
     if not 0 < vocab_size < MOST_TOKENS:
@@ -261,7 +263,7 @@ def _spelled_tokens(path: str | Path, library) -> list[bytes]:
 
 
 def _end_of_text(path: Path, tokens: list[bytes]) -> int:
-    """The token that ends a text. Raises UserError where neither the vocabulary nor a file beside it says which."""
+    """The token that ends a text. Raises UserError if neither the vocabulary nor a file beside it says which."""
     ids = {token: number for number, token in enumerate(tokens)}
     for end in _ends_of_text(path):
         token = ids.get(end.encode(errors="surrogatepass")) if isinstance(end, str) else end
@@ -274,7 +276,8 @@ def _end_of_text(path: Path, tokens: list[bytes]) -> int:
 
 
 def _ends_of_text(path: Path) -> Iterator[Any]:
-    """The names and ids of tokens that may end a text, the likeliest first; what a neighbour holds is not checked."""
+    """The names and ids of tokens that may end a text, the likeliest first. They come unchecked from the files
+    beside."""
     yield from TEXT_ENDS
     prefix = path.name.rpartition("tokenizer.json")[0]
     for neighbour in NEIGHBOURS:
@@ -288,13 +291,13 @@ def _ends_of_text(path: Path) -> Iterator[Any]:
 
 
 def without_surrogates(text: str) -> str:
-    """Text that UTF-8 can hold: halves of characters, of which Python's strings may have some, become U+FFFD."""
+    """Text that UTF-8 can hold. Python's strings may have halves of characters (surrogates); these become U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each byte in GPT-2's vocabulary: itself where it is printable Latin-1, else the next
-    one free from 256 on (Radford et al., 2019, encoder.py)."""
+    """The letter that stands for each byte in GPT-2's vocabulary: the byte's own if it is printable Latin-1, else the
+    next free one from 256 on (Radford et al., 2019, encoder.py)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
@@ -303,8 +306,8 @@ def byte_letters() -> list[str]:
 class StreamDecoder:
     """Turns tokens into text that can be printed as they come.
 
-    A character whose bytes are spread over tokens is held back until it is whole; bytes that are no UTF-8 become
-    U+FFFD. Control characters other than white space are left out, since a terminal would obey them.
+    If a character's bytes are spread over tokens, it waits until the character is whole. Bytes that are not UTF-8
+    become U+FFFD. Control characters other than white space are left out, because a terminal would obey them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -312,7 +315,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that this token completes, possibly none."""
+        """The text that this token completes; it may be empty."""
         return printable(self._utf8.decode(self._tokenizer.decode(token)))
 
     def flush(self) -> str:
@@ -344,8 +347,8 @@ def write_tokenizer(path: str | Path, tokens: list[bytes], eot: int) -> None:
 
 
 def find_tokenizer(data: str | Path, directory: str | Path = ".", model: Path | None = None) -> Path | None:
-    """The tokenizer for a dataset given as prefix, file or glob: its own (`own_tokenizer`), else that beside the
-    `model` that goes on with it, `<model>_tokenizer.bin` or `.json`, else `gpt2_tokenizer.bin` in `directory`, else
+    """The tokenizer for a dataset, which is a prefix, a file or a glob: its own (`own_tokenizer`); else the one beside
+    the `model` that trains on it, `<model>_tokenizer.bin` or `.json`; else `gpt2_tokenizer.bin` in `directory`; else
     None."""
     beside = [model.with_name(f"{model.stem}_tokenizer{suffix}") for suffix in (".bin", ".json")] if model else []
     files = (own_tokenizer(data), *beside, Path(directory) / "gpt2_tokenizer.bin")
@@ -358,7 +361,7 @@ def own_tokenizer(data: str | Path) -> Path | None:
 
 
 def _own_tokenizers(data: str | Path, *suffixes: str) -> list[Path]:
-    """Where a dataset's own tokenizer may be. `data` may be a prefix that itself has the name of a split in it."""
+    """Where a dataset's own tokenizer may be. `data` may be a prefix that contains the name of a split."""
     heads = [str(data)]
     for split in ("_train", "_val"):
         head, found, tail = str(data).rpartition(split)
@@ -368,9 +371,9 @@ def _own_tokenizers(data: str | Path, *suffixes: str) -> list[Path]:
 
 
 def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
-    """The files that make up a tokenizer, by the names that they get with another prefix: the file itself; of an
-    `x_tokenizer.bin` the `x_tokenizer.json` that says how a prompt is encoded; of a .json those beside it that may say
-    which token ends a text. Empty ones are left out. Raises UserError where one cannot be read."""
+    """The files of a tokenizer, by the names that they get with another prefix. They are the file itself; beside an
+    `x_tokenizer.bin` the `x_tokenizer.json` that says how a prompt is encoded; beside a .json the files that may say
+    which token ends a text. Empty files are left out. Raises UserError if one cannot be read."""
     own = f"tokenizer{path.suffix}"
     old = path.name.removesuffix(own) if path.name.endswith(own) else ""
     places = {name: path.with_name(old + name) for name in ("tokenizer.json", *NEIGHBOURS)}
@@ -386,15 +389,15 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
 
 
 def check_tokenizer(path: Path, tokenizer: Tokenizer, model: Path, vocab_size: int) -> None:
-    """Raises UserError where the tokenizer in `path`, of data, is not that of a model of vocab_size tokens: of as many
-    tokens, padding aside, and of the same as `<model>_tokenizer.bin`, or as a gpt2_tokenizer.bin beside the model that
-    has as many tokens as the model."""
+    """Raises UserError if the tokenizer in `path`, of data, is not that of a model of vocab_size tokens. It must have
+    as many tokens, apart from padding. And its tokens must be those of `<model>_tokenizer.bin`, or of a
+    gpt2_tokenizer.bin beside the model that has as many tokens as the model."""
     files = model.with_name(f"{model.stem}_tokenizer.bin"), model.with_name("gpt2_tokenizer.bin")
     known = next((file for file in files if file.is_file()), None)
     theirs = Tokenizer.load(known) if known else None
     if known == files[1] and theirs.vocab_size != vocab_size:
         known = None
-    same = known and all(a == b for a, b in zip(tokenizer.tokens, theirs.tokens, strict=False))  # but for padding
+    same = known and all(a == b for a, b in zip(tokenizer.tokens, theirs.tokens, strict=False))  # apart from padding
     if not tokenizer.fits(vocab_size, own=bool(same)):
         raise UserError(
             f"{path} has {tokenizer.vocab_size} tokens and the model {model} {vocab_size}: use data (-i) and a model "
@@ -408,11 +411,11 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, model: Path, vocab_size: i
 
 
 def model_tokenizers(model: Path, trained: Mapping[str, Any] | None = None) -> list[Path]:
-    """The tokenizer files that there are for a model, the best first: beside it, as in a checkpoint,
+    """The tokenizer files for a model that exist, the best first. Beside the model, as in a checkpoint, they are
     `<model>_tokenizer.json`, `tokenizer.json` and `<model>_tokenizer.bin`. A .json says how a prompt is encoded.
 
-    trained: the flags that a checkpoint has recorded. Where it was made before checkpoints held their tokenizer, the
-    .json and the .bin of its data follow."""
+    trained: the flags that a checkpoint has recorded. Old checkpoints hold no tokenizer; for them the .json and the
+    .bin of their data follow."""
     files = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
     files.append(model.with_name(f"{model.stem}_tokenizer.bin"))
     if trained and "tokenizer" not in trained and trained.get("data"):
@@ -427,15 +430,15 @@ def load_model_tokenizer(
     trained: Mapping[str, Any] | None = None,
     encodes: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a model of vocab_size tokens: the file that is named, else the best of `model_tokenizers`. Where
-    there is none, it is a guess, which is said on stderr: gpt2_tokenizer.bin beside the model or in the current
-    directory if it has as many tokens as the model, else what the number of tokens suggests, bytes or GPT-2's.
+    """The tokenizer of a model of vocab_size tokens: the file that the user names, else the best of `model_tokenizers`.
+    If there is none, it is a guess, and stderr says so: gpt2_tokenizer.bin beside the model or in the current
+    directory, if it has as many tokens as the model; else bytes or GPT-2's, by the number of tokens.
 
-    trained: the flags that the model's checkpoint has recorded, if any. encodes: whether text is to be encoded exactly;
-    a .bin suffices to decode, and goes first where the tokenizers library, which reads a .json, is missing.
+    trained: the flags that the model's checkpoint has recorded, if any. encodes: whether text must be encoded exactly.
+    A .bin is enough to decode, and comes first if the tokenizers library, which reads a .json, is missing.
 
-    Raises UserError where there is none, or the checkpoint says so, for a file that is not for this model, and for a
-    .json that cannot be read.
+    Raises UserError if there is none, or if the checkpoint says that there was none; for a file that is not for this
+    model; and for a .json that cannot be read.
     """
     files = model_tokenizers(model, trained)
     if not encodes and not importlib.util.find_spec("tokenizers"):
@@ -464,7 +467,7 @@ def load_model_tokenizer(
 
 
 def _guess_tokenizer(model: Path, vocab_size: int) -> tuple[str, Tokenizer]:
-    """What a tokenizer of so many tokens may be, and its name. Raises UserError where there is no guess."""
+    """A guess at the tokenizer with so many tokens: its name and itself. Raises UserError if there is no guess."""
     for path in (model.with_name("gpt2_tokenizer.bin"), Path("gpt2_tokenizer.bin")):
         if path.is_file():
             tokenizer = Tokenizer.load(path)
@@ -483,9 +486,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's: from gpt2_tokenizer.bin in the current directory where it is, else as tiktoken downloads it.
+    """GPT-2's: from gpt2_tokenizer.bin in the current directory if it is there, else as tiktoken downloads it.
 
-    Raises UserError where neither can be had.
+    Raises UserError if neither is available.
     """
     if Path("gpt2_tokenizer.bin").is_file():
         tokenizer = Tokenizer.load("gpt2_tokenizer.bin")
@@ -495,7 +498,7 @@ def gpt2_tokenizer() -> Tokenizer:
 
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except OSError:  # what requests raises is one
+    except OSError:  # the exceptions of requests are OSErrors
         raise UserError(
             "GPT-2's vocabulary cannot be downloaded; connect to the internet, or put gpt2_tokenizer.bin "
             "(dev/download_starter_pack.sh) in the current directory"

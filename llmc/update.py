@@ -13,23 +13,24 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 def adamw_update(exchange: Exchange, lr: float, weight_decay: float, grad_clip: float, t: int) -> None:
     """One AdamW step on all parameters of a model; t counts steps from 1. weight_decay applies to its matrices alone.
 
-    grad_clip: the gradients are scaled down to this norm if theirs, which is left in model.norm[0], is larger; 0 leaves
-    them alone. Where the norm is not finite nothing changes, nor without model.skip_nonfinite in the steps after it.
+    grad_clip: if the norm of the gradients is larger, they are scaled down to this norm; 0: they stay as they are. The
+    norm goes to model.norm[0]. If it is not finite, nothing changes; without model.skip_nonfinite, nothing changes in
+    the steps after it either.
 
-    Without grad_clip the norm is only that of the gradients that backward adds to, which are few: of norms, biases, and
-    embeddings that are no classifier's. A NaN on its way through the layers reaches them all the same. What is left is
-    a weight's gradient that overflows by itself, and leaves its parameter as it is.
+    Without grad_clip the norm covers only the gradients to which backward adds. These are few: of norms, of biases, and
+    of embeddings that no classifier shares. A NaN on its way through the layers reaches them, too. One case remains: a
+    weight's gradient overflows by itself. Then AdamW leaves its parameter as it is.
 
-    Several ranks: each updates its shard. With -z it then lacks what others have updated, but for what forward begins
-    with, and does not know of a parameter that another rank has left out: the next step brings both. When this is
-    called ranks still lack sums of gradients (`exchange.late`): those that the norm needs come first, others while
-    parameters are updated. All ranks must call it.
+    With several ranks, each updates its shard. With -z it then lacks the parameters that other ranks have updated,
+    except those with which forward begins. And it does not know whether another rank has left out a parameter. The next
+    step brings both. When this function is called, ranks still lack the sums of some gradients (`exchange.late`). Those
+    that the norm needs come first, the others while parameters are updated. All ranks must call this function.
     """
     model = exchange.model
     n, (own, _) = model.grads_memory.size, exchange.shard
     checked = [(0, n)] if grad_clip else model.added_to
     decayed_ranges = model.decay_ranges if weight_decay else [(0, n, False)]
-    # With -z one rank's shard is mostly the embedding: it could begin with little before that is summed.
+    # With -z one rank's shard is mostly the embedding, so it has little to update before the embedding's sum is there.
     first = exchange.late if exchange.sharded else overlaps(exchange.late, checked)
     missing = without(exchange.late, first)
 
@@ -49,7 +50,7 @@ def adamw_update(exchange: Exchange, lr: float, weight_decay: float, grad_clip: 
     device.join_communication()
     exchange.sum_late(missing)
     update_norm(exchange, checked, grad_clip)
-    # With -z what the other ranks read first is updated first, else what has its sums already.
+    # With -z a rank first updates what other ranks read first; else what already has its sums.
     early = exchange.plan.first if exchange.sharded else without([(0, n)], missing)
     update(early)
     if exchange.sharded:
@@ -57,13 +58,13 @@ def adamw_update(exchange: Exchange, lr: float, weight_decay: float, grad_clip: 
     else:
         device.join_communication()
     update(without([(0, n)], early))
-    device.join_communication()  # what gather_first has started
+    device.join_communication()  # waits for what gather_first has started
 
 
 def update_norm(exchange: Exchange, checked: list[Range], grad_clip: float) -> None:
-    """Sets model.norm from the gradients in some ranges (kernels/reduce.py: global_norm). With -z a rank has the sums
-    of its own shard alone, but that ranks with peer access all have those of vectors: then the ranks add up their
-    squares."""
+    """Sets model.norm from the gradients in some ranges (kernels/reduce.py: global_norm). With -z a rank has only the
+    sums of its own shard. Then the ranks add up their squares, unless all have the sums of these ranges
+    (`known_to_all`)."""
     model, partials = exchange.model, exchange.model.grads_acts.partials.reshape(-1)
     of_all = exchange.sharded and not exchange.bitwise and without(checked, exchange.known_to_all) != []
     if of_all:

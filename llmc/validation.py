@@ -1,4 +1,4 @@
-"""What a run finds out between its steps: the loss on validation data, and the score on HellaSwag."""
+"""What a run measures between its steps: the loss on validation data, and the score on HellaSwag."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """batches: the validation data; count: how many of them are taken. questions: HellaSwag's, where they are asked
-    for. text_bytes (V,): how many bytes of text each token stands for, where that is known. lowest: the loss of the
+    """batches: the validation data; count: how many batches a validation takes. questions: HellaSwag's, if a flag asks
+    for them. text_bytes (V,): how many bytes of text each token stands for, if that is known. lowest: the loss of the
     checkpoint that --best has kept."""
 
     def __init__(
@@ -43,12 +43,12 @@ class Validation:
         self.lowest = inf
 
     def measure(self) -> dict[str, object]:
-        """What losses must have in common to be compared: the data that they are of."""
+        """Identifies the validation data. Only losses of the same data can be compared."""
         return {"val_batches": self.count, "val_data": self.batches.loader.fingerprint}
 
     def run(self, step: int, exchange: Exchange, logs: Logs, stopped: Callable[[], bool]) -> float | None:
-        """Prints and logs what was found before a step, and returns the loss, the same on all ranks. None where it is
-        given up, because `stopped`. Raises UserError where ranks have come to hold other parameters."""
+        """Measures, prints and logs before a step. Returns the loss, the same on all ranks. Returns None if `stopped`
+        before the end. Raises UserError if the parameters are not the same on all ranks."""
         if ranks.size() > 1:
             ranks.check_same(
                 f"the checksum of the parameters before step {step + 1}", exchange.checksum(),

@@ -18,12 +18,12 @@ from llmc.tensors import flops_per_token
 
 import numpy as np
 
-MOST_SKIPPED = 20  # steps in a row that are not finite; by then it is not the data
+MOST_SKIPPED = 20  # steps in a row that are not finite; if there are more, the data is not the cause
 
 
 class Logs:
-    """Where a run's figures go: the log, TensorBoard's events, and the reader of its output, who may leave where one of
-    the others or checkpoints are there."""
+    """Where a run's figures go: the log, TensorBoard's events, and the reader of its output. The reader may leave, if
+    the run has one of the others, or checkpoints."""
 
     def __init__(self, settings: Settings):
         flags = settings.flags
@@ -34,7 +34,7 @@ class Logs:
         self.output = Output(sys.stdout, " and ".join(str(place) for place in places if place))
 
     def log(self, step: int, **figures: float | None) -> None:
-        """These of logger.FIGURES go to both; None is left out."""
+        """Writes these of logger.FIGURES to both. None is left out."""
         self.logger.log(step, **figures)
         self.tensorboard.log(step, **figures)
 
@@ -46,7 +46,7 @@ class Logs:
         self.tensorboard.close()
 
     def raise_what_is_lost(self) -> None:
-        """Raises UserError where lines or events could not be written."""
+        """Raises UserError if lines or events could not be written."""
         for reports, what in ((self.logger, "lines"), (self.tensorboard, "events")):
             if reports.lost:
                 raise UserError(f"{reports.path} lacks {reports.lost} {what} that could not be written")
@@ -59,11 +59,11 @@ class Guard:
         self.skips, self.skipped, self.in_a_row = skips, skipped, 0
 
     def not_finite(self, step: int, loss: float, kept: str, save_as: int, position: dict, saver: Saver) -> None:
-        """Counts a step; raises UserError unless such steps are skipped, or where they are too many in a row. The
-        device holds back the step that it may be working on by now.
+        """Counts a step. Raises UserError if such steps are not skipped, or if there are too many in a row. The device
+        may be working on the next step by now, but holds it back.
 
-        Before that, it saves where the run is, as of step `save_as`, and removes no older checkpoint: the parameters
-        may be the cause."""
+        Before it raises, it saves the state of the run, as of step `save_as`, and removes no older checkpoint, because
+        the parameters may be the cause."""
         what = f"step {step + 1}: its loss ({loss:g}) or gradients are not finite, so {kept}"
         self.in_a_row += 1
         if self.skips and self.in_a_row < MOST_SKIPPED:
@@ -101,22 +101,21 @@ class Watch:
             print_table(table)
 
     def launched(self, step: int, position: dict, saver: Saver) -> None:
-        """Called when all of a step has been given to the device; reports the one before. position: before this
-        step."""
+        """Call it when the device has been given all of a step. Reports the step before. position: before this step."""
         device.copy_out(self.norms[step % 2], self.exchange.model.norm)
         running = step, position, self.batches.started, device.event()
         self.finish(saver, position)
         self.running = running
 
     def finish(self, saver: Saver, after: dict) -> None:
-        """Waits for the step that the device works on, if any, and reports it. after: the position behind that step.
+        """Waits for the step that the device works on, if any, and reports it. after: the position after that step.
         Raises UserError as Guard.not_finite does."""
         if self.running is None:
             return
         s, (step, before, started, end) = self.settings, self.running
         ms = self.timer.add(started, end.wait())
         norm, _, _, own_overflow = map(float, self.norms[step % 2])
-        overflow = any(ranks.all_gather(own_overflow))  # with -z a rank sees only what its own shard leaves out
+        overflow = any(ranks.all_gather(own_overflow))  # with -z a rank knows only of its own shard
         self.running, loss = None, self.batches.mean_loss(step)
         rate, speed = s.learning_rate(step), 1000 * s.step_tokens / ms
         flops = s.step_tokens * flops_per_token(self.exchange.model.config, s.T)

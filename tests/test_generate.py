@@ -341,10 +341,10 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("d12", f"d12: not trained yet; train it by train_gpt2_fp32.py -e d12; {REMEDY}"),
-        ("smollm2-135m", f"smollm2-135m: not trained yet; train it by train_llama3.py -e smollm2-135m; {REMEDY}"),
-        ("pythia-14m", f"pythia-14m: not trained yet; train it by train_pythia.py -e pythia-14m; {REMEDY}"),
-        ("layers=2", f"layers=2: not trained yet; train it by train_gpt2_fp32.py -e layers=2; {REMEDY}"),
+        ("d12", f"d12: not trained yet; train it with train_gpt2_fp32.py -e d12; {REMEDY}"),
+        ("smollm2-135m", f"smollm2-135m: not trained yet; train it with train_llama3.py -e smollm2-135m; {REMEDY}"),
+        ("pythia-14m", f"pythia-14m: not trained yet; train it with train_pythia.py -e pythia-14m; {REMEDY}"),
+        ("layers=2", f"layers=2: not trained yet; train it with train_gpt2_fp32.py -e layers=2; {REMEDY}"),
         ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
         ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),
         ("tokens.bin", "tokens.bin: not a GPT-2 model (found GPT-2 tokens, expected magic number 20240326); " + REMEDY),

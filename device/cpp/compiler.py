@@ -1,7 +1,7 @@
 """Builds a .cu file into a shared library with the system's C++ compiler, once for each content.
 
-A library is kept with its SHA-256 behind it, which ELF allows: loading one that lacks a part, as after a power cut or
-on a full disk, would end the process with a bus error.
+A library's file ends with its SHA-256, which ELF allows. A file that lacks a part, after a power cut or on a full disk,
+would end the process with a bus error when it is loaded.
 """
 
 import atexit
@@ -28,22 +28,21 @@ HERE = Path(__file__).parent
 MODES = ("DEBUG", "SANITIZE", "MICROSCOPE")  # LLMC_CPU_DEBUG=1 and so on
 
 # For the microscope GCC calls functions of ours (microscope.h) before each access and in each basic block. Vectors are
-# accessed as a whole (-fno-tree-sra), each call returns to a place of its own, which tells the line (by DWARF 4: of
-# DWARF 5 binutils 2.40 mistakes the files of a text that came through a pipe), and no access or branch is moved or
-# doubled.
+# accessed as a whole (-fno-tree-sra), and no access or branch is moved or doubled. Each call returns to a place of its
+# own, which tells the line, by DWARF 4. (With DWARF 5 binutils 2.40 confuses the files of a text from a pipe.)
 INSTRUMENTED = [
     "-O2", "-g", "-gdwarf-4", "-fsanitize=thread", "-fsanitize-coverage=trace-pc", "-fno-tree-sra",
     "-fno-tree-vectorize", "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
     "-fno-tree-loop-im", "-fno-thread-jumps", "-fno-reorder-blocks",
 ]  # fmt: skip
 
-# __launch_bounds__(...) may stand before or after `void`, with parentheses inside; KERNEL finds it rewritten as @...@.
+# __launch_bounds__(...) may stand before or after `void`, with parentheses inside. We rewrite it as @...@ for KERNEL.
 LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)")
 KERNEL = re.compile(r'extern\s*"C"\s*__global__\s+(?:@(.*?)@\s*)?void\s+(?:@(.*?)@\s*)?(\w+)\s*\(([^()]*)\)\s*\{', re.S)
 
 
 def warp_size() -> int:
-    """Lanes in a warp of a kernel file that does not fix it itself: LLMC_CPU_WARP, 1 or 32 (default 1)."""
+    """Lanes in a warp, for a kernel file that does not fix them itself: LLMC_CPU_WARP, 1 or 32 (default 1)."""
     value = os.environ.get("LLMC_CPU_WARP") or "1"
     if value not in ("1", "32"):
         raise UserError(f"LLMC_CPU_WARP is {value}; it can be 1 or 32")
@@ -59,9 +58,9 @@ def threads() -> int:
 
 
 def compile_source(path: str | Path, *defines: str) -> Module:
-    """Compile a .cu file, or fetch it from the cache, and load it. defines: -D... for the compiler.
+    """Compiles a .cu file, or fetches it from the cache, and loads it. defines: -D... for the compiler.
 
-    Raises UserError where there is no compiler, and where the file does not compile (with the compiler's message).
+    Raises UserError if there is no compiler, or if the file does not compile (with the compiler's message).
     """
     path = Path(path).resolve()
     source = path.read_text()
@@ -78,20 +77,21 @@ def compile_source(path: str | Path, *defines: str) -> Module:
 
 
 def compile_all(paths, *defines: str) -> list[Module]:
-    """compile_source for several files, as many at a time as there are cores; the modules in the files' order."""
+    """compile_source for several files, as many at a time as there are cores. Returns the modules in the files'
+    order."""
     _build_runtime()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda path: compile_source(path, *defines), paths))
 
 
 def _build_runtime() -> Path:
-    # Never sanitised or built with -ffast-math itself: it moves stacks about, and its sums have a fixed order.
+    # Never sanitised, because it moves stacks about; never with -ffast-math, because its sums have a fixed order.
     files = [HERE / "runtime.cpp", HERE / "runtime.h", *([HERE / "microscope.h"] if "MICROSCOPE" in _modes() else [])]
     return _cached("runtime", files, None, lambda command: f'#include "{HERE / "runtime.cpp"}"\n')
 
 
 def _included(path: Path) -> list[Path]:
-    """The file and all that it includes with #include "...", for the cache's key."""
+    """The file and all files that it includes with #include "...", for the cache's key."""
     files = [path]
     for file in files:
         for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', file.read_text(), re.M):
@@ -102,7 +102,8 @@ def _included(path: Path) -> list[Path]:
 
 
 def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: Callable[[list[str]], str]) -> Path:
-    """The shared library built from C++ that includes the files: `make_text`, given the compiler's command, writes it.
+    """The shared library built from the C++ text that `make_text` returns for the compiler's command. The text includes
+    the files.
 
     defines: of a kernel file; None for the runtime.
     """
@@ -122,8 +123,8 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
         command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
         _run(command, make_text([*cxx, *flags]), files[0])
-        # Linked without the flags of the compilation: with -ffast-math among them GCC adds start-up code that
-        # makes the whole process flush denormal numbers to zero.
+        # Linked without the flags of the compilation: with -ffast-math GCC adds start-up code that makes the whole
+        # process flush denormal numbers to zero.
         link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
         _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
         content = Path(built).read_bytes()
@@ -133,7 +134,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
                 file.write(content + hashlib.sha256(content).digest())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(whole, library)  # another process may do the same meanwhile: either file will do
+            os.replace(whole, library)  # another process may do the same now; either file will do
         except OSError as error:
             raise UserError(f"{library}: cannot be written ({error.strerror.lower()})") from error
     return library
@@ -141,7 +142,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
 
 def _is_whole(library: Path) -> bool:
     """Whether a library is there as it was built."""
-    if not library.is_file():  # also a pipe, which would be waited for
+    if not library.is_file():  # also for a pipe, where a read would wait
         return False
     try:
         content = library.read_bytes()
@@ -168,14 +169,14 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
     elif "DEBUG" in modes:
         common += ["-O0", "-g3"]
     else:
-        # Infinity and NaN stay what they are, and a division by infinity is no product with an estimated reciprocal.
+        # Infinity and NaN keep their meaning, so a division by infinity must not use an estimated reciprocal.
         common += ["-O3", "-march=native" if x86 else "-mcpu=native", "-ffast-math", "-fno-finite-math-only"]
         common += ["-mrecip=none"] if x86 else []
         if x86 and "clang" in installed_compiler()[1]:
             common.append("-fveclib=libmvec")
         if "clang" not in installed_compiler()[1]:
-            # A loop over a thread's CPU_WIDTH numbers stays one, for GCC to vectorise, and with the widest vectors: it
-            # would by itself take some that are half as wide.
+            # GCC keeps a loop over a thread's CPU_WIDTH numbers as a loop, so that it can vectorise it. And it takes
+            # the widest vectors; by default it would take half as wide ones.
             common += ["--param", "max-completely-peel-times=4"]
             common += ["-mprefer-vector-width=512"] if x86 else []
     return [*common, "-Wno-unknown-pragmas", *defines, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
@@ -189,13 +190,13 @@ def _run(command: list[str], text: str, path: Path) -> str:
 
 
 def installed_compiler() -> tuple[tuple[str, ...], str]:
-    """The compiler's command and what it says of its version. Raises UserError where there is none."""
+    """The compiler's command and what it says about its version. Raises UserError if there is none."""
     return _find_compiler(os.environ.get("CXX", ""))
 
 
 @functools.cache
 def _find_compiler(wish: str) -> tuple[tuple[str, ...], str]:
-    """The compiler's command and what it says of its version."""
+    """The compiler's command and what it says about its version."""
     for command in [shlex.split(wish)] if wish else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
@@ -217,8 +218,9 @@ def _cpu() -> str:
 
 
 def _cache_dirs() -> list[Path]:
-    """Where libraries are looked for; new ones go to the last. That is LLMC_CACHE_DIR, or a folder among the user's
-    caches, and where nothing can be written there, one more that goes when the process ends."""
+    """The folders in which we look for libraries. New ones go to the last. The first is LLMC_CACHE_DIR, or a folder
+    among the user's caches. If it cannot be written to, there is a second one, which is removed when the process
+    ends."""
     wish = os.environ.get("LLMC_CACHE_DIR")
     try:
         folder = Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
@@ -232,7 +234,7 @@ def _cache_dirs() -> list[Path]:
                 f"{wish} cannot be made ({error.strerror}): set LLMC_CACHE_DIR to a folder that can be written"
             ) from None
         return [_cache_of_this_process(f"{folder} cannot be made")]
-    except RuntimeError:  # Path.home knows of none
+    except RuntimeError:  # Path.home finds none
         return [_cache_of_this_process("there is no home directory")]
 
 
@@ -246,10 +248,10 @@ def _cache_of_this_process(reason: str) -> Path:
 
 
 def _with_launch_stubs(path: Path, command: list[str]) -> str:
-    """C++ that includes the .cu file and, for each of its kernels, has the loop over a block's threads.
+    """C++ that includes the .cu file, and has for each of its kernels the loop over a block's threads.
 
-    The kernels are found in the preprocessed text, so that a macro may write one; there `__global__` and
-    `__launch_bounds__` still stand as they are, because cuda_on_cpu.h is left out.
+    We find the kernels in the preprocessed text, so that a macro may write one. The preprocessor does not see
+    cuda_on_cpu.h, so `__global__` and `__launch_bounds__` are still in this text.
     """
     text = _run([*command, "-x", "c++", "-E", "-P", str(path)], "", path)
     text = LAUNCH_BOUNDS.sub(r"@\1@", text)

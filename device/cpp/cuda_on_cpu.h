@@ -1,15 +1,15 @@
 // CUDA C for a C++17 compiler: included before a .cu file, it lets g++ or clang++ build the file unmodified.
 //
-// A kernel becomes a plain function, called once for each thread by the loop at the end of this file. The loop is what
-// makes a CPU fast: the kernel is inlined into it, and where threads do not wait for each other the compiler
-// vectorises over threadIdx.x as it does over any loop variable. What happens when they do wait is told in runtime.cpp.
+// A kernel becomes a plain function, which the loop at the end of this file calls once for each thread. This loop makes
+// kernels fast on a CPU. The kernel is inlined into it, and if threads do not wait for each other, the compiler
+// vectorises over threadIdx.x as over any loop variable. runtime.cpp says what happens if they do wait.
 //
-// Of CUDA's functions this file has those that kernels/ uses and those that a first kernel is likely to use. Another one
-// is a line or two here.
+// Of CUDA's functions this file has those that kernels/ uses, and those that a first kernel is likely to use. Another
+// one takes a line or two here.
 //
-// WARP_SIZE comes with the build. At 1 (the default) every thread is a warp of its own: shuffles are the identity, and a
-// loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous; a thread then moves CPU_WIDTH numbers at a time, in
-// loops that the compiler turns into vectors. At 32 warps are those of a GPU, as are accesses.
+// The build sets WARP_SIZE. If it is 1 (the default), every thread is a warp of its own. Shuffles are then the
+// identity, and a loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous. A thread moves CPU_WIDTH numbers at a
+// time, in loops that the compiler turns into vectors. If it is 32, warps and accesses are those of a GPU.
 #pragma once
 #if WARP_SIZE == 1
 #define CPU_WIDTH 16
@@ -34,8 +34,8 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// A worker runs one block at a time, so shared memory is the worker's own. AddressSanitizer puts red zones around
-// ordinary variables only; its builds therefore run with one worker.
+// A worker runs one block at a time, so each worker has its own shared memory. AddressSanitizer puts red zones around
+// ordinary variables only, so its builds run with one worker.
 #ifdef LLMC_SANITIZE
 #define __shared__ static
 #else
@@ -45,8 +45,8 @@
 #undef assert
 #define assert(condition) ((condition) ? (void)0 : llmc::fail(threadIdx, "assertion `" #condition "` failed", __FILE__, __LINE__))
 
-// ---- built-in variables. Signed, unlike CUDA's: the compiler then knows that an index made from them does not wrap around
-// from one thread to the next. Static and never seen by others, so that no pointer can be suspected to point to them.
+// ---- built-in variables. They are signed, unlike CUDA's: so the compiler knows that an index made from them does not
+// wrap around from one thread to the next. They are static, so the compiler knows that no pointer points to them.
 
 typedef llmc::Index dim3;
 static __thread dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -95,13 +95,13 @@ inline float __uint_as_float(unsigned x) { return llmc::bits<float>(x); }
 inline float __int_as_float(int x) { return llmc::bits<float>(x); }
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-// The C library's are calls, which keep a loop from being vectorised. A NaN gives way to a number, as there.
+// The C library's are calls, and with a call a loop is not vectorised. Of a NaN and a number both return the number.
 inline float cpu_fmaxf(float x, float y) { return x > y || y != y ? x : y; }
 inline float cpu_fminf(float x, float y) { return x < y || y != y ? x : y; }
 #define fmaxf cpu_fmaxf
 #define fminf cpu_fminf
-// exp2 of a whole number, by its exponent bits, times exp2 of a fraction, by a polynomial: without branches or calls, so
-// that the compiler vectorises it anywhere. As accurate as a GPU's; results that would be denormal are 0.
+// exp2 of a whole number, from exponent bits, times exp2 of a fraction, from a polynomial. There are no branches and no
+// calls, so the compiler vectorises it anywhere. It is as accurate as a GPU's. Results that would be denormal are 0.
 inline float __expf(float exponent) {
     float x = 1.44269504f * exponent;
     x = x < -126.0f ? -126.0f : x > 127.99f ? 127.99f : x;
@@ -125,13 +125,13 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-// ---- loads and stores with advice for a GPU's caches, which a CPU does not take
+// ---- loads and stores with hints for a GPU's caches, which a CPU ignores
 
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcs(const T* p) { return *p; }
 template <class T> inline void __stcs(T* p, T value) { *p = value; }
 
-// ---- atomics: blocks run on several OS threads, so these are real. All return the old value, as CUDA's do.
+// ---- atomics. Blocks run on several OS threads, so these must be real. All return the old value, as CUDA's do.
 
 namespace llmc {
 template <class T, class F> inline T atomic_update(T* p, F update) {
@@ -141,7 +141,7 @@ template <class T, class F> inline T atomic_update(T* p, F update) {
     while (!__atomic_compare_exchange(p, &old, &updated, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
     return old;
 }
-// T itself, but the compiler takes T from the pointer alone: atomicMax(unsigned*, int) is legal.
+// T itself. But the compiler deduces T from the pointer alone, so that atomicMax(unsigned*, int) is legal.
 template <class T> using Value = std::common_type_t<T>;
 }
 template <class T> inline T atomicAdd(T* p, llmc::Value<T> value) {
@@ -162,7 +162,7 @@ template <class T> inline T atomicCAS(T* p, llmc::Value<T> expected, llmc::Value
 
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-// ---- waiting. File and line of the call come along as default arguments, for the message about a deadlock.
+// ---- waiting. Default arguments bring the file and line of the call, for the message about a deadlock.
 
 #define LLMC_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
@@ -180,10 +180,11 @@ inline void __syncthreads(LLMC_HERE) {
 
 inline void* cpu_dynamic_shared() { return llmc::dynamic_shared(); }
 
-// All that lanes exchange is built on this meeting of the lanes in `mask`. Each lane brings a variable, `mine`, and waits.
-// When the last one has come, one call of `together(T* const lanes[WARP_SIZE])` reads and writes the variables of all
-// (a null pointer stands for a lane that takes no part), and then all go on. An instruction of a whole warp, such as a
-// GPU's matrix product, takes one meeting. `together` must not capture, since one lane's is called for all of them.
+// All exchange between lanes is built on this meeting of the lanes in `mask`. Each lane brings a variable, `mine`, and
+// waits. When the last one has come, one call of `together(T* const lanes[WARP_SIZE])` reads and writes the variables
+// of all lanes (the pointer is null for a lane that takes no part). Then all go on. An instruction of a whole warp,
+// such as a GPU's matrix product, takes one meeting. `together` must not capture, because one lane's function serves
+// all lanes.
 template <class T, class F>
 inline void cpu_warp_together(unsigned mask, T& mine, F together, const char* what = "cpu_warp_together", LLMC_HERE) {
 #if WARP_SIZE == 1
@@ -204,7 +205,8 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, LLMC_HERE) {
 }
 
 namespace llmc {
-// From which lane does `lane` read? As in CUDA a lane that would leave its segment of `width` lanes reads its own value.
+// From which lane does `lane` read? As in CUDA, a lane that would read outside its segment of `width` lanes reads its
+// own.
 struct FromIndex { static int source(int lane, int i, int w) { return (lane & -w) | (i & (w - 1)); } };
 struct FromXor { static int source(int lane, int i, int w) { return ((lane ^ i) & -w) <= (lane & -w) ? lane ^ i : lane; } };
 struct FromUp { static int source(int lane, int i, int w) { return (lane & (w - 1)) < i ? lane : lane - i; } };
@@ -219,7 +221,7 @@ inline T shuffle(unsigned mask, T value, int argument, int width, const char* wh
                 if (!lanes[lane]) continue;
                 Shuffle* from = lanes[From::source(lane, lanes[lane]->argument, lanes[lane]->width) % WARP_SIZE];
                 if (from) lanes[lane]->result = from->value;
-                else memset(&lanes[lane]->result, 0xff, sizeof(T));  // undefined in CUDA: here a NaN that will be noticed
+                else memset(&lanes[lane]->result, 0xff, sizeof(T));  // undefined in CUDA; here a NaN, so that it is noticed
             }
         }, what, file, line);
     return mine.result;
@@ -238,8 +240,8 @@ template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned de
     return llmc::shuffle<llmc::FromDown>(mask, value, (int)delta, width, "__shfl_down_sync", file, line);
 }
 
-// The sum or the maximum over the warp, as five __shfl_xor_sync with 16, 8, 4, 2, 1 give it to every lane, to the last bit;
-// under the microscope, which is to see the five, by them.
+// The sum or the maximum over the warp: to the last bit what five __shfl_xor_sync with 16, 8, 4, 2, 1 give every lane.
+// Under the microscope these five compute it, so that the microscope sees them.
 #ifdef LLMC_MICROSCOPE
 inline float cpu_warp_sum(float value) {
     for (int lanes = WARP_SIZE / 2; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
@@ -276,13 +278,13 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
 inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
 inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
 
-// ---- the loop over a block's threads, which the loader wraps around each kernel. It is a macro, since GCC 12 does not
-// inline a kernel that another function calls for it, be that a lambda.
+// ---- the loop over a block's threads, which the loader wraps around each kernel. It is a macro, because GCC 12 would
+// not inline a kernel into a function that gets the kernel as an argument, not even as a lambda.
 
-// Counting from the block's first thread in the grid makes the kernel's `i = blockIdx.x * blockDim.x + threadIdx.x` the
-// loop's own variable; GCC then takes `if (i < N)` as a second end of the loop, instead of masking every access.
-// LLMC_FLATTEN lets GCC inline whatever a kernel calls. Not for the sanitizers: a file would take them a minute. And not
-// for warps of 32: there nothing is vectorised in any case.
+// The loop counts from the block's first thread in the grid. So the kernel's `i = blockIdx.x * blockDim.x +
+// threadIdx.x` is the loop's own variable, and GCC takes `if (i < N)` as a second end of the loop, instead of masking
+// every access. LLMC_FLATTEN lets GCC inline all functions that a kernel calls. Builds with sanitizers do without it,
+// because a file would take them a minute. Warps of 32 do without it, too, because there nothing is vectorised.
 #if defined CPU_WIDTH && !defined LLMC_SANITIZE
 #define LLMC_FLATTEN __attribute__((flatten))
 #else

@@ -1,4 +1,4 @@
-"""Kernels of a compiled library as Python callables that check what they are given."""
+"""Kernels of a compiled library as Python callables that check their arguments."""
 
 import ctypes
 import json
@@ -13,8 +13,8 @@ from device.errors import UserError
 
 import numpy as np
 
-# What a parameter may be: C's scalar types with the struct module's letter, which also knows the range, and the element
-# types of pointers with NumPy's.
+# The types that a parameter may have: C's scalar types, each with a letter of the struct module, which also knows the
+# range; and the element types of pointers, each with NumPy's type.
 SCALARS = {
     "int": "i", "int32_t": "i", "unsigned": "I", "unsigned int": "I", "uint32_t": "I",
     "long": "l", "unsigned long": "L", "long long": "q", "int64_t": "q", "unsigned long long": "Q", "uint64_t": "Q",
@@ -31,9 +31,9 @@ SIZE_LIMIT = 2**31 - 1
 
 
 class KernelError(RuntimeError):
-    """A kernel failed or cannot be launched so: an assertion, a deadlock, a block that is too large.
+    """A kernel failed, or cannot be launched in this way: an assertion, a deadlock, a block that is too large.
 
-    Names the kernel and, where it ran, block, thread and line.
+    Names the kernel and, if it ran, block, thread and line.
     """
 
 
@@ -82,8 +82,8 @@ class Parameter:
         return integer
 
 
-# Finding an array's address takes NumPy most of a microsecond, and a training step passes the same few hundred arrays
-# again and again.
+# NumPy takes most of a microsecond to find an array's address, and a training step passes the same few hundred arrays
+# again and again. So we remember the addresses.
 _addresses: dict[int, tuple] = {}
 
 
@@ -119,11 +119,11 @@ def _pointer_converter(where: str, c_type: str) -> Callable:
 
 
 class Kernel:
-    """kernel(grid, block, args, shared_mem=0) runs it and returns when it is done.
+    """kernel(grid, block, args, shared_mem=0) runs the kernel, and returns when it is done.
 
-    grid, block: an int or 1 to 3 of them. args: one for each parameter; NumPy arrays (C-contiguous, of the pointer's
+    grid, block: an int, or 1 to 3 of them. args: one for each parameter: NumPy arrays (C-contiguous, of the pointer's
     type; None for a null pointer), Python or NumPy ints, numpy.float32. shared_mem: bytes of dynamic shared memory.
-    Raises TypeError for arguments that do not fit the parameters, KernelError where the launch fails.
+    Raises TypeError for arguments that do not fit the parameters, KernelError if the launch fails.
     """
 
     def __init__(self, name: str, parameters: list[Parameter], address: int, runtime: ctypes.CDLL):
@@ -167,8 +167,8 @@ def _three(dims) -> tuple:
 
 
 class Module:
-    """A compiled .cu file, `path`, and the library made of it, `library_path`. `warp_size` is its number of lanes in a
-    warp, `kernels` the names that it has."""
+    """A compiled .cu file, `path`, and the library made of it, `library_path`. `warp_size` is the number of lanes in
+    its warps, `kernels` the names of its kernels."""
 
     def __init__(self, library_path: Path, path: Path, warp_size: int):
         self.library_path, self.path, self.warp_size = library_path, path, warp_size
@@ -182,7 +182,7 @@ class Module:
         return list(self._parameters)
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that name; AttributeError where the file has none."""
+        """The kernel of that name. Raises AttributeError if the file has none."""
         if name not in self._parameters:
             raise AttributeError(f"{self.path} has no kernel {name}; it has {', '.join(self._parameters)}")
         if name not in self._kernels:
@@ -198,7 +198,7 @@ _runtime: ctypes.CDLL | None = None
 
 
 def load_runtime(library_path: Path) -> None:
-    """Load the runtime, once; the kernels' libraries find its functions by name."""
+    """Loads the runtime, once. The kernels' libraries find its functions by name."""
     global _runtime
     if _runtime is None:
         _runtime = ctypes.CDLL(str(library_path), mode=ctypes.RTLD_GLOBAL)

@@ -1,14 +1,16 @@
-// What every thread of a launch touches, for dev/microscope.py. A part of runtime.cpp in builds with LLMC_MICROSCOPE.
+// Records what every thread of a launch touches, for dev/microscope.py. A part of runtime.cpp in builds with
+// LLMC_MICROSCOPE.
 //
-// Kernels are compiled with GCC's -fsanitize=thread and -fsanitize-coverage=trace-pc, but linked without their
-// libraries: the functions that the compiler then calls before each access and in each basic block are defined here.
-// They keep a log for each thread. When a block has ended, its logs are replayed warp by warp, as a GPU executes them:
-// all lanes that stand at the same instruction take it together, and lanes that a branch has parted meet again where
-// all of their ways lead (at the branch's immediate post-dominator). What comes out is a list of warp instructions with
-// the addresses of their lanes.
+// Kernels are compiled with GCC's -fsanitize=thread and -fsanitize-coverage=trace-pc, but linked without the libraries
+// of these. The compiler calls functions before each access and in each basic block, and this file defines them. They
+// keep a log for each thread. When a block has ended, its logs are replayed warp by warp, as a GPU executes them: all
+// lanes at the same instruction execute it together, and lanes that a branch has separated meet again where all their
+// paths join (at the branch's immediate post-dominator). The result is a list of warp instructions with the addresses
+// of their lanes.
 //
-// Races are found while the threads run, by vector clocks (Flanagan and Freund's FastTrack, PLDI 2009): two accesses of
-// which one writes, by two threads that have met in between at no __syncthreads or __syncwarp, or by two blocks.
+// Races are found while the threads run, by vector clocks (Flanagan and Freund's FastTrack, PLDI 2009). A race is two
+// accesses to one element, at least one of them a write, by two blocks, or by two threads that met at no __syncthreads
+// or __syncwarp in between.
 
 #include <algorithm>
 #include <set>
@@ -20,13 +22,13 @@ namespace microscope {
 enum Kind : uint8_t { LOAD, STORE, ATOMIC, BARRIER, MEETING, VISIT };  // VISIT: a basic block begins
 
 enum Space : int { DEVICE, STATIC_SHARED, DYNAMIC_SHARED };
-// An array that kernels touch. base: of a static shared one its offset among the library's thread-local variables; what
-// the launch gives of dynamic shared memory has neither base nor size here.
+// An array that kernels touch. base: for a static shared array its offset among the library's thread-local variables.
+// Dynamic shared memory has neither base nor size here.
 struct Array {
     char* base;
     size_t size;
     Space space;
-    int item;                               // bytes of an element, as far as they are known: 4 in shared memory
+    int item;                               // bytes of an element, if known; 4 in shared memory
 };
 
 struct Event {                              // of one thread
@@ -50,7 +52,7 @@ struct Step {                               // a warp instruction
 
 struct Access { int64_t pc; int32_t block, thread; uint8_t kind, unused[7]; };
 struct Race { Access one, other; int32_t array, count; int64_t offset; };
-struct Outside { int64_t pc, count; };      // accesses to what is none of the arrays
+struct Outside { int64_t pc, count; };      // accesses outside the arrays
 
 struct Result {                             // of a launch
     const Step* steps;
@@ -139,7 +141,7 @@ static void look_for_races(const Event& e, int thread) {
     }
 }
 
-struct Pause {                              // what one lane does for all of a meeting is no thread's own doing
+struct Pause {                              // accesses by one lane for a whole meeting belong to no thread
     bool was = state.active;
     Pause() { state.active = false; }
     ~Pause() { state.active = was; }
@@ -182,7 +184,7 @@ static void touch(void* pc, const volatile void* address, size_t size, Kind kind
     state.outside[(int64_t)pc]++;
 }
 
-// Several bytes that are no vector: their words, one after the other.
+// Several bytes that are no vector: logs their words, one after the other.
 static void touch_range(void* pc, const volatile char* address, size_t size, Kind kind) {
     if (size == 1 || size == 2 || size == 4 || size == 8 || size == 16) return touch(pc, address, size, kind);
     for (size_t i = 0; i < size; i += 4) touch(pc, address + i, size - i < 4 ? size - i : 4, kind);
@@ -197,16 +199,16 @@ static void wait(void* pc, Kind kind, const char* what) {
 struct Replay {
     const Event *at[32], *end[32];
     int epoch[32] = {}, warp;
-    std::map<char*, std::set<char*>> after; // the basic blocks that lanes go to from each; null is the kernel's end
-    std::map<char*, char*> meeting_points;  // of each, the immediate post-dominator; null where no lane does more there
+    std::map<char*, std::set<char*>> after; // from each basic block, those to which lanes go; null is the kernel's end
+    std::map<char*, char*> meeting_points;  // of each basic block, the immediate post-dominator; null if no lane does more there
 
     char* block_of(int lane) { return at[lane] == end[lane] ? nullptr : at[lane]->pc; }
 
-    // Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of the ways that this
-    // warp's lanes have gone.
+    // Cooper, Harvey and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of the paths that this
+    // warp's lanes have taken.
     void find_meeting_points(const std::vector<Event>* logs, int lanes) {
         std::map<char*, std::set<char*>> before;
-        std::set<char*> busy;                                           // from where there is something to do
+        std::set<char*> busy;                                           // from these there is something to do
         for (int lane = 0; lane < lanes; lane++) {
             char* last = nullptr;
             bool begun = false;
@@ -315,15 +317,16 @@ struct Replay {
         }
     }
 
-    // Which lanes go on to which block; null is the kernel's end.
+    // Which lanes go on to which basic block; null is the kernel's end.
     std::map<char*, unsigned> ways_of(unsigned lanes) {
         std::map<char*, unsigned> ways;
         for (unsigned rest = lanes; rest; rest &= rest - 1) ways[block_of(__builtin_ctz(rest))] |= rest & -rest;
         return ways;
     }
 
-    // Where some lanes return, only the kernel's end is common to all. The others meet as soon as they stand at the same
-    // block: where one group's way leads by another's block, but not the other way round, the other one waits.
+    // If some lanes return, only the kernel's end is common to all. The others meet as soon as they are at the same
+    // basic block. If one group's path passes another group's block, but not the other way round, the other group
+    // waits.
     void run_to_the_end(std::map<char*, unsigned> ways, const std::vector<Event>* logs, int count) {
         for (ways.erase(nullptr); !ways.empty(); ways.erase(nullptr)) {
             auto first = std::find_if(ways.begin(), ways.end(), [&](auto& one) {
@@ -345,7 +348,7 @@ struct Replay {
         }
     }
 
-    // From where all `lanes` stand, up to the basic block `stop`.
+    // Replays `lanes`, from the block at which they all are, up to the basic block `stop`.
     void run(unsigned lanes, char* stop, const std::vector<Event>* logs, int count) {
         for (;;) {
             char* block = block_of(__builtin_ctz(lanes));
@@ -425,7 +428,7 @@ static void launch_begins(Worker& w) {
 }  // namespace microscope
 }  // namespace llmc
 
-// The next launch is watched. What it does to the arrays is there when the end below is called.
+// Watches the next launch. llmc_microscope_end, below, returns what the launch did with the arrays.
 extern "C" void llmc_microscope_begin(const llmc::microscope::Array* arrays, int count) {
     using namespace llmc::microscope;
     state.given.assign(arrays, arrays + count);
@@ -465,7 +468,7 @@ LLMC_ACCESSES(16)
 extern "C" void __tsan_read_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, size, LOAD); }
 extern "C" void __tsan_write_range(void* p, size_t size) { LLMC_SEEN_RANGE(p, size, STORE); }
 
-// CUDA's atomics are loops of a load and a compare-and-exchange here: the latter stands for the whole.
+// CUDA's atomics are loops here, of a load and a compare-and-exchange. The latter counts as the whole atomic.
 #define LLMC_ATOMICS(bits, type)                                                                                           \
     extern "C" type __tsan_atomic##bits##_load(const volatile type* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
     extern "C" int __tsan_atomic##bits##_compare_exchange_weak(volatile type* p, type* expected, type value, int, int) {   \

@@ -1,12 +1,13 @@
-// Products of small matrices, on the CPU device. NumPy's library, OpenBLAS, computes them nearly as fast. But NumPy calls
-// it once for each matrix of a batch, and Python must wake another OS thread for it. Here the workers that run kernels
-// multiply, too, and they are still awake (runtime.cpp).
+// Products of small matrices, on the CPU device. NumPy's library, OpenBLAS, multiplies nearly as fast. But NumPy calls
+// it once for each matrix of a batch, and Python must wake other OS threads to share the work. Here the workers that
+// run kernels multiply, and they are still awake (runtime.cpp).
 //
-// A block has some rows and columns of one product. It copies DEPTH rows of COLUMNS columns of b to a buffer, which stays in
-// the first-level cache, and multiplies ROWS rows of a with it at once. Their sums stay in registers: a vector of b is
-// loaded once for ROWS rows, and a number of a once for COLUMNS columns.
+// A block computes some rows and columns of one product. It copies a panel of b, DEPTH rows and COLUMNS columns, to a
+// buffer that stays in the first-level cache. Then it multiplies ROWS rows of a with this panel at a time, and keeps
+// the sums in registers. So it loads a vector of b once for ROWS rows, and a number of a once for COLUMNS columns.
 
-// As many sums as leave registers for two vectors of b and a number of a: AVX-512 and NEON have 32, others 16.
+// The sums of ROWS rows leave registers for two vectors of b and a number of a. AVX-512 and NEON have 32 registers,
+// others 16.
 #if defined __AVX512F__
 constexpr int LANES = 16, ROWS = 8;
 #elif defined __AVX__
@@ -20,15 +21,16 @@ constexpr int COLUMNS = 2 * LANES, DEPTH = 128;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 
-// c (m,n) = op(a) (m,k) @ op(b) (k,n) + beta * c, for each of gridDim.z products, one behind the other in c, a and b; c is
-// not read where beta is 0. With trans_a, a lies in memory as (k,m) and op transposes it; trans_b likewise. Block (x, y, z):
-// columns from 32 x on, rows from `rows` y on, product z. One thread a block. A sum is in the order of k, by pieces of DEPTH.
+// c (m,n) = op(a) (m,k) @ op(b) (k,n) + beta * c, for gridDim.z products, whose matrices follow one another in c, a and
+// b. If beta is 0, c is not read. With trans_a, a lies in memory as (k,m) and op transposes it; trans_b likewise. Block
+// (x, y, z) has one thread. It takes 32 columns from 32 x on, and `rows` rows from `rows` * y on, of product z. It adds
+// up DEPTH terms of a sum at a time, in the order of k.
 extern "C" __global__ void product_kernel(float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
                                           int trans_b, float beta, int rows) {
     alignas(sizeof(Vector)) float packed[DEPTH * COLUMNS];
     a += (size_t)blockIdx.z * m * k, b += (size_t)blockIdx.z * k * n, c += (size_t)blockIdx.z * m * n;
     const int begin = blockIdx.y * rows, end = min(m, begin + rows), last = min(n, 32 * (blockIdx.x + 1));
-    const size_t row = trans_a ? 1 : k, step = trans_a ? m : 1;  // from one row, one column of op(a) to the next
+    const size_t row = trans_a ? 1 : k, step = trans_a ? m : 1;  // from a row, or a column, of op(a) to the next
 
     for (int j0 = 32 * blockIdx.x; j0 < last; j0 += COLUMNS) {
         const int width = min(COLUMNS, last - j0);
@@ -43,7 +45,7 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
             }
             const float factor = p0 == 0 ? beta : 1.0f;
             for (int i = begin; i < end; i += ROWS) {
-                const float* of_row[ROWS];  // one behind the last is the last once more
+                const float* of_row[ROWS];  // behind the last row: the last one again
                 for (int r = 0; r < ROWS; r++) of_row[r] = a + min(i + r, end - 1) * row + p0 * step;
                 Vector sums[ROWS][2] = {};
                 for (int p = 0; p < depth; p++) {

@@ -1,12 +1,12 @@
 // The CPU device's runtime: it runs a grid's blocks on the machine's cores, and a block's threads on one core.
 //
 // The threads of a block start as a plain loop, one call of the kernel after the other on the same stack. Most kernels
-// never wait, and for them that is all. Only when a thread waits for others (__syncthreads, a shuffle) does its call have
-// to be put aside with all its local variables: the thread becomes a fiber, which keeps the stack that it runs on, and
-// the threads that have not begun run on another stack. From then on every thread that waits has a stack of its own, and
-// waiting is a switch to the next thread that can run: a few dozen instructions, no system call.
+// never wait, and for them that is all. But when a thread waits for others (__syncthreads, a shuffle), its call must be
+// put aside with all its local variables. The thread becomes a fiber, which keeps the stack that it runs on, and the
+// threads that have not begun run on another stack. From then on every thread that waits has a stack of its own. To
+// wait is to switch to the next thread that can run: this takes a few dozen instructions and no system call.
 //
-// "Thread" is CUDA's thread here; one of the operating system is an OS thread.
+// "Thread" means CUDA's thread here. A thread of the operating system is called an OS thread.
 #include "runtime.h"
 
 #include <atomic>
@@ -45,13 +45,13 @@ const size_t STACK_SIZE = 1 << 20;
 const size_t STACK_SIZE = 256 << 10;        // of address space: only the pages in use take memory
 #endif
 
-// ---- contexts: a fiber's stack pointer and registers while it does not run. switch_context(from, to) stores those of the
-// running fiber in `from` and goes on in `to`; it returns when somebody switches to `from`.
+// ---- contexts: a fiber's stack pointer and registers while it does not run. switch_context(from, to) stores those of
+// the running fiber in `from` and goes on in `to`. It returns when another fiber switches to `from`.
 
 #if defined __x86_64__ && !defined LLMC_UCONTEXT
 struct Context { void* sp; };
 extern "C" void llmc_switch(void** from, void* to);
-// The callee-saved registers lie on the stack while a fiber waits; all others are the caller's business.
+// The callee-saved registers lie on the stack while a fiber waits. The caller saves all others itself.
 asm(R"(
 .text
 .globl llmc_switch
@@ -151,7 +151,7 @@ struct Job {
     const Launch* launch;
     const void* args;
     Order order;
-    uint64_t blocks, stride;                // stride: coprime to blocks, walks through them out of order
+    uint64_t blocks, stride;                // stride: coprime to blocks; shuffled order walks by it
     unsigned workers;
     std::atomic<uint64_t> next{0};          // the first block that nobody has taken
     std::atomic<bool> failed{false};
@@ -159,13 +159,13 @@ struct Job {
     std::string error;
 };
 
-struct Fiber {                              // a thread of the running block, with all that is kept while it waits
+struct Fiber {                              // a thread of the running block, and what is kept while it waits
     Context context;
     Index index;                            // its threadIdx
     bool started;
     unsigned mask;                          // at a warp's meeting: the lanes that take part,
     void* mine;                             //   the variable that this one brings,
-    Together together;                      //   and what is to be done with the variables of all
+    Together together;                      //   and what to do with the variables of all
     const char *what, *file;                // where it waits, for a message
     int line;
 };
@@ -177,7 +177,7 @@ struct Worker {                             // an OS thread that runs one block 
     bool fibers;                            // its threads are fibers; what follows is valid only then
     Fiber fiber[MAX_THREADS];
     unsigned current;                       // the running thread
-    // For each warp the lanes that have not returned, that can run, and that wait at a barrier or at a meeting.
+    // For each warp: the lanes that have not returned, those that can run, those at a barrier, and those at a meeting.
     unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS];
     unsigned alive_count, at_barrier_count; // threads, in all warps
 
@@ -185,7 +185,7 @@ struct Worker {                             // an OS thread that runs one block 
     uint32_t random;
     Context outside, home, nowhere;         // the OS thread's stack; the stack of the loop over blocks; never resumed
     std::vector<char*> stacks, free_stacks; // each by its upper end, where it begins
-    char* new_stack;                        // that of the fiber which is about to start
+    char* new_stack;                        // the stack of the fiber that starts next
     char* shared = nullptr;
     size_t shared_size = 0;
 };
@@ -217,16 +217,16 @@ static void abandon(Worker& w, const std::string& message) {
             job.error = std::string(job.kernel->name) + ", " + numbered("block", w.builtins.blockIdx) + message;
     }
     job.failed = true;
-    switch_context(w.nowhere, w.outside);   // kernels own nothing that would have to be cleaned up
+    switch_context(w.nowhere, w.outside);   // kernels own nothing that must be cleaned up
 }
 
 void fail(Index thread, const char* message, const char* file, int line) {
     abandon(*self, ", " + numbered("thread", thread) + ": " + message + " at " + source_line(file, line));
 }
 
-// A kernel that divides by zero or leaves its arrays far enough ends like one whose assertion fails. Which thread it was
-// cannot be said: the compiler may have merged several into one vector instruction. On aarch64 a division of integers by
-// zero gives 0 and no signal.
+// A kernel that divides by zero, or reads or writes far outside its arrays, ends like one whose assertion fails. The
+// message cannot name the thread, because the compiler may have merged several into one vector instruction. On aarch64
+// an integer division by zero gives 0 and no signal.
 #ifndef LLMC_SANITIZE
 static struct sigaction handler_before[NSIG];
 
@@ -236,7 +236,7 @@ static void fault(int signal, siginfo_t* info, void*) {
         if (signal != SIGFPE) snprintf(message, sizeof message, ": invalid memory access at address %p", info->si_addr);
         abandon(*self, std::string(message) + " (LLMC_CPU_SANITIZE=1 or LLMC_CPU_DEBUG=1 help to find the line)");
     }
-    sigaction(signal, &handler_before[signal], nullptr);        // not a kernel's: happens again, as if we were not here
+    sigaction(signal, &handler_before[signal], nullptr);        // not from a kernel: let it happen again without us
 }
 #endif
 
@@ -255,7 +255,7 @@ static void provide_signal_stack() {
     stack_t alternate = {};
     if (provided || sigaltstack(nullptr, &alternate)) return;
     provided = true;
-    if (!(alternate.ss_flags & SS_DISABLE)) return;             // somebody else has provided one
+    if (!(alternate.ss_flags & SS_DISABLE)) return;             // the OS thread already has one
     alternate = {};
     alternate.ss_size = 64 << 10;
     alternate.ss_sp = malloc(alternate.ss_size);
@@ -272,7 +272,7 @@ static char* take_stack(Worker& w) {
         char* lowest = (char*)mmap(nullptr, STACK_SIZE, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (lowest == MAP_FAILED) { fputs("llmc: no memory for a thread's stack\n", stderr); abort(); }
         mprotect(lowest, sysconf(_SC_PAGESIZE), PROT_NONE);  // a stack that overflows hits this page, not its neighbour
-        // Stacks that all began at the same offset in a page would compete for the same few lines of the cache.
+        // If all stacks began at the same offset in a page, they would compete for the same few lines of the cache.
         size_t colour = w.stacks.size() * 320 % 4096 / 64 * 64;
         w.stacks.push_back(lowest + STACK_SIZE - colour);
         w.free_stacks.push_back(w.stacks.back());
@@ -283,8 +283,8 @@ static char* take_stack(Worker& w) {
     return stack;
 }
 
-// The threads become fibers when thread `current` is the first to wait: those before it have returned, those after it have
-// not begun.
+// Makes the threads fibers, when thread `current` is the first to wait. The threads before it have returned, and those
+// after it have not begun.
 static void begin_fibers(Worker& w, unsigned current) {
     w.warps = (w.threads + w.warp_size - 1) / w.warp_size;
     Index i = {0, 0, 0}, size = w.builtins.blockDim;
@@ -341,7 +341,7 @@ static unsigned choose_lane(Worker& w, unsigned mask, unsigned lane) {
     return w.job->order == BACKWARD ? 31 - __builtin_clz(later) : __builtin_ctz(later);
 }
 
-// A thread that can run. The rest of the warp comes first: its stacks are in the cache.
+// A thread that can run. The rest of the warp comes first, because its stacks are in the cache.
 static unsigned choose_thread(Worker& w) {
     unsigned warp = w.current / w.warp_size, lane = w.current % w.warp_size;
     if (w.job->order == SHUFFLED) warp = next_random(w) % w.warps;
@@ -366,7 +366,7 @@ static std::string waits_at(const Fiber& f) {
     return std::string(f.what) + " (" + source_line(f.file, f.line) + ", " + numbered("thread", f.index) + ")";
 }
 
-// Ends the meeting that this lane waits at if all who are still alive have come.
+// Ends the meeting at which this lane waits, if all lanes that take part and have not returned are there.
 static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
     Fiber* fibers = &w.fiber[warp * w.warp_size];
     Fiber& one = fibers[lane];
@@ -375,7 +375,7 @@ static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
     void* all[32] = {};
     for (unsigned rest = wanted; rest; rest &= rest - 1) {
         unsigned i = __builtin_ctz(rest);
-        if (fibers[i].mask != one.mask) return;     // waits for others
+        if (fibers[i].mask != one.mask) return;     // it waits for other lanes
         if (fibers[i].together != one.together)
             return abandon(w, ": lanes of a warp meet at " + waits_at(one) + " and " + waits_at(fibers[i]));
         all[i] = fibers[i].mine;
@@ -389,7 +389,7 @@ static void try_meeting(Worker& w, unsigned warp, unsigned lane) {
     w.ready[warp] |= wanted;
 }
 
-// The running thread has returned: those who wait do not wait for it.
+// The running thread has returned, so the threads that wait do not wait for it.
 static void thread_returned(Worker& w) {
     unsigned warp = w.current / w.warp_size, bit = 1u << w.current % w.warp_size;
     w.alive[warp] &= ~bit;
@@ -403,14 +403,14 @@ static void thread_returned(Worker& w) {
 static void run_thread(Worker& w) {
     Index i = w.fiber[w.current].index;
     w.fiber[w.current].started = true;
-    end = {i.x + 1, i.y + 1, i.z + 1};      // the loop in the kernel's library is to run this thread only
+    end = {i.x + 1, i.y + 1, i.z + 1};      // so the loop in the kernel's library runs this thread only
     w.job->kernel->run_threads(w.job->args, w.builtins, i);
     thread_returned(w);
 }
 
-// Runs the other threads on this stack, whose thread has returned: those that have not begun, until it is the turn of one
-// that has. That one has a stack of its own, so this one is given back. `stack` is null for the stack of the loop over
-// blocks, which is kept: the last thread to return goes back to it.
+// Runs other threads on this stack, whose own thread has returned: threads that have not begun, until a thread is
+// chosen that has. That thread has a stack of its own, so this stack becomes free. `stack` is null for the stack of the
+// loop over blocks. That one does not become free, because the last thread to return goes back to it.
 static void serve(Worker& w, char* stack) {
     while (w.alive_count) {
         w.current = choose_thread(w);
@@ -431,7 +431,7 @@ static void fiber_entry() {
     serve(w, stack);
 }
 
-// The running thread waits; goes on with another one, and returns when it is this one's turn again.
+// The running thread waits: runs another one, and returns when it is the running thread's turn again.
 static void run_others(Worker& w) {
     Fiber& me = w.fiber[w.current];
     w.current = choose_thread(w);
@@ -454,7 +454,7 @@ static Fiber& wait_at(Worker& w, Index thread, const char* what, const char* fil
     Fiber& me = w.fiber[w.current];
     me.what = what, me.file = file, me.line = line;
     w.ready[w.current / w.warp_size] &= ~(1u << w.current % w.warp_size);
-    end = {0, 0, 0};                        // the loop that called this thread is to run no other
+    end = {0, 0, 0};                        // so the loop that called this thread runs no other
     return me;
 }
 
@@ -483,7 +483,7 @@ void warp_wait(Index thread, unsigned mask, void* mine, Together together, const
     run_others(w);
 }
 
-// This file is compiled without -ffast-math: the order of the additions is the point.
+// This file is compiled without -ffast-math, so the additions stay in this order.
 template <class F> static void butterfly(void* const* lanes, F combine) {
     float now[32], next[32];
     for (int i = 0; i < 32; i++) now[i] = lanes[i] ? *(float*)lanes[i] : __builtin_nanf("");
@@ -506,10 +506,10 @@ void warp_max(Index thread, float* mine, const char* file, int line) {
 
 // ---- the blocks of a grid
 
-// Fills this worker's static shared memory with NaNs: a kernel that lacks a barrier must not find there what the block
-// before, or the launch before with the same input, has left. It lies in the thread-local storage of the kernel's
-// library, along with threadIdx and its like, which are set anew in any case. An OS thread has its copy only once it has
-// asked for its address.
+// Fills this worker's static shared memory with NaNs. Otherwise a kernel that lacks a barrier might find the right
+// numbers there, left by the block before, or by an earlier launch with the same input. Static shared memory lies in
+// the thread-local storage of the kernel's library, beside threadIdx and the like, which every block sets anew. An OS
+// thread has a copy of this storage only after it has asked for its address.
 static void poison_shared(const Kernel* kernel) {
     dl_iterate_phdr([](dl_phdr_info* library, size_t, void* kernel) {
         bool is_ours = false;
@@ -560,7 +560,8 @@ static void block_loop() {
     Worker& w = *self;
     Job& job = *w.job;
     for (uint64_t done = 0; done < block_limit && !job.failed;) {
-        // Large portions first, so that few of them are fetched; small ones at the end, so that all finish together.
+        // Portions are large at first, so that there are few, and small at the end, so that all workers finish
+        // together.
         uint64_t begin = job.next.load(std::memory_order_relaxed);
         uint64_t portion = begin < job.blocks ? (job.blocks - begin) / (4 * job.workers) : 0;
         if (portion > block_limit - done) portion = block_limit - done;
@@ -583,7 +584,7 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     w.random = 20240326;
     w.builtins.blockDim = launch.block_dim;
     w.builtins.gridDim = launch.grid_dim;
-    if (w.shared_size != launch.shared_mem) {                   // exactly as large as asked for: ASan sees the end
+    if (w.shared_size != launch.shared_mem) {                   // exactly as large as the launch says: ASan sees the end
         free(w.shared);
         w.shared = nullptr;
         w.shared_size = launch.shared_mem;
@@ -593,7 +594,7 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     microscope::launch_begins(w);
 #endif
     block_limit = limit;
-    w.free_stacks = w.stacks;                                   // also those that a failed launch has left behind
+    w.free_stacks = w.stacks;                                   // also the stacks that a failed launch did not give back
     make_context(w.home, take_stack(w), block_loop);
     provide_signal_stack();
     w.running = true;
@@ -601,7 +602,8 @@ static void run_blocks(Worker& w, Job& job, uint64_t limit) {
     w.running = false;
 }
 
-// ---- the workers: the caller of a launch is one, the others sleep until there is enough to do
+// ---- the workers: the caller of a launch is one. The others wait for a launch that has enough to do: awake at first,
+// then asleep.
 
 struct Pool {
     std::mutex mutex;
@@ -619,8 +621,9 @@ struct Pool {
         uint64_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
-            // The next launch mostly follows at once, and a worker that sleeps comes late. With this wait and products.cu a
-            // small model's step took 8% less than without both. sched_yield leaves the core to others that can run.
+            // Mostly the next launch follows at once, and a worker that sleeps would start late. So a worker stays
+            // awake for 200 microseconds. sched_yield lets other OS threads use the core meanwhile. With this wait and
+            // products.cu together, a step of a small model took 8% less time.
             lock.unlock();
             const auto awake_until = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
             while (generation == seen && std::chrono::steady_clock::now() < awake_until) sched_yield();
@@ -638,8 +641,9 @@ struct Pool {
 
     void run_job(Job& job) {
         using namespace std::chrono;
-        // The first block tells how long the grid will take. Waking a worker costs a few microseconds, and it needs a
-        // few more to come: only for a grid that takes longer than that.
+        // The caller runs the first block by itself, and from its time estimates the rest of the grid. To wake a worker
+        // costs a few microseconds, and the worker starts a few microseconds later. So there is one helper for each 20 us
+        // of the rest.
         auto start = steady_clock::now();
         run_blocks(caller, job, 1);
         if (job.blocks == 1 || job.failed) return;
@@ -647,7 +651,7 @@ struct Pool {
         double helpers = rest / 20;
         if (helpers > workers - 1) helpers = workers - 1;
         if (helpers > job.blocks - 2) helpers = job.blocks - 2;
-        // With one worker the shuffled or backward order is the same on every run: an error that shows once shows again.
+        // In shuffled or backward order the caller works alone, so that an error that shows once shows on every run.
         if (helpers < 1 || job.order != FORWARD) return run_blocks(caller, job, ~0ull);
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -657,7 +661,7 @@ struct Pool {
         for (int i = 0; i < (int)helpers; i++) wake.notify_one();
         run_blocks(caller, job, ~0ull);
         std::unique_lock<std::mutex> lock(mutex);
-        open = nullptr;                                         // who has not woken by now sleeps on
+        open = nullptr;                                         // workers that have not joined by now wait on
         done.wait(lock, [&] { return active == 0; });
     }
 };
@@ -670,7 +674,7 @@ static unsigned worker_count() {
     return 1;
 #endif
     const char* wish = getenv("LLMC_CPU_THREADS");
-    cpu_set_t cores;                        // that the process may use, of which there may be fewer than the machine has
+    cpu_set_t cores;                        // that the process may use: perhaps fewer than the machine has
     int count = wish && *wish ? atoi(wish) : sched_getaffinity(0, sizeof cores, &cores) ? 1 : CPU_COUNT(&cores);
     return count < 1 ? 1 : count;
 }
@@ -704,7 +708,7 @@ static std::string run_launch(const Kernel* kernel, const Launch* launch) {
     if (!pool) {
         pool = new Pool(worker_count());
         catch_faults();
-        // A forked child has none of the threads; it makes its own at its first launch.
+        // A forked child has none of these OS threads. It makes its own at its first launch.
         static int once = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; launch_mutex = new std::mutex; });
         (void)once;
     }
@@ -715,7 +719,7 @@ static std::string run_launch(const Kernel* kernel, const Launch* launch) {
 
 }  // namespace llmc
 
-// Runs a kernel on a packed Launch followed by its arguments; returns null or what went wrong.
+// Runs a kernel. `launch` is a packed Launch, followed by the arguments. Returns null, or what went wrong.
 extern "C" const char* llmc_launch(const llmc::Kernel* kernel, const llmc::Launch* launch) {
     static __thread char* message;
     std::string error = llmc::run_launch(kernel, launch);

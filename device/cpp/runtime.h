@@ -17,31 +17,31 @@ struct Kernel {
     int max_threads;            // __launch_bounds__; 0 where there are none
 };
 
-// Where the loop over the block's threads ends: at the block's size, or, once a thread has waited, after the thread that
-// the loop is at (the runtime then sets it to 0). A kernel writes no variables of type End, so the compiler may assume that
-// the kernel does not change it.
+// Where the loop over the block's threads ends: at the block's size. Once a thread has waited, the loop ends after its
+// present thread (the runtime then sets `end` to 0). A kernel writes no variables of type End, so the compiler may
+// assume that the kernel does not change it.
 struct End { long x, y, z; };
 extern __thread End end;
 
-// The functions below are told which thread calls.
+// `thread` is the thread that calls one of the functions below.
 
 // Waits for all threads of the block that have not returned.
 void block_wait(Index thread, const char* what, const char* file, int line);
 
-// Waits for all lanes in `mask` that have not returned. Every lane brings a pointer to a variable of its own; the last lane
-// to come calls `together` with all of these pointers (null for a lane that takes no part), and it may read and write
-// through them.
+// Waits for all lanes in `mask` that have not returned: their meeting. Every lane brings a pointer to a variable of its
+// own. The last lane to come calls `together` with all these pointers (null for a lane that takes no part), and
+// `together` may read and write through them.
 typedef void (*Together)(void* const* lanes);
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line);
 
-// For every lane: the sum or the maximum of all lanes' *mine, which replaces them.
+// Sets every lane's *mine to the sum, or the maximum, of all lanes' *mine.
 void warp_sum(Index thread, float* mine, const char* file, int line);
 void warp_max(Index thread, float* mine, const char* file, int line);
 
 void* dynamic_shared();         // the launch's shared_mem bytes for this block, aligned to 128
 
-// Ends the launch with an error that names kernel, block and thread. Does not return (but is not declared so:
-// AddressSanitizer would then look for the end of a stack that it does not know).
+// Ends the launch with an error that names kernel, block and thread. It does not return. It is not declared so, because
+// AddressSanitizer would then look for the end of a stack that it does not know.
 void fail(Index thread, const char* message, const char* file, int line);
 
 }  // namespace llmc
