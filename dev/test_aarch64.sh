@@ -7,7 +7,7 @@
 # The first call makes a root of Debian's arm64 packages in a folder among the user's caches, with NumPy and PyTorch for
 # aarch64: about 1.2 GB. Nothing is installed or configured on the machine, and none of it needs root: what has to be
 # mounted is mounted in namespaces of this script's own. On two cores the first call takes some minutes for that, and the
-# tests take 11.
+# tests take 24.
 
 set -euo pipefail
 

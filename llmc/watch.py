@@ -60,7 +60,8 @@ class Guard:
 
     def not_finite(self, step: int, loss: float, kept: str, save_as: int, position: dict, saver: Saver) -> None:
         """Counts a step. Raises UserError if such steps are not skipped, or if there are too many in a row. The device
-        may be working on the next step by now, but holds it back.
+        may be working on the next step by now. If such steps are not skipped, that step changes no parameter. If they
+        are skipped and that step is finite, the state that is saved contains it already.
 
         Before it raises, it saves the state of the run, as of step `save_as`, and removes no older checkpoint, because
         the parameters may be the cause."""
