@@ -1,6 +1,7 @@
 """Fixtures that all tests share: the device they run on, and seeded random numbers."""
 
 import functools
+import gc
 import os
 
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
@@ -21,6 +22,9 @@ import pytest
 # Each test has a new CPU device, which looks for OpenBLAS among all loaded libraries; it has one thread already.
 cpu.keep_openblas_to_one_thread = functools.cache(cpu.keep_openblas_to_one_thread)
 
+# Nor is there a need to look for every kernel's library anew, and to check it: devices of a warp size share theirs.
+MODULES: dict[str, dict] = {"1": {}, "32": {}}
+
 DEVICES = ["cpu", "cpu-warp32"]
 try:
     device.use("cuda")
@@ -36,6 +40,17 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )  # fmt: skip
 hypothesis.settings.load_profile("llm.cupy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected mostly stays: Python's garbage collector never looks at it, neither now nor again
+    in each of its later rounds."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_report_header() -> str:
@@ -61,6 +76,8 @@ def switch_device(name: str, monkeypatch) -> None:
     if kind == "cpu":
         monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in variants else "1")
     device.use(kind)
+    if kind == "cpu":
+        device.current.device.modules = MODULES[os.environ["LLMC_CPU_WARP"]]
     device.use_precision(next((each for each in ("tf32", "bf16") if each in variants), "fp32"))
 
 

@@ -237,7 +237,7 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
     *(pytest.param(*each, False, marks=pytest.mark.long) for each in ONE_OF_EACH[1:]),
 ], ids=name_of)  # fmt: skip
 def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, attention, skip):
-    (B, T), steps = batch_shape(config), 6
+    B, T, steps = 1, 5, 6
     model = build(product_dev, config, B, T, attention, flat_parameters(config))
     model.skip_nonfinite = skip
     sent = Batches(model, GivenBatches(make_batches(config, steps, B, T)))
@@ -263,7 +263,7 @@ def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, att
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config, attention):
     """A NaN in something that forward has kept for backward, a layer at a time."""
-    (B, T), flat = batch_shape(config), flat_parameters(config)
+    B, T, flat = 1, 5, flat_parameters(config)
     model = build(product_dev, config, B, T, attention, flat)
     ((inputs, targets),) = make_batches(config, 1, B, T)
     kept = [row[0] for row in without(model.tables(attention)[0], config.absent) if row[1][0] == "L"]
