@@ -497,7 +497,7 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     for line in process.stdout:
         if line.startswith(begun):
             break
-    time.sleep(1.0)
+    time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
     told = time.monotonic()
     out = process.stdout.read()
@@ -550,7 +550,9 @@ def test_a_last_validation_that_is_cut_short_is_said(folder, rng):
     write_tokens(folder / "data_val.bin", rng.integers(0, V, 4_000_000))
     run(folder, *SAVE, "-x", "1", "-m", "1")
     process = start(folder, *SAVE, "-x", "1", "-m", "1000000", "-y", "1", base=without("-m"))
-    time.sleep(2.0)
+    while not process.stdout.readline().startswith("| in all"):  # the table's last line
+        pass
+    time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
     out = process.stdout.read()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
