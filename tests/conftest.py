@@ -3,6 +3,9 @@
 import functools
 import gc
 import os
+import signal
+import sys
+from pathlib import Path
 
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -14,6 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; no
 import device
 from device import cpu
 from device.errors import UserError
+from llmc import program, ranks
+from llmc.arguments import parse_arguments
+from llmc.model import Model
 
 import hypothesis
 import numpy as np
@@ -142,3 +148,20 @@ def nothing_stays_in_the_module(request):
 def rng(request) -> np.random.Generator:
     """Random numbers that are the same on every run, and differ from test to test."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def trainer_here(monkeypatch):
+    """trainer_here(kind, folder, flags) does what the script of this kind of model does with the flags in the folder,
+    in this process, which need not import everything anew."""
+
+    def trainer_here(kind: type[Model], folder: Path, flags: list[str]) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", [kind.Config.SCRIPT, *flags])
+        program.run_trainer(lambda: sys.modules[kind.__module__].main(parse_arguments(kind.Config)))
+
+    monkeypatch.setattr(program, "last_checkpoint", None)
+    handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}
+    yield trainer_here
+    for number, handler in handlers.items():  # a run that has begun takes them
+        signal.signal(number, handler)

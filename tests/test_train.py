@@ -17,7 +17,6 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
-from llmc.program import run_trainer
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
@@ -83,20 +82,14 @@ def run(folder: Path, *flags: str) -> str:
 
 
 @pytest.fixture
-def here(monkeypatch):
-    """here(folder, *flags) does what `start` does, in this process, which need not import everything anew."""
+def here(trainer_here):
+    """here(folder, *flags) does what `start` does, in this process."""
 
     def here(folder: Path, *flags: str) -> None:
-        kind, _ = TINY[folder.name.partition(".")[2]]
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", list(map(str, program(folder, *flags))))
-        run_trainer(lambda: sys.modules[kind.__module__].main(parse_arguments(kind.Config)))
+        _, *given = program(folder, *flags)
+        trainer_here(TINY[folder.name.partition(".")[2]][0], folder, given)
 
-    monkeypatch.setattr("llmc.program.last_checkpoint", None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield here
-    for number, handler in handlers.items():  # a run that has begun takes them
-        signal.signal(number, handler)
+    return here
 
 
 @pytest.fixture
@@ -194,21 +187,23 @@ def test_hellaswag_is_scored_and_logged_whenever_validating(folder):
     assert log[0].tolist() == [0, 20, 40] and [f"{score:.4f}" for score in log[1]] == scores
 
 
-def test_no_steps_no_samples(folder):
-    out = run(folder, "-x", "0", "-g", "0")
+def test_no_steps_no_samples(folder, run_here):
+    out = run_here(folder, "-x", "0", "-g", "0")
     assert out.count("val loss") == 1 and "generating" not in out and not steps_of(out)
 
 
-def test_accumulating_small_batches_trains_like_one_large_batch(folder):
-    small = run(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
-    large = run(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
+def test_accumulating_small_batches_trains_like_one_large_batch(folder, run_here):
+    small = run_here(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
+    large = run_here(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
     assert "4: 128 tokens" in small
     np.testing.assert_allclose(list(steps_of(small).values()), list(steps_of(large).values()), atol=2e-6 * 5)
 
 
-def test_the_schedule_flags_set_the_rate_of_each_step_and_clipping_prints_the_norm(folder):
-    out = run(folder, "-x", "8", "-l", "1e-2", "-k", "cosine", "-u", "3", "-q", "0.1", "-c", "0.1", "--grad-clip", "1",
-              "-g", "0")  # fmt: skip
+def test_the_schedule_flags_set_the_rate_of_each_step_and_clipping_prints_the_norm(folder, run_here):
+    out = run_here(
+        folder, "-x", "8", "-l", "1e-2", "-k", "cosine", "-u", "3", "-q", "0.1", "-c", "0.1", "--grad-clip", "1",
+        "-g", "0",
+    )  # fmt: skip
     schedule = LearningRateSchedule("cosine", 1e-2, 3, 8, 0.1)
     rates = re.findall(r", lr (\d\.\d\de[+-]\d\d), ", out)
     assert rates == [f"{schedule.get_learning_rate(step):.2e}" for step in range(8)]
@@ -243,11 +238,11 @@ def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(an
         shutil.rmtree(folder / "run")
 
 
-def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder):
+def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder, run_here):
     folder = any_folder
-    plain = run(folder, *LONG, "-x", "5")
+    plain = run_here(folder, *LONG, "-x", "5")
     shutil.rmtree(folder / "run")
-    whole = run(folder, *LONG, "-x", "5", "-n", "1", "--dropout", "0.25")
+    whole = run_here(folder, *LONG, "-x", "5", "-n", "1", "--dropout", "0.25")
     row = f"| {'dropout':21} | {'0.25':50} |"
     assert row in whole.splitlines() and "dropout" not in plain
     first = [re.search(r"^val loss .*$", out, re.M)[0] for out in (plain, whole)]
@@ -261,8 +256,8 @@ def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, name):
-    whole = run(folder, *LONG, "-x", "60")
+def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, run_here, name):
+    whole = run_here(folder, *LONG, "-x", "60")
     want = checkpoint_bytes(folder, 60)
     shutil.rmtree(folder / "run")
     process = start(folder, *LONG, "-x", "60")
@@ -314,13 +309,13 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     assert (done.returncode, done.stderr) == (130, "interrupted before the first step\n")
 
 
-def test_only_the_newest_checkpoints_are_kept(folder):
-    run(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
+def test_only_the_newest_checkpoints_are_kept(folder, run_here):
+    run_here(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_00000004", "step_00000005"]
 
 
-def test_resuming_where_there_is_no_checkpoint_starts_from_the_beginning_and_says_so(folder):
-    out = run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run", "-y", "1")
+def test_resuming_where_there_is_no_checkpoint_starts_from_the_beginning_and_says_so(folder, run_here):
+    out = run_here(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run", "-y", "1")
     assert "no checkpoint in run yet: starting from the beginning" in out and list(steps_of(out)) == [1]
 
 
@@ -517,11 +512,11 @@ def test_a_bf16_model_file_that_is_damaged_is_refused_in_one_line(refuse_here, f
     (False, "bf16", "model.bin: its weights are fp32; forward and backward take them rounded to bf16"),
 ], ids=["bf16 to fp32", "fp32 to bf16"])  # fmt: skip
 def test_a_model_file_of_another_type_is_trained_from_and_a_line_says_what_becomes_of_it(
-    folder, bf16, precision, line
+    folder, run_here, bf16, precision, line
 ):
     config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.full(num_parameters(config), 0.01, np.float32), bf16)
-    out = run(folder, "-e", "model.bin", "--precision", precision, "-x", "1", "-g", "0")
+    out = run_here(folder, "-e", "model.bin", "--precision", precision, "-x", "1", "-g", "0")
     assert out.count(f"{line}\n") == 1 and len(steps_of(out)) == 1
 
 
