@@ -25,11 +25,19 @@ import hypothesis
 import numpy as np
 import pytest
 
-# Each test has a new CPU device, which looks for OpenBLAS among all loaded libraries; it has one thread already.
+# Each test has new CPU devices. They look for OpenBLAS among all loaded libraries, which has one thread already, and
+# would find and check every kernel's library anew: where the environment asks for the same ones, they share them.
 cpu.keep_openblas_to_one_thread = functools.cache(cpu.keep_openblas_to_one_thread)
+MODULES: dict[tuple, dict] = {}
 
-# Nor is there a need to look for every kernel's library anew, and to check it: devices of a warp size share theirs.
-MODULES: dict[str, dict] = {"1": {}, "32": {}}
+
+def make_cpu_device(self, make=cpu.CpuDevice.__init__) -> None:
+    make(self)
+    asked = tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith("LLMC_CPU_")))
+    self.modules = MODULES.setdefault(asked, {})
+
+
+cpu.CpuDevice.__init__ = make_cpu_device
 
 DEVICES = ["cpu", "cpu-warp32"]
 try:
@@ -82,8 +90,6 @@ def switch_device(name: str, monkeypatch) -> None:
     if kind == "cpu":
         monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in variants else "1")
     device.use(kind)
-    if kind == "cpu":
-        device.current.device.modules = MODULES[os.environ["LLMC_CPU_WARP"]]
     device.use_precision(next((each for each in ("tf32", "bf16") if each in variants), "fp32"))
 
 
