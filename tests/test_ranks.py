@@ -602,6 +602,8 @@ def test_gloo_that_is_missing_is_one_line(folder, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     _, error = run(folder, "--gpus", "2", code=1, PYTHONPATH=str(tmp_path))
     assert error.count("\n") == 1 and "need PyTorch's gloo (no torch here): pip install torch" in error
+    _, error = run(folder, "--gpus", "2", "-d", "33", code=1, PYTHONPATH=str(tmp_path))
+    assert error.startswith("error: -d 33 is not a multiple of ")  # which nobody has to wait two seconds for
 
 
 def test_more_ranks_than_gpus_are_refused(folder):
