@@ -1,5 +1,6 @@
 """The whole models against their definition in float64: logits, loss, every gradient, and ten AdamW steps."""
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -172,6 +173,15 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
             assert not product_dev.to_host(getattr(model.grads, name))[config.vocab_size :].any()
 
 
+@functools.cache
+def trained_by_pytorch(config: Config, attention: str, weight_decay: float) -> tuple[list, dict]:
+    """Losses of ten steps, and the parameters after them, which all devices are compared with."""
+    return oracle.train(
+        config, oracle.table_of(config, flat_parameters(config)), make_batches(config, 10, *batch_shape(config)),
+        definition(attention), learning_rate=1e-3, weight_decay=weight_decay, decayed=kind_of(config).MATRICES,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "config, attention, weight_decay",
     [(ODD, "relu", 0.0), *((*each, 0.1) for each in ONE_OF_EACH)]
@@ -188,10 +198,7 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
         step_of(step, 1e-3)
         product_dev.synchronize()
         losses.append(sent.mean_loss(step))
-    want_losses, want = oracle.train(
-        config, oracle.table_of(config, flat), batches, definition(attention),
-        learning_rate=1e-3, weight_decay=weight_decay, decayed=model.MATRICES,
-    )  # fmt: skip
+    want_losses, want = trained_by_pytorch(config, attention, weight_decay)
     allowed = tolerance(product_dev, attention)
     assert_close("losses of ten steps", np.array(losses), np.array(want_losses), allowed)
     for name in names_of(config):

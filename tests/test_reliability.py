@@ -518,10 +518,10 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
 
 
 def large_batches(folder: Path) -> list[str]:
-    """Flags for batches that take more than a second, and the data for them."""
+    """Flags for batches that take more than a second, of which a validation has one, and the data for them."""
     for split in "train", "val":
         write_tokens(folder / f"data_{split}.bin", np.zeros(5000 * T + 1, np.int64))
-    return ["-b", "5000"]
+    return ["-b", "5000", "-m", "1"]
 
 
 @pytest.mark.parametrize("first, second, at_once", [
