@@ -68,11 +68,11 @@ class Run:
         ranks.start(args.gpus)
         check_same_flags(args)
         device.use(args.device, ranks.local_rank())
-        collectives.start()
         # Lock first, then look: the run that has the directory may be writing its last checkpoint.
         lock = lock_checkpoints(args.checkpoint_dir) if args.checkpoint_dir and ranks.rank() == 0 else None
         origin, flags = find_origin(kind, args)
         text = find_text(flags, origin.source)
+        collectives.start()  # after the checks that fail soon: gloo takes two seconds to import
         self.exchange, flags, state = build_model(kind, flags, text.tokenizer, origin)
         if text.tokenizer and origin.source:
             check_tokenizer(text.path, text.tokenizer, origin.source, self.model.config.vocab_size)

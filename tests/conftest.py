@@ -1,7 +1,11 @@
 """Fixtures that all tests share: the device they run on, and seeded random numbers."""
 
 import functools
+import gc
 import os
+import signal
+import sys
+from pathlib import Path
 
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -13,13 +17,27 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; no
 import device
 from device import cpu
 from device.errors import UserError
+from llmc import program, ranks
+from llmc.arguments import parse_arguments
+from llmc.model import Model
 
 import hypothesis
 import numpy as np
 import pytest
 
-# Each test has a new CPU device, which looks for OpenBLAS among all loaded libraries; it has one thread already.
+# Each test has new CPU devices. They look for OpenBLAS among all loaded libraries, which has one thread already, and
+# would find and check every kernel's library anew: where the environment asks for the same ones, they share them.
 cpu.keep_openblas_to_one_thread = functools.cache(cpu.keep_openblas_to_one_thread)
+MODULES: dict[tuple, dict] = {}
+
+
+def make_cpu_device(self, make=cpu.CpuDevice.__init__) -> None:
+    make(self)
+    asked = tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith("LLMC_CPU_")))
+    self.modules = MODULES.setdefault(asked, {})
+
+
+cpu.CpuDevice.__init__ = make_cpu_device
 
 DEVICES = ["cpu", "cpu-warp32"]
 try:
@@ -36,6 +54,17 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )  # fmt: skip
 hypothesis.settings.load_profile("llm.cupy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected mostly stays: Python's garbage collector never looks at it, neither now nor again
+    in each of its later rounds."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_report_header() -> str:
@@ -125,3 +154,20 @@ def nothing_stays_in_the_module(request):
 def rng(request) -> np.random.Generator:
     """Random numbers that are the same on every run, and differ from test to test."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def trainer_here(monkeypatch):
+    """trainer_here(kind, folder, flags) does what the script of this kind of model does with the flags in the folder,
+    in this process, which need not import everything anew."""
+
+    def trainer_here(kind: type[Model], folder: Path, flags: list[str]) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", [kind.Config.SCRIPT, *flags])
+        program.run_trainer(lambda: sys.modules[kind.__module__].main(parse_arguments(kind.Config)))
+
+    monkeypatch.setattr(program, "last_checkpoint", None)
+    handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}
+    yield trainer_here
+    for number, handler in handlers.items():  # a run that has begun takes them
+        signal.signal(number, handler)

@@ -26,11 +26,11 @@ HARD = {
     "parallel_residual_backward:dropout": "B=1,T=31,C=261", "parallel_residual_forward": "B=1,T=3,C=2101",
     "fused_residual_forward": "B=1,T=3,C=2101", "rmsnorm_forward": "B=1,T=3,C=2101",
     "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
-    "flash_attention_forward": "T=161", "flash_attention_backward": "T=161", "global_norm": "n=10001",
+    "flash_attention_forward": "T=161,NH=1", "flash_attention_backward": "T=161,NH=1", "global_norm": "n=10001",
     "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
     "norm_transposed": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
-    "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "V=5003,Vp=5120,top_k=7",
-    "sample:top_p": "V=5003,Vp=5120",
+    "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
+    "sample:top_p": "B=1,V=5003,Vp=5120",
 }  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.

@@ -6,9 +6,12 @@ A table of parameters is a dict from our tensor names to float64 tensors in the 
 wte (Vp, C), wpe (maxT, C), ln1w (L, C), qkvw (L, 3C, C) ... lnfb (C).
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import device
 from dev.huggingface import named_tensors, transformers_parameters
@@ -21,17 +24,9 @@ from train_qwen3 import Qwen3Config
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config as HFGPT2Config
-from transformers import (
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3ForCausalLM,
-)
-from transformers import LlamaConfig as HFLlamaConfig
-from transformers import Qwen3Config as HFQwen3Config
+
+if TYPE_CHECKING:
+    import transformers  # imported where it is used: it takes three seconds, and most tests need none of it
 
 # Largest relative Frobenius error against float64. fp32 rounds at 6e-8: the sum over a row that a kernel takes keeps
 # well inside 1e-5, and a model's gradient has passed through some hundred of those. TF32 keeps 10 bits of each factor
@@ -429,7 +424,7 @@ def table_of(config: Config, flat: np.ndarray) -> dict[str, torch.Tensor]:
 # transformers' models
 
 
-def transformers_model(config: Config, seed: int = 0) -> PreTrainedModel:
+def transformers_model(config: Config, seed: int = 0) -> transformers.PreTrainedModel:
     """transformers' model of these sizes in float64 with random weights, eager attention and no dropout.
 
     Biases and the norms' weights, which start at 0 and 1, get noise as well, so that a tensor in another's place shows.
@@ -448,22 +443,26 @@ def transformers_model(config: Config, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def transformers_gpt2(config: GPT2Config) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(HFGPT2Config(
+def transformers_gpt2(config: GPT2Config) -> transformers.GPT2LMHeadModel:
+    import transformers
+
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
         n_positions=config.max_seq_len, vocab_size=config.vocab_size, n_layer=config.num_layers,
         n_head=config.num_heads, n_embd=config.channels, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
     ))  # fmt: skip
 
 
-def transformers_llama(config: Llama3Config) -> LlamaForCausalLM:
+def transformers_llama(config: Llama3Config) -> transformers.LlamaForCausalLM:
+    import transformers
+
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
         rope |= {
             "rope_type": "llama3", "factor": config.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": config.original_length,
         }  # fmt: skip
-    return LlamaForCausalLM(HFLlamaConfig(
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads, intermediate_size=config.hidden, rms_norm_eps=config.norm_eps,
@@ -472,9 +471,11 @@ def transformers_llama(config: Llama3Config) -> LlamaForCausalLM:
     ))  # fmt: skip
 
 
-def transformers_pythia(config: PythiaConfig) -> GPTNeoXForCausalLM:
+def transformers_pythia(config: PythiaConfig) -> transformers.GPTNeoXForCausalLM:
+    import transformers
+
     assert config.norm == "layer" and not config.tied_norm
-    return GPTNeoXForCausalLM(GPTNeoXConfig(
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
         max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
         intermediate_size=4 * config.channels, hidden_act={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
@@ -486,8 +487,10 @@ def transformers_pythia(config: PythiaConfig) -> GPTNeoXForCausalLM:
     ))  # fmt: skip
 
 
-def transformers_qwen3(config: Qwen3Config) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM(HFQwen3Config(
+def transformers_qwen3(config: Qwen3Config) -> transformers.Qwen3ForCausalLM:
+    import transformers
+
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
         max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads, head_dim=config.head_size, intermediate_size=config.hidden,
@@ -496,14 +499,14 @@ def transformers_qwen3(config: Qwen3Config) -> Qwen3ForCausalLM:
     ))  # fmt: skip
 
 
-def transformers_loss(model: PreTrainedModel, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
+def transformers_loss(model: transformers.PreTrainedModel, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's logits (B, T, V) for tokens (B, T), and the mean loss of the targets, ready for .backward()."""
     tokens, targets = (torch.as_tensor(ids, dtype=torch.long, device=model.device) for ids in (tokens, targets))
     logits = model(tokens).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def flat_parameters_of(model: PreTrainedModel, config: Config, gradients: bool = False) -> np.ndarray:
+def flat_parameters_of(model: transformers.PreTrainedModel, config: Config, gradients: bool = False) -> np.ndarray:
     """The model's parameters, or the gradients that backward left in it, float64 (num_parameters,) in the order of our
     table; the rows of the padded vocabulary are zeros."""
     flat = np.zeros(num_parameters(config))

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,10 +86,12 @@ def test_rungs_agree_at_the_sizes_that_are_timed(name, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def watched() -> dict:
+def watched(pytestconfig) -> dict:
     """What `watch_all` finds, in a process of its own: the microscope's runtime is another one than the tests'."""
-    code = "import sys; sys.path[:0] = '.', 'tests'; import test_ladder; test_ladder.watch_all()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    # A library for the microscope is kept for a file at its place: those without a barrier are in a folder that stays.
+    code = "import sys; sys.path[:0] = '.', 'tests'; import test_ladder; test_ladder.watch_all(sys.argv[1])"
+    command = [sys.executable, "-c", code, pytestconfig.cache.mkdir("rungs_without_barriers")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -99,9 +100,9 @@ def see_launch(name: str, seen: list, launch: Callable[[], None]) -> None:
     seen += ladder.watch(name, launch)
 
 
-def watch_all() -> None:
+def watch_all(folder: str) -> None:
     """Prints, as JSON, for every rung of a topic's file how it compares with NumPy on the CPU device and which races
-    the microscope sees, and those of two rungs of which a barrier is left out."""
+    the microscope sees, and those of two rungs of which a barrier is left out: in this folder."""
     use_microscope()
     found = {"wrong": {}, "races": {}, "without a barrier": {}, "counts": {}}
     for floatX, defines in DEFINES.items():
@@ -121,17 +122,15 @@ def watch_all() -> None:
     for pair in ("copy", "run_a_thread_kernel"), ("transpose", "tile_kernel"), ("transpose", "padded_tile_kernel"):
         found["counts"][" ".join(pair)] = ladder.counts(pair[0], rungs[pair])
 
-    original = ladder.LADDER
-    with tempfile.TemporaryDirectory() as folder:
-        ladder.LADDER = Path(folder) / "doc" / "ladder"
-        shutil.copytree(original, ladder.LADDER)
-        shutil.copytree(ROOT / "kernels", Path(folder) / "kernels")
-        for name, kernel, which in ("transpose", "tile_kernel", 0), ("layernorm_forward", "block_a_row_kernel", 2):
-            parts = (original / f"{name}.cu").read_text().split("__syncthreads();")
-            parts[which : which + 2] = [";".join(parts[which : which + 2])]
-            (ladder.LADDER / f"{name}.cu").write_text("__syncthreads();".join(parts))
-            watched = ladder.watch_rung(name, rungs[name, kernel], TOPICS[name].fours)
-            found["without a barrier"][name] = [line for one in watched for line in race_lines(one)]
+    original, ladder.LADDER = ladder.LADDER, Path(folder) / "doc" / "ladder"
+    shutil.copytree(original, ladder.LADDER, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "kernels", Path(folder) / "kernels", dirs_exist_ok=True)
+    for name, kernel, which in ("transpose", "tile_kernel", 0), ("layernorm_forward", "block_a_row_kernel", 2):
+        parts = (original / f"{name}.cu").read_text().split("__syncthreads();")
+        parts[which : which + 2] = [";".join(parts[which : which + 2])]
+        (ladder.LADDER / f"{name}.cu").write_text("__syncthreads();".join(parts))
+        watched = ladder.watch_rung(name, rungs[name, kernel], TOPICS[name].fours)
+        found["without a barrier"][name] = [line for one in watched for line in race_lines(one)]
     json.dump(found, sys.stdout)
 
 

@@ -1,5 +1,6 @@
 """The whole models against their definition in float64: logits, loss, every gradient, and ten AdamW steps."""
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -172,6 +173,15 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
             assert not product_dev.to_host(getattr(model.grads, name))[config.vocab_size :].any()
 
 
+@functools.cache
+def trained_by_pytorch(config: Config, attention: str, weight_decay: float) -> tuple[list, dict]:
+    """Losses of ten steps, and the parameters after them, which all devices are compared with."""
+    return oracle.train(
+        config, oracle.table_of(config, flat_parameters(config)), make_batches(config, 10, *batch_shape(config)),
+        definition(attention), learning_rate=1e-3, weight_decay=weight_decay, decayed=kind_of(config).MATRICES,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "config, attention, weight_decay",
     [(ODD, "relu", 0.0), *((*each, 0.1) for each in ONE_OF_EACH)]
@@ -188,10 +198,7 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
         step_of(step, 1e-3)
         product_dev.synchronize()
         losses.append(sent.mean_loss(step))
-    want_losses, want = oracle.train(
-        config, oracle.table_of(config, flat), batches, definition(attention),
-        learning_rate=1e-3, weight_decay=weight_decay, decayed=model.MATRICES,
-    )  # fmt: skip
+    want_losses, want = trained_by_pytorch(config, attention, weight_decay)
     allowed = tolerance(product_dev, attention)
     assert_close("losses of ten steps", np.array(losses), np.array(want_losses), allowed)
     for name in names_of(config):
@@ -237,7 +244,7 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
     *(pytest.param(*each, False, marks=pytest.mark.long) for each in ONE_OF_EACH[1:]),
 ], ids=name_of)  # fmt: skip
 def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, attention, skip):
-    (B, T), steps = batch_shape(config), 6
+    B, T, steps = 1, 5, 6
     model = build(product_dev, config, B, T, attention, flat_parameters(config))
     model.skip_nonfinite = skip
     sent = Batches(model, GivenBatches(make_batches(config, steps, B, T)))
@@ -263,7 +270,7 @@ def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, att
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config, attention):
     """A NaN in something that forward has kept for backward, a layer at a time."""
-    (B, T), flat = batch_shape(config), flat_parameters(config)
+    B, T, flat = 1, 5, flat_parameters(config)
     model = build(product_dev, config, B, T, attention, flat)
     ((inputs, targets),) = make_batches(config, 1, B, T)
     kept = [row[0] for row in without(model.tables(attention)[0], config.absent) if row[1][0] == "L"]

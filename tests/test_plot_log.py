@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dev import plot_log
 from dev.pictures import check_picture
 from device.errors import UserError
 from llmc.logger import Logger
+from llmc.program import run_program
 
 import matplotlib.image
 import matplotlib.pyplot as plt
@@ -47,9 +49,6 @@ def test_a_picture_is_written_and_has_something_on_it(logs, tmp_path):
 
 
 def test_both_losses_of_every_run_are_drawn_as_logged(logs, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import plot_log
-
     figures = []
     monkeypatch.setattr(plt, "close", figures.append)
     plot_log.plot(logs, tmp_path / "loss.svg")
@@ -67,9 +66,6 @@ def test_bits_per_byte_are_drawn_in_a_panel_of_their_own_where_a_log_has_them(lo
     for step, bits in (0, 8.0), (9, 2.5):
         logger.log(step, train_loss=5.0)
         logger.log(step, val_loss=5.0, bits_per_byte=bits)
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import plot_log
-
     figures = []
     monkeypatch.setattr(plt, "close", figures.append)
     plot_log.plot([*logs, tmp_path / "c.log"], tmp_path / "loss.svg")
@@ -81,7 +77,8 @@ def test_bits_per_byte_are_drawn_in_a_panel_of_their_own_where_a_log_has_them(lo
     np.testing.assert_array_equal(bits.lines[0].get_xydata(), [(0, 8), (9, 2.5)])
 
 
-def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path):
+def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.log").write_text("")
     (tmp_path / "notes.txt").write_text("buy milk\n")
     for args, words in [
@@ -91,18 +88,16 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path):
         (["a.log", "-o", "loss.xyz"], "loss.xyz: no picture"),
         (["a.log", "-o", "missing/loss.png"], "missing/loss.png: cannot be written"),
     ]:
-        result = run(*args, cwd=tmp_path)
-        assert result.returncode == 1
-        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-        assert words in result.stderr
+        monkeypatch.setattr(sys, "argv", ["plot_log.py", *args])
+        with pytest.raises(SystemExit) as end:  # with the line that Python prints, and exit status 1
+            run_program(plot_log.main)
+        assert end.value.code.startswith("error: ") and "\n" not in end.value.code and words in end.value.code
+        assert capsys.readouterr() == ("", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "empty.log", "notes.txt"]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_a_picture_takes_the_place_of_an_older_one_and_of_nothing_else(logs, tmp_path, monkeypatch, suffix):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import plot_log
-
     out, theirs = tmp_path / f"loss.{suffix}", tmp_path / f"thesis.{suffix}"
     plot_log.plot(logs[:1], out)
     before = out.read_bytes()

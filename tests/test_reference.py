@@ -6,7 +6,6 @@ Where llm.c's published starter pack lies in the repository or in LLMC_STARTER_P
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -232,7 +231,9 @@ def long(*values):
         long("train_pythia", "layers=2,heads=2,channels=32,parallel=0,gelu=erf", "relu"),
     ],
 )
-def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, attention, tmp_path, rng):
+def test_pytorch_trains_the_same_model_from_the_same_weights(
+    script, model, attention, tmp_path, rng, monkeypatch, trainer_here
+):
     write_tokenizer(tmp_path / "data_tokenizer.bin", [bytes([65 + n]) for n in range(61)], 60)
     for split in ("train", "val"):
         tokens = rng.integers(0, 61, 2000) ** 2 // 61  # some more often than others: there is something to learn
@@ -241,12 +242,11 @@ def test_pytorch_trains_the_same_model_from_the_same_weights(script, model, atte
         "-e", model, "-a", attention, "-i", "data", "-b", "2", "-t", "16", "-d", "64", "-x", "9", "-v", "3", "-g", "0",
         "-l", "1e-2", "-k", "cosine", "-u", "2", "-c", "0.1", "--grad-clip", "0.5", "--device", "cpu",
     ]  # fmt: skip
-    logs = []
-    for program in ([f"{script}.py"], ["dev/train_torch.py", "--script", script]):
-        command = [sys.executable, ROOT / program[0], *program[1:], *flags, "-o", "log"]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-        logs.append(read_log(tmp_path / "log"))
-    ours, torchs = logs
+    kind = train_torch.SCRIPTS[script]
+    trainer_here(kind, tmp_path, [*flags, "-o", "ours.log"])
+    monkeypatch.setattr(sys, "argv", ["train_torch.py", "--script", script, *flags, "-o", "torchs.log"])
+    train_torch.main()
+    ours, torchs = (read_log(tmp_path / f"{name}.log") for name in ("ours", "torchs"))
     assert ours.keys() == torchs.keys() == {"trl", "tel", "bpb"}
     for name, (steps, losses) in ours.items():
         np.testing.assert_array_equal(torchs[name][0], steps)

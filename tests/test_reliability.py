@@ -25,7 +25,7 @@ from llmc.dataloader import DataLoader, write_tokens
 from llmc.logger import Logger, read_log
 from llmc.run import check_same_model
 from llmc.tensors import num_parameters
-from train_gpt2_fp32 import GPT2Config
+from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
@@ -65,6 +65,17 @@ def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
     return out, error
 
 
+@pytest.fixture
+def run_here(trainer_here, capsys):
+    """`run`, of a run that must end well, in this process."""
+
+    def run_here(folder: Path, *flags: str, base=FLAGS) -> tuple[str, str]:
+        trainer_here(GPT2, folder, [*base, *flags])
+        return capsys.readouterr()
+
+    return run_here
+
+
 def without(flag: str) -> list[str]:
     """FLAGS but for this one and its value."""
     at = FLAGS.index(flag)
@@ -85,8 +96,8 @@ SAVE = ["--checkpoint-dir", "run"]
 # A directory that is used twice
 
 
-def test_a_new_run_does_not_start_where_another_has_checkpoints(folder):
-    run(folder, *SAVE, "-x", "3", "-n", "1")
+def test_a_new_run_does_not_start_where_another_has_checkpoints(folder, run_here):
+    run_here(folder, *SAVE, "-x", "3", "-n", "1")
     before = sorted(path.name for path in (folder / "run").iterdir())
     (folder / "run.log").write_text("s:0 tel:1.0000\n")
     out, error = run(folder, *SAVE, "-x", "2", "-nk", "1", "-o", "run.log", code=1)
@@ -117,8 +128,8 @@ def test_a_run_has_its_directory_and_its_log_for_itself_until_it_is_killed(folde
         assert claim(place)
 
 
-def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkpoint(folder, monkeypatch):
-    run(folder, *SAVE, "-x", "4", "-n", "2")
+def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkpoint(folder, run_here, monkeypatch):
+    run_here(folder, *SAVE, "-x", "4", "-n", "2")
     last = folder / "run" / "step_00000004"
     last.rename(folder / "not yet")
     monkeypatch.chdir(folder)
@@ -191,8 +202,8 @@ def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
     assert not steps(out) and not (folder / "run").exists()
 
 
-def test_a_directory_one_level_too_deep_is_refused_with_the_right_one(folder):
-    run(folder, *SAVE, "-x", "1")
+def test_a_directory_one_level_too_deep_is_refused_with_the_right_one(folder, run_here):
+    run_here(folder, *SAVE, "-x", "1")
     before = sorted((folder / "run").rglob("*"))
     out, error = run(folder, "--checkpoint-dir", "run/step_00000001", "-y", "1", "-x", "2", code=1)
     assert error == (
@@ -226,10 +237,10 @@ def model_at(path: Path, channels: int = 32, seed: int = 0) -> str:
     return path.name
 
 
-def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(folder):
+def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(folder, run_here):
     first, other = model_at(folder / "first.bin"), model_at(folder / "other.bin", seed=1)
     base = without("-e")
-    run(folder, "-e", first, *SAVE, "-x", "1", base=base)
+    run_here(folder, "-e", first, *SAVE, "-x", "1", base=base)
     for given, more in [(other, []), ("layers=1,heads=2,channels=32,maxT=64", []), ("gone.bin", [])]:
         out, error = run(folder, "-e", given, *SAVE, "-y", "1", "-x", "9", *more, base=base, code=1)
         assert error == (
@@ -237,11 +248,11 @@ def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(fol
             "first.bin: leave -e out\n"
         ) and not steps(out)  # fmt: skip
     for n, given in enumerate([first, str(folder / first), "layers=2,heads=2,channels=32,maxT=64", "run", None], 2):
-        out, _ = run(folder, *(["-e", given] if given else []), *SAVE, "-y", "1", "-x", str(n), base=base)
+        out, _ = run_here(folder, *(["-e", given] if given else []), *SAVE, "-y", "1", "-x", str(n), base=base)
         assert list(steps(out)) == [n]
     (folder / first).unlink()  # as where the job goes on on another machine
     assert read_record(folder / "run" / "step_00000006")["state"]["flags"]["model"] == first
-    out, _ = run(folder, "-e", first, *SAVE, "-y", "1", "-x", "7", base=base)
+    out, _ = run_here(folder, "-e", first, *SAVE, "-y", "1", "-x", "7", base=base)
     assert list(steps(out)) == [7]
     _, error = run(folder, "-e", "run/step_00000001", *SAVE, "-y", "1", "-x", "8", base=base, code=1)
     assert "-e run/step_00000001 is another model than run/step_00000007, whose" in error
@@ -260,16 +271,16 @@ def test_where_a_checkpoint_does_not_say_with_which_model_its_run_was_started_th
         check_same_model(str(tmp_path / "wide.bin"), None, config, checkpoint, None)
 
 
-def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder):
+def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_here):
     settings = ["-a", "relu", "--dropout", "0.1", "-k", "cosine", "-u", "2", "-q", "0.1", "-c", "0.1", "--grad-clip",
                 "0.5", "--seed", "3", "-l", "1e-2", "-d", str(2 * B * T)]  # fmt: skip
-    whole, _ = run(folder, *SAVE, *settings, "-x", "6")
+    whole, _ = run_here(folder, *SAVE, *settings, "-x", "6")
     want = contents(folder, 6)
     shutil.rmtree(folder / "run")
-    run(folder, *SAVE, *settings, "-x", "6", "-n", "3")
+    run_here(folder, *SAVE, *settings, "-x", "6", "-n", "3")
     shutil.rmtree(folder / "run" / "step_00000006")
     bare = ["--device", "cpu", "-g", "0", "-m", "2", "-v", "50"]  # no data, batch, length, model
-    out, _ = run(folder, *SAVE, "-y", "1", base=bare)
+    out, _ = run_here(folder, *SAVE, "-y", "1", base=bare)
     assert "| attention             | relu " in out
     assert steps(out) == {step: loss for step, loss in steps(whole).items() if step > 3}
     assert contents(folder, 6) == want
@@ -302,16 +313,16 @@ def finished(tmp_path_factory):
     return folder
 
 
-def test_precision_is_what_the_device_has_and_flags_given_again_are_no_change(folder):
+def test_precision_is_what_the_device_has_and_flags_given_again_are_no_change(folder, run_here):
     settings = ["-f", "1", "-a", "softmax", "-d", str(B * T), "-x", "2"]
-    run(folder, *SAVE, *settings)
-    out, _ = run(folder, *SAVE, *settings[:-1], "3", "-y", "1")
+    run_here(folder, *SAVE, *settings)
+    out, _ = run_here(folder, *SAVE, *settings[:-1], "3", "-y", "1")
     assert [line for line in out.splitlines() if " now " in line] == ["--max-steps was 2 and is now 3"]
 
 
 @pytest.mark.parametrize("recorded", [{"precision": "tf32"}, {"tf32": True}], ids=["now", "before there was bf16"])
 def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_it_changes(
-    finished, tmp_path, recorded
+    finished, tmp_path, run_here, recorded
 ):
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
@@ -327,23 +338,23 @@ def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_i
         ("--precision", "bf16"): "the run was in tf32 and goes on in bf16\n",
     }
     for flags, line in lines.items():
-        out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", *flags)
+        out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "3", *flags)
         assert line in out and list(steps(out)) == [3]
         shutil.rmtree(folder / "run" / "step_00000003")
 
 
-def test_data_that_has_moved_is_validated_where_it_is_now(folder):
-    run(folder, *SAVE, "-x", "1")
+def test_data_that_has_moved_is_validated_where_it_is_now(folder, run_here):
+    run_here(folder, *SAVE, "-x", "1")
     for path in folder.glob("data_*"):
         path.rename(folder / path.name.replace("data", "moved"))
-    out, _ = run(folder, *SAVE, "-x", "2", "-y", "1", "-i", "moved", base=without("-i"))
+    out, _ = run_here(folder, *SAVE, "-x", "2", "-y", "1", "-i", "moved", base=without("-i"))
     assert "| val data              | moved " in out
 
 
-def test_two_runs_on_other_data_of_the_same_name_have_other_identities(folder, rng):
+def test_two_runs_on_other_data_of_the_same_name_have_other_identities(folder, run_here, rng):
     identities = []
     for _ in range(2):
-        run(folder, *SAVE, "-x", "1")
+        run_here(folder, *SAVE, "-x", "1")
         identities.append(read_record(folder / "run" / "step_00000001")["state"]["run"])
         shutil.rmtree(folder / "run")
         write_tokens(folder / "data_train.bin", rng.integers(0, V, 2000))
@@ -361,9 +372,9 @@ def test_a_preset_is_no_file(folder):
     assert "MiB of memory" in error
 
 
-def test_what_may_change_is_said(folder):
-    run(folder, *SAVE, "-x", "2", "-l", "1e-3")
-    out, _ = run(folder, *SAVE, "-y", "1", "-x", "3", "-l", "2e-3", "--grad-clip", "1")
+def test_what_may_change_is_said(folder, run_here):
+    run_here(folder, *SAVE, "-x", "2", "-l", "1e-3")
+    out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "3", "-l", "2e-3", "--grad-clip", "1")
     said = [line for line in out.splitlines() if " is now " in line]
     assert said == [
         "--learning-rate was 0.001 and is now 0.002", "--grad-clip was 0.0 and is now 1.0",
@@ -372,18 +383,18 @@ def test_what_may_change_is_said(folder):
     assert list(steps(out)) == [3]
 
 
-def test_flash_attention_is_kept_and_softmax_may_take_its_place(folder):
+def test_flash_attention_is_kept_and_softmax_may_take_its_place(folder, run_here):
     model = ["-e", "layers=1,heads=1,channels=64,maxT=64", *without("-e")]
-    whole, _ = run(folder, *SAVE, "-x", "3", "-n", "1", "-a", "flash", base=model)
+    whole, _ = run_here(folder, *SAVE, "-x", "3", "-n", "1", "-a", "flash", base=model)
     shutil.rmtree(folder / "run" / "step_00000003")
-    out, _ = run(folder, *SAVE, "-y", "1", base=model)
+    out, _ = run_here(folder, *SAVE, "-y", "1", base=model)
     assert "| attention             | flash " in out and steps(out) == {3: steps(whole)[3]}
-    out, _ = run(folder, *SAVE, "-y", "1", "-x", "4", "-a", "softmax", base=model)
+    out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "4", "-a", "softmax", base=model)
     assert "--attention was flash and is now softmax: the same function" in out and list(steps(out)) == [4]
 
 
-def test_other_data_of_the_same_size_is_refused(folder):
-    run(folder, *SAVE, "-x", "2")
+def test_other_data_of_the_same_size_is_refused(folder, run_here):
+    run_here(folder, *SAVE, "-x", "2")
     with open(folder / "data_train.bin", "r+b") as file:
         file.seek(1024)
         file.write(b"\x01\x00")
@@ -403,8 +414,8 @@ def test_the_fingerprint_sees_every_shard_at_its_ends_and_in_the_middle(tmp_path
     assert prints[0] != prints[1] and all(len(text) == 16 for text in prints)
 
 
-def test_generate_computes_what_the_checkpoint_was_trained_with(folder):
-    run(folder, *SAVE, "-x", "1", "-a", "relu")
+def test_generate_computes_what_the_checkpoint_was_trained_with(folder, run_here):
+    run_here(folder, *SAVE, "-x", "1", "-a", "relu")
     arguments = ["-e", "run/step_00000001", "-g", "40", "--device", "cpu", "--tokenizer", "data_tokenizer.bin"]
     texts = [run(folder, *flags, script="generate.py", base=arguments)[0] for flags in ([], ["-a", "relu"])]
     assert texts[0] == texts[1]
@@ -412,16 +423,16 @@ def test_generate_computes_what_the_checkpoint_was_trained_with(folder):
     assert error == "error: -a softmax: run/step_00000001 was trained with relu attention: leave -a out\n"
 
 
-def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder):
-    run(folder, *SAVE, "-x", "2")
-    out, _ = run(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"))
+def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder, run_here):
+    run_here(folder, *SAVE, "-x", "2")
+    out, _ = run_here(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"))
     assert list(steps(out)) == [1] and "| model                 | run/step_00000002" in out
-    newest, error = run(folder, "-e", "run", "-x", "1", base=without("-e"))
+    newest, error = run_here(folder, "-e", "run", "-x", "1", base=without("-e"))
     assert steps(newest) == steps(out) and error == "run: its newest checkpoint is step_00000002\n"
 
 
-def test_a_directory_of_checkpoints_can_be_the_model_of_every_program(folder, monkeypatch, capsys):
-    run(folder, *SAVE, "-x", "2", "-n", "1")
+def test_a_directory_of_checkpoints_can_be_the_model_of_every_program(folder, run_here, monkeypatch, capsys):
+    run_here(folder, *SAVE, "-x", "2", "-n", "1")
     monkeypatch.chdir(folder)
     texts = []
     for name in "run", "run/step_00000002":
@@ -432,9 +443,9 @@ def test_a_directory_of_checkpoints_can_be_the_model_of_every_program(folder, mo
     assert "exporting run/step_00000002/model.bin" in capsys.readouterr().out and (folder / "out").is_dir()
 
 
-def test_a_damaged_model_is_used_by_no_program(folder, monkeypatch, capsys):
+def test_a_damaged_model_is_used_by_no_program(folder, run_here, monkeypatch, capsys):
     """An exponent's bit is flipped: generate.py would write nonsense, and training begin at a loss of 1e36."""
-    run(folder, *SAVE, "-x", "2")
+    run_here(folder, *SAVE, "-x", "2")
     monkeypatch.chdir(folder)
     damaged = Path("run/step_00000002/model.bin")
     data = bytearray(damaged.read_bytes())
@@ -451,10 +462,10 @@ def test_a_damaged_model_is_used_by_no_program(folder, monkeypatch, capsys):
     assert error == f"error: {want}\n" and not steps(out)
 
 
-def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, monkeypatch, capsys):
+def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, run_here, monkeypatch, capsys):
     """A bit of a letter is flipped: generate.py would write another letter, and export_hf.py a wrong tokenizer.json."""
     write_tokenizer(folder / "data_tokenizer.bin")
-    run(folder, *SAVE, "-x", "2")
+    run_here(folder, *SAVE, "-x", "2")
     monkeypatch.chdir(folder)
     damaged = Path("run/step_00000002/model_tokenizer.bin")
     data = bytearray(damaged.read_bytes())
@@ -473,8 +484,8 @@ def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, monke
 # Damage
 
 
-def test_a_damaged_state_is_said_and_the_older_checkpoint_named_not_taken(folder):
-    run(folder, *SAVE, "-x", "3", "-n", "1", "-o", "run.log")
+def test_a_damaged_state_is_said_and_the_older_checkpoint_named_not_taken(folder, run_here):
+    run_here(folder, *SAVE, "-x", "3", "-n", "1", "-o", "run.log")
     log = (folder / "run.log").read_bytes()
     (folder / "run" / "step_00000003" / "state.json").write_text("{")
     _, error = run(folder, *SAVE, "-y", "1", "-x", "5", "-o", "run.log", code=1)
@@ -497,7 +508,7 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     for line in process.stdout:
         if line.startswith(begun):
             break
-    time.sleep(1.0)
+    time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
     told = time.monotonic()
     out = process.stdout.read()
@@ -507,10 +518,10 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
 
 
 def large_batches(folder: Path) -> list[str]:
-    """Flags for batches that take more than a second, and the data for them."""
+    """Flags for batches that take more than a second, of which a validation has one, and the data for them."""
     for split in "train", "val":
         write_tokens(folder / f"data_{split}.bin", np.zeros(5000 * T + 1, np.int64))
-    return ["-b", "5000"]
+    return ["-b", "5000", "-m", "1"]
 
 
 @pytest.mark.parametrize("first, second, at_once", [
@@ -546,11 +557,13 @@ def test_nohup_is_respected(folder):
     assert (process.wait(timeout=60), process.stderr.read()) == (0, "") and max(steps(out)) == 30
 
 
-def test_a_last_validation_that_is_cut_short_is_said(folder, rng):
+def test_a_last_validation_that_is_cut_short_is_said(folder, run_here, rng):
     write_tokens(folder / "data_val.bin", rng.integers(0, V, 4_000_000))
-    run(folder, *SAVE, "-x", "1", "-m", "1")
+    run_here(folder, *SAVE, "-x", "1", "-m", "1")
     process = start(folder, *SAVE, "-x", "1", "-m", "1000000", "-y", "1", base=without("-m"))
-    time.sleep(2.0)
+    while not process.stdout.readline().startswith("| in all"):  # the table's last line
+        pass
+    time.sleep(0.4)
     process.send_signal(signal.SIGTERM)
     out = process.stdout.read()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
@@ -581,10 +594,10 @@ def test_a_run_with_a_log_goes_on_when_its_reader_leaves(folder):
     assert read_log(folder / "run.log")["trl"][0].tolist() == list(range(30))
 
 
-def test_a_log_may_be_a_pipe(folder):
+def test_a_log_may_be_a_pipe(folder, run_here):
     os.mkfifo(folder / "log")
     reader = subprocess.Popen(["cat", "log"], cwd=folder, stdout=subprocess.PIPE, text=True)
-    run(folder, "-x", "2", "-o", "log")
+    run_here(folder, "-x", "2", "-o", "log")
     assert [line.split(":")[1] for line in reader.communicate(timeout=60)[0].splitlines()] == [
         "0 tel", "0 bpb", "0 trl", "1 trl", "2 tel", "2 bpb"
     ]  # fmt: skip
@@ -602,10 +615,10 @@ def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_li
     assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_to_save(folder):
-    run(folder, *SAVE, "-x", "1")
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_to_save(folder, run_here):
+    run_here(folder, *SAVE, "-x", "1")
     (folder / "run" / "step_00000001.pruned.part").write_text("in the way")
-    out, error = run(folder, *SAVE, "-x", "2", "-y", "1", "-nk", "1")
+    out, error = run_here(folder, *SAVE, "-x", "2", "-y", "1", "-nk", "1")
     assert error == "" and "saved run/step_00000002\nan old checkpoint stays: run/step_00000001: " in out
 
 
@@ -615,16 +628,16 @@ def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder
     assert error == "error: /dev/full lacks 9 lines that could not be written\n" and max(steps(out)) == 5
 
 
-def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due(folder):
+def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due(folder, run_here):
     (folder / "run").mkdir()
     (folder / "run" / "step_00000002.part").write_text("in the way")
-    out, error = run(folder, *SAVE, "-x", "3", "-n", "1")
+    out, error = run_here(folder, *SAVE, "-x", "3", "-n", "1")
     assert error == "" and out.count("not saved: run/step_00000002: cannot be written (file exists)") == 1
     assert {path.name for path in (folder / "run").glob("step_*[0-9]")} == {"step_00000001", "step_00000003"}
 
 
-def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_code_tells(folder):
-    run(folder, *SAVE, "-x", "1")
+def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_code_tells(folder, run_here):
+    run_here(folder, *SAVE, "-x", "1")
     want = contents(folder, 1)
 
     def limit() -> None:
@@ -641,7 +654,7 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
     ("NVRTCError", "NVRTC_ERROR_COMPILATION (6)", "reinstall cupy-cuda12x"),
     ("OutOfMemoryError", "Out of memory allocating 8,589,934,592 bytes", "lower -b or -t"),
 ])  # fmt: skip
-def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, kind, reason, remedy):
+def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, kind, reason, remedy):
     (folder / "failing.py").write_text(f"""
 import runpy, sys
 import device
@@ -662,7 +675,7 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
     what = "out of memory" if kind == "OutOfMemoryError" else "the GPU failed"
     assert error.startswith(f"error: {what} ({reason}): ") and remedy in error and error.count("\n") == 1
     assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
-    want = list(steps(run(folder, *SAVE, "-x", "9", "-y", "1")[0]))
+    want = list(steps(run_here(folder, *SAVE, "-x", "9", "-y", "1")[0]))
     assert want == [5, 6, 7, 8, 9]
 
 
@@ -693,9 +706,9 @@ def spoiled_run(folder: Path, calls: set[int], *flags: str, code: int) -> tuple[
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(folder, accumulated):
+def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(folder, run_here, accumulated):
     flags = [*SAVE, "-d", str(accumulated * B * T), "-l", "1e-2"]
-    run(folder, *flags, "-x", "5")
+    run_here(folder, *flags, "-x", "5")
     want = contents(folder, 5)
     shutil.rmtree(folder / "run")
     out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", "2", code=1)
@@ -706,13 +719,13 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
         "state that it came to: run/step_00000005\n"
     )
     assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want
-    again, _ = run(folder, *flags, "-x", "9", "-y", "1")
+    again, _ = run_here(folder, *flags, "-x", "9", "-y", "1")
     assert list(steps(again)) == [6, 7, 8, 9]  # the batch that was spoiled comes again
 
 
-def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder):
+def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder, run_here):
     """Parameters that are too large already, which is what the next step shows."""
-    run(folder, *SAVE, "-n", "2", "-nk", "1", "-x", "4")
+    run_here(folder, *SAVE, "-n", "2", "-nk", "1", "-x", "4")
     _, error = run(folder, *SAVE, "-y", "1", "-nk", "1", "-l", "1e37", "-x", "20", code=1)
     assert error.endswith("; last good checkpoint: run/step_00000004; the state that it came to: run/step_00000005\n")
     more = ["-l", "1e-3", "-x", "50", "-n", "2", "--skip-nonfinite"]
@@ -721,7 +734,7 @@ def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder):
     assert (folder / "run" / "step_00000004").exists()
     for later in set((folder / "run").iterdir()) - {folder / "run" / "step_00000004"}:
         shutil.rmtree(later)
-    run(folder, *SAVE, "-y", "1", "-x", "6", "-l", "1e-3")
+    run_here(folder, *SAVE, "-y", "1", "-x", "6", "-l", "1e-3")
 
 
 OVERFLOWING = """
@@ -783,20 +796,20 @@ def test_a_rate_that_is_too_high_stops_the_run(folder):
     assert re.match(r"error: step \d+: its loss \(\S+\) or gradients are not finite", error)
 
 
-def test_steps_that_are_not_finite_are_skipped_and_counted(folder):
+def test_steps_that_are_not_finite_are_skipped_and_counted(folder, run_here):
     flags = [*SAVE, "--skip-nonfinite", "-l", "1e-2"]
     out, _ = spoiled_run(folder, {5, 7}, *flags, "-x", "6", "-n", "4", code=0)
     assert re.findall(r"^step (\d+): its loss \(nan\).*; (\d) such .*$", out, re.M) == [("3", "1"), ("5", "2")]
     assert "steps whose loss or gradients were not finite: 2\n" in out
     assert np.isfinite(np.frombuffer(contents(folder, 6)[0][1024:], "<f4")).all()
     shutil.rmtree(folder / "run" / "step_00000006")
-    out, _ = run(folder, *SAVE, "-y", "1")  # the flag is recorded, and so is the count
+    out, _ = run_here(folder, *SAVE, "-y", "1")  # the flag is recorded, and so is the count
     assert "steps whose loss or gradients were not finite: 1\n" in out
 
 
-def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder):
+def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here):
     flags = [*SAVE, "--seed", "1", "-x", "4"]
-    run(folder, *flags, "-d", str(40 * B * T))
+    run_here(folder, *flags, "-d", str(40 * B * T))
     want = contents(folder, 4)
     shutil.rmtree(folder / "run")
     (folder / "stopping.py").write_text(f"""
@@ -814,7 +827,7 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
     env, script = os.environ | {"PYTHONPATH": str(ROOT)}, str(folder / "stopping.py")
     out, _ = run(folder, *flags, "-d", str(40 * B * T), script=script, env=env, code=128 + signal.SIGTERM)
     assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps(out)) == [1, 2]
-    run(folder, *flags, "-y", "1")
+    run_here(folder, *flags, "-y", "1")
     assert contents(folder, 4) == want
 
 
@@ -929,7 +942,7 @@ def test_twenty_thousand_steps_take_no_more_time_and_memory_than_the_first(folde
     assert all(after <= before + 2048 for before, after in zip(memory[4000], memory[19999], strict=True)), memory
 
 
-def test_the_largest_batch_that_is_named_fits(folder):
+def test_the_largest_batch_that_is_named_fits(folder, run_here):
     if device.use() != "cuda":
         pytest.skip("needs a GPU, whose memory is nobody else's")
     free = device.memory()[0]
@@ -940,5 +953,5 @@ def test_the_largest_batch_that_is_named_fits(folder):
         write_tokens(folder / f"data_{split}.bin", np.zeros(1 << 20, np.int64))
     _, error = run(folder, "-b", "1000", base=base, code=1)
     fitting = int(re.search(r"at most -b (\d+) fits", error)[1])
-    run(folder, "-b", str(fitting), base=base)
+    run_here(folder, "-b", str(fitting), base=base)
     assert fitting > 8 and ballast.nbytes > free // 2

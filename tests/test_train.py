@@ -17,12 +17,11 @@ from llmc.checkpoint import write_model
 from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
-from llmc.program import run_trainer
 from llmc.schedule import LearningRateSchedule
 from llmc.tensors import num_parameters
 from llmc.tokenizer import write_tokenizer
 from models import TINY, described
-from train_gpt2_fp32 import GPT2Config, main
+from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
 import pytest
@@ -80,6 +79,30 @@ def run(folder: Path, *flags: str) -> str:
     out, error = process.communicate(timeout=100)
     assert (process.returncode, error) == (0, ""), error
     return out
+
+
+@pytest.fixture
+def here(trainer_here):
+    """here(folder, *flags) does what `start` does, in this process."""
+
+    def here(folder: Path, *flags: str) -> None:
+        _, *given = program(folder, *flags)
+        trainer_here(TINY[folder.name.partition(".")[2]][0], folder, given)
+
+    return here
+
+
+@pytest.fixture
+def run_here(here, capsys):
+    """`run` in this process."""
+
+    def run_here(folder: Path, *flags: str) -> str:
+        here(folder, *flags)
+        out, error = capsys.readouterr()
+        assert error == ""
+        return out
+
+    return run_here
 
 
 def steps_of(out: str) -> dict[int, float]:
@@ -164,21 +187,23 @@ def test_hellaswag_is_scored_and_logged_whenever_validating(folder):
     assert log[0].tolist() == [0, 20, 40] and [f"{score:.4f}" for score in log[1]] == scores
 
 
-def test_no_steps_no_samples(folder):
-    out = run(folder, "-x", "0", "-g", "0")
+def test_no_steps_no_samples(folder, run_here):
+    out = run_here(folder, "-x", "0", "-g", "0")
     assert out.count("val loss") == 1 and "generating" not in out and not steps_of(out)
 
 
-def test_accumulating_small_batches_trains_like_one_large_batch(folder):
-    small = run(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
-    large = run(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
+def test_accumulating_small_batches_trains_like_one_large_batch(folder, run_here):
+    small = run_here(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
+    large = run_here(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
     assert "4: 128 tokens" in small
     np.testing.assert_allclose(list(steps_of(small).values()), list(steps_of(large).values()), atol=2e-6 * 5)
 
 
-def test_the_schedule_flags_set_the_rate_of_each_step_and_clipping_prints_the_norm(folder):
-    out = run(folder, "-x", "8", "-l", "1e-2", "-k", "cosine", "-u", "3", "-q", "0.1", "-c", "0.1", "--grad-clip", "1",
-              "-g", "0")  # fmt: skip
+def test_the_schedule_flags_set_the_rate_of_each_step_and_clipping_prints_the_norm(folder, run_here):
+    out = run_here(
+        folder, "-x", "8", "-l", "1e-2", "-k", "cosine", "-u", "3", "-q", "0.1", "-c", "0.1", "--grad-clip", "1",
+        "-g", "0",
+    )  # fmt: skip
     schedule = LearningRateSchedule("cosine", 1e-2, 3, 8, 0.1)
     rates = re.findall(r", lr (\d\.\d\de[+-]\d\d), ", out)
     assert rates == [f"{schedule.get_learning_rate(step):.2e}" for step in range(8)]
@@ -195,15 +220,15 @@ def checkpoint_bytes(folder: Path, step: int) -> list[bytes]:
     return [(folder / "run" / f"step_{step:08d}" / name).read_bytes() for name in ("model.bin", "optimizer.bin")]
 
 
-def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(any_folder):
+def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(any_folder, run_here):
     folder = any_folder
-    whole = run(folder, *LONG, "-x", "7", "-n", "1", "-o", "whole.log")
+    whole = run_here(folder, *LONG, "-x", "7", "-n", "1", "-o", "whole.log")
     want, losses, texts = checkpoint_bytes(folder, 7), steps_of(whole), samples_of(whole)
     (folder / "run").rename(folder / "whole")
     for step in range(1, 7):
         shutil.copytree(folder / "whole" / f"step_{step:08d}", folder / "run" / f"step_{step:08d}")
         shutil.copy(folder / "whole.log", folder / "resumed.log")
-        out = run(folder, *LONG, "-x", "7", "-y", "1", "-o", "resumed.log")
+        out = run_here(folder, *LONG, "-x", "7", "-y", "1", "-o", "resumed.log")
         assert steps_of(out) == {later: loss for later, loss in losses.items() if later > step}
         assert checkpoint_bytes(folder, 7) == want
         assert samples_of(out) == (texts if step <= 5 else texts[1:])  # of steps 5 and 7
@@ -213,11 +238,11 @@ def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(an
         shutil.rmtree(folder / "run")
 
 
-def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder):
+def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder, run_here):
     folder = any_folder
-    plain = run(folder, *LONG, "-x", "5")
+    plain = run_here(folder, *LONG, "-x", "5")
     shutil.rmtree(folder / "run")
-    whole = run(folder, *LONG, "-x", "5", "-n", "1", "--dropout", "0.25")
+    whole = run_here(folder, *LONG, "-x", "5", "-n", "1", "--dropout", "0.25")
     row = f"| {'dropout':21} | {'0.25':50} |"
     assert row in whole.splitlines() and "dropout" not in plain
     first = [re.search(r"^val loss .*$", out, re.M)[0] for out in (plain, whole)]
@@ -231,8 +256,8 @@ def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, name):
-    whole = run(folder, *LONG, "-x", "60")
+def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, run_here, name):
+    whole = run_here(folder, *LONG, "-x", "60")
     want = checkpoint_bytes(folder, 60)
     shutil.rmtree(folder / "run")
     process = start(folder, *LONG, "-x", "60")
@@ -284,13 +309,13 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
     assert (done.returncode, done.stderr) == (130, "interrupted before the first step\n")
 
 
-def test_only_the_newest_checkpoints_are_kept(folder):
-    run(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
+def test_only_the_newest_checkpoints_are_kept(folder, run_here):
+    run_here(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_00000004", "step_00000005"]
 
 
-def test_resuming_where_there_is_no_checkpoint_starts_from_the_beginning_and_says_so(folder):
-    out = run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run", "-y", "1")
+def test_resuming_where_there_is_no_checkpoint_starts_from_the_beginning_and_says_so(folder, run_here):
+    out = run_here(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run", "-y", "1")
     assert "no checkpoint in run yet: starting from the beginning" in out and list(steps_of(out)) == [1]
 
 
@@ -307,29 +332,24 @@ def refuse(folder: Path, *flags: str, code: int = 1) -> str:
 
 
 @pytest.fixture
-def refuse_here(folder, monkeypatch, capsys):
-    """`refuse` in this process, which need not import everything anew."""
+def refuse_here(folder, here, capsys):
+    """`refuse` in this process, in `folder` or another one."""
 
-    def refuse_here(*flags: str, code: int = 1) -> str:
-        before = files(folder)
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", list(map(str, program(folder, "-o", "run.log", *flags))))
+    def refuse_here(*flags: str, code: int = 1, at: Path = folder) -> str:
+        before = files(at)
         with pytest.raises(SystemExit) as end:
-            run_trainer(lambda: main(parse_arguments(GPT2Config)))
+            here(at, "-o", "run.log", *flags)
         out, error = capsys.readouterr()
         if code == 1:
             error += f"{end.value.code}\n"  # Python prints it as it ends, and exits with 1
         else:
             assert end.value.code == code
         assert error.count("\n") == 1 and error.startswith("error: "), error
-        assert files(folder) == before
+        assert files(at) == before
         assert not re.search("^step ", out, re.M)
         return error
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield refuse_here
-    for number, handler in handlers.items():  # a run that has begun takes them
-        signal.signal(number, handler)
+    return refuse_here
 
 
 USAGE = [
@@ -392,8 +412,8 @@ def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given)
 
 
 @pytest.mark.parametrize("flags", [["-f", "0"], ["--precision", "fp32"]])
-def test_flash_attention_in_fp32_is_refused(folder, flags):
-    error = refuse(folder, "-a", "flash", *flags)
+def test_flash_attention_in_fp32_is_refused(refuse_here, flags):
+    error = refuse_here("-a", "flash", *flags)
     assert "error: -a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax" in error
 
 
@@ -452,23 +472,23 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, damage):
+def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, refuse_here, damage):
     config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     name, offset, data, message = DAMAGES[damage]
     with open(folder / name, "r+b") as file:
         file.seek(offset)
         file.write(data)
-    error = refuse(folder, *(["-e", "model.bin"] if name == "model.bin" else []))
+    error = refuse_here(*(["-e", "model.bin"] if name == "model.bin" else []))
     assert re.search(message, error), error
 
 
 @pytest.mark.parametrize("name", ["data_train.bin", "data_tokenizer.bin", "model.bin"])
-def test_a_truncated_file_is_refused(folder, name):
+def test_a_truncated_file_is_refused(folder, refuse_here, name):
     config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     os.truncate(folder / name, (folder / name).stat().st_size - 3)
-    assert name in refuse(folder, *(["-e", "model.bin"] if name == "model.bin" else []))
+    assert name in refuse_here(*(["-e", "model.bin"] if name == "model.bin" else []))
 
 
 @pytest.mark.parametrize("change, message", [
@@ -492,11 +512,11 @@ def test_a_bf16_model_file_that_is_damaged_is_refused_in_one_line(refuse_here, f
     (False, "bf16", "model.bin: its weights are fp32; forward and backward take them rounded to bf16"),
 ], ids=["bf16 to fp32", "fp32 to bf16"])  # fmt: skip
 def test_a_model_file_of_another_type_is_trained_from_and_a_line_says_what_becomes_of_it(
-    folder, bf16, precision, line
+    folder, run_here, bf16, precision, line
 ):
     config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.full(num_parameters(config), 0.01, np.float32), bf16)
-    out = run(folder, "-e", "model.bin", "--precision", precision, "-x", "1", "-g", "0")
+    out = run_here(folder, "-e", "model.bin", "--precision", precision, "-x", "1", "-g", "0")
     assert out.count(f"{line}\n") == 1 and len(steps_of(out)) == 1
 
 
@@ -520,39 +540,39 @@ def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatc
     )
 
 
-def test_a_model_of_another_tokenizer_is_refused(folder):
+def test_a_model_of_another_tokenizer_is_refused(folder, refuse_here):
     config = GPT2Config(32, 99, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
-    assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse(folder, "-e", "model.bin"))
+    assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse_here("-e", "model.bin"))
 
 
-def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder):
+def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder, refuse_here, run_here):
     for rows, refused in ((64, False), (V - 1, True)):
         config = GPT2Config(32, rows, 1, 2, 20)
         write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
         if refused:
-            assert f"has 61 tokens and the model model.bin {rows}: use data" in refuse(folder, "-e", "model.bin")
+            assert f"has 61 tokens and the model model.bin {rows}: use data" in refuse_here("-e", "model.bin")
         else:
-            (text,) = samples_of(run(folder, "-e", "model.bin", "-x", "1", "-g", "99"))
+            (text,) = samples_of(run_here(folder, "-e", "model.bin", "-x", "1", "-g", "99"))
             assert 80 < len(text) < 99  # of a uniform model, which samples padding too
 
 
-def test_a_model_whose_own_tokenizer_is_another_is_refused(folder):
+def test_a_model_whose_own_tokenizer_is_another_is_refused(folder, refuse_here):
     config = GPT2Config(32, V, 1, 2, 20)
     write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
     write_tokenizer(folder / "model_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
-    error = refuse(folder, "-e", "model.bin")
+    error = refuse_here("-e", "model.bin")
     assert "data_tokenizer.bin has other tokens than model_tokenizer.bin" in error and "-e" in error
 
 
-def test_validation_data_of_another_tokenizer_is_refused(folder):
+def test_validation_data_of_another_tokenizer_is_refused(folder, refuse_here, run_here):
     shutil.copy(folder / "data_val.bin", folder / "other_val.bin")
-    run(folder, "-j", "other", "-x", "1", "-g", "0")  # of which nobody knows
+    run_here(folder, "-j", "other", "-x", "1", "-g", "0")  # of which nobody knows
     shutil.copy(folder / "data_tokenizer.bin", folder / "other_tokenizer.bin")
-    run(folder, "-j", "other_val.bin", "-x", "1", "-g", "0")
+    run_here(folder, "-j", "other_val.bin", "-x", "1", "-g", "0")
     write_tokenizer(folder / "other_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
     for name in ("other", "other_val.bin"):
-        error = refuse(folder, "-j", name)
+        error = refuse_here("-j", name)
         assert all(part in error for part in (f"-j {name}", "other_tokenizer.bin", "-i data", "data_tokenizer.bin"))
 
 
@@ -571,14 +591,14 @@ def test_a_checkpoint_holds_its_tokenizer_and_a_resumed_run_goes_on_with_it(fold
     assert "step_00000002/model_tokenizer.bin: damaged" in error and "step_00000001" in error
 
 
-def test_resuming_with_other_data_or_batches_is_refused(folder):
-    run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
+def test_resuming_with_other_data_or_batches_is_refused(folder, run_here):
+    run_here(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
     assert re.search(r"cannot resume: --batch-size was 2 and is now 4; leave it out",
                      refuse(folder, "-b", "4", "--checkpoint-dir", "run", "-y", "1"))  # fmt: skip
 
 
-def test_resuming_beyond_the_last_step_is_refused(folder):
-    run(folder, "-x", "3", "-g", "0", "--checkpoint-dir", "run")
+def test_resuming_beyond_the_last_step_is_refused(folder, run_here):
+    run_here(folder, "-x", "3", "-g", "0", "--checkpoint-dir", "run")
     error = refuse(folder, "-x", "2", "--checkpoint-dir", "run", "-y", "1")
     assert "the checkpoint in run has already done step 3, and -x is 2: raise -x" in error
 
@@ -603,24 +623,24 @@ LLAMA_VALUES = [
 
 
 @pytest.mark.parametrize("flags, message", LLAMA_VALUES, ids=[" ".join(flags) for flags, _ in LLAMA_VALUES])
-def test_what_makes_no_llama_is_refused_in_one_line_before_anything_is_written(tmp_path, flags, message):
+def test_what_makes_no_llama_is_refused_in_one_line_before_anything_is_written(tmp_path, refuse_here, flags, message):
     folder = make_folder(tmp_path / "cpu.llama3")
     gpt2 = MODELS["gpt2"][2]
     write_model(folder / "gpt2.bin", gpt2, np.zeros(num_parameters(gpt2), np.float32))
-    assert re.search(message, refuse(folder, *flags))
+    assert re.search(message, refuse_here(*flags, at=folder))
 
 
-def test_a_llama_file_given_to_gpt2s_trainer_names_its_own(folder):
+def test_a_llama_file_given_to_gpt2s_trainer_names_its_own(folder, refuse_here):
     config = MODELS["llama3"][2]
     write_model(folder / "llama.bin", config, np.zeros(num_parameters(config), np.float32))
     assert re.search(
         r"llama.bin: not a GPT-2 model \(found a Llama 3 model, .*use train_llama3.py for it",
-        refuse(folder, "-e", "llama.bin"),
+        refuse_here("-e", "llama.bin"),
     )
 
 
-def test_a_damaged_checkpoint_is_refused(folder):
-    run(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
+def test_a_damaged_checkpoint_is_refused(folder, run_here):
+    run_here(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
     with open(folder / "run" / "step_00000001" / "model.bin", "r+b") as file:
         file.seek(5000)
         file.write(b"damage")
