@@ -628,9 +628,8 @@ struct Pool {
             const auto awake_until = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
             while (generation == seen && std::chrono::steady_clock::now() < awake_until) sched_yield();
             lock.lock();
-            wake.wait(lock, [&] { return generation != seen; });
+            wake.wait(lock, [&] { return open && generation != seen; });
             seen = generation;
-            if (!open) continue;                                // others have done that launch: stay awake for the next
             Job& job = *open;
             active++;
             lock.unlock();
