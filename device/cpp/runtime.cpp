@@ -9,6 +9,7 @@
 // "Thread" means CUDA's thread here. A thread of the operating system is called an OS thread.
 #include "runtime.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -611,6 +612,7 @@ struct Pool {
     Job* open = nullptr;                    // the job that workers may join
     std::atomic<uint64_t> generation{0};
     unsigned active = 0, workers;
+    std::map<const Kernel*, double> us_of_block;    // how many microseconds a block of a kernel has taken
     Worker caller;
 
     explicit Pool(unsigned workers) : workers(workers) {
@@ -639,18 +641,25 @@ struct Pool {
         }
     }
 
+    // How many workers are to help with the blocks that are left. To wake one costs a few microseconds, and it starts a
+    // few microseconds later. So there is one for each 20 us of the blocks behind the first.
+    int helpers_for(double us_of_block, uint64_t left) const {
+        return (int)std::min({us_of_block * (left - 1) / 20, workers - 1.0, left - 1.0});
+    }
+
     void run_job(Job& job) {
         using namespace std::chrono;
-        // The caller runs the first block by itself, and from its time estimates the rest of the grid. To wake a worker
-        // costs a few microseconds, and the worker starts a few microseconds later. So there is one helper for each 20 us
-        // of the rest.
-        auto start = steady_clock::now();
-        run_blocks(caller, job, 1);
-        if (job.blocks == 1 || job.failed) return;
-        double rest = duration<double, std::micro>(steady_clock::now() - start).count() * (job.blocks - 1);
-        double helpers = rest / 20;
-        if (helpers > workers - 1) helpers = workers - 1;
-        if (helpers > job.blocks - 2) helpers = job.blocks - 2;
+        const auto start = steady_clock::now();
+        const auto us_passed = [&] { return duration<double, std::micro>(steady_clock::now() - start).count(); };
+        // The kernel's last launch tells how long a block takes. If there was none, or if by that the launch is short, the
+        // caller runs the first block by itself to find out.
+        double& us = us_of_block[job.kernel];
+        int helpers = helpers_for(us, job.blocks);
+        if (helpers < 1) {
+            run_blocks(caller, job, 1);
+            if (job.blocks == 1 || job.failed) return;
+            helpers = helpers_for(us = us_passed(), job.blocks - 1);
+        }
         // In shuffled or backward order the caller works alone, so that an error that shows once shows on every run.
         if (helpers < 1 || job.order != FORWARD) return run_blocks(caller, job, ~0ull);
         {
@@ -658,11 +667,12 @@ struct Pool {
             open = &job;
             generation++;
         }
-        for (int i = 0; i < (int)helpers; i++) wake.notify_one();
+        for (int i = 0; i < helpers; i++) wake.notify_one();
         run_blocks(caller, job, ~0ull);
         std::unique_lock<std::mutex> lock(mutex);
         open = nullptr;                                         // workers that have not joined by now wait on
         done.wait(lock, [&] { return active == 0; });
+        us = us_passed() * (1 + helpers) / job.blocks;
     }
 };
 
