@@ -21,6 +21,7 @@ from kernels.matmul import (
     matmul_backward_weight,
     matmul_backward_weight_transposed,
     matmul_forward,
+    projection_forward,
 )
 from kernels.reduce import MOST_PARTIALS
 from llmc.arguments import parse_arguments
@@ -80,7 +81,7 @@ ACTIVATIONS = (
     ("atty_T",     ("C", "B", "T"), "ln"),           # backward: atty, transposed
     ("fch_gelu",   ("B", "T", "4C")),                # forward: output of the GELU at hand
     ("fch_gelu_T", ("4C", "B", "T"), "fch_gelu"),    # backward: the same, transposed
-    ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels, before its bias
+    ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels
     ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient
 )  # fmt: skip
 
@@ -168,23 +169,23 @@ def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
         qkv = attention_input(model, l, B, T)
         matmul_forward(qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
         causal_attention_forward(model, l, B, T)
-        matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
+        bias = projection_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
         fused_residual_forward(
             a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.ln2w, p.ln2b, B, T, C,
-            bias2=p.attprojb, dropout=d.attproj,
+            bias2=bias, dropout=d.attproj,
         )  # fmt: skip
 
         matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 4 * C)
         gelu_forward(acts.fch_gelu, a.fch, p.fcb, B * T, 4 * C)
-        matmul_forward(acts.proj, acts.fch_gelu, p.fcprojw, None, B, T, 4 * C, C)
+        bias = projection_forward(acts.proj, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
         if l + 1 < L:
             mean, rstd = acts.layer[l + 1].ln1_mean, acts.layer[l + 1].ln1_rstd
-            weight, bias = params.layer[l + 1].ln1w, params.layer[l + 1].ln1b
+            weight, shift = params.layer[l + 1].ln1w, params.layer[l + 1].ln1b
         else:
-            mean, rstd, weight, bias = acts.lnf_mean, acts.lnf_rstd, params.lnfw, params.lnfb
+            mean, rstd, weight, shift = acts.lnf_mean, acts.lnf_rstd, params.lnfw, params.lnfb
         fused_residual_forward(
-            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, weight, bias, B, T, C,
-            bias2=p.fcprojb, dropout=d.fcproj,
+            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, weight, shift, B, T, C,
+            bias2=bias, dropout=d.fcproj,
         )  # fmt: skip
         residual = a.residual3
 

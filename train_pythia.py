@@ -20,6 +20,7 @@ from kernels.matmul import (
     matmul_backward_weight,
     matmul_backward_weight_transposed,
     matmul_forward,
+    projection_forward,
 )
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.reduce import MOST_PARTIALS
@@ -83,9 +84,9 @@ ACTIVATIONS = (
     ("atty_T",     ("C", "B", "T"), "logits"),       # backward: atty, transposed
     ("dfch",       ("B", "T", "4C"), "logits", "fch_gelu"), # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "logits", "fch_gelu"),
-    ("proj",       ("B", "T", "C"), "logits", "dfch"), # forward: the attention's projection, before its bias
+    ("proj",       ("B", "T", "C"), "logits", "dfch"), # forward: the attention's projection
     ("dproj",      ("B", "T", "C"), "logits", "dfch"), # backward, with dropout: its gradient, at last that of encoded
-    ("fcproj",     ("B", "T", "C"), "logits", "proj"), # forward: the MLP's projection, before its bias
+    ("fcproj",     ("B", "T", "C"), "logits", "proj"), # forward: the MLP's projection
     ("dfcproj",    ("B", "T", "C"), "logits", "proj"), # backward, with dropout: of fcproj
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
@@ -209,8 +210,8 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
         matmul_forward(qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
         rope_forward(qkv, model.constant.rope, B, T, NH, NH, HS, R, model.positions)
         causal_attention_forward(model, l, B, T)
-        matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
-        branches = [(acts.proj, p.attprojb, d.attproj)]
+        bias = projection_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+        branches = [(acts.proj, bias, d.attproj)]
         if not config.parallel:
             parallel_residual_forward(
                 a.residual2, [acts.ln2], a.ln2_mean, a.ln2_rstd, residual, [(p.ln2w, p.ln2b)], eps, B, T, C,
@@ -220,8 +221,8 @@ def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None
 
         matmul_forward(a.fch, acts.ln1 if config.tied_norm else acts.ln2, p.fcw, None, B, T, C, 4 * C)
         gelu_forward(acts.fch_gelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        matmul_forward(acts.fcproj, acts.fch_gelu, p.fcprojw, None, B, T, 4 * C, C)
-        branches.append((acts.fcproj, p.fcprojb, d.fcproj))
+        bias = projection_forward(acts.fcproj, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        branches.append((acts.fcproj, bias, d.fcproj))
         mean, rstd, norms = norms_before(config, acts, l + 1, params)
         parallel_residual_forward(a.residual3, outs, mean, rstd, residual, norms, eps, B, T, C, branches=branches)
         residual = a.residual3

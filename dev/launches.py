@@ -141,7 +141,8 @@ STATS = "mean*=B,T rstd*=B,T"
 FUSED = "residual=B,T,C out=B,T,C inp1=B,T,C inp2=B,T,C weight=C"
 BACKWARD = "dinp=B,T,C dinp2=B,T,C dout=B,T,C inp=B,T,C weight=C dweight*=C"
 add(layernorm_forward, ROWS, f"out=B,T,C {STATS} inp=B,T,C weight=C bias=C")
-add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C")
+add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C",
+    lambda size, a: {"bias2": None} if device.floatX == device.BF16 else {})
 add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias2=C bias=C", lambda size, a: {"dropout": dropout()}, "dropout")
 add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias*=C dbias2*=C scratch*=P,3*C", lambda size, a: {"dinp2": None})
 add(layernorm_backward, ROWS, f"{BACKWARD} {STATS} dbias*=C dbias2*=C scratch*=P,3*C",

@@ -9,7 +9,8 @@
 
 // One block, one-dimensional, takes a row. Shared memory: C floats, rounded up to a multiple of WIDTH. Each thread
 // touches only its own floats. x = inp1, or if inp2 is given, x = residual = inp1 + inp2 + bias2; inp2 is a product,
-// and bias2 (C) is its bias. Writes out (N,C), mean (N), rstd (N) and, if inp2 is given, residual (N,C).
+// and bias2 (C) is its bias. In bf16 the product has added it, and bias2 is null (kernels/matmul.py says why). Writes
+// out (N,C), mean (N), rstd (N) and, if inp2 is given, residual (N,C).
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, float* mean, float* rstd,
                                                                  floatX* residual, const floatX* inp1,
                                                                  const floatX* inp2, const floatX* bias2,
@@ -28,8 +29,12 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, fl
         for (int i = first; i < C; i += step) {
             Vec x = memory.load(inp1 + start + i, C - i);
             if (inp2 != nullptr) {
-                const Vec y = memory.load(inp2 + start + i, C - i), b = memory.load(bias2 + i, C - i);
-                for (int k = 0; k < WIDTH; k++) x.x[k] = rounded(x.x[k] + (y.x[k] + b.x[k]));
+                Vec y = memory.load(inp2 + start + i, C - i);
+                if (sizeof(floatX) == 4) {
+                    const Vec b = memory.load(bias2 + i, C - i);
+                    for (int k = 0; k < WIDTH; k++) y.x[k] += b.x[k];
+                }
+                for (int k = 0; k < WIDTH; k++) x.x[k] = rounded(x.x[k] + y.x[k]);
                 memory.store(residual + start + i, x, C - i);
             }
             Aligned::store(row + i, x, WIDTH);

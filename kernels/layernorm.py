@@ -22,13 +22,15 @@ def fused_residual_forward(
 ) -> None:  # fmt: skip
     """residual (B,T,C) = inp1 + dropout(inp2 + bias2). Then out, mean and rstd = layernorm of residual as it is stored.
 
-    inp2 (B,T,C) is a projection whose bias2 (C) has not been added yet. With dropout the arrays must not overlap.
+    inp2 (B,T,C) is a projection, and bias2 (C) its bias, which has not been added yet. In bf16 it has been added, so
+    bias2 is None (projection_forward of kernels/matmul.py). With dropout the arrays must not overlap.
     """
     if dropout:  # a parallel residual with a single branch
         parallel_residual_forward(
             residual, [out], mean, rstd, inp1, [(weight, bias)], EPS, B, T, C, branches=[(inp2, bias2, dropout)]
         )
         return
+    assert (bias2 is None) == (device.floatX == device.BF16)
     launch_forward(out, mean, rstd, inp1, weight, bias, B * T, C, residual=residual, inp2=inp2, bias2=bias2)
 
 
