@@ -25,8 +25,7 @@ import numpy as np
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for PyTorch's threads, which gloo brings along
 
 PRODUCTS = Path(__file__).parent / "cpp" / "products.cu"
-PRODUCT_COLUMNS, PRODUCT_ROWS = 32, 192  # of a block of product_kernel
-LARGE_PRODUCT = 1 << 26  # multiplications; NumPy computes products with as many or more
+PRODUCT_ROWS = 264  # that a block of product_kernel can have
 
 
 class CpuDevice:
@@ -165,10 +164,9 @@ class CpuDevice:
         """`gemm` for `count` matrices. products.cu computes small products, NumPy large ones and single rows."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
-        if 1 < m and count * m * n * k < LARGE_PRODUCT:
-            grid = -(-n // PRODUCT_COLUMNS), -(-m // PRODUCT_ROWS), count
-            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), PRODUCT_ROWS
-            self.module(PRODUCTS).kernel("product_kernel")(grid, (1,), args)
+        if 1 < m:
+            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta)
+            self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
         else:
             c, a, b = wide
             c, a, b = matrix(c, m, n, False, count), matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count)
@@ -295,6 +293,18 @@ class CpuEvent:
 
     def wait(self) -> float:
         return self.time
+
+
+def product_grid(m: int, n: int, count: int, cores: int) -> tuple[int, int, int]:
+    """The grid with which product_kernel multiplies. Large blocks copy less of a and b than small ones, but there are
+    two for each core if the product is large enough."""
+    columns, rows = -(-n // 1024), -(-m // PRODUCT_ROWS)
+    while columns * rows * count < 2 * cores and max(n / columns, m / rows) > 64:
+        if n / columns > m / rows:
+            columns *= 2
+        else:
+            rows *= 2
+    return columns, rows, count
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
