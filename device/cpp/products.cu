@@ -26,17 +26,18 @@ constexpr int MOST_ROWS = 264;  // of a block; device/cpu.py knows it
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// to[i * WIDTH + l] = number i of line l, for WIDTH lines and `depth` numbers that are neighbours in memory.
+// to[i * WIDTH + l] = number i of line l, for `count` lines of `depth` numbers that are neighbours in memory. Behind the
+// last line come copies of it, whose sums are not used.
 template <int WIDTH>
-inline void transpose(float* to, const float* from, size_t stride, int depth) {
+inline void transpose(float* to, const float* from, size_t stride, int count, int depth) {
+    const auto line = [=](int l) { return from + min(l, count - 1) * stride; };
     int i = 0;
 #if defined __SSE__
-    for (; i + 4 <= depth; i += 4) {
-        for (int l = 0; l < WIDTH; l += 4) {
-            const int first = min(l, WIDTH - 4);  // the last four lines may overlap with those before
-            const float* x = from + first * stride + i;
-            __m128 x0 = _mm_loadu_ps(x), x1 = _mm_loadu_ps(x + stride);
-            __m128 x2 = _mm_loadu_ps(x + 2 * stride), x3 = _mm_loadu_ps(x + 3 * stride);
+    for (int l = 0; l < WIDTH; l += 4) {
+        const int first = min(l, WIDTH - 4);  // the last four lines may overlap with those before
+        const float *a = line(first), *b = line(first + 1), *c = line(first + 2), *d = line(first + 3);
+        for (i = 0; i + 4 <= depth; i += 4) {
+            __m128 x0 = _mm_loadu_ps(a + i), x1 = _mm_loadu_ps(b + i), x2 = _mm_loadu_ps(c + i), x3 = _mm_loadu_ps(d + i);
             _MM_TRANSPOSE4_PS(x0, x1, x2, x3);
             float* y = to + i * WIDTH + first;
             _mm_storeu_ps(y, x0), _mm_storeu_ps(y + WIDTH, x1);
@@ -45,31 +46,32 @@ inline void transpose(float* to, const float* from, size_t stride, int depth) {
     }
 #endif
     for (; i < depth; i++) {
-        for (int l = 0; l < WIDTH; l++) to[i * WIDTH + l] = from[l * stride + i];
+        for (int l = 0; l < WIDTH; l++) to[i * WIDTH + l] = line(l)[i];
     }
 }
 
 // Copies `count` lines, rows of op(a) or columns of op(b), of `depth` numbers: number i of line l lies at from[l * stride
 // + i * step], and stride or step is 1. They become panels of WIDTH lines, one after another. In a panel the numbers i of
-// all lines are neighbours. Behind the last line there are zeros.
+// all lines are neighbours.
 template <int WIDTH>
 inline void pack(float* to, const float* from, size_t stride, size_t step, int count, int depth) {
-    const int whole = count / WIDTH * WIDTH, rest = count - whole;
     if (step == 1) {
-        for (int l = 0; l < whole; l += WIDTH) transpose<WIDTH>(to + l * depth, from + l * stride, stride, depth);
-    } else {
-        for (int first = 0; first < depth; first += 8) {  // so that neither reads nor writes use many pages at a time
-            for (int l = 0; l < whole; l += WIDTH) {
-                for (int i = first; i < min(first + 8, depth); i++) {
-                    memcpy(to + l * depth + i * WIDTH, from + l + i * step, 4 * WIDTH);
-                }
+        for (int l = 0; l < count; l += WIDTH) {
+            transpose<WIDTH>(to + l * depth, from + l * stride, stride, min(WIDTH, count - l), depth);
+        }
+        return;
+    }
+    const int whole = count / WIDTH * WIDTH;
+    for (int first = 0; first < depth; first += 8) {  // so that neither reads nor writes use many pages at a time
+        for (int l = 0; l < whole; l += WIDTH) {
+            for (int i = first; i < min(first + 8, depth); i++) {
+                memcpy(to + l * depth + i * WIDTH, from + l + i * step, 4 * WIDTH);
             }
         }
     }
-    for (int i = 0; i < depth && rest > 0; i++) {
-        for (int l = 0; l < WIDTH; l++) {
-            to[whole * depth + i * WIDTH + l] = l < rest ? from[(whole + l) * stride + i * step] : 0.0f;
-        }
+    for (int i = 0; i < depth && whole < count; i++) {
+        float* last = to + whole * depth + i * WIDTH;
+        for (int l = 0; l < WIDTH; l++) last[l] = from[min(whole + l, count - 1) + i * step];
     }
 }
 
@@ -114,19 +116,16 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
                         sums[r][1] += x[r] * y[1];
                     }
                 }
-                if (i + ROWS <= end && j + COLUMNS <= right) {
-                    for (int r = 0; r < ROWS; r++) {
-                        Unaligned* v = reinterpret_cast<Unaligned*>(to + (size_t)r * n);
+                for (int r = 0; r < ROWS && i + r < end; r++) {
+                    float* out = to + (size_t)r * n;
+                    if (j + COLUMNS <= right) {
+                        Unaligned* v = reinterpret_cast<Unaligned*>(out);
                         v[0] = factor == 0.0f ? sums[r][0] : sums[r][0] + factor * v[0];
                         v[1] = factor == 0.0f ? sums[r][1] : sums[r][1] + factor * v[1];
-                    }
-                } else {
-                    for (int r = 0; r < ROWS && i + r < end; r++) {
-                        float sum[COLUMNS];
-                        memcpy(sum, sums[r], sizeof sum);
-                        float* v = to + (size_t)r * n;
-                        for (int l = 0; l < COLUMNS && j + l < right; l++) {
-                            v[l] = factor == 0.0f ? sum[l] : sum[l] + factor * v[l];
+                    } else {
+                        for (int l = 0; j + l < right; l++) {
+                            const float sum = sums[r][l / LANES][l % LANES];
+                            out[l] = factor == 0.0f ? sum : sum + factor * out[l];
                         }
                     }
                 }
