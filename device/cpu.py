@@ -1,4 +1,4 @@
-"""The CPU as a device. A C++ compiler builds the .cu files (cpp/), and cpp/products.cu, which multiplies matrices. NumPy
+"""The CPU as a device. A C++ compiler builds the .cu files (cpp/) and cpp/products.cu, which multiplies matrices. NumPy
 multiplies single rows.
 
 The docstrings here say what each operation does on both devices. Here all work is done when a call returns, so the

@@ -2,9 +2,9 @@
 //
 // A block computes a rectangle of c. It copies DEPTH columns of its rows of a to a buffer that stays in the second-level
 // cache. Then it copies a panel of b, DEPTH rows and COLUMNS columns, to a buffer that stays in the first-level cache,
-// and multiplies ROWS rows of a with this panel at a time. Their sums stay in registers: it loads a vector of b once for
-// ROWS rows, and a number of a once for COLUMNS columns. Both buffers hold the numbers in the order in which they are
-// used, so it does not matter how a and b lie in memory.
+// and multiplies ROWS rows of a with this panel at a time. Their sums stay in registers: it loads a vector of b once
+// for ROWS rows, and a number of a once for COLUMNS columns. Both buffers hold the numbers in the order in which they
+// are used, so it hardly matters how a and b lie in memory.
 #if defined __SSE__
 #include <xmmintrin.h>
 #endif
@@ -26,8 +26,8 @@ constexpr int MOST_ROWS = 264;  // of a block; device/cpu.py knows it
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 
-// to[i * WIDTH + l] = number i of line l, for `count` lines of `depth` numbers that are neighbours in memory. Behind the
-// last line come copies of it, whose sums are not used.
+// to[i * WIDTH + l] = number i of line l, for `count` lines of `depth` numbers that are neighbours in memory. Behind
+// the last line come copies of it, whose sums are not used.
 template <int WIDTH>
 inline void transpose(float* to, const float* from, size_t stride, int count, int depth) {
     const auto line = [=](int l) { return from + min(l, count - 1) * stride; };
@@ -37,7 +37,8 @@ inline void transpose(float* to, const float* from, size_t stride, int count, in
         const int first = min(l, WIDTH - 4);  // the last four lines may overlap with those before
         const float *a = line(first), *b = line(first + 1), *c = line(first + 2), *d = line(first + 3);
         for (i = 0; i + 4 <= depth; i += 4) {
-            __m128 x0 = _mm_loadu_ps(a + i), x1 = _mm_loadu_ps(b + i), x2 = _mm_loadu_ps(c + i), x3 = _mm_loadu_ps(d + i);
+            __m128 x0 = _mm_loadu_ps(a + i), x1 = _mm_loadu_ps(b + i);
+            __m128 x2 = _mm_loadu_ps(c + i), x3 = _mm_loadu_ps(d + i);
             _MM_TRANSPOSE4_PS(x0, x1, x2, x3);
             float* y = to + i * WIDTH + first;
             _mm_storeu_ps(y, x0), _mm_storeu_ps(y + WIDTH, x1);
@@ -50,9 +51,9 @@ inline void transpose(float* to, const float* from, size_t stride, int count, in
     }
 }
 
-// Copies `count` lines, rows of op(a) or columns of op(b), of `depth` numbers: number i of line l lies at from[l * stride
-// + i * step], and stride or step is 1. They become panels of WIDTH lines, one after another. In a panel the numbers i of
-// all lines are neighbours.
+// Copies `count` lines, rows of op(a) or columns of op(b), of `depth` numbers. Number i of line l lies at
+// from[l * stride + i * step], and stride or step is 1. The lines become panels of WIDTH lines, one after another. In a
+// panel the numbers i of all lines are neighbours.
 template <int WIDTH>
 inline void pack(float* to, const float* from, size_t stride, size_t step, int count, int depth) {
     if (step == 1) {
@@ -90,7 +91,8 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
     };
     const int begin = share(m, ROWS, blockIdx.y, gridDim.y), end = share(m, ROWS, blockIdx.y + 1, gridDim.y);
     const int left = share(n, COLUMNS, blockIdx.x, gridDim.x), right = share(n, COLUMNS, blockIdx.x + 1, gridDim.x);
-    const size_t row_a = trans_a ? 1 : k, step_a = trans_a ? m : 1, column_b = trans_b ? k : 1, step_b = trans_b ? 1 : n;
+    const size_t row_a = trans_a ? 1 : k, step_a = trans_a ? m : 1;
+    const size_t column_b = trans_b ? k : 1, step_b = trans_b ? 1 : n;
     const int parts = (k + DEPTH - 1) / DEPTH, most = (k + parts - 1) / parts;
 
     for (int p = 0; p < k; p += most) {
