@@ -3,7 +3,7 @@
 `use` chooses a device once. Everything else here then works on it. The methods of CpuDevice (cpu.py), such as `empty`,
 `copy_in` or `gemm`, can be called as `device.empty`, and do the same on CudaDevice (cuda.py). Arrays are `cupy.ndarray`
 on CUDA and `numpy.ndarray` on the CPU. Both run the same .cu files (sources.py): NVRTC compiles them, or a C++ compiler
-(cpp/). cuBLAS (cublas.py) computes matrix products on CUDA; NumPy and, for small matrices, products.cu do on the CPU.
+(cpp/). cuBLAS (cublas.py) computes matrix products on CUDA, products.cu on the CPU.
 CuPy is imported only when CUDA is used.
 """
 

@@ -1,5 +1,5 @@
-"""The CPU as a device. A C++ compiler builds the .cu files (cpp/). NumPy computes large matrix products,
-cpp/products.cu small ones.
+"""The CPU as a device. A C++ compiler builds the .cu files (cpp/) and cpp/products.cu, which multiplies matrices. NumPy
+multiplies single rows.
 
 The docstrings here say what each operation does on both devices. Here all work is done when a call returns, so the
 operations for streams have nothing to do.
@@ -25,8 +25,7 @@ import numpy as np
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for PyTorch's threads, which gloo brings along
 
 PRODUCTS = Path(__file__).parent / "cpp" / "products.cu"
-PRODUCT_COLUMNS, PRODUCT_ROWS = 32, 192  # of a block of product_kernel
-LARGE_PRODUCT = 1 << 26  # multiplications; NumPy computes products with as many or more
+PRODUCT_ROWS = 264  # that a block of product_kernel can have
 
 
 class CpuDevice:
@@ -162,13 +161,12 @@ class CpuDevice:
         self.multiply(c, a, b, m, n, k, count, trans_a, trans_b)
 
     def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None) -> None:
-        """`gemm` for `count` matrices. products.cu computes small products, NumPy large ones and single rows."""
+        """`gemm` for `count` matrices. products.cu multiplies them, NumPy if they have a single row."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
-        if 1 < m and count * m * n * k < LARGE_PRODUCT:
-            grid = -(-n // PRODUCT_COLUMNS), -(-m // PRODUCT_ROWS), count
-            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), PRODUCT_ROWS
-            self.module(PRODUCTS).kernel("product_kernel")(grid, (1,), args)
+        if 1 < m:
+            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta)
+            self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
         else:
             c, a, b = wide
             c, a, b = matrix(c, m, n, False, count), matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count)
@@ -182,21 +180,21 @@ class CpuDevice:
             flat[0][:] = to_bf16(wide[0])
 
     def product(self, c, a, b, beta) -> None:
-        """c = a @ b + beta * c. The cores share c's longer side. NumPy releases the interpreter's lock meanwhile."""
+        """c = a @ b + beta * c, for a single row. The cores share its columns. NumPy releases the interpreter's lock
+        meanwhile."""
 
-        by_row = len(a) == 1 and beta == 0.0 and b.T.flags.c_contiguous  # a token's row times a weight
+        by_row = beta == 0.0 and b.T.flags.c_contiguous  # a token's row times a weight
 
-        def part(share: slice) -> None:
-            rows, columns = (share, slice(None)) if c.shape[0] >= c.shape[1] else (slice(None), share)
+        def part(columns: slice) -> None:
             if by_row:  # reads weights at up to 21 GB/s a core; OpenBLAS reads 13
                 np.einsum("ij,j->i", b.T[columns], a[0], out=c[0, columns])
             elif beta == 0.0:
-                np.matmul(a[rows], b[:, columns], out=c[rows, columns])
+                np.matmul(a, b[:, columns], out=c[:, columns])
             else:
-                c[rows, columns] *= beta
-                c[rows, columns] += a[rows] @ b[:, columns]
+                c[:, columns] *= beta
+                c[:, columns] += a @ b[:, columns]
 
-        self.share(max(c.shape), part, c.size * a.shape[1])
+        self.share(c.shape[1], part, b.size)
 
     def share(self, length: int, part: Callable[[slice], None], work: int) -> None:
         """Does `part` for slices that together cover range(length), on several cores if there is enough work.
@@ -295,6 +293,18 @@ class CpuEvent:
 
     def wait(self) -> float:
         return self.time
+
+
+def product_grid(m: int, n: int, count: int, cores: int) -> tuple[int, int, int]:
+    """The grid with which product_kernel multiplies. Large blocks copy less of a and b than small ones, but there are
+    two for each core if the product is large enough."""
+    columns, rows = -(-n // 1024), -(-m // PRODUCT_ROWS)
+    while columns * rows * count < 2 * cores and max(n / columns, m / rows) > 64:
+        if n / columns > m / rows:
+            columns *= 2
+        else:
+            rows *= 2
+    return columns, rows, count
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:

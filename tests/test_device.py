@@ -80,6 +80,21 @@ def test_gemm_strided_batched_multiplies_each_of_the_matrices(each_product, m, n
         assert_close(f"c {dtype}, batched", c, a.astype(np.float64) @ b, kernel_tolerance(each_product))
 
 
+@pytest.mark.parametrize("trans_a, trans_b", [(False, True), (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("m, n, k", [(300, 70, 530), (65, 1100, 257)])  # more rows, columns and terms than a block has
+def test_on_the_cpu_a_product_has_the_same_bits_on_any_number_of_cores(m, n, k, trans_a, trans_b):
+    rng, dev = np.random.default_rng([m, n, k]), cpu.CpuDevice()
+    a, b = normal(rng, m, k), normal(rng, k, n)
+    results, grids = [], set()
+    for cores in 1, 2, 5, 64:
+        dev.cores, c = cores, normal(rng, m, n)
+        dev.gemm(c, stored(a, trans_a), stored(b, trans_b), m, n, k, trans_a, trans_b)
+        results.append(c)
+        grids.add(cpu.product_grid(m, n, 1, cores))
+    assert_close("c", results[0], a.astype(np.float64) @ b, kernel_tolerance(dev))
+    assert len(grids) > 2 and all(np.array_equal(c, results[0]) for c in results)
+
+
 bf16 = device.source(Path(__file__).parent / "cu" / "bf16.cu")
 
 

@@ -1,7 +1,7 @@
 """The CPU device: CUDA kernel files compiled by the system's C++ compiler and run on NumPy arrays.
 
 `cuda_on_cpu.h` makes a `.cu` file C++, `runtime.cpp` runs grids, blocks and threads, `compiler.py` builds and caches
-both, and `launch.py` calls a kernel with checked arguments. `products.cu` multiplies small matrices. They read these
+both, and `launch.py` calls a kernel with checked arguments. `products.cu` multiplies matrices. They read these
 environment variables:
 
     CXX                   the compiler; by default g++, or clang++ if there is no g++

@@ -179,6 +179,10 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
             # the widest vectors; by default it would take half as wide ones.
             common += ["--param", "max-completely-peel-times=4"]
             common += ["-mprefer-vector-width=512"] if x86 else []
+            # By default GCC copies a struct by 16 bytes. A load of a whole vector from the copy then waits until the
+            # stores have reached the cache. With this, layernorm takes half as long. GCC 12 was the first to have it.
+            major = re.search(r"(\d+)\.\d+\.\d+", installed_compiler()[1])
+            common += ["-mmove-max=512", "-mstore-max=512"] if x86 and major and int(major[1]) >= 12 else []
     return [*common, "-Wno-unknown-pragmas", *defines, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
 
 

@@ -1,10 +1,13 @@
-// Products of small matrices, on the CPU device. NumPy's library, OpenBLAS, multiplies nearly as fast. But NumPy calls
-// it once for each matrix of a batch, and Python must wake other OS threads to share the work. Here the workers that
-// run kernels multiply, and they are still awake (runtime.cpp).
+// Products of matrices on the CPU device, by the workers that run kernels (runtime.cpp).
 //
-// A block computes some rows and columns of one product. It copies a panel of b, DEPTH rows and COLUMNS columns, to a
-// buffer that stays in the first-level cache. Then it multiplies ROWS rows of a with this panel at a time, and keeps
-// the sums in registers. So it loads a vector of b once for ROWS rows, and a number of a once for COLUMNS columns.
+// A block computes a rectangle of c. It copies DEPTH columns of its rows of a to a buffer that stays in the second-level
+// cache. Then it copies a panel of b, DEPTH rows and COLUMNS columns, to a buffer that stays in the first-level cache,
+// and multiplies ROWS rows of a with this panel at a time. Their sums stay in registers: it loads a vector of b once
+// for ROWS rows, and a number of a once for COLUMNS columns. Both buffers hold the numbers in the order in which they
+// are used, so it hardly matters how a and b lie in memory.
+#if defined __SSE__
+#include <xmmintrin.h>
+#endif
 
 // The sums of ROWS rows leave registers for two vectors of b and a number of a. AVX-512 and NEON have 32 registers,
 // others 16.
@@ -17,51 +20,116 @@ constexpr int LANES = 4, ROWS = 8;
 #else
 constexpr int LANES = 4, ROWS = 6;
 #endif
-constexpr int COLUMNS = 2 * LANES, DEPTH = 128;
+constexpr int COLUMNS = 2 * LANES, DEPTH = 256;
+constexpr int MOST_ROWS = 264;  // of a block; device/cpu.py knows it
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
+
+// to[i * WIDTH + l] = number i of line l, for `count` lines of `depth` numbers that are neighbours in memory. Behind
+// the last line come copies of it, whose sums are not used.
+template <int WIDTH>
+inline void transpose(float* to, const float* from, size_t stride, int count, int depth) {
+    const auto line = [=](int l) { return from + min(l, count - 1) * stride; };
+    int i = 0;
+#if defined __SSE__
+    for (int l = 0; l < WIDTH; l += 4) {
+        const int first = min(l, WIDTH - 4);  // the last four lines may overlap with those before
+        const float *a = line(first), *b = line(first + 1), *c = line(first + 2), *d = line(first + 3);
+        for (i = 0; i + 4 <= depth; i += 4) {
+            __m128 x0 = _mm_loadu_ps(a + i), x1 = _mm_loadu_ps(b + i);
+            __m128 x2 = _mm_loadu_ps(c + i), x3 = _mm_loadu_ps(d + i);
+            _MM_TRANSPOSE4_PS(x0, x1, x2, x3);
+            float* y = to + i * WIDTH + first;
+            _mm_storeu_ps(y, x0), _mm_storeu_ps(y + WIDTH, x1);
+            _mm_storeu_ps(y + 2 * WIDTH, x2), _mm_storeu_ps(y + 3 * WIDTH, x3);
+        }
+    }
+#endif
+    for (; i < depth; i++) {
+        for (int l = 0; l < WIDTH; l++) to[i * WIDTH + l] = line(l)[i];
+    }
+}
+
+// Copies `count` lines, rows of op(a) or columns of op(b), of `depth` numbers. Number i of line l lies at
+// from[l * stride + i * step], and stride or step is 1. The lines become panels of WIDTH lines, one after another. In a
+// panel the numbers i of all lines are neighbours.
+template <int WIDTH>
+inline void pack(float* to, const float* from, size_t stride, size_t step, int count, int depth) {
+    if (step == 1) {
+        for (int l = 0; l < count; l += WIDTH) {
+            transpose<WIDTH>(to + l * depth, from + l * stride, stride, min(WIDTH, count - l), depth);
+        }
+        return;
+    }
+    const int whole = count / WIDTH * WIDTH;
+    for (int first = 0; first < depth; first += 8) {  // so that neither reads nor writes use many pages at a time
+        for (int l = 0; l < whole; l += WIDTH) {
+            for (int i = first; i < min(first + 8, depth); i++) {
+                memcpy(to + l * depth + i * WIDTH, from + l + i * step, 4 * WIDTH);
+            }
+        }
+    }
+    for (int i = 0; i < depth && whole < count; i++) {
+        float* last = to + whole * depth + i * WIDTH;
+        for (int l = 0; l < WIDTH; l++) last[l] = from[min(whole + l, count - 1) + i * step];
+    }
+}
 
 // c (m,n) = op(a) (m,k) @ op(b) (k,n) + beta * c, for gridDim.z products, whose matrices follow one another in c, a and
 // b. If beta is 0, c is not read. With trans_a, a lies in memory as (k,m) and op transposes it; trans_b likewise. Block
-// (x, y, z) has one thread. It takes 32 columns from 32 x on, and `rows` rows from `rows` * y on, of product z. It adds
-// up DEPTH terms of a sum at a time, in the order of k.
+// (x, y, z) has one thread. The blocks share out the columns by x and the rows by y, at most MOST_ROWS each. A sum adds
+// at most DEPTH terms at a time, in the order of k. It does not depend on the grid.
 extern "C" __global__ void product_kernel(float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
-                                          int trans_b, float beta, int rows) {
-    alignas(sizeof(Vector)) float packed[DEPTH * COLUMNS];
+                                          int trans_b, float beta) {
+    __shared__ __align__(64) float of_a[MOST_ROWS * DEPTH];
+    __align__(64) float of_b[COLUMNS * DEPTH];
+    float* const packed = of_a;  // its address is asked for once
     a += (size_t)blockIdx.z * m * k, b += (size_t)blockIdx.z * k * n, c += (size_t)blockIdx.z * m * n;
-    const int begin = blockIdx.y * rows, end = min(m, begin + rows), last = min(n, 32 * (blockIdx.x + 1));
-    const size_t row = trans_a ? 1 : k, step = trans_a ? m : 1;  // from a row, or a column, of op(a) to the next
+    const auto share = [](int length, int width, int block, int blocks) {
+        return min((int64_t)length, (int64_t)((length + width - 1) / width) * block / blocks * width);
+    };
+    const int begin = share(m, ROWS, blockIdx.y, gridDim.y), end = share(m, ROWS, blockIdx.y + 1, gridDim.y);
+    const int left = share(n, COLUMNS, blockIdx.x, gridDim.x), right = share(n, COLUMNS, blockIdx.x + 1, gridDim.x);
+    const size_t row_a = trans_a ? 1 : k, step_a = trans_a ? m : 1;
+    const size_t column_b = trans_b ? k : 1, step_b = trans_b ? 1 : n;
+    const int parts = (k + DEPTH - 1) / DEPTH, most = (k + parts - 1) / parts;
 
-    for (int j0 = 32 * blockIdx.x; j0 < last; j0 += COLUMNS) {
-        const int width = min(COLUMNS, last - j0);
-        if (width < COLUMNS) memset(packed, 0, sizeof packed);
-        for (int p0 = 0; p0 < k; p0 += DEPTH) {
-            const int depth = min(DEPTH, k - p0);
-            for (int p = 0; p < depth && !trans_b; p++) {
-                memcpy(packed + p * COLUMNS, b + (size_t)(p0 + p) * n + j0, 4 * width);
-            }
-            for (int j = 0; j < width && trans_b; j++) {
-                for (int p = 0; p < depth; p++) packed[p * COLUMNS + j] = b[(size_t)(j0 + j) * k + p0 + p];
-            }
-            const float factor = p0 == 0 ? beta : 1.0f;
+    for (int p = 0; p < k; p += most) {
+        const int depth = min(most, k - p);
+        const float factor = p == 0 ? beta : 1.0f;
+        pack<ROWS>(packed, a + begin * row_a + p * step_a, row_a, step_a, end - begin, depth);
+        for (int j = left; j < right; j += COLUMNS) {
+            const float* panel = b + j * column_b + p * step_b;
+            pack<COLUMNS>(of_b, panel, column_b, step_b, min(COLUMNS, right - j), depth);
             for (int i = begin; i < end; i += ROWS) {
-                const float* of_row[ROWS];  // behind the last row: the last one again
-                for (int r = 0; r < ROWS; r++) of_row[r] = a + min(i + r, end - 1) * row + p0 * step;
+                float* to = c + (size_t)i * n + j;
+                for (int r = 0; r < ROWS; r++) {  // both lines of the cache, if c is not aligned
+                    __builtin_prefetch(to + (size_t)r * n, 1), __builtin_prefetch(to + (size_t)r * n + COLUMNS - 1, 1);
+                }
+                const float* x = packed + (i - begin) * depth;
+                const Vector* y = reinterpret_cast<const Vector*>(of_b);
                 Vector sums[ROWS][2] = {};
-                for (int p = 0; p < depth; p++) {
-                    const Vector* v = reinterpret_cast<const Vector*>(packed + p * COLUMNS);
+#pragma GCC unroll 4  // otherwise the loop's speed depends on its address, by up to a tenth
+                for (int q = 0; q < depth; q++, x += ROWS, y += 2) {
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
-                        const float x = of_row[r][p * step];
-                        sums[r][0] += x * v[0];
-                        sums[r][1] += x * v[1];
+                        sums[r][0] += x[r] * y[0];
+                        sums[r][1] += x[r] * y[1];
                     }
                 }
                 for (int r = 0; r < ROWS && i + r < end; r++) {
-                    float sum[COLUMNS];
-                    memcpy(sum, sums[r], sizeof sum);
-                    float* to = c + (size_t)(i + r) * n + j0;
-                    for (int j = 0; j < width; j++) to[j] = factor == 0.0f ? sum[j] : sum[j] + factor * to[j];
+                    float* out = to + (size_t)r * n;
+                    if (j + COLUMNS <= right) {
+                        Unaligned* v = reinterpret_cast<Unaligned*>(out);
+                        v[0] = factor == 0.0f ? sums[r][0] : sums[r][0] + factor * v[0];
+                        v[1] = factor == 0.0f ? sums[r][1] : sums[r][1] + factor * v[1];
+                    } else {
+                        for (int l = 0; j + l < right; l++) {
+                            const float sum = sums[r][l / LANES][l % LANES];
+                            out[l] = factor == 0.0f ? sum : sum + factor * out[l];
+                        }
+                    }
                 }
             }
         }
