@@ -327,9 +327,9 @@ def host_memory() -> tuple[int, int]:
 
 
 def keep_openblas_to_one_thread() -> None:
-    """Makes OpenBLAS, with which NumPy multiplies, use a single thread. If it had more, they would spin when idle, and
-    take the cores from the kernels that run next. And it rounds differently with more threads. Instead,
-    `CpuDevice.product` shares products out among the cores."""
+    """Makes OpenBLAS, with which NumPy multiplies single rows, use a single thread. If it had more, they would spin
+    when idle, and take the cores from the kernels that run next. And it rounds differently with more threads. Instead,
+    `CpuDevice.product` shares a row's columns out among the cores."""
     try:
         loaded = set(re.findall(r"/\S*openblas\S*", Path("/proc/self/maps").read_text()))
     except OSError:  # not Linux
