@@ -46,24 +46,32 @@ def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(each_product
             assert_close(f"c {dtype}, beta {beta}", c, want + beta * before, allowed)
 
 
-@pytest.mark.parametrize("trans_a, trans_b", [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("trans_a, trans_b, with_bias", [
+    (False, True, False), (False, False, False), (True, False, False), (False, True, True)
+])  # fmt: skip
 @pytest.mark.parametrize("m, n, k", [(768, 2304, 512), (1024, 512, 768), (100, 3072, 4096)])
-def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, m, n, k, trans_a, trans_b):
+def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, m, n, k, trans_a, trans_b, with_bias):
     if each_product.kind != "cuda" or each_product.floatX != each_product.BF16:
         pytest.skip("only products of bf16 matrices on a GPU are timed")
     rng = np.random.default_rng([m, n, k])
     a, b = (each_product.asarray(device.to_bf16(stored(normal(rng, *shape), turned)))
             for shape, turned in (((m, k), trans_a), ((k, n), trans_b)))  # fmt: skip
-    c = each_product.empty((m, n))
+    # In training a product is timed before its bias has learned anything.
+    c = each_product.empty((m, n), each_product.BF16 if with_bias else np.float32)
+    zeros, bias = (
+        each_product.asarray(device.to_bf16(x)) if with_bias else None for x in (np.zeros(n), normal(rng, n))
+    )
     plans = current.device.blas.lt.plans
     plans.clear()
-    each_product.gemm(c, a, b, m, n, k, trans_a, trans_b)
-    (plan,), want = plans.values(), each_product.to_host(c)
-    assert plan.timed and len(plan.algorithms) > 1
+    each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, bias=zeros)
+    (plan,) = plans.values()
+    assert plan.timed and len(plan.algorithms) > 1 - with_bias
+    results = [] if with_bias else [each_product.to_host(c)]
     for algorithm in plan.algorithms:
         plan.algorithms = [algorithm]
-        each_product.gemm(c, a, b, m, n, k, trans_a, trans_b)
-        assert np.array_equal(each_product.to_host(c), want)
+        each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, bias=bias)
+        results.append(each_product.to_host(c))
+    assert all(np.array_equal(result, results[0]) for result in results)
 
 
 @any_product
