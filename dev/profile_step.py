@@ -260,13 +260,16 @@ def draw(lines: list[Line], title: str, out: Path) -> None:
     plt.close(figure)
 
 
-def profile_step(workload: Workload, steps: int, out: Path) -> None:
+def profile_step(workload: Workload, steps: int | None, out: Path) -> None:
     write_data(workload)
     ceilings = measure_ceilings()
     print(f"{device.name}\n{ceilings.description}", flush=True)
     ours = Ours(workload)
-    step_ms, _ = time_steps(ours, max(5, steps) if device.kind == "cuda" else steps)
-    lines = lines_of(rows_of_steps(ours, steps), ceilings)
+    if device.kind == "cuda":
+        steps = steps or 10
+    step_ms, _ = time_steps(ours, steps)
+    # A small model's step on a CPU takes milliseconds, and some take half as long again as others: a few tell nothing.
+    lines = lines_of(rows_of_steps(ours, steps or min(100, max(3, int(5000 / step_ms)))), ceilings)
     how = f"{device.precision}, {ours.model.attention} attention"
     title = f"{workload.model}, B {workload.B}, T {workload.T}, {how} on {device.name}: {step_ms:.2f} ms a step"
     print(f"\n{title}\n")
@@ -277,7 +280,7 @@ def profile_step(workload: Workload, steps: int, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time each kernel of a training step beside what the machine can do.")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (10; on the CPU 3)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (10; on the CPU those of 5 s)")
     parser.add_argument("--out", type=a_path, default=Path("profile.png"), metavar="PNG", help="picture (%(default)s)")
     args = parser.parse_args(arguments)
     if args.out.suffix.lower() != ".png":
@@ -287,7 +290,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_picture(args.out)
     device.use(args.device)
     with tempfile.TemporaryDirectory() as directory:
-        profile_step(workload_of(args, directory), args.steps or (10 if device.kind == "cuda" else 3), args.out)
+        profile_step(workload_of(args, directory), args.steps, args.out)
 
 
 if __name__ == "__main__":
