@@ -8,6 +8,8 @@ operations for streams have nothing to do.
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import os
 import re
 import time
@@ -295,16 +297,22 @@ class CpuEvent:
         return self.time
 
 
+@functools.cache
 def product_grid(m: int, n: int, count: int, cores: int) -> tuple[int, int, int]:
-    """The grid with which product_kernel multiplies. Large blocks copy less of a and b than small ones, but there are
-    two for each core if the product is large enough."""
-    columns, rows = -(-n // 1024), -(-m // PRODUCT_ROWS)
-    while columns * rows * count < 2 * cores and max(n / columns, m / rows) > 64:
-        if n / columns > m / rows:
-            columns *= 2
-        else:
-            rows *= 2
-    return columns, rows, count
+    """The grid with which product_kernel multiplies: the one with which the busiest core has the least to do. A block
+    multiplies its rows by its columns. It also packs both, and a number takes as long to pack as some 20 to multiply.
+    So fewer blocks are better, if the cores can share them evenly."""
+    fewest_columns, fewest_rows = -(-n // 1024), -(-m // PRODUCT_ROWS)
+
+    def work(grid: tuple[int, int]) -> int:
+        columns, rows = grid
+        width, height = 32 * -(-n // (32 * columns)), 8 * -(-m // (8 * rows))  # of the largest block
+        return -(-columns * rows * count // cores) * (width * height + 20 * (width + height))
+
+    most_columns = max(fewest_columns, min(2 * cores, n // 64))
+    most_rows = max(fewest_rows, min(2 * cores, m // 64))
+    grids = itertools.product(range(fewest_columns, most_columns + 1), range(fewest_rows, most_rows + 1))
+    return *min(grids, key=work), count
 
 
 def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:

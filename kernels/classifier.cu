@@ -9,8 +9,8 @@
 #include "common.cuh"
 
 __device__ inline float largest_of(Vec v) {
-    for (int step = 1; step < WIDTH; step *= 2) {
-        for (int k = 0; k < WIDTH; k += 2 * step) v.x[k] = fmaxf(v.x[k], v.x[k + step]);
+    for (int half = WIDTH / 2; half > 0; half /= 2) {
+        for (int k = 0; k < half; k++) v.x[k] = fmaxf(v.x[k], v.x[k + half]);
     }
     return v.x[0];
 }

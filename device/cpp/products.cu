@@ -21,6 +21,7 @@ constexpr int LANES = 4, ROWS = 8;
 constexpr int LANES = 4, ROWS = 6;
 #endif
 constexpr int COLUMNS = 2 * LANES, DEPTH = 256;
+constexpr int LINE = 16;        // numbers in a line of the cache
 constexpr int MOST_ROWS = 264;  // of a block; device/cpu.py knows it
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
@@ -102,7 +103,15 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
         for (int j = left; j < right; j += COLUMNS) {
             const float* panel = b + j * column_b + p * step_b;
             pack<COLUMNS>(of_b, panel, column_b, step_b, min(COLUMNS, right - j), depth);
+            // Meanwhile the next panel comes to the cache: a few lines of it for each ROWS rows of c.
+            const int length = trans_b ? depth / LINE : max(1, COLUMNS / LINE);  // of a column or row of it, in lines
+            const int lines = j + 2 * COLUMNS <= right ? length * (trans_b ? COLUMNS : depth) : 0;
+            int line = 0;
             for (int i = begin; i < end; i += ROWS) {
+                for (const int upto = min(lines, lines * (i - begin + ROWS) / (end - begin)); line < upto; line++) {
+                    __builtin_prefetch(panel + COLUMNS * column_b + line / length * max(column_b, step_b) +
+                                       line % length * LINE);
+                }
                 float* to = c + (size_t)i * n + j;
                 for (int r = 0; r < ROWS; r++) {  // both lines of the cache, if c is not aligned
                     __builtin_prefetch(to + (size_t)r * n, 1), __builtin_prefetch(to + (size_t)r * n + COLUMNS - 1, 1);
