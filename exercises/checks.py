@@ -1,4 +1,4 @@
-"""What each exercise must do: check_<name>(lab) raises Wrong with what is wrong, or returns a remark, mostly empty.
+"""What each exercise must do: check_<name>(lab) raises Wrong with what is wrong; a few return a remark.
 
     python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON
 
@@ -92,7 +92,7 @@ def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
     else:
         device.use("cpu")
     try:
-        return "", globals()[f"check_{exercise.name}"](Lab(path, exercise.microscope))
+        return "", globals()[f"check_{exercise.name}"](Lab(path, exercise.microscope)) or ""
     except Wrong as wrong:
         return str(wrong), ""
 
@@ -309,22 +309,20 @@ def normal(*shape: int) -> np.ndarray:
 # ---- the exercises
 
 
-def check_who_am_i(lab: Lab) -> str:
+def check_who_am_i(lab: Lab) -> None:
     who = output(5 * 64, dtype=np.int32)
     lab.launch("who_am_i_kernel", (5,), (64,), who=who)
     expect("who", who, 1000 * (np.arange(320) // 64) + np.arange(320) % 64, in_line(5, 64))
-    return ""
 
 
-def check_guard(lab: Lab) -> str:
+def check_guard(lab: Lab) -> None:
     for N in 1000, 256, 1:
         x, out = given(normal(N)), output(N)
         lab.launch("twice_kernel", (ceil_div(N, 256),), (256,), out=out, x=x, N=N)
         expect("out", out, 2.0 * x, in_line(ceil_div(N, 256), 256))
-    return ""
 
 
-def check_plane(lab: Lab) -> str:
+def check_plane(lab: Lab) -> None:
     def thread(n: int, c: int) -> str:
         return f"thread ({c % 32}, {n % 4}) of block ({c // 32}, {n // 4})"
 
@@ -333,16 +331,14 @@ def check_plane(lab: Lab) -> str:
         grid = ceil_div(C, 32), ceil_div(N, 4)
         lab.launch("add_bias_kernel", grid, (32, 4), out=out, x=x, bias=bias, N=N, C=C)
         expect("out", out, x + bias, thread)
-    return ""
 
 
-def check_neighbours(lab: Lab) -> str:
+def check_neighbours(lab: Lab) -> None:
     x, out = given(normal(3 * 128)), output(3 * 128)
     watched = lab.launch("neighbours_kernel", (3,), (128,), out=out, x=x)
     padded = np.pad(x.reshape(3, 128).astype(np.float64), ((0, 0), (1, 1)))
     expect("out", out, (padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]).reshape(-1), in_line(3, 128), KERNEL_FP32)
     expect_loads(watched, "x", x.size)
-    return ""
 
 
 def expect_loads(watched: Watched, array: str, count: int) -> None:
@@ -388,7 +384,7 @@ def warp_step(addresses: list[int], size: int) -> np.ndarray:
     return step
 
 
-def check_sectors(lab: Lab) -> str:
+def check_sectors(lab: Lab) -> None:
     lanes = range(32)
     for what, addresses, size in (
         ("lane i reads float i", [4 * i for i in lanes], 4),
@@ -403,7 +399,6 @@ def check_sectors(lab: Lab) -> str:
     ):
         want = int(distinct(sectors_of(warp_step(addresses, size)))[0])
         expect_value(what, lab.call("sectors", addresses), want)
-    return ""
 
 
 def expect_value(what: str, got, want) -> None:
@@ -412,7 +407,7 @@ def expect_value(what: str, got, want) -> None:
         raise Wrong(f"{what}: expected {want}, got {got!r}")
 
 
-def check_banks(lab: Lab) -> str:
+def check_banks(lab: Lab) -> None:
     for what, words in (
         ("lane i reads word i", list(range(32))),
         ("all lanes read word 5", [5] * 32),
@@ -427,14 +422,13 @@ def check_banks(lab: Lab) -> str:
     for stride in range(1, 97):
         want = passes_of_words([stride * i for i in range(32)])
         expect_value(f"passes_of_stride({stride})", lab.call("passes_of_stride", stride), want)
-    return ""
 
 
 def passes_of_words(words: list[int]) -> int:
     return int(passes_of(warp_step([4 * word for word in words], 4), 4)[0][0])
 
 
-def check_bias_gradient(lab: Lab) -> str:
+def check_bias_gradient(lab: Lab) -> None:
     N, C = 600, 70  # more rows than kernels/reduce.py adds up in one stage
     dout, dbias, scratch = given(normal(N, C)), given(normal(C)), output(kernels.reduce.MOST_PARTIALS, C)
     before, rows = dbias.astype(np.float64), kernels.reduce.rows_per_chunk(N, multiple=8)
@@ -460,10 +454,9 @@ def check_bias_gradient(lab: Lab) -> str:
         lambda i: f"with blocks of (32, 8) add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}",
         KERNEL_FP32 * 10,
     )  # fmt: skip
-    return ""
 
 
-def check_layernorm(lab: Lab) -> str:
+def check_layernorm(lab: Lab) -> None:
     for B, T, C in (2, 3, 64), (1, 4, 130), (1, 2, 1601):
         x, branch, bias2 = 2 * normal(B * T, C) + 3, normal(1, B * T, C)[0], normal(C)
         weight, bias = normal(1, C)[0], normal(2, C)[0]
@@ -487,10 +480,9 @@ def check_layernorm(lab: Lab) -> str:
                 "out", out, want, lambda n, c, threads=threads: f"thread {c // 4 % threads} of block {n}", KERNEL_FP32,
                 f"with C = {C}, ",
             )  # fmt: skip
-    return ""
 
 
-def check_tf32(lab: Lab) -> str:
+def check_tf32(lab: Lab) -> None:
     for x in 1.0, -1.0, 0.5, 1.5, 0.0, 3.140625, -6.5e-20:
         bits = int(np.float32(x).view(np.uint32))
         want = bits // 2**31, bits // 2**23 % 256, bits % 2**23
@@ -508,7 +500,6 @@ def check_tf32(lab: Lab) -> str:
         i = wrong[0]
         shown = [f"{float(value)!r} ({np.float32(value).view(np.uint32):032b})" for value in (x[i], want[i], got[i])]
         raise Wrong("to_tf32 of {}:\nexpected {}\ngot      {}".format(*shown))
-    return ""
 
 
 def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
@@ -517,7 +508,7 @@ def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
     return np.copysign(np.ldexp(np.floor(abs(share) * 2**11 + 0.5), exponent - 11), x)
 
 
-def check_transpose(lab: Lab) -> str:
+def check_transpose(lab: Lab) -> None:
     def thread(c: int, n: int) -> str:
         return f"lane {n % 32} of a warp of block ({c // 32}, {n // 32})"
 
@@ -527,7 +518,6 @@ def check_transpose(lab: Lab) -> str:
         watched = lab.launch("transpose_tile_kernel", grid, (32, 8), out=out, x=x, N=N, C=C)
         expect("out", out, x.T, thread)
     expect_no_waste(lab, watched)  # of the matrix whose rows and columns are whole sectors
-    return ""
 
 
 def expect_no_waste(lab: Lab, watched: Watched) -> None:
@@ -547,7 +537,7 @@ def expect_no_waste(lab: Lab, watched: Watched) -> None:
             )
 
 
-def check_gelu(lab: Lab) -> str:
+def check_gelu(lab: Lab) -> None:
     for N, C in (70, 68), (5, 7):
         inp, dout, bias = 2 * normal(N, C), normal(1, N, C)[0], normal(C)
         dinp, dbias, out_T = given(dout), given(bias), output(C, N)
@@ -565,10 +555,9 @@ def check_gelu(lab: Lab) -> str:
         expect("out_T", out_T, (0.5 * x * (1 + tanh)).T, lambda c, n: thread(n, c) + ", by the tile,", KERNEL_FP32)
         expect("dinp", dinp, want, thread, KERNEL_FP32)
         expect("dbias", dbias, bias + want.sum(0), lambda c: "add_partials, from the threads' sums,", KERNEL_FP32 * 10)
-    return ""
 
 
-def check_online_softmax(lab: Lab) -> str:
+def check_online_softmax(lab: Lab) -> None:
     def pair(what: str, got, x: np.ndarray) -> tuple[float, float]:
         try:
             largest, total = (float(value) for value in got)
@@ -593,10 +582,9 @@ def check_online_softmax(lab: Lab) -> str:
     ), ("b EMPTY", x, x[:0]), ("both EMPTY", x[:0], x[:0]):  # fmt: skip
         states = [(one.max(), np.exp(one - one.max()).sum()) if one.size else (-np.inf, 0.0) for one in (a, b)]
         pair(f"merge, {what}", lab.call("merge", *states), np.concatenate([a, b]))
-    return ""
 
 
-def check_softmax(lab: Lab) -> str:
+def check_softmax(lab: Lab) -> None:
     for T, scale in (37, 0.125), (160, 1.0), (40, 60.0):
         rows = 2 * T
         scores = normal(2, T, T).reshape(rows, T)
@@ -613,7 +601,6 @@ def check_softmax(lab: Lab) -> str:
             return f"lane {s // 4 % 32} of warp {n % 8} of block {n // 8}"
 
         expect("att", att, want, thread, KERNEL_FP32, f"with T = {T} and scale {scale:g}, ")
-    return ""
 
 
 def tiles_of(k: np.ndarray, v: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -658,7 +645,7 @@ def expect_matrix(what: str, got, want: np.ndarray) -> None:
         raise Wrong(f"{what}[{place}]: expected {number(want[index])}, got {number(got[index])}{remark}")
 
 
-def check_flash_forward(lab: Lab) -> str:
+def check_flash_forward(lab: Lab) -> None:
     for what, q, k, v, scale, width in flash_cases():
         _, want_out, want_lse = attention(q, k, v, scale)
         got = lab.call("flash_forward", q.copy(), tiles_of(k, v, width), scale)
@@ -666,10 +653,9 @@ def check_flash_forward(lab: Lab) -> str:
             raise Wrong(f"flash_forward has to return out and lse, not {type(got).__name__}")
         expect_matrix(f"{what}: lse", got[1], want_lse)
         expect_matrix(f"{what}: out", got[0], want_out)
-    return ""
 
 
-def check_flash_backward(lab: Lab) -> str:
+def check_flash_backward(lab: Lab) -> None:
     for what, q, k, v, scale, width in flash_cases():
         p, out, lse = attention(q, k, v, scale)
         dout = normal(9, *q.shape)[8].astype(np.float64)
@@ -688,7 +674,6 @@ def check_flash_backward(lab: Lab) -> str:
             tile = slice(i * width, (i + 1) * width)
             expect_matrix(f"{what}: tile {i}'s dk", dk, scale * ds[:, tile].T @ q)
             expect_matrix(f"{what}: tile {i}'s dv", dv, p[:, tile].T @ dout)
-    return ""
 
 
 # Where lane 0's elements are, and how far each bit of a lane's number and of i moves an element: (rows, columns).
@@ -706,7 +691,7 @@ def place(matrix: str, lane: int, i: int) -> tuple[int, int]:
     return sum(row for row, _ in moves), sum(column for _, column in moves)
 
 
-def check_fragments(lab: Lab) -> str:
+def check_fragments(lab: Lab) -> None:
     for matrix, (_, of_i) in FRAGMENTS.items():
         for lane in range(32):
             for i in range(1 << len(of_i)):
@@ -716,10 +701,9 @@ def check_fragments(lab: Lab) -> str:
         for i in range(4):
             row, column = place("c", lane, i)
             expect_value(f"lane and i of C[{row}][{column}]", lab.call("holder_of_c", row, column), (lane, i))
-    return ""
 
 
-def check_adamw(lab: Lab) -> str:
+def check_adamw(lab: Lab) -> None:
     n, lr, beta1, beta2, eps, decay = 1030, 0.1, 0.9, 0.999, 1e-8, 0.1
     params, m, v = given(normal(n)), given(np.zeros(n, np.float32)), given(np.zeros(n, np.float32))
     scale = 0.5
@@ -736,14 +720,13 @@ def check_adamw(lab: Lab) -> str:
         want = want - lr * (step + decay * want)
         for name, got, values in ("m", m, want_m), ("v", v, want_v), ("params", params, want):
             expect(name, got, values, in_line_of_four, KERNEL_FP32, f"after step {t}, ")
-    return ""
 
 
 def in_line_of_four(i: int) -> str:
     return f"thread {i // 4 % 256} of block {i // 1024}"
 
 
-def check_tensor_cores(lab: Lab) -> str:
+def check_tensor_cores(lab: Lab) -> None:
     def thread(m: int, n: int) -> str:
         warp, lane, i = m % 32 // 16 * 2 + n % 16 // 8, m % 8 * 4 + n % 8 // 2, m % 16 // 8 * 2 + n % 2
         return f"lane {lane} of warp {warp} of block ({n // 16}, {m // 32}), as its d[{i}],"
@@ -758,10 +741,9 @@ def check_tensor_cores(lab: Lab) -> str:
     for M, N, K in (32, 16, 8), (64, 48, 24), (37, 21, 13):
         product("whole numbers", np.rint(4 * normal(M, K)), np.rint(4 * normal(K, N)), 0.0)
     product("any numbers", normal(32, 40), normal(40, 16), KERNEL_FP32)
-    return ""
 
 
-def check_swizzle(lab: Lab) -> str:
+def check_swizzle(lab: Lab) -> None:
     N, C = 64, 96
     x, out = given(normal(N, C)), output(C, N)
     watched = lab.launch("swizzled_transpose_kernel", (C // 32, N // 32), (256,), out=out, x=x, N=N, C=C)
@@ -770,14 +752,13 @@ def check_swizzle(lab: Lab) -> str:
     if size > 4096:
         raise Wrong(f"the numbers are right, but the tile has {size} bytes; 4096 are enough")
     expect_no_waste(lab, watched)
-    return ""
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
     return device.from_bf16(device.to_bf16(x)).reshape(np.shape(x))
 
 
-def check_bf16_sum(lab: Lab) -> str:
+def check_bf16_sum(lab: Lab) -> None:
     for term in 1.0, 0.25, 64.0, 1.5, 0.02001953125, 3.0, 1.0078125, 1.9921875:
         total, before = np.float32(0), np.float32(-1)
         while total != before:
@@ -797,7 +778,6 @@ def check_bf16_sum(lab: Lab) -> str:
                 raise Wrong(f"{name}, {what}: expected {number(want)}, give or take {most:.1%}, got {number(value)}")
             if value != to_bf16(value):
                 raise Wrong(f"{name}, {what}: {value!r} is not a bf16 number")
-    return ""
 
 
 def check_flash_attention(lab: Lab) -> str:
@@ -845,7 +825,7 @@ RANKS = 3
 PATIENCE = 2  # seconds that a rank waits for what another one sends
 
 
-def check_ring(lab: Lab) -> str:
+def check_ring(lab: Lab) -> None:
     """Three processes, which this one starts. Each has a pipe to read from, into which the rank before it writes."""
     fork = multiprocessing.get_context("fork")
     rings, results = ([fork.Pipe(duplex=False) for _ in range(RANKS)] for _ in range(2))
@@ -885,7 +865,6 @@ def check_ring(lab: Lab) -> str:
             most = 2 * (RANKS - 1) * ceil_div(n, RANKS)
             if sent > most:
                 raise Wrong(f"n = {n}: the sums are right, but rank {rank} has sent {sent} numbers; {most} are enough")
-    return ""
 
 
 def reduced(

@@ -1,11 +1,14 @@
-"""Fixtures that all tests share: the device they run on, and seeded random numbers."""
+"""What tests share: the device they run on, seeded random numbers, a browser, and more."""
 
 import functools
 import gc
 import os
+import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 # Read when numpy loads, so before any import that brings it in: idle worker threads would steal the tests' own cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -86,11 +89,32 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 
 def switch_device(name: str, monkeypatch) -> None:
+    """Skips the test where a GPU has not the precision."""
     kind, *variants = name.split("-")
     if kind == "cpu":
         monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in variants else "1")
     device.use(kind)
-    device.use_precision(next((each for each in ("tf32", "bf16") if each in variants), "fp32"))
+    precision = next((each for each in ("tf32", "bf16") if each in variants), "fp32")
+    if kind == "cuda" and precision != "fp32" and device.current.device.compute_capability < 80:
+        pytest.skip(f"this GPU has no {precision}")
+    device.use_precision(precision)
+
+
+def switched(request, monkeypatch) -> Iterator[ModuleType]:
+    """What a fixture does whose parameters are devices."""
+    switch_device(request.param, monkeypatch)
+    yield device
+    device.synchronize()
+
+
+def refusal(function: Callable, *args, **kwargs) -> str:
+    """What a function says that refuses what it is given: one line."""
+    try:
+        function(*args, **kwargs)
+    except UserError as error:  # pytest.raises would keep the function's frames, and the locks that they hold
+        assert "\n" not in str(error)
+        return str(error)
+    raise AssertionError("not refused")
 
 
 @pytest.fixture(params=DEVICES)
@@ -100,9 +124,7 @@ def dev(request, monkeypatch):
     "cpu" runs the kernels with warps of one thread, as training on the CPU does; "cpu-warp32" runs them with the warps
     of 32 that a GPU has, so that every shuffle takes part; "cuda" is the GPU, left out where there is none.
     """
-    switch_device(request.param, monkeypatch)
-    yield device
-    device.synchronize()
+    yield from switched(request, monkeypatch)
 
 
 TYPES = [*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
@@ -113,32 +135,19 @@ TYPES += ["cuda-bf16"] * ("cuda" in DEVICES)
 def each_type(request, monkeypatch):
     """`dev` for kernels that are built for each type: also with bf16 for parameters, activations and their gradients.
     What tests/oracle.py makes and compares follows the type."""
-    switch_device(request.param, monkeypatch)
-    if "bf16" in request.param and device.floatX != device.BF16:
-        pytest.skip("this GPU has no bf16")
-    yield device
-    device.synchronize()
+    yield from switched(request, monkeypatch)
 
 
 @pytest.fixture(params=DEVICES + ["cuda-tf32"] * ("cuda" in DEVICES))
 def product_dev(request, monkeypatch):
     """`dev` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
-    switch_device(request.param, monkeypatch)
-    if request.param == "cuda-tf32" and not device.tf32:
-        pytest.skip("this GPU has no TF32")
-    yield device
-    device.synchronize()
+    yield from switched(request, monkeypatch)
 
 
 @pytest.fixture(params=TYPES + ["cuda-tf32"] * ("cuda" in DEVICES))
 def each_product(request, monkeypatch):
     """`each_type` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
-    switch_device(request.param, monkeypatch)
-    for precision in "bf16", "tf32":
-        if precision in request.param and device.precision != precision:
-            pytest.skip(f"this GPU has no {precision}")
-    yield device
-    device.synchronize()
+    yield from switched(request, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +180,22 @@ def trainer_here(monkeypatch):
     yield trainer_here
     for number, handler in handlers.items():  # a run that has begun takes them
         signal.signal(number, handler)
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+QUIET = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium or Chrome")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=path, args=QUIET)
+        yield browser
+        browser.close()

@@ -259,6 +259,12 @@ def attention(qkv: torch.Tensor, num_heads: int, kind: str, num_kv_heads: int | 
     return (att @ v).transpose(1, 2).reshape(B, T, NH * q.shape[-1])
 
 
+def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """x (B, T, heads, R), of which each pair of neighbours is turned by its one of the complex numbers (T, R/2)."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:3], -1, 2).contiguous())
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+
+
 def gpt2(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: GPT2Config, kind: str) -> torch.Tensor:
     """GPT-2's forward pass: logits (B, T, Vp)."""
     C = config.channels
@@ -286,9 +292,7 @@ def llama3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Llama3Confi
     for l in range(config.num_layers):
         heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).view(B, T, NH + 2 * NKV, HS)
         qk, v = heads.split((NH + NKV, NKV), dim=2)
-        pairs = torch.view_as_complex(qk.reshape(B, T, NH + NKV, HS // 2, 2))
-        qk = torch.view_as_real(pairs * turns[:, None]).flatten(-2)
-        h = attention(torch.cat([qk, v], dim=2).flatten(2), NH, kind, NKV)
+        h = attention(torch.cat([turned(qk, turns), v], dim=2).flatten(2), NH, kind, NKV)
         x = x + F.linear(h, p["attprojw"][l])
         up, gate = F.linear(norm(x, p["ln2w"][l]), p["fcw"][l]).chunk(2, dim=-1)
         x = x + F.linear(F.silu(gate) * up, p["fcprojw"][l])
@@ -310,8 +314,7 @@ def pythia(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: PythiaConfi
     def attend(x, l):
         heads = F.linear(x, p["qkvw"][l], p["qkvb"][l]).view(B, T, 3 * NH, HS)
         qk, v = heads.split((2 * NH, NH), dim=2)
-        pairs = torch.view_as_complex(qk[..., :R].reshape(B, T, 2 * NH, R // 2, 2).contiguous())
-        qk = torch.cat([torch.view_as_real(pairs * turns[:, None]).flatten(-2), qk[..., R:]], dim=-1)
+        qk = torch.cat([turned(qk[..., :R], turns), qk[..., R:]], dim=-1)
         h = attention(torch.cat([qk, v], dim=2).flatten(2), NH, kind)
         return F.linear(h, p["attprojw"][l], p["attprojb"][l])
 
@@ -339,15 +342,11 @@ def qwen3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Qwen3Config,
     def norm(x, weight):
         return F.rms_norm(x, (x.shape[-1],), weight, config.norm_eps)
 
-    def turned(x):
-        pairs = torch.view_as_complex(x.reshape(*x.shape[:3], HS // 2, 2))
-        return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
-
     x = p["wte"][tokens]
     for l in range(config.num_layers):
         heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).view(B, T, NH + 2 * NKV, HS)
         q, k, v = heads.split((NH, NKV, NKV), dim=2)
-        q, k = turned(norm(q, p["qnormw"][l])), turned(norm(k, p["knormw"][l]))
+        q, k = turned(norm(q, p["qnormw"][l]), turns), turned(norm(k, p["knormw"][l]), turns)
         h = attention(torch.cat([q, k, v], dim=2).flatten(2), NH, kind, NKV)
         x = x + F.linear(h, p["attprojw"][l])
         up, gate = F.linear(norm(x, p["ln2w"][l]), p["fcw"][l]).chunk(2, dim=-1)
@@ -440,6 +439,17 @@ def transformers_model(config: Config, seed: int = 0) -> transformers.PreTrained
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def opinionated(config: Config) -> transformers.PreTrainedModel:
+    """transformers_model with larger matrices. Weights as they start out would make all tokens about as likely, or have
+    each repeat itself, and rotations would matter little."""
+    model = transformers_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= 10
     return model
 
 

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import generate
+from conftest import refusal
 from dev import import_hf
 from dev.huggingface import config_json
 from device.errors import UserError
@@ -278,9 +279,7 @@ def in_time():
 
 
 def refused(function, *arguments) -> None:
-    with pytest.raises(UserError, match="not a regular file") as caught:
-        function(*arguments)
-    assert "\n" not in str(caught.value)
+    assert "not a regular file" in refusal(function, *arguments)
 
 
 @pytest.mark.parametrize("kind", [*MODELS, "debug state", "tokens", "tokenizer", "hellaswag", "log"])

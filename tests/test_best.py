@@ -12,6 +12,7 @@ from inspect import getmodule
 from pathlib import Path
 
 import generate
+from conftest import refusal
 from dev import export_hf
 from device.errors import UserError
 from llmc import program, saver
@@ -22,7 +23,7 @@ from models import TINY, described
 
 import pytest
 from test_evaluation import random_examples, write_evaluation
-from test_reliability import write_tokenizer
+from test_reliability import write_data
 
 V, B, T = 257, 2, 16
 FLAGS = f"-i data -b {B} -t {T} -g 0 -v 1 -m 2 --seed 1 --device cpu --checkpoint-dir run --best".split()
@@ -48,21 +49,15 @@ class Trainer:
 
     def refused(self, *flags: str, losses: tuple[float, ...] = ()) -> str:
         """What a run says that is refused, or fails in the end."""
-        try:
-            self.train(*flags, losses=losses)
-        except UserError as error:
-            assert "\n" not in str(error)
-            return str(error)
-        raise AssertionError("not refused")
+        return refusal(self.train, *flags, losses=losses)
 
 
 @pytest.fixture
 def trainer(tmp_path, rng, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(program, "last_checkpoint", None)
-    for split, count in (("train", 2000), ("val", 400), ("other", 400)):
-        write_tokens(f"data_{split}.bin", rng.integers(0, V, count))
-    write_tokenizer(Path("data_tokenizer.bin"))
+    write_data(tmp_path, rng)
+    write_tokens("data_other.bin", rng.integers(0, V, 400))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield Trainer(monkeypatch, capsys)
     for number, handler in handlers.items():  # a run takes them

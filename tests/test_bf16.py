@@ -2,15 +2,14 @@
 
 from copy import deepcopy
 
-import device
 import oracle
-from conftest import DEVICES, switch_device
+from conftest import DEVICES, switched
 from llmc.batches import Batches
 from llmc.checkpoint import read_model, write_model
 from llmc.exchange import Exchange
 from llmc.model import build_from_file
 from llmc.step import train_step
-from llmc.tensors import Config, name_tensors
+from llmc.tensors import Config
 from models import kind_of
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
@@ -20,7 +19,7 @@ from train_qwen3 import Qwen3Config
 import numpy as np
 import pytest
 import torch
-from test_model import GivenBatches, build, forward_backward, make_batches
+from test_model import GivenBatches, build, forward_backward, make_batches, name_parameters
 
 MODELS = {
     "GPT-2": (GPT2Config(40, 250, 2, 2, 128), "softmax"),
@@ -36,14 +35,7 @@ B, T, SAMPLES = 2, 33, 4
 @pytest.fixture(params=["cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
                 + ["cuda-bf16"] * ("cuda" in DEVICES))  # fmt: skip
 def dev(request, monkeypatch):
-    switch_device(request.param, monkeypatch)
-    yield device
-    device.synchronize()
-
-
-def tensors_of(flat: np.ndarray, config: Config) -> dict[str, np.ndarray]:
-    tensors = name_tensors(flat, config.parameters(), config.sizes(), align=1)
-    return {name: getattr(tensors, name).astype(np.float64) for name, _ in config.parameters()}
+    yield from switched(request, monkeypatch)
 
 
 def transformers_gradients(model, config: Config, batch) -> tuple[float, np.ndarray]:
@@ -75,9 +67,11 @@ def test_gradients_are_as_near_to_float64_as_those_of_a_bf16_model_of_transforme
         their_loss, their = transformers_gradients(theirs, config, batch)
         _, loss = forward_backward(dev, model, *batch, 1 / (B * T))
         assert abs(loss - want_loss) <= 1.2 * abs(their_loss - want_loss) + 2e-3 * want_loss
-        want, *others = (tensors_of(x, config) for x in (want, dev.to_host(model.grads_memory), their))
-        for name, values in want.items():
-            off = [np.square(other[name] - values).sum() / np.square(values).sum() for other in others]
+        gradients = (x.astype(np.float64) for x in (want, dev.to_host(model.grads_memory), their))
+        tensors = [name_parameters(flat, config) for flat in gradients]
+        for name, _ in config.parameters():
+            values, *others = (getattr(each, name) for each in tensors)
+            off = [np.square(other - values).sum() / np.square(values).sum() for other in others]
             errors.setdefault(name, []).append(off)
     found = {name: np.sqrt(np.mean(squares, axis=0)) for name, squares in errors.items()}
     worse = {name: (ours, their) for name, (ours, their) in found.items() if ours > 1.2 * their}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import device
+from conftest import refusal
 from device.errors import UserError
 from llmc.checkpoint import (
     check_saved,
@@ -68,14 +69,6 @@ def overwrite(path, offset, data):
 
 def flat(tensors: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([tensor.ravel() for tensor in tensors.values()])
-
-
-def refusal(function, *args):
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("config", [

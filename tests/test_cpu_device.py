@@ -465,8 +465,7 @@ out = np.zeros(1, np.float32)
 cpp.compile_source({str(folder.parent / "two.cu")!r}).kernel("two_kernel")(1, 1, (out,))
 print(out[0])
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
+    done = run_python(program, LLMC_CACHE_DIR=str(folder))
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
 
 
@@ -498,7 +497,7 @@ ANEW = "each run compiles its kernels anew; set LLMC_CACHE_DIR to a folder that 
     pytest.param("there", "/proc/none", "/proc/none/llm.cupy cannot be made", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(
-    home, cache, reason, tmp_path
+    home, cache, reason, tmp_path, monkeypatch
 ):
     program = f"""
 from pathlib import Path
@@ -509,9 +508,8 @@ if {home!r} == "none":
     Path.home = home
 print(cpp.compile_all([{str(CU / "failures.cu")!r}])[0].kernels[0])
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache, "TMPDIR": str(tmp_path)}
-    env.pop("LLMC_CACHE_DIR", None)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
+    monkeypatch.delenv("LLMC_CACHE_DIR", raising=False)
+    done = run_python(program, XDG_CACHE_HOME=cache, TMPDIR=str(tmp_path))
     assert done.stdout == "assert_kernel\n", done.stderr
     assert done.stderr == f"{reason}: {ANEW}\n"
     assert not list(tmp_path.iterdir())

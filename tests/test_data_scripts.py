@@ -10,6 +10,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from dev.data import shards
+from dev.data.common import download, encode, load_tokenizer
+from dev.data.shards import write_shards
 from device.errors import UserError
 from llmc.dataloader import DataLoader, open_tokens
 from llmc.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
@@ -165,8 +168,6 @@ def server():
 
 
 def test_a_download_arrives_whole_and_is_not_repeated(server, tmp_path):
-    from dev.data.common import download
-
     path = tmp_path / "data" / "text.txt"
     body = bytes(range(256)) * 1000
     for length in (len(body), None):
@@ -179,8 +180,6 @@ def test_a_download_arrives_whole_and_is_not_repeated(server, tmp_path):
 
 @pytest.mark.parametrize("status, body, length", [(404, b"page", 4), (500, b"", 0), (200, b"x" * 500, 1000)])
 def test_a_download_that_fails_or_breaks_off_leaves_nothing(server, tmp_path, status, body, length):
-    from dev.data.common import download
-
     server.answers = [(status, body, length)]
     with pytest.raises(UserError, match="again"):
         download(server.url, tmp_path / "text.txt")
@@ -188,8 +187,6 @@ def test_a_download_that_fails_or_breaks_off_leaves_nothing(server, tmp_path, st
 
 
 def test_a_server_that_is_not_there_is_an_error(server, tmp_path):
-    from dev.data.common import download
-
     server.shutdown()
     server.server_close()
     with pytest.raises(UserError, match="check the connection"):
@@ -197,8 +194,6 @@ def test_a_server_that_is_not_there_is_an_error(server, tmp_path):
 
 
 def test_a_place_that_cannot_be_written_to_is_refused(server, tmp_path):
-    from dev.data.common import download
-
     (tmp_path / "file").write_text("")
     assert "cannot be made" in run("python_docs.py", "--out", tmp_path / "file" / "python_docs", fails=True)
     server.answers = [(200, b"text", 4)]
@@ -280,8 +275,6 @@ def ascii_tokenizer(tmp_path):
 
 
 def test_every_script_refuses_a_tokenizer_that_cannot_spell_its_texts(tmp_path, ascii_tokenizer):
-    from dev.data.shards import write_shards
-
     (tmp_path / "text.txt").write_text("a naïve speech\n\n" * 20, encoding="utf-8")
     (tmp_path / "h.jsonl").write_text(hellaswag_line() + "\n", encoding="utf-8")
     args = ["--tokenizer", ascii_tokenizer, "--out", tmp_path / "x"]
@@ -297,8 +290,6 @@ def test_every_script_refuses_a_tokenizer_that_cannot_spell_its_texts(tmp_path, 
 
 
 def test_every_script_says_that_a_normalizer_changes_its_texts(tmp_path, tokenizer, capsys):
-    from dev.data.common import encode, load_tokenizer
-
     assert load_tokenizer(tokenizer).normalizer is None and capsys.readouterr().out == ""
     library = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(byte_letters())}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -342,8 +333,6 @@ def contents(folder):
 
 
 def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(texts, tokenizer, tmp_path):
-    from dev.data.shards import write_shards
-
     out = tmp_path / "out" / "web"
     write_shards(texts, settings(tokenizer, out), split="train", first_split="val")
     shards = [out.with_name("web_val_000000.bin"), *sorted(out.parent.glob("web_train_*.bin"))]
@@ -357,8 +346,6 @@ def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(texts, t
 
 
 def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(texts, large_tokenizer, tmp_path):
-    from dev.data.shards import write_shards
-
     out = tmp_path / "out" / "web"
     write_shards(texts, settings(large_tokenizer, out), split="train")
     shards = [open_tokens(shard) for shard in sorted(out.parent.glob("web_train_*.bin"))]
@@ -369,8 +356,6 @@ def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(texts, large_to
 
 @pytest.mark.parametrize("shard_tokens", [11, 64, 5000])
 def test_shards_of_any_size_hold_all_texts(texts, tokenizer, tmp_path, shard_tokens):
-    from dev.data.shards import write_shards
-
     few = Texts(list(texts)[:40])
     write_shards(few, settings(tokenizer, tmp_path / "o" / "web", shard_tokens=shard_tokens, texts=30), split="train")
     shards = sorted((tmp_path / "o").glob("web_train_*.bin"))
@@ -378,9 +363,7 @@ def test_shards_of_any_size_hold_all_texts(texts, tokenizer, tmp_path, shard_tok
 
 
 def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_path, monkeypatch):
-    from dev.data import shards
-
-    shards.write_shards(texts, settings(tokenizer, tmp_path / "whole" / "web"), split="train")
+    write_shards(texts, settings(tokenizer, tmp_path / "whole" / "web"), split="train")
     whole = contents(tmp_path / "whole")
 
     write_tokens = shards.write_tokens
@@ -397,7 +380,7 @@ def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_pat
 
         monkeypatch.setattr(shards, "write_tokens", stopping)
         try:
-            shards.write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
+            write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
             break
         except KeyboardInterrupt:
             assert contents(tmp_path / "parts") != whole
@@ -405,12 +388,10 @@ def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_pat
     assert contents(tmp_path / "parts") == whole
 
     monkeypatch.setattr(shards, "write_tokens", None)  # done: nothing is written any more
-    shards.write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
+    write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
 
 
 def test_going_on_with_other_settings_is_refused(texts, tokenizer, tmp_path):
-    from dev.data.shards import write_shards
-
     write_shards(texts, settings(tokenizer, tmp_path / "web"), split="train")
     for change in ({"shard_tokens": 999}, {"texts": 7}):
         with pytest.raises(UserError, match=next(iter(change))):

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 
+from conftest import refusal
 from device.errors import UserError
 from llmc import dataloader
 from llmc.arguments import parse_arguments
@@ -40,14 +41,6 @@ def llm_c_batches(tokens, B, T, n):
         chunk = tokens[position : position + B * T + 1].astype(np.int32)
         yield chunk[:-1].reshape(B, T), chunk[1:].reshape(B, T)
         position += B * T
-
-
-def refusal(function, *args, **kwargs):
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture

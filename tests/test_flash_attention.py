@@ -44,8 +44,6 @@ def dev(request, monkeypatch):
     they run."""
     switch_device(request.param, monkeypatch)
     wgmma = "wgmma" in request.param
-    if "bf16" in request.param and device.floatX != device.BF16:
-        pytest.skip("this GPU has no bf16")
     if wgmma and device.kind == "cuda" and not flash_attention.has_wgmma():
         pytest.skip(device.why_not_kernels(flash_attention.hopper.path))
     monkeypatch.setattr(flash_attention, "has_wgmma", lambda: wgmma)

@@ -18,7 +18,7 @@ from llmc.sampler import Sampler, samplers_of
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from models import TINY, described, kind_of
-from oracle import flat_parameters_of, sample, transformers_model
+from oracle import flat_parameters_of, opinionated, sample
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
@@ -37,14 +37,8 @@ gpt2_alone = pytest.mark.parametrize("theirs", [CONFIG], indirect=True, ids=lamb
 
 @pytest.fixture(scope="module", params=[CONFIG, *OTHERS], ids=lambda config: config.NAME)
 def theirs(request):
-    """transformers' model of 257 byte tokens, with opinions: weights as they start out would make all tokens about as
-    likely, or have each repeat itself."""
-    model = transformers_model(request.param)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter *= 10
-    return model
+    """transformers' model of 257 byte tokens."""
+    return opinionated(request.param)
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """llmc/generation.py: a token costs one position, and is the same as if the whole text were computed."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import device
 import oracle
-from conftest import DEVICES, switch_device
+from conftest import DEVICES, switched
 from llmc.batches import Batches
 from llmc.exchange import Exchange
 from llmc.generation import Writer, print_sample
@@ -14,7 +13,7 @@ from llmc.model import Model
 from llmc.sampler import Sampler, samplers_of
 from llmc.step import train_step
 from models import FAMILIES, ONE_OF_EACH, SOME, VARIANTS, kind_of
-from oracle import assert_close, flat_parameters_of, sample, transformers_model
+from oracle import assert_close, flat_parameters_of, opinionated, sample
 from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
@@ -33,9 +32,7 @@ TEXTS = json.loads((Path(__file__).parent / "data" / "texts.json").read_text())
 @pytest.fixture(params=[name for name in DEVICES if name != "cpu-warp32"])
 def one_dev(request, monkeypatch):
     """`dev` for what bears on kernels no more than other tests here do: without warps of 32 lanes on a CPU."""
-    switch_device(request.param, monkeypatch)
-    yield device
-    device.synchronize()
+    yield from switched(request, monkeypatch)
 
 
 def writing(config, attention: str, B: int, T: int) -> Model:
@@ -224,7 +221,7 @@ class OneBatchOf(OneBatch):
 
 @pytest.mark.parametrize("config", [config for family in FAMILIES for config in family], ids=name_of)
 def test_greedy_text_is_what_transformers_generates(one_dev, config):
-    theirs, T = opinionated(config), config.max_seq_len
+    theirs, T = opinionated(config).eval(), config.max_seq_len
     model = kind_of(config)(config, 1, T, "softmax", inference=True)
     model.put(0, flat_parameters_of(theirs, config).astype(np.float32))
     prompt = random_texts(config, 1, min(4, T // 2))
@@ -236,17 +233,6 @@ def test_greedy_text_is_what_transformers_generates(one_dev, config):
     writer = Writer(model, 1, temperature=0.0)
     found = [token for (token,) in writer.tokens(prompt.tolist(), [Sampler()], T - prompt.size)]
     assert found == tokens[prompt.size :]
-
-
-@cache
-def opinionated(config):
-    """transformers' model, whose weights as they start out would make all tokens about as likely."""
-    model = transformers_model(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter *= 10
-    return model.eval()
 
 
 def test_a_model_for_inference_keeps_of_each_layer_keys_and_values_alone():

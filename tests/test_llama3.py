@@ -8,14 +8,14 @@ from llmc.batches import Batches
 from llmc.exchange import Exchange
 from llmc.model import Model
 from llmc.step import train_step
-from llmc.tensors import Config, name_tensors
+from llmc.tensors import Config
 from oracle import assert_close, model_tolerance
 from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
 import torch
-from test_model import GivenBatches, build, forward_backward, make_batches
+from test_model import GivenBatches, build, forward_backward, make_batches, name_parameters
 
 SMALL = Llama3Config(16, 101, 2, 6, 2, 48, 67, tied=False)  # heads of 8
 CONFIGS = {
@@ -28,16 +28,11 @@ CONFIGS = {
 B, T = 2, 13
 
 
-def compared(flat: np.ndarray, config: Config) -> dict[str, np.ndarray]:
-    tensors = name_tensors(flat, config.parameters(), config.sizes(), align=1)
-    return {name: getattr(tensors, name) for name, _ in config.parameters()}
-
-
 def assert_all_close(what: str, ours: np.ndarray, theirs: np.ndarray, config: Config, tolerance: float) -> None:
     """Compares flat buffers (num_parameters,) tensor by tensor."""
-    want = compared(theirs, config)
-    for name, values in compared(ours, config).items():
-        assert_close(f"{what} {name}", values, want[name], tolerance)
+    got, want = name_parameters(ours, config), name_parameters(theirs, config)
+    for name, _ in config.parameters():
+        assert_close(f"{what} {name}", getattr(got, name), getattr(want, name), tolerance)
 
 
 def assert_is_transformers(product_dev, config: Config, blind: Callable[[np.ndarray], None] | None = None) -> None:

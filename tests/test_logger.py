@@ -3,19 +3,11 @@
 import os
 import socket
 
-from device.errors import UserError
+from conftest import refusal
 from llmc.logger import Logger, read_log
 
 import numpy as np
 import pytest
-
-
-def refusal(function, *args):
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def write_run(logger, steps):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,6 @@ from dev.microscope import write_page
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-ARGUMENTS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
 LAUNCHERS = ("layernorm_backward", "flash_attention_backward")
 
 
@@ -45,25 +39,13 @@ def url(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("there is no Chromium or Chrome")
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def visit(browser):
+def visit(chromium):
     """Opens an address in a window of its own. What the page asks for or complains of is an error."""
     contexts, wrong = [], []
 
     def visit(address: str, width: int = 1200, scheme: str = "light"):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        contexts.append(chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text))

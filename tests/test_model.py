@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -10,12 +11,7 @@ import device
 import oracle
 from device.errors import UserError
 from kernels.flash_attention import HEAD_SIZES
-from llmc.attention import (
-    attention_input,
-    causal_attention_backward,
-    causal_attention_forward,
-    choose_attention,
-)
+from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward, choose_attention
 from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import sort_by_token
@@ -116,7 +112,7 @@ def make_batches(config: Config, count: int, B: int, T: int) -> list[tuple[np.nd
 class GivenBatches:
     """A loader of these batches, one after the other."""
 
-    def __init__(self, batches: list):
+    def __init__(self, batches: Iterable):
         self.rest = iter(batches)
 
     def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:

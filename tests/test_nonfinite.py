@@ -15,13 +15,7 @@ from kernels.encoder import encoder_backward, encoder_forward
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
-from kernels.matmul import (
-    matmul_backward_bias,
-    matmul_backward_inp,
-    matmul_backward_weight,
-    matmul_forward,
-    transpose,
-)
+from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward, transpose
 from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import MOST_PARTIALS, global_norm

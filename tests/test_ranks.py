@@ -623,8 +623,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_parameters_change(
 @pytest.mark.parametrize("weight", ["fcprojw", pytest.param("wte", marks=pytest.mark.long)])
 def test_a_gradient_that_overflows_where_one_rank_alone_sees_it_stops_all(folder, weight):
     """With -z that is the owner of the weight: rank 0, or the other one."""
-    script = folder / "overflowing.py"
-    script.write_text(overflowing({2}, weight))
+    script = overflowing(folder, 2, weight)["script"]
     flags = ["--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "4"]
     _, error = run(folder, *flags, path=script, code=1, PYTHONPATH=str(ROOT))
     assert error.count("\n") == 1 and re.match(r"error: step 2: its loss \(.*\) or gradients are not finite", error)

@@ -1,9 +1,12 @@
 """device/recording.py: a step that follows the plan made of its launches gives what program order gives, on a device
 that does everything as late as it may, or as early; and who is placed where."""
 
+import inspect
 
 import device
+from dev.launches import launches_in
 from device import recording
+from device.cublas import Cublas
 from llmc.batches import Batches
 from llmc.exchange import Exchange
 from llmc.model import build_from_random
@@ -15,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy import LazyDevice
-from test_model import name_of
+from test_model import GivenBatches, make_batches, name_of
 from test_peers import EagerDevice
 
 BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
@@ -141,14 +144,6 @@ def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, 
     assert sum(not side for side, _ in found) <= 4 * L + 1
 
 
-class Tokens:
-    def __init__(self, vocab_size):
-        self.rng, self.vocab_size = np.random.default_rng(0), vocab_size
-
-    def next_batch(self, inputs, targets):
-        inputs[:], targets[:] = self.rng.integers(0, self.vocab_size, (2, *inputs.shape))
-
-
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.long), 0.1])
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dropout):
@@ -158,7 +153,7 @@ def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dr
         device.current.switch(kind())
         model = build_from_random(kind_of(config), config, 2, 11, attention, seed=1)
         model.dropout = dropout
-        batches, losses = Batches(model, Tokens(config.vocab_size), count=3), []
+        batches, losses = Batches(model, GivenBatches(make_batches(config, 12, 2, 11)), count=3), []
         step_of, ends = train_step(Exchange(model), batches, weight_decay=0.1, grad_clip=1.0), []
         for step in range(4):
             step_of(step, 1e-2)
@@ -175,13 +170,9 @@ def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dr
 
 def test_the_devices_have_the_same_operations():
     """By name and arguments: what is tested on one must not fail on the other."""
-    import inspect
-
     def operations(kind) -> dict[str, list[str]]:
         found = {name: getattr(kind, name) for name in vars(kind) if not name.startswith("_")}
         return {name: list(inspect.signature(one).parameters) for name, one in found.items() if inspect.isfunction(one)}
-
-    from device.cublas import Cublas
 
     cuda, cpu = operations(device.CudaDevice), operations(device.CpuDevice)
     cuda |= {name: parameters for name, parameters in operations(Cublas).items() if name.startswith("gemm")}
@@ -193,8 +184,6 @@ def test_the_devices_have_the_same_operations():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_a_declaration_says_is_set_is_not_read_before(precision):
     """Every kernel with SETS in its declaration is run by its launcher on outputs of two kinds of garbage."""
-    from dev.launches import launches_in
-
     device.use("cpu")
     device.use_precision(precision)
     seen = set()

@@ -16,7 +16,7 @@ from dev.write_reference import flat_parameters, forward_backward, main, random_
 from device import cpp
 from device.errors import UserError
 from llmc.batches import Batches
-from llmc.checkpoint import DebugState, read_debug_state, read_model_header
+from llmc.checkpoint import read_debug_state, read_model_header
 from llmc.dataloader import write_tokens
 from llmc.exchange import Exchange
 from llmc.logger import read_log
@@ -30,6 +30,7 @@ from train_gpt2_fp32 import GPT2, GPT2Config
 import numpy as np
 import pytest
 import torch
+from test_model import GivenBatches
 
 LEARNING_RATE, WEIGHT_DECAY, STEPS = 1e-4, 0.01, 10
 
@@ -49,16 +50,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ["-e", "layers=2,heads=3,channels=48,maxT=20", "--vocab-size", "301", "-b", "3", "-t", "17"]
 
 
-class OneBatch:
-    """A loader of the debug state's batch."""
-
-    def __init__(self, state: DebugState):
-        self.state = state
-
-    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
-        inputs[:], targets[:] = self.state.x, self.state.y
-
-
 def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.ndarray]:
     """Loads `<prefix>.bin` and its debug state, asserts that all tensors agree, and takes ten steps: their losses, and
     the parameters after the last."""
@@ -67,7 +58,7 @@ def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     B, T = state.x.shape
     model = build_from_file(GPT2, f"{prefix}.bin", B, T, attention)
-    Batches(model, OneBatch(state)).send(0, 0)
+    Batches(model, GivenBatches([(state.x, state.y)])).send(0, 0)
     dev.copy_in(model.grads_memory, np.full(model.grads_memory.size, np.nan, np.float32))
     acts = model.acts(B, T)
 

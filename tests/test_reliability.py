@@ -25,6 +25,7 @@ from llmc.dataloader import DataLoader, write_tokens
 from llmc.logger import Logger, read_log
 from llmc.run import check_same_model
 from llmc.tensors import num_parameters
+from llmc.tokenizer import write_tokenizer
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -38,16 +39,14 @@ FLAGS = ["-e", "layers=2,heads=2,channels=32,maxT=64", "-i", "data", "-b", str(B
 
 @pytest.fixture
 def folder(tmp_path, rng):
-    for split, count in (("train", 2000), ("val", 400)):
-        write_tokens(tmp_path / f"data_{split}.bin", rng.integers(0, V, count))
-    write_tokenizer(tmp_path / "data_tokenizer.bin")
+    write_data(tmp_path, rng)
     return tmp_path
 
 
-def write_tokenizer(path: Path) -> None:
-    header = np.zeros(256, "<u4")
-    header[:4] = 20240328, 2, V, V - 1
-    path.write_bytes(header.tobytes() + b"".join(bytes([1, i]) for i in range(V - 1)) + b"\x03end")
+def write_data(folder: Path, rng: np.random.Generator) -> None:
+    for split, count in (("train", 2000), ("val", 400)):
+        write_tokens(folder / f"data_{split}.bin", rng.integers(0, V, count))
+    write_tokenizer(folder / "data_tokenizer.bin", [*(bytes([i]) for i in range(V - 1)), b"end"], V - 1)
 
 
 def start(folder: Path, *flags: str, script: str = "train_gpt2_fp32.py", base=FLAGS, **options) -> subprocess.Popen:
@@ -63,6 +62,13 @@ def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
     assert process.returncode == code, (process.returncode, out[-2000:], error)
     assert "Traceback" not in error
     return out, error
+
+
+def changed(folder: Path, code: str) -> dict:
+    """What `start` and `run` take for a train_gpt2_fp32.py that this code has changed."""
+    script, trainer = folder / "changed.py", str(ROOT / "train_gpt2_fp32.py")
+    script.write_text(f"{code}import runpy\nrunpy.run_path({trainer!r}, run_name='__main__')\n")
+    return {"script": str(script), "env": os.environ | {"PYTHONPATH": str(ROOT)}}
 
 
 @pytest.fixture
@@ -306,9 +312,7 @@ def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, flags, was)
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    for split, count in (("train", 2000), ("val", 400)):
-        write_tokens(folder / f"data_{split}.bin", np.random.default_rng(0).integers(0, V, count))
-    write_tokenizer(folder / "data_tokenizer.bin")
+    write_data(folder, np.random.default_rng(0))
     run(folder, *SAVE, "-x", "2", "--seed", "3", "-l", "1e-3")
     return folder
 
@@ -464,7 +468,6 @@ def test_a_damaged_model_is_used_by_no_program(folder, run_here, monkeypatch, ca
 
 def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, run_here, monkeypatch, capsys):
     """A bit of a letter is flipped: generate.py would write another letter, and export_hf.py a wrong tokenizer.json."""
-    write_tokenizer(folder / "data_tokenizer.bin")
     run_here(folder, *SAVE, "-x", "2")
     monkeypatch.chdir(folder)
     damaged = Path("run/step_00000002/model_tokenizer.bin")
@@ -655,9 +658,7 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
     ("OutOfMemoryError", "Out of memory allocating 8,589,934,592 bytes", "lower -b or -t"),
 ])  # fmt: skip
 def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, kind, reason, remedy):
-    (folder / "failing.py").write_text(f"""
-import runpy, sys
-import device
+    options = changed(folder, f"""
 import llmc.update
 base = MemoryError if {kind!r} == "OutOfMemoryError" else RuntimeError
 Failure = type({kind!r}, (base,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
@@ -667,11 +668,8 @@ def update(exchange, lr, decay, clip, t):
         raise Failure({reason + chr(10) + "more"!r})
     real(exchange, lr, decay, clip, t)
 llmc.update.adamw_update = update
-runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 """)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    script = str(folder / "failing.py")
-    out, error = run(folder, *SAVE, "-x", "9", "-n", "2", script=script, env=env, code=1)
+    out, error = run(folder, *SAVE, "-x", "9", "-n", "2", **options, code=1)
     what = "out of memory" if kind == "OutOfMemoryError" else "the GPU failed"
     assert error.startswith(f"error: {what} ({reason}): ") and remedy in error and error.count("\n") == 1
     assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
@@ -681,9 +679,10 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 
 # Numbers that are not finite
 
-SPOILED = """
-import runpy, sys
-import device
+
+def spoiled_run(folder: Path, calls: set[int], *flags: str, code: int) -> tuple[str, str]:
+    """A run with a NaN in the logits of these batches, counted from 1."""
+    options = changed(folder, f"""
 import kernels.classifier
 real, calls = kernels.classifier.fused_classifier, 0
 def spoil(logits, *rest):
@@ -693,16 +692,8 @@ def spoil(logits, *rest):
         logits[0, 0] = float("nan")
     real(logits, *rest)
 kernels.classifier.fused_classifier = spoil
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
-def spoiled_run(folder: Path, calls: set[int], *flags: str, code: int) -> tuple[str, str]:
-    """A run with a NaN in the logits of these batches, counted from 1."""
-    text = SPOILED.replace("{calls}", repr(calls)).replace("{script!r}", repr(str(ROOT / "train_gpt2_fp32.py")))
-    (folder / "spoiled.py").write_text(text)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return run(folder, *flags, script=str(folder / "spoiled.py"), env=env, code=code)
+""")
+    return run(folder, *flags, **options, code=code)
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -737,28 +728,22 @@ def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder, run
     run_here(folder, *SAVE, "-y", "1", "-x", "6", "-l", "1e-3")
 
 
-OVERFLOWING = """
-import runpy
+def overflowing(folder: Path, step: int, weight: str = "qkvw") -> dict:
+    """`changed`: a number in a weight's gradient is too large in one step."""
+    return changed(folder, f"""
 import llmc.update
 real = llmc.update.adamw_update
 def update(exchange, lr, decay, clip, t):
-    if t in {steps}:
+    if t == {step}:
         exchange.model.grads.{weight}.reshape(-1)[5] = 1e25
     real(exchange, lr, decay, clip, t)
 llmc.update.adamw_update = update
-runpy.run_path({script!r}, run_name="__main__")
-"""
-
-
-def overflowing(steps: set[int], weight: str = "qkvw") -> str:
-    """train_gpt2_fp32.py, but that a number in a weight's gradient is too large in some steps."""
-    return OVERFLOWING.format(steps=steps, weight=weight, script=str(ROOT / "train_gpt2_fp32.py"))
+""")
 
 
 def test_a_weights_gradient_that_overflows_leaves_that_weight_alone_and_stops_the_run(folder):
     """Without clipping nobody has looked at it before; the others have moved, and that is said and saved."""
-    (folder / "overflowing.py").write_text(overflowing({3}))
-    options = {"script": str(folder / "overflowing.py"), "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    options = overflowing(folder, 3)
     _, error = run(folder, *SAVE, "-n", "1", "-x", "6", **options, code=1)
     assert re.match(
         r"error: step 3: its loss \(\d\.\d+\) or gradients are not finite, so parameters with such a gradient are "
@@ -774,8 +759,7 @@ def test_a_weights_gradient_that_overflows_leaves_that_weight_alone_and_stops_th
     assert "; last good checkpoint: none; the state that it came to: run/step_00000003\n" in error
     run(folder, *SAVE, "-x", "6", "-y", "1", **options)
     assert contents(folder, 6) == want  # the run goes on from where it was
-    _, error = run(folder, *SAVE, "-x", "9", "-y", "1", "--grad-clip", "1", script=str(folder / "overflowing.py"),
-                   env=options["env"] | {})  # fmt: skip
+    _, error = run(folder, *SAVE, "-x", "9", "-y", "1", "--grad-clip", "1", **options)
     assert not error
 
 
@@ -812,8 +796,8 @@ def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here):
     run_here(folder, *flags, "-d", str(40 * B * T))
     want = contents(folder, 4)
     shutil.rmtree(folder / "run")
-    (folder / "stopping.py").write_text(f"""
-import os, runpy, signal
+    options = changed(folder, """
+import os, signal
 import llmc.batches
 real = llmc.batches.Batches.fetch_losses
 def fetch(self, step, i):
@@ -822,10 +806,8 @@ def fetch(self, step, i):
         os.kill(os.getpid(), signal.SIGTERM)
     assert (step, i) < (2, 7), "went on after the batch at hand"
 llmc.batches.Batches.fetch_losses = fetch
-runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 """)
-    env, script = os.environ | {"PYTHONPATH": str(ROOT)}, str(folder / "stopping.py")
-    out, _ = run(folder, *flags, "-d", str(40 * B * T), script=script, env=env, code=128 + signal.SIGTERM)
+    out, _ = run(folder, *flags, "-d", str(40 * B * T), **options, code=128 + signal.SIGTERM)
     assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps(out)) == [1, 2]
     run_here(folder, *flags, "-y", "1")
     assert contents(folder, 4) == want

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -9,15 +10,21 @@ import re
 import resource
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import time
 import unicodedata
+import zlib
 from pathlib import Path
 
+import conftest
 import device
 import generate
 from dev import export_hf
+from dev.data import debian_books, recommend
+from dev.data import documents as reader
+from dev.data import text as script
 from dev.data.common import Unsuitable
 from device.errors import UserError
 from llmc.arguments import parse_arguments
@@ -47,14 +54,12 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 @pytest.fixture
 def prepare(monkeypatch, capsys):
     """Runs text.py in this process, without measuring the machine; returns what it prints."""
-    from dev.data import text
-
-    monkeypatch.setattr(text, "recommend", lambda *args: [])
+    monkeypatch.setattr(script, "recommend", lambda *args: [])
 
     def run(*args):
-        text.load_tokenizer.cache_clear()  # another test's, at the same place in another folder
+        script.load_tokenizer.cache_clear()  # another test's, at the same place in another folder
         monkeypatch.setattr(sys, "argv", ["text.py", *map(str, args), "--workers", "1"])
-        text.main()
+        script.main()
         return capsys.readouterr().out
 
     return run
@@ -63,11 +68,9 @@ def prepare(monkeypatch, capsys):
 def refusal(prepare, *args):
     """What text.py says where it refuses; it leaves nothing."""
     before = {path.name for path in Path().iterdir()}
-    with pytest.raises(UserError) as caught:
-        prepare(*args)
-    assert "\n" not in str(caught.value)
+    message = conftest.refusal(prepare, *args)
     assert {path.name for path in Path().iterdir()} == before
-    return str(caught.value)
+    return message
 
 
 def run(*args, code=0):
@@ -104,21 +107,17 @@ def read(path, longest=1000):
 
 def read_with_notes(path, longest=10**5, encoding=None):
     """The documents of a file or folder, and what is to be said of its files."""
-    from dev.data import documents as module
-
-    notes = module.Notes()
-    units = module.units_of(module.find_files([path], notes), "text", encoding)
-    return [text for parts in units for text in module.read_documents(parts, "text", longest, notes, encoding)], notes
+    notes = reader.Notes()
+    units = reader.units_of(reader.find_files([path], notes), "text", encoding)
+    return [text for parts in units for text in reader.read_documents(parts, "text", longest, notes, encoding)], notes
 
 
 # What is read
 
 
 def test_a_folder_of_every_kind_becomes_its_documents(prepare, monkeypatch):
-    from dev.data import text
-
-    monkeypatch.setattr(text, "LEAST_TOKENS", 2)
-    monkeypatch.setattr(text, "ENOUGH", 2)
+    monkeypatch.setattr(script, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(script, "ENOUGH", 2)
     os.makedirs("in/sub/.git")
     german = GERMAN * 9
     files = {
@@ -182,11 +181,9 @@ def test_a_text_of_which_a_few_bytes_are_damaged_is_read_without_them(text):
 
 @pytest.mark.parametrize("encoding", ["shift-jis", "euc-jp", "utf-8"])
 def test_an_encoding_is_detected_wherever_the_blocks_end(monkeypatch, encoding):
-    from dev.data import documents as module
-
-    monkeypatch.setattr(module, "SAMPLE", 400)
+    monkeypatch.setattr(reader, "SAMPLE", 400)
     for block in range(500, 504):
-        monkeypatch.setattr(module, "BLOCK", block)
+        monkeypatch.setattr(reader, "BLOCK", block)
         Path("a.txt").write_bytes(("plain\n" * 200 + JAPANESE * 40).encode(encoding))
         assert read("a.txt", 10**5) == (["plain\n" * 200 + JAPANESE * 40], {})
 
@@ -278,9 +275,7 @@ def test_html_is_read_in_the_encoding_that_it_declares():
 
 
 def test_all_parts_of_a_file_are_of_one_encoding(monkeypatch):
-    from dev.data import documents as module
-
-    monkeypatch.setattr(module, "UNIT", 1000)
+    monkeypatch.setattr(reader, "UNIT", 1000)
     text = "".join(f"{text}\n" for names, text in SENTENCES if "cp1250" in names) * 9
     Path("a.txt").write_bytes(("plain\n" * 300 + text).encode("cp1250"))
     texts, notes = read_with_notes("a.txt")
@@ -290,12 +285,10 @@ def test_all_parts_of_a_file_are_of_one_encoding(monkeypatch):
 
 @pytest.mark.parametrize("text", ["words and words " * 500, "你好世界" * 800, "a" * 4000 + "\nb\n" * 9 + "é" * 2000])
 def test_a_line_of_any_length_is_divided_into_parts(monkeypatch, text):
-    from dev.data import documents as module
-
-    monkeypatch.setattr(module, "UNIT", 1000)
-    monkeypatch.setattr(module, "BLOCK", 100)
+    monkeypatch.setattr(reader, "UNIT", 1000)
+    monkeypatch.setattr(reader, "BLOCK", 100)
     Path("a.txt").write_text(text)
-    sizes = [len(module.open_part(part).read()) for part in module.parts_of("a.txt", ".txt", len(text.encode()), "")]
+    sizes = [len(reader.open_part(part).read()) for part in reader.parts_of("a.txt", ".txt", len(text.encode()), "")]
     assert len(sizes) > 5 and max(sizes) <= 1100 and sum(sizes) == len(text.encode())
     texts, _ = read("a.txt", 10**5)
     assert "".join(texts) == text
@@ -331,8 +324,6 @@ def test_what_has_no_telling_suffix_in_a_folder_is_what_its_bytes_are():
 
 
 def test_html_loses_tags_and_what_no_browser_shows():
-    from dev.data.documents import without_tags
-
     page = """<!DOCTYPE html><html><head><title>T</title><style>p {}</style><script>if (a < b) "</p>"</script></head>
     <body><nav>Home</nav><h1>A  head</h1><p>some <em>text</em>,
     <a href="x">a&nbsp;link</a>.<br>line<pre>  kept
@@ -342,17 +333,15 @@ def test_html_loses_tags_and_what_no_browser_shows():
     )
     for size in (1, 7, 10**6):
         pieces = (page[i : i + size] for i in range(0, len(page), size))
-        text = "".join(without_tags(pieces))
+        text = "".join(reader.without_tags(pieces))
         assert "\n".join(line.rstrip() for line in text.split("\n")) == wanted
 
 
 @given(st.text(st.sampled_from("ab \n"), max_size=300), st.integers(2, 40), st.integers(1, 50))
 def test_cutting_loses_nothing_whatever_the_blocks(text, longest, block):
-    from dev.data.documents import cut
-
-    pieces = list(cut([text], longest))
+    pieces = list(reader.cut([text], longest))
     assert "".join(pieces) == text and all(0 < len(piece) <= longest for piece in pieces)
-    assert pieces == list(cut((text[i : i + block] for i in range(0, len(text), block)), longest))
+    assert pieces == list(reader.cut((text[i : i + block] for i in range(0, len(text), block)), longest))
     for piece, after in zip(pieces, pieces[1:], strict=False):
         if "\n\n" in piece[longest // 2 + 1 :]:
             assert piece.endswith("\n\n") or (piece + after[:1]).endswith("\n\n")
@@ -360,25 +349,21 @@ def test_cutting_loses_nothing_whatever_the_blocks(text, longest, block):
 
 @given(st.lists(st.text(st.sampled_from("aé "), max_size=30), min_size=1), st.integers(1, 64), st.booleans())
 def test_a_file_in_parts_has_the_lines_of_the_whole(tmp_path, lines, unit, ends):
-    from dev.data import documents as module
-
     data = "\n".join(lines) + "\n" * ends
     Path("a.txt").write_text(data, encoding="utf-8")
     Path("b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    before, module.UNIT = module.UNIT, unit
+    before, reader.UNIT = reader.UNIT, unit
     try:
         for name in ("a.txt", "b.jsonl"):
             texts, _ = read(name)
             found = "\n".join(texts).split("\n") if name == "a.txt" else texts
             assert [line for line in found if line.strip()] == [line for line in lines if line.strip()]
     finally:
-        module.UNIT = before
+        reader.UNIT = before
 
 
 def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     arrow = pytest.importorskip("pyarrow")
-    from dev.data import documents as module
-
     from pyarrow import parquet
 
     rows = [f"row {number}\r\n" for number in range(50)]
@@ -387,10 +372,10 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
     parquet.write_table(arrow.table({"text": arrow.array(["x", "y", "x"]).dictionary_encode()}), "few.parquet")
     assert read("few.parquet")[0] == ["x", "y", "x"]
     Path("b.parquet").write_bytes(Path("a.parquet").read_bytes())
-    monkeypatch.setattr(module, "UNIT", 200)
+    monkeypatch.setattr(reader, "UNIT", 200)
     said = prepare("a.parquet", "-o", "x", "--tokenizer", "bytes", "--val", "0.4", "--field", "body")
     assert sorted(documents("x", "train") + documents("x", "val")) == sorted(row.replace("\r", "") for row in rows)
-    assert "2 rows empty" in said and len(module.units_of(module.find_files(["a.parquet"], module.Notes()), "body")) > 2
+    assert "2 rows empty" in said and len(reader.units_of(reader.find_files(["a.parquet"], reader.Notes()), "body")) > 2
     assert "duplicates removed: 50" in prepare(
         "a.parquet", "b.parquet", "-o", "y", "--tokenizer", "bytes", "--val", "0.4", "--field", "body"
     )
@@ -401,14 +386,11 @@ def test_parquet_is_read_by_row_groups(prepare, monkeypatch):
 
 
 def test_duplicates_are_removed_wherever_they_are(prepare, monkeypatch):
-    from dev.data import documents as module
-    from dev.data import text
-
     write_texts("in", range(40))
     write_texts("copies", range(20, 60))
-    monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
-    for name, compared in (("x", text.COMPARED), ("y", 5)):  # one range of hashes, and sixteen
-        monkeypatch.setattr(text, "COMPARED", compared)
+    monkeypatch.setattr(reader, "FILES_IN_UNIT", 7)
+    for name, compared in (("x", script.COMPARED), ("y", 5)):  # one range of hashes, and sixteen
+        monkeypatch.setattr(script, "COMPARED", compared)
         assert "duplicates removed: 20\n" in prepare("in", "copies", "-o", name, "--tokenizer", "bytes", "--val", "0.3")
         numbers = [[int(text.split()[0]) for text in documents(name, split)] for split in ("train", "val")]
         assert sorted(sum(numbers, [])) == list(range(60)) and all(each == sorted(each) for each in numbers)
@@ -478,9 +460,7 @@ def in_two_processes(files_in_unit):
 
 
 def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
-    from dev.data import documents as module
-
-    monkeypatch.setattr(module, "FILES_IN_UNIT", 7)
+    monkeypatch.setattr(reader, "FILES_IN_UNIT", 7)
     write_texts("in", range(60), words=200)
     Path("in/latin").write_bytes(GERMAN.encode("cp1252"))
     args = ["in", "--train-tokenizer", "300", "--shard-tokens", "9999", "--longest", "99999", "-o"]
@@ -494,9 +474,7 @@ def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
     "options", ["--tokenizer bytes --val 0.3 --longest 1000", "--train-tokenizer 280 --longest 1000"]
 )
 def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monkeypatch, options):
-    from dev.data import documents as module
-
-    monkeypatch.setattr(module, "FILES_IN_UNIT", 4)
+    monkeypatch.setattr(reader, "FILES_IN_UNIT", 4)
     write_texts("in", range(15))
     args = ["../in", *options.split(), "--shard-tokens", "1500"]
 
@@ -568,12 +546,10 @@ def test_a_run_that_is_killed_or_interrupted_goes_on_to_the_same_files(prepare):
 
 
 def test_a_run_that_goes_on_with_other_options_or_texts_is_refused(prepare, monkeypatch):
-    from dev.data import text
-
     write_texts("in", range(20))
     args = ["in", "-o", "x", "--val", "0.3"]
     with monkeypatch.context() as patch:
-        patch.setattr(text.Job, "encode", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(script.Job, "encode", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(*args, "--tokenizer", "bytes")
     before = contents("x_work")
@@ -609,19 +585,13 @@ def test_what_is_left_of_another_dataset_is_not_taken_for_a_part_of_this(prepare
 
 
 def test_all_processes_have_ended_with_their_work():
-    import multiprocessing
-
-    from dev.data import text
-
-    assert list(text.in_order(2, abs, [(-1,), (2,)])) == [1, 2]
+    assert list(script.in_order(2, abs, [(-1,), (2,)])) == [1, 2]
     assert not multiprocessing.active_children()  # for which Python would wait later, and Ctrl-C be a traceback
 
 
 def test_two_runs_at_the_same_place_do_not_meet(prepare):
-    from dev.data import text
-
     write_texts("in", range(20))
-    with text.locked(Path("x_work")):
+    with script.locked(Path("x_work")):
         assert "another run" in refusal(prepare, "in", "-o", "x", "--tokenizer", "bytes")
 
 
@@ -720,9 +690,7 @@ def test_a_package_that_is_missing_is_asked_for(prepare, monkeypatch, package):
 
 
 def test_the_longest_document_can_be_split_even_if_it_is_white_space():
-    from dev.data import text
-
-    n = text.MOST_CHARACTERS - 1
+    n = script.MOST_CHARACTERS - 1
     for space in (" ", "\n"):
         assert len(byte_tokenizer().encode(space * n + "a")) == n + 1
 
@@ -861,23 +829,21 @@ def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_loss(prepare):
 
 @pytest.mark.parametrize("kind, speed", [("cpu", 2e11), ("cuda", 4e14)])
 def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, kind, speed):
-    from dev.data import recommend as module
-
     device.use("cpu")
     monkeypatch.setattr(device, "use", lambda how: None)
     for name, stands in (("kind", kind), ("name", "a machine"), ("memory", lambda: (10**11, 10**11))):
         monkeypatch.setattr(device.current.device, name, stands)
-    monkeypatch.setattr(module, "product_seconds", lambda m, n, k: 2 * m * n * k / speed)
+    monkeypatch.setattr(recommend, "product_seconds", lambda m, n, k: 2 * m * n * k / speed)
     before = 0
     for val in (65, 300, 3_000, 10**5, 10**6, 10**8):
         train = val if val == 65 else 99 * val
-        lines = module.recommend(Path("data/my texts"), 16384, train, val)
+        lines = recommend.recommend(Path("data/my texts"), 16384, train, val)
         command = shlex.split(lines[-2])
         assert command[:2] == ["python", "train_gpt2_fp32.py"]
         args = parse_arguments(GPT2Config, command[2:])
         assert args.batch_size * args.sequence_length < val and args.data == "data/my texts"
         config = GPT2.Config.described(args.model, 16384)
-        size = module.num_parameters(config)
+        size = recommend.num_parameters(config)
         seen = args.max_steps * (args.total_batch_size or args.batch_size * args.sequence_length)
         assert seen <= min(20 * size, max(16 * train, 64)) and args.sequence_length <= config.max_seq_len
         assert size >= before
@@ -905,11 +871,6 @@ def test_the_command_that_is_advised_trains(tmp_path):
 
 
 def test_the_bible_is_unpacked_and_a_package_that_is_not_there_is_left_out(monkeypatch, tmp_path):
-    import struct
-    import zlib
-
-    from dev.data import debian_books as module
-
     books = ['<title type="main">Genesis</title> <div sID="gen3" type="x-p"/>In the <w lemma="H7225">beginning</w>'
              '<note n="1">a <b>note</b></note>.', '<div sID="x" type="x-p"/>And <w>God</w> said é']  # fmt: skip
     packed = [zlib.compress(book.encode()) for book in books]
@@ -919,10 +880,11 @@ def test_the_bible_is_unpacked_and_a_package_that_is_not_there_is_left_out(monke
         b"".join(struct.pack("<3I", start, len(data), len(book.encode()))
                  for start, data, book in zip(starts, packed, books, strict=True))
     )  # fmt: skip
-    assert list(module.sword_books(Path("ot.bzs"))) == [
+    assert list(debian_books.sword_books(Path("ot.bzs"))) == [
         "<h1>Genesis</h1> <p>In the beginning.", "<p>And God said é"
     ]  # fmt: skip
-    monkeypatch.setattr(module, "apt", lambda folder, *command, cwd=None: "Depends: python3.11-doc (>= 3), x\n")
-    assert module.package_of(module.Book("python3-doc", "", "", "", r"python3\.\d+-doc"), tmp_path) == "python3.11-doc"
-    assert module.package_of(module.Book("git-doc", "", "", ""), tmp_path) == "git-doc"
-    assert module.package_of(module.Book("a-doc", "", "", "", r"b\d-doc"), tmp_path) is None
+    monkeypatch.setattr(debian_books, "apt", lambda folder, *command, cwd=None: "Depends: python3.11-doc (>= 3), x\n")
+    for name, pattern, found in (
+        ("python3-doc", r"python3\.\d+-doc", "python3.11-doc"), ("git-doc", "", "git-doc"), ("a-doc", r"b\d-doc", None)
+    ):  # fmt: skip
+        assert debian_books.package_of(debian_books.Book(name, "", "", "", pattern), tmp_path) == found

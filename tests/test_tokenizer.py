@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from conftest import refusal
 from device.errors import UserError
 from llmc import tokenizer as tokenizer_module
 from llmc.tokenizer import (
@@ -74,14 +75,6 @@ def encode_by_the_book(tokenizer, text):
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         ids += [ranks[part] for part in parts]
     return ids
-
-
-def refusal(function, *args):
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture

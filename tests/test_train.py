@@ -18,7 +18,7 @@ from llmc.dataloader import open_tokens, write_tokens
 from llmc.files import EVALUATION, make_header
 from llmc.logger import read_log
 from llmc.schedule import LearningRateSchedule
-from llmc.tensors import num_parameters
+from llmc.tensors import Config, num_parameters
 from llmc.tokenizer import write_tokenizer
 from models import TINY, described
 from train_gpt2_fp32 import GPT2Config
@@ -31,6 +31,7 @@ SCRIPT = ROOT / "train_gpt2_fp32.py"
 V = 61
 MODELS = {name: (ROOT / kind.Config.SCRIPT, *described(name, V, 64)) for name, (kind, _) in TINY.items()}
 SMALL = ["-i", "data", "-b", "2", "-t", "16"]
+ONE_LAYER = GPT2Config(32, V, 1, 2, 20)
 STEP = re.compile(r"step +(\d+)/(\d+): train loss (\d+\.\d{6}) \((\d+\.\d\d) ms, (\d+) tok/s\)(.*)")
 
 
@@ -60,6 +61,11 @@ def make_folder(tmp_path: Path) -> Path:
         write_tokens(tmp_path / f"data_{split}.bin", tokens)
     write_tokenizer(tmp_path / "data_tokenizer.bin", [bytes([32 + i]) for i in range(V)], eot=V - 1)
     return tmp_path
+
+
+def write_zeros(path: Path, config: Config = ONE_LAYER, bf16: bool = False) -> None:
+    """A model whose parameters are all 0."""
+    write_model(path, config, np.zeros(num_parameters(config), np.float32), bf16)
 
 
 def program(folder: Path, *flags: str) -> list:
@@ -156,9 +162,8 @@ def test_a_run_prints_and_logs_what_llmc_does_and_its_loss_falls(any_folder):
 
 
 def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_there_is_no_tokenizer(folder):
-    config = GPT2Config(32, V, 1, 2, 20)
-    params = 0.02 * np.random.default_rng(0).standard_normal(num_parameters(config), dtype=np.float32)
-    write_model(folder / "model.bin", config, params)
+    params = 0.02 * np.random.default_rng(0).standard_normal(num_parameters(ONE_LAYER), dtype=np.float32)
+    write_model(folder / "model.bin", ONE_LAYER, params)
     (folder / "data_tokenizer.bin").unlink()
     out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-s", "0", "-o", "run.log")
     assert re.search(r"^val loss \d+\.\d{6}$", out, re.M) and "byte" not in out
@@ -473,8 +478,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, refuse_here, damage):
-    config = GPT2Config(32, V, 1, 2, 20)
-    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_zeros(folder / "model.bin")
     name, offset, data, message = DAMAGES[damage]
     with open(folder / name, "r+b") as file:
         file.seek(offset)
@@ -485,8 +489,7 @@ def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, refuse_h
 
 @pytest.mark.parametrize("name", ["data_train.bin", "data_tokenizer.bin", "model.bin"])
 def test_a_truncated_file_is_refused(folder, refuse_here, name):
-    config = GPT2Config(32, V, 1, 2, 20)
-    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_zeros(folder / "model.bin")
     os.truncate(folder / name, (folder / name).stat().st_size - 3)
     assert name in refuse_here(*(["-e", "model.bin"] if name == "model.bin" else []))
 
@@ -500,8 +503,7 @@ def test_a_truncated_file_is_refused(folder, refuse_here, name):
     (lambda data: data[:28] + bytes(4) + data[32:], r"padded_vocab_size is 0; it must be 61"),
 ], ids=["cut", "a byte more", "twice as long", "half a header", "no vocabulary", "no padding"])  # fmt: skip
 def test_a_bf16_model_file_that_is_damaged_is_refused_in_one_line(refuse_here, folder, change, message):
-    config = GPT2Config(32, V, 1, 2, 20)
-    write_model(folder / "v5.bin", config, np.zeros(num_parameters(config), np.float32), bf16=True)
+    write_zeros(folder / "v5.bin", bf16=True)
     (folder / "v5.bin").write_bytes(change((folder / "v5.bin").read_bytes()))
     for precision in ("fp32", "bf16"):
         assert re.search(f"^error: v5.bin: .*{message}", refuse_here("-e", "v5.bin", "--precision", precision))
@@ -514,8 +516,7 @@ def test_a_bf16_model_file_that_is_damaged_is_refused_in_one_line(refuse_here, f
 def test_a_model_file_of_another_type_is_trained_from_and_a_line_says_what_becomes_of_it(
     folder, run_here, bf16, precision, line
 ):
-    config = GPT2Config(32, V, 1, 2, 20)
-    write_model(folder / "model.bin", config, np.full(num_parameters(config), 0.01, np.float32), bf16)
+    write_model(folder / "model.bin", ONE_LAYER, np.full(num_parameters(ONE_LAYER), 0.01, np.float32), bf16)
     out = run_here(folder, "-e", "model.bin", "--precision", precision, "-x", "1", "-g", "0")
     assert out.count(f"{line}\n") == 1 and len(steps_of(out)) == 1
 
@@ -541,15 +542,13 @@ def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatc
 
 
 def test_a_model_of_another_tokenizer_is_refused(folder, refuse_here):
-    config = GPT2Config(32, 99, 1, 2, 20)
-    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_zeros(folder / "model.bin", GPT2Config(32, 99, 1, 2, 20))
     assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse_here("-e", "model.bin"))
 
 
 def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder, refuse_here, run_here):
     for rows, refused in ((64, False), (V - 1, True)):
-        config = GPT2Config(32, rows, 1, 2, 20)
-        write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+        write_zeros(folder / "model.bin", GPT2Config(32, rows, 1, 2, 20))
         if refused:
             assert f"has 61 tokens and the model model.bin {rows}: use data" in refuse_here("-e", "model.bin")
         else:
@@ -558,8 +557,7 @@ def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder,
 
 
 def test_a_model_whose_own_tokenizer_is_another_is_refused(folder, refuse_here):
-    config = GPT2Config(32, V, 1, 2, 20)
-    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_zeros(folder / "model.bin")
     write_tokenizer(folder / "model_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
     error = refuse_here("-e", "model.bin")
     assert "data_tokenizer.bin has other tokens than model_tokenizer.bin" in error and "-e" in error
@@ -625,14 +623,12 @@ LLAMA_VALUES = [
 @pytest.mark.parametrize("flags, message", LLAMA_VALUES, ids=[" ".join(flags) for flags, _ in LLAMA_VALUES])
 def test_what_makes_no_llama_is_refused_in_one_line_before_anything_is_written(tmp_path, refuse_here, flags, message):
     folder = make_folder(tmp_path / "cpu.llama3")
-    gpt2 = MODELS["gpt2"][2]
-    write_model(folder / "gpt2.bin", gpt2, np.zeros(num_parameters(gpt2), np.float32))
+    write_zeros(folder / "gpt2.bin", MODELS["gpt2"][2])
     assert re.search(message, refuse_here(*flags, at=folder))
 
 
 def test_a_llama_file_given_to_gpt2s_trainer_names_its_own(folder, refuse_here):
-    config = MODELS["llama3"][2]
-    write_model(folder / "llama.bin", config, np.zeros(num_parameters(config), np.float32))
+    write_zeros(folder / "llama.bin", MODELS["llama3"][2])
     assert re.search(
         r"llama.bin: not a GPT-2 model \(found a Llama 3 model, .*use train_llama3.py for it",
         refuse_here("-e", "llama.bin"),

@@ -1,10 +1,5 @@
 """A butterfly over eight lanes: who adds what in three rounds, and what each lane then holds."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 LANES, LEFT, W, TOP, STEP = 8, 96, 96, 62, 92

@@ -1,10 +1,5 @@
 """The causal mask: the scores of a few positions, and the weights that softmax makes of them, row by row."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 import numpy as np
@@ -52,7 +47,3 @@ def draw() -> str:
     )):  # fmt: skip
         figure.text(LEFT + 22, y + 24 + 20 * i, words, 14)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,7 @@
 """Flash attention's triangle of tiles for one head: which block does which, and in which order the blocks start."""
 
 import re
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 
@@ -62,7 +59,3 @@ def draw() -> str:
     figure.rect(left, y + 56, 14, 14, "b")
     figure.text(left + 22, y + 68, "on the diagonal: the only tiles in which queries and keys are compared", 14)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

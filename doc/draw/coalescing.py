@@ -1,11 +1,6 @@
 """What a warp asks for and the 32-byte sectors that move: neighbours, fours, every second, one element to the right, a
 column."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 SECTOR, WORD, LANES = 32, 4, 32  # bytes, bytes, lanes

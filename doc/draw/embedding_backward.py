@@ -1,10 +1,5 @@
 """The embedding's gradient: positions sorted by token, so that each token's rows have one owner."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 TOKENS = (7, 2, 7, 5, 7, 2)  # the page's example
@@ -45,7 +40,3 @@ def draw() -> str:
             figure.text(middle(place), 216, "0", 14, "middle", "faint")
             figure.text(middle(place), 252, f"{place}: returns", 12, "middle", "faint")
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

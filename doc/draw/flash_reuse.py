@@ -1,10 +1,5 @@
 """How many products of the tensor core one load of keys serves: with 16 queries a warp, and with 32 and wide loads."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.rung import heading
 

@@ -1,10 +1,5 @@
 """The swizzle of the ladder: where eight rows of a tile have their chunks, and which lanes meet in which banks."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.rung import heading
 

@@ -1,10 +1,5 @@
 """The bits of 0.1 in fp32, TF32 and bf16."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import struct
 
 from doc.draw.figure import Figure

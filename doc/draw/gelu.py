@@ -1,10 +1,5 @@
 """GELU, its derivative, and how far its two forms lie apart."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from collections.abc import Callable
 from math import erf, exp, pi, sqrt
 
@@ -56,7 +51,3 @@ def draw() -> str:
     figure.text(LEFT + 2.3 * UNIT, BASE - 1.2 * UNIT, "gelu'(x)", 15)
     figure.text(LEFT - 4.1 * UNIT, BASE - 0.6 * UNIT, "1000 × (tanh form - erf form)", 15)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

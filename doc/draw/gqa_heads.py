@@ -1,10 +1,5 @@
 """Grouped-query attention: which query heads share keys and values, how they lie in memory, and as one product."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 NH, NKV = 8, 2
@@ -47,7 +42,3 @@ def draw() -> str:
         figure.text(x + 35, 526, "(G T, HS)", 13, "middle", "faint")
         figure.text(x + 157, 482, "(HS, T)", 13, "middle", "faint")
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,5 @@
 """A grid of blocks, a block of warps, a warp of lanes, and where each of them lives."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.launches import MULTIPROCESSORS
 

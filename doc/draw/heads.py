@@ -1,10 +1,5 @@
 """From (B, T, 3, NH, HS), as the product in front of attention writes it, to (B, NH, T, HS), a matrix for each head."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 B, T, NH = 2, 3, 2
@@ -50,7 +45,3 @@ def draw() -> str:
     )):  # fmt: skip
         figure.text(12, bottom + H + 26 + 20 * i, words, 14)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,11 +1,7 @@
 """What an H200's memories take to answer, and a copy's speed by the warps that ask, from doc/latency.json."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import json
+from pathlib import Path
 
 from doc.draw.figure import Figure
 

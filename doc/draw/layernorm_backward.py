@@ -1,10 +1,5 @@
 """What layernorm's backward pass reads, adds up along rows and down columns, and writes."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 

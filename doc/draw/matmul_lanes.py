@@ -1,10 +1,5 @@
 """Which elements of a block the lanes of a warp make, before and after they are arranged in warp tiles."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.rung import heading
 

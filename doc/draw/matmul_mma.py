@@ -1,10 +1,5 @@
 """A warp's tile as results of mma: which fragments of a and b one step of 8 along K needs."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
 from doc.draw.rung import heading

@@ -1,10 +1,5 @@
 """What a thread loads at one step of k, and how many multiplications that serves, before a rung and in it."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
 from doc.draw.rung import account, heading

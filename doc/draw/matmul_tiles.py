@@ -1,10 +1,5 @@
 """A block of the tiled product walks along K, a pair of tiles at a time."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
 from doc.draw.rung import heading

@@ -1,10 +1,5 @@
 """What a warp touches of a, b and c at one step of k: with its lanes down a column of c, and along a row."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.operands import Operands
 from doc.draw.rung import account, heading, legend

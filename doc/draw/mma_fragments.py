@@ -1,10 +1,5 @@
 """Which lane of a warp holds which element of a tensor-core product's operands and result (m16n8k8)."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from collections.abc import Callable
 
 from doc.draw.figure import Figure
@@ -64,7 +59,3 @@ def draw() -> str:
     figure.text(x, y + 144, "column of B: g = lane / 4", 15)
     figure.text(x, y + 181, f"outlined: lane {MARKED}, g = {MARKED // 4}, t = {MARKED % 4}", 15)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

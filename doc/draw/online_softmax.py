@@ -1,10 +1,5 @@
 """Online softmax: the largest logit so far, the sum of exponentials, and where it is rescaled."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from collections.abc import Iterator
 from math import exp, inf
 
@@ -52,7 +47,3 @@ def draw() -> str:
     for axis in (LOGIT_AXIS, SUM_AXIS):
         figure.line(LEFT - 6, axis, end, axis, "faint")
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,5 @@
 """The three products of a linear layer: how each operand lies in memory, and along what is summed."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 UNIT = {"N": 108, "C": 78, "OC": 48}  # pixels

@@ -1,13 +1,9 @@
 """The roofline of an H200 with the kernels of a training step of GPT-2 124M, B 4, T 1024."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import json
 import re
 from math import log10
+from pathlib import Path
 
 from doc.draw.figure import Figure
 

@@ -1,10 +1,6 @@
 """What the pictures of a ladder's rungs are made of: what was measured, levels of memory, matrices and their parts."""
 
-import sys
 import textwrap
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from doc.ladder import kept_measurement, three_digits, title_and_idea

@@ -1,11 +1,6 @@
 """Flash-decoding: a single query's keys and values, split among blocks, and the second kernel that adds up what they
 leave. The splits are of the cache's room, so that some lie behind the position."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 SPLITS, KEYS, POSITION = 5, 8, 26  # keys of a split, and the new token's position
@@ -42,7 +37,3 @@ def draw() -> str:
     figure.rect(x_of(2 * KEYS) - 150, bottom + 106, 300, 30, "d")
     figure.text(x_of(2 * KEYS), bottom + 126, "the second kernel adds them up, in this order", 14, "middle")
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

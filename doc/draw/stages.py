@@ -1,10 +1,6 @@
 """Copies and work of a block in time: one after the other, and in two stages."""
 
-import sys
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from doc.draw.figure import Figure
 from doc.draw.rung import heading

@@ -1,10 +1,5 @@
 """A tile of flash attention in shared memory, row by row and swizzled, with the lanes of one phase of each read."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from collections.abc import Callable
 
 from doc.draw.figure import Figure
@@ -70,7 +65,3 @@ def draw() -> str:
             figure.text(x + CHUNKS * W / 2, y - 28, how, 14, "middle")
             tile(figure, x, y, place, phase, colour)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,5 @@
 """Which part of a matrix a block, a warp and a thread of five launchers have, at GPT-2's sizes."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from math import prod
 
 from doc.draw.figure import Figure

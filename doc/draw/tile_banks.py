@@ -1,12 +1,8 @@
 """Which banks the 32 lanes of an access meet: a column of a square tile, the same with rows of 33, the tile of
 common.cuh."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import re
+from pathlib import Path
 
 from doc.draw.figure import Figure
 

@@ -1,10 +1,5 @@
 """The rungs of the transposition: rows to columns, columns to rows, and through three tiles."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.rung import account, cells, column_of_tile, heading, legend, matrix
 

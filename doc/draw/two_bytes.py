@@ -1,10 +1,5 @@
 """Four formats beside each other, and the numbers that bf16 has near 1, with an update that is too small for it."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 FORMATS = (("fp32", 8, 23), ("TF32", 8, 10), ("bf16", 8, 7), ("fp16", 5, 10))  # bits of exponent and mantissa
@@ -51,7 +46,3 @@ def draw() -> str:
     formats(figure)
     numbers(figure)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,5 @@
 """How flash attention names the columns of a product, so that lanes load wide, or have what they need already."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 
 W, H, LEFT = 60, 34, 132
@@ -53,7 +48,3 @@ def draw() -> str:
     for t in range(4):
         box(LEFT + t * 90, 486, f"t = {t}", t, 80)
     return figure.svg()
-
-
-if __name__ == "__main__":
-    print(draw())

@@ -1,10 +1,5 @@
 """A column sum in two stages: chunks of rows to partial sums, partial sums to the result."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from doc.draw.figure import Figure
 from doc.draw.launches import launched
 from kernels.reduce import column_sum, rows_per_chunk
