@@ -89,7 +89,7 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 
 def switch_device(name: str, monkeypatch) -> None:
-    """Skips the test where a GPU has not the precision."""
+    """Uses a device of DEVICES or TYPES. Skips the test if the GPU lacks the precision."""
     kind, *variants = name.split("-")
     if kind == "cpu":
         monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in variants else "1")
@@ -101,14 +101,14 @@ def switch_device(name: str, monkeypatch) -> None:
 
 
 def switched(request, monkeypatch) -> Iterator[ModuleType]:
-    """What a fixture does whose parameters are devices."""
+    """What a fixture does, if its parameters are devices."""
     switch_device(request.param, monkeypatch)
     yield device
     device.synchronize()
 
 
 def refusal(function: Callable, *args, **kwargs) -> str:
-    """What a function says that refuses what it is given: one line."""
+    """The one line that a function raises as a UserError, because it refuses its arguments."""
     try:
         function(*args, **kwargs)
     except UserError as error:  # pytest.raises would keep the function's frames, and the locks that they hold

@@ -260,7 +260,7 @@ def attention(qkv: torch.Tensor, num_heads: int, kind: str, num_kv_heads: int | 
 
 
 def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """x (B, T, heads, R), of which each pair of neighbours is turned by its one of the complex numbers (T, R/2)."""
+    """x (B, T, heads, R) with each pair of neighbouring channels, a complex number, multiplied by turns (T, R/2)."""
     pairs = torch.view_as_complex(x.reshape(*x.shape[:3], -1, 2).contiguous())
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
