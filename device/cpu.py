@@ -306,7 +306,8 @@ def product_grid(m: int, n: int, count: int, cores: int) -> tuple[int, int, int]
 
     def work(grid: tuple[int, int]) -> int:
         columns, rows = grid
-        width, height = 32 * -(-n // (32 * columns)), 8 * -(-m // (8 * rows))  # of the largest block
+        # Of the largest block: multiples of products.cu's COLUMNS and ROWS, as they are with AVX-512.
+        width, height = 32 * -(-n // (32 * columns)), 8 * -(-m // (8 * rows))
         return -(-columns * rows * count // cores) * (width * height + 20 * (width + height))
 
     most_columns = max(fewest_columns, min(2 * cores, n // 64))

@@ -430,8 +430,8 @@ def flags_of(path: Path) -> set[str]:
     """The flags that a program or module quotes, and those of the modules of ours that it imports."""
     quoted = " ".join(re.findall(r"""["'](--?[a-z][\w -]*)["']""", read(path)))
     found = {word for word in quoted.split() if word.startswith("-")}
-    for module, names in re.findall(r"^(?:from|import) ([\w.]+)(?: import ([\w, ]+))?$", read(path), re.M):
-        for each in module, *(f"{module}/{name}" for name in names.split(", ")):
+    for module, names in re.findall(r"^(?:from|import) ([\w.]+)(?: import ([\w, ]+))?", read(path), re.M):
+        for each in module, *(f"{module}/{name.strip()}" for name in names.split(",")):
             imported = ROOT / f"{each.replace('.', '/')}.py"
             found |= flags_of(imported) if imported.exists() else set()
     return found
