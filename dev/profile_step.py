@@ -6,7 +6,8 @@
 Rows are the kernels by their names, and matrix products as gemm m x n x k, with BLAS's letters for how the operands
 lie: T is transposed. Bytes are counted from a kernel's arguments, each array read once and written once; FLOPs as
 2 m n k, and for flash attention those of the causal half: 2 products forward, 3 in the kernel of dq, 4 in that of dk
-and dv. They are held against the ceilings that dev/ceilings.py measures: a large product, a large copy.
+and dv. For the products of matrix attention on the CPU they are those of the causal half, too. They are held against
+the ceilings that dev/ceilings.py measures: a large product, a large copy.
 
 On CUDA a call's time is what passes between two events around it, while earlier work keeps the GPU busy so that the
 host is ahead. Events cost time themselves: what they add to a kernel that does nothing is taken off.

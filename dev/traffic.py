@@ -72,7 +72,8 @@ BYTES = {  # 4 for each number of the gradients of parameters, which are fp32
 
 FLOPS = {
     "gemm": lambda a: 2 * a.m * a.n * a.k,
-    "gemm_strided_batched": lambda a: 2 * a.m * a.n * a.k * a.count,
+    # Of causal attention cuBLAS computes whole matrices, and the CPU the half that is needed.
+    "gemm_strided_batched": lambda a: (1 if a.causal and device.kind == "cpu" else 2) * a.m * a.n * a.k * a.count,
     "flash_attention_forward": lambda a: 2 * a.T * a.out.size,
     "flash_attention_backward_query": lambda a: 3 * a.T * a.out.size,
     "flash_attention_backward_key": lambda a: 4 * a.T * a.dout.size,

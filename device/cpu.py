@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for PyTorch's threads, wh
 
 PRODUCTS = Path(__file__).parent / "cpp" / "products.cu"
 PRODUCT_ROWS = 264  # that a block of product_kernel can have
+CAUSAL = {"": 0, "c": 1, "a": 2}  # as product_kernel knows it
 
 
 class CpuDevice:
@@ -157,17 +158,22 @@ class CpuDevice:
         self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
     def gemm_strided_batched(
-        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
-    ) -> None:
-        """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set."""
-        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b)
+        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,
+        causal: str = "",
+    ) -> None:  # fmt: skip
+        """`gemm` for `count` matrices that follow one another in each of a, b and c; c is set.
 
-    def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None) -> None:
+        causal: "c" or "a" if this matrix is causal attention: in memory, (T, T) matrices one below another. Above their
+        diagonals a must be 0, and c may become anything. There the CPU leaves out what it can; cuBLAS multiplies whole
+        matrices."""
+        self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, causal=causal)
+
+    def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None, causal="") -> None:
         """`gemm` for `count` matrices. products.cu multiplies them, NumPy if they have a single row."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
         if 1 < m:
-            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta)
+            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), CAUSAL[causal]
             self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
         else:
             c, a, b = wide

@@ -81,8 +81,9 @@ class Cublas:
         self.calls.sgemm(*shape, b.data.ptr, ld_b, a.data.ptr, ld_a, address_of(beta), c.data.ptr, n)
 
     def gemm_strided_batched(
-        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False
-    ) -> None:
+        self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,
+        causal: str = "",
+    ) -> None:  # fmt: skip
         shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)
         ld_a, ld_b = m if trans_a else k, k if trans_b else n
         if a.dtype == BF16:

@@ -12,11 +12,11 @@ from device.sources import READS, SETS, UPDATES, kernel_accesses
 # The parameters of the operations that are not kernels. Each operation writes its first parameter.
 OPERATIONS = {
     "gemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta", "bias"),
-    "gemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b"),
+    "gemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b", "causal"),
     "fill_zero": ("array",),
     "copy": ("dst", "src"),
 }
-DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0, "bias": None}
+DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0, "bias": None, "causal": ""}
 
 ACCESSES: dict[str, dict[str, str | None]] = {}  # of the kernels that have been observed, as kernel_accesses gives them
 

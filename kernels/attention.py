@@ -23,10 +23,10 @@ def attention_forward(
     launch_by_row(cu.permute_kernel, B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     # The G query heads of a group are neighbours: a product takes them for one head with G * T queries.
-    device.gemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True)
+    device.gemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True, causal="c")
     forward = cu.relu_forward_kernel if relu else cu.softmax_forward_kernel
     launch_by_att_row(forward, B * NH * T, (att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.gemm_strided_batched(out_r, att, v, G * T, HS, T, B * NKV)
+    device.gemm_strided_batched(out_r, att, v, G * T, HS, T, B * NKV, causal="a")
     launch_by_row(cu.unpermute_kernel, B * T, C, HS, (out, out_r, T, NH, HS))
 
 
@@ -41,12 +41,13 @@ def attention_backward(
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     dq, dk, dv = split(dqkvr, B * T * C, B * T * NKV * HS)
     launch_by_row(cu.unpermute_backward_kernel, B * T, C, HS, (dout_r, dout, T, NH, HS))
-    device.gemm_strided_batched(datt, dout_r, v, G * T, T, HS, B * NKV, trans_b=True)
-    device.gemm_strided_batched(dv, att, dout_r, T, HS, G * T, B * NKV, trans_a=True)  # adds up a group's heads
+    device.gemm_strided_batched(datt, dout_r, v, G * T, T, HS, B * NKV, trans_b=True, causal="c")
+    # Adds up the heads of a group.
+    device.gemm_strided_batched(dv, att, dout_r, T, HS, G * T, B * NKV, trans_a=True, causal="a")
     backward = cu.relu_backward_kernel if relu else cu.softmax_backward_kernel
     launch_by_att_row(backward, B * NH * T, (datt, att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.gemm_strided_batched(dq, datt, k, G * T, HS, T, B * NKV)
-    device.gemm_strided_batched(dk, datt, q, T, HS, G * T, B * NKV, trans_a=True)
+    device.gemm_strided_batched(dq, datt, k, G * T, HS, T, B * NKV, causal="a")
+    device.gemm_strided_batched(dk, datt, q, T, HS, G * T, B * NKV, trans_a=True, causal="a")
     launch_by_row(cu.permute_backward_kernel, B * T, C, HS, (dqkv, dqkvr, B, T, NH, NKV, HS))
 
 

@@ -7,7 +7,7 @@ import device
 from device import ceil_div, cpp, cpu, cuda_source, current, from_bf16, to_bf16
 from device.errors import UserError
 from kernels import gelu
-from oracle import BF16, assert_close, guarded, kernel_tolerance, normal
+from oracle import BF16, assert_close, guarded, kernel_tolerance, normal, to_numpy
 
 import numpy as np
 import pytest
@@ -86,6 +86,29 @@ def test_gemm_strided_batched_multiplies_each_of_the_matrices(each_product, m, n
             inputs = memory.read(stored(a, trans_a)), memory.read(stored(b, trans_b))
             each_product.gemm_strided_batched(c, *inputs, m, n, k, count, trans_a, trans_b)
         assert_close(f"c {dtype}, batched", c, a.astype(np.float64) @ b, kernel_tolerance(each_product))
+
+
+@pytest.mark.parametrize("G", [1, 3])  # matrices one below another
+@pytest.mark.parametrize("T, HS", [(5, 3), (64, 40), (203, 8), (600, 17)])  # 600: several parts of a sum
+def test_the_products_of_causal_attention_need_nothing_above_the_diagonal(each_product, T, HS, G):
+    rng, count, close = np.random.default_rng([T, G]), 2, kernel_tolerance(each_product)
+    att = np.tril(normal(rng, count, G, T, T))
+    queries, keys = normal(rng, count, G * T, HS), normal(rng, count, T, HS)
+    stacked = att.reshape(count, G * T, T).astype(np.float64)
+    with guarded(each_product) as memory:
+        a, q, k = memory.read(att), memory.read(queries), memory.read(keys)
+        scores = memory.scratch((count, G, T, T))
+        out, back = memory.write((count, G * T, HS)), memory.write((count, T, HS))
+        each_product.gemm_strided_batched(scores, q, k, G * T, T, HS, count, trans_b=True, causal="c")
+        each_product.gemm_strided_batched(out, a, k, G * T, HS, T, count, causal="a")
+        each_product.gemm_strided_batched(back, a, q, T, HS, G * T, count, trans_a=True, causal="a")
+    want = (queries @ keys.swapaxes(1, 2)).reshape(count, G, T, T)
+    found = to_numpy(scores)
+    assert_close("scores", np.tril(found), np.tril(want), close + (BF16 if each_product.floatX == device.BF16 else 0))
+    assert_close("out", out, stacked @ keys, close)
+    assert_close("back", back, stacked.swapaxes(1, 2) @ queries, close)
+    if each_product.kind == "cpu" and T > 60:
+        assert np.isnan(found[:, 0, 0, T - 1]).all()  # left as it was
 
 
 @pytest.mark.parametrize("trans_a, trans_b", [(False, True), (False, False), (True, False), (True, True)])

@@ -23,6 +23,7 @@ constexpr int LANES = 4, ROWS = 6;
 constexpr int COLUMNS = 2 * LANES, DEPTH = 256;
 constexpr int LINE = 16;        // numbers in a line of the cache
 constexpr int MOST_ROWS = 264;  // of a block; device/cpu.py knows it
+constexpr int CAUSAL_C = 1, CAUSAL_A = 2;  // as device/cpu.py has them
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -52,21 +53,29 @@ inline void transpose(float* to, const float* from, size_t stride, int count, in
     }
 }
 
+// The terms of a sum from `from` on, in front of `upto`. The others are 0.
+struct Terms {
+    int from, upto;
+};
+
 // Copies `count` lines, rows of op(a) or columns of op(b), of `depth` numbers. Number i of line l lies at
 // from[l * stride + i * step], and stride or step is 1. The lines become panels of WIDTH lines, one after another. In a
-// panel the numbers i of all lines are neighbours.
-template <int WIDTH>
-inline void pack(float* to, const float* from, size_t stride, size_t step, int count, int depth) {
+// panel the numbers i of all lines are neighbours. The panel that begins with line l needs only the numbers terms(l).
+template <int WIDTH, class Which>
+inline void pack(float* to, const float* from, size_t stride, size_t step, int count, int depth, Which terms) {
     if (step == 1) {
         for (int l = 0; l < count; l += WIDTH) {
-            transpose<WIDTH>(to + l * depth, from + l * stride, stride, min(WIDTH, count - l), depth);
+            const Terms t = terms(l);
+            transpose<WIDTH>(to + l * depth + t.from * WIDTH, from + l * stride + t.from, stride, min(WIDTH, count - l),
+                             t.upto - t.from);
         }
         return;
     }
     const int whole = count / WIDTH * WIDTH;
     for (int first = 0; first < depth; first += 8) {  // so that neither reads nor writes use many pages at a time
         for (int l = 0; l < whole; l += WIDTH) {
-            for (int i = first; i < min(first + 8, depth); i++) {
+            const Terms t = terms(l);
+            for (int i = max(first, t.from); i < min(first + 8, t.upto); i++) {
                 memcpy(to + l * depth + i * WIDTH, from + l + i * step, 4 * WIDTH);
             }
         }
@@ -81,11 +90,13 @@ inline void pack(float* to, const float* from, size_t stride, size_t step, int c
 // b. If beta is 0, c is not read. With trans_a, a lies in memory as (k,m) and op transposes it; trans_b likewise. Block
 // (x, y, z) has one thread. The blocks share out the columns by x and the rows by y, at most MOST_ROWS each. A sum adds
 // at most DEPTH terms at a time, in the order of k. It does not depend on the grid.
-extern "C" __global__ void product_kernel(float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
-                                          int trans_b, float beta) {
-    __shared__ __align__(64) float of_a[MOST_ROWS * DEPTH];
+//
+// CAUSAL: which matrix is causal attention, none, c or a. In memory it consists of (T,T) matrices one below another.
+// Above their diagonals a is 0, and nobody reads c. A block leaves these terms and numbers out, for ROWS rows at a time.
+template <int CAUSAL>
+inline void multiply(float* packed, float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
+                     int trans_b, float beta) {
     __align__(64) float of_b[COLUMNS * DEPTH];
-    float* const packed = of_a;  // its address is asked for once
     a += (size_t)blockIdx.z * m * k, b += (size_t)blockIdx.z * k * n, c += (size_t)blockIdx.z * m * n;
     const auto share = [](int length, int width, int block, int blocks) {
         return min((int64_t)length, (int64_t)((length + width - 1) / width) * block / blocks * width);
@@ -95,19 +106,30 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
     const size_t row_a = trans_a ? 1 : k, step_a = trans_a ? m : 1;
     const size_t column_b = trans_b ? k : 1, step_b = trans_b ? 1 : n;
     const int parts = (k + DEPTH - 1) / DEPTH, most = (k + parts - 1) / parts;
+    const int T = CAUSAL == CAUSAL_C ? n : trans_a ? m : k;
 
     for (int p = 0; p < k; p += most) {
         const int depth = min(most, k - p);
         const float factor = p == 0 ? beta : 1.0f;
-        pack<ROWS>(packed, a + begin * row_a + p * step_a, row_a, step_a, end - begin, depth);
+        const auto all = [=](int) { return Terms{0, depth}; };
+        const auto terms = [=](int i) {  // of rows i to i + ROWS - 1
+            if (CAUSAL != CAUSAL_A) return all(i);
+            if (trans_a) return Terms{p % T + depth <= T ? max(0, min(i - p % T, depth)) : 0, depth};
+            return Terms{0, i % T + ROWS <= T ? max(0, min(i % T + ROWS - p, depth)) : depth};
+        };
+        pack<ROWS>(packed, a + begin * row_a + p * step_a, row_a, step_a, end - begin, depth,
+                   [&](int l) { return terms(begin + l); });
         for (int j = left; j < right; j += COLUMNS) {
             const float* panel = b + j * column_b + p * step_b;
-            pack<COLUMNS>(of_b, panel, column_b, step_b, min(COLUMNS, right - j), depth);
+            pack<COLUMNS>(of_b, panel, column_b, step_b, min(COLUMNS, right - j), depth, all);
             // Meanwhile the next panel comes to the cache: a few lines of it for each ROWS rows of c.
             const int length = trans_b ? depth / LINE : max(1, COLUMNS / LINE);  // of a column or row of it, in lines
             const int lines = j + 2 * COLUMNS <= right ? length * (trans_b ? COLUMNS : depth) : 0;
             int line = 0;
             for (int i = begin; i < end; i += ROWS) {
+                const Terms sum = terms(i);
+                if (CAUSAL == CAUSAL_A && sum.from >= sum.upto && p > 0) continue;            // would add nothing
+                if (CAUSAL == CAUSAL_C && i % T + ROWS <= T && j >= i % T + ROWS) continue;  // above the diagonal
                 for (const int upto = min(lines, lines * (i - begin + ROWS) / (end - begin)); line < upto; line++) {
                     __builtin_prefetch(panel + COLUMNS * column_b + line / length * max(column_b, step_b) +
                                        line % length * LINE);
@@ -116,11 +138,11 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
                 for (int r = 0; r < ROWS; r++) {  // both lines of the cache, if c is not aligned
                     __builtin_prefetch(to + (size_t)r * n, 1), __builtin_prefetch(to + (size_t)r * n + COLUMNS - 1, 1);
                 }
-                const float* x = packed + (i - begin) * depth;
-                const Vector* y = reinterpret_cast<const Vector*>(of_b);
+                const float* x = packed + (i - begin) * depth + sum.from * ROWS;
+                const Vector* y = reinterpret_cast<const Vector*>(of_b) + sum.from * 2;
                 Vector sums[ROWS][2] = {};
 #pragma GCC unroll 4  // otherwise the loop's speed depends on its address, by up to a tenth
-                for (int q = 0; q < depth; q++, x += ROWS, y += 2) {
+                for (int q = sum.from; q < sum.upto; q++, x += ROWS, y += 2) {
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
                         sums[r][0] += x[r] * y[0];
@@ -143,4 +165,12 @@ extern "C" __global__ void product_kernel(float* c, const float* a, const float*
             }
         }
     }
+}
+
+extern "C" __global__ void product_kernel(float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
+                                          int trans_b, float beta, int causal) {
+    __shared__ __align__(64) float packed[MOST_ROWS * DEPTH];
+    if (causal == CAUSAL_C) multiply<CAUSAL_C>(packed, c, a, b, m, n, k, trans_a, trans_b, beta);
+    else if (causal == CAUSAL_A) multiply<CAUSAL_A>(packed, c, a, b, m, n, k, trans_a, trans_b, beta);
+    else multiply<0>(packed, c, a, b, m, n, k, trans_a, trans_b, beta);
 }
