@@ -49,29 +49,38 @@ def test_gemm_multiplies_by_rows_and_adds_beta_times_what_was_there(each_product
 @pytest.mark.parametrize("trans_a, trans_b, with_bias", [
     (False, True, False), (False, False, False), (True, False, False), (False, True, True)
 ])  # fmt: skip
-@pytest.mark.parametrize("m, n, k", [(768, 2304, 512), (1024, 512, 768), (100, 3072, 4096)])
+@pytest.mark.parametrize("m, n, k", [(768, 2304, 512), (1024, 512, 768), (100, 3072, 4096), (64, 48, 40), (12, 64, 96)])
 def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, m, n, k, trans_a, trans_b, with_bias):
     if each_product.kind != "cuda" or each_product.floatX != each_product.BF16:
         pytest.skip("only products of bf16 matrices on a GPU are timed")
-    rng = np.random.default_rng([m, n, k])
-    a, b = (each_product.asarray(device.to_bf16(stored(normal(rng, *shape), turned)))
-            for shape, turned in (((m, k), trans_a), ((k, n), trans_b)))  # fmt: skip
-    # In training a product is timed before its bias has learned anything.
-    c = each_product.empty((m, n), each_product.BF16 if with_bias else np.float32)
-    zeros, bias = (
-        each_product.asarray(device.to_bf16(x)) if with_bias else None for x in (np.zeros(n), normal(rng, n))
-    )
-    plans = current.device.blas.lt.plans
-    plans.clear()
-    each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, bias=zeros)
-    (plan,) = plans.values()
-    assert plan.timed and len(plan.algorithms) > 1 - with_bias
-    results = [] if with_bias else [each_product.to_host(c)]
-    for algorithm in plan.algorithms:
-        plan.algorithms = [algorithm]
+    rng, small = np.random.default_rng([m, n, k]), m * n < 10_000
+
+    def operands(zero: bool = False) -> tuple:
+        """A product's matrices, and its bias if it has one."""
+        a, b = (stored(normal(rng, *shape), turned) for shape, turned in (((m, k), trans_a), ((k, n), trans_b)))
+        bias = (np.zeros(n, np.float32) if zero else normal(rng, n)) if with_bias else None
+        return *(each_product.asarray(device.to_bf16(x)) for x in (a, b)), None if bias is None else (
+            each_product.asarray(device.to_bf16(bias))
+        )
+
+    def multiply(a, b, bias) -> np.ndarray:
         each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, bias=bias)
-        results.append(each_product.to_host(c))
-    assert all(np.array_equal(result, results[0]) for result in results)
+        return each_product.to_host(c)
+
+    for dtype in [each_product.BF16] if with_bias else [each_product.BF16, np.dtype(np.float32)]:
+        c = each_product.empty((m, n), dtype)
+        plans = current.device.blas.lt.plans
+        plans.clear()
+        multiply(*operands(zero=True))  # in training a product is timed before its bias has learned anything
+        (plan,) = plans.values()
+        usable = plan.algorithms if plan.timed else plan.algorithms[:1]
+        assert plan.timed == (m * n >= (1 << 20 if dtype == each_product.BF16 else 1 << 14))
+        for _ in range(200 if small else 1):  # other matrices than those with which the algorithms were compared
+            given, results = operands(), []
+            for algorithm in usable:
+                plan.algorithms, plan.timed = [algorithm], True
+                results.append(multiply(*given))
+            assert all(np.array_equal(result, results[0]) for result in results)
 
 
 @any_product
