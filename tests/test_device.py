@@ -55,13 +55,12 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, 
         pytest.skip("only products of bf16 matrices on a GPU are timed")
     rng, small = np.random.default_rng([m, n, k]), m * n < 10_000
 
-    def operands(zero: bool = False) -> tuple:
-        """A product's matrices, and its bias if it has one."""
+    def operands(zero_bias: bool = False) -> tuple:
+        """A product's matrices, and its bias or None."""
         a, b = (stored(normal(rng, *shape), turned) for shape, turned in (((m, k), trans_a), ((k, n), trans_b)))
-        bias = (np.zeros(n, np.float32) if zero else normal(rng, n)) if with_bias else None
-        return *(each_product.asarray(device.to_bf16(x)) for x in (a, b)), None if bias is None else (
-            each_product.asarray(device.to_bf16(bias))
-        )
+        bias = np.zeros(n, np.float32) if zero_bias else normal(rng, n)
+        a, b, bias = (each_product.asarray(device.to_bf16(x)) for x in (a, b, bias))
+        return a, b, bias if with_bias else None
 
     def multiply(a, b, bias) -> np.ndarray:
         each_product.gemm(c, a, b, m, n, k, trans_a, trans_b, bias=bias)
@@ -71,7 +70,7 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, 
         c = each_product.empty((m, n), dtype)
         plans = current.device.blas.lt.plans
         plans.clear()
-        multiply(*operands(zero=True))  # in training a product is timed before its bias has learned anything
+        multiply(*operands(zero_bias=True))  # in training a product is timed before its bias has learned anything
         (plan,) = plans.values()
         usable = plan.algorithms if plan.timed else plan.algorithms[:1]
         assert plan.timed == (m * n >= (1 << 20 if dtype == each_product.BF16 else 1 << 14))
