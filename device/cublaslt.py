@@ -145,12 +145,12 @@ class CublasLt:
 
     def put_fastest_first(self, plan: Plan, multiply: Any, c, stream: Any, calls: int) -> None:
         """Times the plan's algorithms, `calls` products at a time, and sorts them. Drops those that may give other bits
-        than the first one. multiply(algorithm) sets c."""
+        than the first one. multiply(algorithm) sets c. If c becomes 0 everywhere, the plan stays as it is."""
         first = plan.algorithms[0]
         result = c.reshape(-1).view(np.uint16)[:COMPARED]
         multiply(first)
         expected = result.copy()
-        if not expected.any():  # nothing but zeros shows nothing
+        if not expected.any():  # zeros do not show whether two algorithms agree: a later product may
             return
 
         def same(algorithm: Algorithm) -> bool:

@@ -6,7 +6,7 @@
 // with that many times T queries, and nobody has to repeat keys and values.
 //   Softmax backward: dpreatt = att * (datt - sum_s(att * datt)) / sqrt(HS)
 //   ReLU attention:   att = max(0, preatt / sqrt(HS)) / (t + 1);  dpreatt = datt / ((t + 1) sqrt(HS)) where att > 0
-// All are memory-bound. They write 0 above the diagonal, because the products read whole matrices.
+// All are memory-bound. They write 0 above the diagonal, because cuBLAS reads whole matrices.
 #include "common.cuh"
 
 // Where channel i of row n = (b, t) of a (B, T, NH * HS) tensor lies in a (B, NH, T, HS) tensor.

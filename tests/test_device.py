@@ -5,6 +5,7 @@ from pathlib import Path
 
 import device
 from device import ceil_div, cpp, cpu, cuda_source, current, from_bf16, to_bf16
+from device.cublaslt import CublasLt, Plan
 from device.errors import UserError
 from kernels import gelu
 from oracle import BF16, assert_close, guarded, kernel_tolerance, normal, to_numpy
@@ -80,6 +81,18 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(each_product, 
                 plan.algorithms, plan.timed = [algorithm], True
                 results.append(multiply(*given))
             assert all(np.array_equal(result, results[0]) for result in results)
+
+
+def test_algorithms_are_not_compared_by_a_result_of_zeros():
+    lt, plan = object.__new__(CublasLt), Plan(None, (None,) * 3, ["first", "second"])
+    c, multiplied = np.ones(4, np.float32), []
+
+    def multiply(algorithm: str) -> None:
+        multiplied.append(algorithm)
+        c.fill(0)
+
+    lt.put_fastest_first(plan, multiply, c, stream=None, calls=1)
+    assert multiplied == ["first"] and not plan.timed and plan.algorithms == ["first", "second"]
 
 
 @any_product

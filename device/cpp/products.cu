@@ -21,9 +21,9 @@ constexpr int LANES = 4, ROWS = 8;
 constexpr int LANES = 4, ROWS = 6;
 #endif
 constexpr int COLUMNS = 2 * LANES, DEPTH = 256;
-constexpr int LINE = 16;        // numbers in a line of the cache
-constexpr int MOST_ROWS = 264;  // of a block; device/cpu.py knows it
-constexpr int CAUSAL_C = 1, CAUSAL_A = 2;  // as device/cpu.py has them
+constexpr int LINE = 16;  // numbers in a line of the cache
+// device/cpu.py knows these: how many rows a block can have, and the values of `causal`
+constexpr int MOST_ROWS = 264, CAUSAL_C = 1, CAUSAL_A = 2;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -53,7 +53,7 @@ inline void transpose(float* to, const float* from, size_t stride, int count, in
     }
 }
 
-// The terms of a sum from `from` on, in front of `upto`. The others are 0.
+// Which terms of a part of a sum are needed: those from `from` on, in front of `upto`. The others are 0.
 struct Terms {
     int from, upto;
 };
@@ -93,6 +93,8 @@ inline void pack(float* to, const float* from, size_t stride, size_t step, int c
 //
 // CAUSAL: which matrix is causal attention, none, c or a. In memory it consists of (T,T) matrices one below another.
 // Above their diagonals a is 0, and nobody reads c. A block leaves these terms and numbers out, for ROWS rows at a time.
+// Rows, or a part of a sum, that reach into the next matrix are done in full. It is a template, because the tests for
+// this would make all other products 1 to 2% slower.
 template <int CAUSAL>
 inline void multiply(float* packed, float* c, const float* a, const float* b, int m, int n, int k, int trans_a,
                      int trans_b, float beta) {
@@ -127,8 +129,8 @@ inline void multiply(float* packed, float* c, const float* a, const float* b, in
             const int lines = j + 2 * COLUMNS <= right ? length * (trans_b ? COLUMNS : depth) : 0;
             int line = 0;
             for (int i = begin; i < end; i += ROWS) {
-                const Terms sum = terms(i);
-                if (CAUSAL == CAUSAL_A && sum.from >= sum.upto && p > 0) continue;            // would add nothing
+                const Terms needed = terms(i);
+                if (CAUSAL == CAUSAL_A && needed.from >= needed.upto && p > 0) continue;      // would add nothing
                 if (CAUSAL == CAUSAL_C && i % T + ROWS <= T && j >= i % T + ROWS) continue;  // above the diagonal
                 for (const int upto = min(lines, lines * (i - begin + ROWS) / (end - begin)); line < upto; line++) {
                     __builtin_prefetch(panel + COLUMNS * column_b + line / length * max(column_b, step_b) +
@@ -138,11 +140,11 @@ inline void multiply(float* packed, float* c, const float* a, const float* b, in
                 for (int r = 0; r < ROWS; r++) {  // both lines of the cache, if c is not aligned
                     __builtin_prefetch(to + (size_t)r * n, 1), __builtin_prefetch(to + (size_t)r * n + COLUMNS - 1, 1);
                 }
-                const float* x = packed + (i - begin) * depth + sum.from * ROWS;
-                const Vector* y = reinterpret_cast<const Vector*>(of_b) + sum.from * 2;
+                const float* x = packed + (i - begin) * depth + needed.from * ROWS;
+                const Vector* y = reinterpret_cast<const Vector*>(of_b) + needed.from * 2;
                 Vector sums[ROWS][2] = {};
 #pragma GCC unroll 4  // otherwise the loop's speed depends on its address, by up to a tenth
-                for (int q = sum.from; q < sum.upto; q++, x += ROWS, y += 2) {
+                for (int q = needed.from; q < needed.upto; q++, x += ROWS, y += 2) {
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
                         sums[r][0] += x[r] * y[0];
