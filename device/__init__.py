@@ -15,9 +15,9 @@ from device.bf16 import BF16, from_bf16, to_bf16
 from device.cpu import CpuDevice, host_memory
 from device.cuda import CudaDevice
 from device.errors import UserError, first_line
-from device.observing import accesses, observe, unobserved
+from device.observing import accesses, observe, observed_operation
 from device.recording import Insertion, Launch, Recording, touch
-from device.sources import Source, architecture_of, cuda_source, kernel_declarations, source
+from device.sources import Source, architecture_of, cuda_source, imported, kernel_declarations, source
 
 import numpy as np
 
@@ -68,20 +68,19 @@ def use(kind: str = "auto", number: int = 0) -> str:
                 raise UserError(
                     f"CUDA does not work here ({why_not_cuda}): {remedy}, or run with --device cpu"
                 ) from None
-    current.switch(found or CpuDevice())
+    current.device = found or CpuDevice()
     return current.device.kind
 
 
 def compile_all() -> None:
     """Compiles every kernel file that has been imported and is needed, several at a time. Otherwise each is compiled at
     its first launch."""
-    current.device.compile_all([source.path for source in current.sources if source.needed])
+    current.device.compile_all([source.path for source in imported if source.needed()])
 
 
 def use_precision(precision: str) -> str:
     """CpuDevice.use_precision. Raises UserError for bf16 on a GPU that has none."""
-    found = unobserved().use_precision(precision)
-    current.forget_kernels()
+    found = current.device.use_precision(precision)
     if precision == "bf16" and found != precision:
         raise UserError(
             f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {current.device.name} is of "
@@ -97,7 +96,7 @@ def width() -> int:
 
 def use_recording(on: bool) -> None:
     """on: recordings made from now on replay their launches. Off: they do not, so that observers see every launch."""
-    unobserved().recording = on
+    current.device.recording = on
 
 
 def record(
@@ -113,13 +112,49 @@ def record(
     For the same arguments `work` must always give the device the same launches on the same arrays. It must not copy to
     or from the host.
     """
-    return Recording(unobserved(), work, list(gradients), insertions)
+    return Recording(current.device, work, list(gradients), insertions)
+
+
+def gemm(
+    c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0, bias=None
+) -> None:
+    """CpuDevice.gemm."""
+    if current.observers:
+        observed_operation("gemm", locals())
+    else:
+        current.device.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias)
+
+
+def gemm_strided_batched(
+    c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False, causal: str = ""
+) -> None:
+    """CpuDevice.gemm_strided_batched."""
+    if current.observers:
+        observed_operation("gemm_strided_batched", locals())
+    else:
+        current.device.gemm_strided_batched(c, a, b, m, n, k, count, trans_a, trans_b, causal)
+
+
+def fill_zero(array) -> None:
+    """CpuDevice.fill_zero."""
+    if current.observers:
+        observed_operation("fill_zero", locals())
+    else:
+        current.device.fill_zero(array)
+
+
+def copy(dst, src) -> None:
+    """CpuDevice.copy."""
+    if current.observers:
+        observed_operation("copy", locals())
+    else:
+        current.device.copy(dst, src)
 
 
 def zeros(shape, dtype=np.float32):
     """A device array of zeros."""
     array = current.device.empty(shape, dtype)
-    current.device.fill_zero(array)
+    fill_zero(array)
     return array
 
 

@@ -44,6 +44,7 @@ class CpuDevice:
     in_communication = False
 
     def __init__(self):
+        self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], cpp.Module] = {}
         self.constants: dict[tuple, np.ndarray] = {}
         cpp.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch

@@ -247,7 +247,7 @@ class Lab:
     def in_place_of(self, source: Source) -> Iterator[list[Watched]]:
         """Within the block, launchers find the kernels of `source` in the solution's file. The launches that the
         microscope has watched are added to the list."""
-        path, all_watched = source._path, []
+        path, all_watched = source.path, []
 
         def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:
             def checked() -> None:
@@ -264,16 +264,14 @@ class Lab:
             for parameter, value in arguments.items():
                 refuse_strays(parameter, value, case=f"{name}: ")
 
-        source._path = self.path
-        source.forget()
+        source.path = self.path
         try:
             with device.observe(observer):
                 yield all_watched
         except (AttributeError, TypeError, ValueError) as error:  # a kernel that is gone, or takes something else
             raise Wrong(f"the kernels' names and parameters must stay as they were: {error}") from None
         finally:
-            source._path = path
-            source.forget()
+            source.path = path
 
     def call(self, name: str, *arguments):
         """What a Python function of the solution returns."""
@@ -448,7 +446,8 @@ def check_bias_gradient(lab: Lab) -> None:
     )  # fmt: skip
     out, sums = given(before.astype(np.float32)), given(np.ascontiguousarray(scratch[:chunks]))
     with lab.in_place_of(kernels.reduce.cu):  # with other blocks than those of 32 x 32
-        kernels.reduce.cu.add_partials_kernel((ceil_div(C, 32), 1), (32, 8), (out, *[None] * 5, sums, chunks, C, 1))
+        args = out, *[None] * 5, sums, chunks, C, 1
+        kernels.reduce.cu.launch("add_partials_kernel", (ceil_div(C, 32), 1), (32, 8), args)
     expect(
         "out", out, before + padded.sum(0),
         lambda i: f"with blocks of (32, 8) add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}",
@@ -590,8 +589,7 @@ def check_softmax(lab: Lab) -> None:
         scores = normal(2, T, T).reshape(rows, T)
         att, lengths = given(scores), np.arange(rows) % T + 1
         with lab.in_place_of(kernels.attention.cu):
-            forward = kernels.attention.cu.softmax_forward_kernel
-            kernels.attention.launch_by_att_row(forward, rows, (att, np.float32(scale), rows, T))
+            kernels.attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(scale), rows, T))
         with np.errstate(under="ignore"):
             x = np.where(np.arange(T) < lengths[:, None], scale * scores.astype(np.float64), -np.inf)
             x = np.exp(x - x.max(1, keepdims=True))

@@ -29,8 +29,9 @@ def cached_attention_forward(
     vectors = ceil_div(HS, cu.width)
     block = cu.block(THREADS)
     slots = max(1, block // vectors)
-    kernel = cu.cached_attention_kernel if heads == 1 else cu.cached_attention_shared_kernel
-    kernel(
+    kernel = "cached_attention_kernel" if heads == 1 else "cached_attention_shared_kernel"
+    cu.launch(
+        kernel,
         (B * T, NKV * shared, splits), (block,),
         (out, parts, stats, keys, values, qkv, positions, T, context, NH, NKV, HS, int(relu),
          np.float32(1.0 / math.sqrt(HS)), splits, slots),
@@ -38,7 +39,7 @@ def cached_attention_forward(
     )  # fmt: skip
     if splits > 1:
         block = cu.block(min(1024, 32 * ceil_div(HS, 32)))
-        cu.add_splits_kernel((B * T * NH,), (block,), (out, parts, stats, HS, int(relu), splits))
+        cu.launch("add_splits_kernel", (B * T * NH,), (block,), (out, parts, stats, HS, int(relu), splits))
 
 
 def number_of_splits(B: int, NH: int, NKV: int, context: int) -> int:

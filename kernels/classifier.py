@@ -18,7 +18,8 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
     # 55% longer.
     width = cu.width
     cached = min(Vp, (device.shared_memory // 2 - 2048) // (device.floatX.itemsize * width) * width)
-    cu.fused_classifier_kernel(
+    cu.launch(
+        "fused_classifier_kernel",
         (B * T,),
         (cu.block(1024),),
         (logits, losses, np.float32(dloss), targets, V, Vp, cached),

@@ -70,16 +70,16 @@ def flash_attention_backward(
     if NKV < NH:
         heads = B * T * 2 * NKV
         block = HS // cu.width, cu.width * THREADS // HS
-        group_sum = cu.flash_attention_group_sum_kernel
-        group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
+        grid = (ceil_div(heads, block[1]),)
+        cu.launch("flash_attention_group_sum_kernel", grid, block, (dqkv, dkv_heads, heads, NH, NKV, HS))
 
 
 def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
     """Launches a block for each head of each sequence and each tile of `rows` queries or keys. operands: of how many
     arrays a block keeps its rows in dynamic shared memory."""
     shared = operands * rows * HS * device.floatX.itemsize
-    kernel = getattr(cu, f"flash_attention_{name}_kernel_{HS}")
-    kernel((B * NH, ceil_div(T, rows)), (THREADS,), arguments, shared_mem=shared)
+    kernel, grid = f"flash_attention_{name}_kernel_{HS}", (B * NH, ceil_div(T, rows))
+    cu.launch(kernel, grid, (THREADS,), arguments, shared_mem=shared)
 
 
 def launch_wgmma(
@@ -89,8 +89,8 @@ def launch_wgmma(
     `floats` fp32 numbers for each row of a tile."""
     rows, tiles = WGMMA[name][HS]
     shared = (operands * rows + 2 * tiles * WGMMA_TILE) * HS * device.floatX.itemsize + floats * tiles * WGMMA_TILE * 4
-    kernel = getattr(hopper, f"flash_attention_{name}_wgmma_kernel_{HS}")
-    kernel((B * NH, ceil_div(T, rows)), (2 * rows,), arguments, shared_mem=shared)
+    kernel, grid = f"flash_attention_{name}_wgmma_kernel_{HS}", (B * NH, ceil_div(T, rows))
+    hopper.launch(kernel, grid, (2 * rows,), arguments, shared_mem=shared)
 
 
 def check(HS: int) -> None:

@@ -12,9 +12,9 @@ def gelu_forward(out, inp, bias, N: int, C: int, erf: bool = False) -> None:
     """out (N,C) = gelu(inp + bias), in the tanh form or the erf form. inp is a product to which its bias (C) has not
     been added yet. bias is None if the product has none."""
     block = cu.threads(128, ceil_div(C, cu.width))  # on an H200 256 take up to 4% longer, 64 12 to 18%, 1024 12%
-    kernel = cu.gelu_erf_forward_kernel if erf else cu.gelu_forward_kernel
+    kernel = "gelu_erf_forward_kernel" if erf else "gelu_forward_kernel"
     rows = 2  # of a block, as gelu.cu has it
-    kernel((ceil_div(N, rows), ceil_div(C, cu.width * block)), (block,), (out, inp, bias, N, C))
+    cu.launch(kernel, (ceil_div(N, rows), ceil_div(C, cu.width * block)), (block,), (out, inp, bias, N, C))
 
 
 def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int, erf: bool = False) -> None:
@@ -25,7 +25,7 @@ def gelu_backward(dinp, dbias, out_T, scratch, inp, bias, N: int, C: int, erf: b
     bias). scratch holds (MOST_PARTIALS, C) floats.
     """
     side, rows = cu.block(16), rows_per_chunk(N, multiple=64)
-    chunks, kernel = ceil_div(N, rows), cu.gelu_erf_backward_kernel if erf else cu.gelu_backward_kernel
+    chunks, kernel = ceil_div(N, rows), "gelu_erf_backward_kernel" if erf else "gelu_backward_kernel"
     columns, _ = tile_grid(cu, N, C)
-    kernel((columns, chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
+    cu.launch(kernel, (columns, chunks), (side, side), (dinp, out_T, scratch, inp, bias, N, C, rows))
     add_partials([dbias], scratch, chunks, C)

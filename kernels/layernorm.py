@@ -42,7 +42,8 @@ def launch_forward(
     # took 2 to 3% longer up to C = 768, and as long from 1024 on.
     width = cu.width
     block = cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
-    cu.layernorm_forward_kernel(
+    cu.launch(
+        "layernorm_forward_kernel",
         (N,),
         (block,),
         (out, mean, rstd, residual, inp1, inp2, bias2, weight, bias, C),
@@ -75,7 +76,8 @@ def layernorm_backward(
     # Four blocks a multiprocessor, so that some compute while others wait for memory. With two an H200 took 6% longer,
     # with eight as long.
     chunks = min(ceil_div(B * T, warps), 4 * device.multiprocessors, MOST_PARTIALS)
-    cu.layernorm_backward_kernel(
+    cu.launch(
+        "layernorm_backward_kernel",
         (chunks,),
         (warps * warp,),
         (dinp, scratch, dout, inp, weight, mean, rstd, B * T, C),

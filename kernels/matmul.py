@@ -21,7 +21,7 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
     device.gemm(out, inp, weight, B * T, OC, C, trans_b=True)
     if bias is not None:
         block = cu.threads(256, ceil_div(OC, cu.width))
-        cu.add_bias_kernel((B * T, ceil_div(OC, cu.width * block)), (block,), (out, bias, OC))
+        cu.launch("add_bias_kernel", (B * T, ceil_div(OC, cu.width * block)), (block,), (out, bias, OC))
 
 
 def projection_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int):
@@ -47,7 +47,7 @@ def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
     warps = min(4, C // (4 * 32 * cu.width)) if few else 1  # with four vectors a thread or more
     one = (min(cu.warp_size, 8), 8) if OC >= MANY_OUTPUTS else (cu.warp_size, 4)
     block = (cu.block(32 * warps), 1) if warps > 1 else one
-    cu.matvec_kernel((ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
+    cu.launch("matvec_kernel", (ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
 
 
 def transposes() -> bool:
@@ -107,7 +107,7 @@ def matmul_backward_bias(dbias, scratch, dout, B: int, T: int, OC: int) -> None:
 def transpose(out, inp, N: int, C: int) -> None:
     """out (C,N) = inp (N,C)^T."""
     side = cu.block(16)
-    cu.transpose_kernel(tile_grid(cu, N, C), (side, side), (out, inp, N, C))
+    cu.launch("transpose_kernel", tile_grid(cu, N, C), (side, side), (out, inp, N, C))
 
 
 def tile_grid(cu, N: int, C: int) -> tuple[int, int]:

@@ -34,9 +34,9 @@ def parallel_residual_forward(
     )  # fmt: skip
     if dropout0 or dropout1:
         args += random_and_sites(dropout0, dropout1)
-        cu.parallel_residual_dropout_forward_kernel(grid, block, args, shared_mem=shared_mem)
+        cu.launch("parallel_residual_dropout_forward_kernel", grid, block, args, shared_mem=shared_mem)
     else:
-        cu.parallel_residual_forward_kernel(grid, block, args, shared_mem=shared_mem)
+        cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def pair(given: list, absent=None) -> list:
@@ -83,9 +83,10 @@ def parallel_residual_backward(
     if dropped:
         args = dinp, dproj0 if dropout0 else None, dproj1 if dropout1 else None, scratch, *args
         args += random_and_sites(dropout0, dropout1)
-        cu.parallel_residual_dropout_backward_kernel((chunks,), (block,), args, shared_mem=shared_mem)
+        cu.launch("parallel_residual_dropout_backward_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
     else:
-        cu.parallel_residual_backward_kernel((chunks,), (block,), (dinp, scratch, *args), shared_mem=shared_mem)
+        args = dinp, scratch, *args
+        cu.launch("parallel_residual_backward_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
     add_partials(outs + biases, scratch, chunks, C, S)
 
 
@@ -94,7 +95,8 @@ def norm_transposed(out_T, inp, norm, mean, rstd, B: int, T: int, C: int) -> Non
     rstd that forward set, and from the norm (weight (C), shift (C)). If matmul.transposes() is false, out_T (B*T,C) =
     the out itself. mean and shift are None for RMSNorm."""
     side = cu.block(16)
-    cu.norm_transposed_kernel(
+    cu.launch(
+        "norm_transposed_kernel",
         tile_grid(cu, B * T, C),
         (side, side),
         (out_T, inp, *norm, mean, rstd, B * T, C),

@@ -22,7 +22,7 @@ def qk_norm_forward(
     """
     heads = cu.width  # of a block, which then has 128 threads
     args = out, rstd, inp, qweight, kweight, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
-    cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
+    cu.launch("qk_norm_forward_kernel", (ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
 
 
 def qk_norm_backward(
@@ -37,7 +37,8 @@ def qk_norm_backward(
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
     at_once = max(1, min(2 * width, device.shared_memory // row_bytes))  # heads of a block, which has 256 threads
     chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
-    cu.qk_norm_backward_kernel(
+    cu.launch(
+        "qk_norm_backward_kernel",
         (chunks,),
         (lanes(), at_once),
         (dqkv, scratch, inp, qweight, kweight, rstd, table, B * T, T, NH, NKV, HS),

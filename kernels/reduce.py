@@ -28,7 +28,8 @@ def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> 
     """
     warp = cu.warp_size
     padded = (*outs, *[None] * 5)[:6]
-    cu.add_partials_kernel(
+    cu.launch(
+        "add_partials_kernel",
         (ceil_div(C, warp), len(outs)),
         (warp, cu.block(1024) // cu.block(warp)),  # on an H200 512 threads took 32% longer: fewer loads in flight
         (*padded, partials, P, C, S or len(outs)),
@@ -43,7 +44,7 @@ def column_sum(out, scratch, inp, N: int, C: int) -> None:
     # On an H200 128 and 256 threads take as long, 32 7% longer.
     block, rows = cu.threads(64, ceil_div(C, cu.width)), rows_per_chunk(N, multiple=8)
     chunks = ceil_div(N, rows)
-    cu.column_partials_kernel((ceil_div(C, cu.width * block), chunks), (block,), (scratch, inp, N, C, rows))
+    cu.launch("column_partials_kernel", (ceil_div(C, cu.width * block), chunks), (block,), (scratch, inp, N, C, rows))
     add_partials([out], scratch, chunks, C)
 
 
@@ -63,7 +64,7 @@ def sum_squares(scratch, arrays: list) -> int:
     block, partials, used = cu.block(512), scratch.reshape(-1), 0  # on an H200 256 take as long, 128 19% longer
     for x in arrays:
         blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, cu.floats * block)))
-        cu.squares_partials_kernel((blocks,), (block,), (partials[used:], x, x.size))
+        cu.launch("squares_partials_kernel", (blocks,), (block,), (partials[used:], x, x.size))
         used += blocks
     return used
 
@@ -71,4 +72,4 @@ def sum_squares(scratch, arrays: list) -> int:
 def norm_of_squares(norm, scratch, count: int, largest: float, skip_nonfinite: bool) -> None:
     """The second half of global_norm, from the first `count` floats of scratch."""
     block, partials = cu.block(512), scratch.reshape(-1)
-    cu.norm_kernel((1,), (block,), (norm, partials, count, np.float32(largest), int(skip_nonfinite)))
+    cu.launch("norm_kernel", (1,), (block,), (norm, partials, count, np.float32(largest), int(skip_nonfinite)))

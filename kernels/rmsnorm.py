@@ -17,7 +17,7 @@ def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) 
     """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
     grid, block, shared_mem = row_launch(B * T, C)
     args = out, rstd, inp, weight, np.float32(eps), B * T, C
-    cu.rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
+    cu.launch("rmsnorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def fused_residual_rmsnorm_forward(
@@ -32,7 +32,7 @@ def fused_residual_rmsnorm_forward(
         return
     grid, block, shared_mem = row_launch(B * T, C)
     args = residual, out, rstd, inp1, inp2, weight, np.float32(eps), B * T, C
-    cu.fused_residual_rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
+    cu.launch("fused_residual_rmsnorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
@@ -71,7 +71,8 @@ def rmsnorm_backward(
     # Three blocks share a multiprocessor. In fp32 an H200 took 7% longer with two rows at once, 36% with one.
     rows = max(1, min(4, (device.shared_memory // 3 - 1024) // row_bytes))
     chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors, MOST_PARTIALS)
-    cu.rmsnorm_backward_kernel(
+    cu.launch(
+        "rmsnorm_backward_kernel",
         (chunks,),
         (block,),
         (dinp, scratch, dout, inp, weight, rstd, B * T, C, rows),

@@ -25,4 +25,4 @@ def sample(
         heat = max(heat, np.finfo(np.float32).smallest_normal)  # its reciprocal is finite
     args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context
     block = cu.block(min(1024, 32 * ceil_div(V, 32 * cu.width)))  # each thread has a vector or more
-    cu.sample_kernel((B,), (block,), args)
+    cu.launch("sample_kernel", (B,), (block,), args)

@@ -10,7 +10,7 @@ cu = device.source(__file__)
 def swiglu_forward(out, inp, N: int, C: int) -> None:
     """out (N,C) = silu(gate) * up. A row of inp (N,2C) has C numbers of up, then C of gate."""
     block = cu.threads(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
-    cu.swiglu_forward_kernel((N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
+    cu.launch("swiglu_forward_kernel", (N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
 
 
 def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
@@ -20,4 +20,4 @@ def swiglu_backward(dinp, out_T, dout, inp, N: int, C: int) -> None:
     sets out_T (N,C) to this output as it is. The arrays must not overlap.
     """
     side, grid = cu.block(16), tile_grid(cu, N, C)
-    cu.swiglu_backward_kernel(grid, (side, side), (dinp, out_T, dout, inp, N, C))
+    cu.launch("swiglu_backward_kernel", grid, (side, side), (dinp, out_T, dout, inp, N, C))

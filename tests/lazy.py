@@ -153,20 +153,20 @@ class Threads:
             monkeypatch.setattr(module, name, stands)
 
     def meet(self) -> None:
-        mine = device.current.device
+        mine = device.current.device, device.current.observers
         self.baton.release()
         try:
             self.meeting.wait()
         finally:
             self.baton.acquire()
-            device.current.switch(mine)
+            device.current.device, device.current.observers = mine
 
     def barrier(self, words: list, rank: int) -> None:
         self.later(self.meet)
 
     def later(self, work) -> None:
         """Does work when the device comes to it."""
-        of = device.observing.unobserved()
+        of = device.current.device
         of.put(work) if isinstance(of, LazyDevice) else work()
 
     def all_gather(self, value) -> list:
@@ -235,7 +235,7 @@ class Threads:
             self.own.rank = r
             with self.baton:
                 try:
-                    device.current.switch(kind())
+                    device.current.device, device.current.observers = kind(), []
                     results[r] = work(r)
                 except BaseException as error:
                     errors.append(error)

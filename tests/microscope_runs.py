@@ -126,9 +126,8 @@ def mutated(folder: Path, file: str, which: int) -> Path:
 
 def use_kernels(folder: Path) -> None:
     """Let the launchers take their kernels from another folder."""
-    for source in device.current.sources:
-        source._path = folder / source._path.name
-        source.forget()
+    for source in device.sources.imported:
+        source.path = folder / source.path.name
     for name, path in FILES.items():
         FILES[name] = folder / path.name
 

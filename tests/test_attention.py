@@ -187,8 +187,7 @@ def test_softmax_of_extreme_scores_neither_overflows_nor_vanishes(dev):
     scores[T:] = exact(-1000 - np.abs(scores[T:]))
     with guarded(dev) as memory:
         att = memory.update(scores)
-        kernel = kernels_attention.cu.softmax_forward_kernel
-        kernels_attention.launch_by_att_row(kernel, rows, (att, np.float32(0.125), rows, T))
+        kernels_attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(0.125), rows, T))
     future = torch.ones(T, T, dtype=torch.bool).triu(1).repeat(2, 1)
     want = (0.125 * leaf(scores)).masked_fill(future, -math.inf).softmax(-1)
     assert_close("att of extreme scores", att, want, KERNEL_FP32)
@@ -254,8 +253,7 @@ def test_softmax_rows_are_found_beyond_two_to_the_31_elements(dev):
     att = dev.zeros((rows, T), dev.floatX)
     scores = normal(np.random.default_rng(0), T, T)
     dev.copy(att[-T:], guarded(dev).read(scores))
-    kernel = kernels_attention.cu.softmax_forward_kernel
-    kernels_attention.launch_by_att_row(kernel, rows, (att, np.float32(0.125), rows, T))
+    kernels_attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(0.125), rows, T))
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     assert_close("first att", att[:T], leaf(np.zeros((T, T))).masked_fill(future, -math.inf).softmax(-1), KERNEL_FP32)
     want = (0.125 * leaf(scores)).masked_fill(future, -math.inf).softmax(-1)

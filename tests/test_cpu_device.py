@@ -390,7 +390,7 @@ def test_a_launcher_asks_the_file_that_it_launches_for_its_warp_size_and_blocks(
         device.warp_size()
 
     x, out = random(64), poisoned(7, 64)
-    fixed.exchange_kernel((1,), (fixed.block(64),), (out, x, 1, 32))
+    fixed.launch("exchange_kernel", (1,), (fixed.block(64),), (out, x, 1, 32))
     np.testing.assert_allclose(out[5].reshape(2, 32), x.reshape(2, 32).sum(1, keepdims=True).repeat(32, 1), atol=1e-5)
 
 

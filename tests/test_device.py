@@ -158,7 +158,7 @@ def check_rounding(dev, words: np.ndarray) -> None:
     want = np.where(np.isnan(values), np.uint16(0x7FFF), theirs)
     assert np.array_equal(to_bf16(values), want)
     pairs, singles, x = dev.empty(words.shape, device.BF16), dev.empty(words.shape, device.BF16), dev.asarray(values)
-    bf16.to_bf16_kernel((ceil_div(words.size // 2, 256),), (256,), (pairs, singles, x, words.size // 2))
+    bf16.launch("to_bf16_kernel", (ceil_div(words.size // 2, 256),), (256,), (pairs, singles, x, words.size // 2))
     dev.synchronize()
     assert np.array_equal(dev.to_host(pairs), want) and np.array_equal(dev.to_host(singles), want)
 
@@ -185,7 +185,7 @@ def test_every_bf16_number_is_the_fp32_number_of_that_value(dev):
     words = np.arange(1 << 16, dtype=np.uint16)
     want = torch.from_numpy(words).view(torch.bfloat16).float().numpy()
     out = dev.empty(words.shape)
-    bf16.to_float_kernel((256,), (256,), (out, dev.asarray(words), words.size))
+    bf16.launch("to_float_kernel", (256,), (256,), (out, dev.asarray(words), words.size))
     dev.synchronize()
     assert np.array_equal(from_bf16(words).view(np.uint32), want.view(np.uint32))
     assert np.array_equal(dev.to_host(out).view(np.uint32), want.view(np.uint32))
@@ -250,16 +250,16 @@ def test_recorded_work_is_done_at_every_call(dev):
 
 def test_a_kernel_that_is_not_in_the_file_is_an_error(dev):
     with pytest.raises((AttributeError, RuntimeError)):
-        gelu.cu.no_such_kernel((1,), (1,), ())
+        gelu.cu.launch("no_such_kernel", (1,), (1,), ())
 
 
 def test_all_kernel_files_are_compiled_at_once(dev, monkeypatch):
     """A file that no launcher uses on this device is left out: in fp32 the one for wgmma."""
-    assert any("hopper" in source.path.name for source in dev.current.sources)
+    assert any("hopper" in source.path.name for source in dev.sources.imported)
     monkeypatch.setattr(dev.current.device, "modules", {})  # which tests share
     dev.compile_all()
     compiled = {path for path, _ in dev.current.device.modules}
-    kernels = {source.path for source in dev.current.sources if "hopper" not in source.path.name}
+    kernels = {source.path for source in dev.sources.imported if "hopper" not in source.path.name}
     assert compiled == kernels | ({cpu.PRODUCTS} if dev.kind == "cpu" else set())
     gelu.gelu_forward(dev.empty((1, 4)), dev.zeros((1, 4)), dev.zeros((4,)), 1, 4)
 
@@ -304,7 +304,7 @@ def test_the_cpu_checks_what_a_kernel_is_given():
     device.use("cpu")
     out = device.zeros((4,))
     with pytest.raises(TypeError, match="gelu_forward_kernel takes 5 arguments"):
-        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out))
+        gelu.cu.launch("gelu_forward_kernel", (1,), (32,), (out, out, out))
     with pytest.raises(TypeError, match="gelu_forward_kernel: C .int. takes an int, not float"):
-        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out, 4, 4.0))
-    assert isinstance(gelu.cu.gelu_forward_kernel, cpp.Kernel)
+        gelu.cu.launch("gelu_forward_kernel", (1,), (32,), (out, out, out, 4, 4.0))
+    assert isinstance(device.current.device.kernel(gelu.cu.path, "gelu_forward_kernel"), cpp.Kernel)

@@ -59,7 +59,7 @@ def test_philox_gives_the_papers_known_answers(dev):
     with guarded(dev) as memory:
         out = memory.write((3, 4), np.int32)
         args = out, memory.read(counters.view(np.int32)), memory.read(keys.view(np.int32)), 3
-        cu.philox_kernel((1,), (32,), args)
+        cu.launch("philox_kernel", (1,), (32,), args)
     assert np.array_equal(dev.to_host(out).view(np.uint32), answers)
 
 

@@ -101,7 +101,7 @@ def test_a_seed_gives_the_text_that_it_gave_before_there_was_a_cache(config, att
     """texts.json is what came of computing the whole text for every token, with this file's models."""
     device.use("cpu")
     device.use_precision("fp32")
-    device.current.switch(kind())
+    device.current.device = kind()
     first = config.vocab_size - 1
     if inference:
         model = writing(config, attention, 1, 32)

@@ -210,7 +210,7 @@ def logs_of(
         arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     gpu = Gpu()
-    device.current.switch(gpu)
+    device.current.device = gpu
     device.use_precision(precision)
     for rank[0], shared in enumerate(exchanges):
         gpu.begin(rank[0], len(shared.model.params.wte))

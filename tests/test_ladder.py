@@ -166,7 +166,7 @@ def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing(pytestconfig):
 
 
 def test_a_rung_that_launches_kernels_of_other_files_too_is_timed_as_a_replayed_graph(monkeypatch):
-    device.current.switch(LazyDevice())
+    device.current.device = LazyDevice()
     device.use_recording(True)
     topic = TOPICS["gelu_backward"]
     monkeypatch.setattr(topic, "bench", topic.odd)

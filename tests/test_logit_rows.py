@@ -24,7 +24,7 @@ def trained(config, attention: str, logit_rows: int, kind=None) -> dict[str, np.
     """What a model with chunks of so many rows leaves behind: training's losses and gradients of two batches, the
     second added to the first, the losses without training, and the logits that follow a text."""
     if kind:
-        device.current.switch(kind())
+        device.current.device = kind()
     model = kind_of(config)(config, B, T, attention, logit_rows=logit_rows)
     model.acts_memory.view(np.uint8).fill(255)  # NaN in any type
     model.put(0, flat_parameters(config))

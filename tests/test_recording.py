@@ -47,7 +47,7 @@ def apart(program: list[tuple]) -> list[tuple]:
 
 def results(program: list[tuple], kind: type[device.CpuDevice]) -> list[bytes]:
     """The memory after each of four rounds of a program that is recorded."""
-    device.current.switch(kind())
+    device.current.device = kind()
     memory = np.random.default_rng(1).uniform(-0.4, 0.4, (BLOCKS, SIDE, SIDE)).astype(np.float32)
     recorded, found = device.record(lambda: run(program, memory), [memory[-3:]]), []
     for _ in range(4):
@@ -100,7 +100,7 @@ def test_a_rule_that_is_left_out_is_noticed(left_out, monkeypatch):
 
 
 def test_a_launch_that_was_not_there_before_is_an_error():
-    device.current.switch(LazyDevice())
+    device.current.device = LazyDevice()
     x, count = np.zeros(4, np.float32), [1]
     recorded = device.record(lambda: [device.fill_zero(x) for _ in range(count[0])])
     recorded()
@@ -150,7 +150,7 @@ def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dr
     """Steps of three batches, the next given to the device while it has the one before."""
 
     def trained(kind: type[device.CpuDevice]) -> list[np.ndarray]:
-        device.current.switch(kind())
+        device.current.device = kind()
         model = build_from_random(kind_of(config), config, 2, 11, attention, seed=1)
         model.dropout = dropout
         batches, losses = Batches(model, GivenBatches(make_batches(config, 12, 2, 11)), count=3), []
@@ -211,7 +211,7 @@ def test_what_a_declaration_says_is_set_is_not_read_before(precision):
             call()
         assert all(found), launch.launcher.__name__
     declared = {
-        name for source in device.current.sources for name, parameters in
+        name for source in device.sources.imported for name, parameters in
         device.sources.kernel_accesses(source.path).items() if "sets" in parameters.values()
     }
     assert seen >= declared - {name for name in declared if "erf" in name}

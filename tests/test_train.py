@@ -534,7 +534,7 @@ class Turing(CpuDevice):
 
 
 def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatch):
-    monkeypatch.setattr(device, "use", lambda kind, number: device.current.switch(Turing()))
+    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Turing()))
     assert refuse_here("--precision", "bf16") == (
         "error: --precision bf16 needs a GPU of compute capability 8.0 or later, and Tesla T4 is of 7.5: "
         "use --precision fp32\n"

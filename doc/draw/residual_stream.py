@@ -44,7 +44,7 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
     """Each launch of forward, loss and backward that has a tensor of the layer: what it is called, and the rows that it
     reads (False) or writes (True)."""
     before = device.current.device
-    device.current.switch(Idle())
+    device.current.device = Idle()
     try:
         model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), B, T, "flash")
         acts, gacts = model.acts(B, T), model.grads_acts
@@ -71,7 +71,7 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
             model.loss(B, T, dloss=1.0)
             model.backward(B, T)
     finally:
-        device.current.switch(before)
+        device.current.device = before
     return [("forward" if i < ends else "backward", *launch) for i, launch in enumerate(found)]
 
 
