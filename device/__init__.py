@@ -42,8 +42,9 @@ why_not_cuda = ""  # why "auto" chose the CPU, in a line; empty if it did not
 
 
 def __getattr__(name: str) -> Any:
-    """The attribute or method of the device in use that has this name."""
-    if name.startswith("__") or current.device is None:
+    """What else the device in use has: numbers such as `multiprocessors`, and the methods that are called once in a
+    step or less often, such as `synchronize`. They need no functions here, because no kernel is behind them."""
+    if current.device is None:
         raise AttributeError(f"module 'device' has no attribute {name!r}" + "; call device.use first" * name.islower())
     return getattr(current.device, name)
 

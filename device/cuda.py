@@ -249,11 +249,11 @@ class CudaKernel:
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         if shared_mem > self.shared_limit:
-            self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
-        self.launch(grid, block, args, shared_mem)
-
-    def launch(self, grid: tuple, block: tuple, args: tuple, shared_mem: int) -> None:
+            self.allow(shared_mem)
         self.raw(grid, block, args, shared_mem=shared_mem)
+
+    def allow(self, shared_mem: int) -> None:
+        self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
 
 
 class ProgrammaticKernel(CudaKernel):
@@ -265,12 +265,14 @@ class ProgrammaticKernel(CudaKernel):
         super().__init__(raw)
         self.device, self.function = device, ctypes.c_void_p(raw.kernel.ptr)
 
-    def launch(self, grid: tuple, block: tuple, args: tuple, shared_mem: int) -> None:
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         stream = self.device.stream
         if stream in self.device.waiting:
             self.device.waiting.remove(stream)
-            super().launch(grid, block, args, shared_mem)
+            super().__call__(grid, block, args, shared_mem)
             return
+        if shared_mem > self.shared_limit:
+            self.allow(shared_mem)
         values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads only the bytes of its parameter
         first = ctypes.addressof(values)
         addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))

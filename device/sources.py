@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from device import current
@@ -39,7 +38,7 @@ class Source:
         if current.observers:
             ACCESSES[name] = parameters = kernel_accesses(self.path)[name]
             arguments = dict(zip(parameters, args, strict=True))
-            observed(name, arguments, partial(kernel, grid, block, args, shared_mem))
+            observed(name, arguments, functools.partial(kernel, grid, block, args, shared_mem))
         else:
             kernel(grid, block, args, shared_mem)
 
