@@ -1,10 +1,10 @@
 """The one place that knows about devices: an NVIDIA GPU through CuPy, or the CPU.
 
 `use` chooses a device once. Everything else here then works on it. The methods of CpuDevice (cpu.py), such as `empty`,
-`copy_in` or `gemm`, can be called as `device.empty`, and do the same on CudaDevice (cuda.py). Arrays are `cupy.ndarray`
-on CUDA and `numpy.ndarray` on the CPU. Both run the same .cu files (sources.py): NVRTC compiles them, or a C++ compiler
-(cpp/). cuBLAS (cublas.py) computes matrix products on CUDA, products.cu on the CPU.
-CuPy is imported only when CUDA is used.
+can be called as `device.empty`, and do the same on CudaDevice (cuda.py). Arrays are `cupy.ndarray` on CUDA and
+`numpy.ndarray` on the CPU. Both run the same .cu files: NVRTC compiles them, or a C++ compiler (cpp/), and `Source`
+(sources.py) launches their kernels by name. cuBLAS (cublas.py) computes matrix products on CUDA, products.cu on the
+CPU. CuPy is imported only when CUDA is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,9 +23,9 @@ import numpy as np
 
 __all__ = [
     "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "architecture_of", "ceil_div",
-    "compile_all", "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces",
-    "record", "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording",
-    "why_not_cuda", "width", "zeros",
+    "compile_all", "constant", "copy", "copy_in", "cuda_source", "fill_zero", "from_bf16", "gemm",
+    "gemm_strided_batched", "host_memory", "kernel_declarations", "observe", "pieces", "record", "source", "to_bf16",
+    "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda", "width", "zeros",
 ]  # fmt: skip
 
 # What to do if CUDA does not work, by a part of its message.
@@ -42,8 +42,7 @@ why_not_cuda = ""  # why "auto" chose the CPU, in a line; empty if it did not
 
 
 def __getattr__(name: str) -> Any:
-    """What else the device in use has: numbers such as `multiprocessors`, and the methods that are called once in a
-    step or less often, such as `synchronize`. They need no functions here, because no kernel is behind them."""
+    """What else the device in use has, such as `multiprocessors` or `synchronize`. Observers see none of it."""
     if current.device is None:
         raise AttributeError(f"module 'device' has no attribute {name!r}" + "; call device.use first" * name.islower())
     return getattr(current.device, name)

@@ -253,6 +253,40 @@ def test_a_kernel_that_is_not_in_the_file_is_an_error(dev):
         gelu.cu.launch("no_such_kernel", (1,), (1,), ())
 
 
+def test_a_launch_takes_the_kernel_of_the_precision_and_the_device_in_use():
+    """The CPU refuses arrays of another type than its kernel's."""
+    for _ in range(2):
+        device.use("cpu")
+        for precision in "fp32", "bf16", "fp32":
+            device.use_precision(precision)
+            zeros = device.zeros((1, 4), device.floatX)
+            gelu.gelu_forward(zeros, zeros, zeros, 1, 4)
+
+
+def test_an_inner_observer_sees_what_is_launched_first_and_its_work_calls_the_outer_one(dev):
+    seen = []
+
+    def observer(of: str):
+        def observe(name, arguments, work):
+            seen.append(f"{of} sees {name} of {', '.join(arguments)}")
+            work()
+            seen.append(f"{of} is done")
+
+        return observe
+
+    array, other = dev.asarray(np.ones(3, np.float32)), dev.zeros((3,))
+    with dev.observe(observer("outer")):
+        with dev.observe(observer("inner")):
+            dev.fill_zero(array)
+        dev.copy(dst=array, src=other)
+    dev.fill_zero(array)
+    assert seen == [
+        "inner sees fill_zero of array", "outer sees fill_zero of array", "outer is done", "inner is done",
+        "outer sees copy of dst, src", "outer is done",
+    ]  # fmt: skip
+    assert not dev.to_host(array).any()
+
+
 def test_all_kernel_files_are_compiled_at_once(dev, monkeypatch):
     """A file that no launcher uses on this device is left out: in fp32 the one for wgmma."""
     assert any("hopper" in source.path.name for source in dev.sources.imported)
