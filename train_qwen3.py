@@ -28,7 +28,6 @@ from llmc.arguments import parse_arguments
 from llmc.attention import causal_attention_backward, causal_attention_forward
 from llmc.classifier import backward_by_chunks, classifier_forward
 from llmc.exchange import embedding_backward, embedding_forward
-from llmc.huggingface import HuggingFace, Reordered, Settings
 from llmc.model import Model, dropouts
 from llmc.program import run_trainer
 from llmc.run import Run
@@ -126,7 +125,7 @@ class Qwen3Config(Config):
     }
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 151936}
     DEFAULT_MODEL = "qwen3_0.6B.bin"
-    FETCH = "make one from Hugging Face's with dev/import_hf.py"
+    FETCH = "make one from Hugging Face's with dev/hf/import_hf.py"
     FIRST_RUN = {
         "cuda": ("qwen3-0.6b", "-b 2 -t 1024"),
         "cpu": ("layers=4,heads=4,kv_heads=2,channels=128,hidden=352,head_size=32,maxT=64", "-x 2200 -v 550 -s 1100"),
@@ -277,90 +276,10 @@ def qwen3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> No
     embedding_backward(model, grads.wte, None, dresidual, B, T, C)
 
 
-class Qwen3HuggingFace(HuggingFace):
-    """Qwen3 in the terms of Hugging Face's transformers."""
-
-    TYPE, PREFIX = "qwen3", "model."
-    NAMES = {
-        "wte": ("model.embed_tokens.weight",),
-        "lm_head": ("lm_head.weight",),
-        "ln1w": ("model.layers.{}.input_layernorm.weight",),
-        "qkvw": (
-            "model.layers.{}.self_attn.q_proj.weight",
-            "model.layers.{}.self_attn.k_proj.weight",
-            "model.layers.{}.self_attn.v_proj.weight",
-        ),
-        "qnormw": ("model.layers.{}.self_attn.q_norm.weight",),
-        "knormw": ("model.layers.{}.self_attn.k_norm.weight",),
-        "attprojw": ("model.layers.{}.self_attn.o_proj.weight",),
-        "ln2w": ("model.layers.{}.post_attention_layernorm.weight",),
-        "fcw": ("model.layers.{}.mlp.up_proj.weight", "model.layers.{}.mlp.gate_proj.weight"),
-        "fcprojw": ("model.layers.{}.mlp.down_proj.weight",),
-        "lnfw": ("model.norm.weight",),
-    }
-    REQUIRED = (
-        ("hidden_act", "silu", ("silu",)),
-        ("attention_bias", False, (False,)),
-        ("use_sliding_window", False, (False,)),
-        ("quantization_config", None, (None,)),
-    )
-
-    @staticmethod
-    def parts(config: Qwen3Config, name: str, tensor) -> list:
-        """q is (NH, 2, HS/2, C), k (NKV, 2, HS/2, C): their halves of a head lie apart, ours are pairs."""
-        HS = config.head_size
-        if name in ("wte", "lm_head"):
-            return [tensor[: config.vocab_size]]
-        if name == "qkvw":
-            q_rows, kv_rows = config.num_heads * HS, config.num_kv_heads * HS
-            q, k, v = tensor[:q_rows], tensor[q_rows : q_rows + kv_rows], tensor[q_rows + kv_rows :]
-            return [*(rows.reshape(-1, HS // 2, 2, config.channels).swapaxes(1, 2) for rows in (q, k)), v]
-        if name in ("qnormw", "knormw"):
-            return [Reordered(tensor, np.arange(HS).reshape(HS // 2, 2).T.reshape(-1))]
-        if name == "fcw":
-            return [tensor[: config.hidden], tensor[config.hidden :]]
-        return [tensor]
-
-    @staticmethod
-    def config_json(config: Qwen3Config) -> dict:
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "max_position_embeddings": config.max_seq_len,
-            "hidden_size": config.channels,
-            "intermediate_size": config.hidden,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_scaling": None,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "tie_word_embeddings": config.tied,
-        }
-
-    @staticmethod
-    def read_config(given: Settings) -> Qwen3Config:
-        NH, HS = given.size("num_attention_heads"), given.size("head_dim", 128)
-        NKV, layers = given.size("num_key_value_heads", NH), given.get("layer_types")
-        if NH % NKV:
-            given.refuse("num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
-        if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
-            given.refuse("layer_types", layers, "full_attention alone")
-        theta, _, _, _ = given.rope(("default",), given.get("rope_theta", 1e4))
-        return Qwen3Config(
-            given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"), NH, NKV,
-            given.size("hidden_size"), given.size("intermediate_size"), HS,
-            bool(given.get("tie_word_embeddings", False)), theta, given.number("rms_norm_eps", 1e-6),
-        )  # fmt: skip
-
-
 class Qwen3(Model):
     """Qwen3, as llmc/ needs to know it."""
 
-    Config, HuggingFace = Qwen3Config, Qwen3HuggingFace
+    Config = Qwen3Config
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
     forward, backward = qwen3_forward, qwen3_backward

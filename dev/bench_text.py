@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 import device
 from dev.ceilings import measure_copy
-from dev.huggingface import config_json, named_tensors, transformers_parameters
+from dev.hf.common import config_json, named_tensors, transformers_parameters
 from dev.kept import TRAINERS, commit_at_hand, keep, make_row, published, update_tables
 from dev.workload import SEED, Workload, make_parser, workload_of, zipf_tokens
 from device.errors import UserError

@@ -6,7 +6,7 @@ GPT-2 is written plainly here. The others are transformers' own. All have `loss`
 import math
 
 import llmc.tensors
-from dev.huggingface import config_json, named_tensors, transformers_parameters
+from dev.hf.common import config_json, named_tensors, transformers_parameters
 from llmc.tensors import Config
 from train_gpt2_fp32 import GPT2Config
 

@@ -67,7 +67,7 @@ def model_path(path: str | Path) -> Path:
     folder, file = (path, path / "model.bin") if path.is_dir() else (path.parent, path)
     if path.exists() and (folder / "config.json").is_file() and not kind_of_magic(first_word(file)):
         raise UserError(
-            f"{path}: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py {folder} -o model.bin"
+            f"{path}: a model in Hugging Face's format; make a .bin of it: dev/hf/import_hf.py {folder} -o model.bin"
         )
     if not path.is_dir() or file.exists():
         _check_saved_tokenizer(file)

@@ -19,7 +19,6 @@ from llmc.attention import CACHE, CACHED_ACTIVATIONS
 from llmc.attention import TABLES as attention_tables
 from llmc.checkpoint import conversion, read_model
 from llmc.classifier import classifier_loss
-from llmc.huggingface import HuggingFace
 from llmc.tensors import ALIGNMENT, Config, Table, layout, name_tensors, num_parameters, ranges, without
 
 import numpy as np
@@ -66,7 +65,6 @@ class Model:
 
     A subclass is one kind of model. It says:
     Config                    the class of its sizes
-    HuggingFace               what llmc/huggingface.py must know about it, if transformers has such a model
     MATRICES                  the parameters that weight decay applies to, and that start as random numbers
     PRODUCTS                  those whose gradient backward sets in a step's first batch, by a matrix product; the other
                               gradients are zeroed before, and backward adds to them
@@ -83,7 +81,6 @@ class Model:
     """
 
     Config: type[Config]
-    HuggingFace: type[HuggingFace] | None = None
     MATRICES: tuple[str, ...]
     PRODUCTS: tuple[str, ...]
     ACTIVATIONS: Table

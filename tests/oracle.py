@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import device
-from dev.huggingface import named_tensors, transformers_parameters
+from dev.hf.common import named_tensors, transformers_parameters
 from llmc.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import generate
 from conftest import refusal
-from dev import import_hf
-from dev.huggingface import config_json
+from dev.hf import import_hf
+from dev.hf.common import config_json, families
 from device.errors import UserError
 from kernels.rope import ORIGINAL_LENGTH
 from llmc.checkpoint import (
@@ -157,7 +157,7 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     saved.mkdir()
     save_file({name: np.zeros(shape, np.float32) for name, shape in import_hf.shapes_of(configs[1]).items()},
               saved / "model.safetensors")  # fmt: skip
-    known = [kind.Config for kind in model_kinds() if kind.HuggingFace]
+    known = [family.Config for family in families().values()]
     settings = [json.dumps(config_json(config)).encode() for config in configs if type(config) in known]
     mistral = json.loads(settings[1]) | {"model_type": "mistral", "sliding_window": None}
     settings.append(json.dumps(mistral).encode())

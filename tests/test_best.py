@@ -13,7 +13,7 @@ from pathlib import Path
 
 import generate
 from conftest import refusal
-from dev import export_hf
+from dev.hf import export_hf
 from device.errors import UserError
 from llmc import program, saver
 from llmc.arguments import parse_arguments

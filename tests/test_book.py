@@ -66,7 +66,7 @@ NOT_RUN = {
         "python doc/latency.py*", "python doc/left_out.py*", "python doc/layouts.py", "python dev/awake.py*", "ncu *",
     ],
     "trains, or reads what was trained: long, or on the H200": [
-        "python train_*.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",
+        "python train_*.py *", "python generate.py *", "python dev/hf/export_hf.py *", "python dev/hf/import_hf.py *",
     ],
     "needs several machines": ["torchrun *", "srun *", "mpirun *"],
     "needs the network": [

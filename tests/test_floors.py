@@ -96,6 +96,7 @@ def test_no_launcher_takes_more_than_eight_arrays_by_position():
         ("llmc/model.py", "try:\n    import generate\nfinally:\n    pass"),
         ("llmc/run.py", "from dev.timing import Ours"), ("llmc/run.py", "from oracle import assert_close"),
         ("train_llama3.py", "from train_gpt2_fp32 import GPT2"), ("train_pythia.py", "from generate import MODELS"),
+        ("train_qwen3.py", "from dev.hf.family import Family"), ("llmc/model.py", "import dev.hf.common"),
         ("generate.py", "import os, dev.kept"),
     ],
 )  # fmt: skip

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import device
 import generate
-from dev import export_hf
+from dev.hf import export_hf
+from dev.hf.common import families, family_of
 from device.errors import UserError
 from llmc.checkpoint import save_checkpoint, write_model
 from llmc.dataloader import write_tokens
 from llmc.sampler import Sampler, samplers_of
 from llmc.tensors import num_parameters
 from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
-from models import TINY, described, kind_of
+from models import TINY, described
 from oracle import flat_parameters_of, opinionated, sample
 from train_gpt2_fp32 import GPT2Config
 
@@ -29,8 +30,8 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
-OTHERS = [described(name, 257, 40)[1] for name, (kind, _) in TINY.items()
-          if name != "gpt2" and kind.HuggingFace]
+KNOWN = [family.Config for family in families().values()]
+OTHERS = [described(name, 257, 40)[1] for name, (kind, _) in TINY.items() if name != "gpt2" and kind.Config in KNOWN]
 EOT = 256
 gpt2_alone = pytest.mark.parametrize("theirs", [CONFIG], indirect=True, ids=lambda config: config.NAME)
 
@@ -43,7 +44,7 @@ def theirs(request):
 
 @pytest.fixture
 def config(theirs):
-    return next(c for c in (CONFIG, *OTHERS) if kind_of(c).HuggingFace.TYPE == theirs.config.model_type)
+    return next(c for c in (CONFIG, *OTHERS) if family_of(c).TYPE == theirs.config.model_type)
 
 
 @pytest.fixture
@@ -342,9 +343,9 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
         ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
         ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),
         ("tokens.bin", "tokens.bin: not a GPT-2 model (found GPT-2 tokens, expected magic number 20240326); " + REMEDY),
-        ("hf", "hf: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py hf -o model.bin"),
+        ("hf", "hf: a model in Hugging Face's format; make a .bin of it: dev/hf/import_hf.py hf -o model.bin"),
         ("hf/x.safetensors", "hf/x.safetensors: a model in Hugging Face's format; make a .bin of it: "
-         "dev/import_hf.py hf -o model.bin"),
+         "dev/hf/import_hf.py hf -o model.bin"),
     ],
 )  # fmt: skip
 def test_what_is_no_trained_model_is_refused_with_a_remedy_that_the_program_has(name, said, tmp_path, monkeypatch):

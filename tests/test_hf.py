@@ -13,18 +13,16 @@ from types import SimpleNamespace
 
 import conftest
 import generate
-from dev import export_hf, import_hf
-from dev.huggingface import named_tensors, transformers_parameters
+from dev.hf import export_hf, import_hf
+from dev.hf.common import families, named_tensors, transformers_parameters
 from device.errors import UserError
 from generate import kind_of
 from llmc import checkpoint
 from llmc.checkpoint import read_model, write_model
 from llmc.model import build_from_file
-from llmc.scripts import model_kinds
 from llmc.tensors import Config, num_parameters, shape_of
 from llmc.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
 from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS
-from models import kind_of as kind_of_config
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, opinionated, transformers_model
 from train_gpt2_fp32 import GPT2Config
 from train_pythia import PythiaConfig
@@ -126,8 +124,7 @@ def imported(source, tmp_path, *flags: str) -> tuple[Config, dict[str, np.ndarra
 
 def supported_types() -> str:
     """What the refusal of another model_type names."""
-    known = [kind.HuggingFace for kind in model_kinds() if kind.HuggingFace]
-    *others, last = (name for family in known for name in (family.TYPE, *family.ALSO))
+    *others, last = families()
     return f"{', '.join(others)} or {last} is supported"
 
 
@@ -647,13 +644,13 @@ def test_a_pythia_that_transformers_does_not_have_is_not_exported(variant, tmp_p
 
 
 @only_pythia
-def test_a_model_whose_script_says_nothing_of_transformers_is_neither_imported_nor_exported(
+def test_a_model_that_no_file_names_is_neither_imported_nor_exported(
     saved, tmp_path, monkeypatch, rng
 ):
-    monkeypatch.setattr(kind_of_config(PYTHIAS[0]), "HuggingFace", None)
+    monkeypatch.delitem(families(), "gpt_neox")
     assert supported_types() in refusal(saved, tmp_path) and "gpt_neox" not in supported_types()
     write_random(tmp_path / "model.bin", PYTHIAS[0], rng)
-    with pytest.raises(UserError, match="train_pythia.* does not say what .* call a Pythia"):
+    with pytest.raises(UserError, match="no file in dev/hf/ says what .* call a Pythia .train_pythia.py"):
         export_hf.main([str(tmp_path / "model.bin")])
     assert not (tmp_path / "model").exists()
 
@@ -1131,7 +1128,7 @@ LATER = [pytest.param(each, marks=pytest.mark.long) for each in (LLAMAS[0], PYTH
 @pytest.mark.parametrize("theirs", [GPT2S[0], *LATER], ids=name_of, indirect=True)
 def test_both_programs_run_anywhere_and_fail_in_one_line(saved, tmp_path):
     def run(script: str, *flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / "dev" / script), *flags]
+        command = [sys.executable, str(ROOT / "dev" / "hf" / script), *flags]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     assert run("import_hf.py", "saved", "-o", "model.bin").returncode == 0

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dev.ceilings import work_of
+from dev.hf.family import Settings
+from dev.hf.qwen3 import Qwen3Family
 from device.errors import UserError
-from llmc.huggingface import Settings
 from llmc.tensors import num_parameters
-from train_qwen3 import Qwen3, Qwen3Config, Qwen3HuggingFace
+from train_qwen3 import Qwen3, Qwen3Config
 
 import pytest
 from test_llama3 import assert_a_large_one_is_transformers, assert_is_transformers
@@ -65,8 +66,8 @@ PUBLISHED = {
 
 def read(settings: dict) -> Qwen3Config:
     given = Settings(Path("here"), settings)
-    given.check(Qwen3HuggingFace.REQUIRED)
-    return Qwen3HuggingFace.read_config(given)
+    given.check(Qwen3Family.REQUIRED)
+    return Qwen3Family.read_config(given)
 
 
 def test_the_published_config_json_is_the_preset():

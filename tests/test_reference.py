@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dev import train_torch
-from dev.huggingface import named_tensors
+from dev.hf.common import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
 from device import cpp
 from device.errors import UserError

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import device
 import generate
-from dev import export_hf, import_hf
 from dev.data import text
+from dev.hf import export_hf, import_hf
 from device.errors import UserError
 from llmc.arguments import parse_arguments
 from llmc.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model

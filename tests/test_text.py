@@ -21,11 +21,11 @@ from pathlib import Path
 import conftest
 import device
 import generate
-from dev import export_hf
 from dev.data import debian_books, recommend
 from dev.data import documents as reader
 from dev.data import text as script
 from dev.data.common import Unsuitable
+from dev.hf import export_hf
 from device.errors import UserError
 from llmc.arguments import parse_arguments
 from llmc.dataloader import find_token_files, open_tokens

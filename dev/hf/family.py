@@ -1,4 +1,4 @@
-"""A model in Hugging Face's transformers: what a script says about it, and how we read its config.json.
+"""A model in Hugging Face's transformers: what its file here says about it, and how we read its config.json.
 
 The two sides cut and order the same numbers differently. transformers has one tensor for each layer; we have one tensor
 with a part for each layer. We have q, k and v in one tensor. If R channels of a head are rotated, their RoPE pairs
@@ -17,9 +17,10 @@ from llmc.tensors import Config
 import numpy as np
 
 
-class HuggingFace:
-    """What a script says about its kind of model. A subclass has:
+class Family:
+    """What a file here says about a kind of model. Its subclass has:
 
+    Config      of our model, from its script
     TYPE        its model_type in config.json
     PREFIX      how the names of tensors begin, except the classifier's; a model saved without classifier lacks it
     NAMES       our tensor, and theirs in the order in which ours holds them; {} stands for the layer
@@ -30,6 +31,7 @@ class HuggingFace:
     and the functions below.
     """
 
+    Config: type[Config]
     TYPE: str
     PREFIX: str
     NAMES: dict[str, tuple[str, ...]]
@@ -40,7 +42,7 @@ class HuggingFace:
     @staticmethod
     def parts(config: Config, name: str, tensor) -> list:
         """The parts of one of our tensors, of one layer, in the order of theirs: views, or Reordered. The tensor is an
-        array of NumPy or CuPy, or a tensor of PyTorch."""
+        array of NumPy or CuPy, or a tensor of PyTorch, without the vocabulary's padding."""
         raise NotImplementedError
 
     @staticmethod

@@ -1,14 +1,14 @@
 """Turns an llm.c model into a directory that Hugging Face's transformers loads, or into another llm.c model.
 
-    python dev/export_hf.py model.bin -o my_gpt2
+    python dev/hf/export_hf.py model.bin -o my_gpt2
     python -c "from transformers import GPT2LMHeadModel; GPT2LMHeadModel.from_pretrained('my_gpt2')"
 
 Writes config.json, the weights as safetensors, in files of up to 4 GB, and where it is given, or found beside the model
 or the data that it was trained on, the tokenizer. The logits are the same, to rounding, for a model that was trained
 with softmax or flash attention; transformers has no ReLU attention.
 
-    python dev/export_hf.py model.bin -o my_gpt2 --dtype bf16         # weights rounded to bf16, in half the bytes
-    python dev/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
+    python dev/hf/export_hf.py model.bin -o my_gpt2 --dtype bf16         # weights rounded to bf16, in half the bytes
+    python dev/hf/export_hf.py model.bin -o gpt2_bf16.bin --dtype bf16   # the same as llm.c's file, version 5
 """
 
 import json
@@ -17,10 +17,10 @@ import shutil
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from dev.huggingface import config_json, named_tensors, take_tokenizer_along
+from dev.hf.common import config_json, named_tensors, take_tokenizer_along
 from device.errors import UserError
 from generate import NEEDED, find_model, kind_of
 from llmc.arguments import Parser, a_path

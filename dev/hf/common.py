@@ -1,32 +1,36 @@
 """Our models as Hugging Face's transformers names, lays out and describes them: what is common to all of them. What is
-a model's own stands in its script, and llmc/huggingface.py says how. And the tokenizer that goes along with a .bin."""
+a model's own stands in its file beside this one; family.py says how. And the tokenizer that goes along with a .bin."""
 
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
+from dev.hf.family import Family
 from device.errors import UserError
 from llmc.files import replacing
-from llmc.huggingface import HuggingFace
-from llmc.scripts import model_kinds
 from llmc.tensors import Config
 from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 
 
-def families() -> dict[str, type[HuggingFace]]:
-    """What the scripts say of their models, by transformers' name of the kind."""
-    found = [kind.HuggingFace for kind in model_kinds() if kind.HuggingFace]
+@cache
+def families() -> dict[str, type[Family]]:
+    """The subclasses of Family in the files beside this one, by transformers' names of the kind. Nothing lists them."""
+    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    modules = [import_module(f"dev.hf.{name}") for name in files if not name.endswith("_hf")]  # those are programs
+    found = [each for module in modules for each in vars(module).values() if hasattr(each, "REQUIRED")]
     return {name: family for family in found for name in (family.TYPE, *family.ALSO)}
 
 
-def family_of(config: Config) -> type[HuggingFace]:
-    """What its script says of a model. Raises UserError where transformers has none like it."""
-    for kind in model_kinds():
-        if kind.Config is type(config) and kind.HuggingFace:
-            return kind.HuggingFace
-    raise UserError(f"{config.SCRIPT} does not say what Hugging Face's transformers call a {config.NAME}")
+def family_of(config: Config) -> type[Family]:
+    """What a file here says of a model. Raises UserError where none does."""
+    for family in families().values():
+        if family.Config is type(config):
+            return family
+    raise UserError(f"no file in dev/hf/ says what Hugging Face's transformers call a {config.NAME} ({config.SCRIPT})")
 
 
 def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[int, ...]]]:
@@ -41,10 +45,12 @@ def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[
     tensors = tensors if isinstance(tensors, Mapping) else vars(tensors)
     family = family_of(config)
     for layered, rows in groupby(config.parameters(), lambda row: row[1][0] == "L"):
-        ours = [name for name, _ in rows]
+        ours = list(rows)
         for layer in range(config.num_layers) if layered else (None,):
-            for name in ours:
+            for name, shape in ours:
                 tensor = tensors[name][layer] if layered else tensors[name]
+                if shape[0] == "Vp":
+                    tensor = tensor[: config.vocab_size]
                 for theirs, view in zip(family.NAMES[name], family.parts(config, name, tensor), strict=True):
                     split = tuple(view.shape)
                     yield theirs.format(layer), view, (math.prod(split[:-1]), split[-1]) if len(split) > 2 else split

@@ -1,8 +1,9 @@
 """Turns a model of Hugging Face's transformers, of a kind that a script here trains, into a model `.bin`.
 
-    python dev/import_hf.py HuggingFaceTB/SmolLM2-135M -o model.bin    # by its name at Hugging Face
-    python dev/import_hf.py DIR -o model.bin                  # what save_pretrained or a download left: config.json and
-    python dev/import_hf.py model.safetensors -o model.bin    # safetensors; or, for GPT-2, a safetensors file alone
+    python dev/hf/import_hf.py HuggingFaceTB/SmolLM2-135M -o model.bin    # by its name at Hugging Face
+    python dev/hf/import_hf.py DIR -o model.bin                  # a directory of save_pretrained or a download, with
+                                                                 # config.json and safetensors
+    python dev/hf/import_hf.py model.safetensors -o model.bin    # for GPT-2 a safetensors file alone is enough
 
 A name is one where no such file or directory is here. The package huggingface_hub fetches the files that the import
 reads, with the token of `hf auth login`, into its own cache. A model that lies there already needs no connection.
@@ -25,15 +26,15 @@ import sys
 import time
 from pathlib import Path
 
-if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from dev.huggingface import config_json, families, named_tensors, take_tokenizer_along
+from dev.hf.common import config_json, families, named_tensors, take_tokenizer_along
+from dev.hf.family import Family, Settings
 from device.errors import UserError, first_line
 from llmc.arguments import Parser, a_name, a_path, positive
 from llmc.checkpoint import new_model
 from llmc.files import first_word
-from llmc.huggingface import HuggingFace, Settings
 from llmc.program import run_program
 from llmc.scripts import kind_of_magic
 from llmc.tensors import Config, layout, num_parameters
@@ -167,7 +168,7 @@ def fetch_weights(name: str, folder: Path) -> None:
             )
 
 
-def open_tensors(files: list[Path], family: type[HuggingFace]) -> dict[str, object]:
+def open_tensors(files: list[Path], family: type[Family]) -> dict[str, object]:
     """The tensors in safetensors files, not yet read, by name; one that was saved without its head lacks the prefix,
     which is put before it.
 
