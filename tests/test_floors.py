@@ -71,6 +71,13 @@ def test_launchers_know_no_model_no_rank_and_no_setting():
     assert len(found) > 10 and not any(found.values()), {name: words for name, words in found.items() if words}
 
 
+def test_a_training_script_names_nothing_of_hugging_face():
+    """But for the remedy where there is no model file: the program that imports one."""
+    for path in files_on(FLOORS.index("train_*")):
+        lines = [line for line in (ROOT / path).read_text().splitlines() if re.search(r"(?i)hugging|\bhf\b", line)]
+        assert all(line.startswith("    FETCH = ") for line in lines), (path, lines)
+
+
 def positional_arrays(source: str) -> dict[str, int]:
     """How many arrays, which have no type, each function of a launcher's source takes by position."""
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
