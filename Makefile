@@ -36,7 +36,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train setup test test-all exercise bench profile book sanitize compute-sanitizer test-aarch64 lint clean
+.PHONY: help train setup test test-all exercise bench profile book quotes sanitize compute-sanitizer test-aarch64 lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -69,6 +69,9 @@ profile: $(TEST_ENV) ## time each kernel of a training step beside what the mach
 
 book: $(BOOK_ENV) ## make the textbook in doc/ a folder of HTML pages: book/index.html
 	$(PY) doc/book.py $(ARGS)
+
+quotes: $(TRAIN_ENV) ## write anew what the book quotes of the code: after lines of code have changed or moved
+	$(PY) doc/quotes.py --write
 
 # A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.
 KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu)))

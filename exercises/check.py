@@ -108,7 +108,8 @@ def sections() -> dict[int, tuple[str, str]]:
 
 
 def plain(text: str) -> str:
-    """Markdown's links as a terminal shows them."""
+    """Markdown's links as a terminal shows them: `code` (kernels/file.cu:12)."""
+    text = re.sub(r"<!--.*?-->", "", text).replace("#L", ":")
     return re.sub(r"\[((?:`[^`]*`|[^]`])*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", text)
 
 

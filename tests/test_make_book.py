@@ -59,7 +59,7 @@ def test_every_page_of_doc_is_in_the_book_and_no_formula_is_left_as_text(book):
 
 def test_a_quote_of_code_leads_to_its_line(book):
     """The line's own text, with the colours taken out, holds the quoted code."""
-    quotes, quote = 0, re.compile(r'<a href="([^"]*#L-\d+)">[\w.]+(?::\d+)?: <code>(.*?)</code></a>')
+    quotes, quote = 0, re.compile(r'<a href="([^"]*#L-\d+)">[\w.]+: <code>(.*?)</code></a>')
     for page in pages(book):
         for target, code in quote.findall(page.read_text()):
             file, _, line = unescape(target).partition("#")
