@@ -16,9 +16,11 @@ Places:
     : Butterfly ... run          a line anywhere in the file
 
 A fenced block may quote whole lines: <!-- ../kernels/common.cuh: warp_sum -->, with the same places, in the line above
-it. From and to may be in different lines of it.
+it. From and to may be in different lines of it. Indented lines behind <!-- python dev/microscope.py transpose --> are
+what this command prints; only --write runs it.
 
-To write a quote, write any code between the backticks, and its place. `make quotes` does the rest.
+To write a quote, write any code between the backticks, and its place. `make quotes` does the rest. If a file moves,
+replace its path in all pages.
 """
 
 import sys
@@ -26,7 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import contextlib
 import re
+import shlex
+import subprocess
 import textwrap
 
 from device.errors import UserError
@@ -41,6 +46,7 @@ LINK = re.compile(
 BLOCK = re.compile(
     r"^(?P<head><!-- (?P<file>\S+\.\w+): (?P<place>.*) -->\n(?P<fence>```+).*\n)(?:.*\n)*?(?P=fence)$", re.M
 )  # fmt: skip
+PRINTED = re.compile(r"^(?P<head><!-- python (?P<command>.*) -->\n\n)(?:    .*\n|\n(?=    ))+", re.M)
 PLACE = re.compile(r"(?P<name>[\w.]*)(?:: (?P<start>.+?)(?: \.\.\. (?P<stop>.+))?)?")
 QUALIFIERS = re.compile(r'(?:(?:extern "C"|__(?:global|device|host|forceinline)__|static|inline) )+')
 # How a definition of NAME begins, in Python and in C++, where a line may begin with the name.
@@ -103,7 +109,7 @@ def only(lines: list[str], where: range, text: str) -> int:
     return found[0]
 
 
-def parts(lines: list[str], place: str) -> tuple[str, range, str, str]:
+def resolve(lines: list[str], place: str) -> tuple[str, range, str, str]:
     """Of a place: the definition's name and lines, and the texts from which and to which it goes, or empty ones."""
     found = PLACE.fullmatch(place)
     if not found or not (found["name"] or found["start"]):
@@ -114,7 +120,7 @@ def parts(lines: list[str], place: str) -> tuple[str, range, str, str]:
 
 def line_at(lines: list[str], place: str) -> tuple[int, str]:
     """The number of the line at a place, from 1, and what is quoted of it."""
-    name, where, start, stop = parts(lines, place)
+    name, where, start, stop = resolve(lines, place)
     if not start:
         line = QUALIFIERS.sub("", lines[where[0]].strip(), count=1)
         call = f"{name.rpartition('.')[2]}("
@@ -131,7 +137,7 @@ def line_at(lines: list[str], place: str) -> tuple[int, str]:
 
 def lines_at(lines: list[str], place: str) -> str:
     """The whole lines at a place."""
-    _, where, start, stop = parts(lines, place)
+    _, where, start, stop = resolve(lines, place)
     begin = only(lines, where, start) if start else where[0]
     end = only(lines, where[begin - where[0] :], stop) if stop else where[-1]
     return textwrap.dedent("\n".join(lines[begin : end + 1])) + "\n"
@@ -158,10 +164,38 @@ def renewed(page: Path, wrong: list[str]) -> str:
         except (UserError, OSError) as error:
             says = "there is no such file" if isinstance(error, OSError) else error
             number = found.string.count("\n", 0, found.start()) + 1
-            wrong.append(f"{page.relative_to(ROOT)}:{number}: {file}: {place or 'no place'}: {says}")
+            where = f"{page.relative_to(ROOT)}:{number}: {file}: "
+            wrong.append(where + (f"{place}: {says}{elsewhere(place)}" if place else str(says)))
             return found[0]
 
     return LINK.sub(new, BLOCK.sub(new, text))
+
+
+def elsewhere(place: str) -> str:
+    """Where this place is found now, in words: it may have moved with its function or file."""
+    files = [*ROOT.glob("*.py")]
+    for folder in "device", "dev", "doc", "kernels", "llmc", "tests":
+        files += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in {".py", ".cu", ".cuh", ".h", ".cpp"}]
+    found = []
+    for path in sorted(files):
+        with contextlib.suppress(UserError):
+            line_at(path.read_text().splitlines(), place)
+            found.append(str(path.relative_to(ROOT)))
+    return f"; is it that of {' or '.join(found)}?" if 0 < len(found) < 4 else ""
+
+
+def printed(text: str, wrong: list[str]) -> str:
+    """The text of a page with what its commands print now; if one fails, its old lines stay."""
+
+    def new(found: re.Match) -> str:
+        command = [sys.executable, *shlex.split(found["command"])]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            wrong.append(f"python {found['command']}: {done.stderr.strip()}")
+            return found[0]
+        return found["head"] + textwrap.indent(done.stdout, "    ")
+
+    return PRINTED.sub(new, text)
 
 
 def main() -> None:
@@ -172,8 +206,8 @@ def main() -> None:
     for page in (ROOT / "README.md", ROOT / "exercises" / "README.md", *sorted((ROOT / "doc").rglob("*.md"))):
         before = page.read_text()
         after = renewed(page, wrong)
-        if args.write and after != before:
-            page.write_text(after)
+        if args.write:
+            page.write_text(printed(after, wrong))
         elif after != before:
             wrong.append(f"{page.relative_to(ROOT)} quotes code that has changed: run make quotes")
     if wrong:

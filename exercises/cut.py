@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device.errors import UserError
-from doc.quotes import definition, only, parts
+from doc.quotes import definition, only, resolve
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -84,7 +84,7 @@ def start(exercise: Exercise) -> str:
     lines = whole(exercise).splitlines()
     for hole in exercise.holes:
         with mending(exercise):
-            _, where, begins, _ = parts(lines, hole.first)
+            _, where, begins, _ = resolve(lines, hole.first)
             first = only(lines, where, begins)
             indent = lines[first][: -len(lines[first].lstrip())]
             rest = (i for i in range(first, len(lines)) if begins_with(lines[i].strip(), hole.until))

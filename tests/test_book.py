@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from device.cpp.compiler import installed_compiler
+from doc import quotes
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -492,6 +493,59 @@ def test_links_lead_somewhere(path):
         elif anchor:
             line = re.fullmatch(r"L(\d+)", anchor)
             assert line and int(line[1]) <= len(read(there).splitlines()), f"{place}: {target}: no such line"
+
+
+def test_a_quote_follows_its_code_or_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(quotes, "ROOT", tmp_path)
+    (tmp_path / "a.cu").write_text("""\
+struct Vec {
+    __device__ Vec(int n) { at = n; }
+    static Vec load(int p) { return Vec(p); }
+};
+
+template <int N>
+__device__ inline float sum_of(float x, int n) {
+#pragma unroll
+    for (int k = 0; k < n; k++) x += k;  // in order
+    return Vec(1), x;
+}
+
+float other = sum_of(1.0f, 2);
+""")
+    (tmp_path / "moved.py").write_text("class Gone:\n    def run(self):\n        return 1\n")
+    (tmp_path / "page.md").write_text("""\
+[a.cu: `x`](a.cu)<!-- Vec --> [x.cu: `x`](a.cu#L99)<!-- sum_of --> [a.cu:7: `x`](a.cu#L7)<!-- sum_of: for (int k -->
+[a.cu: `x`](a.cu)<!-- sum_of: x += ... k --> [a.cu: `x`](a.cu)<!-- Vec.load --> [a.cu: `x`](a.cu)<!-- : other = -->
+[a.cu: `none`](a.cu) [a.cu: `none`](a.cu)<!-- sum_of: y --> [a.cu: `none`](a.cu)<!-- sum_of: x -->
+[a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x -->
+
+<!-- a.cu: sum_of: #pragma ... for -->
+```cuda
+old
+```
+""")
+    wrong = []
+    assert quotes.renewed(tmp_path / "page.md", wrong) == """\
+[a.cu: `struct Vec {`](a.cu#L1)<!-- Vec --> [a.cu: `float sum_of(`](a.cu#L7)<!-- sum_of --> \
+[a.cu: `for (int k = 0; k < n; k++) x += k;`](a.cu#L9)<!-- sum_of: for (int k -->
+[a.cu: `x += k`](a.cu#L9)<!-- sum_of: x += ... k --> [a.cu: `Vec load(`](a.cu#L3)<!-- Vec.load --> \
+[a.cu: `other = sum_of(1.0f, 2);`](a.cu#L13)<!-- : other = -->
+[a.cu: `none`](a.cu) [a.cu: `none`](a.cu)<!-- sum_of: y --> [a.cu: `none`](a.cu)<!-- sum_of: x -->
+[a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x -->
+
+<!-- a.cu: sum_of: #pragma ... for -->
+```cuda
+#pragma unroll
+    for (int k = 0; k < n; k++) x += k;  // in order
+```
+"""
+    assert wrong == [
+        "page.md:3: a.cu: a quote needs its place behind it, as in <!-- function: begin of a line -->",
+        "page.md:3: a.cu: sum_of: y: no lines with `y`",
+        "page.md:3: a.cu: sum_of: x: 3 lines with `x`",
+        "page.md:4: a.cu: Gone.run: no definitions of Gone; is it that of moved.py?",
+        "page.md:4: b.cu: x: there is no such file",
+    ]
 
 
 def test_the_quotes_are_as_the_code_is():

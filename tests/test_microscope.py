@@ -220,7 +220,7 @@ def test_what_it_cannot_do_is_told_in_a_line(arguments, says):
 def test_the_tables_in_its_page_are_what_it_prints():
     page = (ROOT / "doc" / "microscope.md").read_text()
     printed = microscope("transpose").stdout.splitlines()
-    assert "\n".join("    " + line if line else "" for line in printed) in page
+    assert "\n".join("    " + line if line else "" for line in printed) in page, "run make quotes"
 
 
 def test_a_compiler_without_the_instrumentation_is_told_in_a_line(tmp_path):
