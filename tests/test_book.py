@@ -1,5 +1,5 @@
 """The book in doc/ and README.md cannot rot: their Python is run, their commands are run or named, their links lead
-somewhere, their quotes of code are in the code, and what scripts write into them is what the scripts write now.
+somewhere, their quotes of code are what make quotes writes, and their tables are what the scripts write now.
 
 What is a command: each line of a ```sh block, and in indented blocks and `code` each line that begins with one of
 PROGRAMS. A ```sh block is run line by line, from the repository's root in a copy of it. Every other command is in
