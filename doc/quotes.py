@@ -77,19 +77,14 @@ def definition(lines: list[str], name: str) -> range:
 
 def end_of(lines: list[str], begin: int, cpp: bool) -> int:
     """Where a definition ends: it goes on with what is indented more, and with what closes a bracket."""
-    indent, end = indent_of(lines[begin]), begin + 1
     if cpp and (code_of(lines[begin]).endswith(";") or lines[begin].startswith("#")):
-        return next(i for i in range(begin, len(lines)) if not lines[i].endswith("\\")) + 1
-    while end < len(lines):
-        line = lines[end].strip()
-        if line and indent_of(lines[end]) <= indent and not line.startswith((")", "]", "}", "#" if cpp else ")")):
-            break
-        end += 1
-        if line.startswith("}") and indent_of(lines[end - 1]) == indent:
-            break
-    while not lines[end - 1].strip():
-        end -= 1
-    return end
+        return next((i for i in range(begin, len(lines)) if not lines[i].endswith("\\")), begin) + 1
+    for i in range(begin + 1, len(lines)):
+        if lines[i].strip() and indent_of(lines[i]) <= indent_of(lines[begin]):
+            line = lines[i].strip()
+            if line[0] not in (")]#" if cpp else ")]"):
+                return i + 1 if line[0] == "}" else i
+    return len(lines)
 
 
 def indent_of(line: str) -> int:
@@ -140,7 +135,7 @@ def lines_at(lines: list[str], place: str) -> str:
     _, where, start, stop = resolve(lines, place)
     begin = only(lines, where, start) if start else where[0]
     end = only(lines, where[begin - where[0] :], stop) if stop else where[-1]
-    return textwrap.dedent("\n".join(lines[begin : end + 1])) + "\n"
+    return textwrap.dedent("\n".join(lines[begin : end + 1])).rstrip() + "\n"
 
 
 # ---- pages
