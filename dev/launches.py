@@ -83,7 +83,7 @@ class Launch:
         def call() -> None:
             self.launcher(**arguments)
 
-        call.arrays = arrays  # which a launcher may be given by their addresses alone
+        call.arguments, call.arrays = arguments, arrays  # which a launcher may be given by their addresses alone
         return call
 
 
