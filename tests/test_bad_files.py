@@ -288,11 +288,6 @@ def test_a_pipe_is_refused(kinds, tmp_path, in_time, kind):
     refused(kinds[1][kind][0], tmp_path / "pipe")
 
 
-def test_a_pipe_is_no_tokenizer_json(tmp_path, in_time):
-    os.mkfifo(tmp_path / "pipe.json")
-    refused(Tokenizer.load, tmp_path / "pipe.json")
-
-
 @pytest.mark.parametrize("name", ["model.bin", "optimizer.bin", "state.json"])
 def test_a_pipe_in_a_checkpoint_is_refused(tmp_path, rng, in_time, name):
     params = rng.standard_normal(num_parameters(ODD)).astype("<f4")

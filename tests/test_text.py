@@ -9,20 +9,18 @@ import random
 import re
 import shlex
 import signal
-import struct
 import subprocess
 import sys
 import time
 import unicodedata
-import zlib
 from pathlib import Path
 
 import conftest
 import device
 import generate
 from dev import export_hf
-from dev.data import debian_books, recommend
 from dev.data import documents as reader
+from dev.data import recommend
 from dev.data import text as script
 from dev.data.common import Unsuitable
 from llmc.arguments import parse_arguments
@@ -700,24 +698,3 @@ def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, 
     assert before > (5e7 if kind == "cuda" else 2e6)
 
 
-# The corpus of Debian packages, without the network
-
-
-def test_the_bible_is_unpacked_and_a_package_that_is_not_there_is_left_out(monkeypatch, tmp_path):
-    books = ['<title type="main">Genesis</title> <div sID="gen3" type="x-p"/>In the <w lemma="H7225">beginning</w>'
-             '<note n="1">a <b>note</b></note>.', '<div sID="x" type="x-p"/>And <w>God</w> said é']  # fmt: skip
-    packed = [zlib.compress(book.encode()) for book in books]
-    starts = [0, len(packed[0])]
-    Path("ot.bzz").write_bytes(b"".join(packed))
-    Path("ot.bzs").write_bytes(
-        b"".join(struct.pack("<3I", start, len(data), len(book.encode()))
-                 for start, data, book in zip(starts, packed, books, strict=True))
-    )  # fmt: skip
-    assert list(debian_books.sword_books(Path("ot.bzs"))) == [
-        "<h1>Genesis</h1> <p>In the beginning.", "<p>And God said é"
-    ]  # fmt: skip
-    monkeypatch.setattr(debian_books, "apt", lambda folder, *command, cwd=None: "Depends: python3.11-doc (>= 3), x\n")
-    for name, pattern, found in (
-        ("python3-doc", r"python3\.\d+-doc", "python3.11-doc"), ("git-doc", "", "git-doc"), ("a-doc", r"b\d-doc", None)
-    ):  # fmt: skip
-        assert debian_books.package_of(debian_books.Book(name, "", "", "", pattern), tmp_path) == found
