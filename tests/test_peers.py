@@ -4,13 +4,12 @@ Ranks are threads on devices that do nothing before they must (lazy.py). tests/t
 """
 
 import re
-import sys
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import device
 from device.errors import UserError
@@ -18,7 +17,6 @@ from llmc import collectives, exchange, program, ranks
 from llmc.checkpoint import load_checkpoint, read_model
 from llmc.dataloader import sort_by_token
 from llmc.exchange import Exchange, exchanging_model
-from llmc.model import Model
 from llmc.saver import Saver
 from llmc.tensors import num_parameters
 from llmc.update import adamw_update
@@ -283,41 +281,6 @@ def test_a_step_gathers_parameters_once(flags, monkeypatch, rng):
 
 # What a script shares with others by name: the tensors of attention and of the loss; and two places of dropout that
 # are called as a tensor is.
-SHARED = {"logits", "losses", "partials", "qkv", "atty", "proj", "dkv_heads", "encoded", "fcproj"}
-
-
-def renamed(kind: type[Model]) -> type[Model]:
-    """The model of a script in which every tensor has another name."""
-    script = sys.modules[kind.__module__]
-    tables = kind.Config.PARAMETERS + kind.ACTIVATIONS + kind.ACTIVATION_GRADIENTS + getattr(script, "FILE", ())
-    names = {row[0] for row in tables} - SHARED
-    source = re.sub(r"\b\w+\b", lambda found: f"{found[0]}_of_another" if found[0] in names else found[0],
-                    Path(script.__file__).read_text())  # fmt: skip
-    module = ModuleType(f"{script.__name__}_of_another")
-    sys.modules[module.__name__] = module
-    exec(compile(source, script.__file__, "exec"), module.__dict__)
-    return getattr(module, kind.__name__)
-
-
-@pytest.mark.parametrize("precision, N", [
-    ("fp32", 1), ("fp32", 2), ("bf16", 2), *(pytest.param(each, 3, marks=pytest.mark.long) for each in PRECISIONS)
-])  # fmt: skip
-@pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}], ids=str)
-@pytest.mark.parametrize("config", EACH, ids=str)
-def test_nothing_outside_a_script_knows_a_tensor_by_its_name(config, flags, precision, N, monkeypatch, rng):
-    """With other names it trains to the same bits."""
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
-    batches = rng.integers(0, config.vocab_size, (2, N, 2, 1, T), dtype=np.int32)
-    kind = kind_of(config)
-    theirs = renamed(kind)
-    other = theirs.Config(*astuple(config))
-
-    def both(rank: int) -> bool:
-        kinds = (kind, config), (theirs, other)
-        found = [train(of, 1, batches, 0.1, kind=kind, precision=precision, **flags) for kind, of in kinds]
-        return np.array_equal(*found)
-
-    assert all(Threads(N, monkeypatch).run(both, LazyDevice))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
