@@ -117,15 +117,3 @@ def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatc
             flags = make_train.first_run(kind.Config, where, "mine.bin")
             assert flags[flags.index("-e") + 1] == "mine.bin" and flags.count("-e") == 1
             make_parser(kind.Config).parse_args(flags)
-
-
-def test_a_test_that_ends_its_process_is_named_and_ends_the_tests(tmp_path):
-    """pytest-xdist would wait without end for the tests that this process had left."""
-    (tmp_path / "test_ends.py").write_text("import os\n\ndef test_before(): pass\n\ndef test_ends(): os._exit(1)\n")
-    (tmp_path / "test_others.py").write_text("def test_first(): pass\n\ndef test_second(): pass\n")
-    options = "-q", "-n", "1", "--dist", "loadfile", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, tmp_path]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 1
-    assert re.search(r"^FAILED \S*test_ends.py::test_ends - worker 'gw0' crashed", done.stdout, re.MULTILINE), done
