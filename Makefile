@@ -62,7 +62,7 @@ exercise: $(TRAIN_ENV) ## make or check the exercise N=3, or list them all: exer
 	@$(PY) exercises/check.py $(N)
 
 bench: $(TEST_ENV) ## time a training step beside PyTorch's
-	$(PY) dev/bench.py $(NAME) $(ARGS)
+	$(PY) dev/bench $(NAME) $(ARGS)
 
 profile: $(TEST_ENV) ## time each kernel of a training step beside what the machine can do
 	$(PY) dev/profile_step.py $(NAME) $(ARGS)

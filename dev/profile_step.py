@@ -7,7 +7,7 @@ Rows are the kernels by their names, and matrix products as gemm m x n x k, with
 lie: T is transposed. Bytes are counted from a kernel's arguments, each array read once and written once; FLOPs as
 2 m n k, and for flash attention those of the causal half: 2 products forward, 3 in the kernel of dq, 4 in that of dk
 and dv. For the products of matrix attention on the CPU they are those of the causal half, too. They are held against
-the ceilings that dev/ceilings.py measures: a large product, a large copy.
+the ceilings that dev/bench/ceilings.py measures: a large product, a large copy.
 
 On CUDA a call's time is what passes between two events around it, while earlier work keeps the GPU busy so that the
 host is ahead. Events cost time themselves: what they add to a kernel that does nothing is taken off.
@@ -27,11 +27,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import device
-from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.bench.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.bench.workload import LEARNING_RATE, Ours, Workload, make_parser, time_steps, workload_of, write_data
 from dev.pictures import check_picture, save_picture
-from dev.timing import Ours, time_steps
 from dev.traffic import bytes_of, flops_of, kind_of
-from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
 from device.errors import UserError
 from llmc.arguments import a_path, positive
 from llmc.program import run_program

@@ -17,9 +17,8 @@ import json
 import tempfile
 
 import device
+from dev.bench.workload import Ours, make_parser, workload_of, write_data
 from dev.pictures import check_picture, save_picture
-from dev.timing import Ours
-from dev.workload import make_parser, workload_of, write_data
 from device.errors import UserError
 from llmc import collectives, ranks
 from llmc.arguments import a_path, positive

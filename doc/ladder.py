@@ -37,8 +37,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import device
-from dev.ceilings import measure_ceilings
-from dev.ceilings import seconds as best_seconds
+from dev.bench.ceilings import measure_ceilings
+from dev.bench.ceilings import seconds as best_seconds
 from dev.microscope import columns, lines_of, race_lines
 from dev.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
 from device.errors import UserError

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import json
 
 import device
-from dev.ceilings import seconds
+from dev.bench.ceilings import seconds
 from device.errors import UserError
 from llmc.arguments import Parser
 from llmc.program import run_program

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from functools import partial
 
 import device
-from dev.bench_attention import median_us
-from dev.ceilings import random_array
+from dev.bench.attention import median_us
+from dev.bench.ceilings import random_array
 from dev.microscope import columns
 from device.bf16 import DEFINES, floatX_of
 from device.cuda import NVRTC_OPTIONS

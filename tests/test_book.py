@@ -61,9 +61,9 @@ NOT_RUN = {
     "a target of the Makefile, which tests/test_make.py reads": ["make *"],
     "tests, which run by themselves": ["*python -m pytest*"],
     "measured on the H200": [
-        "python dev/bench*", "python dev/scaling.py*", "python dev/timeline.py*", "python dev/profile_step.py*",
-        "python dev/train_torch.py*", "python dev/plot_log.py*", "nvidia-smi *", "python doc/step.py",
-        "python doc/latency.py*", "python doc/left_out.py*", "python doc/layouts.py", "python dev/awake.py*", "ncu *",
+        "python dev/bench*", "python dev/timeline.py*", "python dev/profile_step.py*",
+        "python dev/plot_log.py*", "nvidia-smi *", "python doc/step.py",
+        "python doc/latency.py*", "python doc/left_out.py*", "python doc/layouts.py", "ncu *",
     ],
     "trains, or reads what was trained: long, or on the H200": [
         "python train_*.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",

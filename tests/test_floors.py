@@ -94,9 +94,9 @@ def test_no_launcher_takes_more_than_eight_arrays_by_position():
         ("kernels/gelu.py", "import device\nfrom llmc import ranks"),
         ("llmc/model.py", "if TYPE_CHECKING:\n    from train_gpt2_fp32 import GPT2"),
         ("llmc/model.py", "try:\n    import generate\nfinally:\n    pass"),
-        ("llmc/run.py", "from dev.timing import Ours"), ("llmc/run.py", "from oracle import assert_close"),
+        ("llmc/run.py", "from dev.bench.workload import Ours"), ("llmc/run.py", "from oracle import assert_close"),
         ("train_llama3.py", "from train_gpt2_fp32 import GPT2"), ("train_pythia.py", "from generate import MODELS"),
-        ("generate.py", "import os, dev.kept"),
+        ("generate.py", "import os, dev.pictures"),
     ],
 )  # fmt: skip
 def test_an_import_that_points_up_is_found(path, source):
@@ -109,7 +109,8 @@ def test_an_import_that_points_up_is_found(path, source):
         ("kernels/gelu.py", "import device\nfrom kernels.reduce import add_partials\nimport numpy as np"),
         ("device/cuda.py", "from . import cublas\nimport kernels_of_another_package"),
         ("train_llama3.py", "from llmc.model import Model"), ("generate.py", "from train_llama3 import Llama3"),
-        ("dev/workload.py", "from generate import MODELS"), ("tests/test_model.py", "import oracle, exercises.check"),
+        ("dev/bench/workload.py", "from generate import MODELS"),
+        ("tests/test_model.py", "import oracle, exercises.check"),
     ],
 )  # fmt: skip
 def test_an_import_that_points_down_or_out_is_right(path, source):

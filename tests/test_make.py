@@ -4,11 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from dev import kept, make_train
+from dev import make_train
+from dev.bench import tables
 from llmc.arguments import make_parser
 from llmc.scripts import model_kinds
 
@@ -103,7 +103,7 @@ def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
     assert ("--device cuda" in " ".join(flags)) == (where == "cuda")
     make_parser(config).parse_args(flags)
     if smi is None:  # the small models that README.md times on the CPU
-        assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in kept.published("cpu"))
+        assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in tables.STEPS["cpu"][0])
 
 
 def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dev.ceilings import work_of
+from dev.bench.ceilings import work_of
 from device.errors import UserError
 from llmc.huggingface import Settings
 from llmc.tensors import num_parameters

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 import device
-from dev.ceilings import product_seconds
+from dev.bench.ceilings import product_seconds
 from llmc.report import duration
 from llmc.tensors import flops_per_token, num_parameters
 from train_gpt2_fp32 import GPT2

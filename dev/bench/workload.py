@@ -1,21 +1,27 @@
-"""What the benchmarks time: a model script, a batch, weights from a seed, and made-up tokens to train on."""
+"""What the benchmarks time: a model script, a batch, weights from a seed, and made-up tokens to train on; and our
+training step on it, beside those of other trainers. What asks something of a Model stands here."""
 
 import argparse
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import device
+from dev.bench.tables import Table
 from device.errors import UserError
 from llmc.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
 from llmc.attention import choose_attention
+from llmc.batches import Batches
 from llmc.checkpoint import write_model
 from llmc.dataloader import DataLoader, write_tokens
 from llmc.exchange import Exchange
 from llmc.model import Model
+from llmc.report import StepTimer
 from llmc.run import Origin, build_model
 from llmc.scripts import model_kinds
-from llmc.tensors import Config
+from llmc.step import train_step
+from llmc.tensors import Config, name_tensors
 
 import numpy as np
 
@@ -38,7 +44,7 @@ class Workload:
     flags: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The flags of dev/bench.py that ask for it: what a measurement is kept under."""
+        """The flags of dev/bench that ask for it."""
         script, V = self.kind.Config.SCRIPT.removesuffix(".py"), self.config.vocab_size
         vocabulary = [] if V == describe(self.kind, self.model, None).vocab_size else ["--vocab-size", str(V)]
         return " ".join([script, "-e", self.model, "-b", str(self.B), "-t", str(self.T), *vocabulary, *self.flags])
@@ -92,6 +98,12 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", further_flags(args))
 
 
+def says_what(args: argparse.Namespace) -> bool:
+    """Whether the flags say something of the model and the batch."""
+    names = "model", "sequence_length", "vocab_size", "batch_size", "zero_stage", "bitwise", "logit_rows"
+    return [getattr(args, name) for name in names] != [None, None, None, 4, True, False, None]
+
+
 def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
     """The flags of how a model computes that are not the script's defaults."""
     flags = ["-a", args.attention] if args.attention != "auto" else []
@@ -100,6 +112,15 @@ def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
     flags += [] if args.zero_stage else ["-z", "0"]
     flags += ["--bitwise", "1"] if args.bitwise else []
     return tuple(flags)
+
+
+def suite(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, tables: tuple[Table, ...]
+) -> list[list[argparse.Namespace]]:
+    """The flags of each column of tables of doc/speed.md; with the peers that were asked for, or else its own."""
+    return [[parser.parse_args(flags.split(), argparse.Namespace(
+        **vars(args) | {"peers": peers if args.peers is None else args.peers}
+    )) for flags, peers in table] for table in tables]  # fmt: skip
 
 
 def describe(kind: type[Model], model: str, V: int | None) -> Config:
@@ -119,6 +140,78 @@ def write_random_model(workload: Workload, path: Path, bf16: bool = False) -> No
     model.randomize(SEED)
     write_model(path, model.config, model.params_memory, bf16)
     device.use_precision(precision)
+
+
+def model_for_text(workload: Workload) -> Model:
+    """Our model, for inference alone, with random weights."""
+    config = workload.config
+    model = workload.kind(config, workload.B, workload.T, choose_attention("auto", config.head_size), inference=True)
+    model.randomize(SEED)
+    return model
+
+
+def tensors_of(model: Model, memory) -> SimpleNamespace:
+    """Parameters by name, fp32 on the host, from memory that holds all of them."""
+    config = model.config
+    return name_tensors(device.to_floats(memory), config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
+
+
+# Our training step
+
+
+# A trainer's launch(step) returns a mark whose wait() gives the time when the step ended; then loss(step) is known.
+
+
+class Ours:
+    """The training step of the model script."""
+
+    def __init__(self, workload: Workload):
+        self.exchange = workload.build()
+        self.model = self.exchange.model
+        self.name = f"llm.cupy ({' '.join((self.model.attention, *workload.flags))})"
+        self.batches = Batches(self.model, workload.loader())
+        device.compile_all()
+        self.train_step = train_step(self.exchange, self.batches)
+
+    def launch(self, step: int):
+        self.train_step(step, LEARNING_RATE)
+        return device.event()
+
+    def loss(self, step: int) -> float:
+        return self.batches.mean_loss(step)
+
+
+def time_steps(trainer, steps: int | None) -> tuple[float, float]:
+    """The median milliseconds of a step after the first few, and the loss of the very first step. Without `steps`, as
+    many are timed as take ten seconds, at least 5 and at most 100."""
+    cpu = device.kind == "cpu"
+    warm_up = 2 if cpu else 10
+    timer, milliseconds, running, first_loss = StepTimer(), [], None, None
+
+    def finish() -> None:
+        nonlocal first_loss
+        if running is not None:
+            step, started, end = running
+            milliseconds.append(timer.add(started, end.wait()))
+            loss = trainer.loss(step)
+            first_loss = loss if step == 0 else first_loss
+
+    def enough() -> bool:
+        timed = milliseconds[warm_up:]
+        return len(timed) >= (steps or 100) or steps is None and len(timed) >= 5 and sum(timed) > 10_000
+
+    step = 0
+    while not enough():
+        started = time.perf_counter()
+        end = trainer.launch(step)
+        finish()  # the step before, while the device works on this one
+        running = step, started, end
+        if cpu:
+            finish()
+            running = None
+        step += 1
+    device.synchronize()
+    return float(np.median(milliseconds[warm_up:])), first_loss
 
 
 # Tokens

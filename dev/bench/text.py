@@ -1,9 +1,9 @@
 """Times a token of generated text, ours beside transformers'.
 
-    python dev/bench_text.py                                        # GPT-2 124M, one text
-    python dev/bench_text.py train_llama3 -e llama3.2-1b -b 16 --precision bf16
-    python dev/bench_text.py --device cpu -t 256 --first 1 --tokens 200    # an empty prompt
-    python dev/bench_text.py --suite --keep                         # all that doc/speed.md shows
+    python dev/bench text                                           # GPT-2 124M, one text
+    python dev/bench text train_llama3 -e llama3.2-1b -b 16 --precision bf16
+    python dev/bench text --device cpu -t 256 --first 1 --tokens 200    # an empty prompt
+    python dev/bench text --suite                              # all that doc/speed.md shows, as a table
 
 Each program writes -b texts at once, from the same random weights and the same made-up prompts of --first tokens. A
 step writes one token of each text and brings it to the host. The milliseconds are the median over the steps after the
@@ -18,32 +18,31 @@ The limit is the time to read all that a step must read, at the speed of a copy:
 classifier, and the keys and values so far.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import argparse
 import math
 import time
 from collections.abc import Callable
 
 import device
-from dev.ceilings import measure_copy
+from dev.bench.ceilings import measure_copy
+from dev.bench.tables import TEXTS, Cell, markdown
+from dev.bench.workload import SEED, Workload, make_parser, model_for_text, suite, tensors_of, workload_of, zipf_tokens
 from dev.huggingface import config_json, named_tensors, transformers_parameters
-from dev.kept import TRAINERS, commit_at_hand, keep, make_row, published, update_tables
-from dev.workload import SEED, Workload, make_parser, workload_of, zipf_tokens
 from device.errors import UserError
 from llmc.arguments import positive
-from llmc.attention import choose_attention
 from llmc.generation import Writer
 from llmc.model import Model
-from llmc.program import run_program
 from llmc.sampler import samplers_of
-from llmc.tensors import name_tensors, shape_of
+from llmc.tensors import shape_of
 
 import numpy as np
 
+TRAINERS = {
+    "ours": "llm.cupy",
+    "compile": "transformers, static cache, compile with CUDA graphs",
+    "generate": "transformers' generate",
+    "limit": "limit: weights, keys and values at the speed of a copy",
+}
 PEERS = "compile", "generate"
 UNTIMED = 5  # steps after the prompt that do not count
 
@@ -61,20 +60,6 @@ def prompts_of(workload: Workload, first: int) -> np.ndarray:
     """Made-up tokens (B, first)."""
     B = workload.B
     return zipf_tokens(B * first, workload.config.vocab_size).reshape(B, first)
-
-
-def build_model(workload: Workload) -> Model:
-    """Our model, for inference alone, with random weights."""
-    config = workload.config
-    model = workload.kind(config, workload.B, workload.T, choose_attention("auto", config.head_size), inference=True)
-    model.randomize(SEED)
-    return model
-
-
-def tensors_of(model: Model):
-    """The parameters by name, fp32 on the host."""
-    parameters, config = device.to_floats(model.params_memory), model.config
-    return name_tensors(parameters, config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
 
 
 def time_ours(model: Model, prompts: np.ndarray, count: int) -> float:
@@ -141,33 +126,32 @@ def limit_of(model: Model, workload: Workload, positions: int) -> float:
     return 1000 * (weights + cached) / measure_copy()
 
 
-def bench(workload: Workload, args: argparse.Namespace) -> list[dict]:
-    """Prints the milliseconds of a workload. Returns its rows for dev/measurements/."""
+def bench(workload: Workload, args: argparse.Namespace) -> list[Cell]:
+    """Prints the milliseconds of a workload. Returns its column of doc/speed.md's table."""
     if args.first + args.tokens > workload.T:
         raise UserError(f"--first {args.first} and --tokens {args.tokens} are more than -t {workload.T}: raise -t")
-    prompts = prompts_of(workload, args.first)
-    model = build_model(workload)
+    prompts, cells = prompts_of(workload, args.first), []
+    model = model_for_text(workload)
     print(f"\n{workload}: a token of each text at positions {args.first} to {args.first + args.tokens}")
-    found = [("text", time_ours(model, prompts, args.tokens))]
+
+    def took(trainer: str, ms: float, tokens: int = workload.B) -> None:
+        cells.append(Cell(str(workload), TRAINERS[trainer], ms, tokens))
+        print(f"{TRAINERS[trainer]:60} {ms:8.3f} ms  {ms / cells[0].ms:6.2f} x ours", flush=True)
+
+    took("ours", time_ours(model, prompts, args.tokens))
     limit = limit_of(model, workload, args.first + args.tokens // 2)
-    tensors = tensors_of(model)
+    tensors = tensors_of(model, model.params_memory)
     del model
-    print_row(*found[0], found[0][1])
     for peer in [name for name in args.peers.split(",") if name]:
         try:
-            found.append((f"text-{peer}", time_transformers(peer, tensors, workload, prompts, args.tokens)))
+            ms = time_transformers(peer, tensors, workload, prompts, args.tokens)
         except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
             first_line = str(error).strip().partition("\n")[0]
-            print(f"{TRAINERS[f'text-{peer}']:60} did not run: {type(error).__name__}: {first_line}", flush=True)
+            print(f"{TRAINERS[peer]:60} did not run: {type(error).__name__}: {first_line}", flush=True)
             continue
-        print_row(*found[-1], found[0][1])
-    found.append(("text-limit", limit))
-    print_row(*found[-1], found[0][1])
-    return [make_row(str(workload), trainer, ms, None, workload.B, args.commit) for trainer, ms in found]
-
-
-def print_row(trainer: str, ms: float, ours: float) -> None:
-    print(f"{TRAINERS[trainer]:60} {ms:8.3f} ms  {ms / ours:6.2f} x ours", flush=True)
+        took(peer, ms)
+    took("limit", limit, 0)
+    return cells
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -178,35 +162,17 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=positive, default=100, metavar="N", help="tokens to write (%(default)s)")
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none (all that run on the device)")
     add("--suite", action="store_true", help="time all that doc/speed.md shows for this kind of device")
-    add("--keep", action="store_true", help="keep the measurements in dev/measurements/")
-    add("--commit", help="the commit to record (by default git's)")
-    add("--tables", action="store_true", help="only write the tables of doc/speed.md again, from the kept measurements")
     args = parser.parse_args(arguments)
-    if args.tables:
-        update_tables()
-        return
-    args.commit = args.commit or (commit_at_hand() if args.keep else "")
     device.use(args.device)
     if args.tokens < UNTIMED + 2:
         raise UserError(f"--tokens {args.tokens}: the first {UNTIMED} steps are not counted, so ask for more")
     for peer in (args.peers or "").split(","):
         if peer and peer not in PEERS[device.kind == "cpu" :]:
             raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)}, on the CPU generate alone ('' for none)")
-    runs = [args]
-    if args.suite:
-        runs = [
-            parser.parse_args(flags.split(), argparse.Namespace(**(
-                vars(args) | {"peers": peers if args.peers is None else args.peers}
-            )))
-            for flags, peers in published(device.kind, "bench_text.py")
-        ]  # fmt: skip
-    for asked in runs:
-        if asked.peers is None:
-            asked.peers = ",".join(PEERS[device.kind == "cpu" :])
-        rows = bench(workload_of(asked, ""), asked)
-        if args.keep:
-            keep(device.name, rows)
-
-
-if __name__ == "__main__":
-    run_program(main)
+    for table in suite(parser, args, TEXTS[device.kind]) if args.suite else [[args]]:
+        cells = []
+        for asked in table:
+            asked.peers = ",".join(PEERS[device.kind == "cpu" :]) if asked.peers is None else asked.peers
+            cells += bench(workload_of(asked, ""), asked)
+        if args.suite:
+            print(f"\n{markdown(cells)}", flush=True)

@@ -1,21 +1,19 @@
 """Times a training step of ours beside PyTorch's, and beside what the machine allows.
 
-    python dev/bench.py                              # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
-    python dev/bench.py train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
-    python dev/bench.py -b 16 --peers '' --compare   # ours alone, beside what is kept of it
-    python dev/bench.py --precision bf16             # all in bf16, PyTorch under autocast
-    python dev/bench.py --suite --keep               # all that doc/speed.md shows, into dev/measurements/
-    python dev/bench.py --gpus 4                     # ours on 1, 2 and 4 GPUs: dev/scaling.py
-    python dev/bench.py --tables                     # times nothing: the tables of doc/speed.md, from dev/measurements/
+    python dev/bench                             # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
+    python dev/bench train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
+    python dev/bench -b 16 --peers ''            # ours alone
+    python dev/bench --precision bf16            # all in bf16, PyTorch under autocast
+    python dev/bench --suite                     # all that doc/speed.md shows, as tables to paste there
 
 All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
 with its memory to itself. A step is that of the model script: a batch goes to the device, forward, backward, AdamW, and
 the host reads the loss, while the device may work on the next step already; PyTorch may do so too. Milliseconds are the
 median over steps, each from the end of the one before to its own. On the CPU all train in three rounds, and the fastest
 round of each trainer counts. A neighbour of a virtual machine can halve its speed for a minute. Without rounds a ratio
-would say which trainer ran beside the neighbour. dev/bench_llmc.py times llm.c's trainers.
+would say which trainer ran beside the neighbour.
 
-PyTorch trains GPT-2 as dev/torch_models.py has it, and transformers' classes of the other models. It gets TF32 products
+PyTorch trains GPT-2 as torch_models.py has it, and transformers' classes of the other models. It gets TF32 products
 where ours has them, autocast where ours is in bf16 (with fp32 weights, as our master copy), the fused AdamW, gradients
 set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On the CPU, `eager` has its
 default AdamW and the others the fused one.
@@ -24,41 +22,54 @@ Memory: ours is what the device has less of after the steps than before the mode
 PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the process's resident memory to its peak.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import argparse
 import ctypes
 import gc
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import device
-from dev import scaling
-from dev.ceilings import Ceilings, Work, limits, measure_ceilings, print_limits, work_of
-from dev.kept import TRAINERS, commit_at_hand, keep, kept_rows, make_row, published, update_tables, worse_than
-from dev.timing import Ours, time_steps
-from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
+from dev.bench.ceilings import Ceilings, Work, limits, measure_ceilings, print_limits, work_of
+from dev.bench.tables import STEPS, Cell, markdown
+from dev.bench.workload import (
+    LEARNING_RATE,
+    Ours,
+    Workload,
+    make_parser,
+    says_what,
+    suite,
+    tensors_of,
+    time_steps,
+    workload_of,
+    write_data,
+)
 from device.cublas import WORKSPACE
 from device.errors import UserError
 from llmc.arguments import positive
-from llmc.program import run_program
-from llmc.tensors import flops_per_token, name_tensors, num_parameters
+from llmc.tensors import flops_per_token, num_parameters
 
 import numpy as np
 
-PEERS = (
-    "eager", "eager-sdpa", "compile", "compile-sdpa", "compile-graphs", "compile-cudnn", "compile-graphs-cudnn",
-    "compile-sdpa-bf16",
-)  # fmt: skip
+TRAINERS = {
+    "ours": "llm.cupy",
+    "eager": "PyTorch eager",
+    "eager-sdpa": "PyTorch eager, SDPA",
+    "compile": "PyTorch compile",
+    "compile-sdpa": "PyTorch compile, SDPA",
+    "compile-graphs": "PyTorch compile, CUDA graphs",
+    "compile-cudnn": "PyTorch compile, cuDNN's attention",
+    "compile-graphs-cudnn": "PyTorch compile, CUDA graphs, cuDNN's attention",
+    "compile-sdpa-bf16": "PyTorch compile, SDPA, products in bf16, as nanoGPT trains",
+}
+PEERS = tuple(TRAINERS)[1:]
 DEFAULT_PEERS = {"cuda": PEERS[:5], "cpu": PEERS[:2]}
 CUDNN_PEERS = PEERS[5:7]  # whose attention is bf16 alone
 
@@ -82,7 +93,7 @@ class Torch:
     are two lots, and never waits for the device before the next step is launched."""
 
     def __init__(self, peer: str, workload: Workload, tensors: SimpleNamespace, attention: str):
-        from dev.torch_models import build_torch_model
+        from dev.bench.torch_models import build_torch_model
 
         import torch
 
@@ -190,19 +201,18 @@ def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, Simpl
     reset_peak()
     resident = resident_mebibytes(peak=False)
     trainer = Ours(workload)
-    model, config = trainer.model, workload.config
-    parameters = device.to_host(model.master_memory)
-    tensors = name_tensors(parameters, config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
+    model = trainer.model
+    tensors = tensors_of(model, model.master_memory)
     ms, loss = time_steps(trainer, steps)
     if device.kind == "cuda":
         mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20
     else:  # less the parameters that are held for the others
-        mebibytes = resident_mebibytes(peak=True) - resident - parameters.nbytes / 2**20
+        mebibytes = resident_mebibytes(peak=True) - resident - 4 * num_parameters(workload.config) / 2**20
     return Result("ours", trainer.name, ms, loss, mebibytes), work_of(model), tensors, model.attention
 
 
 def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, attention: str, steps) -> Result:
-    import dev.torch_models  # noqa: F401, so that its import is not counted as memory of the first trainer that needs it
+    import dev.bench.torch_models  # noqa: F401, so that its import is not counted as memory of the first trainer that needs it
 
     import torch
 
@@ -224,9 +234,7 @@ def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, attention
             torch._dynamo.reset()
 
 
-def usable_peers(
-    asked: str | None, precision: str, attention: str, stated: Callable[[str], None]
-) -> list[str]:  # fmt: skip
+def usable_peers(asked: str | None, precision: str, attention: str, stated: Callable[[str], None]) -> list[str]:
     """The peers to run. Raises UserError where one is asked for by a wrong name, or is asked for and cannot run."""
     default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision == "bf16")
     peers = [peer for peer in (default if asked is None else asked.split(",")) if peer]
@@ -269,8 +277,8 @@ def print_result(result: Result, ours: Result, workload: Workload, ceilings: Cei
     print(COLUMNS.format(*row, f"{result.ms / ours.ms:.2f}", f"{result.loss:.6f}"), flush=True)
 
 
-def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> list[dict]:
-    """Prints the table of a workload, in the precision in use; returns its rows as they are kept."""
+def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> list[Cell]:
+    """Prints the table of a workload, in the precision in use; returns its column of doc/speed.md's table."""
     write_data(workload)
     ours, work, tensors, attention = run_ours(workload, args.steps)
     print(f"\n{workload}: {num_parameters(workload.config):,} parameters")
@@ -297,66 +305,41 @@ def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> l
         print(f"\nthe fastest of {rounds} rounds:")
         for found in fastest.values():
             print_result(found, fastest["ours"], workload, ceilings)
-    timed = [(found.trainer, found.ms, found.mebibytes) for found in fastest.values()] + [("limit", limit, None)]
-    return [make_row(str(workload), *row, workload.B * workload.T, args.commit) for row in timed]
-
-
-def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The flags of each workload: those given, or with --suite those of doc/speed.md; on the CPU, where nothing is
-    said of the model and the batch, those of the script in doc/speed.md."""
-    if not args.suite and (says_what(args) or device.kind == "cuda"):
-        return [args]
-    return [
-        parser.parse_args(flags.split(), argparse.Namespace(
-            **(vars(args) | {"peers": peers if args.suite and args.peers is None else args.peers})
-        ))
-        for flags, peers in published(device.kind) if args.suite or flags.startswith(args.script)
-    ]  # fmt: skip
-
-
-def says_what(args: argparse.Namespace) -> bool:
-    """Whether the flags say something of the model and the batch."""
-    names = "model", "sequence_length", "vocab_size", "batch_size", "zero_stage", "bitwise", "logit_rows"
-    return [getattr(args, name) for name in names] != [None, None, None, 4, True, False, None]
+    tokens = workload.B * workload.T
+    timed = [Cell(str(workload), TRAINERS[x.trainer], x.ms, tokens, x.mebibytes) for x in fastest.values()]
+    return [*timed, Cell(str(workload), "limit: products as they run alone, the rest at copy speed", limit)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time a training step beside PyTorch's and the machine's limits.")
     add = parser.add_argument
-    scaling.add_arguments(parser)
+    add("--steps", type=positive, metavar="N", help="steps to time (as many as take 10 s, 5 to 100)")
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
     add("--rounds", type=positive, metavar="N", help="times that each trainer runs, in turn (3 on the CPU, else 1)")
     add("--suite", action="store_true", help="time all that doc/speed.md shows for this kind of device")
-    add("--keep", action="store_true", help="keep the measurements in dev/measurements/")
-    add("--compare", action="store_true", help="say what is slower or larger than the kept measurements")
-    add("--commit", help="the commit to record (by default git's)")
-    add("--tables", action="store_true", help="only write the tables of doc/speed.md again, from the kept measurements")
     args = parser.parse_args(arguments)
-    if args.tables:
-        update_tables()
-        return
-    if args.keep:
-        args.commit = args.commit or commit_at_hand()
-    if args.gpus:
-        scaling.print_scaling(args, says_what(args))
-        return
     device.use(args.device)
     usable_peers(args.peers, args.precision, args.attention, lambda text: None)  # complains before anything takes time
-    kept, rows, ceilings = kept_rows(device.name), [], {}
+    ceilings = {}
     with tempfile.TemporaryDirectory() as directory:
-        runs = [(asked, workload_of(asked, directory)) for asked in asked_for(parser, args)]
-        # Each once: with --suite --precision bf16 the tables ask for some twice.
-        for asked, workload in {str(workload): (asked, workload) for asked, workload in runs}.values():
-            if (precision := device.use_precision(asked.precision)) not in ceilings:
-                ceilings[precision] = measure_ceilings()
-                print(f"{device.name}\n{ceilings[precision].description}", flush=True)
-            found = bench(workload, asked, ceilings[precision])
-            rows += found
-            if args.keep:
-                keep(device.name, found)
-    if args.compare:
-        print("\n" + "\n".join(worse_than(kept, rows)))
+        for table in asked_for(parser, args):
+            cells = []
+            for asked in table:
+                workload = workload_of(asked, directory)
+                if (precision := device.use_precision(asked.precision)) not in ceilings:
+                    ceilings[precision] = measure_ceilings()
+                    print(f"{device.name}\n{ceilings[precision].description}", flush=True)
+                cells += bench(workload, asked, ceilings[precision])
+            if args.suite:
+                print(f"\n{markdown(cells)}", flush=True)
 
 
-if __name__ == "__main__":
-    run_program(main)
+def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[list[argparse.Namespace]]:
+    """The flags of each workload of each table: those given, or with --suite those of doc/speed.md; on the CPU, where
+    nothing is said of the model and the batch, those of the script in doc/speed.md."""
+    if args.suite:
+        return suite(parser, args, STEPS[device.kind])
+    if says_what(args) or device.kind == "cuda":
+        return [[args]]
+    return [[parser.parse_args(flags.split(), argparse.Namespace(**vars(args)))
+             for table in STEPS["cpu"] for flags, _ in table if flags.startswith(args.script)]]  # fmt: skip

@@ -1,28 +1,23 @@
-"""Times one of llm.c's trainers on what dev/bench.py times ours on: the same GPT-2, weights and tokens.
+"""Times one of llm.c's trainers on what dev/bench times ours on: the same GPT-2, weights and tokens.
 
-    python dev/bench_llmc.py ../llm.c/train_gpt2fp32cu -b 4 -t 1024
-    python dev/bench_llmc.py ../llm.c/train_gpt2cu --precision bf16    # as llm.c builds it by default
+    python dev/bench llmc ../llm.c/train_gpt2fp32cu -b 4 -t 1024
+    python dev/bench llmc ../llm.c/train_gpt2cu --precision bf16    # as llm.c builds it by default
 
 Milliseconds are the median of those that it prints, after the first few. Memory is what the device, or on the CPU the
-machine, has less of while it runs: on a GPU with its CUDA context, some 500 MiB that dev/bench.py leaves out.
+machine, has less of while it runs: on a GPU with its CUDA context, some 500 MiB that dev/bench leaves out.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 
 import device
-from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_random_model, zipf_tokens
+from dev.bench.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_random_model, zipf_tokens
 from device.errors import UserError
 from llmc.arguments import positive
 from llmc.dataloader import write_tokens
-from llmc.program import run_program
 
 import numpy as np
 
@@ -116,6 +111,3 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         run_llmc(binary, workload_of(args, name), Path(name), args.steps)
 
-
-if __name__ == "__main__":
-    run_program(main)

@@ -1,4 +1,4 @@
-"""Time flash attention on the GPU: python dev/bench_attention.py [--precision bf16] [-b 4] [-t 1024] [-n 12] [-s 64]
+"""Times flash attention on the GPU: python dev/bench attention [--precision bf16] [-b 4] [-t 1024] [-n 12] [-s 64]
 
 Prints microseconds and TFLOP/s of forward and backward for one layer with n query heads and k heads of keys and values,
 of size s, everything included (--help has all flags). Where PyTorch has CUDA, also those of its attention in bf16:
@@ -7,25 +7,20 @@ FLOPs are counted as is usual for causal attention: half of the (T, T) scores, 2
 """
 
 import statistics
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import device
+from device.errors import UserError
+from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from llmc.arguments import Parser, positive
 
-import device  # noqa: E402
-from device.errors import UserError  # noqa: E402
-from kernels.flash_attention import flash_attention_backward, flash_attention_forward  # noqa: E402
-from llmc.arguments import Parser, positive  # noqa: E402
-from llmc.program import run_program  # noqa: E402
-
-import numpy as np  # noqa: E402
+import numpy as np
 
 LAYERS = 3  # sets of arrays, used in turn: a training step does not find a layer's arrays in the cache either
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("-b", type=positive, default=4, metavar="B", help="batch size (4)")
     parser.add_argument("-t", type=positive, default=1024, metavar="T", help="sequence length (1024)")
@@ -34,7 +29,7 @@ def main() -> None:
     parser.add_argument("-s", type=positive, default=64, metavar="HS", help="head size, 64 or 128 (64)")
     parser.add_argument("--precision", choices=("tf32", "bf16"), default="tf32", help="of our products (tf32)")
     parser.add_argument("-r", type=positive, default=50, metavar="RUNS", help="measurements; the median counts (50)")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     B, T, NH, NKV, HS = args.b, args.t, args.n, args.k or args.n, args.s
     if NH % NKV:
         raise UserError(f"-k {NKV}: must divide the number of heads, {NH}")
@@ -152,6 +147,3 @@ def median_us(replay, runs: int, event, elapsed_ms) -> float:
         times.append(elapsed_ms(start, stop) * 1e3)
     return statistics.median(times)
 
-
-if __name__ == "__main__":
-    run_program(main)

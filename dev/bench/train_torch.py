@@ -1,30 +1,24 @@
 """Trains the model of train_gpt2_fp32.py, or of another script, in PyTorch: same flags, data, initial weights, batches,
 schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the two runs over each other.
 
-    python dev/train_torch.py -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
-    python dev/train_torch.py --script train_llama3 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
+    python dev/bench torch -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
+    python dev/bench torch --script train_llama3 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
 
 With --precision bf16 its weights are fp32, as our master copy, and it computes under autocast. It neither samples nor
 writes checkpoints or TensorBoard's events; flags for that are ignored.
 """
 
-import sys
 import time
-from pathlib import Path
-
-if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import device
-from dev.torch_models import build_torch_model
-from dev.workload import SCRIPTS
+from dev.bench.torch_models import build_torch_model
+from dev.bench.workload import SCRIPTS
 from llmc.arguments import Parser, parse_arguments
 from llmc.batches import bits_per_byte
 from llmc.checkpoint import model_path, read_model
 from llmc.dataloader import DataLoader
 from llmc.logger import Logger
 from llmc.model import Model
-from llmc.program import run_program
 from llmc.report import print_validation
 from llmc.settings import FIRST_SEED, check_flags, settle
 from llmc.tensors import Config
@@ -42,10 +36,10 @@ def first_weights(kind: type[Model], config: Config, seed: int) -> dict[str, np.
     return {name: getattr(model.params, name) for name, _ in config.parameters()}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = Parser(add_help=False, allow_abbrev=False)  # --help is the script's
     parser.add_argument("--script", choices=SCRIPTS, default="train_gpt2_fp32")
-    chosen, flags = parser.parse_known_args()
+    chosen, flags = parser.parse_known_args(arguments)
     kind = SCRIPTS[chosen.script]
     args = parse_arguments(kind.Config, flags)
     check_flags(args)
@@ -112,6 +106,3 @@ def main() -> None:
         logger.log(step, train_loss=total)
     logger.close()
 
-
-if __name__ == "__main__":
-    run_program(main)

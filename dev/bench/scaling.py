@@ -1,29 +1,28 @@
-"""Times a training step on one GPU and on several: what `dev/bench.py --gpus N` prints.
+"""Times a training step on one GPU and on several.
+
+    python dev/bench scaling --gpus 4                        # WORKLOADS on 1, 2 and 4 GPUs
+    python dev/bench scaling train_llama3 -e smollm2-135m --gpus 2
+    python dev/bench scaling -b 16 --gpus 2 --only           # on 2 alone, as JSON
 
 A row is a workload; its columns are milliseconds a step on 1, 2, 4, ... GPUs, each with a batch of (B, T), memory on a
 GPU, and how much of N times one GPU's speed N have (efficiency): one GPU's time over theirs. Last comes how long NCCL,
 or on the CPU gloo, takes to sum all gradients with nothing beside. Every number of GPUs is a program of its own, this
-file, one after another on the same machine.
+one with --only, one after another on the same machine.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import device
-from dev.timing import Ours, time_steps
-from dev.workload import further_flags, make_parser, workload_of, write_data
+from dev.bench.workload import Ours, further_flags, make_parser, says_what, time_steps, workload_of, write_data
 from device.errors import UserError
 from llmc import collectives, ranks
-from llmc.arguments import positive
-from llmc.program import run_program
+from llmc.arguments import Parser, positive
 
 # What is timed where nothing is said of the model and the batch.
 WORKLOADS = (
@@ -35,20 +34,15 @@ WORKLOADS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--gpus", type=positive, metavar="N", help="time 1, 2, 4, ... up to N GPUs, one process each")
-    add("--steps", type=positive, metavar="N", help="steps to time (as many as take 10 s, 5 to 100; with --gpus 100)")
-
-
-def print_scaling(args: argparse.Namespace, said: bool) -> None:
+def print_scaling(args: argparse.Namespace) -> None:
     """The table: of the workload that was asked for, or else of WORKLOADS with the attention and the precision that
     were. Raises UserError where one cannot run."""
     counts = sorted({*(1 << i for i in range(args.gpus.bit_length()) if 1 << i < args.gpus), args.gpus})
     sizes = ("-b", args.batch_size), ("-e", args.model), ("-t", args.sequence_length), ("--vocab-size", args.vocab_size)
     given = [f"{flag} {value}" for flag, value in sizes if value is not None]
     flags = further_flags(args)
-    workloads = [" ".join([args.script, *given, *flags])] if said else [" ".join([w, *flags]) for w in WORKLOADS]
+    asked_for = [" ".join([args.script, *given])] if says_what(args) else WORKLOADS
+    workloads = [" ".join([workload, *flags]) for workload in asked_for]
     width = max(map(len, workloads))
     head = [f"{n} GPU{'s' * (n > 1)}" for n in counts]
     print(f"{'':{width}} " + " ".join(f"{text:>29}" for text in head) + "   all gradients' sum", flush=True)
@@ -65,8 +59,8 @@ def print_scaling(args: argparse.Namespace, said: bool) -> None:
 
 
 def measure(flags: list[str], gpus: int) -> dict:
-    """What `main` prints for these flags."""
-    command = [sys.executable, str(Path(__file__).resolve()), *flags, "--gpus", str(gpus)]
+    """What `time_only` prints for these flags."""
+    command = [sys.executable, str(Path(__file__).parent), "scaling", *flags, "--gpus", str(gpus), "--only"]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
         print(flush=True)  # ends the row
@@ -74,10 +68,18 @@ def measure(flags: list[str], gpus: int) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = make_parser("Time a training step on several GPUs, for dev/bench.py --gpus; prints JSON.")
-    add_arguments(parser)
-    args = parser.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser("Time a training step on one GPU and on several.")
+    add = parser.add_argument
+    add("--gpus", type=positive, default=1, metavar="N", help="time 1, 2, 4, ... up to N GPUs, one process each")
+    add("--only", action="store_true", help="time N GPUs alone, and print JSON")
+    add("--steps", type=positive, metavar="N", help="steps to time (100)")
+    args = parser.parse_args(arguments)
+    (time_only if args.only else print_scaling)(args)
+
+
+def time_only(args: argparse.Namespace) -> None:
+    """Prints what a step takes on so many GPUs, as JSON: each figure the largest of all ranks."""
     ranks.start(args.gpus)
     device.use(args.device, ranks.local_rank())
     collectives.start()
@@ -107,5 +109,36 @@ def time_sum(array, calls: int = 10) -> float:
     return 1000 * (time.perf_counter() - started) / calls if ranks.size() > 1 else 0.0
 
 
-if __name__ == "__main__":
-    run_program(main)
+EVERY, COPIED = 0.01, 4096  # seconds, bytes
+
+
+def keep_awake(arguments: list[str] | None = None) -> None:
+    """Keeps the links between GPUs awake until it is interrupted, by copies of 4 KB from each GPU to the next.
+
+    NVLink sleeps when it has not been used for 50 ms (`nvidia-smi nvlink -gLowPwrInfo`). Awake it draws power, however
+    little is sent, and a GPU at its limit of power then computes slower. A step on one GPU beside this program takes as
+    long as it would among several GPUs that had nothing to exchange (doc/gpus.md).
+    """
+    Parser(description="Keep the links between GPUs awake until Ctrl-C.").parse_args(arguments)
+    if device.use() == "cpu":
+        raise UserError(f"CUDA does not work here ({device.why_not_cuda}), and the CPU has no links to keep awake")
+    import cupy
+    from cupy.cuda import runtime
+
+    count, buffers, streams = runtime.getDeviceCount(), [], []
+    if count < 2:
+        raise UserError("one GPU has no link to another")
+    for gpu in range(count):
+        if not runtime.deviceCanAccessPeer(gpu, (gpu + 1) % count):
+            raise UserError(f"GPU {gpu} does not reach the memory of GPU {(gpu + 1) % count}: they have no link")
+        with cupy.cuda.Device(gpu):
+            runtime.deviceEnablePeerAccess((gpu + 1) % count)
+            buffers.append(cupy.zeros((2, COPIED), cupy.uint8))
+            streams.append(cupy.cuda.Stream(non_blocking=True))
+    print(f"the links between {count} GPUs are awake until Ctrl-C", flush=True)
+    while True:
+        for gpu, stream in enumerate(streams):
+            with cupy.cuda.Device(gpu):
+                there, here = buffers[(gpu + 1) % count][0], buffers[gpu][1]
+                runtime.memcpyAsync(there.data.ptr, here.data.ptr, COPIED, runtime.memcpyDeviceToDevice, stream.ptr)
+        time.sleep(EVERY)

@@ -1,4 +1,4 @@
-"""The models in PyTorch: what dev/bench.py times ours against, and what dev/train_torch.py trains beside them.
+"""The models in PyTorch: what dev/bench times ours against, and what `dev/bench torch` trains beside them.
 
 GPT-2 is written plainly here. The others are transformers' own. All have `loss` and `load`.
 """

@@ -1,29 +1,25 @@
 """Times a model script from its start to its first finished step: with nothing compiled yet, then again.
 
-    python dev/bench_start.py
-    python dev/bench_start.py train_llama3 -e smollm2-135m
+    python dev/bench start
+    python dev/bench start train_llama3 -e smollm2-135m
 
 The model lies in a file, as it does when training goes on from one: making random weights would take longer.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import os
 import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import device
-from dev.workload import Workload, make_parser, workload_of, write_data, write_random_model
+from dev.bench.workload import Workload, make_parser, workload_of, write_data, write_random_model
 from device.errors import UserError
-from llmc.program import run_program
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def seconds_to_first_step(command: list[str], environment: dict[str, str]) -> float:
@@ -66,6 +62,3 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         time_start(workload_of(args, directory), Path(directory))
 
-
-if __name__ == "__main__":
-    run_program(main)
