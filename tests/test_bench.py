@@ -9,7 +9,6 @@ from dev.bench import ceilings, llm_c, start, step, tables, text, workload
 from device.errors import UserError
 from llmc.checkpoint import read_model
 from train_gpt2_fp32 import GPT2, GPT2Config
-from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
@@ -162,9 +161,7 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
         (llm_c.main, ["missing"], "missing: no such program"),
         (step.main, ["--peers", "eager,jax"], "--peers jax"),
         (step.main, ["--peers", "compile-cudnn"], "--peers compile-cudnn: there are CUDA graphs and cuDNN only on"),
-        (step.main, ["-a", "flash"], "-a flash takes heads of"),
         (step.main, ["-e", "gpt2_124M.bin"], "-e gpt2_124M.bin: name one of d12"),
-        (text.main, ["--peers", "compile"], "--peers compile: choose from"),
         (text.main, ["--tokens", "6"], "--tokens 6: the first 5 steps are not counted"),
         (text.main, ["--first", "900"], "--first 900 and --tokens 100 are more than -t 8: raise -t"),
     ],
@@ -172,20 +169,6 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
 def test_wrong_flags_are_refused(main, args, words):
     with pytest.raises(UserError, match=words):
         main([*TINY["train_gpt2_fp32"][1:], *args])
-
-
-def test_cudnn_has_no_attention_but_in_16_bits(monkeypatch):
-    device.use("cpu")
-    monkeypatch.setattr(device.current.device, "kind", "cuda")
-    with pytest.raises(UserError, match="--peers compile-cudnn: cuDNN's attention takes 16 bits: add --precision bf16"):
-        step.usable_peers("compile-cudnn", "tf32", "auto", print)
-
-
-def test_what_is_wrong_is_said_in_one_line(tmp_path):
-    result = run("--device", "cpu", "--peers", "jax", cwd=tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.startswith("error: --peers jax") and result.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_most_frequent_token_has_its_share():
@@ -227,19 +210,6 @@ def test_in_bf16_the_limit_counts_two_bytes_but_for_what_is_fp32(monkeypatch):
     kept_bytes = 12 * 16 * (2 * (3 + 1 + 2 + 4) * 768 + 4 * (4 + 12))  # mean, rstd and lse are fp32
     assert ms["kept activations across memory once"] == pytest.approx(1000 * 4 * kept_bytes / 1e9)
     assert ms["logits across memory once"] == pytest.approx(1000 * 2 * 2 * 16 * 50304 / 1e9)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_limit_of_a_llama_counts_what_a_step_must_do(tied, monkeypatch):
-    config = Llama3Config.described(f"layers=2,heads=4,kv_heads=2,channels=64,hidden=96,tied={int(tied)},vocab=300")
-    ms = limits_of(Llama3, config, monkeypatch)
-    layer = (4 + 2 * 2) * 16 * 64 + 64 * 64 + 3 * 96 * 64
-    assert ms["linear products at the ceiling"] == pytest.approx(1000 * 6 * 16 * (2 * layer + 384 * 64) / 1e12)
-    assert ms["linear products in their own shapes"] == pytest.approx(3 * (4 * 2 + 1))
-    parameters = (1 if tied else 2) * 384 * 64 + 2 * (layer + 2 * 64) + 64
-    assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 28 * parameters / 1e9)
-    kept_floats = 2 * 16 * (128 + 64 + 2 * 64 + 2 * 96 + 2 + 4)  # two rstd a row, lse a head
-    assert ms["kept activations across memory once"] == pytest.approx(1000 * 16 * kept_floats / 1e9)
 
 
 # The tables of doc/speed.md

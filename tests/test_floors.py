@@ -1,8 +1,15 @@
-"""The floors of the house: what may import what, and what launchers may not know."""
+"""The floors of the house: what may import what, what launchers may not know, and how much a part of a run may have."""
 
 import ast
+import inspect
 import re
+import textwrap
 from pathlib import Path
+
+from llmc.run import Run
+from llmc.saver import Saver
+from llmc.validation import Validation
+from llmc.watch import Guard, Logs, Watch
 
 import pytest
 
@@ -124,3 +131,12 @@ def test_an_import_that_points_down_or_out_is_right(path, source):
 ])  # fmt: skip
 def test_a_launcher_that_knows_too_much_is_found(source, word):
     assert word in knows_too_much(source)
+
+
+@pytest.mark.parametrize("part", [Run, Saver, Validation, Watch, Logs, Guard])
+def test_a_part_of_a_run_has_few_attributes_and_a_short_constructor(part):
+    source = inspect.getsource(part.__init__)
+    targets = {ast.unparse(node) for node in ast.walk(ast.parse(textwrap.dedent(source)))
+               if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}  # fmt: skip
+    assert len([target for target in targets if target.startswith("self.") and target.count(".") == 1]) <= 8
+    assert len(source.splitlines()) <= 31
