@@ -225,6 +225,7 @@ def test_what_may_begin_a_stop_text_is_held_back_and_nothing_else(text, stops, c
     assert ours.text == text[:at] and ours.end == ("stop" if at < len(text) or at == 0 and stops and text else "length")
 
 
+@gpt2_alone
 def test_the_text_alone_goes_to_stdout_the_same_for_the_same_seed(model, theirs):
     flags = ("-e", model, "--prompt", "Grüße 🙂", "-g", 20)
     first, again, other = run(*flags), run(*flags), run(*flags, "--seed", 7)

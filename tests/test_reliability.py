@@ -688,7 +688,7 @@ llmc.batches.Batches.fetch_losses = fetch
 def kill_and_resume(folder: Path, kills: int, rng) -> None:
     """Kills a run that saves every step, so many times at random moments, and lets it end; the end must be the one of a
     run that was never disturbed, and so must the best checkpoint."""
-    number = 40 * kills
+    number = 20 * kills
     settings = [*SAVE, "--seed", "1", "-n", "1", "-nk", "3", "-x", str(number), "--best", "-v", "3",
                 "-l", "1e-3"]  # fmt: skip
     run(folder, *settings)
