@@ -30,7 +30,7 @@ from functools import partial
 import device
 from dev.bench.attention import median_us
 from dev.bench.ceilings import random_array
-from dev.microscope import columns
+from dev.microscope.report import columns
 from device.bf16 import DEFINES, floatX_of
 from device.cuda import NVRTC_OPTIONS
 from device.errors import UserError

@@ -31,8 +31,8 @@ import kernels.attention
 import kernels.gelu
 import kernels.layernorm
 import kernels.reduce
-from dev.microscope import lines_of, race_lines
-from dev.watch import (
+from dev.microscope.report import lines_of, race_lines
+from dev.microscope.watch import (
     KINDS,
     LOAD,
     MEETING,

@@ -10,10 +10,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import device  # noqa: E402
-from dev.compare_ncu import counts_of, name_of  # noqa: E402
-from dev.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
-from dev.microscope import lines_of, race_lines  # noqa: E402
-from dev.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
+from dev.microscope.compare_ncu import counts_of, name_of  # noqa: E402
+from dev.microscope.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
+from dev.microscope.report import lines_of, race_lines  # noqa: E402
+from dev.microscope.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
 from device import cpp  # noqa: E402
 
 import numpy as np  # noqa: E402

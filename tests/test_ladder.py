@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import device
 from conftest import DEVICES, switch_device
-from dev.microscope import race_lines
-from dev.watch import use_microscope
+from dev.microscope.report import race_lines
+from dev.microscope.watch import use_microscope
 from device import cpp
 from device.bf16 import DEFINES
 from device.cpu import CpuDevice

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev import compare_ncu
-from dev.launches import LAUNCHES
+from dev.microscope import compare_ncu
+from dev.microscope.launches import LAUNCHES
 from device import architecture_of, kernel_declarations
 
 import pytest
@@ -67,7 +67,7 @@ def runs(pytestconfig) -> dict:
 
 
 def microscope(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "dev" / "microscope.py", *arguments]
+    command = [sys.executable, ROOT / "dev" / "microscope", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
@@ -139,7 +139,7 @@ def test_accesses_outside_the_arrays_are_counted(runs):
     assert outside == {"outside_kernel": 32}
 
 
-# Launchers that ncu has not counted on a GPU: dev/compare_ncu.py does so.
+# Launchers that ncu has not counted on a GPU: dev/microscope/compare_ncu.py does so.
 NOT_COMPARED = {name for name, launch in LAUNCHES.items() if launch.precision}
 
 
@@ -153,7 +153,7 @@ def test_what_it_counts_is_what_was_compared_with_a_gpu(runs):
         if (launcher, kernel) in compared or launcher in LAUNCHES.keys() - NOT_COMPARED  # in bf16, what was recorded
     }
     assert not NOT_COMPARED & {launcher for launcher, _ in compared}
-    assert today == compared, "a kernel has changed: run dev/compare_ncu.py on a GPU"
+    assert today == compared, "a kernel has changed: run dev/microscope/compare_ncu.py on a GPU"
 
 
 def test_it_differs_from_a_gpu_only_where_it_is_known_why():

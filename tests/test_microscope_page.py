@@ -1,4 +1,4 @@
-"""The microscope's page, in a headless Chromium: dev/microscope.html with the launches of dev/microscope.py in it."""
+"""The microscope's page, in a headless Chromium: dev/microscope/page.html with the launches of dev/microscope in it."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev.microscope import write_page
+from dev.microscope.report import write_page
 
 import pytest
 
@@ -29,7 +29,7 @@ def url(tmp_path_factory):
     def make(launcher: str) -> str:
         if launcher not in made:
             made[launcher] = folder / f"{launcher}.html"
-            command = [sys.executable, "dev/microscope.py", launcher, "--html", str(made[launcher])]
+            command = [sys.executable, "dev/microscope", launcher, "--html", str(made[launcher])]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if "the microscope needs" in done.stderr:
                 pytest.skip(done.stderr.strip())
@@ -70,7 +70,7 @@ def picture(page) -> str:
 def test_a_page_is_one_file_that_names_no_other(url):
     path = Path(url("layernorm_backward").removeprefix("file://"))
     text = path.read_bytes().decode("utf-8")
-    template = (ROOT / "dev/microscope.html").read_text(encoding="utf-8")
+    template = (ROOT / "dev/microscope/page.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|\bsrc=|@import|\burl\(", template)
     assert text.startswith(template.split("/*DATA*/")[0]) and len(text) > len(template)
 
@@ -149,7 +149,7 @@ def test_shared_memory_is_drawn_as_its_banks(url, visit):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_steps_add_up_to_the_table(url, visit, launcher):
-    """Sectors and passes are counted here in JavaScript step by step, and by dev/microscope.py for each line."""
+    """Sectors and passes are counted here in JavaScript step by step, and by dev/microscope for each line."""
     page = visit(url(launcher))
     compared = page.evaluate("""() => DATA.kernels.flatMap((kernel, k) => kernel.blocks_shown < kernel.blocks ? [] :
         kernel.lines.map((line, kind) => {

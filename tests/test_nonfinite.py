@@ -1,11 +1,12 @@
 """No kernel hides a number that is not finite: what another number would change, a NaN spoils.
 
-Each launcher of dev/launches.py runs with one element of one of its arrays changed. The arrays that a finite number
-changes must hold something that is not finite once the element is a NaN, as a GPU (0x7fffffff) and a CPU make them.
+Each launcher of dev/microscope/launches.py runs with one element of one of its arrays changed. The arrays that a finite
+number changes must hold something that is not finite once the element is a NaN, as a GPU (0x7fffffff) and a CPU make
+them.
 """
 
 import device
-from dev.launches import LAUNCHES
+from dev.microscope.launches import LAUNCHES
 from kernels.cached_attention import cached_attention_forward
 from oracle import normal, to_numpy
 

@@ -4,7 +4,7 @@ that does everything as late as it may, or as early; and who is placed where."""
 import inspect
 
 import device
-from dev.launches import launches_in
+from dev.microscope.launches import launches_in
 from device import recording
 from device.cublas import Cublas
 from llmc.batches import Batches

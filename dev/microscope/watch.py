@@ -1,6 +1,6 @@
 """Runs a launcher under the microscope: what its kernels' warps touched, line by line of the source.
 
-LLMC_CPU_MICROSCOPE=1 builds the CPU device for it (device/cpp/microscope.h); dev/microscope.py tells what is counted.
+LLMC_CPU_MICROSCOPE=1 builds the CPU device for it (device/cpp/microscope.h); dev/microscope tells what is counted.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import device
-from dev.launches import Launch
+from dev.microscope.launches import Launch
 from dev.traffic import bytes_of
 from device.cpp import compiler
 from device.cpp.launch import KernelError, runtime
@@ -22,7 +22,7 @@ from device.errors import UserError
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECTOR, BANKS, LANES = 32, 32, 32
 LARGEST = 1 << 22  # elements of an array: every access is kept, some 400 bytes an element
 MULTIPROCESSORS = 132  # of an H200: some launchers share out their work among them

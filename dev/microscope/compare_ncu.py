@@ -1,6 +1,6 @@
-"""Compares what the microscope counts with what NVIDIA's profiler counts on a GPU: python dev/compare_ncu.py
+"""Compares what the microscope counts with what NVIDIA's profiler counts on a GPU: python dev/microscope/compare_ncu.py
 
-Every launcher of dev/launches.py runs at its small sizes, and some in bf16 too: once on the GPU under ncu, and once
+Every launcher of launches.py runs at its small sizes, and some in bf16 too: once on the GPU under ncu, and once
 under the microscope. tests/data/microscope.json keeps, for each kernel and counter, both numbers and the GPU. ncu must
 be on the PATH; it may lack the permission to read the counters (NVIDIA explains what to do under "ERR_NVGPUCTRPERM").
 """
@@ -8,7 +8,7 @@ be on the PATH; it may lack the permission to read the counters (NVIDIA explains
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import csv
 import json
@@ -16,8 +16,8 @@ import shutil
 import subprocess
 
 import device
-from dev.launches import LAUNCHES, launches_in
-from dev.watch import FILES, LOAD, STORE, Watched, distinct, passes_of, sectors_of, use_microscope, watch
+from dev.microscope.launches import LAUNCHES, launches_in
+from dev.microscope.watch import FILES, LOAD, STORE, Watched, distinct, passes_of, sectors_of, use_microscope, watch
 from device.errors import UserError
 from llmc.arguments import Parser
 from llmc.files import replacing
@@ -25,7 +25,7 @@ from llmc.program import run_program
 
 import numpy as np
 
-KEPT = Path(__file__).resolve().parents[1] / "tests" / "data" / "microscope.json"
+KEPT = Path(__file__).resolve().parents[2] / "tests" / "data" / "microscope.json"
 
 # Launchers with their precisions: all, then those whose kernels show what two-byte accesses count.
 RUNS = [(name, "tf32") for name in launches_in("tf32")] + [(name, "bf16") for name in (
