@@ -237,11 +237,14 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
         (["-d", "64"], "--total-batch-size was 32 and is now 64"),
     ],
 )  # fmt: skip
-def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, flags, was):
-    flag = {"-b": "-b", "-t": "-t"}.get(flags[0])
-    out, error = run(finished, *SAVE, "-y", "1", "-x", "9", *flags, code=1, base=without(flag) if flag else FLAGS)
-    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run\n", error), error
-    assert not steps(out)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, trainer_here, capsys, flags, was):
+    said = None
+    try:
+        trainer_here(GPT2, finished, [*FLAGS, *SAVE, "-y", "1", "-x", "9", *flags])  # the last of two -b counts
+    except SystemExit as end:  # pytest.raises would keep the run's frames, and the lock that they hold
+        said = end.code
+    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run", said)
+    assert not steps(capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
