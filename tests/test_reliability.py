@@ -428,19 +428,22 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     assert "val loss" not in out if work == "validation" else "stopped by SIGTERM after 1 of" in out
 
 
+# With more threads, a batch of large_batches may take less than the pauses of the tests.
+ONE_THREAD = os.environ | {"LLMC_CPU_THREADS": "1"}
+
+
 def large_batches(folder: Path) -> list[str]:
-    """Flags for batches that take more than a second, of which a validation has one, and the data for them."""
+    """Flags for batches that take most of a second, of which a validation has one, and the data for them."""
     for split in "train", "val":
-        write_tokens(folder / f"data_{split}.bin", np.zeros(5000 * T + 1, np.int64))
-    return ["-b", "5000", "-m", "1"]
+        write_tokens(folder / f"data_{split}.bin", np.zeros(10_000 * T + 1, np.int64))
+    return ["-b", "10000", "-m", "1"]
 
 
 @pytest.mark.parametrize("first, second, at_once", [
     ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGHUP", False),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
-    one_thread = os.environ | {"LLMC_CPU_THREADS": "1"}  # with more, a batch may take less than the pauses below
-    process = start(folder, "-x", "3", *large_batches(folder), *SAVE, env=one_thread)
+    process = start(folder, "-x", "3", *large_batches(folder), *SAVE, env=ONE_THREAD)
     for line in process.stdout:
         if line.startswith("val loss"):
             break
@@ -467,11 +470,11 @@ def test_nohup_is_respected(folder):
 
 
 def test_a_stop_in_the_last_step_leaves_out_the_last_validation_and_says_so(folder):
-    process, out = start(folder, *SAVE, "-x", "1", *large_batches(folder)), ""
+    process, out = start(folder, *SAVE, "-x", "1", *large_batches(folder), env=ONE_THREAD), ""
     for line in process.stdout:
         out += line
         if line.startswith("val loss"):
-            time.sleep(0.3)
+            time.sleep(0.2)
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM and out.count("val loss") == 1
     assert "saved run/step_00000001" in out and "stopped by SIGTERM after 1 of 1 steps" in out
