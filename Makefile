@@ -36,7 +36,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train setup test test-all exercise bench profile book sanitize compute-sanitizer test-aarch64 lint clean
+.PHONY: help train setup test test-all exercise bench profile book quotes sanitize compute-sanitizer test-aarch64 lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -62,13 +62,16 @@ exercise: $(TRAIN_ENV) ## make or check the exercise N=3, or list them all: exer
 	@$(PY) exercises/check.py $(N)
 
 bench: $(TEST_ENV) ## time a training step beside PyTorch's
-	$(PY) dev/bench.py $(NAME) $(ARGS)
+	$(PY) dev/bench $(NAME) $(ARGS)
 
 profile: $(TEST_ENV) ## time each kernel of a training step beside what the machine can do
 	$(PY) dev/profile_step.py $(NAME) $(ARGS)
 
 book: $(BOOK_ENV) ## make the textbook in doc/ a folder of HTML pages: book/index.html
 	$(PY) doc/book.py $(ARGS)
+
+quotes: $(TRAIN_ENV) ## write anew what the book quotes of the code: after lines of code have changed or moved
+	$(PY) doc/quotes.py --write
 
 # A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.
 KERNEL_TESTS = $(wildcard $(patsubst kernels/%.cu,tests/test_%.py,$(wildcard kernels/*.cu)))
@@ -77,8 +80,8 @@ sanitize: $(TEST_ENV) ## run the kernel tests with the kernels built for the CPU
 		UBSAN_OPTIONS=print_stacktrace=1 $(PY) -m pytest $(ON_ALL_CORES) $(KERNEL_TESTS) $(ARGS)
 
 ATTENTIONS = softmax relu flash
-SANITIZED = $$($(PY) -c "from llmc.scripts import model_kinds as kinds; \
-	print(*(f'{kind.Config.SCRIPT}:{kind.Config.SMALL}' for kind in kinds()))")
+SANITIZED = $$($(PY) -c "from dev.scripts import model_kinds, small_model; \
+	print(*(f'{kind.Config.SCRIPT}:{small_model(kind.Config)}' for kind in model_kinds()))")
 CU13_BIN = $$($(PY) -c "import sysconfig; print(sysconfig.get_path('platlib'))")/nvidia/cu13/bin
 compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's four checkers, for each model and attention
 	@test -f data/python_docs_val.bin || $(PY) dev/data/python_docs.py

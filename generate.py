@@ -26,8 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import device
+from dev.scripts import kind_of_magic, model_kinds
 from device.errors import UserError
-from llmc.arguments import (
+from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, printable
+from llmc.files.checkpoint import model_path, read_model_header, training_flags
+from llmc.files.files import first_word, open_file
+from llmc.model.activations import Cache, choose_attention
+from llmc.model.model import Model
+from llmc.model.weights import model_for_inference
+from llmc.run.arguments import (
     Parser,
     a_name,
     a_path,
@@ -39,15 +46,10 @@ from llmc.arguments import (
     positive,
     seed,
 )
-from llmc.attention import choose_attention
-from llmc.checkpoint import model_path, read_model_header, training_flags
-from llmc.files import first_word, open_file
-from llmc.generation import Writer
-from llmc.model import Model, build_from_file
-from llmc.program import run_program
-from llmc.sampler import samplers_of
-from llmc.scripts import kind_of_magic, model_kinds
-from llmc.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, printable
+from llmc.run.program import run_program
+from llmc.step.generation import Writer
+from llmc.step.sampler import samplers_of
+from llmc.step.training import check_memory, inference_sizes
 from train_gpt2_fp32 import GPT2
 
 NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
@@ -252,10 +254,10 @@ class Text:
         return json.dumps({name: getattr(self, name) for name in ("prompt", "sample", "text", "tokens", "end")})
 
 
-def write(model: Model, texts: list[Text], tokens: list[list[int]], args: argparse.Namespace) -> None:
+def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argparse.Namespace) -> None:
     """Continues the texts, whose prompts have these tokens, and prints them in their order. As JSON it prints only
     texts that have ended; else also the text that comes next, as far as it is written."""
-    writer = Writer(model, len(texts), args.temperature, args.top_k, args.top_p)
+    writer = Writer(cache, args.temperature, args.top_k, args.top_p)
     samplers = [sampler for _ in texts[:: args.samples] for sampler in samplers_of(args.seed, args.samples)]
     printed = shown = written = 0  # printed: texts; shown: characters of the next text; written: tokens
     finished = [False] * len(texts)
@@ -323,7 +325,8 @@ def main(arguments: list[str] | None = None) -> None:
     T = min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
-    model = build_from_file(kind, path, count, T, attention, inference=True)
+    check_memory(lambda b: inference_sizes(kind, config, b, T), count, T, texts=True)
+    cache = Cache(model_for_inference(kind, path, T), count, T, attention)
 
     tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []
@@ -333,7 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
             opening = "".join(decoder.push(token) for token in first[1:])
             eot = None if args.ignore_eot else tokenizer.eot
             texts.append(Text(prompt, n, opening, decoder, args.stop, eot))
-    write(model, texts, tokens, args)
+    write(cache, texts, tokens, args)
 
 
 if __name__ == "__main__":

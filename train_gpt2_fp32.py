@@ -1,46 +1,39 @@
 """Trains GPT-2 in fp32: llm.c's train_gpt2_fp32.cu in Python, on an NVIDIA GPU or on the CPU.
 
-The file reads from top to bottom: the tensors, the first weights, forward, backward, and last the loop over steps. The
-layers are in kernels/, each a .cu file with its launchers beside it; what is the same for every model is in llmc/. In
-shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the heads, HS = C / NH, V the
-vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
+The file reads from top to bottom: the tensors, the sizes, forward, loss, backward, the first weights, and last the loop
+over steps. The layers are in kernels/, each a .cu file with its launchers beside it; what is the same for every model
+is in llmc/. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH the heads,
+HS = C / NH, V the vocabulary and Vp the same padded, and maxT the longest sequence the model takes.
 """
 
-import re
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from math import sqrt
 
 import device
 from device.errors import UserError
-from kernels.gelu import gelu_backward, gelu_forward
-from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
-from kernels.matmul import (
-    matmul_backward_bias,
-    matmul_backward_inp,
-    matmul_backward_weight,
-    matmul_backward_weight_transposed,
-    matmul_forward,
-    projection_forward,
-)
-from kernels.reduce import MOST_PARTIALS
-from llmc.arguments import parse_arguments
-from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
-from llmc.classifier import backward_by_chunks, classifier_forward
-from llmc.exchange import embedding_backward, embedding_forward
-from llmc.files import make_header
-from llmc.huggingface import HuggingFace, Settings
-from llmc.model import Model, dropouts
-from llmc.program import run_trainer
-from llmc.run import Run
-from llmc.tensors import Config, padded
-from llmc.update import adamw_update
+from kernels.attention import attention_backward, attention_forward
+from kernels.classifier import classifier
+from kernels.gelu import gelu_backward, matmul_gelu_forward
+from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
+from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
+from llmc.data.batches import Batches
+from llmc.files.files import make_header
+from llmc.model.model import Model
+from llmc.model.tensors import Config, padded
+from llmc.run.arguments import parse_arguments
+from llmc.run.program import run_trainer
+from llmc.run.run import Run
+from llmc.step.batch import embedding_backward, embedding_forward
+from llmc.step.training import Training
+from llmc.step.update import adamw_update
 
 import numpy as np
 
-# The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
-# A third word names an earlier tensor, no longer needed, whose place this one takes.
-# The tensors inside attention are in llmc/attention.py.
+# The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
+# tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
+# needed, whose place this one takes. The tensors inside attention are in llmc/model/activations.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding, and the weight of the classifier
@@ -75,24 +68,20 @@ ACTIVATIONS = (
     ("lnf_rstd",   ("B", "T"), "fp32"),
     ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
     ("losses",     ("B", "T"), "fp32"),
-    # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
+    # The same for every layer.
     ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
-    ("ln_T",       ("C", "B", "T"), "ln"),           # backward: the same, transposed
-    ("atty_T",     ("C", "B", "T"), "ln"),           # backward: atty, transposed
-    ("fch_gelu",   ("B", "T", "4C")),                # forward: output of the GELU at hand
-    ("fch_gelu_T", ("4C", "B", "T"), "fch_gelu"),    # backward: the same, transposed
+    ("ln_again",   ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
+    ("gelu",       ("B", "T", "4C")),                # forward: output of the GELU at hand
+    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed"),
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels
-    ("dproj",      ("B", "T", "C"), "proj"),         # backward, with dropout: its gradient
 )  # fmt: skip
 
-ACTIVATION_GRADIENTS = (
+GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
     ("dln",        ("B", "T", "C")),                 # of the output of the layernorm at hand
     ("datty",      ("B", "T", "C"), "dln"),          # of atty
     ("dfch",       ("B", "T", "4C")),                # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "dfch"),
-    ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
-    ("partials",   ("P", "4C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -117,220 +106,140 @@ class GPT2Config(Config):
         "d24": "layers=24,heads=16,channels=1024",
         "d36": "layers=36,heads=20,channels=1280",
         "d48": "layers=48,heads=25,channels=1600",
+        "tiny": "layers=4,heads=4,channels=128",
     }
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 50257}
     DEFAULT_MODEL = "gpt2_124M.bin"
     FETCH = "fetch it with dev/download_starter_pack.sh"
-    FIRST_RUN = {
-        "cuda": ("d12", "-b 4 -t 1024"),
-        "cpu": ("layers=4,heads=4,channels=128", "-x 3000 -v 500 -s 1000"),
-    }
-    SMALL = "layers=2,heads=2,channels=128"
-    STARTER_PACK = {"cuda": "-b 4 -t 1024", "cpu": "-b 4 -t 64 -n 100 -nk 1"}
-
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | {"P": MOST_PARTIALS}
 
     def header(self) -> np.ndarray:
         return make_header(self.MAGIC, 3, *astuple(self), padded(self.vocab_size))
 
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "GPT2Config":
-        version, *sizes, padded_vocab_size = (int(n) for n in header[1:8])
+        version, *sizes, Vp = map(int, header[1:8])
         if version != 3:
-            kind = {1: "fp32 without padding", 2: "bf16 without padding"}.get(version, "unknown")
-            needed = "version 3 (fp32) or 5 (bf16) is needed"
-            raise UserError(f"{source}: model version {version} ({kind}); {needed}: {cls.FETCH}")
+            raise UserError(f"{source}: model version {version}; 3 (fp32) or 5 (bf16) is needed: {cls.FETCH}")
         config = cls(*sizes)
         config.check(source)
-        if padded_vocab_size != padded(config.vocab_size):
-            raise UserError(
-                f"{source}: padded_vocab_size is {padded_vocab_size}; it must be {config.vocab_size} (vocab_size) "
-                f"rounded up to a multiple of 128: {padded(config.vocab_size)}"
-            )
+        if Vp != padded(config.vocab_size):
+            needed = f"{config.vocab_size} (vocab_size) rounded up to a multiple of 128: {padded(config.vocab_size)}"
+            raise UserError(f"{source}: padded_vocab_size is {Vp}; it must be {needed}")
         return config
 
 
-def gpt2_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
-    each sequence begin at position 0 or, where model.positions is given, there."""
-    config, params, acts = model.config, model.params, model.acts(B, T)
-    L, C = config.num_layers, config.channels
-    drop = dropouts(model, training)
+def gpt2_forward(model: Model, acts, batch) -> None:
+    """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
+    params, B, T, (L, C, _, _) = model.params, batch.B, batch.T, model.sizes
 
-    embedding_forward(model, acts.encoded, params.wte, params.wpe, B, T, C, drop.encoded)
-    p, a = params.layer[0], acts.layer[0]
-    layernorm_forward(acts.ln, a.ln1_mean, a.ln1_rstd, acts.encoded, p.ln1w, p.ln1b, B, T, C)
-    residual = acts.encoded
-
+    embedding_forward(acts.encoded, batch, params.wte, params.wpe, B, T, C)
+    layernorm_forward(acts.ln, acts.norm[0], acts.encoded, params.norm[0], B, T, C)
     for l in range(L):
-        p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
-
-        qkv = attention_input(model, l, B, T)
-        matmul_forward(qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
-        causal_attention_forward(model, l, B, T)
-        bias = projection_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-        fused_residual_forward(
-            a.residual2, acts.ln, a.ln2_mean, a.ln2_rstd, residual, acts.proj, p.ln2w, p.ln2b, B, T, C,
-            bias2=bias, dropout=d.attproj,
-        )  # fmt: skip
-
-        matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 4 * C)
-        gelu_forward(acts.fch_gelu, a.fch, p.fcb, B * T, 4 * C)
-        bias = projection_forward(acts.proj, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        if l + 1 < L:
-            mean, rstd = acts.layer[l + 1].ln1_mean, acts.layer[l + 1].ln1_rstd
-            weight, shift = params.layer[l + 1].ln1w, params.layer[l + 1].ln1b
-        else:
-            mean, rstd, weight, shift = acts.lnf_mean, acts.lnf_rstd, params.lnfw, params.lnfb
-        fused_residual_forward(
-            a.residual3, acts.ln, mean, rstd, a.residual2, acts.proj, weight, shift, B, T, C,
-            bias2=bias, dropout=d.fcproj,
-        )  # fmt: skip
-        residual = a.residual3
-
-    classifier_forward(model, acts.ln, params.wte, B, T)
+        gpt2_layer_forward(model, acts, batch, l)
 
 
-def gpt2_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what gpt2_forward and the loss left behind.
+def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
+    """Layer l, from acts.residual[l] and the output of norm l in acts.ln. The output of norm l + 1 takes its place."""
+    params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
+    p, a = params.layer[l], acts.layer[l]
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of layernorm and GELU are recomputed in that layout, from what went into them.
+    matmul_forward(a.qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
+    attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+    matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+    fused_residual_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
 
-    dproj is the gradient of what a branch, or the encoder, adds to the residual stream: dresidual through its dropout.
-    """
-    config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, C, Vp = config.num_layers, config.channels, padded(config.vocab_size)
-    dresidual, dln, datty, dfch, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dfch, gacts.dqkv
-    weight_T, partials = gacts.weight_T, gacts.partials
-    drop = dropouts(model, training=True)
-    dproj = acts.dproj if model.dropout else dresidual
-
-    residual = acts.layer[L - 1].residual3
-    if model.logit_rows:
-        backward_by_chunks(model, dln, grads.wte, B, T, accumulate)
-    else:
-        matmul_backward_inp(dln, acts.logits, params.wte, None, B, T, C, Vp)
-        layernorm_transposed(acts.ln_T, residual, params.lnfw, params.lnfb, acts.lnf_mean, acts.lnf_rstd, B, T, C)
-        matmul_backward_weight_transposed(grads.wte, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
-    device.fill_zero(dresidual)
-    layernorm_backward(
-        dresidual, grads.lnfw, grads.lnfb, dln, residual, params.lnfw, acts.lnf_mean, acts.lnf_rstd, B, T, C,
-        scratch=partials, dbias2=grads.layer[L - 1].fcprojb, dinp2=dproj, dropout=drop.layer[L - 1].fcproj,
-    )  # fmt: skip
-
-    for l in reversed(range(L)):
-        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
-
-        matmul_backward_inp(dfch, dproj, p.fcprojw, weight_T, B, T, 4 * C, C)
-        gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 4 * C)
-        layernorm_transposed(acts.ln_T, a.residual2, p.ln2w, p.ln2b, a.ln2_mean, a.ln2_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
-        layernorm_backward(
-            dresidual, g.ln2w, g.ln2b, dln, a.residual2, p.ln2w, a.ln2_mean, a.ln2_rstd, B, T, C,
-            scratch=partials, dbias2=g.attprojb, dinp2=dproj, dropout=drop.layer[l].attproj,
-        )  # fmt: skip
-
-        matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
-        causal_attention_backward(dqkv, datty, model, l, B, T)
-        matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
-        matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, 3 * C)
-        residual, dbias_before, dropped = (
-            (acts.layer[l - 1].residual3, grads.layer[l - 1].fcprojb, drop.layer[l - 1].fcproj)
-            if l > 0 else (acts.encoded, None, drop.encoded)
-        )  # fmt: skip
-        layernorm_transposed(acts.ln_T, residual, p.ln1w, p.ln1b, a.ln1_mean, a.ln1_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
-        layernorm_backward(
-            dresidual, g.ln1w, g.ln1b, dln, residual, p.ln1w, a.ln1_mean, a.ln1_rstd, B, T, C,
-            scratch=partials, dbias2=dbias_before, dinp2=dproj, dropout=dropped,
-        )  # fmt: skip
-
-    embedding_backward(model, grads.wte, grads.wpe, dproj, B, T, C)
-
-
-class GPT2HuggingFace(HuggingFace):
-    """GPT-2 in the terms of Hugging Face's transformers. Its Conv1D keeps a weight as (in, out), the transpose of ours.
-    """
-
-    TYPE, PREFIX = "gpt2", "transformer."
-    NAMES = {
-        "wte": ("transformer.wte.weight",),
-        "wpe": ("transformer.wpe.weight",),
-        "ln1w": ("transformer.h.{}.ln_1.weight",),
-        "ln1b": ("transformer.h.{}.ln_1.bias",),
-        "qkvw": ("transformer.h.{}.attn.c_attn.weight",),
-        "qkvb": ("transformer.h.{}.attn.c_attn.bias",),
-        "attprojw": ("transformer.h.{}.attn.c_proj.weight",),
-        "attprojb": ("transformer.h.{}.attn.c_proj.bias",),
-        "ln2w": ("transformer.h.{}.ln_2.weight",),
-        "ln2b": ("transformer.h.{}.ln_2.bias",),
-        "fcw": ("transformer.h.{}.mlp.c_fc.weight",),
-        "fcb": ("transformer.h.{}.mlp.c_fc.bias",),
-        "fcprojw": ("transformer.h.{}.mlp.c_proj.weight",),
-        "fcprojb": ("transformer.h.{}.mlp.c_proj.bias",),
-        "lnfw": ("transformer.ln_f.weight",),
-        "lnfb": ("transformer.ln_f.bias",),
-    }
-    REQUIRED = (
-        ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
-        ("layer_norm_epsilon", 1e-5, (1e-5,)),
-        ("scale_attn_weights", True, (True,)),
-        ("scale_attn_by_inverse_layer_idx", False, (False,)),
-        ("add_cross_attention", False, (False,)),
-        ("quantization_config", None, (None,)),
+    matmul_gelu_forward(acts.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
+    matmul_forward(acts.proj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+    fused_residual_forward(
+        acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], B, T, C
     )
 
-    @staticmethod
-    def parts(config: GPT2Config, name: str, tensor) -> list:
-        if name == "wte":
-            return [tensor[: config.vocab_size]]
-        return [tensor.T if tensor.ndim == 2 and name != "wpe" else tensor]
 
-    @staticmethod
-    def config_json(config: GPT2Config) -> dict:
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "n_positions": config.max_seq_len,
-            "n_embd": config.channels,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_inner": None,  # 4C
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
+def gpt2_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
+    """Sets acts.losses (B,T) to the cross-entropy of batch.targets. With dloss, the gradient of each loss, also sets
+    acts.dln to the gradient of acts.ln, and adds to that of the classifier's weight; without accumulate it sets it."""
+    C, V = model.config.channels, model.config.vocab_size
+    classifier(
+        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
+        dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
+    )  # fmt: skip
 
-    @staticmethod
-    def read_config(given: Settings) -> GPT2Config:
-        """The sizes as the tensors show them, which they do but for the heads."""
-        wte, wpe = (given.shapes.get(f"transformer.{name}.weight", ()) for name in ("wte", "wpe"))
-        if len(wte) != 2 or len(wpe) != 2:
-            raise UserError(
-                f"{given.source}: no GPT-2 (it lacks the embeddings wte.weight and wpe.weight); another model needs a "
-                "config.json"
-            )
-        layers = [int(found[1]) for name in given.shapes if (found := re.match(r"transformer\.h\.(\d+)\.", name))]
-        heads = given.heads or given.size("n_head", default=max(1, wte[1] // 64))
-        return GPT2Config(wpe[0], wte[0], 1 + max(layers, default=-1), heads, wte[1])
+
+def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all other parameters to model.grads, from what gpt2_forward and gpt2_loss left behind.
+
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
+    layers follow in the reverse order of forward. The outputs of layernorm and GELU are recomputed, from what went into
+    them, where a weight's gradient needs them.
+    """
+    params, grads, B, T, (L, C, _, _) = model.params, model.grads, batch.B, batch.T, model.sizes
+
+    device.fill_zero(acts.dresidual)
+    layernorm_backward(
+        acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C,
+        dbias2=grads.layer[L - 1].fcprojb,
+    )  # fmt: skip
+    for l in reversed(range(L)):
+        gpt2_layer_backward(model, acts, batch, l, accumulate)
+    embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
+
+
+def gpt2_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
+    """Layer l: takes acts.dresidual from behind it to in front of it, and adds the gradients of its parameters, of norm
+    l, and of the bias that was added in front of norm l."""
+    params, grads, B, T, (_, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
+    p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+
+    matmul_backward_inp(acts.dfch, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
+    gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C)
+    matmul_backward_weight(g.fcprojw, acts.dresidual, acts.gelu_again, B, T, 4 * C, C, accumulate)
+    matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 4 * C)
+    layernorm_recompute(acts.ln_again, a.residual2, p.norm2, a.norm2, B, T, C)
+    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+    layernorm_backward(
+        acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb
+    )  # fmt: skip
+
+    matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
+    matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
+    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+    matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
+    matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, 3 * C)
+    layernorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
+    layernorm_backward(
+        acts.dresidual, grads.norm[l], acts.dln, acts.residual[l], params.norm[l], acts.norm[l], B, T, C,
+        dbias2=grads.layer[l - 1].fcprojb if l > 0 else None,
+    )  # fmt: skip
 
 
 class GPT2(Model):
     """GPT-2, as llmc/ needs to know it."""
 
-    Config, HuggingFace = GPT2Config, GPT2HuggingFace
+    Config = GPT2Config
     MATRICES = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("wte", "qkvw", "attprojw", "fcw", "fcprojw")
-    ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, backward = gpt2_forward, gpt2_backward
+    ACTIVATIONS, GRADIENTS = ACTIVATIONS, GRADIENTS
+    forward, loss, backward = gpt2_forward, gpt2_loss, gpt2_backward
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """L, C, NH, HS"""
+        return self.config.num_layers, self.config.channels, self.config.num_heads, self.config.head_size
+
+    @staticmethod
+    def group_parameters(tensors, config: GPT2Config) -> None:
+        tensors.norm = [(t.ln1w, t.ln1b) for t in tensors.layer] + [(tensors.lnfw, tensors.lnfb)]
+        for t in tensors.layer:
+            t.norm2 = t.ln2w, t.ln2b
+        tensors.head = tensors.wte
+
+    @staticmethod
+    def group_activations(acts, config: GPT2Config) -> None:
+        acts.norm = [(a.ln1_mean, a.ln1_rstd) for a in acts.layer] + [(acts.lnf_mean, acts.lnf_rstd)]
+        for a in acts.layer:
+            a.norm2 = a.ln2_mean, a.ln2_rstd
+        acts.residual = [acts.encoded] + [a.residual3 for a in acts.layer]
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:
@@ -341,42 +250,54 @@ class GPT2(Model):
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 
 
-def main(flags: Namespace) -> None:
-    with Run(GPT2, flags) as run:
-        model, batches, s = run.model, run.batches, run.settings
+def training_step(
+    training: Training, batches: Batches, stopped: Callable[[], bool] = lambda: False
+) -> Callable[[int, float], bool]:
+    """A function that trains for a step: of the step's number, from 0, and its learning rate. It returns False if
+    `stopped` in the middle. Then nothing of the step has reached a parameter."""
+    model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
 
-        def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
-            if first:
-                model.zero_grad()
-            gpt2_forward(model, s.B, s.T, training=True)
-            model.loss(s.B, s.T, dloss=1.0 / s.step_tokens)
-            gpt2_backward(model, s.B, s.T, accumulate=not first)
+    def forward_backward(first: bool, last: bool) -> None:  # of a step's batches; recorded once, then replayed
+        if first:
+            model.zero_grad()
+        model.forward(acts, batch)
+        model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
+        model.backward(acts, batch, accumulate=not first)
 
-        forward_backward = run.exchange.record(forward_backward)
+    forward_backward = exchange.record(forward_backward)
+
+    def step_of(step: int, learning_rate: float) -> bool:
+        for i in range(batches.count):                        # of this rank
+            if stopped():                                     # the same on all ranks
+                return False
+            batches.send(step, i)
+            forward_backward(first=i == 0, last=i + 1 == batches.count)
+            batches.fetch_losses(step, i)
+        adamw_update(model, training.adamw, exchange, learning_rate, step + 1)
+        return True
+
+    return step_of
+
+
+def train(kind: type[Model], flags: Namespace) -> None:
+    """A training run of a kind of model, as the flags ask for it."""
+    with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
+        s, train_step = run.settings, training_step(run.training, run.batches, run.told_to_stop)
         for step in range(s.first_step, s.steps + 1):
-            here = run.position()                      # where a run that is resumed goes on
+            position = run.position()                         # where a run that is resumed goes on
             if s.saves(step):
-                run.save(step, here)
+                run.save(step, position)
             if s.validates(step):
-                loss = run.validate(step)
-                run.save_best(step, here, loss)        # with --best, where none was lower
+                run.save_best(step, position, run.validate(step))
             if s.samples(step):
                 run.sample(step)
             if step == s.steps:
                 break
-            for i in range(s.batches):                 # of this rank
-                if run.told_to_stop():                 # the same on all ranks
-                    break
-                batches.send(step, i)
-                forward_backward(first=i == 0, last=i + 1 == s.batches)
-                batches.fetch_losses(step, i)
-            else:
-                adamw_update(run.exchange, s.learning_rate(step), s.weight_decay, s.grad_clip, step + 1)
-                run.report(step, here)                 # of the step before, while the device works on this one
-                continue
-            run.stop_before(step, here)                # nothing of this step has reached a parameter
-            break
+            if not train_step(step, s.learning_rate(step)):
+                run.stop_before(step, position)
+                break
+            run.report(step, position)                        # of the step before, while the device works on this one
 
 
 if __name__ == "__main__":
-    run_trainer(lambda: main(parse_arguments(GPT2Config)))
+    run_trainer(lambda: train(GPT2, parse_arguments(GPT2Config)))

@@ -7,40 +7,31 @@ x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP 
 is sequential, it is GPT-2's.
 """
 
-from argparse import Namespace
 from dataclasses import dataclass
 from math import sqrt
 
 import device
 from device.errors import UserError
-from kernels.gelu import gelu_backward, gelu_forward
-from kernels.matmul import (
-    matmul_backward_bias,
-    matmul_backward_inp,
-    matmul_backward_weight,
-    matmul_backward_weight_transposed,
-    matmul_forward,
-    projection_forward,
-)
-from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
-from kernels.reduce import MOST_PARTIALS
+from kernels.attention import attention_backward, attention_forward
+from kernels.classifier import classifier
+from kernels.dropout import dropout_at
+from kernels.gelu import gelu_backward, matmul_gelu_forward
+from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
+from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.rope import rope_backward, rope_forward, rope_table
-from llmc.arguments import parse_arguments
-from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward
-from llmc.classifier import backward_by_chunks, classifier_forward
-from llmc.exchange import embedding_backward, embedding_forward
-from llmc.huggingface import HuggingFace, Reordered, Settings
-from llmc.model import Model, dropouts
-from llmc.program import run_trainer
-from llmc.run import Run
-from llmc.tensors import Config, padded
-from llmc.update import adamw_update
+from llmc.model.model import Model
+from llmc.model.tensors import Config
+from llmc.run.arguments import parse_arguments
+from llmc.run.program import run_trainer
+from llmc.step.batch import embedding_backward, embedding_forward
+from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
-# A third word names an earlier tensor, no longer needed, whose place this one takes; a fourth, what is before it there.
-# The tensors inside attention are in llmc/attention.py.
+# The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
+# tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
+# needed, whose place this one takes; a fourth, what is before it there. The tensors inside attention are in
+# llmc/model/activations.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
@@ -74,32 +65,28 @@ ACTIVATIONS = (
     ("lnf_mean",   ("B", "T"), "fp32"),
     ("lnf_rstd",   ("B", "T"), "fp32"),
     ("losses",     ("B", "T"), "fp32"),
-    # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take, and keeps its
-    # gradients where the outputs of forward were that nothing needs any more. Logits come after all layers in forward,
-    # and are done with before them in backward: their place serves the layers, too.
+    # The same for every layer. Backward has gradients where forward had outputs that nobody needs any more. Logits come
+    # after all layers in forward, and are done with before them in backward: their place serves the layers, too.
     ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
-    ("fch_gelu",   ("B", "T", "4C"), "logits"),      # forward: output of the GELU at hand
-    ("fch_gelu_T", ("4C", "B", "T"), "logits"),      # backward: the same, transposed
-    ("ln_T",       ("C", "B", "T"), "logits"),       # backward: ln1 or ln2, transposed
-    ("atty_T",     ("C", "B", "T"), "logits"),       # backward: atty, transposed
-    ("dfch",       ("B", "T", "4C"), "logits", "fch_gelu"), # of the GELU's output, which becomes that of its input
-    ("dqkv",       ("B", "T", "3C"), "logits", "fch_gelu"),
-    ("proj",       ("B", "T", "C"), "logits", "dfch"), # forward: the attention's projection
-    ("dproj",      ("B", "T", "C"), "logits", "dfch"), # backward, with dropout: its gradient, at last that of encoded
-    ("fcproj",     ("B", "T", "C"), "logits", "proj"), # forward: the MLP's projection
-    ("dfcproj",    ("B", "T", "C"), "logits", "proj"), # backward, with dropout: of fcproj
+    ("gelu",       ("B", "T", "4C"), "logits"),      # forward: output of the GELU at hand
+    ("gelu_again", ("B", "T", "4C"), "logits", "recomputed"),  # backward: the same
+    ("ln_again",   ("B", "T", "C"), "logits", "recomputed"),  # backward: ln1 or ln2
+    ("dfch",       ("B", "T", "4C"), "logits", "gelu"),  # of the GELU's output, which becomes that of its input
+    ("dqkv",       ("B", "T", "3C"), "logits", "gelu"),
+    ("proj",       ("B", "T", "C"), "logits", "dfch"),  # forward: the attention's projection
+    ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: its gradient, at last that of encoded
+    ("fcproj",     ("B", "T", "C"), "logits", "proj"),  # forward: the MLP's projection
+    ("dfcproj",    ("B", "T", "C"), "logits", "proj"),  # backward, with dropout: of fcproj
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
     ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
-    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1, at first of lnf's output
+    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
-    ("lnf_T",      ("C", "B", "T"), "ln2"),          # backward: output of the last norm, transposed
+    ("dln",        ("B", "T", "C"), "ln2"),          # backward: of the last norm's output
     ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
 )  # fmt: skip
 
-ACTIVATION_GRADIENTS = (
+GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
-    ("weight_T",   ("4C", "C")),                     # the weight at hand, transposed
-    ("partials",   ("P", "6C"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -138,16 +125,12 @@ class PythiaConfig(Config):
         "pythia-70m": "layers=6,heads=8,channels=512",
         "pythia-410m": "layers=24,heads=16,channels=1024",
         "pythia-1b": "layers=16,heads=8,channels=2048",
+        "tiny": "layers=4,heads=4,channels=128,maxT=64",
     }
     DEFAULTS = {"max_seq_len": 2048, "vocab_size": 50304}
     CHOICES = {"norm": ("layer", "rms"), "gelu": ("tanh", "erf")}
     DEFAULT_MODEL = "pythia_160M.bin"
-    FETCH = "make one from Hugging Face's with dev/import_hf.py"
-    FIRST_RUN = {
-        "cuda": ("pythia-160m", "-b 4 -t 1024"),
-        "cpu": ("layers=4,heads=4,channels=128,maxT=64", "-x 2200 -v 550 -s 1100"),
-    }
-    SMALL = "layers=2,heads=2,channels=128"
+    FETCH = "make one from Hugging Face's with dev/hf/import_hf.py"
 
     @property
     def absent(self) -> frozenset[str]:
@@ -159,9 +142,6 @@ class PythiaConfig(Config):
     @property
     def rotary_channels(self) -> int:
         return int(self.rotary * self.head_size)
-
-    def sizes(self) -> dict[str, int]:
-        return super().sizes() | {"P": MOST_PARTIALS}
 
     def rows(self) -> list[tuple[str, object]]:
         R, HS = self.rotary_channels, self.head_size
@@ -181,220 +161,155 @@ class PythiaConfig(Config):
             raise UserError(f"{source}: tied_norm needs parallel: a sequential block's two norms read different things")
 
 
-def norms_before(config: PythiaConfig, acts, l: int, *tensors) -> tuple:
-    """Mean and rstd of the rows in front of layer l, or behind the last, and of each of `tensors`, parameters or their
-    gradients, a list of (weight, shift) of the norms there: two in front of an untied parallel layer, else one."""
-    if l == config.num_layers:
-        return acts.lnf_mean, acts.lnf_rstd, *([(t.lnfw, t.lnfb)] for t in tensors)
-    a, layers, two = acts.layer[l], [t.layer[l] for t in tensors], config.parallel and not config.tied_norm
-    return a.ln1_mean, a.ln1_rstd, *([(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][: 1 + two] for t in layers)
+def pythia_forward(model: Model, acts, batch) -> None:
+    """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
+    params, eps, B, T, (L, C, *_) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
-
-def pythia_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
-    each sequence begin at position 0 or, where model.positions is given, there."""
-    config, params, acts = model.config, model.params, model.acts(B, T)
-    L, NH, C = config.num_layers, config.num_heads, config.channels
-    HS, R = config.head_size, config.rotary_channels
-    drop, eps, outs = dropouts(model, training), config.norm_eps, (acts.ln1, acts.ln2)
-
-    embedding_forward(model, acts.encoded, params.wte, None, B, T, C, drop.encoded)
-    mean, rstd, norms = norms_before(config, acts, 0, params)
-    parallel_residual_forward(None, outs, mean, rstd, acts.encoded, norms, eps, B, T, C, branches=[])
-    residual = acts.encoded
-
+    embedding_forward(acts.encoded, batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
+    parallel_residual_forward(
+        None, acts.lns, acts.norm[0], acts.encoded, params.norm[0], eps, B, T, C, branches=[]
+    )  # fmt: skip
     for l in range(L):
-        p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
-
-        qkv = attention_input(model, l, B, T)
-        matmul_forward(qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
-        rope_forward(qkv, model.constant.rope, B, T, NH, NH, HS, R, model.positions)
-        causal_attention_forward(model, l, B, T)
-        bias = projection_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-        branches = [(acts.proj, bias, d.attproj)]
-        if not config.parallel:
-            parallel_residual_forward(
-                a.residual2, [acts.ln2], a.ln2_mean, a.ln2_rstd, residual, [(p.ln2w, p.ln2b)], eps, B, T, C,
-                branches=branches,
-            )  # fmt: skip
-            residual, branches = a.residual2, []
-
-        matmul_forward(a.fch, acts.ln1 if config.tied_norm else acts.ln2, p.fcw, None, B, T, C, 4 * C)
-        gelu_forward(acts.fch_gelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        bias = projection_forward(acts.fcproj, acts.fch_gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        branches.append((acts.fcproj, bias, d.fcproj))
-        mean, rstd, norms = norms_before(config, acts, l + 1, params)
-        parallel_residual_forward(a.residual3, outs, mean, rstd, residual, norms, eps, B, T, C, branches=branches)
-        residual = a.residual3
-
-    classifier_forward(model, acts.ln1, params.lm_head, B, T)
+        pythia_layer_forward(model, acts, batch, l)
 
 
-def pythia_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what pythia_forward and the loss left behind.
+def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
+    """Layer l, from acts.residual[l] and the outputs of the norms in front of it, acts.ln1 and, where there are two,
+    acts.ln2. The outputs of the next norms take their place."""
+    config, params, B, T, (_, C, NH, HS, R) = model.config, model.params, batch.B, batch.T, model.sizes
+    p, a, residual, eps = params.layer[l], acts.layer[l], acts.residual[l], config.norm_eps
+
+    matmul_forward(a.qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
+    rope_forward(a.qkv, model.constant.rope, B, T, NH, NH, HS, R, batch.positions)
+    attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+    matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+    branches = [(acts.proj, dropout_at(batch.random, 1 + 2 * l))]
+    if not config.parallel:
+        parallel_residual_forward(
+            a.residual2, [acts.ln2], a.norm2, residual, p.norm2, eps, B, T, C, branches=branches
+        )  # fmt: skip
+        residual, branches = a.residual2, []
+
+    ln2 = acts.ln1 if config.tied_norm else acts.ln2
+    matmul_gelu_forward(acts.gelu, a.fch, ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
+    matmul_forward(acts.fcproj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+    branches.append((acts.fcproj, dropout_at(batch.random, 2 + 2 * l)))
+    parallel_residual_forward(
+        acts.residual[l + 1], acts.lns, acts.norm[l + 1], residual, params.norm[l + 1], eps, B, T, C, branches=branches
+    )
+
+
+def pythia_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
+    """gpt2_loss."""
+    C, V = model.config.channels, model.config.vocab_size
+    classifier(
+        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
+        dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
+    )  # fmt: skip
+
+
+def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
+    """For each branch that the stream in front of layer l was the last to take up: its gradient, that of its bias, and
+    its dropout. Without dropout the gradient is that of the stream."""
+    random = batch.random
+    dproj, dfcproj = (acts.dresidual, acts.dresidual) if random is None else (acts.dproj, acts.dfcproj)
+    if l == 0:
+        return [(dproj, None, dropout_at(random, 0))]
+    g = model.grads.layer[l - 1]
+    branches = [
+        (dproj, g.attprojb, dropout_at(random, 2 * l - 1)), (dfcproj, g.fcprojb, dropout_at(random, 2 * l))
+    ]  # fmt: skip
+    return branches if model.config.parallel else branches[1:]
+
+
+def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all other parameters to model.grads, from what pythia_forward and pythia_loss left behind.
 
     Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of norms and GELU are recomputed in that layout, from what went into them.
+    layers follow in the reverse order of forward. The outputs of norms and GELU are recomputed, from what went into
+    them, where a weight's gradient needs them.
     """
-    config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, NH, C, Vp = config.num_layers, config.num_heads, config.channels, padded(config.vocab_size)
-    HS, R = config.head_size, config.rotary_channels
-    dresidual, dfch, dqkv, datty, dln1, dln2 = gacts.dresidual, acts.dfch, acts.dqkv, acts.datty, acts.dln1, acts.dln2
-    weight_T, partials, drop = gacts.weight_T, gacts.partials, dropouts(model, training=True)
-    parallel, tied = config.parallel, config.tied_norm
-    dproj, dfcproj = (acts.dproj, acts.dfcproj) if model.dropout else (dresidual, dresidual)
+    params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
 
-    def before(l: int) -> tuple:
-        """The residual stream in front of layer l, or behind the last. For each branch that it was the last to take up:
-        its gradient, that of its bias, and its dropout."""
-        if l == 0:
-            return acts.encoded, [(dproj, None, drop.encoded)]
-        g, d = grads.layer[l - 1], drop.layer[l - 1]
-        branches = [(dproj, g.attprojb, d.attproj), (dfcproj, g.fcprojb, d.fcproj)]
-        return acts.layer[l - 1].residual3, branches if parallel else branches[1:]
-
-    residual, branches = before(L)
-    mean, rstd, norms, dnorms = norms_before(config, acts, L, params, grads)
-    if model.logit_rows:
-        backward_by_chunks(model, dln1, grads.lm_head, B, T, accumulate)
-    else:
-        matmul_backward_inp(dln1, acts.logits, params.lm_head, None, B, T, C, Vp)
-        norm_transposed(acts.lnf_T, residual, norms[0], mean, rstd, B, T, C)
-        matmul_backward_weight_transposed(grads.lm_head, acts.logits, acts.lnf_T, B, T, C, Vp, accumulate)
-    device.fill_zero(dresidual)
+    device.fill_zero(acts.dresidual)
     parallel_residual_backward(
-        dresidual, dnorms, [dln1], residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
-    )
-
+        acts.dresidual, grads.norm[L], [acts.dln], acts.residual[L], params.norm[L], acts.norm[L], B, T, C,
+        branches=branches_before(model, acts, batch, L),
+    )  # fmt: skip
     for l in reversed(range(L)):
-        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
-        residual, branches = before(l)
-        mean, rstd, norms, dnorms = norms_before(config, acts, l, params, grads)
+        pythia_layer_backward(model, acts, batch, l, accumulate)
+    dencoded = acts.dresidual if batch.random is None else acts.dproj
+    embedding_backward(grads.wte, None, dencoded, batch, B, T, C)
 
-        matmul_backward_inp(dfch, dfcproj, p.fcprojw, weight_T, B, T, 4 * C, C)
-        gelu_backward(dfch, g.fcb, acts.fch_gelu_T, partials, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        matmul_backward_weight_transposed(g.fcprojw, dfcproj, acts.fch_gelu_T, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(dln2, dfch, p.fcw, weight_T, B, T, C, 4 * C)
-        before_mlp = (residual, norms[-1], mean, rstd) if parallel else (
-            a.residual2, (p.ln2w, p.ln2b), a.ln2_mean, a.ln2_rstd
-        )  # fmt: skip
-        norm_transposed(acts.ln_T, *before_mlp, B, T, C)
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 4 * C, accumulate)
-        if not parallel:
-            parallel_residual_backward(
-                dresidual, [(g.ln2w, g.ln2b)], [dln2], a.residual2, [(p.ln2w, p.ln2b)], a.ln2_mean, a.ln2_rstd, B, T, C,
-                branches=[(dproj, g.attprojb, drop.layer[l].attproj)], scratch=partials,
-            )  # fmt: skip
 
-        matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, C, C)
-        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, C, C, accumulate)
-        causal_attention_backward(dqkv, datty, model, l, B, T)
-        rope_backward(dqkv, model.constant.rope, B, T, NH, NH, HS, R)
-        matmul_backward_bias(g.qkvb, partials, dqkv, B, T, 3 * C)
-        matmul_backward_inp(dln2 if tied else dln1, dqkv, p.qkvw, weight_T, B, T, C, 3 * C, accumulate=tied)
-        norm_transposed(acts.ln_T, residual, norms[0], mean, rstd, B, T, C)
-        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, 3 * C, accumulate)
-        douts = [dln2] if tied else [dln1, dln2]
+def pythia_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
+    """Layer l: takes acts.dresidual from behind it to in front of it, and adds the gradients of its parameters, of the
+    norms in front of it, and of the biases that were added there."""
+    params, grads, B, T, (_, C, NH, HS, R) = model.params, model.grads, batch.B, batch.T, model.sizes
+    p, g, a, residual = params.layer[l], grads.layer[l], acts.layer[l], acts.residual[l]
+    norms, stats, parallel, tied = params.norm[l], acts.norm[l], model.config.parallel, model.config.tied_norm
+    erf = model.config.gelu == "erf"
+    dproj, dfcproj = (acts.dresidual, acts.dresidual) if batch.random is None else (acts.dproj, acts.dfcproj)
+
+    matmul_backward_inp(acts.dfch, dfcproj, p.fcprojw, B, T, 4 * C, C)
+    gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C, erf)
+    matmul_backward_weight(g.fcprojw, dfcproj, acts.gelu_again, B, T, 4 * C, C, accumulate)
+    matmul_backward_inp(acts.dln2, acts.dfch, p.fcw, B, T, C, 4 * C)
+    before_mlp = (residual, norms[-1], stats) if parallel else (a.residual2, p.norm2[0], a.norm2)
+    recompute_norm(acts.ln_again, *before_mlp, B, T, C)
+    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+    if not parallel:
         parallel_residual_backward(
-            dresidual, dnorms, douts, residual, norms, mean, rstd, B, T, C, branches=branches, scratch=partials
-        )
-
-    embedding_backward(model, grads.wte, None, dproj, B, T, C)
-
-
-class PythiaHuggingFace(HuggingFace):
-    """Pythia in the terms of Hugging Face's transformers, which calls it GPT-NeoX."""
-
-    TYPE, PREFIX = "gpt_neox", "gpt_neox."
-    GELUS = {"gelu_pytorch_tanh": "tanh", "gelu": "erf", "gelu_new": "tanh", "gelu_fast": "tanh"}
-    NAMES = {
-        "wte": ("gpt_neox.embed_in.weight",),
-        "lm_head": ("embed_out.weight",),
-        "ln1w": ("gpt_neox.layers.{}.input_layernorm.weight",),
-        "ln1b": ("gpt_neox.layers.{}.input_layernorm.bias",),
-        "qkvw": ("gpt_neox.layers.{}.attention.query_key_value.weight",),
-        "qkvb": ("gpt_neox.layers.{}.attention.query_key_value.bias",),
-        "attprojw": ("gpt_neox.layers.{}.attention.dense.weight",),
-        "attprojb": ("gpt_neox.layers.{}.attention.dense.bias",),
-        "ln2w": ("gpt_neox.layers.{}.post_attention_layernorm.weight",),
-        "ln2b": ("gpt_neox.layers.{}.post_attention_layernorm.bias",),
-        "fcw": ("gpt_neox.layers.{}.mlp.dense_h_to_4h.weight",),
-        "fcb": ("gpt_neox.layers.{}.mlp.dense_h_to_4h.bias",),
-        "fcprojw": ("gpt_neox.layers.{}.mlp.dense_4h_to_h.weight",),
-        "fcprojb": ("gpt_neox.layers.{}.mlp.dense_4h_to_h.bias",),
-        "lnfw": ("gpt_neox.final_layer_norm.weight",),
-        "lnfb": ("gpt_neox.final_layer_norm.bias",),
-    }
-    RENAMED = {"lm_head.weight": "embed_out.weight"}  # transformers 5 calls it otherwise in memory
-    REQUIRED = (
-        ("hidden_act", "gelu", tuple(GELUS)),
-        ("use_parallel_residual", True, (True, False)),
-        ("attention_bias", True, (True,)),
-        ("tie_word_embeddings", False, (False,)),
-        ("quantization_config", None, (None,)),
-    )
-
-    @staticmethod
-    def parts(config: PythiaConfig, name: str, tensor) -> list:
-        """Theirs has the rows of a head's q, k and v one after the other, then those of the next head."""
-        if name in ("wte", "lm_head"):
-            return [tensor[: config.vocab_size]]
-        if name not in ("qkvw", "qkvb"):
-            return [tensor]
-        NH, R = config.num_heads, config.rotary_channels
-        rows = np.arange(3 * config.channels).reshape(3, NH, -1)  # of q, k, v; of a head; of a channel
-        turned = rows[:2, :, :R].reshape(2, NH, R // 2, 2).swapaxes(2, 3).reshape(2, NH, R)  # from pairs to halves
-        rows[:2, :, :R] = turned.copy()
-        return [Reordered(tensor, rows.swapaxes(0, 1).reshape(-1))]
-
-    @classmethod
-    def config_json(cls, config: PythiaConfig) -> dict:
-        if config.norm != "layer" or config.tied_norm:
-            raise UserError(
-                f"transformers' GPT-NeoX has neither RMSNorm nor one norm for both branches; this model has "
-                f"norm={config.norm}, tied_norm={int(config.tied_norm)}"
-            )
-        return {
-            "architectures": ["GPTNeoXForCausalLM"],
-            "max_position_embeddings": config.max_seq_len,
-            "hidden_size": config.channels,
-            "intermediate_size": 4 * config.channels,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "hidden_act": next(theirs for theirs, ours in cls.GELUS.items() if ours == config.gelu),
-            "layer_norm_eps": config.norm_eps,
-            "rotary_pct": config.rotary,
-            "rotary_emb_base": config.rope_theta,
-            "use_parallel_residual": config.parallel,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-        }
-
-    @classmethod
-    def read_config(cls, given: Settings) -> PythiaConfig:
-        C, hidden = given.size("hidden_size"), given.size("intermediate_size")
-        if hidden != 4 * C:
-            given.refuse("intermediate_size", hidden, f"4 times hidden_size, {C},")
-        theta, rotary = given.get("rotary_emb_base", 1e4), given.get("rotary_pct", 0.25)
-        theta, _, _, rotary = given.rope(("default",), theta, rotary)
-        return PythiaConfig(
-            given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"),
-            given.size("num_attention_heads"), C, rotary, theta, given.number("layer_norm_eps", 1e-5),
-            parallel=given.get("use_parallel_residual", True), gelu=cls.GELUS[given.get("hidden_act", "gelu")],
+            acts.dresidual, g.norm2, [acts.dln2], a.residual2, p.norm2, a.norm2, B, T, C,
+            branches=[(dproj, g.attprojb, dropout_at(batch.random, 1 + 2 * l))],
         )  # fmt: skip
+
+    matmul_backward_inp(acts.datty, dproj, p.attprojw, B, T, C, C)
+    matmul_backward_weight(g.attprojw, dproj, a.atty, B, T, C, C, accumulate)
+    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+    rope_backward(acts.dqkv, model.constant.rope, B, T, NH, NH, HS, R)
+    matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
+    matmul_backward_inp(acts.dln2 if tied else acts.dln1, acts.dqkv, p.qkvw, B, T, C, 3 * C, accumulate=tied)
+    recompute_norm(acts.ln_again, residual, norms[0], stats, B, T, C)
+    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
+    parallel_residual_backward(
+        acts.dresidual, grads.norm[l], [acts.dln2] if tied else [acts.dln1, acts.dln2], residual, norms, stats, B, T, C,
+        branches=branches_before(model, acts, batch, l),
+    )  # fmt: skip
 
 
 class Pythia(Model):
     """Pythia, as llmc/ needs to know it."""
 
-    Config, HuggingFace = PythiaConfig, PythiaHuggingFace
+    Config, DROPS = PythiaConfig, True
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
     PRODUCTS = ("lm_head", "qkvw", "attprojw", "fcw", "fcprojw")  # an embedding alone only has rows added to it
-    ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, backward = pythia_forward, pythia_backward
+    ACTIVATIONS, GRADIENTS = ACTIVATIONS, GRADIENTS
+    forward, loss, backward = pythia_forward, pythia_loss, pythia_backward
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """L, C, NH, HS, R"""
+        c = self.config
+        return c.num_layers, c.channels, c.num_heads, c.head_size, c.rotary_channels
+
+    @staticmethod
+    def group_parameters(tensors, config: PythiaConfig) -> None:
+        """norm[l]: a list of (weight, shift) of the norms there. In front of an untied parallel layer there are two."""
+        two = config.parallel and not config.tied_norm
+        tensors.norm = [[(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][: 1 + two] for t in tensors.layer]
+        tensors.norm += [[(tensors.lnfw, tensors.lnfb)]]
+        for t in tensors.layer:
+            t.norm2 = [(t.ln2w, t.ln2b)]
+        tensors.head = tensors.lm_head
+
+    @staticmethod
+    def group_activations(acts, config: PythiaConfig) -> None:
+        acts.norm = [(a.ln1_mean, a.ln1_rstd) for a in acts.layer] + [(acts.lnf_mean, acts.lnf_rstd)]
+        for a in acts.layer:
+            a.norm2 = a.ln2_mean, a.ln2_rstd
+        acts.residual = [acts.encoded] + [a.residual3 for a in acts.layer]
+        acts.lns, acts.ln = (acts.ln1, acts.ln2), acts.ln1
 
     @classmethod
     def first_weights(cls, config: PythiaConfig) -> tuple[dict[str, float], dict[str, float]]:
@@ -410,42 +325,5 @@ class Pythia(Model):
         return {"rope": rope_table(T, config.rotary_channels, config.rope_theta)}
 
 
-def main(flags: Namespace) -> None:
-    with Run(Pythia, flags) as run:
-        model, batches, s = run.model, run.batches, run.settings
-
-        def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
-            if first:
-                model.zero_grad()
-            pythia_forward(model, s.B, s.T, training=True)
-            model.loss(s.B, s.T, dloss=1.0 / s.step_tokens)
-            pythia_backward(model, s.B, s.T, accumulate=not first)
-
-        forward_backward = run.exchange.record(forward_backward)
-        for step in range(s.first_step, s.steps + 1):
-            here = run.position()                      # where a run that is resumed goes on
-            if s.saves(step):
-                run.save(step, here)
-            if s.validates(step):
-                loss = run.validate(step)
-                run.save_best(step, here, loss)        # with --best, where none was lower
-            if s.samples(step):
-                run.sample(step)
-            if step == s.steps:
-                break
-            for i in range(s.batches):                 # of this rank
-                if run.told_to_stop():                 # the same on all ranks
-                    break
-                batches.send(step, i)
-                forward_backward(first=i == 0, last=i + 1 == s.batches)
-                batches.fetch_losses(step, i)
-            else:
-                adamw_update(run.exchange, s.learning_rate(step), s.weight_decay, s.grad_clip, step + 1)
-                run.report(step, here)                 # of the step before, while the device works on this one
-                continue
-            run.stop_before(step, here)                # nothing of this step has reached a parameter
-            break
-
-
 if __name__ == "__main__":
-    run_trainer(lambda: main(parse_arguments(PythiaConfig)))
+    run_trainer(lambda: train(Pythia, parse_arguments(PythiaConfig)))

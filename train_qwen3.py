@@ -8,38 +8,29 @@ the query heads and NKV the heads of keys and values, QK = NH + NKV, HS the size
 head h // (NH / NKV).
 """
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 import device
 from device.errors import UserError
-from kernels.matmul import (
-    matmul_backward_inp,
-    matmul_backward_weight,
-    matmul_backward_weight_transposed,
-    matmul_forward,
-)
+from kernels.attention import attention_backward, attention_forward
+from kernels.classifier import classifier
+from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
-from kernels.reduce import MOST_PARTIALS
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
-from llmc.arguments import parse_arguments
-from llmc.attention import causal_attention_backward, causal_attention_forward
-from llmc.classifier import backward_by_chunks, classifier_forward
-from llmc.exchange import embedding_backward, embedding_forward
-from llmc.huggingface import HuggingFace, Reordered, Settings
-from llmc.model import Model, dropouts
-from llmc.program import run_trainer
-from llmc.run import Run
-from llmc.tensors import Config, padded
-from llmc.update import adamw_update
+from llmc.model.model import Model
+from llmc.model.tensors import Config
+from llmc.run.arguments import parse_arguments
+from llmc.run.program import run_trainer
+from llmc.step.batch import embedding_backward, embedding_forward
+from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors, each a named view into one buffer of its kind. A tensor whose shape begins with L has one part a layer.
-# A third word names an earlier tensor, no longer needed, whose place this one takes.
-# The tensors inside attention are in llmc/attention.py.
+# The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
+# tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
+# needed, whose place this one takes. The tensors inside attention are in llmc/model/activations.py.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C")),                    # token embedding, and where `tied` the weight of the classifier
@@ -67,27 +58,23 @@ ACTIVATIONS = (
     ("lnf_rstd",    ("B", "T"), "fp32"),
     ("logits",      ("R", "Vp")),                    # and then their gradient; R = B T, or the rows of a chunk
     ("losses",      ("B", "T"), "fp32"),
-    # Scratch, the same for every layer. Backward recomputes, transposed, what weight gradients take.
+    # The same for every layer.
     ("qkv",         ("B", "T", "QKV")),              # qkvproj with q and k normalised and rotated; backward: once more
     ("qk_rstd",     ("B", "T", "QK"), "fp32"),       # of each head of q and k
     ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
-    ("ln_T",        ("C", "B", "T"), "ln"),          # backward: the same, transposed
-    ("atty_T",      ("Q", "B", "T")),                # backward: atty, transposed
-    ("fch_swiglu",  ("B", "T", "H")),                # forward: output of the SwiGLU at hand
-    ("fch_swiglu_T", ("H", "B", "T"), "fch_swiglu"), # backward: the same, transposed
+    ("ln_again",    ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
+    ("swiglu",      ("B", "T", "H")),                # forward: output of the SwiGLU at hand
+    ("swiglu_again", ("B", "T", "H"), "swiglu", "recomputed"),
     ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
-    ("dproj",       ("B", "T", "C"), "proj"),        # backward, with dropout: its gradient
 )  # fmt: skip
 
-ACTIVATION_GRADIENTS = (
+GRADIENTS = (
     ("dresidual",   ("B", "T", "C")),                # of the residual stream, from the last layer down to the first
     ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
     ("datty",       ("B", "T", "Q")),                # of atty
-    ("dfch_swiglu", ("B", "T", "H")),                # of the output of the SwiGLU at hand
+    ("dswiglu",     ("B", "T", "H")),                # of the output of the SwiGLU at hand
     ("dfch",        ("B", "T", "2H")),
     ("dqkv",        ("B", "T", "QKV")),              # of qkv, then of qkvproj
-    ("weight_T",    ("W", "C")),                     # the weight at hand, transposed
-    ("partials",    ("P", "S"), "fp32"),             # sums of blocks, before they are added up
 )  # fmt: skip
 
 
@@ -123,15 +110,11 @@ class Qwen3Config(Config):
         "qwen3-0.6b": "layers=28,heads=16,kv_heads=8,channels=1024,hidden=3072,maxT=40960",
         "qwen3-1.7b": "layers=28,heads=16,kv_heads=8,channels=2048,hidden=6144,maxT=40960",
         "qwen3-4b": "layers=36,heads=32,kv_heads=8,channels=2560,hidden=9728,maxT=40960",
+        "tiny": "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,head_size=32,maxT=64",
     }
     DEFAULTS = {"max_seq_len": 1024, "vocab_size": 151936}
     DEFAULT_MODEL = "qwen3_0.6B.bin"
-    FETCH = "make one from Hugging Face's with dev/import_hf.py"
-    FIRST_RUN = {
-        "cuda": ("qwen3-0.6b", "-b 2 -t 1024"),
-        "cpu": ("layers=4,heads=4,kv_heads=2,channels=128,hidden=352,head_size=32,maxT=64", "-x 2200 -v 550 -s 1100"),
-    }
-    SMALL = "layers=2,heads=2,kv_heads=1,channels=128,hidden=176,head_size=64"
+    FETCH = "make one from Hugging Face's with dev/hf/import_hf.py"
 
     @property
     def kv_heads(self) -> int:
@@ -142,11 +125,7 @@ class Qwen3Config(Config):
         return super().absent | ({"lm_head"} if self.tied else set())
 
     def sizes(self) -> dict[str, int]:
-        sizes, H, HS = super().sizes(), self.hidden, self.head_size
-        return sizes | {
-            "H": H, "QK": self.num_heads + self.num_kv_heads, "W": max(sizes["QKV"], 2 * H), "P": MOST_PARTIALS,
-            "S": max(self.channels, 2 * HS),
-        }  # fmt: skip
+        return super().sizes() | {"H": self.hidden, "QK": self.num_heads + self.num_kv_heads}
 
     def rows(self) -> list[tuple[str, object]]:
         return [
@@ -160,210 +139,125 @@ class Qwen3Config(Config):
 
     def check(self, source: str) -> None:
         super().check(source)
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"{source}: {self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly: "
-                "kv_heads must divide heads"
-            )
         if self.head_size % 2:
             raise UserError(f"{source}: heads of {self.head_size} channels are odd, and RoPE turns pairs")
 
 
-def qwen3_forward(model: Model, B: int, T: int, training: bool = False) -> None:
-    """Makes the logits of the first B*T of model.inputs (llmc/classifier.py); with dropout when training. The rows of
-    each sequence begin at position 0 or, where model.positions is given, there."""
-    config, params, acts, rope = model.config, model.params, model.acts(B, T), model.constant.rope
-    L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
-    HS, eps = config.head_size, config.norm_eps
-    Q, QKV = NH * HS, (NH + 2 * NKV) * HS
-    drop = dropouts(model, training)
+def qwen3_forward(model: Model, acts, batch) -> None:
+    """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
+    params, eps, B, T, (L, C, *_) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
-    embedding_forward(model, acts.encoded, params.wte, None, B, T, C)
-    rmsnorm_forward(acts.ln, acts.layer[0].ln1_rstd, acts.encoded, params.layer[0].ln1w, eps, B, T, C)
-    residual = acts.encoded
-
+    embedding_forward(acts.encoded, batch, params.wte, None, B, T, C)
+    rmsnorm_forward(acts.ln, acts.norm[0], acts.encoded, params.norm[0], eps, B, T, C)
     for l in range(L):
-        p, a, d = params.layer[l], acts.layer[l], drop.layer[l]
-
-        matmul_forward(a.qkvproj, acts.ln, p.qkvw, None, B, T, C, QKV)
-        qk_norm_forward(
-            acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS, model.positions
-        )
-        causal_attention_forward(model, l, B, T)
-        matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, Q, C)
-        fused_residual_rmsnorm_forward(
-            a.residual2, acts.ln, a.ln2_rstd, residual, acts.proj, p.ln2w, eps, B, T, C, dropout=d.attproj
-        )
-
-        matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
-        swiglu_forward(acts.fch_swiglu, a.fch, B * T, H)
-        matmul_forward(acts.proj, acts.fch_swiglu, p.fcprojw, None, B, T, H, C)
-        if l + 1 < L:
-            rstd, weight = acts.layer[l + 1].ln1_rstd, params.layer[l + 1].ln1w
-        else:
-            rstd, weight = acts.lnf_rstd, params.lnfw
-        fused_residual_rmsnorm_forward(
-            a.residual3, acts.ln, rstd, a.residual2, acts.proj, weight, eps, B, T, C, dropout=d.fcproj
-        )
-        residual = a.residual3
-
-    classifier_forward(model, acts.ln, params.wte if config.tied else params.lm_head, B, T)
+        qwen3_layer_forward(model, acts, batch, l)
 
 
-def qwen3_backward(model: Model, B: int, T: int, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what qwen3_forward and the loss left behind.
+def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
+    """Layer l, from acts.residual[l] and the output of norm l in acts.ln. The output of norm l + 1 takes its place."""
+    params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
+    p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers' backward passes follow in the reverse order of forward. A weight's gradient takes the product's input
-    transposed: the outputs of RMSNorm and SwiGLU are recomputed in that layout, from what went into them. qkv is
-    recomputed too, from qkvproj: to keep both would take Qwen3-0.6B 0.9 GB more at B 2, T 1024.
-
-    dproj is the gradient of what a branch adds to the residual stream: dresidual through its dropout.
-    """
-    config, params, grads, acts, gacts = model.config, model.params, model.grads, model.acts(B, T), model.grads_acts
-    L, NH, NKV, C, H = config.num_layers, config.num_heads, config.num_kv_heads, config.channels, config.hidden
-    HS, eps, Vp, rope = config.head_size, config.norm_eps, padded(config.vocab_size), model.constant.rope
-    Q, QKV = NH * HS, (NH + 2 * NKV) * HS
-    dresidual, dln, datty, dqkv = gacts.dresidual, gacts.dln, gacts.datty, gacts.dqkv
-    dfch, dfch_swiglu, weight_T, partials = gacts.dfch, gacts.dfch_swiglu, gacts.weight_T, gacts.partials
-    drop = dropouts(model, training=True)
-    dproj = acts.dproj if model.dropout else dresidual
-    head, dhead = (params.wte, grads.wte) if config.tied else (params.lm_head, grads.lm_head)
-
-    residual = acts.layer[L - 1].residual3
-    if model.logit_rows:
-        backward_by_chunks(model, dln, dhead, B, T, accumulate)
-    else:
-        matmul_backward_inp(dln, acts.logits, head, None, B, T, C, Vp)
-        rmsnorm_transposed(acts.ln_T, residual, params.lnfw, acts.lnf_rstd, B, T, C)
-        matmul_backward_weight_transposed(dhead, acts.logits, acts.ln_T, B, T, C, Vp, accumulate)
-    device.fill_zero(dresidual)
-    rmsnorm_backward(
-        dresidual, grads.lnfw, dln, residual, params.lnfw, acts.lnf_rstd, B, T, C,
-        scratch=partials, dinp2=dproj, dropout=drop.layer[L - 1].fcproj,
+    matmul_forward(a.qkvproj, acts.ln, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
+    qk_norm_forward(
+        acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS, batch.positions
+    )
+    attention_forward(a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
+    matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, NH * HS, C)
+    fused_residual_rmsnorm_forward(
+        a.residual2, acts.ln, a.ln2_rstd, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C
     )  # fmt: skip
 
-    for l in reversed(range(L)):
-        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
-
-        matmul_backward_inp(dfch_swiglu, dproj, p.fcprojw, weight_T, B, T, H, C)
-        swiglu_backward(dfch, acts.fch_swiglu_T, dfch_swiglu, a.fch, B * T, H)
-        matmul_backward_weight_transposed(g.fcprojw, dproj, acts.fch_swiglu_T, B, T, H, C, accumulate)
-        matmul_backward_inp(dln, dfch, p.fcw, weight_T, B, T, C, 2 * H)
-        rmsnorm_transposed(acts.ln_T, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.fcw, dfch, acts.ln_T, B, T, C, 2 * H, accumulate)
-        rmsnorm_backward(
-            dresidual, g.ln2w, dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C,
-            scratch=partials, dinp2=dproj, dropout=drop.layer[l].attproj,
-        )  # fmt: skip
-
-        matmul_backward_inp(datty, dproj, p.attprojw, weight_T, B, T, Q, C)
-        matmul_backward_weight(g.attprojw, dproj, a.atty, acts.atty_T, B, T, Q, C, accumulate)
-        qk_norm_forward(acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS)
-        causal_attention_backward(dqkv, datty, model, l, B, T)
-        qk_norm_backward(
-            dqkv, g.qnormw, g.knormw, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope, B, T, NH, NKV, HS,
-            scratch=partials,
-        )  # fmt: skip
-        matmul_backward_inp(dln, dqkv, p.qkvw, weight_T, B, T, C, QKV)
-        residual, dropped = (acts.layer[l - 1].residual3, drop.layer[l - 1].fcproj) if l > 0 else (acts.encoded, None)
-        rmsnorm_transposed(acts.ln_T, residual, p.ln1w, a.ln1_rstd, B, T, C)
-        matmul_backward_weight_transposed(g.qkvw, dqkv, acts.ln_T, B, T, C, QKV, accumulate)
-        rmsnorm_backward(
-            dresidual, g.ln1w, dln, residual, p.ln1w, a.ln1_rstd, B, T, C,
-            scratch=partials, dinp2=dproj, dropout=dropped,
-        )  # fmt: skip
-
-    embedding_backward(model, grads.wte, None, dresidual, B, T, C)
-
-
-class Qwen3HuggingFace(HuggingFace):
-    """Qwen3 in the terms of Hugging Face's transformers."""
-
-    TYPE, PREFIX = "qwen3", "model."
-    NAMES = {
-        "wte": ("model.embed_tokens.weight",),
-        "lm_head": ("lm_head.weight",),
-        "ln1w": ("model.layers.{}.input_layernorm.weight",),
-        "qkvw": (
-            "model.layers.{}.self_attn.q_proj.weight",
-            "model.layers.{}.self_attn.k_proj.weight",
-            "model.layers.{}.self_attn.v_proj.weight",
-        ),
-        "qnormw": ("model.layers.{}.self_attn.q_norm.weight",),
-        "knormw": ("model.layers.{}.self_attn.k_norm.weight",),
-        "attprojw": ("model.layers.{}.self_attn.o_proj.weight",),
-        "ln2w": ("model.layers.{}.post_attention_layernorm.weight",),
-        "fcw": ("model.layers.{}.mlp.up_proj.weight", "model.layers.{}.mlp.gate_proj.weight"),
-        "fcprojw": ("model.layers.{}.mlp.down_proj.weight",),
-        "lnfw": ("model.norm.weight",),
-    }
-    REQUIRED = (
-        ("hidden_act", "silu", ("silu",)),
-        ("attention_bias", False, (False,)),
-        ("use_sliding_window", False, (False,)),
-        ("quantization_config", None, (None,)),
+    matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
+    swiglu_forward(acts.swiglu, a.fch, B * T, H)
+    matmul_forward(acts.proj, acts.swiglu, p.fcprojw, None, B, T, H, C)
+    fused_residual_rmsnorm_forward(
+        acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps, B, T, C
     )
 
-    @staticmethod
-    def parts(config: Qwen3Config, name: str, tensor) -> list:
-        """q is (NH, 2, HS/2, C), k (NKV, 2, HS/2, C): their halves of a head lie apart, ours are pairs."""
-        HS = config.head_size
-        if name in ("wte", "lm_head"):
-            return [tensor[: config.vocab_size]]
-        if name == "qkvw":
-            q_rows, kv_rows = config.num_heads * HS, config.num_kv_heads * HS
-            q, k, v = tensor[:q_rows], tensor[q_rows : q_rows + kv_rows], tensor[q_rows + kv_rows :]
-            return [*(rows.reshape(-1, HS // 2, 2, config.channels).swapaxes(1, 2) for rows in (q, k)), v]
-        if name in ("qnormw", "knormw"):
-            return [Reordered(tensor, np.arange(HS).reshape(HS // 2, 2).T.reshape(-1))]
-        if name == "fcw":
-            return [tensor[: config.hidden], tensor[config.hidden :]]
-        return [tensor]
 
-    @staticmethod
-    def config_json(config: Qwen3Config) -> dict:
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "max_position_embeddings": config.max_seq_len,
-            "hidden_size": config.channels,
-            "intermediate_size": config.hidden,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_scaling": None,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "tie_word_embeddings": config.tied,
-        }
+def qwen3_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
+    """gpt2_loss."""
+    C, V = model.config.channels, model.config.vocab_size
+    classifier(
+        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
+        dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
+    )  # fmt: skip
 
-    @staticmethod
-    def read_config(given: Settings) -> Qwen3Config:
-        NH, HS = given.size("num_attention_heads"), given.size("head_dim", 128)
-        NKV, layers = given.size("num_key_value_heads", NH), given.get("layer_types")
-        if NH % NKV:
-            given.refuse("num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
-        if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
-            given.refuse("layer_types", layers, "full_attention alone")
-        theta, _, _, _ = given.rope(("default",), given.get("rope_theta", 1e4))
-        return Qwen3Config(
-            given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"), NH, NKV,
-            given.size("hidden_size"), given.size("intermediate_size"), HS,
-            bool(given.get("tie_word_embeddings", False)), theta, given.number("rms_norm_eps", 1e-6),
-        )  # fmt: skip
+
+def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all other parameters to model.grads, from what qwen3_forward and qwen3_loss left behind.
+
+    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
+    layers follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
+    them, where a weight's gradient needs them.
+    qkv is recomputed too, from qkvproj: to keep both would take Qwen3-0.6B 0.9 GB more at B 2, T 1024.
+    """
+    params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
+
+    device.fill_zero(acts.dresidual)
+    rmsnorm_backward(
+        acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
+    )  # fmt: skip
+    for l in reversed(range(L)):
+        qwen3_layer_backward(model, acts, batch, l, accumulate)
+    embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
+
+
+def qwen3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
+    """Layer l: takes acts.dresidual from behind it to in front of it, and adds the gradients of its parameters, and of
+    norm l."""
+    params, grads, B, T, (_, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
+    p, g, a, rope = params.layer[l], grads.layer[l], acts.layer[l], model.constant.rope
+
+    matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
+    swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
+    matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
+    matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
+    rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
+    rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+
+    matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)
+    matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, NH * HS, C, accumulate)
+    qk_norm_forward(
+        acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, model.config.norm_eps, B, T, NH, NKV, HS
+    )  # fmt: skip
+    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
+    qk_norm_backward(
+        acts.dqkv, g.qnormw, g.knormw, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope, B, T, NH, NKV, HS
+    )  # fmt: skip
+    matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
+    rmsnorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
+    rmsnorm_backward(
+        acts.dresidual, grads.norm[l], acts.dln, acts.residual[l], params.norm[l], acts.norm[l], B, T, C
+    )  # fmt: skip
 
 
 class Qwen3(Model):
     """Qwen3, as llmc/ needs to know it."""
 
-    Config, HuggingFace = Qwen3Config, Qwen3HuggingFace
+    Config = Qwen3Config
     MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
-    ACTIVATIONS, ACTIVATION_GRADIENTS = ACTIVATIONS, ACTIVATION_GRADIENTS
-    forward, backward = qwen3_forward, qwen3_backward
+    ACTIVATIONS, GRADIENTS = ACTIVATIONS, GRADIENTS
+    forward, loss, backward = qwen3_forward, qwen3_loss, qwen3_backward
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """L, C, NH, NKV, HS, H"""
+        c = self.config
+        return c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.head_size, c.hidden
+
+    @staticmethod
+    def group_parameters(tensors, config: Qwen3Config) -> None:
+        tensors.norm = [t.ln1w for t in tensors.layer] + [tensors.lnfw]
+        tensors.head = tensors.wte if config.tied else tensors.lm_head
+
+    @staticmethod
+    def group_activations(acts, config: Qwen3Config) -> None:
+        acts.norm = [a.ln1_rstd for a in acts.layer] + [acts.lnf_rstd]
+        acts.residual = [acts.encoded] + [a.residual3 for a in acts.layer]
 
     @property
     def PRODUCTS(self) -> tuple[str, ...]:
@@ -382,42 +276,5 @@ class Qwen3(Model):
         return {"rope": rope_table(T, config.head_size, config.rope_theta)}
 
 
-def main(flags: Namespace) -> None:
-    with Run(Qwen3, flags) as run:
-        model, batches, s = run.model, run.batches, run.settings
-
-        def forward_backward(first: bool, last: bool) -> None:  # on a batch; recorded once, then replayed
-            if first:
-                model.zero_grad()
-            qwen3_forward(model, s.B, s.T, training=True)
-            model.loss(s.B, s.T, dloss=1.0 / s.step_tokens)
-            qwen3_backward(model, s.B, s.T, accumulate=not first)
-
-        forward_backward = run.exchange.record(forward_backward)
-        for step in range(s.first_step, s.steps + 1):
-            here = run.position()                      # where a run that is resumed goes on
-            if s.saves(step):
-                run.save(step, here)
-            if s.validates(step):
-                loss = run.validate(step)
-                run.save_best(step, here, loss)        # with --best, where none was lower
-            if s.samples(step):
-                run.sample(step)
-            if step == s.steps:
-                break
-            for i in range(s.batches):                 # of this rank
-                if run.told_to_stop():                 # the same on all ranks
-                    break
-                batches.send(step, i)
-                forward_backward(first=i == 0, last=i + 1 == s.batches)
-                batches.fetch_losses(step, i)
-            else:
-                adamw_update(run.exchange, s.learning_rate(step), s.weight_decay, s.grad_clip, step + 1)
-                run.report(step, here)                 # of the step before, while the device works on this one
-                continue
-            run.stop_before(step, here)                # nothing of this step has reached a parameter
-            break
-
-
 if __name__ == "__main__":
-    run_trainer(lambda: main(parse_arguments(Qwen3Config)))
+    run_trainer(lambda: train(Qwen3, parse_arguments(Qwen3Config)))

@@ -23,7 +23,7 @@ read_header() {
     header=($(od -An -v -t d4 -N 32 "$1") 0 0 0 0 0 0 0 0)
 }
 
-# num_parameters: of the model whose header was read. See llmc/checkpoint.py.
+# num_parameters: of the model whose header was read. See llmc/files/checkpoint.py.
 num_parameters() {
     local max_seq_len=${header[2]} layers=${header[4]} C=${header[6]} padded_vocab_size=${header[7]}
     echo $(((padded_vocab_size + max_seq_len) * C + layers * (12 * C * C + 13 * C) + 2 * C))

@@ -26,19 +26,21 @@ from typing import TextIO
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from dev.scripts import script_configs
 from device.errors import UserError
-from llmc.arguments import Parser, make_parser
-from llmc.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
-from llmc.dataloader import DataLoader
-from llmc.program import run_program
-from llmc.scripts import script_configs
-from llmc.tensors import Config
+from llmc.data.dataloader import DataLoader
+from llmc.files.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
+from llmc.model.tensors import Config, num_parameters
+from llmc.run.arguments import Parser, make_parser
+from llmc.run.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path("runs")
 PYTHON_DOCS = "data/python_docs"
-# On the CPU, beside what the script says.
-SMALL_RUN = "-b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300 -n 250 -nk 1"
+STARTER_PACK = "gpt2_124M.bin"  # the model in llm.c's starter pack, and the flags with which its training begins
+STARTER_FLAGS = {"cuda": "-b 4 -t 1024", "cpu": "-b 4 -t 64 -n 100 -nk 1"}
+SMALL_RUN = "-b 12 -t 64 -l 3e-3 -k cosine -u 100 -q 0.1 -g 300 -n 250 -nk 1 -x 3000 -v 500 -s 1000"
+LARGE = 5 * 10**8  # parameters; a GPU of 24 GiB then has room for two sequences
 UNFINISHED = "unfinished.json"  # in a run's directory until it has come to its end: its flags; locked while it runs
 
 
@@ -46,24 +48,27 @@ def first_run(config: type[Config], where: str, model: str | None) -> list[str]:
     """The flags of a script's first run on a device: of the model that is named, or its own. Fetches llm.c's starter
     pack where the run can begin with it. Raises UserError where a model is in there that cannot be fetched."""
     on_device = "--device cuda" if where == "cuda" else ""
-    if config.STARTER_PACK and (where == "cuda" or model):
+    has_pack = config.DEFAULT_MODEL == STARTER_PACK
+    if has_pack and (where == "cuda" or model):
         if subprocess.run(["bash", ROOT / "dev" / "download_starter_pack.sh"]).returncode == 0:
             named = f"-e {model}" if model else ""
-            return f"{on_device} {named} -i data/tiny_shakespeare {config.STARTER_PACK[where]}".split()
+            return f"{on_device} {named} -i data/tiny_shakespeare {STARTER_FLAGS[where]}".split()
         if model:
             raise UserError(
                 f"MODEL={model} needs the starter pack, which could not be fetched; plain 'make train' does without"
             )
         print("The starter pack could not be fetched: training from random weights on Python's own documentation.")
-    elif config.STARTER_PACK:
+    elif has_pack:
         print("No NVIDIA GPU with a driver for CUDA 12 or later: training a small byte-level model on the CPU.")
         print(
             "GPT-2 124M takes seconds a step here; to fetch and train it all the same: "
             f"make train MODEL={config.DEFAULT_MODEL}", flush=True,
         )  # fmt: skip
-    own, flags = config.FIRST_RUN[where]
-    small = SMALL_RUN if where == "cpu" else ""
-    return f"{on_device} -e {model or own} -i {PYTHON_DOCS} {small} {flags}".split()
+    if where == "cpu":
+        return f"-e {model or 'tiny'} -i {PYTHON_DOCS} {SMALL_RUN}".split()
+    own = next(iter(config.PRESETS))
+    B = 4 if num_parameters(config.described(own)) < LARGE else 2
+    return f"{on_device} -e {model or own} -i {PYTHON_DOCS} -b {B} -t 1024".split()
 
 
 def make_data(flags: list[str]) -> None:

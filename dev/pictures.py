@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from device.errors import UserError
-from llmc.files import open_file, replacing
+from llmc.files.files import open_file, replacing
 
 if TYPE_CHECKING:  # who draws nothing needs no Matplotlib
     from matplotlib.figure import Figure

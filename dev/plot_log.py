@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the repository, 
 
 from dev.pictures import save_picture
 from device.errors import UserError
-from llmc.arguments import Parser, a_path
-from llmc.logger import read_log
-from llmc.program import run_program
+from llmc.run.arguments import Parser, a_path
+from llmc.run.logger import read_log
+from llmc.run.program import run_program
 
 import matplotlib
 import matplotlib.pyplot as plt

@@ -7,7 +7,7 @@ Rows are the kernels by their names, and matrix products as gemm m x n x k, with
 lie: T is transposed. Bytes are counted from a kernel's arguments, each array read once and written once; FLOPs as
 2 m n k, and for flash attention those of the causal half: 2 products forward, 3 in the kernel of dq, 4 in that of dk
 and dv. For the products of matrix attention on the CPU they are those of the causal half, too. They are held against
-the ceilings that dev/ceilings.py measures: a large product, a large copy.
+the ceilings that dev/bench/ceilings.py measures: a large product, a large copy.
 
 On CUDA a call's time is what passes between two events around it, while earlier work keeps the GPU busy so that the
 host is ahead. Events cost time themselves: what they add to a kernel that does nothing is taken off.
@@ -27,15 +27,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import device
-from dev.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.bench.ceilings import Ceilings, measure_ceilings, product_seconds, random_array
+from dev.bench.workload import LEARNING_RATE, Ours, Workload, make_parser, time_steps, workload_of, write_data
 from dev.pictures import check_picture, save_picture
-from dev.timing import Ours, time_steps
 from dev.traffic import bytes_of, flops_of, kind_of
-from dev.workload import LEARNING_RATE, Workload, make_parser, workload_of, write_data
 from device.errors import UserError
-from llmc.arguments import a_path, positive
-from llmc.program import run_program
-from llmc.step import train_step
+from llmc.run.arguments import a_path, positive
+from llmc.run.program import run_program
+from train_gpt2_fp32 import training_step
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -147,7 +146,7 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
         spans.append((start, mark()))
 
     device.use_recording(False)
-    step_of = train_step(ours.exchange, ours.batches)
+    step_of = training_step(ours.training, ours.batches)
     with device.observe(count):
         step_of(0, LEARNING_RATE)
     device.synchronize()
@@ -271,7 +270,7 @@ def profile_step(workload: Workload, steps: int | None, out: Path) -> None:
     step_ms, _ = time_steps(ours, steps)
     # A small model's step on a CPU takes milliseconds, and some take half as long again as others: a few tell nothing.
     lines = lines_of(rows_of_steps(ours, steps or min(100, max(3, int(5000 / step_ms)))), ceilings)
-    how = f"{device.precision}, {ours.model.attention} attention"
+    how = f"{device.precision}, {ours.training.activations.attention} attention"
     title = f"{workload.model}, B {workload.B}, T {workload.T}, {how} on {device.name}: {step_ms:.2f} ms a step"
     print(f"\n{title}\n")
     print_lines(lines, step_ms)

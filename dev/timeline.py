@@ -17,13 +17,12 @@ import json
 import tempfile
 
 import device
+from dev.bench.workload import Ours, make_parser, workload_of, write_data
 from dev.pictures import check_picture, save_picture
-from dev.timing import Ours
-from dev.workload import make_parser, workload_of, write_data
 from device.errors import UserError
-from llmc import collectives, ranks
-from llmc.arguments import a_path, positive
-from llmc.program import run_program
+from llmc.ranks import collectives, ranks
+from llmc.run.arguments import a_path, positive
+from llmc.run.program import run_program
 
 WARM_UP, STEPS = 8, 3  # of which the middle one is drawn
 ROWS = {"exchange": "#d95f02", "matrix products": "#1b9e77", "other kernels": "#7570b3"}

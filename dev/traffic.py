@@ -28,8 +28,7 @@ MOVED = {
     "swiglu_forward": "inp out",
     "swiglu_backward": "dout inp dinp out_T",
     "fused_classifier": "logits logits",
-    "add_bias": "out out",
-    "transpose": "inp inp",  # the output may be scratch that is larger
+    "transpose": "inp out",
     "column_partials": "inp",
     "squares_partials": "x",
     "checksum": "x",

@@ -18,12 +18,12 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dev.huggingface import config_json, named_tensors
+from dev.hf.common import config_json, named_tensors
 from device.errors import UserError
-from llmc.arguments import Parser, positive, seed
-from llmc.checkpoint import write_debug_state, write_model
-from llmc.program import run_program
-from llmc.tensors import name_tensors, num_parameters
+from llmc.files.checkpoint import write_debug_state, write_model
+from llmc.model.tensors import name_tensors, num_parameters
+from llmc.run.arguments import Parser, positive, seed
+from llmc.run.program import run_program
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np

@@ -1,10 +1,10 @@
 """The one place that knows about devices: an NVIDIA GPU through CuPy, or the CPU.
 
 `use` chooses a device once. Everything else here then works on it. The methods of CpuDevice (cpu.py), such as `empty`,
-`copy_in` or `gemm`, can be called as `device.empty`, and do the same on CudaDevice (cuda.py). Arrays are `cupy.ndarray`
-on CUDA and `numpy.ndarray` on the CPU. Both run the same .cu files (sources.py): NVRTC compiles them, or a C++ compiler
-(cpp/). cuBLAS (cublas.py) computes matrix products on CUDA, products.cu on the CPU.
-CuPy is imported only when CUDA is used.
+can be called as `device.empty`, and do the same on CudaDevice (cuda.py). Arrays are `cupy.ndarray` on CUDA and
+`numpy.ndarray` on the CPU. Both run the same .cu files: NVRTC compiles them, or a C++ compiler (cpp/), and `Source`
+(sources.py) launches their kernels by name. cuBLAS (cublas.py) computes matrix products on CUDA, products.cu on the
+CPU. CuPy is imported only when CUDA is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,17 +15,18 @@ from device.bf16 import BF16, from_bf16, to_bf16
 from device.cpu import CpuDevice, host_memory
 from device.cuda import CudaDevice
 from device.errors import UserError, first_line
-from device.observing import accesses, observe, unobserved
+from device.observing import accesses, observe, observed_operation
 from device.recording import Insertion, Launch, Recording, touch
-from device.sources import Source, architecture_of, cuda_source, kernel_declarations, source
+from device.sources import Source, architecture_of, cuda_source, imported, kernel_declarations, source
 
 import numpy as np
 
 __all__ = [
     "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "architecture_of", "ceil_div",
-    "compile_all", "constant", "cuda_source", "from_bf16", "host_memory", "kernel_declarations", "observe", "pieces",
-    "record", "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording",
-    "why_not_cuda", "width", "zeros",
+    "compile_all", "constant", "copy", "copy_in", "cuda_source", "fill_zero", "from_bf16", "gemm",
+    "gemm_strided_batched", "host_memory", "kernel_declarations", "observe", "pieces", "record", "reserve", "scratch",
+    "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda",
+    "width", "zeros",
 ]  # fmt: skip
 
 # What to do if CUDA does not work, by a part of its message.
@@ -42,8 +43,8 @@ why_not_cuda = ""  # why "auto" chose the CPU, in a line; empty if it did not
 
 
 def __getattr__(name: str) -> Any:
-    """The attribute or method of the device in use that has this name."""
-    if name.startswith("__") or current.device is None:
+    """What else the device in use has, such as `multiprocessors` or `synchronize`. Observers see none of it."""
+    if current.device is None:
         raise AttributeError(f"module 'device' has no attribute {name!r}" + "; call device.use first" * name.islower())
     return getattr(current.device, name)
 
@@ -68,20 +69,19 @@ def use(kind: str = "auto", number: int = 0) -> str:
                 raise UserError(
                     f"CUDA does not work here ({why_not_cuda}): {remedy}, or run with --device cpu"
                 ) from None
-    current.switch(found or CpuDevice())
+    current.device = found or CpuDevice()
     return current.device.kind
 
 
 def compile_all() -> None:
     """Compiles every kernel file that has been imported and is needed, several at a time. Otherwise each is compiled at
     its first launch."""
-    current.device.compile_all([source.path for source in current.sources if source.needed])
+    current.device.compile_all([source.path for source in imported if source.needed()])
 
 
 def use_precision(precision: str) -> str:
     """CpuDevice.use_precision. Raises UserError for bf16 on a GPU that has none."""
-    found = unobserved().use_precision(precision)
-    current.forget_kernels()
+    found = current.device.use_precision(precision)
     if precision == "bf16" and found != precision:
         raise UserError(
             f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {current.device.name} is of "
@@ -97,7 +97,7 @@ def width() -> int:
 
 def use_recording(on: bool) -> None:
     """on: recordings made from now on replay their launches. Off: they do not, so that observers see every launch."""
-    unobserved().recording = on
+    current.device.recording = on
 
 
 def record(
@@ -113,14 +113,70 @@ def record(
     For the same arguments `work` must always give the device the same launches on the same arrays. It must not copy to
     or from the host.
     """
-    return Recording(unobserved(), work, list(gradients), insertions)
+    return Recording(current.device, work, list(gradients), insertions)
+
+
+def gemm(
+    c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0, bias=None
+) -> None:
+    """CpuDevice.gemm."""
+    if current.observers:
+        observed_operation("gemm", locals())
+    else:
+        current.device.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias)
+
+
+def gemm_strided_batched(
+    c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False, causal: str = ""
+) -> None:
+    """CpuDevice.gemm_strided_batched."""
+    if current.observers:
+        observed_operation("gemm_strided_batched", locals())
+    else:
+        current.device.gemm_strided_batched(c, a, b, m, n, k, count, trans_a, trans_b, causal)
+
+
+def fill_zero(array) -> None:
+    """CpuDevice.fill_zero."""
+    if current.observers:
+        observed_operation("fill_zero", locals())
+    else:
+        current.device.fill_zero(array)
+
+
+def copy(dst, src) -> None:
+    """CpuDevice.copy."""
+    if current.observers:
+        observed_operation("copy", locals())
+    else:
+        current.device.copy(dst, src)
 
 
 def zeros(shape, dtype=np.float32):
     """A device array of zeros."""
     array = current.device.empty(shape, dtype)
-    current.device.fill_zero(array)
+    fill_zero(array)
     return array
+
+
+def reserve(needed: dict[str, int]) -> None:
+    """Makes room for scratch: for each purpose that many bytes, so that `scratch` need not allocate in a step."""
+    for purpose, size in needed.items():
+        if size:
+            scratch(purpose, (size,), np.uint8)
+
+
+def scratch(purpose: str, shape: tuple[int, ...], dtype):
+    """A device array, uninitialised, for numbers that a launcher needs only between its own launches. Each purpose has
+    a region of memory. A region must not be used by work on both streams.
+
+    A region becomes larger if it must. The old one then stays, because a recorded step may still use it.
+    """
+    regions, dtype = current.device.regions, np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    if not regions[purpose] or regions[purpose][-1].size < size:
+        regions[purpose].append(current.device.empty((size,), np.uint8))
+    return regions[purpose][-1][:size].view(dtype).reshape(shape)
 
 
 def constant(values: tuple[int, ...], dtype):

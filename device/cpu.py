@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -44,8 +45,10 @@ class CpuDevice:
     in_communication = False
 
     def __init__(self):
+        self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], cpp.Module] = {}
         self.constants: dict[tuple, np.ndarray] = {}
+        self.regions: dict[str, list] = defaultdict(list)  # of device.scratch
         cpp.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
         cores = cpp.threads()
         keep_openblas_to_one_thread()
@@ -152,8 +155,8 @@ class CpuDevice:
         """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. Either a, b and c are fp32,
         and the product is in TF32 if `tf32` is true; or a and b are bf16, and c is bf16 or fp32. Sums are always fp32.
 
-        With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias: for bf16
-        matrices only, bf16 (n,). It is added to every row before the row is rounded.
+        With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias (n,), of the
+        type of a and b, is added to every row before the row is rounded.
         """
         self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
@@ -183,7 +186,7 @@ class CpuDevice:
             else:
                 self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
         if bias is not None:
-            matrix(wide[0], m, n, False)[0] += from_bf16(bias)
+            matrix(wide[0], m, n, False)[0] += from_bf16(bias) if bias.dtype == BF16 else bias
         if wide[0] is not flat[0]:
             flat[0][:] = to_bf16(wide[0])
 

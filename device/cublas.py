@@ -43,6 +43,7 @@ class Cublas:
         """Sets cuBLAS's math mode. Without it cuBLAS could split a bf16 product's sum, and add up the parts in bf16."""
         for handle in self.handles:
             self.cupy_calls.setMathMode(handle, MATH_MODES[precision])
+        self.lt.precision = precision
 
     @property
     def handle(self) -> int:
@@ -71,7 +72,7 @@ class Cublas:
         self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
         bias=None,
     ) -> None:  # fmt: skip
-        if a.dtype == BF16:
+        if a.dtype == BF16 or bias is not None:
             here = self.streams[self.at], self.workspaces[self.at], self.calls is self.captured_calls
             self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, *here)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,8 +40,10 @@ class CudaDevice:
         self.multiprocessors = self.properties["multiProcessorCount"]
         self.shared_memory = self.properties["sharedMemPerBlockOptin"]
         self.compute_capability = self.properties["major"] * 10 + self.properties["minor"]
+        self.kernels: dict[tuple[Path, str, np.dtype], Callable[..., None]] = {}  # which Source.launch has found
         self.modules: dict[tuple[Path, np.dtype], Any] = {}
         self.constants: dict[tuple, Any] = {}
+        self.regions: dict[str, list] = defaultdict(list)  # of device.scratch
         self.opened: dict[str, int] = {}
         # Streams of our own, because the default stream cannot be captured into a graph. The main stream has priority
         # over the side stream, because more work waits for it. The other two are for communication between GPUs: work
@@ -248,11 +251,11 @@ class CudaKernel:
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         if shared_mem > self.shared_limit:
-            self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
-        self.launch(grid, block, args, shared_mem)
-
-    def launch(self, grid: tuple, block: tuple, args: tuple, shared_mem: int) -> None:
+            self.allow(shared_mem)
         self.raw(grid, block, args, shared_mem=shared_mem)
+
+    def allow(self, shared_mem: int) -> None:
+        self.raw.max_dynamic_shared_size_bytes = self.shared_limit = shared_mem
 
 
 class ProgrammaticKernel(CudaKernel):
@@ -264,12 +267,14 @@ class ProgrammaticKernel(CudaKernel):
         super().__init__(raw)
         self.device, self.function = device, ctypes.c_void_p(raw.kernel.ptr)
 
-    def launch(self, grid: tuple, block: tuple, args: tuple, shared_mem: int) -> None:
+    def __call__(self, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         stream = self.device.stream
         if stream in self.device.waiting:
             self.device.waiting.remove(stream)
-            super().launch(grid, block, args, shared_mem)
+            super().__call__(grid, block, args, shared_mem)
             return
+        if shared_mem > self.shared_limit:
+            self.allow(shared_mem)
         values = (ctypes.c_int64 * len(args))(*map(bits_of, args))  # a kernel reads only the bytes of its parameter
         first = ctypes.addressof(values)
         addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))

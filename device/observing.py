@@ -1,22 +1,20 @@
-"""An observer in front of a device: it sees all kernel launches, matrix products, memsets and copies, and what each of
-them reads and writes."""
+"""Observers of the device in use: they see all kernel launches, matrix products, memsets and copies, and what each
+of them reads and writes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from device import current
-from device.sources import READS, SETS, UPDATES, kernel_accesses
 
-# The parameters of the operations that are not kernels. Each operation writes its first parameter.
+READS, SETS, UPDATES = "reads", "sets", "updates"
+
+# The arrays of the operations that are not kernels. Each operation writes the first one.
 OPERATIONS = {
-    "gemm": ("c", "a", "b", "m", "n", "k", "trans_a", "trans_b", "beta", "bias"),
-    "gemm_strided_batched": ("c", "a", "b", "m", "n", "k", "count", "trans_a", "trans_b", "causal"),
-    "fill_zero": ("array",),
+    "gemm": ("c", "a", "b", "bias"), "gemm_strided_batched": ("c", "a", "b"), "fill_zero": ("array",),
     "copy": ("dst", "src"),
-}
-DEFAULTS = {"trans_a": False, "trans_b": False, "beta": 0.0, "bias": None, "causal": ""}
+}  # fmt: skip
 
 ACCESSES: dict[str, dict[str, str | None]] = {}  # of the kernels that have been observed, as kernel_accesses gives them
 
@@ -27,58 +25,35 @@ Observer = Callable[[str, dict[str, Any], Callable[[], None]], None]
 def observe(observer: Observer) -> Iterator[None]:
     """Within the block, the device calls `observer(name, arguments, work)` in place of every kernel launch, matrix
     product, memset and copy. The observer must call `work()`, which does it. name: the kernel's, or one of OPERATIONS.
-    arguments: by the names of the parameters. The observer does not see what a recording replays (`use_recording`)."""
-    observed = current.device
-    current.switch(ObservedDevice(observed, observer))
+    arguments: by the names of the parameters. The observer does not see what a recording replays (`use_recording`).
+
+    Within an inner block, the inner observer comes first, and its `work()` calls the outer one."""
+    outer = current.observers
+    current.observers = [*outer, observer]
     try:
         yield
     finally:
-        current.switch(observed)
+        current.observers = outer
 
 
-def unobserved() -> Any:
-    """The device in use, without the observers in front of it."""
-    device = current.device
-    while isinstance(device, ObservedDevice):
-        device = device.device
-    return device
+def observed(name: str, arguments: dict[str, Any], work: Callable[[], None]) -> None:
+    """Gives a launch or an operation to the observers."""
+    for observer in current.observers:
+        work = partial(observer, name, arguments, work)
+    work()
 
 
-class ObservedDevice:
-    """A device with an observer in front of it."""
-
-    def __init__(self, device: Any, observer: Observer):
-        self.device, self.observer = device, observer
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.device, name)
-        return self.observed(name, found) if name in OPERATIONS else found
-
-    def observed(self, name: str, operation: Callable[..., None]) -> Callable[..., None]:
-        def call(*given, **named) -> None:
-            parameters = OPERATIONS[name]
-            arguments = {key: DEFAULTS[key] for key in parameters if key in DEFAULTS}
-            arguments |= dict(zip(parameters, given, strict=False)) | named
-            self.observer(name, arguments, lambda: operation(*given, **named))
-
-        return call
-
-    def kernel(self, path: Path, name: str) -> Callable[..., None]:
-        kernel, parameters = self.device.kernel(path, name), kernel_accesses(path)[name]
-        ACCESSES[name] = parameters
-
-        def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
-            arguments = dict(zip(parameters, args, strict=True))
-            self.observer(name, arguments, lambda: kernel(grid, block, args, shared_mem))
-
-        return launch
+def observed_operation(name: str, arguments: dict[str, Any]) -> None:
+    """Gives one of OPERATIONS to the observers."""
+    observed(name, arguments, partial(getattr(current.device, name), **arguments))
 
 
 def accesses(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     """For a launch that an observer sees, what it does with each of its arrays: it READS the array, SETS all of it
     without reading it, or UPDATES it."""
     if name in OPERATIONS:
-        written = UPDATES if arguments.get("beta") else SETS
-        arrays = [key for key in OPERATIONS[name] if key in ("a", "b", "c", "bias", "array", "dst", "src")]
-        return {key: READS if i else written for i, key in enumerate(arrays) if arguments[key] is not None}
-    return {key: access for key, access in ACCESSES[name].items() if access and arguments[key] is not None}
+        written, *read = OPERATIONS[name]
+        of_all = {written: UPDATES if arguments.get("beta") else SETS} | dict.fromkeys(read, READS)
+    else:
+        of_all = ACCESSES[name]
+    return {key: access for key, access in of_all.items() if access and arguments[key] is not None}

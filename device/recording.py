@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from device import current
-from device.observing import accesses, observe
-from device.sources import READS, SETS, UPDATES
+from device.observing import READS, SETS, UPDATES, accesses, observe
 
 Range = tuple[int, int]  # addresses of bytes: start, end
 

@@ -6,41 +6,47 @@ from collections.abc import Callable
 from pathlib import Path
 
 from device import current
+from device.observing import ACCESSES, READS, SETS, UPDATES, observed
 
-READS, SETS, UPDATES = "reads", "sets", "updates"
+imported: list["Source"] = []  # the files beside the modules of launchers that have been imported
 
 
 def source(python_file: str | Path, needed: Callable[[], bool] = lambda: True) -> "Source":
     """The .cu file beside a module of launchers: `cu = device.source(__file__)`. needed: whether the launchers take
     kernels from it on the device in use. If not, device.compile_all leaves it out."""
     found = Source(Path(python_file).with_suffix(".cu"), needed)
-    current.sources.append(found)
+    imported.append(found)
     return found
 
 
 class Source:
-    """A .cu file whose kernels are its attributes: `source.some_kernel(grid, block, args, shared_mem=0)` launches one.
-
-    grid and block are tuples; args are device arrays for pointers, Python ints for integers and np.float32 for floats.
-    The file is compiled for the device in use when somebody first calls a kernel or asks for the warp size.
-    """
+    """A .cu file, `path`. It is compiled for the device in use when somebody first launches a kernel of it or asks for
+    the warp size."""
 
     def __init__(self, path: Path, needed: Callable[[], bool] = lambda: True):
-        self._path, self._needed = path, needed
+        self.path, self.needed = path, needed
 
-    @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
-    def needed(self) -> bool:
-        return self._needed()
+    def launch(self, name: str, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+        """Launches the kernel of this name on the device in use. grid and block have one to three sizes. args are
+        device arrays for pointers, Python ints for integers and np.float32 for floats. shared_mem: bytes of dynamic
+        shared memory."""
+        device = current.device
+        key = self.path, name, device.floatX
+        kernel = device.kernels.get(key)
+        if kernel is None:
+            kernel = device.kernels[key] = device.kernel(self.path, name)
+        if current.observers:
+            ACCESSES[name] = parameters = kernel_accesses(self.path)[name]
+            arguments = dict(zip(parameters, args, strict=True))
+            observed(name, arguments, functools.partial(kernel, grid, block, args, shared_mem))
+        else:
+            kernel(grid, block, args, shared_mem)
 
     @property
     def warp_size(self) -> int:
         """Lanes in a warp of this file's kernels: 32 on CUDA, 1 on the CPU. With LLMC_CPU_WARP=32, or if the file
         itself fixes WARP_SIZE, 32 on the CPU, too."""
-        return current.device.warp_size(self._path)
+        return current.device.warp_size(self.path)
 
     @property
     def width(self) -> int:
@@ -62,17 +68,6 @@ class Source:
         """Threads for a block in which `needed` of them have work. On a GPU a block has `most`. On the CPU idle threads
         take time, so there it has at most as many as are needed."""
         return most if self.warp_size > 1 else min(most, needed)
-
-    def __getattr__(self, name: str) -> Callable:
-        kernel = current.device.kernel(self._path, name)
-        setattr(self, name, kernel)  # found without a lookup from now on
-        return kernel
-
-    def forget(self) -> None:
-        """Looks every kernel up again when it is next called."""
-        path, needed = self._path, self._needed
-        self.__dict__.clear()
-        self._path, self._needed = path, needed
 
 
 def cuda_source(path: Path) -> str:

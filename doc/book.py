@@ -21,8 +21,8 @@ from html import escape, unescape
 
 from device.errors import UserError
 from doc.ladder import kept_elsewhere, kept_measurement, with_tables
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "doc"
@@ -70,18 +70,13 @@ def page_of(path: Path) -> Path | None:
     return inside.with_suffix(".html") if path.suffix == ".md" else inside.with_name(inside.name + ".html")
 
 
-def line_of(path: Path, code: str) -> int | None:
-    """The first line of a file that holds the code."""
-    return next((n for n, line in enumerate(path.read_text().splitlines(), 1) if code in line), None)
-
-
 def relative(there: Path, here: Path) -> str:
     return Path(os.path.relpath(there, here.parent)).as_posix()
 
 
-def link(path: Path, target: str, text: str, used: set[Path]) -> str | None:
+def link(path: Path, target: str, used: set[Path]) -> str | None:
     """The address in the book of what a page of the repository links to; None for what the book does not have. The
-    file is added to those that are used. text: the link's own, in HTML, which may quote code."""
+    file is added to those that are used."""
     if re.match(r"\w+:", target) or target.startswith("#"):
         return target
     file, _, anchor = target.partition("#")
@@ -91,10 +86,7 @@ def link(path: Path, target: str, text: str, used: set[Path]) -> str | None:
         return None
     used.add(there)
     if place.suffix == ".html" and there.suffix != ".md":
-        quoted = re.fullmatch(r"[\w.]+(?::\d+)?: <code>(.*)</code>", text, re.S)
-        line = line_of(there, unescape(quoted[1])) if quoted else None
-        line = line or (int(anchor[1:]) if re.fullmatch(r"L\d+", anchor) else None)
-        anchor = f"L-{line}" if line else ""
+        anchor = anchor.replace("L", "L-", 1)
     return relative(place, page_of(path)) + (f"#{anchor}" if anchor else "")
 
 
@@ -103,11 +95,11 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
     used: set[Path] = set()
 
     def anchor(found: re.Match) -> str:
-        address = link(path, unescape(found[1]), found[2], used)
+        address = link(path, unescape(found[1]), used)
         return found[2] if address is None else f'<a href="{escape(address)}">{found[2]}</a>'
 
     def picture(found: re.Match) -> str:
-        return f'{found[1]}{escape(link(path, unescape(found[2]), "", used) or found[2])}"'
+        return f'{found[1]}{escape(link(path, unescape(found[2]), used) or found[2])}"'
 
     body = pandoc(with_tables(path.read_text(), kept_measurement(), kept_elsewhere()), MARKDOWN)
     body = re.sub(r'<a\s+href="([^"]*)"[^>]*>(.*?)</a>', anchor, body, flags=re.S)

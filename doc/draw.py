@@ -14,8 +14,8 @@ import importlib
 from collections.abc import Callable
 
 from device.errors import UserError
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 DOC = Path(__file__).resolve().parent
 SHARED = {"__init__", "figure", "launches", "operands", "rung"}

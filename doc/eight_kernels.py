@@ -14,8 +14,8 @@ import os
 
 import device
 from device.errors import UserError
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def floats(values):
 def index() -> None:
     """Three blocks of eight threads."""
     block, thread = device.zeros((24,), np.int32), device.zeros((24,), np.int32)
-    cu.index_kernel((3,), (8,), (block, thread))
+    cu.launch("index_kernel", (3,), (8,), (block, thread))
     print("i           ", row(range(24)))
     print("blockIdx.x  ", row(device.to_host(block)))
     print("threadIdx.x ", row(device.to_host(thread)))
@@ -43,7 +43,7 @@ def guard() -> None:
     """Ten numbers, so two blocks of eight threads: six of the sixteen do nothing."""
     n, block = 10, 8
     x, y = floats(range(n)), floats([-1] * 16)  # y is longer than it need be, to see what is not written
-    cu.guard_kernel((device.ceil_div(n, block),), (block,), (y, x, n))
+    cu.launch("guard_kernel", (device.ceil_div(n, block),), (block,), (y, x, n))
     print("i ", row(range(16)))
     print("y ", row(device.to_host(y)))
 
@@ -52,7 +52,7 @@ def matrix() -> None:
     """5 x 10 elements; a block has 4 x 2 threads, so the grid has 3 x 3 blocks."""
     N, C = 5, 10
     who = device.zeros((N, C), np.int32)
-    cu.matrix_kernel((device.ceil_div(C, 4), device.ceil_div(N, 2)), (4, 2), (who, N, C))
+    cu.launch("matrix_kernel", (device.ceil_div(C, 4), device.ceil_div(N, 2)), (4, 2), (who, N, C))
     for n, blocks in enumerate(device.to_host(who)):
         print(f"row {n}  blocks", row(blocks))
 
@@ -61,7 +61,7 @@ def shared() -> None:
     """Two blocks; each has a shared memory of its own."""
     x = floats(range(16))
     y = floats([0] * 16)
-    cu.shared_kernel((2,), (8,), (y, x))
+    cu.launch("shared_kernel", (2,), (8,), (y, x))
     print("x ", row(device.to_host(x)))
     print("y ", row(device.to_host(y)))
 
@@ -69,7 +69,7 @@ def shared() -> None:
 def barrier() -> None:
     """Eight numbers become one, in three rounds."""
     rounds = floats(np.zeros((4, 8)))
-    cu.barrier_kernel((1,), (8,), (rounds, floats(range(1, 9))))
+    cu.launch("barrier_kernel", (1,), (8,), (rounds, floats(range(1, 9))))
     for half, sums in zip(("start", "half 4", "half 2", "half 1"), device.to_host(rounds), strict=True):
         print(f"{half:7}", row(sums))
 
@@ -77,7 +77,7 @@ def barrier() -> None:
 def shuffle() -> None:
     """32 numbers become 32 times their sum, in five rounds."""
     rounds = floats(np.zeros((6, 32)))
-    cu.shuffle_kernel((1,), (32,), (rounds, floats(range(32))))
+    cu.launch("shuffle_kernel", (1,), (32,), (rounds, floats(range(32))))
     for offset, sums in zip(("start", 16, 8, 4, 2, 1), device.to_host(rounds), strict=True):
         print(f"{offset if offset == 'start' else f'xor {offset}':7}", row(sums))
 
@@ -85,7 +85,7 @@ def shuffle() -> None:
 def race() -> None:
     """The differences of 0, 1, 4, 9, 16 ... are the odd numbers, if every left neighbour has come first."""
     y = floats([0] * 64)
-    cu.race_kernel((1,), (64,), (y, floats([i * i for i in range(64)])))
+    cu.launch("race_kernel", (1,), (64,), (y, floats([i * i for i in range(64)])))
     result = device.to_host(y)
     print("y ", row(result[:20]), "...")
     wrong = int((result[1:] != np.arange(1, 64) * 2 - 1).sum())
@@ -98,7 +98,7 @@ def warps() -> None:
         use_warps_of(lanes)
         total, lane_of = floats([0]), device.zeros((40,), np.int32)
         threads = cu.block(32)
-        cu.warps_kernel((1,), (threads,), (total, lane_of, floats(range(40)), 40))
+        cu.launch("warps_kernel", (1,), (threads,), (total, lane_of, floats(range(40)), 40))
         print(f"{threads} thread{'s' * (threads > 1)}; lane of each number:")
         for half in np.split(device.to_host(lane_of), 2):
             print("  ", row(half))

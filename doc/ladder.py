@@ -12,7 +12,7 @@ whose name ends in _bf16 have arrays of that type, and are given numbers that it
   is still in L2, and compared with what the same GPU does at best: a large copy, a large matrix product in TF32 or in
   bf16. A rung that this GPU cannot run says what it needs: before compute capability 8.0 there are no tensor cores for
   TF32 and bf16;
-- on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope.py): the bytes of the 32-byte sectors
+- on a CPU the microscope counts what it asks of a GPU's memory (dev/microscope): the bytes of the 32-byte sectors
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
 
@@ -37,16 +37,16 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import device
-from dev.ceilings import measure_ceilings
-from dev.ceilings import seconds as best_seconds
-from dev.microscope import columns, lines_of, race_lines
-from dev.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
+from dev.bench.ceilings import measure_ceilings
+from dev.bench.ceilings import seconds as best_seconds
+from dev.microscope.report import columns, lines_of, race_lines
+from dev.microscope.watch import FILES, SECTOR, Watched, use_microscope, watch_kernel
 from device.errors import UserError
 from doc.rungs import TOPICS, Rung, Topic
 from kernels.reduce import MOST_PARTIALS
-from llmc.arguments import Parser
-from llmc.files import replacing
-from llmc.program import run_program
+from llmc.files.files import replacing
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 import numpy as np
 
@@ -186,7 +186,6 @@ def seconds(name: str, rung: Rung, rounds: int = 9) -> float:
 
     def timed(repeats: int) -> Callable[[], float]:
         def work() -> None:
-            cu.forget()  # whoever records this call must see its kernels, not the one who recorded the call before
             for _ in range(repeats):
                 for arrays in sets:
                     rung.launch(cu, arrays)

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import json
 
 import device
-from dev.ceilings import seconds
+from dev.bench.ceilings import seconds
 from device.errors import UserError
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 import numpy as np
 
@@ -49,8 +49,8 @@ def latency(kind: str) -> float:
     def follow(steps: int) -> float:
         if kind == "shared memory":
             arguments = (place, next_place, next_place.size, steps)
-            return seconds(lambda: cu.shared_chain_kernel((1,), (1,), arguments), calls=1, rounds=9)
-        return seconds(lambda: cu.chain_kernel((1,), (1,), (place, next_place, steps)), calls=1, rounds=9)
+            return seconds(lambda: cu.launch("shared_chain_kernel", (1,), (1,), arguments), calls=1, rounds=9)
+        return seconds(lambda: cu.launch("chain_kernel", (1,), (1,), (place, next_place, steps)), calls=1, rounds=9)
 
     return (follow(2 * STEPS) - follow(STEPS)) / STEPS  # the launch and the way into shared memory cancel
 
@@ -60,7 +60,7 @@ def copy_speed(warps: int) -> float:
     inp, out = device.zeros((COPIED // 4,)), device.zeros((COPIED // 4,))
     blocks = device.multiprocessors * device.ceil_div(warps, 16)
     threads = 32 * min(16, warps)
-    return 2 * COPIED / seconds(lambda: cu.copy_kernel((blocks,), (threads,), (out, inp, inp.size)), calls=2)
+    return 2 * COPIED / seconds(lambda: cu.launch("copy_kernel", (blocks,), (threads,), (out, inp, inp.size)), calls=2)
 
 
 def main() -> None:

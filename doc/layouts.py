@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from itertools import product
 
 import device
-from dev.ceilings import random_array, seconds
+from dev.bench.ceilings import random_array, seconds
 from device.errors import UserError
 from kernels.matmul import transpose
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 N, C = 4096, 768
 SHAPES = {

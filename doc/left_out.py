@@ -28,15 +28,15 @@ from collections.abc import Callable
 from functools import partial
 
 import device
-from dev.bench_attention import median_us
-from dev.ceilings import random_array
-from dev.microscope import columns
+from dev.bench.attention import median_us
+from dev.bench.ceilings import random_array
+from dev.microscope.report import columns
 from device.bf16 import DEFINES, floatX_of
 from device.cuda import NVRTC_OPTIONS
 from device.errors import UserError
-from llmc.arguments import Parser
-from llmc.files import replacing
-from llmc.program import run_program
+from llmc.files.files import replacing
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL = ROOT / "kernels" / "flash_attention.cu"
@@ -362,8 +362,8 @@ class Variants:
         self.operand_bytes = 128 * HS * 2 if bf16 else 0  # of a block's queries in shared memory
 
     def launch(self, part: str, out, lse, qkv, B: int, T: int) -> None:
-        kernel, grid = getattr(self.sources[part], NAME), (B * NH, device.ceil_div(T, 128))
-        kernel(grid, (128,), (out, lse, qkv, T, NH, NH), shared_mem=self.operand_bytes)
+        grid, args = (B * NH, device.ceil_div(T, 128)), (out, lse, qkv, T, NH, NH)
+        self.sources[part].launch(NAME, grid, (128,), args, shared_mem=self.operand_bytes)
 
     def times(self, B: int, T: int, parts: list[str]) -> dict[str, float]:
         """Microseconds of each variant. They are measured in turn, again and again: a GPU's clock changes as it
@@ -392,8 +392,8 @@ class Variants:
         """FLOP/s of a loop of nothing but products."""
         blocks = 2 * device.multiprocessors
         out = device.zeros((blocks * 128,))
-        kernel = self.sources["products"].products_kernel
-        us = timed(device.record(lambda: kernel((blocks,), (128,), (out, PRODUCTS_ROUNDS))))
+        launch = partial(self.sources["products"].launch, "products_kernel", (blocks,), (128,), (out, PRODUCTS_ROUNDS))
+        us = timed(device.record(launch))
         return blocks * 4 * 8 * PRODUCTS_ROUNDS * product_size(self.precision) / (us * 1e-6)
 
 

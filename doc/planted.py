@@ -18,8 +18,8 @@ import subprocess
 import tempfile
 
 from device.errors import UserError
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "doc" / "14-trusting-it.md"
@@ -49,7 +49,7 @@ MISTAKES = {
 
 REPORTED = 99  # the exit status of a program that a sanitizer ends
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-RACES = [sys.executable, "dev/microscope.py", "layernorm_backward", "--races", "--shape", "B=8,T=300"]
+RACES = [sys.executable, "dev/microscope", "layernorm_backward", "--races", "--shape", "B=8,T=300"]
 CHECKS = {
     "numbers and guard zones": [*PYTEST, "tests/test_layernorm.py"],
     "orders of threads": [*PYTEST, "tests/test_thread_order.py", "-k", "again or (softmax and odd and not llama)"],

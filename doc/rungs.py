@@ -18,7 +18,7 @@ from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import layernorm_backward, layernorm_forward
 from kernels.matmul import transpose
 from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, rows_per_chunk
-from llmc.dataloader import sort_by_token
+from llmc.data.dataloader import sort_by_token
 
 import numpy as np
 
@@ -78,12 +78,15 @@ TOPICS["copy"] = Topic(
     bytes=lambda s: 8 * s.n,
     rungs=[
         Rung("run_a_thread_kernel",
-             lambda cu, a: cu.run_a_thread_kernel(grid(a.n, block=32 * 256), (256,), (a.out, a.inp, a.n))),
-        Rung("float_a_thread_kernel", lambda cu, a: cu.float_a_thread_kernel(grid(a.n), (256,), (a.out, a.inp, a.n))),
+             lambda cu, a: cu.launch("run_a_thread_kernel", grid(a.n, block=32 * 256), (256,), (a.out, a.inp, a.n))),
+        Rung("float_a_thread_kernel",
+             lambda cu, a: cu.launch("float_a_thread_kernel", grid(a.n), (256,), (a.out, a.inp, a.n))),
         Rung("float4_a_thread_kernel",
-             lambda cu, a: cu.float4_a_thread_kernel(grid(a.n, block=1024), (256,), (a.out, a.inp, a.n)), fours=True),
+             lambda cu, a: cu.launch("float4_a_thread_kernel", grid(a.n, block=1024), (256,), (a.out, a.inp, a.n)),
+             fours=True),
         Rung("four_loads_kernel",
-             lambda cu, a: cu.four_loads_kernel(grid(a.n, block=4096), (256,), (a.out, a.inp, a.n)), fours=True),
+             lambda cu, a: cu.launch("four_loads_kernel", grid(a.n, block=4096), (256,), (a.out, a.inp, a.n)),
+             fours=True),
         # In a graph a copy is left to the copy engines, which are slower than the multiprocessors.
         Rung("cudaMemcpyAsync", lambda cu, a: device.copy(a.out, a.inp), "NVIDIA's own.", recorded=False),
     ],
@@ -96,8 +99,8 @@ def in_chunks(kernel: str, width: int = 1) -> Launch:
     def launch(cu: device.Source, a: SimpleNamespace) -> None:
         rows = ceil_div(a.N, 64)
         chunks = ceil_div(a.N, rows)
-        getattr(cu, kernel)(grid(a.C, chunks, block=64 * width), (64,), (a.scratch, a.inp, a.N, a.C, rows))
-        cu.second_stage_kernel(grid(a.C, block=64), (64,), (a.out, a.scratch, chunks, a.C))
+        cu.launch(kernel, grid(a.C, chunks, block=64 * width), (64,), (a.scratch, a.inp, a.N, a.C, rows))
+        cu.launch("second_stage_kernel", grid(a.C, block=64), (64,), (a.out, a.scratch, chunks, a.C))
 
     return launch
 
@@ -109,14 +112,16 @@ TOPICS["column_sum"] = Topic(
     bytes=lambda s: 4 * s.N * s.C,
     rungs=[
         Rung("thread_a_column_kernel",
-             lambda cu, a: cu.thread_a_column_kernel(grid(a.C, block=64), (64,), (a.out, a.inp, a.N, a.C))),
-        Rung("block_a_column_kernel", lambda cu, a: cu.block_a_column_kernel((a.C,), (256,), (a.out, a.inp, a.N, a.C))),
+             lambda cu, a: cu.launch("thread_a_column_kernel", grid(a.C, block=64), (64,), (a.out, a.inp, a.N, a.C))),
+        Rung("block_a_column_kernel",
+             lambda cu, a: cu.launch("block_a_column_kernel", (a.C,), (256,), (a.out, a.inp, a.N, a.C))),
         Rung("atomics_kernel",
-             lambda cu, a: cu.atomics_kernel(
-                 grid(a.C, 64, block=64), (64,), (a.out, a.inp, a.N, a.C, ceil_div(a.N, 64))), ordered=False),
+             lambda cu, a: cu.launch(
+                 "atomics_kernel", grid(a.C, 64, block=64), (64,), (a.out, a.inp, a.N, a.C, ceil_div(a.N, 64))),
+             ordered=False),
         Rung("chunks_kernel", in_chunks("chunks_kernel")),
         Rung("float4_kernel", in_chunks("float4_kernel", 4), fours=True),
-        Rung("column_sum of kernels/reduce.py", lambda cu, a: column_sum(a.out, a.scratch, a.inp, a.N, a.C),
+        Rung("column_sum of kernels/reduce.py", lambda cu, a: column_sum(a.out, a.inp, a.N, a.C),
              "As many chunks as fill the GPU, and a second stage in which threads share the chunks of a column."),
     ],
 )  # fmt: skip
@@ -129,8 +134,9 @@ def normalised(a: SimpleNamespace) -> dict:
 
 
 def layernorm_rung(kernel: str, grid_of: Callable, block: tuple, fours: bool = False) -> Rung:
-    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
-        grid_of(a.N), block, (a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, a.N, a.C)), fours=fours)  # fmt: skip
+    return Rung(kernel, lambda cu, a: cu.launch(
+        kernel, grid_of(a.N), block, (a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, a.N, a.C)),
+        fours=fours)  # fmt: skip
 
 
 TOPICS["layernorm_forward"] = Topic(
@@ -144,7 +150,7 @@ TOPICS["layernorm_forward"] = Topic(
         layernorm_rung("warp_a_row_kernel", lambda N: grid(N, block=8), (32, 8)),
         layernorm_rung("registers_kernel", lambda N: grid(N, block=8), (32, 8), fours=True),
         Rung("layernorm_forward of kernels/layernorm.py",
-             lambda cu, a: layernorm_forward(a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, 1, a.N, a.C),
+             lambda cu, a: layernorm_forward(a.out, (a.mean, a.rstd), a.inp, (a.weight, a.bias), 1, a.N, a.C),
              "A block a row, four channels a thread: rows of any length, which wait in shared memory."),
     ],
 )  # fmt: skip
@@ -157,24 +163,33 @@ def layernorm_gradients(a: SimpleNamespace) -> dict:
 
 
 def thread_a_row(cu: device.Source, a: SimpleNamespace) -> None:
-    cu.thread_a_row_kernel(grid(a.N, block=64), (64,), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C))
-    cu.thread_a_column_kernel(
-        grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.dout, a.inp, a.mean, a.rstd, a.N, a.C)
+    cu.launch(
+        "thread_a_row_kernel", grid(a.N, block=64), (64,), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
+    )
+    cu.launch(
+        "thread_a_column_kernel", grid(a.C, block=64), (64,),
+        (a.dweight, a.dbias, a.dout, a.inp, a.mean, a.rstd, a.N, a.C)
     )
 
 
 def warp_a_row(cu: device.Source, a: SimpleNamespace) -> None:
     rows = ceil_div(a.N, 64)
     chunks = ceil_div(a.N, rows)
-    cu.warp_a_row_kernel(grid(a.N, block=8), (32, 8), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C))
-    cu.chunks_kernel(grid(a.C, chunks, block=64), (64,), (a.scratch, a.dout, a.inp, a.mean, a.rstd, a.N, a.C, rows))
-    cu.second_stage_kernel(grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, chunks, a.C))
+    cu.launch(
+        "warp_a_row_kernel", grid(a.N, block=8), (32, 8), (a.dinp, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
+    )
+    cu.launch(
+        "chunks_kernel", grid(a.C, chunks, block=64), (64,), (a.scratch, a.dout, a.inp, a.mean, a.rstd, a.N, a.C, rows)
+    )
+    cu.launch("second_stage_kernel", grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, chunks, a.C))
 
 
 def one_pass(cu: device.Source, a: SimpleNamespace) -> None:
     blocks = min(MOST_PARTIALS, a.N)
-    cu.one_pass_kernel((blocks,), (256,), (a.dinp, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C))
-    cu.second_stage_kernel(grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, blocks, a.C))
+    cu.launch(
+        "one_pass_kernel", (blocks,), (256,), (a.dinp, a.scratch, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)
+    )
+    cu.launch("second_stage_kernel", grid(a.C, block=64), (64,), (a.dweight, a.dbias, a.scratch, blocks, a.C))
 
 
 TOPICS["layernorm_backward"] = Topic(
@@ -186,13 +201,13 @@ TOPICS["layernorm_backward"] = Topic(
     rungs=[
         Rung("thread_a_row_kernel", thread_a_row),
         Rung("atomics_kernel",
-             lambda cu, a: cu.atomics_kernel(grid(a.N, block=8), (32, 8), (
+             lambda cu, a: cu.launch("atomics_kernel", grid(a.N, block=8), (32, 8), (
                  a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C)), ordered=False),
         Rung("warp_a_row_kernel", warp_a_row),
         Rung("one_pass_kernel", one_pass),
         Rung("layernorm_backward of kernels/layernorm.py",
              lambda cu, a: layernorm_backward(
-                 a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, 1, a.N, a.C, scratch=a.scratch),
+                 a.dinp, (a.dweight, a.dbias), a.dout, a.inp, (a.weight, None), (a.mean, a.rstd), 1, a.N, a.C),
              "A warp a row finds the two means, then a thread with four columns walks down the block's rows: two "
              "barriers for as many rows as there are warps."),
     ],
@@ -205,7 +220,7 @@ def product_rung(kernel: str, block: tuple, rows: int, columns: int, **options) 
     def launch(cu: device.Source, a: SimpleNamespace) -> None:
         down, across = ceil_div(a.M, rows), ceil_div(a.N, columns)
         blocks = (down, across) if kernel == "naive_kernel" else (across, down)
-        getattr(cu, kernel)(blocks, block, (a.c, a.a, a.b, a.M, a.N, a.K))
+        cu.launch(kernel, blocks, block, (a.c, a.a, a.b, a.M, a.N, a.K))
 
     return Rung(kernel, launch, **options)
 
@@ -248,14 +263,14 @@ TOPICS["transpose"] = Topic(
     reference=lambda a: {"out": a.inp.T},
     bytes=lambda s: 8 * s.N * s.C,
     rungs=[
-        Rung("rows_in_kernel", lambda cu, a: cu.rows_in_kernel(
-            (ceil_div(a.C, 32), ceil_div(a.N, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
-        Rung("rows_out_kernel", lambda cu, a: cu.rows_out_kernel(
-            (ceil_div(a.N, 32), ceil_div(a.C, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
-        Rung("tile_kernel", lambda cu, a: cu.tile_kernel(
-            (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
-        Rung("padded_tile_kernel", lambda cu, a: cu.padded_tile_kernel(
-            (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("rows_in_kernel", lambda cu, a: cu.launch(
+            "rows_in_kernel", (ceil_div(a.C, 32), ceil_div(a.N, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("rows_out_kernel", lambda cu, a: cu.launch(
+            "rows_out_kernel", (ceil_div(a.N, 32), ceil_div(a.C, 8)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("tile_kernel", lambda cu, a: cu.launch(
+            "tile_kernel", (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
+        Rung("padded_tile_kernel", lambda cu, a: cu.launch(
+            "padded_tile_kernel", (ceil_div(a.C, 32), ceil_div(a.N, 32)), (32, 8), (a.out, a.inp, a.N, a.C))),
         Rung("transpose of kernels/matmul.py", lambda cu, a: transpose(a.out, a.inp, a.N, a.C),
              "Tiles of 64 x 64, which device memory gives and takes by 16 bytes."),
     ],
@@ -273,12 +288,12 @@ TOPICS["gelu"] = Topic(
     reference=gelu,
     bytes=lambda s: 8 * s.N * s.C,
     rungs=[
-        Rung("formula_kernel", lambda cu, a: cu.formula_kernel(
-            grid(a.N * a.C), (256,), (a.out, a.inp, a.bias, a.N * a.C, a.C))),
-        Rung("sigmoid_kernel", lambda cu, a: cu.sigmoid_kernel(
-            (a.N, ceil_div(a.C, 256)), (256,), (a.out, a.inp, a.bias, a.C))),
-        Rung("float4_kernel", lambda cu, a: cu.float4_kernel(
-            (a.N, ceil_div(a.C, 1024)), (256,), (a.out, a.inp, a.bias, a.C)), fours=True),
+        Rung("formula_kernel", lambda cu, a: cu.launch(
+            "formula_kernel", grid(a.N * a.C), (256,), (a.out, a.inp, a.bias, a.N * a.C, a.C))),
+        Rung("sigmoid_kernel", lambda cu, a: cu.launch(
+            "sigmoid_kernel", (a.N, ceil_div(a.C, 256)), (256,), (a.out, a.inp, a.bias, a.C))),
+        Rung("float4_kernel", lambda cu, a: cu.launch(
+            "float4_kernel", (a.N, ceil_div(a.C, 1024)), (256,), (a.out, a.inp, a.bias, a.C)), fours=True),
         Rung("gelu_forward of kernels/gelu.py", lambda cu, a: gelu_forward(a.out, a.inp, a.bias, a.N, a.C),
              "The same, for any C and any place of the bias."),
     ],
@@ -294,28 +309,28 @@ def gelu_gradients(a: SimpleNamespace) -> dict:
 
 
 def scattered(cu: device.Source, a: SimpleNamespace) -> None:
-    cu.scattered_kernel(grid(a.N * a.C), (256,), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
-    column_sum(a.dbias, a.scratch, a.dout, a.N, a.C)
+    cu.launch("scattered_kernel", grid(a.N * a.C), (256,), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
+    column_sum(a.dbias, a.dout, a.N, a.C)
 
 
 def kernel_a_result(cu: device.Source, a: SimpleNamespace) -> None:
-    cu.derivative_kernel((a.N, ceil_div(a.C, 256)), (256,), (a.dout, a.inp, a.bias, a.C))
+    cu.launch("derivative_kernel", (a.N, ceil_div(a.C, 256)), (256,), (a.dout, a.inp, a.bias, a.C))
     gelu_forward(a.out, a.inp, a.bias, a.N, a.C)
     transpose(a.out_T, a.out, a.N, a.C)
-    column_sum(a.dbias, a.scratch, a.dout, a.N, a.C)
+    column_sum(a.dbias, a.dout, a.N, a.C)
 
 
 def by_tiles(cu: device.Source, a: SimpleNamespace) -> None:
     tiles = ceil_div(a.C, 32), ceil_div(a.N, 32)
-    cu.tile_kernel(tiles, (32, 8), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
-    column_sum(a.dbias, a.scratch, a.dout, a.N, a.C)
+    cu.launch("tile_kernel", tiles, (32, 8), (a.dout, a.out_T, a.inp, a.bias, a.N, a.C))
+    column_sum(a.dbias, a.dout, a.N, a.C)
 
 
 def with_sums(cu: device.Source, a: SimpleNamespace) -> None:
     rows = rows_per_chunk(a.N, multiple=32)
     chunks = ceil_div(a.N, rows)
-    cu.sums_kernel(
-        (ceil_div(a.C, 32), chunks), (32, 8), (a.dout, a.out_T, a.scratch, a.inp, a.bias, a.N, a.C, rows)
+    cu.launch(
+        "sums_kernel", (ceil_div(a.C, 32), chunks), (32, 8), (a.dout, a.out_T, a.scratch, a.inp, a.bias, a.N, a.C, rows)
     )
     add_partials([a.dbias], a.scratch, chunks, a.C)
 
@@ -331,7 +346,7 @@ TOPICS["gelu_backward"] = Topic(
         Rung("tile_kernel", by_tiles),
         Rung("sums_kernel", with_sums),
         Rung("gelu_backward of kernels/gelu.py",
-             lambda cu, a: gelu_backward(a.dout, a.dbias, a.out_T, a.scratch, a.inp, a.bias, a.N, a.C),
+             lambda cu, a: gelu_backward(a.dout, a.dbias, a.out_T.T, a.inp, a.bias, a.N, a.C),
              "Four columns a thread: accesses of 16 bytes and tiles of 64 x 64."),
     ],
 )  # fmt: skip
@@ -361,12 +376,12 @@ TOPICS["embedding_backward"] = Topic(
     reference=embedding_gradient, others=tokens,
     bytes=lambda s: 4 * s.C * (s.N + 2 * different_tokens(s)),
     rungs=[
-        Rung("thread_a_channel_kernel", lambda cu, a: cu.thread_a_channel_kernel(
-            grid(a.C, block=64), (64,), (a.dwte, a.dout, a.inp, a.N, a.C))),
-        Rung("atomics_kernel", lambda cu, a: cu.atomics_kernel(
-            (a.N, ceil_div(a.C, 256)), (256,), (a.dwte, a.dout, a.inp, a.C)), ordered=False),
-        Rung("sorted_kernel", lambda cu, a: cu.sorted_kernel(
-            (a.N,), (256,), (a.dwte, a.dout, a.inp, a.order, a.count, a.C))),
+        Rung("thread_a_channel_kernel", lambda cu, a: cu.launch(
+            "thread_a_channel_kernel", grid(a.C, block=64), (64,), (a.dwte, a.dout, a.inp, a.N, a.C))),
+        Rung("atomics_kernel", lambda cu, a: cu.launch(
+            "atomics_kernel", (a.N, ceil_div(a.C, 256)), (256,), (a.dwte, a.dout, a.inp, a.C)), ordered=False),
+        Rung("sorted_kernel", lambda cu, a: cu.launch(
+            "sorted_kernel", (a.N,), (256,), (a.dwte, a.dout, a.inp, a.order, a.count, a.C))),
         Rung("encoder_backward of kernels/encoder.py",
              lambda cu, a: encoder_backward(a.dwte, None, a.dout, a.inp, a.order, a.count, 1, a.N, a.C),
              "Four channels a thread, and four threads share the positions of a token."),
@@ -394,8 +409,9 @@ def cross_entropy(a: SimpleNamespace) -> dict:
 
 
 def classifier_rung(kernel: str, fours: bool = False) -> Rung:
-    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
-        (a.N,), (1024,), (a.logits, a.losses, np.float32(DLOSS), a.targets, a.V, a.Vp)), fours=fours)  # fmt: skip
+    return Rung(kernel, lambda cu, a: cu.launch(
+        kernel, (a.N,), (1024,), (a.logits, a.losses, np.float32(DLOSS), a.targets, a.V, a.Vp)),
+        fours=fours)  # fmt: skip
 
 
 TOPICS["classifier"] = Topic(
@@ -405,8 +421,9 @@ TOPICS["classifier"] = Topic(
     reference=cross_entropy, others=with_targets,
     bytes=lambda s: 8 * s.N * s.Vp,
     rungs=[
-        Rung("thread_a_row_kernel", lambda cu, a: cu.thread_a_row_kernel(
-            grid(a.N, block=32), (32,), (a.logits, a.losses, np.float32(DLOSS), a.targets, a.N, a.V, a.Vp))),
+        Rung("thread_a_row_kernel", lambda cu, a: cu.launch(
+            "thread_a_row_kernel", grid(a.N, block=32), (32,),
+            (a.logits, a.losses, np.float32(DLOSS), a.targets, a.N, a.V, a.Vp))),
         classifier_rung("block_a_row_kernel"),
         classifier_rung("online_kernel"),
         classifier_rung("float4_kernel", fours=True),
@@ -432,16 +449,17 @@ TOPICS["softmax"] = Topic(
     reference=causal_softmax,
     bytes=lambda s: 6 * s.H * s.T * s.T,
     rungs=[
-        Rung("thread_a_row_kernel", lambda cu, a: cu.thread_a_row_kernel(
-            grid(a.H * a.T, block=64), (64,), (a.att, SCALE, a.H * a.T, a.T))),
-        Rung("block_a_row_kernel", lambda cu, a: cu.block_a_row_kernel((a.H * a.T,), (256,), (a.att, SCALE, a.T))),
-        Rung("warp_a_row_kernel", lambda cu, a: cu.warp_a_row_kernel(
-            grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
-        Rung("online_kernel", lambda cu, a: cu.online_kernel(
-            grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
+        Rung("thread_a_row_kernel", lambda cu, a: cu.launch(
+            "thread_a_row_kernel", grid(a.H * a.T, block=64), (64,), (a.att, SCALE, a.H * a.T, a.T))),
+        Rung("block_a_row_kernel", lambda cu, a: cu.launch(
+            "block_a_row_kernel", (a.H * a.T,), (256,), (a.att, SCALE, a.T))),
+        Rung("warp_a_row_kernel", lambda cu, a: cu.launch(
+            "warp_a_row_kernel", grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
+        Rung("online_kernel", lambda cu, a: cu.launch(
+            "online_kernel", grid(a.H * a.T, block=8), (32, 8), (a.att, SCALE, a.H * a.T, a.T))),
         Rung("softmax_forward_kernel of kernels/attention.cu",
              lambda cu, a: attention.launch_by_att_row(
-                 attention.cu.softmax_forward_kernel, a.H * a.T, (a.att, SCALE, a.H * a.T, a.T)),
+                 "softmax_forward_kernel", a.H * a.T, (a.att, SCALE, a.H * a.T, a.T)),
              "Four entries a lane by accesses of 16 bytes, and one rescaling for the four."),
     ],
 )  # fmt: skip
@@ -457,8 +475,8 @@ def causal_attention(a: SimpleNamespace) -> dict:
 
 
 def attention_rung(kernel: str, threads: int, tf32: bool = True) -> Rung:
-    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
-        (a.B * a.NH, ceil_div(a.T, 64)), (threads,), (a.out, a.lse, a.qkv, a.T, a.NH)), tf32=tf32)  # fmt: skip
+    return Rung(kernel, lambda cu, a: cu.launch(
+        kernel, (a.B * a.NH, ceil_div(a.T, 64)), (threads,), (a.out, a.lse, a.qkv, a.T, a.NH)), tf32=tf32)  # fmt: skip
 
 
 TOPICS["flash_attention"] = Topic(
@@ -509,8 +527,8 @@ def backward_rung(kernel: str, passes: int, tf32: bool = True) -> Rung:
 
     def launch(cu: device.Source, a: SimpleNamespace) -> None:
         rows, dqkv = a.B * a.T * a.NH, a.dqkv if passes == 1 else None
-        cu.dsum_kernel(grid(rows, block=8), (32, 8), (a.dsum, dqkv, a.dout, a.out, rows, a.T, a.NH))
-        getattr(cu, kernel)((a.B * a.NH, ceil_div(a.T, 64), passes), (128,), (
+        cu.launch("dsum_kernel", grid(rows, block=8), (32, 8), (a.dsum, dqkv, a.dout, a.out, rows, a.T, a.NH))
+        cu.launch(kernel, (a.B * a.NH, ceil_div(a.T, 64), passes), (128,), (
             a.dqkv, a.dsum, a.dout, a.lse, a.qkv, a.T, a.NH))  # fmt: skip
 
     return Rung(kernel, launch, tf32=tf32, ordered=passes > 1)
@@ -531,7 +549,7 @@ TOPICS["flash_attention_backward"] = Topic(
         backward_rung("two_stages_kernel", 2),
         Rung("flash_attention_backward of kernels/flash_attention.py",
              lambda cu, a: flash_attention_backward(
-                 a.dqkv, None, a.dsum, a.dout, a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
+                 a.dqkv, a.dout, a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64),
              "32 rows a warp and wide loads, the mask only where the diagonal is, and the longest blocks first.",
              tf32=True),
     ],
@@ -564,17 +582,19 @@ def scalars() -> dict[str, np.float32]:
 
 def line_by_line(cu: device.Source, a: SimpleNamespace) -> None:
     s = SimpleNamespace(**scalars())
-    cu.moment1_kernel(grid(a.n), (256,), (a.m, a.grads, a.n, s.beta1, s.complement1))
-    cu.moment2_kernel(grid(a.n), (256,), (a.v, a.grads, a.n, s.beta2, s.complement2))
-    cu.step_kernel(
-        grid(a.n), (256,), (a.params, a.m, a.v, a.n, s.lr, s.correction1, s.correction2, s.eps, s.weight_decay)
+    cu.launch("moment1_kernel", grid(a.n), (256,), (a.m, a.grads, a.n, s.beta1, s.complement1))
+    cu.launch("moment2_kernel", grid(a.n), (256,), (a.v, a.grads, a.n, s.beta2, s.complement2))
+    cu.launch(
+        "step_kernel", grid(a.n), (256,),
+        (a.params, a.m, a.v, a.n, s.lr, s.correction1, s.correction2, s.eps, s.weight_decay)
     )
 
 
 def adamw_rung(kernel: str, width: int, fours: bool = False) -> Rung:
     order = "lr beta1 beta2 complement1 complement2 correction1 correction2 eps weight_decay".split()
-    return Rung(kernel, lambda cu, a: getattr(cu, kernel)(
-        grid(a.n, block=256 * width), (256,), (a.params, a.grads, a.m, a.v, a.n, *(scalars()[name] for name in order))),
+    return Rung(kernel, lambda cu, a: cu.launch(
+        kernel, grid(a.n, block=256 * width), (256,),
+        (a.params, a.grads, a.m, a.v, a.n, *(scalars()[name] for name in order))),
         fours=fours)  # fmt: skip
 
 

@@ -18,12 +18,11 @@ import time
 
 import device
 from device import recording
-from llmc.batches import Batches
-from llmc.exchange import Exchange
-from llmc.model import build_from_random
-from llmc.program import run_program
-from llmc.step import train_step
-from train_gpt2_fp32 import GPT2, GPT2Config
+from llmc.data.batches import Batches
+from llmc.model.weights import randomize
+from llmc.run.program import run_program
+from llmc.step.training import make_training
+from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 
 import numpy as np
 
@@ -42,10 +41,12 @@ class RandomTokens:
 
 
 def timed_step(B: int, T: int) -> tuple:
-    """A function that trains for one step, and the model."""
+    """A function that trains for one step, and what it trains."""
     config = GPT2Config.described("d12")
-    model = build_from_random(GPT2, config, B, T, "flash", seed=1)
-    return train_step(Exchange(model), Batches(model, RandomTokens(config.vocab_size))), model
+    training = make_training(GPT2, config, B, T, "flash")
+    randomize(training.model, training.adamw, seed=1)
+    batches = Batches(training.batch, training.acts.losses, RandomTokens(config.vocab_size))
+    return training_step(training, batches), training
 
 
 def milliseconds(step_of) -> tuple[float, float]:
@@ -72,9 +73,9 @@ def times(B: int, T: int) -> dict[str, tuple[float, float]]:
     ):
         device.use_recording(recorded)
         recording.place = (lambda launches, gradients: [False] * len(launches)) if one_stream else place
-        step_of, model = timed_step(B, T)
+        step_of, training = timed_step(B, T)
         found[name] = milliseconds(step_of)
-        del step_of, model
+        del step_of, training
     return found
 
 
@@ -82,7 +83,7 @@ def timeline(B: int, T: int) -> list[list]:
     """[name, stream, begin, duration] of each kernel and copy of one step in the middle of a run."""
     import torch
 
-    step_of, model = timed_step(B, T)
+    step_of, training = timed_step(B, T)
     for step in range(WARM_UP):
         step_of(step, 1e-4)
     device.synchronize()

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from device.errors import UserError
 from exercises.cut import EXERCISES, HERE, WORK, Exercise, start
-from llmc.arguments import Parser
-from llmc.program import run_program
+from llmc.run.arguments import Parser
+from llmc.run.program import run_program
 
 SOLVED = WORK / ".solved.json"
 SECONDS = 30  # that a check may take
@@ -108,7 +108,8 @@ def sections() -> dict[int, tuple[str, str]]:
 
 
 def plain(text: str) -> str:
-    """Markdown's links as a terminal shows them."""
+    """Markdown's links as a terminal shows them: `code` (kernels/file.cu:12)."""
+    text = re.sub(r"<!--.*?-->", "", text).replace("#L", ":")
     return re.sub(r"\[((?:`[^`]*`|[^]`])*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", text)
 
 

@@ -31,8 +31,8 @@ import kernels.attention
 import kernels.gelu
 import kernels.layernorm
 import kernels.reduce
-from dev.microscope import lines_of, race_lines
-from dev.watch import (
+from dev.microscope.report import lines_of, race_lines
+from dev.microscope.watch import (
     KINDS,
     LOAD,
     MEETING,
@@ -51,7 +51,7 @@ from device.errors import UserError
 from doc.ladder import TF32, place_arrays, references, relative_error, text_of
 from doc.rungs import TOPICS
 from exercises.cut import EXERCISES, HERE, Exercise
-from llmc.program import run_program
+from llmc.run.program import run_program
 
 import numpy as np
 
@@ -170,6 +170,7 @@ class Lab:
 
     def __init__(self, path: Path, microscope: bool = False):
         self.path, self.microscope = path, microscope
+        self.scratch: dict[str, np.ndarray] = {}  # that launchers have asked for last, by its purpose
         self.lines = path.read_text().splitlines()
         if path.suffix == ".cu":
             self.module = self.compiled()
@@ -245,9 +246,9 @@ class Lab:
 
     @contextmanager
     def in_place_of(self, source: Source) -> Iterator[list[Watched]]:
-        """Within the block, launchers find the kernels of `source` in the solution's file. The launches that the
-        microscope has watched are added to the list."""
-        path, all_watched = source._path, []
+        """Within the block, launchers find the kernels of `source` in the solution's file, and their scratch is an
+        output. The launches that the microscope has watched are added to the list."""
+        path, all_watched, scratch_of_device = source.path, [], device.scratch
 
         def observer(name: str, arguments: dict, work: Callable[[], None]) -> None:
             def checked() -> None:
@@ -264,16 +265,18 @@ class Lab:
             for parameter, value in arguments.items():
                 refuse_strays(parameter, value, case=f"{name}: ")
 
-        source._path = self.path
-        source.forget()
+        def scratch(purpose: str, shape: tuple[int, ...], dtype) -> np.ndarray:
+            self.scratch[purpose] = output(*shape, dtype=dtype)
+            return self.scratch[purpose]
+
+        source.path, device.scratch = self.path, scratch
         try:
             with device.observe(observer):
                 yield all_watched
         except (AttributeError, TypeError, ValueError) as error:  # a kernel that is gone, or takes something else
             raise Wrong(f"the kernels' names and parameters must stay as they were: {error}") from None
         finally:
-            source._path = path
-            source.forget()
+            source.path, device.scratch = path, scratch_of_device
 
     def call(self, name: str, *arguments):
         """What a Python function of the solution returns."""
@@ -430,14 +433,13 @@ def passes_of_words(words: list[int]) -> int:
 
 def check_bias_gradient(lab: Lab) -> None:
     N, C = 600, 70  # more rows than kernels/reduce.py adds up in one stage
-    dout, dbias, scratch = given(normal(N, C)), given(normal(C)), output(kernels.reduce.MOST_PARTIALS, C)
+    dout, dbias = given(normal(N, C)), given(normal(C))
     before, rows = dbias.astype(np.float64), kernels.reduce.rows_per_chunk(N, multiple=8)
     chunks = ceil_div(N, rows)
     with lab.in_place_of(kernels.reduce.cu):
-        kernels.reduce.column_sum(dbias, scratch, dout, N, C)
+        kernels.reduce.column_sum(dbias, dout, N, C)
     padded = np.pad(dout.astype(np.float64), ((0, chunks * rows - N), (0, 0)))
-    partials = output(chunks, C)
-    partials[...] = scratch[:chunks]
+    partials = lab.scratch["partials"].reshape(chunks, C)
     expect(
         "partials", partials, padded.reshape(chunks, rows, C).sum(1),
         lambda p, i: f"column_partials_kernel's thread {i // 4} of block (0, {p})", KERNEL_FP32,
@@ -446,9 +448,10 @@ def check_bias_gradient(lab: Lab) -> None:
         "out", dbias, before + padded.sum(0),
         lambda i: f"add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}", KERNEL_FP32 * 10,
     )  # fmt: skip
-    out, sums = given(before.astype(np.float32)), given(np.ascontiguousarray(scratch[:chunks]))
+    out, sums = given(before.astype(np.float32)), given(partials)
     with lab.in_place_of(kernels.reduce.cu):  # with other blocks than those of 32 x 32
-        kernels.reduce.cu.add_partials_kernel((ceil_div(C, 32), 1), (32, 8), (out, *[None] * 5, sums, chunks, C, 1))
+        args = out, *[None] * 5, sums, chunks, C, 1
+        kernels.reduce.cu.launch("add_partials_kernel", (ceil_div(C, 32), 1), (32, 8), args)
     expect(
         "out", out, before + padded.sum(0),
         lambda i: f"with blocks of (32, 8) add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}",
@@ -458,18 +461,19 @@ def check_bias_gradient(lab: Lab) -> None:
 
 def check_layernorm(lab: Lab) -> None:
     for B, T, C in (2, 3, 64), (1, 4, 130), (1, 2, 1601):
-        x, branch, bias2 = 2 * normal(B * T, C) + 3, normal(1, B * T, C)[0], normal(C)
+        x, branch = 2 * normal(B * T, C) + 3, normal(1, B * T, C)[0]
         weight, bias = normal(1, C)[0], normal(2, C)[0]
         for fused in False, True:
             out, mean, rstd, residual = output(B * T, C), output(B * T), output(B * T), output(B * T, C)
-            parameters = given(weight), given(bias), B, T, C
+            stats, norm = (mean, rstd), (given(weight), given(bias))
             with lab.in_place_of(kernels.layernorm.cu):
                 if fused:
-                    inputs = given(x), given(branch), *parameters
-                    kernels.layernorm.fused_residual_forward(residual, out, mean, rstd, *inputs, bias2=given(bias2))
+                    kernels.layernorm.fused_residual_forward(
+                        residual, out, stats, given(x), given(branch), norm, B, T, C
+                    )
                 else:
-                    kernels.layernorm.layernorm_forward(out, mean, rstd, given(x), *parameters)
-            sums = x.astype(np.float64) + (branch.astype(np.float64) + bias2 if fused else 0)
+                    kernels.layernorm.layernorm_forward(out, stats, given(x), norm, B, T, C)
+            sums = x.astype(np.float64) + (branch if fused else 0)
             means, variances = sums.mean(1), sums.var(1)
             want_rstd = 1 / np.sqrt(variances + 1e-5)
             want = (sums - means[:, None]) * want_rstd[:, None] * weight + bias
@@ -542,8 +546,7 @@ def check_gelu(lab: Lab) -> None:
         inp, dout, bias = 2 * normal(N, C), normal(1, N, C)[0], normal(C)
         dinp, dbias, out_T = given(dout), given(bias), output(C, N)
         with lab.in_place_of(kernels.gelu.cu):
-            scratch = output(kernels.reduce.MOST_PARTIALS, C)
-            kernels.gelu.gelu_backward(dinp, dbias, out_T, scratch, given(inp), given(bias), N, C)
+            kernels.gelu.gelu_backward(dinp, dbias, out_T.T, given(inp), given(bias), N, C)
         x = inp.astype(np.float64) + bias
         tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
         slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
@@ -590,8 +593,7 @@ def check_softmax(lab: Lab) -> None:
         scores = normal(2, T, T).reshape(rows, T)
         att, lengths = given(scores), np.arange(rows) % T + 1
         with lab.in_place_of(kernels.attention.cu):
-            forward = kernels.attention.cu.softmax_forward_kernel
-            kernels.attention.launch_by_att_row(forward, rows, (att, np.float32(scale), rows, T))
+            kernels.attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(scale), rows, T))
         with np.errstate(under="ignore"):
             x = np.where(np.arange(T) < lengths[:, None], scale * scores.astype(np.float64), -np.inf)
             x = np.exp(x - x.max(1, keepdims=True))

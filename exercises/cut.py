@@ -1,13 +1,16 @@
 """The exercises, and how their files come about: a solved source, of which some lines are cut out.
 
-A source is a kernel file of the repository, of which the parts that matter are taken, or a file of solutions/. Lines
-are named by quoting them. So nothing is kept twice, and a kernel that changes at such a line breaks the cut at once.
+A source is a kernel file of the repository, of which the parts that matter are taken, or a file of solutions/. So
+nothing is kept twice. Places are named as doc/quotes.py does it: by a function and how a line of it begins.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from device.errors import UserError
+from doc.quotes import definition, only, resolve
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -16,8 +19,8 @@ WORK = HERE / "work"
 
 @dataclass(frozen=True)
 class Hole:
-    """The lines from the one that reads `first` to the one before the next that reads `until`: a blank one may be the
-    end of the file, and a brace is the one that closes what `first` is in. `text` takes their place, indented alike."""
+    """The lines from the place `first` to the one before the next that begins with `until`: a blank one may be the end
+    of the file, and a brace is the one that closes what `first` is in. `text` takes their place, indented alike."""
 
     first: str
     until: str
@@ -27,7 +30,7 @@ class Hole:
 @dataclass(frozen=True)
 class Exercise:
     """source: under the repository's root; without one it is in solutions/. Of a kernel file its head is taken, down to
-    the #include, and each of `parts`: a function or constant that begins with this text, and the comment above it.
+    the #include, and each of `parts`: the function, struct or constant of this name, and the comment above it.
     header: one that the source includes and that has some of the parts; the text of it stands for its #include.
     head: takes the place of a head that gives away what is to be found."""
 
@@ -63,16 +66,16 @@ def whole(exercise: Exercise) -> str:
         header = (exercise.path.parent / exercise.header).read_text()
         text = text.replace(f'#include "{exercise.header}"\n', header)
     lines = text.splitlines()
-    include = find(lines, '#include "', exercise, whole_line=False)
-    included = lines[include].replace('"', f'"../../{exercise.path.parent.relative_to(ROOT)}/', 1)
-    taken = [*(exercise.head.splitlines() or lines[:include]), included]
-    for part in exercise.parts:
-        begin = end = find(lines, part, exercise, whole_line=False)
-        while lines[begin - 1]:
-            begin -= 1
-        if not code_of(lines[end]).endswith(";"):
-            end = next(i for i in range(end, len(lines)) if lines[i] in ("}", "};"))
-        taken += ["", *lines[begin : end + 1]]
+    with mending(exercise):
+        include = only(lines, range(len(lines)), '#include "')
+        included = lines[include].replace('"', f'"../../{exercise.path.parent.relative_to(ROOT)}/', 1)
+        taken = [*(exercise.head.splitlines() or lines[:include]), included]
+        for part in exercise.parts:
+            where = definition(lines, part)
+            begin = where[0]
+            while lines[begin - 1]:
+                begin -= 1
+            taken += ["", *lines[begin : where[-1] + 1]]
     return "\n".join(taken) + "\n"
 
 
@@ -80,75 +83,74 @@ def start(exercise: Exercise) -> str:
     """What the learner begins with: the same with the holes in it."""
     lines = whole(exercise).splitlines()
     for hole in exercise.holes:
-        first = find(lines, hole.first, exercise)
-        indent = lines[first][: -len(lines[first].lstrip())]
-        rest = (i for i in range(first, len(lines)) if hole.until in (lines[i].strip(), code_of(lines[i])))
-        last = next((i for i in rest if hole.until != "}" or not lines[i].startswith(indent)), None)
-        if last is None and hole.until:
-            where = f"exercise {exercise.number}: {exercise.path} has no line `{hole.until}` after `{hole.first}`"
-            raise UserError(f"{where}, where exercises/cut.py needs one")
+        with mending(exercise):
+            _, where, begins, _ = resolve(lines, hole.first)
+            first = only(lines, where, begins)
+            indent = lines[first][: -len(lines[first].lstrip())]
+            rest = (i for i in range(first, len(lines)) if begins_with(lines[i].strip(), hole.until))
+            last = next((i for i in rest if hole.until != "}" or not lines[i].startswith(indent)), None)
+            if last is None and hole.until:
+                raise UserError(f"no line `{hole.until}` after `{hole.first}`")
         lines[first:last] = [indent + line for line in hole.text.splitlines()]
     return "\n".join(lines) + "\n"
 
 
-def code_of(line: str) -> str:
-    return line.split("//")[0].strip()
+def begins_with(line: str, text: str) -> bool:
+    return line.startswith(text) if text else not line
 
 
-def find(lines: list[str], quote: str, exercise: Exercise, whole_line: bool = True) -> int:
-    """The one line that is, or begins with, what is quoted; UserError where there is none, or several."""
-    found = [
-        i for i, line in enumerate(lines)
-        if (quote in (line.strip(), code_of(line)) if whole_line else line.startswith(quote))
-    ]  # fmt: skip
-    if len(found) != 1:
-        where = f"exercise {exercise.number}: {exercise.path}"
-        raise UserError(f"{where} has {len(found)} lines `{quote}`, where exercises/cut.py needs one")
-    return found[0]
+@contextmanager
+def mending(exercise: Exercise) -> Iterator[None]:
+    """An error says which exercise needs another place, and where its places are."""
+    try:
+        yield
+    except UserError as error:
+        source = exercise.path.relative_to(ROOT)
+        raise UserError(f"exercises/cut.py, {exercise.name}: {source}: {error}: name another place there") from None
 
 
 BODY = "// Write here."
 
 
 def function(first: str) -> Hole:
-    """The body of a Python function, from this line on."""
+    """The body of a Python function, from this place on."""
     return Hole(first, "", "raise NotImplementedError  # Write here.")
 
 
 EXERCISES = (
-    Exercise("who_am_i", (Hole("const int i = blockIdx.x * blockDim.x + threadIdx.x;", "}", BODY),)),
-    Exercise("guard", (Hole("const int i = blockIdx.x * blockDim.x + threadIdx.x;", "}", BODY),)),
-    Exercise("plane", (Hole("const int c = blockIdx.x * blockDim.x + threadIdx.x;", "}", BODY),)),
+    Exercise("who_am_i", (Hole("who_am_i_kernel: const int i", "}", BODY),)),
+    Exercise("guard", (Hole("twice_kernel: const int i", "}", BODY),)),
+    Exercise("plane", (Hole("add_bias_kernel: const int c", "}", BODY),)),
     Exercise(
-        "neighbours", (Hole("const int i = threadIdx.x, at = blockIdx.x * 128 + i;", "}", BODY),), microscope=True
+        "neighbours", (Hole("neighbours_kernel: const int i", "}", BODY),), microscope=True
     ),
     Exercise(
         "race",
         (
-            Hole("__syncthreads();  // the row is complete", "for (int half = 64; half > 0; half /= 2) {"),
-            Hole("__syncthreads();  // this half is complete", "}"),
+            Hole("row_sums_kernel: __syncthreads();  // the row", "for (int half"),
+            Hole("row_sums_kernel: __syncthreads();  // this half", "}"),
         ),
         microscope=True,
     ),
-    Exercise("shuffle", (Hole("float sum = x[i];", "}", BODY),), microscope=True),
+    Exercise("shuffle", (Hole("warp_sums_kernel: float sum", "}", BODY),), microscope=True),
     Exercise(
         "sectors",
-        (function("return len({address // 32 for address in addresses})"),),
+        (function("sectors: return"),),
         kind="py",
     ),
     Exercise(
         "banks",
-        (function("banks = [word % 32 for word in set(words)]"), function("return math.gcd(stride, 32)")),
+        (function("passes: banks ="), function("passes_of_stride: return")),
         kind="py",
     ),
     Exercise(
         "bias_gradient",
         (
-            Hole("Vec sum = {};", "memory.store(partials + (size_t)blockIdx.y * C + i, sum, C - i);", """\
+            Hole("column_partials_kernel: Vec sum", "memory.store(", """\
 Vec sum = {};
 // Write here: sum.x[0] to sum.x[3] = the sums of columns i to i + 3 over the rows from `begin` to `end` - 1.
 // memory.load(p, C - i) gives the four floats from p on, with 0 for those past the end of the row."""),
-            Hole("of_row[threadIdx.y][threadIdx.x] = sum;", "out[i] = before + total;", """\
+            Hole("add_partials_kernel: of_row[threadIdx.y]", "out[i] =", """\
 // Write here: thread (x, y) has column i's `sum` over every blockDim.y-th of the P chunks. Bring the blockDim.y sums
 // of a column together through of_row; the thread that `adds` needs their total.
 if (!adds) return;
@@ -164,14 +166,14 @@ float total = 0.0f;"""),
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3].
 """,
         parts=(
-            'extern "C" __global__ void column_partials_kernel(', 'extern "C" __global__ void add_partials_kernel(',
+            "column_partials_kernel", "add_partials_kernel",
         ),
         microscope=True,
     ),
     Exercise(
         "layernorm",
         (
-            Hole("const float m = block_sum(sum) / C;", "if (threadIdx.x == 0) {", """\
+            Hole("layernorm_forward_kernel: const float m =", "if (threadIdx.x == 0)", """\
 float m = 0.0f, s = 0.0f;
 // Write here: m = the row's mean, s = its rstd, and the row of out.
 // `sum` is what this thread's numbers add up to; block_sum(sum) gives every thread the sum over the block.
@@ -190,24 +192,24 @@ float m = 0.0f, s = 0.0f;
 // (PROGRAMMATIC, page 13).
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
-        parts=('extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(',),
+        parts=("layernorm_forward_kernel",),
     ),
     Exercise(
         "tf32",
         (
-            function("bits = int(np.float32(x).view(np.uint32))"),
-            function("bits = x.view(np.uint32) + np.uint32(0x1000)"),
+            function("fields: bits ="),
+            function("to_tf32: bits ="),
         ),
         kind="py",
     ),
-    Exercise("transpose", (Hole("__shared__ float tile[32][33];", "}", BODY),), microscope=True),
+    Exercise("transpose", (Hole("transpose_tile_kernel: __shared__", "}", BODY),), microscope=True),
     Exercise(
         "gelu",
         (
-            Hole("const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);", "}", """\
+            Hole("Tanh.gradient: const float slope", "}", """\
 // Write here: the derivative of gelu at x. s is share(x).
 return 0.0f;"""),
-            Hole("for (int k = 0; k < WIDTH; k++) {", "memory.store(dout + at, d, C - i);", """\
+            Hole("backward: for (int k", "memory.store(", """\
 // Write here, for each of the thread's four columns, k = 0 to 3: x.x[k], which is inp, becomes gelu(inp + bias);
 // d.x[k], which is dout, becomes the gradient of the input; sums[c].x[k] grows by that. b.x[k] is bias."""),
         ),
@@ -223,19 +225,18 @@ return 0.0f;"""),
 // Tanh has s(x) already, and lacks the derivative of gelu.
 """,
         parts=(
-            "struct Tanh {", "__device__ __forceinline__ void backward(",
-            'extern "C" __global__ void gelu_backward_kernel(',
+            "Tanh", "backward", "gelu_backward_kernel",
         ),
     ),
     Exercise(
         "online_softmax",
-        (function("new = max(largest, piece.max())"), function("largest = max(a[0], b[0])")),
+        (function("fold: new ="), function("merge: largest = max(")),
         kind="py",
     ),
     Exercise(
         "softmax",
         (
-            Hole("float largest = -INFINITY, sum = 0.0f;", "});", """\
+            Hole("softmax_forward_kernel: float largest", "});", """\
 // Write here: the first `length` numbers of the row, times scale, become their softmax, and all behind them 0.
 // Scores may be large, but no exponential may overflow. The warp has the row to itself. Its lanes take four columns
 // each, at s = 4 * lane, 4 * lane + 4 * WARP_SIZE, ... memory.load(row + s, T - s) and memory.store(row + s, x, T - s)
@@ -249,24 +250,24 @@ return 0.0f;"""),
 // the keys up to its own position. The kernel makes its scores attention weights, in place: softmax over the keys that
 // the query sees, and 0 for all others, since the product that follows reads whole rows.
 """,
-        parts=('extern "C" __global__ void softmax_forward_kernel(',),
+        parts=("softmax_forward_kernel",),
     ),
-    Exercise("flash_forward", (function("largest, total = np.full(len(q), -np.inf), np.zeros(len(q))"),), kind="py"),
-    Exercise("flash_backward", (function("D = (dout * out).sum(axis=1)"),), kind="py"),
+    Exercise("flash_forward", (function("flash_forward: largest, total ="),), kind="py"),
+    Exercise("flash_backward", (function("flash_backward: D ="),), kind="py"),
     Exercise(
         "fragments",
         (
-            function("return lane // 4 + i % 2 * 8, lane % 4 + i // 2 * 4"),
-            function("return lane % 4 + i * 4, lane // 4"),
-            function("return lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2"),
-            function("return row % 8 * 4 + column // 2, row // 8 * 2 + column % 2"),
+            function("a_at: return"),
+            function("b_at: return"),
+            function("c_at: return"),
+            function("holder_of_c: return"),
         ),
         kind="py",
     ),
     Exercise(
         "adamw",
         (
-            Hole("const float grad = scale * g.x[k];", "}", """\
+            Hole("adamw_kernel: const float grad", "}", """\
 // Write here: m4.x[k], v4.x[k] and p.x[k] after the step; the gradient is scale * g.x[k]."""),
         ),
         source="kernels/adamw.cu",
@@ -278,20 +279,19 @@ return 0.0f;"""),
 // 1 - beta2^t. Correct that first. A step goes against m. Its unit is the root of v, and eps is added to the root. lr
 // scales the step. Weight decay is a term of its own: the parameter loses the share lr * weight_decay.
 """,
-        parts=("constexpr float LARGEST", 'extern "C" __global__ void adamw_kernel('),
+        parts=("LARGEST", "adamw_kernel"),
     ),
     Exercise(
         "tensor_cores",
         (
-            Hole("const auto a_at = [&](int m, int k) { return m < M && k < K ? to_tf32(a[m * K + k]) : 0.0f; };",
-                 "}", BODY),
+            Hole("product_kernel: const auto a_at", "}", BODY),
         ),
     ),
     Exercise(
         "swizzle",
         (
-            Hole("return 32 * row + 4 * (chunk ^ row % 8);", "}", "return 32 * row + 4 * chunk;  // Write here."),
-            Hole("for (int i = 0; i < 4; i++) {", "}", """\
+            Hole("place: return", "}", "return 32 * row + 4 * chunk;  // Write here."),
+            Hole("swizzled_transpose_kernel: for (int i", "}", """\
 // Write here: each thread writes four floats of out. `place` says where they wait."""),
         ),
         microscope=True,
@@ -299,31 +299,26 @@ return 0.0f;"""),
     Exercise(
         "bf16_sum",
         (
-            function("return 256 * 2.0 ** math.ceil(math.log2(term))"),
-            function("return bf16(np.sum(x, dtype=np.float32))"), function("while len(x) > 1:"),
+            function("stops_at: return"),
+            function("sum_in_fp32: return"), function("sum_in_bf16: while"),
         ),
         kind="py",
     ),
-    Exercise("ring", (function("parts = np.array_split(x, ranks)"),), kind="py"),
+    Exercise("ring", (function("all_reduce: parts ="),), kind="py"),
     Exercise(
         "flash_attention",
         (
-            Hole("// The place of a float in a tile whose rows are HS floats. Swizzled, the chunks of 16 bytes of row r"
-                 " change places: chunk", "swizzled_kernel(float* out, float* lse, const float* qkv, int T, int NH) {",
+            Hole(": // The place of a float", "swizzled_kernel(",
                  'extern "C" __global__ void __launch_bounds__(128)'),
-            Hole("with_registers<true>(out, lse, qkv, T, NH);", "}", """\
+            Hole("swizzled_kernel: with_registers<true>(", "}", """\
 const Head head(out, lse, qkv, T, NH);
 // Write here."""),
         ),
         source="doc/ladder/flash_attention.cu",
         header="attention_tiles.cuh",
         parts=(
-            "constexpr float SCALE", "struct Head {", "__device__ inline int place(",
-            "__device__ inline void load_rows(", "__device__ inline void load_operand(",
-            "__device__ inline float in_tile(", "__device__ inline void add_scores(",
-            "__device__ inline void add_sum(", "__device__ inline void store_rows(",
-            "__device__ inline void store_result(", "struct Queries {", "__device__ inline void with_registers(",
-            "swizzled_kernel(",
+            "SCALE", "Head", "place", "load_rows", "load_operand", "in_tile", "add_scores", "add_sum", "store_rows",
+            "store_result", "Queries", "with_registers", "swizzled_kernel",
         ),
         head="""\
 // Exercise 24, a project: flash attention, forward.

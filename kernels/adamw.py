@@ -22,4 +22,4 @@ def adamw(
     block = 256  # on an H200 64 to 512 take as long, 1024 18% longer
     scalars = (lr, beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - beta1**t, 1.0 - beta2**t, eps, weight_decay)
     args = params, rounded, grads, m, v, norm, n, *map(np.float32, scalars)
-    cu.adamw_kernel((ceil_div(n, cu.floats * block),), (block,), args)
+    cu.launch("adamw_kernel", (ceil_div(n, cu.floats * block),), (block,), args)

@@ -56,7 +56,7 @@ extern "C" __global__ void unpermute_kernel(floatX* out, const floatX* inp, int 
 }
 
 // dout (B,T,C) -> dinp (B,NH,T,HS).
-extern "C" __global__ void unpermute_backward_kernel(floatX* dinp, const floatX* dout, int T, int NH, int HS,
+extern "C" __global__ void unpermute_backward_kernel(SETS floatX* dinp, const floatX* dout, int T, int NH, int HS,
                                                      int width) {
     const int i = width * (blockIdx.y * blockDim.x + threadIdx.x), C = NH * HS;
     if (i >= C) return;

@@ -1,54 +1,91 @@
-"""Causal attention by whole (T, T) matrices, softmax or ReLU: the launchers of attention.cu around batched products."""
+"""Causal attention: each kind by what it keeps, and the kind that makes whole (T, T) matrices, softmax or ReLU: the
+launchers of attention.cu around batched products."""
 
 import math
+from typing import NamedTuple
 
 import device
 from device import ceil_div
+from kernels.cached_attention import Cached, cached_attention_forward
+from kernels.flash_attention import Flash, flash_attention_backward, flash_attention_forward, scratch_of_flash
 
 import numpy as np
 
 cu = device.source(__file__)
 
 
-def attention_forward(
-    out, qkvr, att, out_r, qkv, B: int, T: int, NH: int, NKV: int, HS: int, relu: bool = False
-) -> None:
+class Matrices(NamedTuple):
+    """What attention by matrices keeps of a layer for backward."""
+
+    qkvr: object  # q (B,NH,T,HS), then k and v (B,NKV,T,HS)
+    att: object   # (B,NH,T,T)
+    relu: bool = False
+
+
+def attention_forward(out, kept, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
     """out (B,T,NH,HS) = causal attention of qkv (B,T,NH+2*NKV,HS): each position's NH queries, NKV keys and NKV values,
     of HS channels. Query head h uses key and value head h // (NH / NKV); NKV divides NH.
 
-    Sets qkvr, which is q (B,NH,T,HS), then k and v (B,NKV,T,HS), and att (B,NH,T,T). Backward needs both. out_r
-    (B,NH,T,HS) is scratch for att v, which is out before its axes are permuted. It may have the memory of qkv.
+    What is kept decides the kind: Matrices or Flash for backward, Cached for the next tokens of a text.
     """
+    if isinstance(kept, Flash):
+        flash_attention_forward(out, kept.lse, qkv, B, T, NH, NKV, HS)
+    elif isinstance(kept, Cached):
+        cached_attention_forward(out, kept, qkv, B, T, NH, NKV, HS)
+    else:
+        matrix_attention_forward(out, kept, qkv, B, T, NH, NKV, HS)
+
+
+def attention_backward(dqkv, dout, out, kept, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """Sets dqkv (B,T,NH+2*NKV,HS) to the gradient of qkv, from dout (B,T,NH,HS), the gradient of out, and from what
+    attention_forward wrote for the same qkv: out (B,T,NH,HS), and kept."""
+    if isinstance(kept, Flash):
+        flash_attention_backward(dqkv, dout, out, kept.lse, qkv, B, T, NH, NKV, HS)
+    else:
+        matrix_attention_backward(dqkv, dout, kept, B, T, NH, NKV, HS)
+
+
+def scratch_of_attention(kind: str, B: int, T: int, NH: int, NKV: int, HS: int) -> dict[str, int]:
+    """The scratch that a training step's attention takes: purpose, bytes."""
+    if kind == "flash":
+        return scratch_of_flash(B, T, NH, NKV, HS)
+    rows, X = B * T * HS, device.floatX.itemsize
+    return {"heads": X * rows * NH, "dqkvr": X * rows * (NH + 2 * NKV), "datt": X * B * NH * T * T}
+
+
+def matrix_attention_forward(out, kept: Matrices, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """attention_forward by matrices: sets kept, too."""
+    qkvr, att, relu = kept
+    heads = device.scratch("heads", (B, NH, T, HS), qkv.dtype)  # att v, which is out before its axes are permuted
     G, C = NH // NKV, NH * HS
-    launch_by_row(cu.permute_kernel, B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
+    launch_by_row("permute_kernel", B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     # The G query heads of a group are neighbours: a product takes them for one head with G * T queries.
     device.gemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True, causal="c")
-    forward = cu.relu_forward_kernel if relu else cu.softmax_forward_kernel
+    forward = "relu_forward_kernel" if relu else "softmax_forward_kernel"
     launch_by_att_row(forward, B * NH * T, (att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
-    device.gemm_strided_batched(out_r, att, v, G * T, HS, T, B * NKV, causal="a")
-    launch_by_row(cu.unpermute_kernel, B * T, C, HS, (out, out_r, T, NH, HS))
+    device.gemm_strided_batched(heads, att, v, G * T, HS, T, B * NKV, causal="a")
+    launch_by_row("unpermute_kernel", B * T, C, HS, (out, heads, T, NH, HS))
 
 
-def attention_backward(
-    dqkv, dqkvr, datt, dout_r, dout, qkvr, att, B: int, T: int, NH: int, NKV: int, HS: int, relu: bool = False
-) -> None:
-    """Sets dqkv (B,T,NH+2*NKV,HS) from dout (B,T,NH,HS), and from forward's qkvr and att.
-
-    Scratch: dqkvr, laid out as qkvr; datt (B,NH,T,T); and dout_r (B,NH,T,HS), for dout permuted.
-    """
+def matrix_attention_backward(dqkv, dout, kept: Matrices, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
+    """attention_backward by matrices."""
+    qkvr, att, relu = kept
+    heads = device.scratch("heads", (B, NH, T, HS), dout.dtype)  # dout, permuted
+    dqkvr = device.scratch("dqkvr", qkvr.shape, qkvr.dtype)
+    datt = device.scratch("datt", (B, NH, T, T), att.dtype)
     G, C = NH // NKV, NH * HS
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
     dq, dk, dv = split(dqkvr, B * T * C, B * T * NKV * HS)
-    launch_by_row(cu.unpermute_backward_kernel, B * T, C, HS, (dout_r, dout, T, NH, HS))
-    device.gemm_strided_batched(datt, dout_r, v, G * T, T, HS, B * NKV, trans_b=True, causal="c")
+    launch_by_row("unpermute_backward_kernel", B * T, C, HS, (heads, dout, T, NH, HS))
+    device.gemm_strided_batched(datt, heads, v, G * T, T, HS, B * NKV, trans_b=True, causal="c")
     # Adds up the heads of a group.
-    device.gemm_strided_batched(dv, att, dout_r, T, HS, G * T, B * NKV, trans_a=True, causal="a")
-    backward = cu.relu_backward_kernel if relu else cu.softmax_backward_kernel
+    device.gemm_strided_batched(dv, att, heads, T, HS, G * T, B * NKV, trans_a=True, causal="a")
+    backward = "relu_backward_kernel" if relu else "softmax_backward_kernel"
     launch_by_att_row(backward, B * NH * T, (datt, att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
     device.gemm_strided_batched(dq, datt, k, G * T, HS, T, B * NKV, causal="a")
     device.gemm_strided_batched(dk, datt, q, T, HS, G * T, B * NKV, trans_a=True, causal="a")
-    launch_by_row(cu.permute_backward_kernel, B * T, C, HS, (dqkv, dqkvr, B, T, NH, NKV, HS))
+    launch_by_row("permute_backward_kernel", B * T, C, HS, (dqkv, dqkvr, B, T, NH, NKV, HS))
 
 
 def split(qkvr, q_size: int, kv_size: int) -> tuple:
@@ -57,15 +94,15 @@ def split(qkvr, q_size: int, kv_size: int) -> tuple:
     return flat[:q_size], flat[q_size:v_start], flat[v_start : v_start + kv_size]
 
 
-def launch_by_row(kernel, rows: int, C: int, HS: int, args: tuple) -> None:
+def launch_by_row(kernel: str, rows: int, C: int, HS: int, args: tuple) -> None:
     """Launches a permutation: a grid row for each position, threads over its C channels, 16 bytes each if HS allows."""
     width = cu.width if HS % cu.width == 0 else 1
     # On an H200 all of attention took 2% longer with 64, and 7% with 32.
     block = cu.threads(128, ceil_div(C, width))
-    kernel((rows, ceil_div(C, width * block)), (block,), (*args, width))
+    cu.launch(kernel, (rows, ceil_div(C, width * block)), (block,), (*args, width))
 
 
-def launch_by_att_row(kernel, rows: int, args: tuple) -> None:
+def launch_by_att_row(kernel: str, rows: int, args: tuple) -> None:
     """Launches a kernel in which a warp takes a row of the (T, T) matrices."""
     warps = 8
-    kernel((ceil_div(rows, warps),), (cu.warp_size, warps), args)
+    cu.launch(kernel, (ceil_div(rows, warps),), (cu.warp_size, warps), args)

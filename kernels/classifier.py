@@ -1,10 +1,37 @@
-"""Softmax, cross-entropy and their gradient in one kernel: the launcher of classifier.cu."""
+"""The classifier: logits, softmax, cross-entropy and their gradients. Its kernel, in classifier.cu, does all that is
+between two products."""
 
 import device
+from kernels.matmul import matmul_backward_weight, matmul_forward
 
 import numpy as np
 
 cu = device.source(__file__)
+
+
+def classifier(
+    losses, logits, inp, weight, targets, B: int, T: int, C: int, V: int,
+    *, dloss: float = 0.0, dinp=None, dweight=None, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """losses (B,T) = cross-entropy of inp (B,T,C) @ weight (Vp,C)^T over the first V of Vp entries. targets (B,T),
+    int32.
+
+    If dloss, the gradient of each loss, is not 0: dinp (B,T,C) = the gradient of inp, which must not overlap inp, and
+    dweight (Vp,C) += that of weight; or = without accumulate.
+
+    logits (R,Vp) is room for the logits of R positions, which become their own gradient. A chunk of R positions goes
+    from logits to gradients before the next one takes their place. With R = B*T the whole batch is one chunk.
+    """
+    R, Vp = logits.shape
+    inp, losses, targets = inp.reshape(-1, C), losses.reshape(-1), targets.reshape(-1)
+    for start in range(0, B * T, R):
+        end = min(start + R, B * T)
+        N, chunk = end - start, logits[: end - start]
+        matmul_forward(chunk, inp[start:end], weight, None, 1, N, C, Vp)
+        fused_classifier(chunk, losses[start:end], dloss, targets[start:end], 1, N, V, Vp)
+        if dloss:  # the weight is never transposed: it is too large
+            device.gemm(dinp.reshape(-1, C)[start:end], chunk, weight, N, C, Vp)
+            matmul_backward_weight(dweight, chunk, inp[start:end], 1, N, C, Vp, accumulate or start > 0)
 
 
 def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: int, Vp: int) -> None:
@@ -18,7 +45,8 @@ def fused_classifier(logits, losses, dloss: float, targets, B: int, T: int, V: i
     # 55% longer.
     width = cu.width
     cached = min(Vp, (device.shared_memory // 2 - 2048) // (device.floatX.itemsize * width) * width)
-    cu.fused_classifier_kernel(
+    cu.launch(
+        "fused_classifier_kernel",
         (B * T,),
         (cu.block(1024),),
         (logits, losses, np.float32(dloss), targets, V, Vp, cached),

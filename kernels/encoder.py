@@ -18,9 +18,9 @@ def encoder_forward(
     rows = 8  # of a block; on an H200 2 to 16 take as long
     grid, block = (ceil_div(B * T, rows),), (cu.warp_size, rows)
     if dropout:
-        cu.encoder_dropout_forward_kernel(grid, block, (out, inp, wte, wpe, B * T, T, C, *dropout))
+        cu.launch("encoder_dropout_forward_kernel", grid, block, (out, inp, wte, wpe, B * T, T, C, *dropout))
     else:
-        cu.encoder_forward_kernel(grid, block, (out, inp, wte, wpe, positions, B * T, T, C))
+        cu.launch("encoder_forward_kernel", grid, block, (out, inp, wte, wpe, positions, B * T, T, C))
 
 
 def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
@@ -29,7 +29,7 @@ def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int
     dout is the gradient of the sum in front of the dropout. The backward pass of the next norm gives it (dinp2). dwpe
     is None if there is no wpe. order and count (B*T) int32 are `sort_by_token` of inp (B,T).
     """
-    cu.wte_backward_kernel((B * T,), block_of_tokens(C), (dwte, dout, inp, order, count, C))
+    cu.launch("wte_backward_kernel", (B * T,), block_of_tokens(C), (dwte, dout, inp, order, count, C))
     if dwpe is not None:
         wpe_backward(dwpe, dout, B, T, C)
 
@@ -37,7 +37,7 @@ def encoder_backward(dwte, dwpe, dout, inp, order, count, B: int, T: int, C: int
 def encoder_backward_sparse(values, indices, dwpe, dout, inp, order, count, B: int, T: int, C: int) -> None:
     """The same, but does not touch dwte: sets values (B*T,C) and indices (B*T) int32 to the rows for it and their
     tokens. A token is -1 if there is no row. `add_sparse` adds the rows."""
-    cu.wte_backward_sparse_kernel((B * T,), block_of_tokens(C), (values, indices, dout, inp, order, count, C))
+    cu.launch("wte_backward_sparse_kernel", (B * T,), block_of_tokens(C), (values, indices, dout, inp, order, count, C))
     if dwpe is not None:
         wpe_backward(dwpe, dout, B, T, C)
 
@@ -46,7 +46,7 @@ def add_sparse(dwte, values, indices, N: int, C: int) -> None:
     """dwte (Vp,C) += the rows of values (N,C) and indices (N), which encoder_backward_sparse has set, also on another
     GPU."""
     rows = 16  # of a block; few blocks keep the links between GPUs busy, and leave room for other kernels
-    cu.add_sparse_kernel((min(64, ceil_div(N, rows)),), (cu.warp_size, rows), (dwte, values, indices, N, C))
+    cu.launch("add_sparse_kernel", (min(64, ceil_div(N, rows)),), (cu.warp_size, rows), (dwte, values, indices, N, C))
 
 
 def block_of_tokens(C: int) -> tuple[int, int]:
@@ -61,4 +61,4 @@ def block_of_tokens(C: int) -> tuple[int, int]:
 def wpe_backward(dwpe, dout, B: int, T: int, C: int) -> None:
     """dwpe (maxT,C) += dout (B,T,C) summed over B."""
     block = 128  # on an H200 64 and 256 take as long
-    cu.wpe_backward_kernel((T, ceil_div(C, block)), (block,), (dwpe, dout, B, T, C))
+    cu.launch("wpe_backward_kernel", (T, ceil_div(C, block)), (block,), (dwpe, dout, B, T, C))

@@ -24,7 +24,7 @@ def sum_buffers(
     pieces = tuple(number for i, one in enumerate(ranges) for number in (sum(lengths[:i]), *one, shifts[i]))
     aligned = all(start % 4 == 0 and (end - start) % width == 0 for start, end in ranges)
     work = device.constant(pieces, np.int64), len(ranges), share, shares, int(aligned)
-    cu.sum_kernel((blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
+    cu.launch("sum_kernel", (blocks,), (512,), (to, to.size, sources, sources.size, own, *work))
 
 
 def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N: int, C: int) -> None:
@@ -33,8 +33,9 @@ def gather_rows(buffers, own: int, length: int, start: int, inp, order, count, N
     `length` numbers, so each number comes from the buffer in which it is valid. buffers: their addresses, uint64. inp,
     order, count (N) int32: tokens, and sort_by_token of them."""
     rows = 8  # of a block
-    cu.gather_rows_kernel(
-        (ceil_div(N, rows),), (cu.warp_size, rows), (buffers, own, length, start, inp, order, count, N, C)
+    cu.launch(
+        "gather_rows_kernel", (ceil_div(N, rows),), (cu.warp_size, rows),
+        (buffers, own, length, start, inp, order, count, N, C)
     )
 
 
@@ -42,5 +43,5 @@ def checksum(buffer) -> str:
     """A checksum of all bits of a flat buffer, fp32 or bf16: 16 hexadecimal digits."""
     total = device.zeros((1,), np.uint64)
     words = buffer.view(np.uint32) if buffer.nbytes % 4 == 0 else buffer.astype(np.uint32)
-    cu.checksum_kernel((512,), (cu.block(128),), (total, words, words.size))
+    cu.launch("checksum_kernel", (512,), (cu.block(128),), (total, words, words.size))
     return f"{int(device.to_host(total)[0]):016x}"

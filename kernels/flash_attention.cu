@@ -924,13 +924,13 @@ flash_attention_forward_kernel_64(floatX* out, float* lse, const floatX* qkv, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_query_kernel_64(floatX* dqkv, float* dsum, const floatX* dout, const floatX* out,
+flash_attention_backward_query_kernel_64(floatX* dqkv, SETS float* dsum, const floatX* dout, const floatX* out,
                                          const float* lse, const floatX* qkv, int T, int NH, int NKV) {
     backward_query<64, 2, 4, true, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_64(floatX* dqkv, float* dkv_heads, const float* dsum, const floatX* dout,
+flash_attention_backward_key_kernel_64(floatX* dqkv, SETS float* dkv_heads, const float* dsum, const floatX* dout,
                                        const float* lse, const floatX* qkv, int T, int NH, int NKV) {
     backward_key<64, 2, IS_BF16 ? 2 : 4, IS_BF16, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
@@ -941,13 +941,13 @@ flash_attention_forward_kernel_128(floatX* out, float* lse, const floatX* qkv, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_query_kernel_128(floatX* dqkv, float* dsum, const floatX* dout, const floatX* out,
+flash_attention_backward_query_kernel_128(floatX* dqkv, SETS float* dsum, const floatX* dout, const floatX* out,
                                          const float* lse, const floatX* qkv, int T, int NH, int NKV) {
     backward_query<128, 1, IS_BF16 ? 4 : 2, true, IS_BF16>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-flash_attention_backward_key_kernel_128(floatX* dqkv, float* dkv_heads, const float* dsum, const floatX* dout,
+flash_attention_backward_key_kernel_128(floatX* dqkv, SETS float* dkv_heads, const float* dsum, const floatX* dout,
                                        const float* lse, const floatX* qkv, int T, int NH, int NKV) {
     backward_key<128, 1, 2, IS_BF16, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }

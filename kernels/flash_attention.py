@@ -2,10 +2,13 @@
 flash_attention_hopper.cu for GPUs that have wgmma."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import device
 from device import ceil_div
 from device.errors import UserError
+
+import numpy as np
 
 cu = device.source(__file__)
 hopper = device.source(Path(__file__).with_name("flash_attention_hopper.cu"), needed=lambda: has_wgmma())
@@ -21,6 +24,12 @@ WGMMA = {
     "backward_key": {64: (64, 4), 128: (128, 3)},
 }
 WGMMA_TILE = 64  # rows of a tile
+
+
+class Flash(NamedTuple):
+    """What flash attention keeps of a layer for backward."""
+
+    lse: object  # (B,NH,T), fp32: log of the softmax's denominator
 
 
 def has_wgmma() -> bool:
@@ -48,16 +57,17 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    dqkv, dkv_heads, dsum, dout, out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool | None = None
-) -> None:
+    dqkv, dout, out, lse, qkv, B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool | None = None
+) -> None:  # fmt: skip
     """Sets dqkv (B,T,NH+2*NKV,HS) to the gradient of qkv, from dout (B,T,NH,HS) and from what forward wrote for the
-    same qkv: out (B,T,NH,HS) and lse (B,NH,T). Backward finds a NaN in qkv only by what forward made of it.
-
-    dsum (B,NH,T) is scratch, for the sums of dout * out over each head's channels. dkv_heads (B,T,2,NH,HS) is scratch
-    for each query head's share of the gradients of its key and value head. If NKV = NH, the share is the whole
-    gradient, and dkv_heads is not used and may be None. wgmma: as in flash_attention_forward.
+    same qkv: out (B,T,NH,HS) and lse (B,NH,T). Backward finds a NaN in qkv only by what forward made of it. wgmma: as
+    in flash_attention_forward.
     """
     check(HS)
+    dsum = device.scratch("dsum", (B, NH, T), np.float32)  # of dout * out over each head's channels
+    dkv_heads = None
+    if NKV < NH:  # each query head's share of the gradients of its key and value head
+        dkv_heads = device.scratch("dkv_heads", (B, T, 2, NH, HS), np.float32)
     of_queries = dqkv, dsum, dout, out, lse, qkv, T, NH, NKV
     of_keys = dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV
     if wgmma or wgmma is None and has_wgmma():
@@ -70,16 +80,21 @@ def flash_attention_backward(
     if NKV < NH:
         heads = B * T * 2 * NKV
         block = HS // cu.width, cu.width * THREADS // HS
-        group_sum = cu.flash_attention_group_sum_kernel
-        group_sum((ceil_div(heads, block[1]),), block, (dqkv, dkv_heads, heads, NH, NKV, HS))
+        grid = (ceil_div(heads, block[1]),)
+        cu.launch("flash_attention_group_sum_kernel", grid, block, (dqkv, dkv_heads, heads, NH, NKV, HS))
+
+
+def scratch_of_flash(B: int, T: int, NH: int, NKV: int, HS: int) -> dict[str, int]:
+    """The scratch that backward takes: purpose, bytes."""
+    return {"dsum": 4 * B * NH * T} | ({"dkv_heads": 8 * B * T * NH * HS} if NKV < NH else {})
 
 
 def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
     """Launches a block for each head of each sequence and each tile of `rows` queries or keys. operands: of how many
     arrays a block keeps its rows in dynamic shared memory."""
     shared = operands * rows * HS * device.floatX.itemsize
-    kernel = getattr(cu, f"flash_attention_{name}_kernel_{HS}")
-    kernel((B * NH, ceil_div(T, rows)), (THREADS,), arguments, shared_mem=shared)
+    kernel, grid = f"flash_attention_{name}_kernel_{HS}", (B * NH, ceil_div(T, rows))
+    cu.launch(kernel, grid, (THREADS,), arguments, shared_mem=shared)
 
 
 def launch_wgmma(
@@ -89,8 +104,8 @@ def launch_wgmma(
     `floats` fp32 numbers for each row of a tile."""
     rows, tiles = WGMMA[name][HS]
     shared = (operands * rows + 2 * tiles * WGMMA_TILE) * HS * device.floatX.itemsize + floats * tiles * WGMMA_TILE * 4
-    kernel = getattr(hopper, f"flash_attention_{name}_wgmma_kernel_{HS}")
-    kernel((B * NH, ceil_div(T, rows)), (2 * rows,), arguments, shared_mem=shared)
+    kernel, grid = f"flash_attention_{name}_wgmma_kernel_{HS}", (B * NH, ceil_div(T, rows))
+    hopper.launch(kernel, grid, (2 * rows,), arguments, shared_mem=shared)
 
 
 def check(HS: int) -> None:

@@ -788,25 +788,25 @@ flash_attention_forward_wgmma_kernel_128(bf16* out, float* lse, const bf16* qkv,
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3)
-flash_attention_backward_query_wgmma_kernel_64(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out,
+flash_attention_backward_query_wgmma_kernel_64(bf16* dqkv, SETS float* dsum, const bf16* dout, const bf16* out,
                                                const float* lse, const bf16* qkv, int T, int NH, int NKV) {
     backward_query<64, 1, 64, 3, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
-flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout,
+flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, SETS float* dkv_heads, const float* dsum, const bf16* dout,
                                              const float* lse, const bf16* qkv, int T, int NH, int NKV) {
     backward_key<64, 1, 64, 4, true>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-flash_attention_backward_query_wgmma_kernel_128(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out,
+flash_attention_backward_query_wgmma_kernel_128(bf16* dqkv, SETS float* dsum, const bf16* dout, const bf16* out,
                                                 const float* lse, const bf16* qkv, int T, int NH, int NKV) {
     backward_query<128, 2, 64, 3, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout,
+flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, SETS float* dkv_heads, const float* dsum, const bf16* dout,
                                               const float* lse, const bf16* qkv, int T, int NH, int NKV) {
     backward_key<128, 2, 64, 3, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
 }

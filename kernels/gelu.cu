@@ -105,8 +105,8 @@ extern "C" __global__ void PROGRAMMATIC gelu_forward_kernel(floatX* out, const f
     forward<Tanh>(out, inp, bias, N, C);
 }
 
-extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T, float* partials, const floatX* inp,
-                                                const floatX* bias, int N, int C, int rows) {
+extern "C" __global__ void gelu_backward_kernel(floatX* dout, SETS floatX* out_T, SETS float* partials,
+                                                const floatX* inp, const floatX* bias, int N, int C, int rows) {
     backward<Tanh>(dout, out_T, partials, inp, bias, N, C, rows);
 }
 
@@ -115,7 +115,7 @@ extern "C" __global__ void PROGRAMMATIC gelu_erf_forward_kernel(floatX* out, con
     forward<Erf>(out, inp, bias, N, C);
 }
 
-extern "C" __global__ void gelu_erf_backward_kernel(floatX* dout, SETS floatX* out_T, float* partials, const floatX* inp,
-                                                    const floatX* bias, int N, int C, int rows) {
+extern "C" __global__ void gelu_erf_backward_kernel(floatX* dout, SETS floatX* out_T, SETS float* partials,
+                                                    const floatX* inp, const floatX* bias, int N, int C, int rows) {
     backward<Erf>(dout, out_T, partials, inp, bias, N, C, rows);
 }

@@ -8,13 +8,12 @@
 #include "common.cuh"
 
 // One block, one-dimensional, takes a row. Shared memory: C floats, rounded up to a multiple of WIDTH. Each thread
-// touches only its own floats. x = inp1, or if inp2 is given, x = residual = inp1 + inp2 + bias2; inp2 is a product,
-// and bias2 (C) is its bias. In bf16 the product has added it, and bias2 is null (kernels/matmul.py says why). Writes
-// out (N,C), mean (N), rstd (N) and, if inp2 is given, residual (N,C).
+// touches only its own floats. x = inp1, or if inp2 is given, x = residual = inp1 + inp2. Writes out (N,C), mean (N),
+// rstd (N) and, if inp2 is given, residual (N,C).
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, float* mean, float* rstd,
                                                                  floatX* residual, const floatX* inp1,
-                                                                 const floatX* inp2, const floatX* bias2,
-                                                                 const floatX* weight, const floatX* bias, int C) {
+                                                                 const floatX* inp2, const floatX* weight,
+                                                                 const floatX* bias, int C) {
     DYNAMIC_SHARED(float, row);
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;
@@ -29,11 +28,7 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, fl
         for (int i = first; i < C; i += step) {
             Vec x = memory.load(inp1 + start + i, C - i);
             if (inp2 != nullptr) {
-                Vec y = memory.load(inp2 + start + i, C - i);
-                if (sizeof(floatX) == 4) {
-                    const Vec b = memory.load(bias2 + i, C - i);
-                    for (int k = 0; k < WIDTH; k++) y.x[k] += b.x[k];
-                }
+                const Vec y = memory.load(inp2 + start + i, C - i);
                 for (int k = 0; k < WIDTH; k++) x.x[k] = rounded(x.x[k] + y.x[k]);
                 memory.store(residual + start + i, x, C - i);
             }
@@ -67,7 +62,7 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, fl
 // rows. The kernel adds to dinp (N,C). It writes three sums of each column to partials (gridDim.x, 3, C): of dout * n,
 // of dout, and of the new dinp. The last is the bias gradient of the projection that fed the residual stream. Shared
 // memory: for each warp 2 rows of C floats, rounded up to a multiple of WIDTH.
-extern "C" __global__ void layernorm_backward_kernel(floatX* __restrict__ dinp, float* __restrict__ partials,
+extern "C" __global__ void layernorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ partials,
                                                      const floatX* __restrict__ dout, const floatX* __restrict__ inp,
                                                      const floatX* __restrict__ weight, const float* __restrict__ mean,
                                                      const float* __restrict__ rstd, int N, int C) {

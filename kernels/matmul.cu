@@ -1,19 +1,6 @@
 // Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. cuBLAS computes the products, except
-// that of a single row. This file has that one, and the kernels that the others need. All are memory-bound.
+// that of a single row. This file has that one, and a transposition. Both are memory-bound.
 #include "common.cuh"
-
-// out[n, i] += bias[i]. Block x: a row; thread: a vector of columns of grid column y.
-extern "C" __global__ void add_bias_kernel(floatX* out, const floatX* bias, int OC) {
-    const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
-    if (i >= OC) return;
-    floatX* p = out + (size_t)blockIdx.x * OC + i;
-    by_alignment(OC % WIDTH == 0, [&](auto memory) {
-        Vec x = memory.load(p, OC - i);
-        const Vec b = memory.load(bias + i, OC - i);
-        for (int k = 0; k < WIDTH; k++) x.x[k] += b.x[k];
-        memory.store(p, x, OC - i);
-    });
-}
 
 // out (C, N) = inp (N, C)^T. A block takes one tile. inp may be a weight, whose address need not be a multiple of 16.
 extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp, int N, int C) {
@@ -41,6 +28,7 @@ extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const fl
     const int o = min((int)(blockIdx.x * blockDim.y + threadIdx.y), OC - 1), step = WIDTH * blockDim.x;
     trigger_programmatic_launch();
     const floatX* row = weight + (size_t)o * C;
+    const float b = bias != nullptr ? to_float(bias[o]) : 0.0f;  // now, so that it is there when the sum is
 
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
         Vec sum = {};
@@ -65,6 +53,6 @@ extern "C" __global__ void PROGRAMMATIC matvec_kernel(SETS floatX* out, const fl
         float total = sum_of(sum);
         if (blockDim.x > WARP_SIZE) total = block_sum(total);
         else for (int i = blockDim.x / 2; i > 0; i /= 2) total += __shfl_xor_sync(0xffffffffu, total, i);
-        if (threadIdx.x == 0) set(out[o], total + (bias != nullptr ? to_float(bias[o]) : 0.0f));
+        if (threadIdx.x == 0) set(out[o], total + b);
     });
 }

@@ -10,32 +10,17 @@ MANY_OUTPUTS = 16384  # from here on, matvec gives an output 8 lanes
 
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
-    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if a later kernel adds it, or if
-    there is none."""
+    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if there is none.
+
+    The product adds the bias before it rounds. In bf16 this matters for a projection that a norm's kernel adds to the
+    residual stream. A number of the stream and one of `out` have 8 bits each, so their sum often lies half-way between
+    two numbers of bf16. A bias that came later would decide how all these sums are rounded, however small it is. The
+    first biases that GPT-2 124M learned, 5e-7, moved its loss more than 100 times as far as their gradient says.
+    """
     if B * T == 1 and device.kind == "cuda":  # on a CPU, NumPy reads a weight as fast as the cores can
         matvec(out, inp, weight, bias, C, OC)
-        return
-    if device.floatX == device.BF16:  # the product adds the bias: a kernel for that takes 42 us for GPT-2's qkv, B 16
+    else:
         device.gemm(out, inp, weight, B * T, OC, C, trans_b=True, bias=bias)
-        return
-    device.gemm(out, inp, weight, B * T, OC, C, trans_b=True)
-    if bias is not None:
-        block = cu.threads(256, ceil_div(OC, cu.width))
-        cu.add_bias_kernel((B * T, ceil_div(OC, cu.width * block)), (block,), (out, bias, OC))
-
-
-def projection_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int):
-    """matmul_forward for a product that a norm's kernel adds to the residual stream. Returns the bias if that kernel
-    must add it, too, as it does in fp32 at no cost; or None.
-
-    In bf16 the product adds it. A number of the stream and one of `out` have 8 bits each, so their sum often lies
-    half-way between two numbers of bf16. A bias that came with them would decide how all these sums are rounded,
-    however small it is. The first biases that GPT-2 124M learned, 5e-7, moved its loss more than 100 times as far as
-    their gradient says.
-    """
-    in_product = device.floatX == device.BF16
-    matmul_forward(out, inp, weight, bias if in_product else None, B, T, C, OC)
-    return None if in_product else bias
 
 
 def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
@@ -47,7 +32,7 @@ def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
     warps = min(4, C // (4 * 32 * cu.width)) if few else 1  # with four vectors a thread or more
     one = (min(cu.warp_size, 8), 8) if OC >= MANY_OUTPUTS else (cu.warp_size, 4)
     block = (cu.block(32 * warps), 1) if warps > 1 else one
-    cu.matvec_kernel((ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
+    cu.launch("matvec_kernel", (ceil_div(OC, block[1]),), block, (out, inp, weight, bias, C, OC))
 
 
 def transposes() -> bool:
@@ -69,45 +54,57 @@ ROWS_WORTH_TRANSPOSING = 1024
 MOST_WEIGHTS_A_ROW = 1280
 
 
-def matmul_backward_inp(
-    dinp, dout, weight, weight_T, B: int, T: int, C: int, OC: int, accumulate: bool = False
-) -> None:
-    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader.
-    weight_T (C,OC) is scratch for the transposed weight; None: do not transpose."""
-    if weight_T is None or not transposes() or B * T < ROWS_WORTH_TRANSPOSING or C * OC >= MOST_WEIGHTS_A_ROW * B * T:
-        device.gemm(dinp, dout, weight, B * T, C, OC, beta=float(accumulate))
-    else:
+def weight_is_transposed(N: int, C: int, OC: int) -> bool:
+    """Whether matmul_backward_inp transposes a weight (OC,C) for N rows."""
+    return transposes() and N >= ROWS_WORTH_TRANSPOSING and C * OC < MOST_WEIGHTS_A_ROW * N
+
+
+def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, accumulate: bool = False) -> None:
+    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader."""
+    beta = float(accumulate)
+    if weight_is_transposed(B * T, C, OC):
+        weight_T = device.scratch("weight_T", (C, OC), device.floatX)
         transpose(weight_T, weight, OC, C)
-        device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=float(accumulate))
-
-
-def matmul_backward_weight(dweight, dout, inp, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
-    """dweight (OC,C) += dout (B,T,OC)^T @ inp (B,T,C); or = without accumulate, so that nobody zeroes or reads dweight.
-    inp_T (C,B*T) is scratch for the transposed input."""
-    if not transposes() or B * T < ROWS_WORTH_TRANSPOSING:
-        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=float(accumulate))
+        device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=beta)
     else:
+        device.gemm(dinp, dout, weight, B * T, C, OC, beta=beta)
+
+
+def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
+    """dweight (OC,C) += dout (B,T,OC)^T @ inp (B,T,C); or = without accumulate, so that nobody zeroes or reads dweight.
+
+    inp may be a view (B*T,C) of a matrix that lies in memory transposed, as (C,B*T). A kernel that recomputes an input
+    for backward writes it so if transposes() says so. Another input is transposed here if there are enough rows.
+    """
+    beta = float(accumulate)
+    if not inp.flags.c_contiguous:
+        device.gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
+    elif transposes() and B * T >= ROWS_WORTH_TRANSPOSING:
+        inp_T = device.scratch("input_T", (C, B * T), device.floatX)
         transpose(inp_T, inp, B * T, C)
-        matmul_backward_weight_transposed(dweight, dout, inp_T, B, T, C, OC, accumulate)
+        device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
+    else:
+        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=beta)
 
 
-def matmul_backward_weight_transposed(
-    dweight, dout, inp_T, B: int, T: int, C: int, OC: int, accumulate: bool
-) -> None:
-    """matmul_backward_weight for an input that is already transposed, inp_T (C,B*T). If transposes() is false, inp_T
-    (B*T,C) is the input as it is."""
-    device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=transposes(), beta=float(accumulate))
-
-
-def matmul_backward_bias(dbias, scratch, dout, B: int, T: int, OC: int) -> None:
-    """dbias (OC) += the column sums of dout (B,T,OC); scratch holds (MOST_PARTIALS, OC) floats."""
-    column_sum(dbias, scratch, dout, B * T, OC)
+def matmul_backward_bias(dbias, dout, B: int, T: int, OC: int) -> None:
+    """dbias (OC) += the column sums of dout (B,T,OC)."""
+    column_sum(dbias, dout, B * T, OC)
 
 
 def transpose(out, inp, N: int, C: int) -> None:
     """out (C,N) = inp (N,C)^T."""
     side = cu.block(16)
-    cu.transpose_kernel(tile_grid(cu, N, C), (side, side), (out, inp, N, C))
+    cu.launch("transpose_kernel", tile_grid(cu, N, C), (side, side), (out, inp, N, C))
+
+
+def as_stored(out):
+    """The matrix (N,C) that a kernel recomputes, as it lies in memory: (C,N) if transposes(), else (N,C). Raises
+    ValueError for a matrix that lies in the other way."""
+    stored = out.T if transposes() else out
+    if not stored.flags.c_contiguous:
+        raise ValueError("a recomputed input has the layout that kernels.matmul.transposes() names")
+    return stored
 
 
 def tile_grid(cu, N: int, C: int) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 // The norm of a residual stream to which two branches are added in parallel. Over the last axis of x (N, C), N = B*T:
-//   x = inp + dropout0(proj0 + bias0) + dropout1(proj1 + bias1),  n = (x - mean) * rstd,
+//   x = inp + dropout0(proj0) + dropout1(proj1),  n = (x - mean) * rstd,
 //   out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
 // Attention and MLP of a layer read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
 // rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts.
@@ -20,8 +20,7 @@
 template <bool DROP>
 __device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1,
                                     float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp,
-                                    const floatX* __restrict__ proj0, const floatX* __restrict__ bias0,
-                                    const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
+                                    const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
                                     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
                                     const floatX* __restrict__ weight1, const floatX* __restrict__ shift1,
                                     float eps, int C, const int* __restrict__ random, int site0, int site1) {
@@ -29,16 +28,12 @@ __device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, 
     DYNAMIC_SHARED(float, row);
     const int step = WIDTH * blockDim.x;
     const size_t start = (size_t)blockIdx.x * C;
-    const bool aligned = C % WIDTH == 0 && is_aligned(bias0) && is_aligned(bias1) && is_aligned(weight0) &&
-                         is_aligned(shift0) && is_aligned(weight1) && is_aligned(shift1);
+    const bool aligned = C % WIDTH == 0 && is_aligned(weight0) && is_aligned(shift0) && is_aligned(weight1) &&
+                         is_aligned(shift1);
 
     by_alignment(aligned, [&](auto memory) {
-        // x += dropout(proj + bias)
-        auto add = [&](Vec& x, Vec proj, const floatX* bias, int i, int site) {
-            if (bias != nullptr) {
-                const Vec b = memory.load(bias + i, C - i);
-                for (int k = 0; k < WIDTH; k++) proj.x[k] += b.x[k];
-            }
+        // x += dropout(proj)
+        auto add = [&](Vec& x, Vec proj, int i, int site) {
             if (DROP) proj = Dropout(random, site)(proj, blockIdx.x, i, C);
             for (int k = 0; k < WIDTH; k++) x.x[k] += proj.x[k];
         };
@@ -57,8 +52,8 @@ __device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, 
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 if (i >= C) continue;
-                if (proj0 != nullptr) add(x[b], p0[b], bias0, i, site0);
-                if (proj1 != nullptr) add(x[b], p1[b], bias1, i, site1);
+                if (proj0 != nullptr) add(x[b], p0[b], i, site0);
+                if (proj1 != nullptr) add(x[b], p1[b], i, site1);
                 if (proj0 != nullptr) memory.store(residual + start + i, x[b], C - i);
                 for (int k = 0; k < WIDTH; k++) x[b].x[k] = rounded(x[b].x[k]);
                 Aligned::store(row + i, x[b], WIDTH);
@@ -98,23 +93,21 @@ __device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, 
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0,
-    const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
+    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int C) {
     trigger_programmatic_launch();
     grid_dependency_synchronize();
-    forward_row<false>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
+    forward_row<false>(residual, out0, out1, mean, rstd, inp, proj0, proj1, weight0, shift0, weight1,
                         shift1, eps, C, nullptr, -1, -1);
 }
 
 extern "C" __global__ void parallel_residual_dropout_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0,
-    const floatX* __restrict__ bias0, const floatX* __restrict__ proj1, const floatX* __restrict__ bias1,
+    float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int C, const int* __restrict__ random, int site0, int site1) {
-    forward_row<true>(residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1,
+    forward_row<true>(residual, out0, out1, mean, rstd, inp, proj0, proj1, weight0, shift0, weight1,
                        shift1, eps, C, random, site0, site1);
 }
 
@@ -254,7 +247,7 @@ __device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restri
 }
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_backward_kernel(
-    floatX* __restrict__ dinp, float* __restrict__ partials, const floatX* __restrict__ dout0,
+    floatX* __restrict__ dinp, SETS float* __restrict__ partials, const floatX* __restrict__ dout0,
     const floatX* __restrict__ dout1, const floatX* __restrict__ inp, const floatX* __restrict__ weight0,
     const floatX* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
     int N, int C, int S, int rows, int keep) {
@@ -264,11 +257,11 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_bac
 
 // Also sets dproj0 and dproj1 (N,C), if they are given.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dropout_backward_kernel(
-    floatX* __restrict__ dinp, floatX* __restrict__ dproj0, floatX* __restrict__ dproj1, float* __restrict__ partials,
-    const floatX* __restrict__ dout0, const floatX* __restrict__ dout1, const floatX* __restrict__ inp,
-    const floatX* __restrict__ weight0, const floatX* __restrict__ weight1, const float* __restrict__ mean,
-    const float* __restrict__ rstd, int N, int C, int S, int rows, int keep, const int* __restrict__ random,
-    int site0, int site1) {
+    floatX* __restrict__ dinp, floatX* __restrict__ dproj0, floatX* __restrict__ dproj1,
+    SETS float* __restrict__ partials, const floatX* __restrict__ dout0, const floatX* __restrict__ dout1,
+    const floatX* __restrict__ inp, const floatX* __restrict__ weight0, const floatX* __restrict__ weight1,
+    const float* __restrict__ mean, const float* __restrict__ rstd, int N, int C, int S, int rows, int keep,
+    const int* __restrict__ random, int site0, int site1) {
     backward_rows<true>(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
                         keep, random, site0, site1);
 }

@@ -3,8 +3,8 @@
 import device
 from device import ceil_div
 from kernels.dropout import Dropout
-from kernels.matmul import tile_grid
-from kernels.reduce import MOST_PARTIALS, add_partials
+from kernels.matmul import as_stored, tile_grid
+from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -12,31 +12,30 @@ cu = device.source(__file__)
 
 
 def parallel_residual_forward(
-    residual, outs, mean, rstd, inp, norms, eps: float, B: int, T: int, C: int, *, branches
-) -> None:
-    """residual (B,T,C) = inp + the sum of dropout(proj + bias) over up to two branches (proj (B,T,C), bias (C),
-    dropout). Let n be its normalised rows: then out (B,T,C) = n * weight + shift for each out of outs and its norm
-    (weight (C), shift (C)). There are one or two norms. With one, only the first out is written. Sets mean and rstd
-    (B,T), too. These and outs are computed from residual as it is stored.
+    residual, outs, stats, inp, norms, eps: float, B: int, T: int, C: int, *, branches
+) -> None:  # fmt: skip
+    """residual (B,T,C) = inp + the sum of dropout(proj) over up to two branches (proj (B,T,C), dropout). Let n be its
+    normalised rows: then out (B,T,C) = n * weight + shift for each out of outs and its norm (weight (C), shift (C)).
+    There are one or two norms. With one, only the first out is written. Sets stats = mean (B,T), rstd (B,T), too. These
+    and outs are computed from residual as it is stored.
 
-    These may be None: mean and the shifts, for RMSNorm, which subtracts no mean; a bias; a dropout; and residual, if
-    there are no branches and inp is the stream. The arrays must not overlap, except that inp may be residual.
+    These may be None: mean and the shifts, for RMSNorm, which subtracts no mean; a dropout; and residual, if there are
+    no branches and inp is the stream. The arrays must not overlap, except that inp may be residual.
     """
-    (proj0, bias0, dropout0), (proj1, bias1, dropout1) = pair(branches, (None, None, None))
+    (proj0, dropout0), (proj1, dropout1) = pair(branches, (None, None))
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
     block = cu.block(min(1024, 32 * ceil_div(C, 256)))  # a thread for each eight channels, in whole warps
     width = cu.width
     grid, block, shared_mem = (B * T,), (block,), 4 * width * ceil_div(C, width)
     args = (
-        residual, out0, out1, mean, rstd, inp, proj0, bias0, proj1, bias1, weight0, shift0, weight1, shift1,
-        np.float32(eps), C,
+        residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1, np.float32(eps), C,
     )  # fmt: skip
     if dropout0 or dropout1:
         args += random_and_sites(dropout0, dropout1)
-        cu.parallel_residual_dropout_forward_kernel(grid, block, args, shared_mem=shared_mem)
+        cu.launch("parallel_residual_dropout_forward_kernel", grid, block, args, shared_mem=shared_mem)
     else:
-        cu.parallel_residual_forward_kernel(grid, block, args, shared_mem=shared_mem)
+        cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def pair(given: list, absent=None) -> list:
@@ -45,8 +44,8 @@ def pair(given: list, absent=None) -> list:
 
 
 def parallel_residual_backward(
-    dinp, dnorms, douts, inp, norms, mean, rstd, B: int, T: int, C: int, *, branches, scratch
-) -> None:
+    dinp, dnorms, douts, inp, norms, stats, B: int, T: int, C: int, *, branches
+) -> None:  # fmt: skip
     """dinp (B,T,C) += the gradient of the norms' input inp (B,T,C), which is forward's residual. douts (B,T,C) are the
     gradients of the outs, one for each norm. dnorms has (dweight (C), dshift (C)) for each norm; both are added to.
 
@@ -54,9 +53,8 @@ def parallel_residual_backward(
     the dropout. Without a dropout the new dinp itself is the gradient of proj, and dproj is not set. dbias += the
     column sums of this gradient.
 
-    norms is forward's; mean and rstd are what it set. scratch holds (MOST_PARTIALS, S C) floats; S <= 6 is the number
-    of gradients (C). These may be None: what was None in forward, and its gradient; and a dbias that is not wanted, but
-    if the first dbias is None, the second must be, too. The arrays must not overlap.
+    norms is forward's; stats is what it set. These may be None: what was None in forward, and its gradient; and a
+    dbias that is not wanted, but if the first dbias is None, the second must be, too. The arrays must not overlap.
     """
     (dproj0, dbias0, dropout0), (dproj1, dbias1, dropout1) = pair(branches, (None, None, None))
     (weight0, _), (weight1, _) = pair(norms, (None, None))
@@ -79,25 +77,28 @@ def parallel_residual_backward(
     chunks = min(groups, blocks * device.multiprocessors, MOST_PARTIALS)
     chunks = ceil_div(groups, ceil_div(groups, chunks))  # fewer partial sums; no block has more groups
     block, shared_mem = cu.block(threads), (2 * rows + S * keep) * row_bytes
-    args = dout0, dout1, inp, weight0, weight1, mean, rstd, B * T, C, S, rows, int(keep)
+    partials = partials_of(chunks * S * C)
+    args = dout0, dout1, inp, weight0, weight1, *stats, B * T, C, S, rows, int(keep)
     if dropped:
-        args = dinp, dproj0 if dropout0 else None, dproj1 if dropout1 else None, scratch, *args
+        args = dinp, dproj0 if dropout0 else None, dproj1 if dropout1 else None, partials, *args
         args += random_and_sites(dropout0, dropout1)
-        cu.parallel_residual_dropout_backward_kernel((chunks,), (block,), args, shared_mem=shared_mem)
+        cu.launch("parallel_residual_dropout_backward_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
     else:
-        cu.parallel_residual_backward_kernel((chunks,), (block,), (dinp, scratch, *args), shared_mem=shared_mem)
-    add_partials(outs + biases, scratch, chunks, C, S)
+        args = dinp, partials, *args
+        cu.launch("parallel_residual_backward_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
+    add_partials(outs + biases, partials, chunks, C, S)
 
 
-def norm_transposed(out_T, inp, norm, mean, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = an out of parallel_residual_forward, transposed. It is recomputed from the residual, mean and
-    rstd that forward set, and from the norm (weight (C), shift (C)). If matmul.transposes() is false, out_T (B*T,C) =
-    the out itself. mean and shift are None for RMSNorm."""
+def recompute_norm(out, inp, norm, stats, B: int, T: int, C: int) -> None:
+    """out (B*T,C) = an out of parallel_residual_forward once more, from the residual and the stats that it set, and
+    from the norm (weight (C), shift (C)). out has the layout that matmul_backward_weight wants. mean and shift are None
+    for RMSNorm."""
     side = cu.block(16)
-    cu.norm_transposed_kernel(
+    cu.launch(
+        "norm_transposed_kernel",
         tile_grid(cu, B * T, C),
         (side, side),
-        (out_T, inp, *norm, mean, rstd, B * T, C),
+        (as_stored(out), inp, *norm, *stats, B * T, C),
     )
 
 

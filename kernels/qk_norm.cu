@@ -68,7 +68,7 @@ extern "C" __global__ void PROGRAMMATIC qk_norm_forward_kernel(SETS floatX* __re
 // another. Until the barrier a lane reads there only what it wrote itself. At the end the kernel writes the block's
 // sums to partials (gridDim.x, 2, HS): for q, then for k. Shared memory: two rows of HS floats, rounded up to a
 // multiple of WIDTH, for each of the heads at once.
-extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, float* __restrict__ partials,
+extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, SETS float* __restrict__ partials,
                                                    const floatX* __restrict__ inp, const floatX* __restrict__ qweight,
                                                    const floatX* __restrict__ kweight, const float* __restrict__ rstd,
                                                    const float* __restrict__ table, int N, int T, int NH, int NKV,

@@ -2,7 +2,7 @@
 
 import device
 from device import ceil_div
-from kernels.reduce import MOST_PARTIALS, add_partials
+from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -22,28 +22,30 @@ def qk_norm_forward(
     """
     heads = cu.width  # of a block, which then has 128 threads
     args = out, rstd, inp, qweight, kweight, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
-    cu.qk_norm_forward_kernel((ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
+    cu.launch("qk_norm_forward_kernel", (ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
 
 
 def qk_norm_backward(
-    dqkv, dqweight, dkweight, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int, *, scratch
+    dqkv, dqweight, dkweight, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
 ) -> None:
     """dqkv (B,T,NH+2*NKV,HS), the gradient of forward's out, becomes that of its inp, in place; dqweight, dkweight (HS)
     += those of the weights. The value heads of dqkv stay as they are.
 
-    inp, the weights and table are forward's, rstd is what it set; scratch holds (MOST_PARTIALS, 2 HS) floats.
+    inp, the weights and table are forward's, rstd is what it set.
     """
     width = cu.width
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
     at_once = max(1, min(2 * width, device.shared_memory // row_bytes))  # heads of a block, which has 256 threads
     chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
-    cu.qk_norm_backward_kernel(
+    partials = partials_of(chunks * 2 * HS)
+    cu.launch(
+        "qk_norm_backward_kernel",
         (chunks,),
         (lanes(), at_once),
-        (dqkv, scratch, inp, qweight, kweight, rstd, table, B * T, T, NH, NKV, HS),
+        (dqkv, partials, inp, qweight, kweight, rstd, table, B * T, T, NH, NKV, HS),
         shared_mem=at_once * row_bytes,
     )
-    add_partials([dqweight, dkweight], scratch, chunks, HS)
+    add_partials([dqweight, dkweight], partials, chunks, HS)
 
 
 def lanes() -> int:

@@ -4,7 +4,7 @@
 
 // Column sums of inp (N, C): partials[p, i] = sum of inp[n, i] over the rows n of chunk p. Memory-bound: one read of
 // inp. A thread has a vector of columns of grid column x. Grid row y is the chunk, which has `rows` rows.
-extern "C" __global__ void column_partials_kernel(float* partials, const floatX* inp, int N, int C, int rows) {
+extern "C" __global__ void column_partials_kernel(SETS float* partials, const floatX* inp, int N, int C, int rows) {
     const int i = WIDTH * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= C) return;
     const int begin = blockIdx.y * rows, end = min(N, begin + rows);

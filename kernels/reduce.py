@@ -7,7 +7,7 @@ import numpy as np
 
 cu = device.source(__file__)
 
-MOST_PARTIALS = 512  # partial sums of a column at most; scratch buffers must hold as many
+MOST_PARTIALS = 512  # partial sums of a column at most
 SQUARES = 1024       # partial sums of a norm at most
 
 
@@ -28,23 +28,30 @@ def add_partials(outs: list, partials, P: int, C: int, S: int | None = None) -> 
     """
     warp = cu.warp_size
     padded = (*outs, *[None] * 5)[:6]
-    cu.add_partials_kernel(
+    cu.launch(
+        "add_partials_kernel",
         (ceil_div(C, warp), len(outs)),
         (warp, cu.block(1024) // cu.block(warp)),  # on an H200 512 threads took 32% longer: fewer loads in flight
         (*padded, partials, P, C, S or len(outs)),
     )
 
 
-def column_sum(out, scratch, inp, N: int, C: int) -> None:
-    """out (C) += the sum of the rows of inp (N,C); scratch holds at least (MOST_PARTIALS, C) floats."""
+def partials_of(count: int):
+    """Scratch for `count` partial sums, fp32."""
+    return device.scratch("partials", (count,), np.float32)
+
+
+def column_sum(out, inp, N: int, C: int) -> None:
+    """out (C) += the sum of the rows of inp (N,C)."""
     if N <= MOST_PARTIALS and device.floatX != device.BF16:  # so few rows serve as partial sums
         add_partials([out], inp, N, C)
         return
     # On an H200 128 and 256 threads take as long, 32 7% longer.
     block, rows = cu.threads(64, ceil_div(C, cu.width)), rows_per_chunk(N, multiple=8)
     chunks = ceil_div(N, rows)
-    cu.column_partials_kernel((ceil_div(C, cu.width * block), chunks), (block,), (scratch, inp, N, C, rows))
-    add_partials([out], scratch, chunks, C)
+    partials, grid = partials_of(chunks * C), (ceil_div(C, cu.width * block), chunks)
+    cu.launch("column_partials_kernel", grid, (block,), (partials, inp, N, C, rows))
+    add_partials([out], partials, chunks, C)
 
 
 def global_norm(norm, scratch, arrays: list, largest: float, skip_nonfinite: bool) -> None:
@@ -63,7 +70,7 @@ def sum_squares(scratch, arrays: list) -> int:
     block, partials, used = cu.block(512), scratch.reshape(-1), 0  # on an H200 256 take as long, 128 19% longer
     for x in arrays:
         blocks = max(1, min(SQUARES // len(arrays), ceil_div(x.size, cu.floats * block)))
-        cu.squares_partials_kernel((blocks,), (block,), (partials[used:], x, x.size))
+        cu.launch("squares_partials_kernel", (blocks,), (block,), (partials[used:], x, x.size))
         used += blocks
     return used
 
@@ -71,4 +78,5 @@ def sum_squares(scratch, arrays: list) -> int:
 def norm_of_squares(norm, scratch, count: int, largest: float, skip_nonfinite: bool) -> None:
     """The second half of global_norm, from the first `count` floats of scratch."""
     block, partials = cu.block(512), scratch.reshape(-1)
-    cu.norm_kernel((1,), (block,), (norm, partials, count, np.float32(largest), int(skip_nonfinite)))
+    args = norm, partials, count, np.float32(largest), int(skip_nonfinite)
+    cu.launch("norm_kernel", (1,), (block,), args)

@@ -95,9 +95,9 @@ extern "C" __global__ void PROGRAMMATIC fused_residual_rmsnorm_forward_kernel(fl
 constexpr int MOST_ROWS = 4, MOST_THREADS = 1024 / WIDTH;
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 3)
-rmsnorm_backward_kernel(floatX* __restrict__ dinp, float* __restrict__ partials, const floatX* __restrict__ dout,
-                        const floatX* __restrict__ inp, const floatX* __restrict__ weight,
-                        const float* __restrict__ rstd, int N, int C, int rows) {
+rmsnorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ partials,
+                        const floatX* __restrict__ dout, const floatX* __restrict__ inp,
+                        const floatX* __restrict__ weight, const float* __restrict__ rstd, int N, int C, int rows) {
     __shared__ float of_warp[MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_gx[MOST_ROWS];
     DYNAMIC_SHARED(float, rows_d);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;

@@ -2,9 +2,8 @@
 
 import device
 from device import ceil_div
-from kernels.dropout import Dropout
-from kernels.parallel_residual import norm_transposed, parallel_residual_backward, parallel_residual_forward
-from kernels.reduce import MOST_PARTIALS, add_partials
+from kernels.parallel_residual import recompute_norm
+from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
 import numpy as np
 
@@ -17,22 +16,17 @@ def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) 
     """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
     grid, block, shared_mem = row_launch(B * T, C)
     args = out, rstd, inp, weight, np.float32(eps), B * T, C
-    cu.rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
+    cu.launch("rmsnorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def fused_residual_rmsnorm_forward(
-    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int, *, dropout: Dropout | None = None
-) -> None:
-    """residual (B,T,C) = inp1 + dropout(inp2). Then out and rstd = rmsnorm of residual as it is stored. The arrays must
-    not overlap."""
-    if dropout:  # a parallel residual with a single branch
-        parallel_residual_forward(
-            residual, [out], None, rstd, inp1, [(weight, None)], eps, B, T, C, branches=[(inp2, None, dropout)]
-        )
-        return
+    residual, out, rstd, inp1, inp2, weight, eps: float, B: int, T: int, C: int
+) -> None:  # fmt: skip
+    """residual (B,T,C) = inp1 + inp2. Then out and rstd = rmsnorm of residual as it is stored. The arrays must not
+    overlap."""
     grid, block, shared_mem = row_launch(B * T, C)
     args = residual, out, rstd, inp1, inp2, weight, np.float32(eps), B * T, C
-    cu.fused_residual_rmsnorm_forward_kernel(grid, block, args, shared_mem=shared_mem)
+    cu.launch("fused_residual_rmsnorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
 def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
@@ -48,22 +42,12 @@ def row_launch(N: int, C: int) -> tuple[tuple, tuple, int]:
     return (ceil_div(N, rows),), (threads, rows), rows * 4 * width * ceil_div(C, width)
 
 
-def rmsnorm_backward(
-    dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int,
-    *, scratch, dinp2=None, dropout: Dropout | None = None,
-) -> None:  # fmt: skip
+def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int) -> None:
     """dinp (B,T,C) += the gradient of the rmsnorm's input; dweight (C) += that of its weight.
 
-    The new dinp is also the gradient of the projection that forward added in front. If `dropout` followed the
-    projection, dinp2 (B,T,C) = the new dinp through that dropout, and this is its gradient. dout (B,T,C) is the
-    gradient of the output, inp the input, rstd what forward set; scratch holds (MOST_PARTIALS, C) floats.
+    The new dinp is also the gradient of what forward added in front. dout (B,T,C) is the gradient of the output, inp
+    the input, rstd what forward set.
     """
-    if dropout:
-        parallel_residual_backward(
-            dinp, [(dweight, None)], [dout], inp, [(weight, None)], None, rstd, B, T, C,
-            branches=[(dinp2, None, dropout)], scratch=scratch,
-        )  # fmt: skip
-        return
     width = cu.width
     vectors, row_bytes = ceil_div(C, width), 2 * 4 * width * ceil_div(C, width)
     passes = ceil_div(C, 1024)  # over the columns; the block has as few whole warps as these take
@@ -71,16 +55,18 @@ def rmsnorm_backward(
     # Three blocks share a multiprocessor. In fp32 an H200 took 7% longer with two rows at once, 36% with one.
     rows = max(1, min(4, (device.shared_memory // 3 - 1024) // row_bytes))
     chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors, MOST_PARTIALS)
-    cu.rmsnorm_backward_kernel(
+    partials = partials_of(chunks * C)
+    cu.launch(
+        "rmsnorm_backward_kernel",
         (chunks,),
         (block,),
-        (dinp, scratch, dout, inp, weight, rstd, B * T, C, rows),
+        (dinp, partials, dout, inp, weight, rstd, B * T, C, rows),
         shared_mem=rows * row_bytes,
     )
-    add_partials([dweight], scratch, chunks, C)
+    add_partials([dweight], partials, chunks, C)
 
 
-def rmsnorm_transposed(out_T, inp, weight, rstd, B: int, T: int, C: int) -> None:
-    """out_T (C,B*T) = the transposed output of rmsnorm_forward, recomputed from its input, and from the rstd that it
-    set. If matmul.transposes() is false, out_T (B*T,C) = the output itself."""
-    norm_transposed(out_T, inp, (weight, None), None, rstd, B, T, C)
+def rmsnorm_recompute(out, inp, weight, rstd, B: int, T: int, C: int) -> None:
+    """out (B*T,C) = the output of rmsnorm_forward once more, from its input and the rstd that it set. out has the
+    layout that matmul_backward_weight wants."""
+    recompute_norm(out, inp, (weight, None), (None, rstd), B, T, C)

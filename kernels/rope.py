@@ -51,4 +51,4 @@ def launch(qkv, table, positions, direction: float, B: int, T: int, NH: int, NKV
     """Launches the kernel that forward and backward share, in blocks of some 64 threads. A thread has several heads."""
     vectors = min(64, ceil_div(R, cu.width))
     args = qkv, table, positions, np.float32(direction), NH + NKV, NH + 2 * NKV, HS, R
-    cu.rope_kernel((T, B), (vectors, 64 // vectors), args)
+    cu.launch("rope_kernel", (T, B), (vectors, 64 // vectors), args)

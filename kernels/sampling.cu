@@ -1,5 +1,5 @@
 // Draws each sequence's next token from softmax(logits / temperature), on the device, so that the next step can begin
-// before the host has seen the token. The generator, xorshift64* (llmc/sampler.py), makes a coin in [0, 1) from its
+// before the host has seen the token. The generator, xorshift64* (llmc/step/sampler.py), makes a coin in [0, 1) from its
 // state. A token with logit x has the weight w = exp((x - max) / temperature). The kernel draws the first token whose
 // cumulative weight is above the coin times the sum of all weights. One block takes a sequence. Sums are doubles, added
 // in a fixed order. Temperature 0 takes the largest logit.

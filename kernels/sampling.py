@@ -13,8 +13,8 @@ def sample(
     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
 ) -> None:  # fmt: skip
     """For each of B sequences: tokens[b] = an index drawn from softmax(logits[b, :V] / temperature), logits (B,Vp). The
-    generator (llmc/sampler.py) with state states[b], uint64, gives the coin, and its state advances. positions[b] goes
-    up by 1, to context - 1 at most. tokens and positions are int32.
+    generator (llmc/step/sampler.py) with state states[b], uint64, gives the coin, and its state advances. positions[b]
+    goes up by 1, to context - 1 at most. tokens and positions are int32.
 
     If top_k is above 0, only the top_k largest logits are drawn. If top_p is below 1, only the likeliest of these are
     drawn that together have the share top_p. Logits that tie with the last of them are drawn, too. Temperature 0, or
@@ -25,4 +25,4 @@ def sample(
         heat = max(heat, np.finfo(np.float32).smallest_normal)  # its reciprocal is finite
     args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context
     block = cu.block(min(1024, 32 * ceil_div(V, 32 * cu.width)))  # each thread has a vector or more
-    cu.sample_kernel((B,), (block,), args)
+    cu.launch("sample_kernel", (B,), (block,), args)

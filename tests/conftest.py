@@ -20,9 +20,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are made from configs; no
 import device
 from device import cpu
 from device.errors import UserError
-from llmc import program, ranks
-from llmc.arguments import parse_arguments
-from llmc.model import Model
+from llmc.model.model import Model
+from llmc.ranks import ranks
+from llmc.run import program
+from llmc.run.arguments import parse_arguments
+from train_gpt2_fp32 import train
 
 import hypothesis
 import numpy as np
@@ -173,7 +175,7 @@ def trainer_here(monkeypatch):
     def trainer_here(kind: type[Model], folder: Path, flags: list[str]) -> None:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", [kind.Config.SCRIPT, *flags])
-        program.run_trainer(lambda: sys.modules[kind.__module__].main(parse_arguments(kind.Config)))
+        program.run_trainer(lambda: train(kind, parse_arguments(kind.Config)))
 
     monkeypatch.setattr(program, "last_checkpoint", None)
     handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}

@@ -1,11 +1,10 @@
 """What dropout draws, read back from the device."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import device
 from kernels.dropout import Dropout
-from llmc.model import Model
+from llmc.step.batch import random_words
 from oracle import to_numpy
 
 import numpy as np
@@ -15,8 +14,8 @@ cu = device.source(Path(__file__).parent / "cu" / "dropout.cu")
 
 
 def words(rate: float, seed: int = 3, step: int = 5, i: int = 0) -> np.ndarray:
-    """A model's words for dropout at this rate, int32 (6,)."""
-    return Model.random_words(SimpleNamespace(dropout=rate, dropout_seed=seed), step, i)
+    """A batch's words for dropout at this rate, int32 (6,)."""
+    return random_words((rate, seed), step, i)
 
 
 def factors(dropout: Dropout | None, *shape: int) -> torch.Tensor | float:
@@ -25,6 +24,6 @@ def factors(dropout: Dropout | None, *shape: int) -> torch.Tensor | float:
         return 1.0
     out = device.empty(shape)
     C = shape[-1]
-    cu.dropout_ones_kernel((out.size // C,), (cu.block(32),), (out, C, dropout.random, dropout.site))
+    cu.launch("dropout_ones_kernel", (out.size // C,), (cu.block(32),), (out, C, dropout.random, dropout.site))
     device.synchronize()
     return torch.from_numpy(to_numpy(out).astype(np.float64))

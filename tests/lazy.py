@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import device
-from llmc import collectives, exchange, ranks
+from llmc.ranks import collectives, exchange, ranks
 
 import numpy as np
 
@@ -145,7 +145,7 @@ class Threads:
         self.meeting, self.said = threading.Barrier(N, timeout=60), [None] * N
         for module, name, stands in (
             (ranks, "size", lambda: N), (ranks, "rank", lambda: self.own.rank), (ranks, "all_gather", self.all_gather),
-            (collectives, "peer_access", lambda: peers), (collectives, "map_memory", self.map_memory),
+            (collectives, "peer_access", lambda: peers and N > 1), (collectives, "map_memory", self.map_memory),
             (collectives, "all_reduce", self.all_reduce), (collectives, "reduce", self.reduce),
             (collectives, "broadcast", self.broadcast), (collectives, "exchange", self.exchange),
             (exchange, "barrier", self.barrier),
@@ -153,20 +153,20 @@ class Threads:
             monkeypatch.setattr(module, name, stands)
 
     def meet(self) -> None:
-        mine = device.current.device
+        mine = device.current.device, device.current.observers
         self.baton.release()
         try:
             self.meeting.wait()
         finally:
             self.baton.acquire()
-            device.current.switch(mine)
+            device.current.device, device.current.observers = mine
 
     def barrier(self, words: list, rank: int) -> None:
         self.later(self.meet)
 
     def later(self, work) -> None:
         """Does work when the device comes to it."""
-        of = device.observing.unobserved()
+        of = device.current.device
         of.put(work) if isinstance(of, LazyDevice) else work()
 
     def all_gather(self, value) -> list:
@@ -235,7 +235,7 @@ class Threads:
             self.own.rank = r
             with self.baton:
                 try:
-                    device.current.switch(kind())
+                    device.current.device, device.current.observers = kind(), []
                     results[r] = work(r)
                 except BaseException as error:
                     errors.append(error)

@@ -10,10 +10,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import device  # noqa: E402
-from dev.compare_ncu import counts_of, name_of  # noqa: E402
-from dev.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
-from dev.microscope import lines_of, race_lines  # noqa: E402
-from dev.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
+from dev.microscope.compare_ncu import counts_of, name_of  # noqa: E402
+from dev.microscope.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
+from dev.microscope.report import lines_of, race_lines  # noqa: E402
+from dev.microscope.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
 from device import cpp  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -21,14 +21,13 @@ import numpy as np  # noqa: E402
 # Sizes at which blocks come back to their shared memory, and rows end within a warp.
 HARD = {
     "encoder_backward": "B=1,T=6,C=1101,V=3", "layernorm_backward": "B=1,T=31,C=261",
-    "layernorm_backward:dropout": "B=1,T=31,C=261", "rmsnorm_backward": "B=1,T=31,C=261",
-    "rmsnorm_backward:dropout": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=31,C=261",
+    "rmsnorm_backward": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=31,C=261",
     "parallel_residual_backward:dropout": "B=1,T=31,C=261", "parallel_residual_forward": "B=1,T=3,C=2101",
     "fused_residual_forward": "B=1,T=3,C=2101", "rmsnorm_forward": "B=1,T=3,C=2101",
     "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
     "flash_attention_forward": "T=161,NH=1", "flash_attention_backward": "T=161,NH=1", "global_norm": "n=10001",
     "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
-    "norm_transposed": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
+    "recompute_norm": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
     "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
     "sample:top_p": "B=1,V=5003,Vp=5120",
 }  # fmt: skip
@@ -126,9 +125,8 @@ def mutated(folder: Path, file: str, which: int) -> Path:
 
 def use_kernels(folder: Path) -> None:
     """Let the launchers take their kernels from another folder."""
-    for source in device.current.sources:
-        source._path = folder / source._path.name
-        source.forget()
+    for source in device.sources.imported:
+        source.path = folder / source.path.name
     for name, path in FILES.items():
         FILES[name] = folder / path.name
 

@@ -1,15 +1,26 @@
-"""The tests' list of models: tiny ones of each kind, for the tests that run for all of them."""
+"""The tests' list of models, tiny ones of each kind for the tests that run for all of them, and a pass over a batch."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
-from llmc.model import Model
-from llmc.scripts import model_kinds
-from llmc.tensors import Config
+from dev.scripts import model_kinds
+from kernels.flash_attention import HEAD_SIZES
+from llmc.data.dataloader import sort_by_token
+from llmc.files.checkpoint import read_model
+from llmc.model.model import Model
+from llmc.model.tensors import Config, name_tensors, num_parameters
+from llmc.model.weights import load_weights, put
+from llmc.step.batch import Batch
+from llmc.step.training import Training, make_training
+from oracle import normal
 from train_gpt2_fp32 import GPT2, GPT2Config
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import Pythia, PythiaConfig
 from train_qwen3 import Qwen3, Qwen3Config
 
+import numpy as np
 import pytest
 
 # maxT, V, L, NH, C: nothing here is a multiple of 4 or 32 that need not be.
@@ -88,6 +99,95 @@ def described(name: str, V: int, maxT: int) -> tuple[str, Config]:
 
 def kind_of(config: Config) -> type[Model]:
     return next(kind for kind in model_kinds() if kind.Config is type(config))
+
+
+def name_of(value) -> str:
+    """What a parameter of a test is called."""
+    if not isinstance(value, Config):
+        return str(value)
+    groups = f"-{value.num_heads}of{value.num_kv_heads}" if hasattr(value, "num_kv_heads") else ""
+    form = [value.norm, *(f for f in ("tied_norm", "parallel") if getattr(value, f))] if hasattr(value, "norm") else []
+    return "-".join([value.NAME.replace(" ", ""), f"C{value.channels}{groups}", *form])
+
+
+def names_of(config: Config) -> list[str]:
+    return [name for name, _ in config.parameters()]
+
+
+def name_parameters(flat: np.ndarray, config: Config) -> SimpleNamespace:
+    return name_tensors(flat, config.parameters(), config.sizes(), align=1)
+
+
+def flat_parameters(config: Config) -> np.ndarray:
+    """Initial weights, all of them disturbed, so that a tensor in another's place shows; the padding is 0."""
+    rng = np.random.default_rng(config.channels)
+    flat = 0.05 * normal(rng, num_parameters(config))
+    params = name_parameters(flat, config)
+    for name in kind_of(config).first_weights(config)[1].keys() & set(names_of(config)):
+        getattr(params, name)[:] += 1
+    for name, shape in config.parameters():
+        if shape[0] == "Vp":
+            getattr(params, name)[config.vocab_size :] = 0
+    return flat
+
+
+def build(dev, config: Config, B: int, T: int, attention: str, flat: np.ndarray, **options) -> Training:
+    """What trains a model of these parameters, with NaN wherever the trainer does not write first."""
+    if attention == "flash" and config.head_size not in HEAD_SIZES:
+        pytest.skip("no flash attention for this head size")
+    training = make_training(kind_of(config), config, B, T, attention, **options)
+    activations = training.activations
+    for memory in activations.memory, activations.grads_memory, training.model.grads_memory:
+        memory.view(np.uint8).fill(255)  # which is NaN in any type
+    put(training.model, training.adamw, 0, flat)
+    return training
+
+
+def build_from_file(kind: type[Model], path: Path, B: int, T: int, attention: str, **options) -> Training:
+    """What trains the model in a file."""
+    config, tensors = read_model(path, kind.Config)
+    training = make_training(kind, config, B, T, attention, **options)
+    load_weights(training.model, training.adamw, tensors)
+    return training
+
+
+def make_batches(config: Config, count: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng([B, T])
+    return [tuple(rng.integers(0, config.vocab_size, (2, B, T), dtype=np.int32)) for _ in range(count)]
+
+
+class GivenBatches:
+    """A loader of these batches, one after the other."""
+
+    def __init__(self, batches: Iterable):
+        self.rest = iter(batches)
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        inputs[:], targets[:] = next(self.rest)
+
+
+def send(dev, batch: Batch, inputs: np.ndarray, targets: np.ndarray) -> None:
+    arrays, values = (batch.inputs, batch.targets, *batch.by_token), (inputs, targets, *sort_by_token(inputs))
+    for array, value in zip(arrays, values, strict=True):
+        dev.copy_in(array, np.ascontiguousarray(value))
+    dev.synchronize()
+
+
+def forward_backward(dev, training: Training, inputs, targets, dloss: float, accumulate: bool = False):
+    """Logits (B,T,V) and mean loss of a batch, which may be smaller than the training's; the gradients are in the
+    model."""
+    model, acts, batch, (B, T) = training.model, training.acts, training.batch, inputs.shape
+    if (B, T) != (batch.B, batch.T):
+        acts, batch = training.activations.views(B, T), Batch(B, T)
+    send(dev, batch, inputs, targets)
+    if not accumulate:
+        model.zero_grad()
+    model.forward(acts, batch)
+    model.loss(acts, batch)
+    logits = dev.to_host(acts.logits).reshape(B, T, -1)[..., : model.config.vocab_size]
+    model.loss(acts, batch, dloss, accumulate)
+    model.backward(acts, batch, accumulate)
+    return logits, dev.to_host(acts.losses).mean(dtype=np.float64)
 
 
 MODELS = model_kinds()

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import device
-from dev.huggingface import named_tensors, transformers_parameters
-from llmc.tensors import Config, name_tensors, num_parameters
+from dev.hf.common import named_tensors, transformers_parameters
+from kernels.matmul import transposes
+from llmc.model.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
@@ -164,12 +165,14 @@ class guarded:
     Each array is a view into the middle of a larger buffer, as the model's tensors are. The zones around it hold GUARD
     and must still do so afterwards. With shift, views start so many elements off the alignment of device.empty, as a
     tensor does that stands in the parameter buffer behind one of odd size.
+
+    Within the block a launcher that asks device.scratch gets a new array each time, as `scratch` below makes it.
     """
 
     def __init__(self, dev, shift: int = 0):
         self.dev = dev
         self.shift = shift
-        self.arrays = []  # (name, buffer, host copy of what was put there, mode)
+        self.arrays = []  # (name, buffer, where the view starts, host copy of what was put there, mode)
 
     def read(self, values, dtype=None, name: str | None = None):
         """A device array with these values (float32 or int32), which may only be read."""
@@ -187,12 +190,16 @@ class guarded:
         """A device array of POISON, of which any part may be written."""
         return self._place(self._poison(shape, dtype), "scratch", name)
 
+    def recomputed(self, N: int, C: int):
+        """`write` for a matrix (N, C) that backward recomputes, in the layout that its weight's product wants."""
+        return self.write((C, N)).T if transposes() else self.write((N, C))
+
     def check(self) -> None:
         """Asserts all that the methods above promise. Leaving the with block calls it."""
         self.dev.synchronize()
-        for name, buffer, before, mode in self.arrays:
+        for name, buffer, start, before, mode in self.arrays:
             after = self.dev.to_host(buffer).view(before.dtype)
-            start, end = MARGIN + self.shift, len(after) - MARGIN
+            end = len(after) - MARGIN
             changed = np.flatnonzero(after != before) - start
             outside = changed[(changed < 0) | (changed >= end - start)]
             assert not len(outside), f"{name}: written outside, first at element {outside[0]} of {end - start}"
@@ -207,9 +214,12 @@ class guarded:
                 assert not bad.any(), f"{name}: {bad.sum()} of {bad.size} unwritten or NaN, first at {bad.argmax()}"
 
     def __enter__(self):
+        self.outer = device.scratch
+        device.scratch = lambda purpose, shape, dtype: self._place(self._poison(shape, dtype), "scratch", purpose, 0)
         return self
 
     def __exit__(self, kind, value, traceback):
+        device.scratch = self.outer
         if kind is None:
             self.check()
 
@@ -226,14 +236,14 @@ class guarded:
         assert np.array_equal(exact(values), values, equal_nan=True), f"values {values.shape} are not exact in bf16"
         return device.to_bf16(values)
 
-    def _place(self, values: np.ndarray, mode: str, name: str | None):
-        start, size = MARGIN + self.shift, values.itemsize
+    def _place(self, values: np.ndarray, mode: str, name: str | None, shift: int | None = None):
+        start, size = MARGIN + (self.shift if shift is None else shift), values.itemsize
         host = np.full(start + values.size + MARGIN, pattern(GUARD, size), dtype=f"u{size}")
         host[start : start + values.size] = values.reshape(-1).view(host.dtype)
         buffer = self.dev.empty(host.shape, values.dtype)
         self.dev.copy_in(buffer, host.view(values.dtype))
         self.dev.synchronize()
-        self.arrays.append((name or f"array {len(self.arrays)} {values.shape} ({mode})", buffer, host, mode))
+        self.arrays.append((name or f"array {len(self.arrays)} {values.shape} ({mode})", buffer, start, host, mode))
         return buffer[start : start + values.size].reshape(values.shape)
 
 

@@ -5,7 +5,9 @@ import math
 import device
 import oracle
 from kernels import attention as kernels_attention
-from kernels.attention import attention_backward, attention_forward
+from kernels.attention import Matrices, attention_backward, attention_forward
+from kernels.cached_attention import Cached
+from kernels.flash_attention import Flash
 from oracle import (
     BF16,
     KERNEL_FP32,
@@ -59,8 +61,9 @@ def run_forward(dev, qkv: np.ndarray, NH: int, NKV: int, kind: str) -> tuple:
     HS = width // (NH + 2 * NKV)
     with guarded(dev) as memory:
         out, qkvr = memory.write((B, T, NH * HS)), memory.write(qkv.size)
-        att, out_r = memory.write((B, NH, T, T)), memory.scratch((B, NH, T, HS))
-        attention_forward(out, qkvr, att, out_r, memory.read(qkv), B, T, NH, NKV, HS, kind == "relu")
+        att = memory.write((B, NH, T, T))
+        kept = Matrices(qkvr, att, kind == "relu")
+        attention_forward(out, kept, memory.read(qkv), B, T, NH, NKV, HS)
     return tuple(to_numpy(array) for array in (out, qkvr, att))
 
 
@@ -69,10 +72,9 @@ def run_backward(dev, dout: np.ndarray, qkvr: np.ndarray, att: np.ndarray, NKV: 
     B, T, C = dout.shape
     NH, HS = att.shape[1], C // att.shape[1]
     with guarded(dev) as memory:
-        dqkv, dqkvr = memory.write((B, T, (NH + 2 * NKV) * HS)), memory.scratch(qkvr.shape)
-        datt, dout_r = memory.scratch(att.shape), memory.scratch((B, NH, T, HS))
-        inputs = memory.read(dout), memory.read(qkvr), memory.read(att)
-        attention_backward(dqkv, dqkvr, datt, dout_r, *inputs, B, T, NH, NKV, HS, kind == "relu")
+        dqkv = memory.write((B, T, (NH + 2 * NKV) * HS))
+        kept = Matrices(memory.read(qkvr), memory.read(att), kind == "relu")
+        attention_backward(dqkv, memory.read(dout), None, kept, None, B, T, NH, NKV, HS)  # takes neither out nor qkv
     return to_numpy(dqkv)
 
 
@@ -187,8 +189,7 @@ def test_softmax_of_extreme_scores_neither_overflows_nor_vanishes(dev):
     scores[T:] = exact(-1000 - np.abs(scores[T:]))
     with guarded(dev) as memory:
         att = memory.update(scores)
-        kernel = kernels_attention.cu.softmax_forward_kernel
-        kernels_attention.launch_by_att_row(kernel, rows, (att, np.float32(0.125), rows, T))
+        kernels_attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(0.125), rows, T))
     future = torch.ones(T, T, dtype=torch.bool).triu(1).repeat(2, 1)
     want = (0.125 * leaf(scores)).masked_fill(future, -math.inf).softmax(-1)
     assert_close("att of extreme scores", att, want, KERNEL_FP32)
@@ -254,9 +255,42 @@ def test_softmax_rows_are_found_beyond_two_to_the_31_elements(dev):
     att = dev.zeros((rows, T), dev.floatX)
     scores = normal(np.random.default_rng(0), T, T)
     dev.copy(att[-T:], guarded(dev).read(scores))
-    kernel = kernels_attention.cu.softmax_forward_kernel
-    kernels_attention.launch_by_att_row(kernel, rows, (att, np.float32(0.125), rows, T))
+    kernels_attention.launch_by_att_row("softmax_forward_kernel", rows, (att, np.float32(0.125), rows, T))
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     assert_close("first att", att[:T], leaf(np.zeros((T, T))).masked_fill(future, -math.inf).softmax(-1), KERNEL_FP32)
     want = (0.125 * leaf(scores)).masked_fill(future, -math.inf).softmax(-1)
     assert_close("last att", att[-T:], want, KERNEL_FP32)
+
+
+def test_what_is_kept_decides_the_kind_of_attention(each_type):
+    """All kinds give the same output and, where they keep something for backward, the same gradient."""
+    B, T, NH, NKV, HS = 2, 19, 4, 2, 64
+    qkv, dout = make_inputs(B, T, NH, NKV, HS)
+    shape, outs, gradients, launched = (B, T, NH, HS), {}, {}, {}
+    for kind in ("softmax", "relu", "flash", "cached", "cached relu"):
+        with guarded(each_type) as memory:
+            inp, out, relu = memory.read(qkv), memory.write(shape), kind.endswith("relu")
+            if kind == "flash":
+                kept = Flash(memory.write((B, NH, T), np.float32))
+            elif kind.startswith("cached"):
+                cache = [memory.write((B, NKV, T, HS)) for _ in range(2)]
+                kept = Cached(*cache, memory.read(np.zeros(B, np.int32)), relu)
+            else:
+                kept = Matrices(memory.write(qkv.size), memory.write((B, NH, T, T)), relu)
+            names = launched[kind] = []
+            with device.observe(lambda name, arguments, work, names=names: (names.append(name), work())):
+                attention_forward(out, kept, inp, B, T, NH, NKV, HS)
+                if not isinstance(kept, Cached):
+                    dqkv = memory.write(qkv.shape)
+                    attention_backward(dqkv, memory.read(dout), out, kept, inp, B, T, NH, NKV, HS)
+                    gradients[kind] = to_numpy(dqkv)
+        outs[kind] = to_numpy(out)
+    tolerance = 5 * BF16 if each_type.floatX == each_type.BF16 else 1e-3  # flash attention's products are in TF32
+    for kind, like in (("flash", "softmax"), ("cached", "softmax"), ("cached relu", "relu")):
+        assert relative_error(outs[kind], outs[like]) <= tolerance, kind
+    assert relative_error(gradients["flash"], gradients["softmax"]) <= tolerance
+    assert relative_error(outs["relu"], outs["softmax"]) > 10 * tolerance
+    of = {"softmax": "softmax_", "relu": "relu_", "flash": "flash_", "cached": "cached_", "cached relu": "cached_"}
+    for kind, names in launched.items():
+        assert any(name.startswith(of[kind]) for name in names)
+        assert not any(name.startswith(other) for name in names for other in set(of.values()) - {of[kind]})

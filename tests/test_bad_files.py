@@ -12,11 +12,15 @@ from pathlib import Path
 
 import generate
 from conftest import refusal
-from dev import import_hf
-from dev.huggingface import config_json
+from dev.hf import import_hf
+from dev.hf.common import config_json, families
+from dev.scripts import model_kinds
 from device.errors import UserError
 from kernels.rope import ORIGINAL_LENGTH
-from llmc.checkpoint import (
+from llmc.data.dataloader import DataLoader, open_tokens, write_tokens
+from llmc.data.evaluation import EvalLoader
+from llmc.data.tokenizer import Tokenizer, byte_tokenizer
+from llmc.files.checkpoint import (
     load_checkpoint,
     model_path,
     newest_checkpoint,
@@ -26,12 +30,8 @@ from llmc.checkpoint import (
     write_debug_state,
     write_model,
 )
-from llmc.dataloader import DataLoader, open_tokens, write_tokens
-from llmc.evaluation import EvalLoader
-from llmc.logger import Logger, read_log
-from llmc.scripts import model_kinds
-from llmc.tensors import Config, num_parameters
-from llmc.tokenizer import Tokenizer, byte_tokenizer
+from llmc.model.tensors import Config, num_parameters
+from llmc.run.logger import Logger, read_log
 from models import ODD
 from train_gpt2_fp32 import GPT2Config
 
@@ -157,7 +157,7 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     saved.mkdir()
     save_file({name: np.zeros(shape, np.float32) for name, shape in import_hf.shapes_of(configs[1]).items()},
               saved / "model.safetensors")  # fmt: skip
-    known = [kind.Config for kind in model_kinds() if kind.HuggingFace]
+    known = [family.Config for family in families().values()]
     settings = [json.dumps(config_json(config)).encode() for config in configs if type(config) in known]
     mistral = json.loads(settings[1]) | {"model_type": "mistral", "sliding_window": None}
     settings.append(json.dumps(mistral).encode())
@@ -286,11 +286,6 @@ def refused(function, *arguments) -> None:
 def test_a_pipe_is_refused(kinds, tmp_path, in_time, kind):
     os.mkfifo(tmp_path / "pipe")
     refused(kinds[1][kind][0], tmp_path / "pipe")
-
-
-def test_a_pipe_is_no_tokenizer_json(tmp_path, in_time):
-    os.mkfifo(tmp_path / "pipe.json")
-    refused(Tokenizer.load, tmp_path / "pipe.json")
 
 
 @pytest.mark.parametrize("name", ["model.bin", "optimizer.bin", "state.json"])

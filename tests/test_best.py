@@ -8,21 +8,20 @@ import shutil
 import signal
 import zlib
 from dataclasses import dataclass
-from inspect import getmodule
 from pathlib import Path
 
 import generate
 from conftest import refusal
-from dev import export_hf
+from dev.hf import export_hf
 from device.errors import UserError
-from llmc import program, saver
-from llmc.arguments import parse_arguments
-from llmc.checkpoint import checkpoints, model_path, newest_checkpoint, read_record
-from llmc.dataloader import write_tokens
+from llmc.data.dataloader import write_tokens
+from llmc.files.checkpoint import checkpoints, model_path, newest_checkpoint, read_record
+from llmc.run import program
+from llmc.run.arguments import parse_arguments
 from models import TINY, described
+from train_gpt2_fp32 import train
 
 import pytest
-from test_evaluation import random_examples, write_evaluation
 from test_reliability import write_data
 
 V, B, T = 257, 2, 16
@@ -41,9 +40,9 @@ class Trainer:
         kind, coming = TINY[model][0], iter(losses)
         with self.monkeypatch.context() as patch:
             if losses:
-                patch.setattr("llmc.validation.validate", lambda *args: (next(coming), None))
+                patch.setattr("llmc.run.validation.validate", lambda *args: (next(coming), None))
             args = parse_arguments(kind.Config, ["-e", described(model, V, T)[0], *FLAGS, *flags])
-            getmodule(kind).main(args)
+            train(kind, args)
         assert not list(coming)
         return self.capsys.readouterr().out
 
@@ -160,30 +159,6 @@ def test_where_no_other_checkpoint_is_there_a_run_goes_on_from_the_best(trainer)
     assert all(contents("step_00000004")[name] == last[name] for name in ("model.bin", "optimizer.bin"))
 
 
-def test_a_run_that_fails_before_its_first_checkpoint_names_the_best(trainer, monkeypatch):
-    def fail(*args):
-        raise MemoryError
-
-    monkeypatch.setattr("train_gpt2_fp32.adamw_update", fail)
-    with pytest.raises(MemoryError):
-        trainer.train("-x", "2", losses=(5.0,))
-    assert names()[-1] == "best" and program.resume_advice() == "; the run goes on from run/best with -y 1"
-
-
-def test_a_validation_that_is_given_up_finds_no_best(trainer, rng, monkeypatch):
-    """Told to stop during HellaSwag, behind the loss. The run that goes on from there validates again."""
-    def stop(*args) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    write_evaluation(Path("questions.bin"), random_examples(rng, 2))
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
-        patch.setattr("llmc.validation.evaluate", stop)
-        trainer.train("-x", "2", "-b", "4", "--hellaswag", "questions.bin", losses=(5.0,))
-    assert caught.value.code == 128 + signal.SIGTERM and not Path("run/best").exists()
-    trainer.train("-x", "1", "-b", "4", "-y", "1", losses=(5.0, 6.0))
-    assert best() == (0, 5.0)
-
-
 def test_a_directory_stands_for_its_newest_checkpoint_and_the_best_has_a_name(trainer, capsys):
     trainer.train("-x", "2", losses=(5.0, 3.0, 4.0))
     assert [path.name for path in checkpoints("run")] == ["step_00000002", "best"]
@@ -215,22 +190,9 @@ def without_a_record(path: Path) -> None:
     (path / "state.json").write_text("{")
 
 
-def something_else(path: Path) -> None:
-    shutil.rmtree(path)
-    path.write_text("my notes")
-
-
 def copied_by_hand(path: Path) -> None:
     shutil.rmtree(path)
     shutil.copytree("run/step_00000002", path)
-
-
-def without_a_number(path: Path) -> None:
-    change_state(path, best={"val_loss": "low"})
-
-
-def not_a_number(path: Path) -> None:
-    change_state(path, best={"val_loss": math.nan})
 
 
 def of_another_run(path: Path) -> None:
@@ -246,10 +208,7 @@ def as_it_is(path: Path) -> None:
     [
         (truncated, [], "no checkpoint, or damaged; "),
         (without_a_record, [], "no checkpoint, or damaged; "),
-        (something_else, [], "no checkpoint, or damaged; "),
         (copied_by_hand, [], "this checkpoint does not record its validation loss; "),
-        (without_a_number, [], "this checkpoint does not record its validation loss; "),
-        (not_a_number, [], "this checkpoint does not record its validation loss; "),
         (of_another_run, [], "this is the best checkpoint of another run; "),
         (as_it_is, ["-m", "3"], "its loss is of 2 validation batches, and now of 3: -m 2, "),
         (as_it_is, ["-j", "data_other.bin"], "its loss is of other validation data: name that data (-j, -i), "),
@@ -283,33 +242,3 @@ def test_a_best_that_cannot_be_written_is_said_and_the_one_before_stays(trainer)
     Path("run/best.part").unlink()
     trainer.train("-x", "4", "-y", "1", losses=(7.0, 4.5))  # the lowest of those that are kept
     assert best() == (4, 4.5)
-
-
-def test_a_best_that_can_be_written_in_the_end_is_no_failure(trainer, monkeypatch):
-    real, failures = saver.save_checkpoint, iter([True, False])
-
-    def save(directory, step, config, params, m, v, state, tokenizer, name):
-        if name and next(failures):
-            raise UserError("no room")
-        return real(directory, step, config, params, m, v, state, tokenizer, name)
-
-    monkeypatch.setattr(saver, "save_checkpoint", save)
-    out = trainer.train("-x", "1", losses=(5.0, 4.0))
-    assert "not saved: no room\n" in out and best() == (1, 4.0)
-
-
-@pytest.mark.parametrize("flags, code, said", [
-    (["--best"], 1, "-y, -n and --best need to know where checkpoints are: add --checkpoint-dir"),
-    (["--best", "-v", "0", "--checkpoint-dir", "run"], 2, "argument -v/--val-every: 0 must be at least 1; --help"),
-    (["--best", "2", "--checkpoint-dir", "run"], 2, "argument --best: 2 must be 0 or 1; --help lists the flags"),
-])  # fmt: skip
-def test_a_flag_that_contradicts_best_is_one_line(flags, code, said, capsys):
-    with pytest.raises(UserError if code == 1 else SystemExit) as caught:
-        parse_arguments(TINY["gpt2"][0].Config, flags)
-    message = str(caught.value) if code == 1 else capsys.readouterr().err
-    assert said in message and message.count("\n") == code - 1
-    assert code == 1 or caught.value.code == code
-
-
-def test_the_table_says_that_the_best_is_kept(trainer):
-    assert "run, every 2 steps, keep 3 and the best " in trainer.train("-x", "0", "-n", "2", "-nk", "3", losses=(5.0,))

@@ -4,14 +4,12 @@ from copy import deepcopy
 
 import oracle
 from conftest import DEVICES, switched
-from llmc.batches import Batches
-from llmc.checkpoint import read_model, write_model
-from llmc.exchange import Exchange
-from llmc.model import build_from_file
-from llmc.step import train_step
-from llmc.tensors import Config
-from models import kind_of
-from train_gpt2_fp32 import GPT2Config
+from llmc.data.batches import Batches
+from llmc.files.checkpoint import read_model, write_model
+from llmc.model.tensors import Config
+from llmc.model.weights import model_for_inference
+from models import GivenBatches, build, forward_backward, kind_of, make_batches, name_parameters
+from train_gpt2_fp32 import GPT2Config, training_step
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
 from train_qwen3 import Qwen3Config
@@ -19,7 +17,6 @@ from train_qwen3 import Qwen3Config
 import numpy as np
 import pytest
 import torch
-from test_model import GivenBatches, build, forward_backward, make_batches, name_parameters
 
 MODELS = {
     "GPT-2": (GPT2Config(40, 250, 2, 2, 128), "softmax"),
@@ -60,14 +57,14 @@ def test_gradients_are_as_near_to_float64_as_those_of_a_bf16_model_of_transforme
     exact = oracle.transformers_model(config).bfloat16().double()
     theirs = deepcopy(exact).bfloat16()
     flat = oracle.flat_parameters_of(exact, config).astype(np.float32)
-    model = build(dev, config, B, T, attention, flat)
+    training = build(dev, config, B, T, attention, flat)
     errors = {}
     for batch in make_batches(config, SAMPLES, B, T):
         want_loss, want = transformers_gradients(exact, config, batch)
         their_loss, their = transformers_gradients(theirs, config, batch)
-        _, loss = forward_backward(dev, model, *batch, 1 / (B * T))
+        _, loss = forward_backward(dev, training, *batch, 1 / (B * T))
         assert abs(loss - want_loss) <= 1.2 * abs(their_loss - want_loss) + 2e-3 * want_loss
-        gradients = (x.astype(np.float64) for x in (want, dev.to_host(model.grads_memory), their))
+        gradients = (x.astype(np.float64) for x in (want, dev.to_host(training.model.grads_memory), their))
         tensors = [name_parameters(flat, config) for flat in gradients]
         for name, _ in config.parameters():
             values, *others = (getattr(each, name) for each in tensors)
@@ -87,13 +84,13 @@ def test_a_small_bias_of_a_projection_moves_the_residual_stream_no_further_than_
     would decide how they are rounded, and on average move them by many times its size."""
     config, attention = MODELS[of]
     flat = oracle.flat_parameters_of(oracle.transformers_model(config), config).astype(np.float32)
-    model = build(dev, config, B, T, attention, flat)
+    training = build(dev, config, B, T, attention, flat)
     batch, small, streams = make_batches(config, 1, B, T)[0], 2.0**-18, []
     for value in 0.0, small:
-        layer = model.params.layer[0]
-        dev.copy_in(getattr(layer, bias), dev.to_floatX(np.full(config.channels, value, np.float32)))
-        forward_backward(dev, model, *batch, 1 / (B * T))
-        streams.append(oracle.to_numpy(getattr(model.acts(B, T).layer[0], stream)))
+        values = dev.to_floatX(np.full(config.channels, value, np.float32))
+        dev.copy_in(getattr(training.model.params.layer[0], bias), values)
+        forward_backward(dev, training, *batch, 1 / (B * T))
+        streams.append(oracle.to_numpy(getattr(training.acts.layer[0], stream)))
     moved = float((streams[1] - streams[0]).mean())
     assert 0 <= moved <= 2 * small  # where cuBLAS rounds the product first, a bias so small changes nothing
 
@@ -104,16 +101,17 @@ def test_training_is_repeated_to_the_bit_and_the_copy_is_the_master_rounded(dev,
     results = []
     for recording in (True, False):
         dev.use_recording(recording)
-        model = build(dev, config, B, T, attention, flat)
-        sent = Batches(model, GivenBatches(make_batches(config, 4, B, T)))
-        step_of = train_step(Exchange(model), sent, weight_decay=0.1, grad_clip=1.0)
+        training = build(dev, config, B, T, attention, flat, weight_decay=0.1, grad_clip=1.0)
+        sent = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 4, B, T)))
+        step_of = training_step(training, sent)
         for step in range(4):
             step_of(step, 1e-3)
             dev.synchronize()
-        memories = model.master_memory, model.params_memory, model.m_memory, model.v_memory
+        params, adamw = training.model.params_memory, training.adamw
+        memories = adamw.master, params, adamw.m, adamw.v
         results.append([dev.to_host(memory).tobytes() for memory in memories])
     assert results[0] == results[1]
-    master, copy = dev.to_host(model.master_memory), dev.to_host(model.params_memory)
+    master, copy = dev.to_host(adamw.master), dev.to_host(params)
     assert np.array_equal(copy, torch.from_numpy(master).bfloat16().view(torch.int16).numpy().view(np.uint16))
     assert not np.array_equal(master, flat) and np.abs(master - flat).max() < 5e-3
 
@@ -121,10 +119,9 @@ def test_training_is_repeated_to_the_bit_and_the_copy_is_the_master_rounded(dev,
 def test_a_file_of_a_bf16_model_has_its_master_copy(dev, tmp_path):
     config, _ = MODELS["GPT-2"]
     flat = oracle.flat_parameters_of(oracle.transformers_model(config), config).astype(np.float32)
-    model = build(dev, config, B, T, "softmax", flat)
-    write_model(tmp_path / "model.bin", config, model.master_memory)
+    training = build(dev, config, B, T, "softmax", flat)
+    write_model(tmp_path / "model.bin", config, training.adamw.master)
     _, tensors = read_model(tmp_path / "model.bin", GPT2Config)
     assert np.array_equal(np.concatenate([tensor.ravel() for tensor in tensors.values()]), flat)
-    read = build_from_file(kind_of(config), tmp_path / "model.bin", B, T, "softmax", inference=True)
-    assert np.array_equal(dev.to_host(read.params_memory), dev.to_host(model.params_memory))
-    assert not read.has_copy and not hasattr(read, "grads")
+    read = model_for_inference(kind_of(config), tmp_path / "model.bin", T)
+    assert np.array_equal(dev.to_host(read.params_memory), dev.to_host(training.model.params_memory))

@@ -2,9 +2,10 @@
 small batch gives that they repeat."""
 
 import device
-from llmc.batches import Batches
-from llmc.model import batch_sizes
-from llmc.tensors import num_parameters, shape_of
+from llmc.data.batches import Batches
+from llmc.model.activations import batch_sizes, training_tables
+from llmc.model.tensors import num_parameters, shape_of
+from llmc.step.training import make_training
 from models import kind_of
 from oracle import assert_close
 from train_gpt2_fp32 import GPT2Config
@@ -36,14 +37,15 @@ class OneBatch:
 
 
 def losses_and_gradients(config, attention: str, batch_size: int, parameters: np.ndarray) -> tuple[np.ndarray, dict]:
-    model = kind_of(config)(config, batch_size, T, attention)
+    training = make_training(kind_of(config), config, batch_size, T, attention, logit_rows=0)
+    model, acts, batch = training.model, training.acts, training.batch
     device.copy_in(model.params_memory, parameters)
-    batches = Batches(model, OneBatch(config.vocab_size))
+    batches = Batches(batch, acts.losses, OneBatch(config.vocab_size))
     batches.send(0, 0)
     model.zero_grad()
-    model.forward(batch_size, T, training=True)
-    model.loss(batch_size, T, dloss=1 / (batch_size * T))
-    model.backward(batch_size, T)
+    model.forward(acts, batch)
+    model.loss(acts, batch, dloss=1 / (batch_size * T))
+    model.backward(acts, batch)
     batches.fetch_losses(0, 0)
     device.synchronize()
     return batches.losses[0, 0], {
@@ -65,10 +67,10 @@ def gpu():
 @pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_batch_of_more_than_two_to_the_31_elements_gives_what_its_part_gives(gpu, config, attention):
-    tables = kind_of(config).tables(attention)
+    tables = training_tables(kind_of(config), attention)
     sizes = batch_sizes(config, B * COPIES, T, 0)
     large = {row[0] for table in tables for row in table if np.prod(shape_of(row[1], sizes)) > 2**31}
-    assert large >= {"logits", "fch", "dfch"} | (set() if attention == "flash" else {"att", "datt"})
+    assert large >= {"logits", "fch", "dfch"} | (set() if attention == "flash" else {"att"})
     parameters = np.random.default_rng(1).standard_normal(num_parameters(config), dtype=np.float32)
     parameters *= np.float32(0.02)
     losses, gradients = losses_and_gradients(config, attention, B, parameters)

@@ -5,14 +5,13 @@ import subprocess
 import sys
 from math import log, log2
 from pathlib import Path
-from types import SimpleNamespace
 
-from llmc.batches import Batches, bits_per_byte, validate
-from llmc.checkpoint import write_model
-from llmc.dataloader import DataLoader, write_tokens
-from llmc.model import RANDOM_WORDS
-from llmc.tensors import num_parameters
-from llmc.tokenizer import Tokenizer, byte_letters, write_tokenizer
+from llmc.data.batches import Batches, bits_per_byte, validate
+from llmc.data.dataloader import DataLoader, write_tokens
+from llmc.data.tokenizer import Tokenizer, byte_letters, write_tokenizer
+from llmc.files.checkpoint import write_model
+from llmc.model.tensors import num_parameters
+from llmc.step.batch import Batch
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
@@ -34,17 +33,13 @@ TEXTS = ["the theatre there, then the other", "", "a café: bathing in 你好 �
 
 def validate_known(dev, folder, tokens, nats, text_bytes, B, T, num_batches=1):
     """What `validate` finds for a model whose loss for each token is nats (V,), on the device."""
-    losses, batch = dev.zeros((B, T)), dev.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
-    model = SimpleNamespace(
-        B=B, T=T, batch=batch, random_words=lambda step, i: 0, acts=lambda B, T: SimpleNamespace(losses=losses)
-    )
+    losses, batch = dev.zeros((B, T)), Batch(B, T)
     write_tokens(folder / "data_val.bin", np.array(tokens))
 
     def forward_loss() -> None:
-        targets = dev.to_host(batch)[B * T : 2 * B * T].reshape(B, T)
-        dev.copy_in(losses, nats[targets].astype(np.float32))
+        dev.copy_in(losses, nats[dev.to_host(batch.targets)].astype(np.float32))
 
-    batches = Batches(model, DataLoader(folder / "data", "val", B, T, len(nats)))
+    batches = Batches(batch, losses, DataLoader(folder / "data", "val", B, T, len(nats)))
     return validate(batches, forward_loss, num_batches, text_bytes)
 
 

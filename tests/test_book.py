@@ -1,5 +1,5 @@
 """The book in doc/ and README.md cannot rot: their Python is run, their commands are run or named, their links lead
-somewhere, their quotes of code are in the code, and what scripts write into them is what the scripts write now.
+somewhere, their quotes of code are what make quotes writes, and their tables are what the scripts write now.
 
 What is a command: each line of a ```sh block, and in indented blocks and `code` each line that begins with one of
 PROGRAMS. A ```sh block is run line by line, from the repository's root in a copy of it. Every other command is in
@@ -13,7 +13,6 @@ import functools
 import io
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from device.cpp.compiler import installed_compiler
+from doc import quotes
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -61,12 +61,12 @@ NOT_RUN = {
     "a target of the Makefile, which tests/test_make.py reads": ["make *"],
     "tests, which run by themselves": ["*python -m pytest*"],
     "measured on the H200": [
-        "python dev/bench*", "python dev/scaling.py*", "python dev/timeline.py*", "python dev/profile_step.py*",
-        "python dev/train_torch.py*", "python dev/plot_log.py*", "nvidia-smi *", "python doc/step.py",
-        "python doc/latency.py*", "python doc/left_out.py*", "python doc/layouts.py", "python dev/awake.py*", "ncu *",
+        "python dev/bench*", "python dev/timeline.py*", "python dev/profile_step.py*",
+        "python dev/plot_log.py*", "nvidia-smi *", "python doc/step.py",
+        "python doc/latency.py*", "python doc/left_out.py*", "python doc/layouts.py", "ncu *",
     ],
     "trains, or reads what was trained: long, or on the H200": [
-        "python train_*.py *", "python generate.py *", "python dev/export_hf.py *", "python dev/import_hf.py *",
+        "python train_*.py *", "python generate.py *", "python dev/hf/export_hf.py *", "python dev/hf/import_hf.py *",
     ],
     "needs several machines": ["torchrun *", "srun *", "mpirun *"],
     "needs the network": [
@@ -76,7 +76,7 @@ NOT_RUN = {
     "long": ["python doc/planted.py"],
     "shown in full in page 14, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
     "has tests of its own": [
-        "python dev/microscope.py *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",
+        "python dev/microscope *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",
         "python doc/eight_kernels.py*", "python exercises/check.py*",
     ],
 }
@@ -119,7 +119,7 @@ LINK = re.compile(  # code, which is passed over, or a link, whose text may hold
     rf"{SPAN}|(?P<picture>!?)\[(?P<text>(?:[^\[\]`]|(`+)(?!`).*?(?<!`)\4(?!`)|\[[^\]]*\])*)\]"
     r"\((?P<target>[^()\s]+)\)", re.S
 )  # fmt: skip
-QUOTE = re.compile(r"(?P<file>[\w.]+)(?::(?P<line>\d+))?: (?P<ticks>`+)(?P<code>.+)(?P=ticks)", re.S)
+COMMENT = re.compile(r"<!--.*?-->")
 
 
 def blanked(pattern: re.Pattern, text: str) -> str:
@@ -143,7 +143,7 @@ def line_of(text: str, at: int) -> int:
 
 def links(path: Path) -> list[Link]:
     """The links of a page, but for those in code and in mathematics."""
-    text = blanked(MATHEMATICS, blanked(FENCE, read(path)))
+    text = blanked(MATHEMATICS, blanked(COMMENT, blanked(FENCE, read(path))))
     found = [m for m in LINK.finditer(text) if m["target"]]
     return [Link(line_of(text, m.start()), bool(m["picture"]), m["text"], m["target"]) for m in found]
 
@@ -277,7 +277,7 @@ def test_every_construct_of_cpp_is_short_and_stands_in_a_kernel():
     assert len(CONSTRUCTS) == 10
     for heading, section in CONSTRUCTS.items():
         assert max(len(text.splitlines()) for text in pair_of(section)) <= 9, heading
-        assert re.search(r"\[\w+\.cuh?: `[^\n]*`\]\(\.\./kernels/\w+\.cuh?\)", section), heading
+        assert re.search(r"\[\w+\.cuh?: `[^\n]*`\]\(\.\./kernels/\w+\.cuh?#L\d+\)", section), heading
 
 
 # ---- commands
@@ -313,7 +313,7 @@ def text_behind(path: Path, block: Block) -> str:
 
 def writes(command: str) -> bool:
     """Whether a command may write into the repository. The others run in it, where what they compile is kept."""
-    looks = re.match(r"(LLMC_CPU_\w+=\S+ )*python (dev/microscope|doc/ladder)\.py ", command)
+    looks = re.match(r"(LLMC_CPU_\w+=\S+ )*python (dev/microscope|doc/ladder\.py) ", command)
     return not looks or "--html" in command or "--write" in command or ">" in command
 
 
@@ -495,16 +495,62 @@ def test_links_lead_somewhere(path):
             assert line and int(line[1]) <= len(read(there).splitlines()), f"{place}: {target}: no such line"
 
 
-@each_text
-def test_quoted_code_is_in_its_file(path):
-    """[file.cu: `code`](../kernels/file.cu): the code stands in that file, on one line."""
-    for link in links(path):
-        if not (quote := QUOTE.fullmatch(link.text)):
-            continue
-        place, file = f"{name_of(path)}:{link.line}", source_of(path, link.target)
-        assert file.name == quote["file"], f"{place}: {link.text} leads to {file.name}"
-        code = quote["code"].strip() if quote["ticks"] != "`" else quote["code"]
-        assert any(code in line for line in read(file).splitlines()), f"{place}: {file.name} does not have `{code}`"
+def test_a_quote_follows_its_code_or_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(quotes, "ROOT", tmp_path)
+    (tmp_path / "a.cu").write_text("""\
+struct Vec {
+    __device__ Vec(int n) { at = n; }
+    static Vec load(int p) { return Vec(p); }
+};
+
+template <int N>
+__device__ inline float sum_of(float x, int n) {
+#pragma unroll
+    for (int k = 0; k < n; k++) x += k;  // in order
+    return Vec(1), x;
+}
+
+float other = sum_of(1.0f, 2);
+""")
+    (tmp_path / "moved.py").write_text("class Gone:\n    def run(self):\n        return 1\n")
+    (tmp_path / "page.md").write_text("""\
+[a.cu: `x`](a.cu)<!-- Vec --> [x.cu: `x`](a.cu#L99)<!-- sum_of --> [a.cu:7: `x`](a.cu#L7)<!-- sum_of: for (int k -->
+[a.cu: `x`](a.cu)<!-- sum_of: x += ... k --> [a.cu: `x`](a.cu)<!-- Vec.load --> [a.cu: `x`](a.cu)<!-- : other = -->
+[a.cu: `none`](a.cu) [a.cu: `none`](a.cu)<!-- sum_of: y --> [a.cu: `none`](a.cu)<!-- sum_of: x -->
+[a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x -->
+
+<!-- a.cu: sum_of: #pragma ... for -->
+```cuda
+old
+```
+""")
+    wrong = []
+    assert quotes.renewed(tmp_path / "page.md", wrong) == """\
+[a.cu: `struct Vec {`](a.cu#L1)<!-- Vec --> [a.cu: `float sum_of(`](a.cu#L7)<!-- sum_of --> \
+[a.cu: `for (int k = 0; k < n; k++) x += k;`](a.cu#L9)<!-- sum_of: for (int k -->
+[a.cu: `x += k`](a.cu#L9)<!-- sum_of: x += ... k --> [a.cu: `Vec load(`](a.cu#L3)<!-- Vec.load --> \
+[a.cu: `other = sum_of(1.0f, 2);`](a.cu#L13)<!-- : other = -->
+[a.cu: `none`](a.cu) [a.cu: `none`](a.cu)<!-- sum_of: y --> [a.cu: `none`](a.cu)<!-- sum_of: x -->
+[a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x -->
+
+<!-- a.cu: sum_of: #pragma ... for -->
+```cuda
+#pragma unroll
+    for (int k = 0; k < n; k++) x += k;  // in order
+```
+"""
+    assert wrong == [
+        "page.md:3: a.cu: a quote needs its place behind it, as in <!-- function: begin of a line -->",
+        "page.md:3: a.cu: sum_of: y: no lines with `y`",
+        "page.md:3: a.cu: sum_of: x: 3 lines with `x`",
+        "page.md:4: a.cu: Gone.run: no definitions of Gone; is it that of moved.py?",
+        "page.md:4: b.cu: x: there is no such file",
+    ]
+
+
+def test_the_quotes_are_as_the_code_is():
+    done = subprocess.run([sys.executable, DOC / "quotes.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @each_text
@@ -574,7 +620,7 @@ def test_ladders_have_their_markers(path):
         elif line == "<!-- end of ladder -->":
             assert topic, f"{place}: no ladder has begun"
             topic = None
-        elif "<!--" in line and "ladder" in line:
+        elif re.match(r"<!--.*ladder(?!/)", line):
             pytest.fail(f"{place}: this marker is none: {line}")
     assert topic is None, f"{name_of(path)}: the ladder {topic} does not end"
 
@@ -602,14 +648,8 @@ def test_words_in_formulas_are_set_as_words(path):
         assert not re.search(r"[A-Za-z]{3}", letters), f"{name_of(path)}:{line_of(text, formula.start())}: {formula[0]}"
 
 
-def test_the_glossary_is_as_its_script_writes_it():
-    """Its line numbers are those of the quoted code; python doc/glossary.py --write puts them right."""
-    written = runpy.run_path(str(DOC / "glossary.py"))["with_lines"](read(DOC / "glossary.md"))
-    assert written == read(DOC / "glossary.md"), "python doc/glossary.py --write puts the line numbers right"
-
-
 def test_the_glossary_is_in_order_and_each_term_has_its_place():
-    rows = re.findall(r"^- \*\*(.+?)\*\*: (.+?) (\[[\w.]+:\d+: `.+)$", read(DOC / "glossary.md"), re.M)
+    rows = re.findall(r"^- \*\*(.+?)\*\*: (.+?) (\[[\w.]+: `.+)$", read(DOC / "glossary.md"), re.M)
     assert len(rows) == read(DOC / "glossary.md").count("\n- ") > 40
     assert "|" not in re.sub(SPAN, "", read(DOC / "glossary.md")), "a table would be wider than a phone"
     terms = [re.sub(r"[^a-z0-9 ]", "", term.lower()) for term, _, _ in rows]

@@ -2,7 +2,7 @@
 
 import device
 from device import ceil_div
-from kernels.cached_attention import TILE_KEYS, cached_attention_forward, number_of_splits
+from kernels.cached_attention import TILE_KEYS, Cached, cached_attention_forward, number_of_splits
 from oracle import BF16, KERNEL_FP32, assert_close, attention, guarded, leaf, normal, to_numpy
 
 import numpy as np
@@ -33,11 +33,8 @@ def run(dev, qkv, T: int, positions, context: int, NH: int, relu: bool = False, 
         keys, values = (memory.scratch(caches[0].shape) for _ in range(2))
         for array, cache in zip((keys, values), caches, strict=True):
             dev.copy_in(array, dev.to_floatX(cache))
-        parts, stats = (memory.scratch((B, T, NH, splits, n), FP32) if splits > 1 else None for n in (HS, 2))
-        starts = memory.read(np.array(positions, np.int32))
-        cached_attention_forward(
-            out, parts, stats, keys, values, inp, starts, B, T, context, NH, NKV, HS, relu, splits
-        )
+        kept = Cached(keys, values, memory.read(np.array(positions, np.int32)), relu)
+        cached_attention_forward(out, kept, inp, B, T, NH, NKV, HS, splits)
     return to_numpy(out), to_numpy(keys), to_numpy(values)
 
 

@@ -2,26 +2,21 @@
 
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
 import struct
-import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import device
 from conftest import refusal
 from device.errors import UserError
-from llmc.checkpoint import (
-    check_saved,
+from llmc.files.checkpoint import (
     checkpoints,
     conversion,
     load_checkpoint,
     lock_checkpoints,
     model_path,
-    new_model,
     newest_checkpoint,
     prune_checkpoints,
     read_debug_state,
@@ -31,11 +26,10 @@ from llmc.checkpoint import (
     write_debug_state,
     write_model,
 )
-from llmc.model import build_from_file
-from llmc.tensors import num_parameters, padded, shape_of
+from llmc.model.tensors import num_parameters
+from llmc.model.weights import model_for_inference
 from models import LLAMA_ODD, ODD, PYTHIA_ODD
 from train_gpt2_fp32 import GPT2, GPT2Config
-from train_llama3 import Llama3Config
 
 import numpy as np
 import pytest
@@ -69,18 +63,6 @@ def overwrite(path, offset, data):
 
 def flat(tensors: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([tensor.ravel() for tensor in tensors.values()])
-
-
-@pytest.mark.parametrize("config", [
-    TINY, GPT2Config(1024, 50257, 12, 12, 768), Llama3Config(64, 200, 2, 6, 2, 24, 50, tied=False),
-    Llama3Config.described("smollm2-135m"), Llama3Config.described("llama3.1-8b"),
-], ids=lambda config: f"{config.NAME}, {config.channels} channels")  # fmt: skip
-def test_the_parameters_of_a_model_are_counted_as_transformers_counts_them(config):
-    torch, oracle = pytest.importorskip("torch"), pytest.importorskip("oracle")
-    with torch.device("meta"):
-        build = oracle.transformers_gpt2 if isinstance(config, GPT2Config) else oracle.transformers_llama
-        theirs = build(replace(config, vocab_size=padded(config.vocab_size)))
-    assert num_parameters(config) == sum(p.numel() for p in theirs.parameters())
 
 
 def test_a_model_file_has_the_layout_of_llm_c(model, params):
@@ -126,7 +108,7 @@ def test_a_line_says_what_becomes_of_weights_of_another_type(tmp_path, params, p
     write_model(path, TINY, params, bf16)
     line = f"{path}: {line}" if line else ""
     assert conversion(path, GPT2Config) == line
-    model = build_from_file(GPT2, path, 1, 4, "softmax", inference=True)  # as generate.py does
+    model = model_for_inference(GPT2, path, 4)
     assert capsys.readouterr().err == (f"{line}\n" if line else "")
     rounded = device.from_bf16(device.to_bf16(params))
     np.testing.assert_array_equal(
@@ -150,56 +132,32 @@ def test_a_model_that_cannot_be_written_leaves_what_was_there(tmp_path, model, p
     assert os.listdir(tmp_path) == ["model.bin"]
 
 
-def test_a_model_that_is_made_in_place_appears_whole_or_not_at_all(tmp_path, params):
-    starts = np.cumsum([0] + [tensor.size for tensor in read_model_shapes()])
-    with new_model(tmp_path / "made.bin", TINY) as tensors:
-        for tensor, start in zip(tensors.values(), starts, strict=False):
-            assert not tensor.any()
-            tensor[...] = params[start : start + tensor.size].reshape(tensor.shape)
-        assert not (tmp_path / "made.bin").exists()
-    np.testing.assert_array_equal(flat(read_model(tmp_path / "made.bin", GPT2Config)[1]), params)
-    with pytest.raises(KeyError), new_model(tmp_path / "failed.bin", TINY):
-        raise KeyError
-    assert os.listdir(tmp_path) == ["made.bin"]
-
-
-def read_model_shapes() -> list[np.ndarray]:
-    """An array of each tensor's shape, in the order of the file."""
-    sizes = TINY.sizes()
-    return [np.empty(shape_of(shape, sizes)) for _, shape in TINY.parameters()]
-
-
 def test_a_missing_model_is_refused_with_the_remedy(tmp_path):
     message = refusal(read_model, tmp_path / "gpt2_124M.bin", GPT2Config)
     assert "gpt2_124M.bin: no such file" in message and "dev/download_starter_pack.sh" in message
 
 
-@pytest.mark.parametrize("version, kind", [(1, "fp32 without padding"), (2, "bf16"), (77, "unknown")])
-def test_other_model_versions_are_refused_by_name(model, version, kind):
+@pytest.mark.parametrize("version", [1, 77])
+def test_other_model_versions_are_refused(model, version):
     overwrite(model, 4, struct.pack("<i", version))
-    message = refusal(read_model, model, GPT2Config)
-    assert f"version {version} ({kind}" in message and "version 3" in message
+    assert f"version {version}; 3 (fp32) or 5 (bf16) is needed" in refusal(read_model, model, GPT2Config)
 
 
 @pytest.mark.parametrize(
     "field, value, words",
     [
         (2, 0, "max_seq_len is 0"),
-        (3, -1, "vocab_size is -1"),
-        (3, 129, "padded_vocab_size is 128"),
         (4, 3, "bytes"),
         (5, 2, "9 channels cannot be split among 2 heads"),
-        (6, 2**31 - 1, "bytes|heads"),
-        (7, 100, "multiple of 128"),
     ],
 )
 def test_a_header_with_senseless_sizes_is_refused(model, field, value, words):
     overwrite(model, 4 * field, struct.pack("<i", value))
     message = refusal(read_model, model, GPT2Config)
-    assert str(model) in message and any(word in message for word in words.split("|"))
+    assert str(model) in message and words in message
 
 
-@pytest.mark.parametrize("change", [-1, 1, 4, -4])
+@pytest.mark.parametrize("change", [-1, 4])
 def test_a_model_of_the_wrong_length_is_refused(model, change):
     os.truncate(model, model.stat().st_size + change)
     assert "truncated or damaged" in refusal(read_model, model, GPT2Config)
@@ -334,25 +292,6 @@ def test_a_checkpoint_whose_tokenizer_is_not_the_saved_one_names_no_model(monkey
         assert f"{name}: {want}" in message and "older checkpoint" in message
 
 
-def test_a_damaged_model_of_a_copied_checkpoint_is_refused(tmp_path, checkpoint):
-    """Its name says no step."""
-    shutil.copytree(checkpoint, tmp_path / "best")
-    read_model(tmp_path / "best" / "model.bin", GPT2Config)
-    overwrite(tmp_path / "best" / "model.bin", 5000, b"\1\2\3")
-    assert "damaged (its CRC-32" in refusal(read_model, tmp_path / "best" / "model.bin", GPT2Config)
-    (tmp_path / "best" / "state.json").write_text("{")
-    assert "state.json: damaged" in refusal(load_checkpoint, tmp_path / "best", GPT2Config)
-
-
-def test_a_long_check_says_how_far_it_is(checkpoint, monkeypatch, capsys):
-    check_saved(checkpoint / "model.bin")
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("llmc.checkpoint.SECONDS", -1)
-    check_saved(checkpoint / "model.bin")
-    size = (checkpoint / "model.bin").stat().st_size
-    assert capsys.readouterr() == ("", f"checking {checkpoint / 'model.bin'}: 100% of {size:,} bytes\n")
-
-
 def test_a_directory_of_checkpoints_stands_for_its_newest_and_says_so(tmp_path, params, capsys):
     for step in (5, 100, 20):
         checkpoint = save_checkpoint(tmp_path / "run", step, TINY, params, params, params, {})
@@ -376,15 +315,6 @@ def test_who_reads_a_directory_changes_nothing_there(checkpoint):
     shutil.rmtree(checkpoint)
     lock_checkpoints(replaced.parent).release()  # as a run does
     assert os.listdir(checkpoint.parent) == [checkpoint.name]
-
-
-def test_a_truncated_or_missing_file_in_a_checkpoint_is_refused(checkpoint):
-    os.truncate(checkpoint / "optimizer.bin", 2000)
-    assert "optimizer.bin: 2000 bytes" in refusal(load_checkpoint, checkpoint, GPT2Config)
-    os.unlink(checkpoint / "optimizer.bin")
-    assert "optimizer.bin: no such file" in refusal(load_checkpoint, checkpoint, GPT2Config)
-    os.unlink(checkpoint / "state.json")
-    assert "not a complete checkpoint" in refusal(load_checkpoint, checkpoint, GPT2Config)
 
 
 class Crash(BaseException):
@@ -412,7 +342,7 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
         with monkeypatch.context() as patch:
             for name in ("fsync", "replace", "rename", "mkdir"):
                 patch.setattr(os, name, counted(getattr(os, name)))
-            patch.setattr("llmc.checkpoint._remove", lambda *directories: None)
+            patch.setattr("llmc.files.checkpoint._remove", lambda *directories: None)
             patch.setattr("pathlib.Path.unlink", lambda *args, **kwargs: None)
             try:
                 save_checkpoint(run, 2, TINY, params + 2, params, params, {}, name=called)
@@ -435,51 +365,15 @@ def test_a_checkpoint_is_never_seen_half_written(tmp_path, params, monkeypatch, 
     assert last_call >= 10  # three files, two directories and their renames
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full disk", "broken disk"])
-def test_whatever_call_fails_older_checkpoints_stay_and_nothing_else_is_left(tmp_path, params, monkeypatch, number):
-    run = tmp_path / "run"
-    for step in (1, 2):
-        save_checkpoint(run, step, TINY, params + step, params, params, {})
-    whatever_call_fails(run, 3, params, monkeypatch, number)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full disk", "broken disk"])
-def test_whatever_call_fails_a_checkpoint_that_is_to_be_replaced_stays(tmp_path, params, monkeypatch, number):
-    save_checkpoint(tmp_path / "run", 1, TINY, params + 1, params, params, {})
-    whatever_call_fails(tmp_path / "run", 1, params, monkeypatch, number)
-
-
-def test_whatever_call_fails_there_is_a_best_checkpoint(tmp_path, params, monkeypatch):
-    for fails_at in itertools.count(1):
-        run, calls = tmp_path / f"run{fails_at}", iter(range(1, 1000))
-        save_checkpoint(run, 1, TINY, params + 1, params, params, {}, name="best")
-
-        def failing(function, calls=calls, fails_at=fails_at):
-            def call(*args, **kwargs):
-                if next(calls) == fails_at:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return function(*args, **kwargs)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in ("fsync", "replace", "rename", "mkdir"):
-                patch.setattr(os, name, failing(getattr(os, name)))
-            try:
-                save_checkpoint(run, 2, TINY, params + 2, params, params, {}, name="best")
-            except UserError as error:
-                assert str(error).endswith(": cannot be written (no space left on device)")
-        _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)
-        np.testing.assert_array_equal(flat(read), params + state["step"])
-        assert os.listdir(run) == ["best"]
-        if next(calls) <= fails_at:  # none failed
-            break
-    assert state["step"] == 2 and fails_at > 8
-
-
-def whatever_call_fails(run: Path, saved: int, params, monkeypatch, number: int) -> None:
-    """Lets each call to the system fail in turn while a checkpoint is saved, of which all older ones are there."""
-    calls = fails_at = 0
+@pytest.mark.parametrize("number, there, saved, called", [
+    (errno.ENOSPC, (1, 2), 3, None), (errno.EIO, (1, 2), 3, None), (errno.ENOSPC, (1,), 1, None),
+    (errno.ENOSPC, (1,), 2, "best"),
+])  # fmt: skip
+def test_whatever_call_fails_what_was_there_stays_and_nothing_else_is_left(
+    tmp_path, params, monkeypatch, number, there, saved, called
+):
+    """A checkpoint is added to older ones, or takes the place of one: each call to the system fails in turn."""
+    calls, step, fails_at = 1, 0, 0
 
     def failing(function):
         def call(*args, **kwargs):
@@ -491,22 +385,21 @@ def whatever_call_fails(run: Path, saved: int, params, monkeypatch, number: int)
 
         return call
 
-    for name in ("fsync", "replace", "rename", "mkdir"):
-        monkeypatch.setattr(os, name, failing(getattr(os, name)))
-    for fails_at in itertools.count(1):
-        calls = 0
-        try:
-            save_checkpoint(run, saved, TINY, params + saved, params, params, {})
-        except UserError as error:
-            assert os.strerror(number).lower() in str(error) and "\n" not in str(error)
-        newest = newest_checkpoint(run)
-        step = int(newest.name.removeprefix("step_"))
-        np.testing.assert_array_equal(flat(load_checkpoint(newest, GPT2Config)[1]), params + step)
-        assert sorted(os.listdir(run)) == [f"step_{n:08d}" for n in range(1, step + 1)]
-        if calls < fails_at:
-            break
-        if step == saved > 1:
-            shutil.rmtree(newest)
+    while calls >= fails_at:
+        run, calls, fails_at = tmp_path / f"run{fails_at}", 0, fails_at + 1
+        for step in there:
+            save_checkpoint(run, step, TINY, params + step, params, params, {}, name=called)
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "replace", "rename", "mkdir"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                save_checkpoint(run, saved, TINY, params + saved, params, params, {}, name=called)
+            except UserError as error:
+                assert os.strerror(number).lower() in str(error) and "\n" not in str(error)
+        _, read, _, _, state = load_checkpoint(newest_checkpoint(run), GPT2Config)
+        step = state["step"]
+        np.testing.assert_array_equal(flat(read), params + step)
+        assert sorted(os.listdir(run)) == ([called] if called else [f"step_{n:08d}" for n in range(1, step + 1)])
     assert step == saved and fails_at > 8
 
 
@@ -517,25 +410,9 @@ def test_what_a_killed_run_left_is_cleared_away_by_the_next_save(checkpoint, par
     assert sorted(os.listdir(checkpoint.parent)) == ["step_00000020", "step_00000040"]
 
 
-def test_a_failed_save_leaves_nothing_behind(checkpoint, params):
-    with pytest.raises(TypeError):
-        save_checkpoint(checkpoint.parent, 30, TINY, params, params, params, {"not JSON": object()})
-    assert os.listdir(checkpoint.parent) == [checkpoint.name]
-
-
 def test_a_checkpoint_directory_that_cannot_be_made_is_refused(tmp_path, params):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(save_checkpoint, tmp_path / "file", 1, TINY, params, params, params, {})
-
-
-def test_the_newest_checkpoint_is_found(tmp_path, params):
-    run = tmp_path / "run"
-    assert newest_checkpoint(run) is None
-    for step in (5, 100, 20):
-        save_checkpoint(run, step, TINY, params, params, params, {})
-    (run / "step_00000900.part").mkdir()
-    (run / "notes").mkdir()
-    assert newest_checkpoint(run).name == "step_00000100"
 
 
 @pytest.mark.parametrize("name", ["state.json", "model.bin", "optimizer.bin", "model_tokenizer.bin"])
@@ -560,14 +437,6 @@ def test_a_state_that_is_no_record_is_damaged(checkpoint, text):
     assert "state.json: damaged; there is no older checkpoint" in refusal(newest_checkpoint, checkpoint.parent)
 
 
-def test_a_directory_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    def refused(self):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr("pathlib.Path.iterdir", refused)
-    assert "cannot be read (permission denied)" in refusal(newest_checkpoint, tmp_path)
-
-
 def test_pruning_keeps_the_newest_and_what_other_runs_have(tmp_path, params):
     run = tmp_path / "run"
     for step, identity in ((1, "a"), (2, "b"), (3, "a"), (10, "a"), (2000, "b"), (3000, None)):
@@ -580,20 +449,6 @@ def test_pruning_keeps_the_newest_and_what_other_runs_have(tmp_path, params):
     save_checkpoint(run, 1, TINY, params, params, params, {"run": "a"}, name="best")
     assert [path.name for path in prune_checkpoints(run, 1, "a")] == ["step_00000003"]
     assert checkpoints(run)[-1] == run / "best"
-
-
-def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, params):
-    """Both files intact by themselves, but not a pair."""
-    other_config = GPT2Config(7, 11, 1, 3, 9)
-    other_params = params[: num_parameters(other_config)]
-    other = save_checkpoint(tmp_path / "other", 20, other_config, other_params, other_params, other_params, {})
-    record, other_record = (json.loads((path / "state.json").read_text()) for path in (checkpoint, other))
-    record["files"]["optimizer.bin"] = other_record["files"]["optimizer.bin"]
-    del record["crc32"]
-    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
-    (checkpoint / "state.json").write_text(json.dumps(record))
-    os.replace(other / "optimizer.bin", checkpoint / "optimizer.bin")
-    assert "belongs to another model" in refusal(load_checkpoint, checkpoint, GPT2Config)
 
 
 def test_a_header_of_another_length_than_the_script_says_is_not_written(tmp_path, monkeypatch):

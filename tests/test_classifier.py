@@ -1,7 +1,18 @@
-"""classifier.cu against PyTorch's cross-entropy."""
+"""The classifier, whole and by chunks, and classifier.cu, against PyTorch's cross-entropy."""
 
-from kernels.classifier import fused_classifier
-from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal, to_numpy
+from kernels.classifier import classifier, fused_classifier
+from oracle import (
+    BF16,
+    KERNEL_FP32,
+    assert_close,
+    exact,
+    guarded,
+    kernel_tolerance,
+    leaf,
+    normal,
+    relative_error,
+    to_numpy,
+)
 
 import numpy as np
 import pytest
@@ -102,3 +113,81 @@ def test_rows_are_found_beyond_two_to_the_31_elements(dev):
     assert_close("dlogits of far rows", dlogits[:, :V], values64.grad, KERNEL_FP32)
     others = np.delete(dev.to_host(losses), places)
     assert_close("losses of equal logits", others, np.full(others.shape, np.log(V)), KERNEL_FP32)
+
+
+B, T, C, V, VP = 3, 11, 20, 101, 128  # 33 positions
+CHUNKS = [1, 2, 8, 11, 16, 32, 33]
+
+
+class Head:
+    """What the classifier takes, and what it gives with R rows of logits at a time, on the host."""
+
+    def __init__(self, dev):
+        self.dev, rng = dev, np.random.default_rng(0)
+        self.inp, self.weight = exact(normal(rng, B, T, C) / 2), normal(rng, VP, C)
+        self.before = normal(rng, VP, C)
+        self.targets = rng.integers(0, V, (B, T), dtype=np.int32)
+
+    def run(self, R: int, dloss: float = DLOSS, accumulate: bool = True) -> tuple:
+        with guarded(self.dev) as memory, guarded(self.dev, shift=self.dev.width() // 2) as parameters:
+            losses, logits = memory.write((B, T), FP32), memory.scratch((R, VP))
+            dinp = memory.write((B, T, C)) if dloss else None
+            dweight = parameters.update(self.before, FP32) if accumulate else parameters.write((VP, C), FP32)
+            classifier(
+                losses, logits, memory.read(self.inp), parameters.read(self.weight), memory.read(self.targets),
+                B, T, C, V, dloss=dloss, dinp=dinp, dweight=dweight if dloss else None, accumulate=accumulate,
+            )  # fmt: skip
+        return losses, dinp, dweight, logits
+
+    def defined(self) -> tuple:
+        inp, weight = leaf(self.inp), leaf(self.weight)
+        logits = (inp @ weight[:V].T).flatten(0, 1)
+        losses = F.cross_entropy(logits, leaf(self.targets).long().flatten(), reduction="none").view(B, T)
+        (DLOSS * losses.sum()).backward()
+        return losses, inp.grad, weight.grad
+
+
+@pytest.fixture
+def head(each_product):
+    return Head(each_product)
+
+
+def close(dev, name: str, got, want) -> None:
+    """In bf16 logits are rounded before the loss, and once more as their gradient: both errors are shares of sums."""
+    if dev.floatX == dev.BF16:
+        assert relative_error(got, want) <= (2 * BF16 if name != "losses" else BF16), name
+    else:
+        assert_close(name, got, want, 3 * kernel_tolerance(dev))
+
+
+@pytest.mark.parametrize("R", CHUNKS)
+def test_by_chunks_the_classifier_gives_losses_and_both_gradients(head, R):
+    losses, dinp, dweight, _ = head.run(R, accumulate=False)
+    for name, got, want in zip(("losses", "dinp", "dweight"), (losses, dinp, dweight), head.defined(), strict=True):
+        close(head.dev, name, got, want)
+
+
+@pytest.mark.parametrize("R", CHUNKS)
+def test_the_size_of_a_chunk_changes_only_the_order_in_which_the_weights_gradient_is_added_up(head, R):
+    """A row's loss and gradient are its own. The products of another shape may be rounded otherwise."""
+    whole, chunked = head.run(B * T), head.run(R)
+    for name, got, want in zip(("losses", "dinp"), chunked, whole, strict=False):
+        close(head.dev, name, got, to_numpy(want))
+    assert_close("dweight", chunked[2], to_numpy(whole[2]), 3 * kernel_tolerance(head.dev))
+
+
+def test_the_classifier_adds_to_its_weights_gradient(head):
+    _, _, set_, _ = head.run(8, accumulate=False)
+    _, _, added, _ = head.run(8, accumulate=True)
+    assert_close("dweight", added, to_numpy(set_).astype(float) + head.before, KERNEL_FP32)
+    assert (to_numpy(set_)[V:] == 0).all(), "the padding's gradient must be exactly 0"
+
+
+@pytest.mark.parametrize("R", [8, 33])
+def test_without_a_dloss_the_classifier_gives_losses_and_leaves_the_last_chunks_logits(head, R):
+    losses, _, dweight, logits = head.run(R, dloss=0.0)
+    assert to_numpy(losses).tobytes() == to_numpy(head.run(R)[0]).tobytes()
+    assert np.array_equal(to_numpy(dweight), head.before)
+    last = (B * T - 1) % R + 1
+    want = (leaf(head.inp) @ leaf(head.weight).T).detach().flatten(0, 1)[-last:]
+    assert_close("logits", logits[:last], want, kernel_tolerance(head.dev))

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -124,14 +123,6 @@ def test_votes(order):
     assert (out[1] == yes.any(1).repeat(32)).all() and (out[2] == yes.all(1).repeat(32)).all()
 
 
-def test_halves_of_a_warp_meet_apart_from_each_other(order):
-    out = poisoned(64, dtype=np.int32)
-    kernel("warps.cu", "halves_kernel")(1, 64, (out,))
-    t = np.arange(64)
-    v = np.where(t % 32 < 16, t ^ 1, t ^ 8).reshape(2, 32)
-    assert (out.reshape(2, 32) == v[:, ::-1]).all()
-
-
 def test_threads_that_have_returned_are_not_waited_for(order):
     out = poisoned(100, 2, dtype=np.int32)
     kernel("warps.cu", "early_return_kernel")(3, 100, (out,))
@@ -245,17 +236,6 @@ def test_a_missing_barrier_shows_in_another_order_of_threads(monkeypatch):
     assert not any(results["missing_barrier_kernel", order] for order in ("backward", "shuffled"))
 
 
-def test_blocks_that_depend_on_each_other_show_in_another_order(monkeypatch):
-    results = []
-    for order in ("backward", "shuffled"):
-        monkeypatch.setenv("LLMC_CPU_ORDER", order)
-        x = np.zeros(9, np.int32)
-        kernel("failures.cu", "blocks_in_order_kernel")(8, 1, (x,))
-        results.append(x.tolist())
-    assert results[0] == [0] + [1] * 8
-    assert results[1] not in (results[0], list(range(9)))
-
-
 def test_a_failed_assertion_names_kernel_block_thread_and_line():
     x = np.arange(1000, dtype=np.int32)
     x[777] = -1
@@ -310,14 +290,11 @@ print("still alive")
 
 @pytest.mark.parametrize("args, message", [
     ((), r"copy_kernel takes 3 arguments \(out, x, N\), not 0"),
-    ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4, 5), "takes 3 arguments"),
     ((np.zeros(4, np.float32), np.zeros(4), 4), r"copy_kernel: x \(const float\*\) takes an array of float32"),
-    ((np.zeros(4, np.float32), np.zeros(4, np.int32), 4), "not of int32"),
     ((np.zeros(8, np.float32)[::2], np.zeros(4, np.float32), 4), r"out \(float\*\) takes a contiguous array"),
     ((np.broadcast_to(np.float32(0), 1), np.zeros(1, np.float32), 1), r"out \(float\*\) is written to"),
     ((np.zeros(4, np.float32), [1.0, 2.0], 4), "takes a NumPy array or None, not list"),
     ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4.0), r"N \(int\) takes an int, not float"),
-    ((np.zeros(4, np.float32), np.zeros(4, np.float32), True), "takes an int, not bool"),
     ((np.zeros(4, np.float32), np.zeros(4, np.float32), 1 << 31), r"N \(int\) cannot hold 2147483648"),
 ])
 def test_wrong_arguments_are_refused_by_name(args, message):
@@ -333,13 +310,6 @@ def test_float_parameters_take_only_float32():
     for wrong in (1.5, 1, np.float64(1.5)):
         with pytest.raises(TypeError, match=r"fill_kernel: value \(float\) takes numpy.float32"):
             launch(1, 4, (out, wrong))
-
-
-def test_read_only_arrays_are_taken_for_const_pointers():
-    x, out = np.arange(4, dtype=np.float32), poisoned(4)
-    x.flags.writeable = False
-    kernel("basics.cu", "copy_kernel")(1, 4, (out, x, np.int32(4)))
-    assert (out == x).all()
 
 
 def test_an_array_that_takes_another_ones_place_is_not_mistaken_for_it():
@@ -359,24 +329,7 @@ def test_launches_that_a_gpu_refuses_are_refused(grid, block, shared, message):
         kernel("basics.cu", "nothing_kernel")(grid, block, (), shared_mem=shared)
 
 
-def test_launch_bounds_are_kept():
-    with pytest.raises(cpp.KernelError, match="__launch_bounds__, 64"):
-        kernel("warps.cu", "index_kernel")(1, 65, (poisoned(65, 4, dtype=np.int32), None, 0, 0, 0, np.float64(0)))
-
-
-def test_an_unknown_order_is_refused(monkeypatch):
-    monkeypatch.setenv("LLMC_CPU_ORDER", "sideways")
-    with pytest.raises(cpp.KernelError, match="LLMC_CPU_ORDER is sideways"):
-        kernel("basics.cu", "nothing_kernel")(1, 1, ())
-
-
 # Compilation
-
-
-def test_a_file_may_fix_the_warp_size(warp):
-    assert cpp.warp_size() == warp
-    assert cpp.compile_source(CU / "basics.cu").warp_size == warp
-    assert cpp.compile_source(CU / "warps.cu").warp_size == 32
 
 
 def test_a_launcher_asks_the_file_that_it_launches_for_its_warp_size_and_blocks(warp):
@@ -390,22 +343,8 @@ def test_a_launcher_asks_the_file_that_it_launches_for_its_warp_size_and_blocks(
         device.warp_size()
 
     x, out = random(64), poisoned(7, 64)
-    fixed.exchange_kernel((1,), (fixed.block(64),), (out, x, 1, 32))
+    fixed.launch("exchange_kernel", (1,), (fixed.block(64),), (out, x, 1, 32))
     np.testing.assert_allclose(out[5].reshape(2, 32), x.reshape(2, 32).sum(1, keepdims=True).repeat(32, 1), atol=1e-5)
-
-
-@pytest.mark.parametrize("definition", ["#define WARP_SIZE (32)", "#define WARP_SIZE 16", '#include "sizes.cuh"'])
-def test_a_file_that_fixes_the_warp_size_in_another_way_is_refused(tmp_path, definition):
-    (tmp_path / "sizes.cuh").write_text("#undef WARP_SIZE\n#define WARP_SIZE 32\n")
-    (tmp_path / "fixed.cu").write_text(f'{definition}\nextern "C" __global__ void k() {{}}\n')
-    with pytest.raises(UserError, match="fixes its warp size by a line `#define WARP_SIZE 32`"):
-        cpp.compile_source(tmp_path / "fixed.cu")
-
-
-def test_an_unknown_warp_size_is_refused(monkeypatch):
-    monkeypatch.setenv("LLMC_CPU_WARP", "16")
-    with pytest.raises(UserError, match="LLMC_CPU_WARP is 16"):
-        cpp.warp_size()
 
 
 def test_a_module_lists_its_kernels_and_names_a_missing_one():
@@ -469,10 +408,7 @@ print(out[0])
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
 
 
-@pytest.mark.parametrize("name, damage", [
-    *(("two", damage) for damage in DAMAGES), ("runtime", "halved"),
-    *(pytest.param("runtime", damage, marks=pytest.mark.long) for damage in ("emptied", "half of it zeros")),
-])  # fmt: skip
+@pytest.mark.parametrize("name, damage", [*(("two", damage) for damage in DAMAGES), ("runtime", "halved")])
 def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache):
     (library,) = filled_cache.glob(f"{name}-*.so")
     library.write_bytes(DAMAGES[damage](library.read_bytes()))
@@ -481,46 +417,19 @@ def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache
     assert compiler._is_whole(library)
 
 
-def test_a_pipe_in_the_cache_gives_way_to_a_library(filled_cache):
-    (library,) = filled_cache.glob("two-*.so")
-    library.unlink()
-    os.mkfifo(library)
-    use_cache(filled_cache)
-    assert compiler._is_whole(library)
-
-
 ANEW = "each run compiles its kernels anew; set LLMC_CACHE_DIR to a folder that can be written"
 
 
-@pytest.mark.parametrize("home, cache, reason", [
-    ("none", "", "there is no home directory"),
-    pytest.param("there", "/proc/none", "/proc/none/llm.cupy cannot be made", marks=pytest.mark.long),
-])  # fmt: skip
-def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(
-    home, cache, reason, tmp_path, monkeypatch
-):
+def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(tmp_path, monkeypatch):
     program = f"""
-from pathlib import Path
 from device import cpp
-if {home!r} == "none":
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-    Path.home = home
 print(cpp.compile_all([{str(CU / "failures.cu")!r}])[0].kernels[0])
 """
     monkeypatch.delenv("LLMC_CACHE_DIR", raising=False)
-    done = run_python(program, XDG_CACHE_HOME=cache, TMPDIR=str(tmp_path))
+    done = run_python(program, XDG_CACHE_HOME="/proc/none", TMPDIR=str(tmp_path))
     assert done.stdout == "assert_kernel\n", done.stderr
-    assert done.stderr == f"{reason}: {ANEW}\n"
+    assert done.stderr == f"/proc/none/llm.cupy cannot be made: {ANEW}\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_that_cannot_be_made_is_said_once(monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    monkeypatch.delenv("LLMC_CACHE_DIR", raising=False)
-    places = [compiler._cache_dirs() for _ in range(2)]
-    assert places[0] == places[1] and places[0][-1].is_dir()
-    assert capsys.readouterr().err == f"/proc/none/llm.cupy cannot be made: {ANEW}\n"
 
 
 def test_processes_that_compile_the_same_file_at_once_do_not_disturb_each_other(tmp_path):
@@ -543,12 +452,6 @@ def test_a_compile_error_shows_the_compilers_message(tmp_path):
     (tmp_path / "typo.cu").write_text('extern "C" __global__ void typo_kernel(float* out) { out[0] = valu; }\n')
     with pytest.raises(UserError, match=r"(?s)typo\.cu:.*typo\.cu:1:.*valu"):
         cpp.compile_source(tmp_path / "typo.cu")
-
-
-def test_a_parameter_of_a_type_that_cannot_be_passed_is_named(tmp_path):
-    (tmp_path / "type.cu").write_text('extern "C" __global__ void k(float** rows) { rows[0][0] = 1; }\n')
-    with pytest.raises(UserError, match=r"k: the CPU device does not know the type of parameter `float\*\* rows`"):
-        cpp.compile_source(tmp_path / "type.cu")
 
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path):
@@ -609,18 +512,3 @@ def test_the_sanitizer_finds_an_overflow_and_its_line(name, too_many, line):
     assert f"failures.cu:{line}" in done.stderr and "unharmed" not in done.stdout, done
     within = run_sanitized(name, f"(x, {too_many - 1})")
     assert "unharmed" in within.stdout, within
-
-
-def test_the_sanitizer_lets_a_nan_pass():
-    done = run_sanitized("exponential_of_nan_kernel", "(x, 100)")
-    assert "unharmed" in done.stdout, done
-
-
-def test_a_worker_that_waits_uses_no_time():
-    launch = kernel("basics.cu", "gelu_kernel")
-    x = random(1 << 20)
-    launch(1 << 12, 256, (np.empty_like(x), x, x.size))
-    before = os.times()
-    signal.sigtimedwait([], 0.3)
-    after = os.times()
-    assert after.user - before.user < 0.05

@@ -1,7 +1,6 @@
 """The dataset scripts, run as programs on small files of the formats that they download."""
 
 import argparse
-import hashlib
 import json
 import struct
 import subprocess
@@ -14,8 +13,8 @@ from dev.data import shards
 from dev.data.common import download, encode, load_tokenizer
 from dev.data.shards import write_shards
 from device.errors import UserError
-from llmc.dataloader import DataLoader, open_tokens
-from llmc.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
+from llmc.data.dataloader import DataLoader, open_tokens
+from llmc.data.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
 
 import numpy as np
 import pytest
@@ -90,14 +89,6 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     DataLoader(prefix, "val", 12, 64, 257)
 
 
-def test_python_docs_are_the_same_every_time(tmp_path):
-    def digest(name):
-        run("python_docs.py", "--out", tmp_path / name)
-        return [hashlib.sha256(path.read_bytes()).digest() for path in sorted(tmp_path.glob(f"{name}_*"))]
-
-    assert digest("a") == digest("b")
-
-
 # Tiny Shakespeare
 
 
@@ -117,14 +108,6 @@ def test_a_text_of_shakespeares_length_gives_llm_cs_validation_split(tmp_path, t
     (tmp_path / "text.txt").write_text("x" * 400_000)
     run("tiny_shakespeare.py", "--text", tmp_path / "text.txt", "--tokenizer", tokenizer, "--out", tmp_path / "x")
     assert open_tokens(tmp_path / "x_val.bin").size == 32768
-
-
-def test_a_text_that_cannot_be_read_is_refused(tmp_path, tokenizer):
-    args = ["--tokenizer", tokenizer, "--out", tmp_path / "x", "--text"]
-    assert "missing.txt: no such file" in run("tiny_shakespeare.py", *args, tmp_path / "missing.txt", fails=True)
-    (tmp_path / "text.txt").write_bytes(b"caf\xe9")
-    assert "not UTF-8 text (at byte 3)" in run("tiny_shakespeare.py", *args, tmp_path / "text.txt", fails=True)
-    assert not list(tmp_path.glob("x_*"))
 
 
 def test_a_text_is_encoded_by_a_tokenizer_json_and_its_tokens_are_of_32_bits_if_they_must(tmp_path, large_tokenizer):
@@ -186,21 +169,6 @@ def test_a_download_that_fails_or_breaks_off_leaves_nothing(server, tmp_path, st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_is_not_there_is_an_error(server, tmp_path):
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(UserError, match="check the connection"):
-        download(server.url, tmp_path / "text.txt")
-
-
-def test_a_place_that_cannot_be_written_to_is_refused(server, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "cannot be made" in run("python_docs.py", "--out", tmp_path / "file" / "python_docs", fails=True)
-    server.answers = [(200, b"text", 4)]
-    with pytest.raises(UserError, match="cannot be written"):
-        download(server.url, tmp_path / ("y" * 250))  # a name too long for what stands beside it while it grows
-
-
 # HellaSwag
 
 
@@ -238,10 +206,7 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
     [
         (hellaswag_line(4), "label 4"),
         (hellaswag_line(endings=["a", "b", "c"]), "3 endings"),
-        (hellaswag_line(ctx="x" * 40_000), "16 bits"),
-        ("{}", "'ctx'"),
         ("<!DOCTYPE html>", "not a HellaSwag example"),
-        ("[1]", "not a HellaSwag example"),
     ],
 )
 def test_a_line_that_is_no_example_is_refused_by_its_number(tmp_path, tokenizer, line, words):
@@ -259,34 +224,7 @@ def test_hellaswag_refuses_a_vocabulary_beyond_16_bits_at_once(tmp_path, large_t
     assert "tokenizer.json: 70002 tokens" in message and "16 bits" in message
 
 
-# Tokenizers that lose something
-
-
-@pytest.fixture
-def ascii_tokenizer(tmp_path):
-    """A tokenizer.json that has no token for a byte above 127, as one that is trained without an initial alphabet."""
-    letters = byte_letters()[:128]
-    library = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(["<|endoftext|>"])
-    library.save(str(tmp_path / "ascii.json"))
-    return tmp_path / "ascii.json"
-
-
-def test_every_script_refuses_a_tokenizer_that_cannot_spell_its_texts(tmp_path, ascii_tokenizer):
-    (tmp_path / "text.txt").write_text("a naïve speech\n\n" * 20, encoding="utf-8")
-    (tmp_path / "h.jsonl").write_text(hellaswag_line() + "\n", encoding="utf-8")
-    args = ["--tokenizer", ascii_tokenizer, "--out", tmp_path / "x"]
-    messages = [
-        run("tiny_shakespeare.py", *args, "--text", tmp_path / "text.txt", fails=True),
-        run("hellaswag.py", *args, "--jsonl", tmp_path / "h.jsonl", fails=True),
-    ]
-    with pytest.raises(UserError) as caught:
-        write_shards(Texts(["naïve"]), settings(ascii_tokenizer, tmp_path / "x"), split="train")
-    for message in (*messages, f"error: {caught.value}"):
-        assert message.startswith("error: --tokenizer: it cannot spell ")
-    assert not list(tmp_path.glob("x*.bin")) or [path.name for path in tmp_path.glob("x*.bin")] == ["x_tokenizer.bin"]
+# Tokenizers that change something
 
 
 def test_every_script_says_that_a_normalizer_changes_its_texts(tmp_path, tokenizer, capsys):
@@ -343,15 +281,6 @@ def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(texts, t
     assert [file.name for file in loader.files][0] == "web_train_000001.bin"
     assert DataLoader(out, "val", 2, 64, 257).num_tokens == 1000
     assert find_tokenizer(out).name == "web_tokenizer.bin"
-
-
-def test_all_shards_of_a_large_vocabulary_have_tokens_of_32_bits(texts, large_tokenizer, tmp_path):
-    out = tmp_path / "out" / "web"
-    write_shards(texts, settings(large_tokenizer, out), split="train")
-    shards = [open_tokens(shard) for shard in sorted(out.parent.glob("web_train_*.bin"))]
-    assert {shard.dtype for shard in shards} == {np.dtype(np.uint32)} and len(shards) > 8
-    assert np.concatenate(shards).tolist() == [token for text in list(texts) for token in large_tokens(text)]
-    assert DataLoader(out, "train", 2, 64, 70_002).num_tokens == sum(shard.size for shard in shards)
 
 
 @pytest.mark.parametrize("shard_tokens", [11, 64, 5000])
@@ -419,24 +348,12 @@ def test_fineweb_and_tinystories_read_files_of_the_hubs_formats(tmp_path, texts,
             assert tokens.tolist() == joined(list(texts)[:100])
 
 
-def test_without_the_datasets_library_the_scripts_say_how_to_get_it(tmp_path, tokenizer):
-    (tmp_path / "datasets.py").write_text("raise ImportError")
-    for script in ("fineweb.py", "tinystories.py"):
-        result = subprocess.run(
-            [sys.executable, SCRIPTS / script, "--tokenizer", tokenizer, "--out", tmp_path / "x"],
-            env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-        )
-        assert result.returncode == 1
-        assert result.stderr.startswith("error: ") and "pip install datasets" in result.stderr
-
-
-@pytest.mark.parametrize("way", ["file", "module"])
 @pytest.mark.parametrize(
     "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "debian_books", "text x -o y"]
 )
-def test_a_wrong_flag_is_refused_in_one_line(script, way):
+def test_a_wrong_flag_is_refused_in_one_line(script):
     script, *args = script.split()
-    program = ["-m", f"dev.data.{script}"] if way == "module" else [SCRIPTS / f"{script}.py"]
-    done = subprocess.run([sys.executable, *program, *args, "--no-such-flag"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, SCRIPTS / f"{script}.py", *args, "--no-such-flag"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unrecognized arguments: --no-such-flag; --help lists the flags\n"

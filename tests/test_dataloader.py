@@ -10,10 +10,10 @@ import sys
 
 from conftest import refusal
 from device.errors import UserError
-from llmc import dataloader
-from llmc.arguments import parse_arguments
-from llmc.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
-from llmc.settings import check_flags
+from llmc.data import dataloader
+from llmc.data.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
+from llmc.run.arguments import parse_arguments
+from llmc.run.settings import check_flags
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
@@ -325,7 +325,7 @@ def test_a_large_file_is_mapped_and_never_read_whole(tmp_path):
         file.truncate(1024 + 2 * size)
     program = (
         "import re, sys, numpy as np\n"
-        "from llmc.dataloader import DataLoader\n"
+        "from llmc.data.dataloader import DataLoader\n"
         "loader = DataLoader(sys.argv[1], 'train', 4, 1024, 50257, shuffle_seed=1)\n"
         "inputs = np.empty((4, 1024), np.int32)\n"
         "for _ in range(100): loader.next_batch(inputs, inputs)\n"

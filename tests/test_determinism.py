@@ -11,15 +11,17 @@ import tempfile
 from pathlib import Path
 
 import device
-from llmc.batches import Batches
-from llmc.dataloader import DataLoader, write_tokens
-from llmc.exchange import Exchange
-from llmc.generation import Writer, print_sample
-from llmc.model import build_from_random
-from llmc.sampler import Sampler
-from llmc.step import train_step
-from llmc.tensors import Config
+from dev.scripts import small_model
+from llmc.data.batches import Batches
+from llmc.data.dataloader import DataLoader, write_tokens
+from llmc.model.activations import Cache
+from llmc.model.tensors import Config
+from llmc.model.weights import randomize
+from llmc.step.generation import Writer, print_sample
+from llmc.step.sampler import Sampler
+from llmc.step.training import make_training
 from models import TINY, kind_of
+from train_gpt2_fp32 import training_step
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ import pytest
 STEPS, B, T = 6, 2, 21
 # Wide enough that products are shared out among threads, and layernorm's rows among blocks; heads of 64.
 MODELS = {
-    f"{name}-{attention}": (kind.Config.described(kind.Config.SMALL, 317), attention)
+    f"{name}-{attention}": (kind.Config.described(small_model(kind.Config), 317), attention)
     for name, (kind, _) in TINY.items() for attention in ("softmax", "flash")
 }  # fmt: skip
 MODELS["gpt2-relu"] = MODELS["gpt2-softmax"][0], "relu"
@@ -35,21 +37,22 @@ MODELS["gpt2-relu"] = MODELS["gpt2-softmax"][0], "relu"
 
 def digest_of_run(config: Config, attention: str) -> dict[str, str]:
     """What six steps from seed 7 lead to, as hexadecimal digests, on the device in use."""
-    model = build_from_random(kind_of(config), config, B, T, attention, seed=7)
-    losses = np.zeros(STEPS)
+    training = make_training(kind_of(config), config, B, T, attention, weight_decay=0.1, grad_clip=1.0)
+    model, losses = training.model, np.zeros(STEPS)
+    randomize(model, training.adamw, 7)
     with tempfile.TemporaryDirectory() as folder:
         tokens = np.random.default_rng(7).integers(0, config.vocab_size, 1000) ** 2 % config.vocab_size
         write_tokens(Path(folder) / "tokens.bin", tokens)
         loader = DataLoader(Path(folder) / "tokens.bin", "train", B, T, config.vocab_size, shuffle_seed=7)
-        batches = Batches(model, loader)
-        step_of = train_step(Exchange(model), batches, weight_decay=0.1, grad_clip=1.0)
+        batches = Batches(training.batch, training.acts.losses, loader)
+        step_of = training_step(training, batches)
         for step in range(STEPS):
             step_of(step, 1e-3)
             device.synchronize()
             losses[step] = batches.mean_loss(step)
     assert losses[-1] < losses[0]
     with contextlib.redirect_stdout(io.StringIO()) as samples:
-        print_sample(Writer(model), None, Sampler(7), 12)
+        print_sample(Writer(Cache(model, 1, T, attention, training.activations.memory)), None, Sampler(7), 12)
     results = {
         "losses": losses.tobytes(),
         "gradients": device.to_host(model.grads_memory).tobytes(),

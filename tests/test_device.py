@@ -158,7 +158,7 @@ def check_rounding(dev, words: np.ndarray) -> None:
     want = np.where(np.isnan(values), np.uint16(0x7FFF), theirs)
     assert np.array_equal(to_bf16(values), want)
     pairs, singles, x = dev.empty(words.shape, device.BF16), dev.empty(words.shape, device.BF16), dev.asarray(values)
-    bf16.to_bf16_kernel((ceil_div(words.size // 2, 256),), (256,), (pairs, singles, x, words.size // 2))
+    bf16.launch("to_bf16_kernel", (ceil_div(words.size // 2, 256),), (256,), (pairs, singles, x, words.size // 2))
     dev.synchronize()
     assert np.array_equal(dev.to_host(pairs), want) and np.array_equal(dev.to_host(singles), want)
 
@@ -185,7 +185,7 @@ def test_every_bf16_number_is_the_fp32_number_of_that_value(dev):
     words = np.arange(1 << 16, dtype=np.uint16)
     want = torch.from_numpy(words).view(torch.bfloat16).float().numpy()
     out = dev.empty(words.shape)
-    bf16.to_float_kernel((256,), (256,), (out, dev.asarray(words), words.size))
+    bf16.launch("to_float_kernel", (256,), (256,), (out, dev.asarray(words), words.size))
     dev.synchronize()
     assert np.array_equal(from_bf16(words).view(np.uint32), want.view(np.uint32))
     assert np.array_equal(dev.to_host(out).view(np.uint32), want.view(np.uint32))
@@ -250,16 +250,50 @@ def test_recorded_work_is_done_at_every_call(dev):
 
 def test_a_kernel_that_is_not_in_the_file_is_an_error(dev):
     with pytest.raises((AttributeError, RuntimeError)):
-        gelu.cu.no_such_kernel((1,), (1,), ())
+        gelu.cu.launch("no_such_kernel", (1,), (1,), ())
+
+
+def test_a_launch_takes_the_kernel_of_the_precision_and_the_device_in_use():
+    """The CPU refuses arrays of another type than its kernel's."""
+    for _ in range(2):
+        device.use("cpu")
+        for precision in "fp32", "bf16", "fp32":
+            device.use_precision(precision)
+            zeros = device.zeros((1, 4), device.floatX)
+            gelu.gelu_forward(zeros, zeros, zeros, 1, 4)
+
+
+def test_an_inner_observer_sees_what_is_launched_first_and_its_work_calls_the_outer_one(dev):
+    seen = []
+
+    def observer(of: str):
+        def observe(name, arguments, work):
+            seen.append(f"{of} sees {name} of {', '.join(arguments)}")
+            work()
+            seen.append(f"{of} is done")
+
+        return observe
+
+    array, other = dev.asarray(np.ones(3, np.float32)), dev.zeros((3,))
+    with dev.observe(observer("outer")):
+        with dev.observe(observer("inner")):
+            dev.fill_zero(array)
+        dev.copy(dst=array, src=other)
+    dev.fill_zero(array)
+    assert seen == [
+        "inner sees fill_zero of array", "outer sees fill_zero of array", "outer is done", "inner is done",
+        "outer sees copy of dst, src", "outer is done",
+    ]  # fmt: skip
+    assert not dev.to_host(array).any()
 
 
 def test_all_kernel_files_are_compiled_at_once(dev, monkeypatch):
     """A file that no launcher uses on this device is left out: in fp32 the one for wgmma."""
-    assert any("hopper" in source.path.name for source in dev.current.sources)
+    assert any("hopper" in source.path.name for source in dev.sources.imported)
     monkeypatch.setattr(dev.current.device, "modules", {})  # which tests share
     dev.compile_all()
     compiled = {path for path, _ in dev.current.device.modules}
-    kernels = {source.path for source in dev.current.sources if "hopper" not in source.path.name}
+    kernels = {source.path for source in dev.sources.imported if "hopper" not in source.path.name}
     assert compiled == kernels | ({cpu.PRODUCTS} if dev.kind == "cpu" else set())
     gelu.gelu_forward(dev.empty((1, 4)), dev.zeros((1, 4)), dev.zeros((4,)), 1, 4)
 
@@ -304,7 +338,41 @@ def test_the_cpu_checks_what_a_kernel_is_given():
     device.use("cpu")
     out = device.zeros((4,))
     with pytest.raises(TypeError, match="gelu_forward_kernel takes 5 arguments"):
-        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out))
+        gelu.cu.launch("gelu_forward_kernel", (1,), (32,), (out, out, out))
     with pytest.raises(TypeError, match="gelu_forward_kernel: C .int. takes an int, not float"):
-        gelu.cu.gelu_forward_kernel((1,), (32,), (out, out, out, 4, 4.0))
-    assert isinstance(gelu.cu.gelu_forward_kernel, cpp.Kernel)
+        gelu.cu.launch("gelu_forward_kernel", (1,), (32,), (out, out, out, 4, 4.0))
+    assert isinstance(device.current.device.kernel(gelu.cu.path, "gelu_forward_kernel"), cpp.Kernel)
+
+
+def test_scratch_is_reused_and_grows_and_an_old_view_stays_valid(dev):
+    first = device.scratch("partials", (3, 4), np.float32)
+    assert first.shape == (3, 4) and first.dtype == np.float32
+    assert device.address(device.scratch("partials", (24,), np.uint16)) == device.address(first), "one region"
+    assert device.address(device.scratch("partials", (2,), np.float32)) == device.address(first)
+
+    device.copy(first, dev.asarray(np.arange(12, dtype=np.float32).reshape(3, 4)))
+    larger = device.scratch("partials", (5, 4), np.float32)  # which the region has no room for
+    device.fill_zero(larger)
+    assert larger.shape == (5, 4) and not device.touch([extent(larger)], [extent(first)])
+    assert np.array_equal(dev.to_host(first), np.arange(12).reshape(3, 4)), "a recorded step may still use it"
+    assert device.address(device.scratch("partials", (3, 4), np.float32)) == device.address(larger)
+
+
+def test_two_purposes_of_scratch_never_overlap(dev):
+    purposes = "input_T", "weight_T"
+    views = [device.scratch(purpose, (size,), np.float32) for size in (5, 900, 7) for purpose in purposes]
+    for i, one in enumerate(views):
+        assert not device.touch([extent(one)], [extent(other) for other in views[1 - i % 2 :: 2]])
+
+
+def test_scratch_that_is_reserved_is_not_allocated_in_a_step(dev, monkeypatch):
+    device.reserve({"partials": 400, "dsum": 64, "dkv_heads": 0})
+    assert set(current.device.regions) == {"partials", "dsum"}  # of no bytes there is no region
+    monkeypatch.setattr(current.device, "empty", None)
+    assert device.scratch("partials", (100,), np.float32).size == 100
+    assert device.scratch("dsum", (32,), np.uint16).size == 32
+
+
+def extent(array) -> tuple[int, int]:
+    """The addresses of an array's bytes."""
+    return device.address(array), device.address(array) + array.nbytes

@@ -7,10 +7,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from llmc.checkpoint import read_debug_state, read_model, write_debug_state, write_model
-from llmc.dataloader import open_tokens, write_tokens
-from llmc.tensors import num_parameters
-from llmc.tokenizer import Tokenizer, write_tokenizer
+from llmc.data.dataloader import open_tokens, write_tokens
+from llmc.data.tokenizer import Tokenizer, write_tokenizer
+from llmc.files.checkpoint import read_debug_state, read_model, write_debug_state, write_model
+from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
@@ -71,10 +71,6 @@ def broken_off(whole, start):
     """Says how much there is, and hangs up halfway."""
     rest = whole[start:]
     return (206 if start else 200), rest[: len(rest) // 2], len(rest)
-
-
-def without_ranges(whole, start):
-    return 200, whole, None
 
 
 def short(whole, start):
@@ -156,9 +152,8 @@ def test_a_second_run_fetches_nothing(root, server):
     assert result.stdout.count("is there already") == 5
 
 
-@pytest.mark.parametrize("status", [403, 404])
-def test_an_error_status_is_an_error_and_leaves_nothing_behind(root, server, status):
-    server.answers["gpt2_tokenizer.bin"] = [error_page(status)] * 9
+def test_an_error_status_is_an_error_and_leaves_nothing_behind(root, server):
+    server.answers["gpt2_tokenizer.bin"] = [error_page(404)] * 9
     result = run(root, server.url)
     assert result.returncode == 1
     assert "error: " in last_line(result) and "gpt2_tokenizer.bin" in last_line(result)
@@ -176,17 +171,12 @@ def test_an_error_page_with_status_200_is_not_taken_for_the_file(root, server, n
     assert files(root) == whole_pack(server)
 
 
-@pytest.mark.parametrize("name", PACK)
+@pytest.mark.parametrize("name", ["gpt2_tokenizer.bin", "gpt2_124M.bin"])
 def test_a_file_shorter_than_its_header_says_is_refused(root, server, name):
     server.answers[name] = [short]
     result = run(root, server.url)
     assert result.returncode == 1 and "its header asks for" in last_line(result)
     assert not any(name in file for file in files(root))
-
-
-def test_a_longer_tokenizer_is_refused(root, server):
-    server.files["gpt2_tokenizer.bin"] += b"\x01x"
-    assert "its header asks for" in last_line(run(root, server.url))
 
 
 def test_a_transfer_that_breaks_off_is_resumed_by_the_next_run(root, server):
@@ -217,26 +207,6 @@ def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew(root, server, part):
     assert files(root) == whole_pack(server)
 
 
-def test_a_server_that_is_down_for_a_while_costs_no_progress(root, server):
-    part = server.files["gpt2_124M.bin"][:2000]
-    (root / "gpt2_124M.bin.part").write_bytes(part)
-    server.answers["gpt2_124M.bin"] = [error_page(404)]
-    result = run(root, server.url)
-    assert result.returncode == 1 and "the server answered 404" in last_line(result)
-    assert files(root)["gpt2_124M.bin.part"] == part
-    assert run(root, server.url).returncode == 0
-    assert server.requests[-2] == ("gpt2_124M.bin", 2000)
-    assert files(root) == whole_pack(server)
-
-
-def test_a_server_without_ranges_sends_all_again(root, server):
-    (root / "gpt2_124M.bin.part").write_bytes(server.files["gpt2_124M.bin"][:2000])
-    server.answers["gpt2_124M.bin"] = [without_ranges] * 2
-    result = run(root, server.url)
-    assert result.returncode == 0, result.stderr
-    assert files(root) == whole_pack(server)
-
-
 def test_a_damaged_file_is_replaced(root, server):
     run(root, server.url)
     with open(root / "gpt2_124M.bin", "ab") as file:
@@ -251,10 +221,3 @@ def test_without_a_connection_the_exit_status_is_1(root, server):
     result = run(root, server.url)
     assert result.returncode == 1 and "cannot be fetched" in last_line(result)
     assert files(root) == {}
-
-
-def test_arguments_are_refused_and_help_is_given(root, server):
-    assert run(root, server.url, "--all").returncode == 2
-    result = run(root, server.url, "--help")
-    assert result.returncode == 0 and "usage" in result.stdout
-    assert server.requests == []

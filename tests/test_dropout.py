@@ -1,32 +1,41 @@
 """Dropout: its random numbers, where and when they are drawn, and whole models that train with it."""
 
-import inspect
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 
+import device
 import oracle
+from conftest import refusal
 from draws import cu, factors, words
 from kernels.dropout import Dropout
-from kernels.layernorm import fused_residual_forward, layernorm_backward
-from kernels.reduce import MOST_PARTIALS
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward
-from llmc.batches import Batches
-from llmc.exchange import Exchange
-from llmc.model import Model, build_from_random, dropouts
-from llmc.step import train_step
-from llmc.tensors import Config
-from models import EVEN, ODD, ONE_OF_EACH, PYTHIA_ODD, kind_of
-from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, model_tolerance, normal
+from llmc.data.batches import Batches
+from llmc.files.checkpoint import save_checkpoint
+from llmc.model.tensors import num_parameters
+from llmc.run.arguments import parse_arguments
+from llmc.run.run import find_origin
+from llmc.run.validation import Validation
+from llmc.step.training import Training
+from models import (
+    MODELS,
+    ONE_OF_EACH,
+    PYTHIA_HEADS_OF_64,
+    PYTHIA_ODD,
+    GivenBatches,
+    build,
+    flat_parameters,
+    make_batches,
+    name_of,
+)
+from oracle import assert_close, guarded, model_tolerance
+from train_gpt2_fp32 import training_step
+from train_pythia import Pythia, PythiaConfig
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import GivenBatches, make_batches, name_of
-
-FP32 = np.float32
 
 # The random numbers
 
@@ -59,7 +68,7 @@ def test_philox_gives_the_papers_known_answers(dev):
     with guarded(dev) as memory:
         out = memory.write((3, 4), np.int32)
         args = out, memory.read(counters.view(np.int32)), memory.read(keys.view(np.int32)), 3
-        cu.philox_kernel((1,), (32,), args)
+        cu.launch("philox_kernel", (1,), (32,), args)
     assert np.array_equal(dev.to_host(out).view(np.uint32), answers)
 
 
@@ -120,155 +129,103 @@ def test_the_highest_rates_are_no_overflow(dev):
     assert not x.any()
 
 
-# Layers with one branch. Two are in test_parallel_residual.py, the embedding in test_encoder.py.
+# Whole models. Layers are in test_parallel_residual.py, the embedding is in test_encoder.py.
 
-
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("B, T, C", [(2, 9, 64), (1, 5, 7)])
-def test_a_fused_norm_drops_of_the_projection_and_its_bias_and_passes_the_gradient_back(each_type, norm, B, T, C):
-    rng = np.random.default_rng([B, T, C])
-    inp1, inp2, dout, before = (normal(rng, B, T, C) for _ in range(4))
-    weight, bias, bias2 = (normal(rng, C) for _ in range(3))
-    inp1 = exact(inp1 + np.copysign(FP32(1), inp1))
-    layernorm, sums = norm == "layernorm", [normal(rng, C) for _ in range(3)]
-    with guarded(each_type) as memory:
-        drop = Dropout(memory.read(words(0.3)), 1)
-        residual, out = memory.write((B, T, C)), memory.write((B, T, C))
-        mean, rstd = memory.write((B, T), FP32), memory.write((B, T), FP32)
-        dinp, dinp2, ours = memory.update(before), memory.write((B, T, C)), [memory.update(x, FP32) for x in sums]
-        stream, w = (memory.read(inp1), memory.read(inp2)), memory.read(weight)
-        if layernorm:
-            ours_bias, ours_bias2 = memory.read(bias), memory.read(bias2)
-            fused_residual_forward(
-                residual, out, mean, rstd, *stream, w, ours_bias, B, T, C, bias2=ours_bias2, dropout=drop
-            )
-            scratch = memory.scratch((MOST_PARTIALS, 3 * C), FP32)
-            layernorm_backward(
-                dinp, *ours[:2], memory.read(dout), residual, w, mean, rstd, B, T, C,
-                scratch=scratch, dbias2=ours[2], dinp2=dinp2, dropout=drop,
-            )  # fmt: skip
-        else:
-            fused_residual_rmsnorm_forward(residual, out, rstd, *stream, w, 1e-5, B, T, C, dropout=drop)
-            mean.fill(0)  # it has none
-            scratch = memory.scratch((MOST_PARTIALS, C), FP32)
-            rmsnorm_backward(
-                dinp, ours[0], memory.read(dout), residual, w, rstd, B, T, C,
-                scratch=scratch, dinp2=dinp2, dropout=drop,
-            )  # fmt: skip
-    inp1, inp2, weight, bias, bias2 = leaves = [leaf(x) for x in (inp1, inp2, weight, bias, bias2)]
-    kept = factors(drop, B, T, C)
-    added_up = inp1 + (inp2 + bias2 if layernorm else inp2) * kept
-    x = added_up + (leaf(residual) - added_up).detach()  # as it is stored, with the gradient of what was added up
-    want = F.layer_norm(x, (C,), weight, bias, 1e-5) if layernorm else F.rms_norm(x, (C,), weight, 1e-5)
-    ((want * leaf(dout).detach()).sum() + (x * leaf(before).detach()).sum()).backward()
-    assert_close("residual", residual, added_up, KERNEL_FP32)
-    assert_close("out", out, want, KERNEL_FP32)
-    assert_close("dinp", dinp, inp1.grad, KERNEL_FP32)
-    assert_close("dinp2", dinp2, inp2.grad, KERNEL_FP32)
-    for array, start, of in zip(ours[: 3 if layernorm else 1], sums, leaves[2:], strict=False):
-        assert_close("sums", array, of.grad + leaf(start).detach(), KERNEL_FP32)
-
-
-# Whole models
-
-MODELS = [
-    *ONE_OF_EACH, (ODD, "softmax"), (EVEN, "relu"), (replace(PYTHIA_ODD, parallel=False), "softmax"),
+PYTHIAS = [
+    (PYTHIA_ODD, "softmax"), (PYTHIA_HEADS_OF_64, "flash"), (replace(PYTHIA_ODD, parallel=False), "softmax"),
     (replace(PYTHIA_ODD, norm="rms", tied_norm=True), "relu"),
 ]  # fmt: skip
-each_model = pytest.mark.parametrize("config, attention", MODELS, ids=name_of)
-# Where the kind of model bears on nothing but its dropouts, others are for before a release.
-first_models = pytest.mark.parametrize(
-    "config, attention", [*MODELS[:3], *(pytest.param(*each, marks=pytest.mark.long) for each in MODELS[3:])],
-    ids=name_of,
-)  # fmt: skip
+each_model = pytest.mark.parametrize("config, attention", PYTHIAS, ids=name_of)
 B, T = 2, 11
 
 
-def build(config: Config, attention: str, rate: float, count: int = 1) -> tuple[Model, Batches]:
-    """A model, and batches that are all the same."""
-    model = build_from_random(kind_of(config), config, B, T, attention, seed=3)
-    model.dropout, model.dropout_seed = rate, 3
-    return model, Batches(model, GivenBatches(repeat(*make_batches(config, 1, B, T))), count)
+def training_with(config: PythiaConfig, attention: str, rate: float, count: int = 1) -> tuple[Training, Batches]:
+    """What trains with dropout, and batches that are all the same."""
+    dropout = (rate, 3) if rate else None
+    training = build(device, config, B, T, attention, flat_parameters(config), dropout=dropout)
+    return training, Batches(training.batch, training.acts.losses, same_batches(config), count)
 
 
-def dropping(monkeypatch, config: Config, model: Model) -> None:
-    """Makes oracle's definition of the model drop what ours drops: of the second and fourth product of each layer,
-    which add to the residual stream, and of the embedding where the model drops there."""
-    drop, C = dropouts(model, training=True), config.channels
-    after = [(1, factors(d.attproj, B, T, C), 1, factors(d.fcproj, B, T, C)) for d in drop.layer]
-    products = iter([factor for layer in after for factor in layer] + [1])  # the last are the logits
+def same_batches(config: PythiaConfig) -> GivenBatches:
+    return GivenBatches(repeat(*make_batches(config, 1, B, T)))
 
-    def linear(x, weight, *bias):
-        return F.linear(x, getattr(weight, "matrix", weight), *bias) * next(products)
 
-    monkeypatch.setattr(oracle, "F", SimpleNamespace(**{**vars(F), "linear": linear}))
-    define, drops_embedding = oracle.definition_of(config), "drop.encoded" in inspect.getsource(type(model).forward)
-    embedded = factors(drop.encoded, B, T, C)
+def dropping(monkeypatch, config: PythiaConfig, random) -> None:
+    """Makes oracle's definition of the model drop what ours drops with these words: of the second and fourth product of
+    each layer, which add to the residual stream, and of the embedding."""
+    C = config.channels
+    embedding, *branches = (factors(Dropout(random, site), B, T, C) for site in range(1 + 2 * config.num_layers))
+    products = iter([factor for branch in branches for factor in (1, branch)] + [1])  # the last are the logits
+    define, tokens_of_rows = oracle.pythia, torch.arange(B * T).view(B, T)
+
+    def linear(x, *weights):
+        return F.linear(x, *weights) * next(products)
 
     def with_embedding_dropped(p, tokens, *others):
-        rows = (p["wte"][tokens] + (p["wpe"][:T] if "wpe" in p else 0)) * embedded
-        return define({**p, "wte": Rows(p["wte"], rows), "wpe": torch.zeros(T, C)}, tokens, *others)
+        rows = (p["wte"][tokens] * embedding).flatten(0, 1)
+        return define({**p, "wte": rows}, tokens_of_rows, *others)
 
-    if drops_embedding:
-        monkeypatch.setattr(oracle, define.__name__, with_embedding_dropped)
-
-
-class Rows:
-    """A matrix that has these rows where it is asked for some."""
-
-    def __init__(self, matrix: torch.Tensor, rows: torch.Tensor):
-        self.matrix, self.rows = matrix, rows
-
-    def __getitem__(self, tokens) -> torch.Tensor:
-        return self.rows
+    monkeypatch.setattr(oracle, "F", SimpleNamespace(**{**vars(F), "linear": linear}))
+    monkeypatch.setattr(oracle, "pythia", with_embedding_dropped)
 
 
 @each_model
 def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(dev, monkeypatch, config, attention):
-    model, batches = build(config, attention, 0.25)
+    training, batches = training_with(config, attention, 0.25)
+    model, acts, batch = training.model, training.acts, training.batch
     batches.send(6, 0)
     model.zero_grad()
-    model.forward(B, T, training=True)
-    model.loss(B, T, dloss=1 / (B * T))
-    model.backward(B, T)
+    model.forward(acts, batch)
+    model.loss(acts, batch, dloss=1 / (B * T))
+    model.backward(acts, batch)
     dev.synchronize()
-    dropping(monkeypatch, config, model)
-    params = oracle.table_of(config, dev.to_host(model.params_memory))
+    dropping(monkeypatch, config, batch.random)
+    params = oracle.table_of(config, flat_parameters(config))
     kind = "relu" if attention == "relu" else "softmax"
     _, loss, want = oracle.gradients(config, params, *batches.tokens(6, 0)[:2], kind)
     tolerance = oracle.MODEL_TF32 if attention == "flash" else model_tolerance(dev)
-    assert_close("loss", dev.to_host(model.acts(B, T).losses).mean(dtype=np.float64), loss, tolerance)
+    assert_close("loss", dev.to_host(acts.losses).mean(dtype=np.float64), loss, tolerance)
     for name, gradient in want.items():
         assert_close(f"d{name}", getattr(model.grads, name), gradient, tolerance)
 
 
-def compute_loss(model: Model) -> None:
-    model.forward(B, T)
-    model.loss(B, T, dloss=1.0)
-
-
-@first_models
+@each_model
 def test_only_training_drops(dev, config, attention):
     losses = []
     for rate in 0.0, 0.5:
-        model, batches = build(config, attention, rate)
-        forward_loss = dev.record(partial(compute_loss, model))
-        before = batches.run(forward_loss).copy()
-        step_of = train_step(Exchange(model), batches)
+        training, batches = training_with(config, attention, rate)
+        settings = SimpleNamespace(B=B, T=T, val_batches=1)
+        validation = Validation(training, settings, same_batches(config), None, None)
+        losses.append(validation.batches.run(validation.forward_loss).copy())
+        step_of = training_step(training, batches)
         for step in range(3):
             step_of(step, 0.0)
-        losses += [before, batches.run(forward_loss).copy()]
+        losses.append(validation.batches.run(validation.forward_loss).copy())
     assert all(np.array_equal(losses[0], other) for other in losses[1:])
 
 
-@first_models
+@each_model
 def test_each_step_and_each_batch_of_it_drops_anew_and_a_repeated_step_drops_the_same(dev, config, attention):
-    model, batches = build(config, attention, 0.5, count=3)
-    step_of = train_step(Exchange(model), batches)
-    seen = []
+    training, batches = training_with(config, attention, 0.5, count=3)
+    step_of, seen = training_step(training, batches), []
     for step in [0, 1, 2, 3, 4, 2]:  # on a GPU the later ones are replayed
         step_of(step, 0.0)
         dev.synchronize()
         seen.append([batches.losses[step % 2, i].mean(dtype=np.float64) for i in range(3)])
     assert len(np.unique(seen[:5])) == 15  # the batch and the weights are always the same
     assert seen[5] == seen[2]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not Pythia])
+def test_a_model_that_trains_without_dropout_refuses_it(kind, monkeypatch, tmp_path):
+    """As a flag, and if a checkpoint from before has recorded it."""
+    monkeypatch.chdir(tmp_path)
+    begun = f"--dropout 0.25: {kind.Config.NAME} trains without dropout, as llm.c does; "
+    asked = partial(parse_arguments, kind.Config)
+    assert refusal(find_origin, kind, asked(["--dropout", "0.25"])) == begun + "leave it out"
+    config = next(config for config, _ in ONE_OF_EACH if type(config) is kind.Config)
+    zeros = np.zeros(num_parameters(config), np.float32)
+    save_checkpoint("run", 1, config, zeros, zeros, zeros, {"flags": {"dropout": 0.25}})
+    for flags in [], ["--dropout", "0.25"]:
+        asked_again = asked(["--checkpoint-dir", "run", "-y", "1", *flags])
+        assert refusal(find_origin, kind, asked_again) == begun + "start another run"

@@ -60,11 +60,11 @@ def test_a_chain_is_one_cycle_and_a_copy_of_any_grid_is_whole(dev):
         at = int(next_place[at])
         visited.add(at)
     assert at == 0 and visited == set(range(0, 3200, 32))
-    cu.chain_kernel((1,), (1,), (place, dev.asarray(next_place), 1))
+    cu.launch("chain_kernel", (1,), (1,), (place, dev.asarray(next_place), 1))
     assert dev.to_host(place)[0] == next_place[0]
-    cu.shared_chain_kernel((1,), (1,), (place, dev.asarray(next_place), 3200, 99))
+    cu.launch("shared_chain_kernel", (1,), (1,), (place, dev.asarray(next_place), 3200, 99))
     assert dev.to_host(place)[0] == 0
     inp = np.arange(1000, dtype=np.float32)
     out = dev.asarray(np.full(1000, np.nan, np.float32))
-    cu.copy_kernel((3,), (32,), (out, dev.asarray(inp), 1000))
+    cu.launch("copy_kernel", (3,), (32,), (out, dev.asarray(inp), 1000))
     assert np.array_equal(dev.to_host(out), inp)

@@ -3,10 +3,11 @@
 import struct
 
 from device.errors import UserError
-from llmc.batches import Batches, evaluate
-from llmc.checkpoint import write_model
-from llmc.evaluation import EvalLoader
-from llmc.model import build_from_file
+from llmc.data.batches import Batches, evaluate
+from llmc.data.evaluation import EvalLoader
+from llmc.files.checkpoint import write_model
+from llmc.step.training import Training
+from models import build_from_file
 from oracle import flat_parameters_of, transformers_model
 from train_gpt2_fp32 import GPT2, GPT2Config
 
@@ -44,12 +45,14 @@ def batch(B: int, T: int) -> tuple[np.ndarray, np.ndarray]:
     return np.full((B, T), -1, np.int32), np.full((B, T), -1, np.int32)
 
 
-def count_correct(dev, model, loader: EvalLoader) -> int:
-    def forward_loss() -> None:
-        model.forward(model.B, model.T)
-        model.loss(model.B, model.T, 0.0)
+def count_correct(training: Training, loader: EvalLoader) -> int:
+    model, acts, batch = training.model, training.acts, training.batch
 
-    return round(evaluate(Batches(model, loader), forward_loss) * loader.num_examples)
+    def forward_loss() -> None:
+        model.forward(acts, batch)
+        model.loss(acts, batch)
+
+    return round(evaluate(Batches(batch, acts.losses, loader), forward_loss) * loader.num_examples)
 
 
 def answers(model, examples, normalised: bool = True) -> list[int]:
@@ -73,14 +76,14 @@ def test_answers_are_those_of_transformers(dev, tmp_path, rng):
     with torch.no_grad():
         theirs.transformer.wte.weight *= 30  # untrained, it would find all tokens about as likely
     write_model(tmp_path / "model.bin", config, flat_parameters_of(theirs, config).astype(np.float32))
-    model = build_from_file(GPT2, tmp_path / "model.bin", B, T, "softmax")
+    training = build_from_file(GPT2, tmp_path / "model.bin", B, T, "softmax")
     examples = random_examples(rng, 23)
     chosen = answers(theirs, examples)
     assert chosen != answers(theirs, examples, normalised=False), "these examples do not tell mean from sum"
     for shift, expected in ((0, 23), (1, 0)):
         labels = [(answer + shift) % 4 for answer in chosen]
         write_evaluation(tmp_path / "eval.bin", [(label, *e[1:]) for label, e in zip(labels, examples, strict=True)])
-        assert count_correct(dev, model, EvalLoader(tmp_path / "eval.bin", B, T, V)) == expected
+        assert count_correct(training, EvalLoader(tmp_path / "eval.bin", B, T, V)) == expected
 
 
 def test_a_row_is_a_context_with_one_of_its_completions(tmp_path):

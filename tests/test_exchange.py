@@ -6,9 +6,11 @@ from itertools import pairwise
 
 import device
 from kernels.exchange import checksum, gather_rows, sum_buffers
-from llmc import ranks
-from llmc.dataloader import sort_by_token
-from llmc.exchange import barrier, buckets, overlaps, shards_of, share_length, share_of, without
+from llmc.data.dataloader import sort_by_token
+from llmc.model.ranges import overlaps, without
+from llmc.ranks import ranks
+from llmc.ranks.exchange import barrier, buckets, shards_of, share_length, share_of
+from llmc.step.training import training_sizes
 from models import ODD
 from oracle import guarded, normal
 from train_gpt2_fp32 import GPT2
@@ -248,9 +250,9 @@ def test_sharded_moments_take_a_rank_less_memory(N, precision, width, shared_out
     """8 / N bytes a parameter, in bf16 12 / N, to a vector of 16 bytes of parameters."""
     device.use("cpu")
     device.use_precision(precision)
-    whole = GPT2.sizes_of_buffers(ODD, 1, 16, "softmax")
+    whole = training_sizes(GPT2, ODD, 1, 16, "softmax", None, 0)
     monkeypatch.setattr(ranks, "size", lambda: N)
     n = whole["gradients"] // 4
-    shared = GPT2.sizes_of_buffers(ODD, 1, 16, "softmax", shard=shards_of(n)[0])
+    shared = training_sizes(GPT2, ODD, 1, 16, "softmax", shards_of(n)[0], 0)
     assert {name for name in whole if whole[name] != shared[name]} == shared_out
     assert all(n / N <= shared[name] / 4 < n / N + width for name in shared_out)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import device
 import generate
-from dev import export_hf
+from dev.hf import export_hf
+from dev.hf.common import families, family_of
 from device.errors import UserError
-from llmc.checkpoint import save_checkpoint, write_model
-from llmc.dataloader import write_tokens
-from llmc.sampler import Sampler, samplers_of
-from llmc.tensors import num_parameters
-from llmc.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
-from models import TINY, described, kind_of
+from llmc.data.dataloader import write_tokens
+from llmc.data.tokenizer import tokenizer_files, write_tokenizer
+from llmc.files.checkpoint import save_checkpoint, write_model
+from llmc.step.sampler import Sampler, samplers_of
+from models import TINY, described
 from oracle import flat_parameters_of, opinionated, sample
 from train_gpt2_fp32 import GPT2Config
 
@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = GPT2Config(40, 257, 2, 2, 32)
-OTHERS = [described(name, 257, 40)[1] for name, (kind, _) in TINY.items()
-          if name != "gpt2" and kind.HuggingFace]
+KNOWN = [family.Config for family in families().values()]
+OTHERS = [described(name, 257, 40)[1] for name, (kind, _) in TINY.items() if name != "gpt2" and kind.Config in KNOWN]
 EOT = 256
 gpt2_alone = pytest.mark.parametrize("theirs", [CONFIG], indirect=True, ids=lambda config: config.NAME)
 
@@ -43,7 +43,7 @@ def theirs(request):
 
 @pytest.fixture
 def config(theirs):
-    return next(c for c in (CONFIG, *OTHERS) if kind_of(c).HuggingFace.TYPE == theirs.config.model_type)
+    return next(c for c in (CONFIG, *OTHERS) if family_of(c).TYPE == theirs.config.model_type)
 
 
 @pytest.fixture
@@ -122,10 +122,6 @@ def test_greedy_text_is_what_transformers_generates(dev, model, theirs, capsys):
 def test_sampled_text_is_drawn_from_the_logits_of_transformers(dev, flags, sampling, model, theirs, capsys):
     text = written(dev, capsys, "-e", model, "--prompt", "If ", "-g", 30, *flags)
     assert text == expected(theirs, "If ", 30, **sampling)
-
-
-def test_without_a_prompt_the_text_follows_end_of_text(dev, model, theirs, capsys):
-    assert written(dev, capsys, "-e", model, "-g", 10) == expected(theirs, "", 10)
 
 
 def lines_of(dev, capsys, *flags) -> list[dict]:
@@ -230,30 +226,13 @@ def test_what_may_begin_a_stop_text_is_held_back_and_nothing_else(text, stops, c
     assert ours.text == text[:at] and ours.end == ("stop" if at < len(text) or at == 0 and stops and text else "length")
 
 
-def test_whether_tokens_can_spell_a_text():
-    def can(tokens, text) -> bool:
-        return generate.can_spell(Tokenizer([*tokens, b"<e>"], len(tokens)), text)
-
-    assert can([b"ab", b"c"], "bc") and can([b"ab", b"c"], "b") and can([b"ab", b"c"], "cabcc")
-    assert not can([b"ab", b"c"], "bb") and not can([b"ab", b"c"], "d") and not can([b"ab", b"c"], "aa")
-    assert can([b"xay", b"z"], "a") and can([b"xa", b"ay"], "aa") and not can([b"xa", b"ya"], "aa")
-    assert can([b"\xc3", b"\xa4"], "ä") and not can([b"\xc3"], "ä")
-    assert can([b"a"], "<e>") and not can([b"\x07", b"a"], "\x07") and not can([b"\xff"], "\udcff")
-
-
+@gpt2_alone
 def test_the_text_alone_goes_to_stdout_the_same_for_the_same_seed(model, theirs):
     flags = ("-e", model, "--prompt", "Grüße 🙂", "-g", 20)
     first, again, other = run(*flags), run(*flags), run(*flags, "--seed", 7)
     assert (first.returncode, first.stdout) == (0, expected(theirs, "Grüße 🙂", 20))
     assert first.stdout == again.stdout != other.stdout
     assert first.stderr.startswith("20 tokens in ")
-
-
-def test_a_checkpoint_directory_will_do(model, config, theirs, tmp_path, capsys):
-    params = flat(theirs, config)
-    checkpoint = save_checkpoint(tmp_path / "run", 20, config, params, params, params, {})
-    device.use("cpu")
-    assert written(device, capsys, "-e", checkpoint, "-g", 5) == expected(theirs, "", 5)
 
 
 def test_a_checkpoint_brings_its_tokenizer_along(model, config, theirs, tmp_path, capsys, monkeypatch):
@@ -285,16 +264,6 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(model, config, theirs, tm
     assert written(device, capsys, "-e", checkpoint, "-g", 5, *named) == expected(theirs, "", 5)
 
 
-def test_the_tokenizer_of_the_starter_pack_is_found_beside_the_model_and_said(model, theirs, monkeypatch, capsys):
-    os.rename("tiny_tokenizer.bin", "gpt2_tokenizer.bin")
-    monkeypatch.chdir("/")
-    device.use("cpu")
-    generate.main(["--device", "cpu", "--precision", "fp32", "--ignore-eot", "-e", str(model), "-g", "10"])
-    done = capsys.readouterr()
-    assert done.out == expected(theirs, "", 10)
-    assert done.err.startswith(f"tokenizer: {model.with_name('gpt2_tokenizer.bin')}, by the number of tokens alone")
-
-
 def test_the_model_sees_as_many_tokens_as_it_was_trained_at_by_its_checkpoint(model, config, theirs, tmp_path, capsys):
     """Also with rotary positions. -t may go beyond, which is said; a .bin by itself does not say how many they were."""
     params = flat(theirs, config)
@@ -315,20 +284,6 @@ def test_the_model_sees_as_many_tokens_as_it_was_trained_at_by_its_checkpoint(mo
     assert said("-e", model) == (expected(theirs, "If ", 30), "")
 
 
-@pytest.mark.parametrize("recorded", [0, -1, 41, "9", None, [9]])
-def test_a_checkpoint_that_says_nonsense_of_its_context_is_read_all_the_same(recorded, capsys):
-    assert generate.context_of(recorded, None, 40) == 40 and generate.context_of(recorded, 7, 40) == 7
-    assert capsys.readouterr().err == ""
-
-
-def test_without_a_prompt_a_tokenizer_that_cannot_encode_will_do(tmp_path, capsys):
-    config = GPT2Config(8, 3, 1, 1, 4)
-    write_model(tmp_path / "odd.bin", config, np.zeros(num_parameters(config), np.float32))
-    write_tokenizer(tmp_path / "odd_tokenizer.bin", [b"a", b"b", b"c"], 2)
-    generate.main(["--device", "cpu", "-e", str(tmp_path / "odd.bin"), "-g", "5", "--seed", str(10**30)])
-    assert len(capsys.readouterr().out) > 5
-
-
 REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
 
 
@@ -342,9 +297,9 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
         ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
         ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),
         ("tokens.bin", "tokens.bin: not a GPT-2 model (found GPT-2 tokens, expected magic number 20240326); " + REMEDY),
-        ("hf", "hf: a model in Hugging Face's format; make a .bin of it: dev/import_hf.py hf -o model.bin"),
+        ("hf", "hf: a model in Hugging Face's format; make a .bin of it: dev/hf/import_hf.py hf -o model.bin"),
         ("hf/x.safetensors", "hf/x.safetensors: a model in Hugging Face's format; make a .bin of it: "
-         "dev/import_hf.py hf -o model.bin"),
+         "dev/hf/import_hf.py hf -o model.bin"),
     ],
 )  # fmt: skip
 def test_what_is_no_trained_model_is_refused_with_a_remedy_that_the_program_has(name, said, tmp_path, monkeypatch):
@@ -410,33 +365,6 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
     for samples in "65536", "1" + "0" * 15:
         told = f"{samples} texts at once are more than 65535: lower --samples or give fewer prompts"
         assert refusal("--samples", samples) == told
-
-
-@pytest.mark.parametrize("flags", [["--prompt", "a", "--prompts", "f"], ["--prompt-file", "a", "--prompt", "f"],
-                                   ["--samples", "0"], ["--stop", ""], ["--prompts", ""], ["--prompt-file", ""]])
-def test_flags_that_make_no_sense_are_refused(flags, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        generate.make_parser().parse_args(flags)
-    assert flags[0] in capsys.readouterr().err
-
-
-@gpt2_alone
-def test_what_cannot_be_is_said_in_one_line(model):
-    def refusal(*flags, code: int = 1) -> str:
-        done = run(*flags)
-        assert (done.returncode, done.stdout) == (code, ""), done.stderr
-        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
-        return done.stderr
-
-    assert "gone.bin" in refusal("-e", "gone.bin")
-    assert "model.bin" in refusal("-e", ".")  # a directory without one
-    assert "lower -t" in refusal("-e", model, "-t", 41)
-    assert "--temperature" in refusal("-e", model, "--temperature", "-1", code=2)
-    write_tokenizer("other.bin", [b"a", b"b"], 1)
-    assert "2 tokens and" in refusal("-e", model, "--tokenizer", "other.bin")
-    odd = GPT2Config(8, 300, 1, 1, 4)
-    write_model("odd.bin", odd, np.zeros(num_parameters(odd), np.float32))
-    assert "--tokenizer" in refusal("-e", "odd.bin")
 
 
 @gpt2_alone

@@ -1,4 +1,4 @@
-"""llmc/generation.py: a token costs one position, and is the same as if the whole text were computed."""
+"""llmc/step/generation.py: a token costs one position, and is the same as if the whole text were computed."""
 
 import json
 from pathlib import Path
@@ -6,23 +6,35 @@ from pathlib import Path
 import device
 import oracle
 from conftest import DEVICES, switched
-from llmc.batches import Batches
-from llmc.exchange import Exchange
-from llmc.generation import Writer, print_sample
-from llmc.model import Model
-from llmc.sampler import Sampler, samplers_of
-from llmc.step import train_step
-from models import FAMILIES, ONE_OF_EACH, SOME, VARIANTS, kind_of
+from kernels.encoder import encoder_forward
+from llmc.data.batches import Batches
+from llmc.model.activations import Activations, Cache
+from llmc.model.weights import put
+from llmc.step.batch import Batch
+from llmc.step.generation import Writer, print_sample
+from llmc.step.sampler import Sampler, samplers_of
+from llmc.step.training import Training, inference_sizes
+from models import (
+    FAMILIES,
+    ONE_OF_EACH,
+    SOME,
+    VARIANTS,
+    GivenBatches,
+    build,
+    flat_parameters,
+    kind_of,
+    make_batches,
+    name_of,
+)
 from oracle import assert_close, flat_parameters_of, opinionated, sample
+from train_gpt2_fp32 import training_step
 from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
 import torch
 from lazy import LazyDevice
-from test_model import build, flat_parameters, name_of
 from test_peers import EagerDevice
-from test_thread_order import OneBatch
 
 some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 one_of_each = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
@@ -35,30 +47,48 @@ def one_dev(request, monkeypatch):
     yield from switched(request, monkeypatch)
 
 
-def writing(config, attention: str, B: int, T: int) -> Model:
-    """A model for inference, with NaN wherever forward does not write first."""
-    model = kind_of(config)(config, B, T, attention, inference=True)
-    model.acts_memory.view(np.uint8).fill(255)
-    model.put(0, flat_parameters(config))
-    return model
+def writing(config, attention: str, B: int, T: int, flat: np.ndarray | None = None) -> Cache:
+    """The cache of a model for inference, with NaN wherever forward does not write first."""
+    cache = Cache(kind_of(config)(config, T, inference=True), B, T, attention)
+    cache.memory.fill(255)
+    put(cache.model, None, 0, flat_parameters(config) if flat is None else flat)
+    return cache
+
+
+def written(cache: Cache, text: list[int], count: int, sampler: Sampler, **how) -> list[int]:
+    """The tokens that follow a text."""
+    return [token for (token,) in Writer(cache, **how).tokens([text], [sampler], count)]
 
 
 def random_texts(config, B: int, T: int) -> np.ndarray:
     return np.random.default_rng([B, T]).integers(0, config.vocab_size, (B, T), dtype=np.int32)
 
 
-def forward_from(model: Model, texts, starts, lengths) -> np.ndarray:
+def forward_from(writer: Writer, texts, starts, lengths) -> np.ndarray:
     """The logits (B,V) of what follows tokens starts[b] to starts[b] + lengths[b] - 1 of each text."""
-    B, T = len(texts), max(lengths)
+    cache, B, T = writer.cache, len(texts), max(lengths)
+    acts, batch = cache.views(T)
     inputs = np.zeros((B, T), np.int32)
     for b, (text, start, length) in enumerate(zip(texts, starts, lengths, strict=True)):
         inputs[b, :length] = text[start : start + length]
-    device.copy_in(model.inputs, inputs)
-    device.copy_in(model.starts, np.array(starts, np.int32))
-    device.copy_in(model.last, np.array([b * T + length - 1 for b, length in enumerate(lengths)], np.int32))
-    model.forward(B, T)
+    device.copy_in(batch.inputs, inputs)
+    device.copy_in(cache.positions, np.array(starts, np.int32))
+    device.copy_in(cache.last, np.array([b * T + length - 1 for b, length in enumerate(lengths)], np.int32))
+    cache.model.forward(acts, batch)
+    encoder_forward(acts.last, cache.last, acts.ln, None, B, 1, acts.ln.shape[-1])
+    writer.draw(acts, acts.last)
     device.synchronize()
-    return device.to_floats(model.acts(B, T).logits)[:, : model.config.vocab_size]
+    return device.to_floats(acts.logits)[:, : cache.model.config.vocab_size]
+
+
+def logits_of(training: Training, texts: np.ndarray) -> np.ndarray:
+    """The logits (B,T,V) of whole texts, as training makes them."""
+    acts, batch = training.activations.views(*texts.shape), Batch(*texts.shape)
+    device.copy_in(batch.inputs, np.ascontiguousarray(texts, np.int32))
+    training.model.forward(acts, batch)
+    training.model.loss(acts, batch)
+    device.synchronize()
+    return device.to_floats(acts.logits).reshape(*texts.shape, -1)[..., : training.model.config.vocab_size]
 
 
 @some_models
@@ -66,18 +96,15 @@ def test_logits_from_every_position_on_are_those_of_the_whole_text(dev, config, 
     B, T = 3, min(config.max_seq_len, 21 if config.head_size < 64 else 67)
     texts = random_texts(config, B, T)
     kind = "relu" if attention == "relu" else "softmax"
-    whole = build(dev, config, B, T, kind, flat_parameters(config))
-    dev.copy_in(whole.inputs, texts)
-    whole.forward(B, T)
-    want = dev.to_floats(whole.acts(B, T).logits).reshape(B, T, -1)[..., : config.vocab_size]
-    model, seen = writing(config, attention, B, T), np.array([1, 5, T // 2])
-    found = forward_from(model, texts, [0] * B, seen)  # prompts of several lengths
+    want = logits_of(build(dev, config, B, T, kind, flat_parameters(config)), texts)
+    writer, seen = Writer(writing(config, attention, B, T)), np.array([1, 5, T // 2])
+    found = forward_from(writer, texts, [0] * B, seen)  # prompts of several lengths
     while True:
         assert_close("logits", found, want[np.arange(B), seen - 1], 1e-5)
         if seen.max() == T:
             break
         rows = 3 if seen.max() + 3 <= T and seen.max() % 4 == 0 else 1
-        found = forward_from(model, texts, seen, [rows] * B)
+        found = forward_from(writer, texts, seen, [rows] * B)
         seen += rows
 
 
@@ -87,10 +114,10 @@ def test_logits_are_those_of_the_definition(each_product, config, attention):
     texts, flat = random_texts(config, B, T), flat_parameters(config)
     kind = "relu" if attention == "relu" else "softmax"
     want, _ = oracle.forward(config, oracle.table_of(config, flat), texts, texts, kind)
-    model = writing(config, attention, B, T)
+    writer = Writer(writing(config, attention, B, T))
     allowed = 0.05 if device.floatX == device.BF16 else oracle.model_tolerance(device)
     for t in range(T):
-        assert_close("logits", forward_from(model, texts, [t] * B, [1] * B), want[:, t], allowed)
+        assert_close("logits", forward_from(writer, texts, [t] * B, [1] * B), want[:, t], allowed)
 
 
 @pytest.mark.parametrize("config, attention, inference, kind", [
@@ -101,34 +128,32 @@ def test_a_seed_gives_the_text_that_it_gave_before_there_was_a_cache(config, att
     """texts.json is what came of computing the whole text for every token, with this file's models."""
     device.use("cpu")
     device.use_precision("fp32")
-    device.current.switch(kind())
+    device.current.device = kind()
     first = config.vocab_size - 1
     if inference:
-        model = writing(config, attention, 1, 32)
+        cache = writing(config, attention, 1, 32)
     else:
-        model = build(device, config, 2, 32, attention, flat_parameters(config))
+        training = build(device, config, 2, 32, attention, flat_parameters(config))
+        cache = Cache(training.model, 1, 32, attention, training.activations.memory)
     prompts = {"training": ([first], 31, 1337, {}), "greedy": ([first, 3, 5], 29, 7, {"temperature": 0.0})}
     prompts["cool"] = [first, 3, 5], 29, 7, {"temperature": 0.7}
     prompts["top_k"] = [first, 3, 5], 29, 7, {"temperature": 2.0, "top_k": 3}
     found = {
-        name: [token for (token,) in Writer(model, 1, **how).tokens([prompt], [Sampler(seed)], count)]
+        name: written(cache, prompt, count, Sampler(seed), **how)
         for name, (prompt, count, seed, how) in prompts.items()
     }
     device.use("cpu")
     assert found == TEXTS[f"{config.NAME} {attention}"]
 
 
-def recomputed(model: Model, text: list[int], count: int, sampler: Sampler, **how) -> list[int]:
+def recomputed(training: Training, text: list[int], count: int, sampler: Sampler, **how) -> list[int]:
     """The tokens that follow a text by forward on all that the model sees, for each of them anew."""
-    seen, found, V = list(text), [], model.config.vocab_size
+    seen, found, T = list(text), [], training.batch.T
     for _ in range(count):
-        if len(seen) > model.T:
-            seen = seen[-max(1, model.T // 2) :]
-        t = len(seen)
-        device.copy_in(model.inputs, np.array(seen, np.int32))
-        model.forward(1, t)
-        logits = device.to_floats(model.acts(1, t).logits)[t - 1, :V]
-        seen.append(sample(logits, sampler.random_f32(), **how))
+        if len(seen) > T:
+            seen = seen[-max(1, T // 2) :]
+        logits = logits_of(training, np.array([seen]))
+        seen.append(sample(logits[0, -1], sampler.random_f32(), **how))
         found.append(seen[-1])
     return found
 
@@ -141,8 +166,7 @@ def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(one_dev, 
     whole = build(one_dev, config, 1, T, kind, flat_parameters(config))
     text = random_texts(config, 1, T)[0].tolist()
     for how in {"temperature": 0.0}, {"top_k": 20, "top_p": 0.8}:
-        found = [token for (token,) in Writer(writing(config, attention, 1, T), 1, **how).tokens(
-            [text], [Sampler(3)], 25)]  # fmt: skip
+        found = written(writing(config, attention, 1, T), text, 25, Sampler(3), **how)
         assert found == recomputed(whole, text, 25, Sampler(3), **how)
 
 
@@ -150,17 +174,16 @@ def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(one_dev, 
 def test_texts_written_together_are_those_written_alone(one_dev, config, attention):
     T, count = 12, 20  # each begins anew twice, at other times
     texts = [text[: 1 + 3 * b].tolist() for b, text in enumerate(random_texts(config, 4, T))]
-    together = Writer(writing(config, attention, 4, T), 4)
+    together = Writer(writing(config, attention, 4, T))
     finished, found, samplers = [False] * 4, [[] for _ in texts], samplers_of(5, 4)
     for drawn in together.tokens(texts, samplers, count, finished):
         for b, token in enumerate(drawn):
             if not finished[b]:
                 found[b].append(token)
         finished[1] = len(found[1]) == 7
-    alone = Writer(writing(config, attention, 1, T))
+    alone = writing(config, attention, 1, T)
     for b, (text, sampler) in enumerate(zip(texts, samplers_of(5, 4), strict=True)):
-        want = [token for (token,) in alone.tokens([text], [sampler], 7 if b == 1 else count)]
-        assert found[b] == want
+        assert found[b] == written(alone, text, 7 if b == 1 else count, sampler)
         assert b == 1 or sampler.state == samplers[b].state
     steps = 0
     for _ in together.tokens(texts, samplers_of(5, 4), count, [True] * 4):
@@ -171,8 +194,7 @@ def test_texts_written_together_are_those_written_alone(one_dev, config, attenti
 @one_of_each
 def test_a_step_launches_the_same_whatever_the_position(config, attention):
     device.use("cpu")
-    model = writing(config, attention, 2, 30)
-    writer, seen = Writer(model, 2), []
+    writer, seen = Writer(writing(config, attention, 2, 30)), []
 
     def note(name, arguments, launch) -> None:
         values = [
@@ -197,65 +219,51 @@ def test_a_sample_between_two_steps_of_training_changes_no_bit_of_them(config, a
     found = []
     for samples in False, True:
         device.use("cpu")
-        model = build(device, config, 2, 11, attention, flat_parameters(config))
-        exchange = Exchange(model)
-        step_of = train_step(exchange, Batches(model, OneBatchOf(config)), grad_clip=1.0)
+        training = build(device, config, 2, 11, attention, flat_parameters(config), grad_clip=1.0)
+        batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 3, 2, 11)))
+        writer = Writer(Cache(training.model, 1, 11, attention, training.activations.memory))
+        step_of = training_step(training, batches)
         for step in range(3):
             step_of(step, 1e-3)
             if samples:
-                print_sample(Writer(model), None, Sampler(step), 15)
-                assert model.positions is None
-        found.append(device.to_host(model.params_memory).tobytes())
+                print_sample(writer, None, Sampler(step), 15)
+        found.append(device.to_host(training.model.params_memory).tobytes())
     assert found[0] == found[1]
-
-
-class OneBatchOf(OneBatch):
-    def __init__(self, config):
-        self.V = config.vocab_size
-
-    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
-        super().next_batch(inputs, targets)
-        inputs %= self.V
-        targets %= self.V
 
 
 @pytest.mark.parametrize("config", [config for family in FAMILIES for config in family], ids=name_of)
 def test_greedy_text_is_what_transformers_generates(one_dev, config):
     theirs, T = opinionated(config).eval(), config.max_seq_len
-    model = kind_of(config)(config, 1, T, "softmax", inference=True)
-    model.put(0, flat_parameters_of(theirs, config).astype(np.float32))
+    cache = writing(config, "softmax", 1, T, flat_parameters_of(theirs, config).astype(np.float32))
     prompt = random_texts(config, 1, min(4, T // 2))
     with torch.no_grad():
         tokens = theirs.generate(
             torch.tensor(prompt), attention_mask=torch.ones(prompt.shape), max_new_tokens=T - prompt.size,
             do_sample=False, eos_token_id=None, pad_token_id=0,
         )[0].tolist()  # fmt: skip
-    writer = Writer(model, 1, temperature=0.0)
-    found = [token for (token,) in writer.tokens(prompt.tolist(), [Sampler()], T - prompt.size)]
-    assert found == tokens[prompt.size :]
+    assert written(cache, prompt[0].tolist(), T - prompt.size, Sampler(), temperature=0.0) == tokens[prompt.size :]
 
 
 def test_a_model_for_inference_keeps_of_each_layer_keys_and_values_alone():
     device.use("cpu")
     device.use_precision("fp32")
     config = Llama3Config.described("llama3.2-1b")
-    sizes = Llama3.sizes_of_buffers(config, 16, 1024, "softmax", inference=True)
+    activations = inference_sizes(Llama3, config, 16, 1024)["activations"]
     cache = 2 * 16 * 16 * 8 * 1024 * 64 * 4  # for keys and values: L, B, NKV, T, HS, fp32
-    assert cache == 1 << 30 and cache < sizes["activations"] < 7 << 30
+    assert cache == 1 << 30 and cache < activations < 7 << 30
     twice = Llama3Config.described("layers=32,heads=32,kv_heads=8,channels=2048,hidden=8192")
-    more = Llama3.sizes_of_buffers(twice, 16, 1024, "softmax", inference=True)["activations"]
-    assert more - sizes["activations"] == cache
+    assert inference_sizes(Llama3, twice, 16, 1024)["activations"] - activations == cache
 
 
 @pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
 def test_a_model_that_trains_has_room_for_a_text(config, attention):
     device.use("cpu")
     for B, T, rows in (1, 1, 0), (1, config.max_seq_len, 1), (3, 7, 2):
-        model = kind_of(config)(config, B, T, attention, logit_rows=rows)
-        with model.writing():
-            for t in 1, T:
-                acts = model.acts(1, t)
-                assert acts.logits.shape[0] == 1 and len(acts.layer) == config.num_layers
-                arrays = [x for x in vars(acts).values() if isinstance(x, np.ndarray)]
-                end = device.address(model.acts_memory) + model.acts_memory.nbytes
-                assert max(device.address(x) + x.nbytes for x in arrays) <= end
+        model = kind_of(config)(config, T, inference=True)
+        memory = Activations(model, B, T, attention, rows).memory
+        cache = Cache(model, 1, T, attention, memory)
+        for t in 1, T:
+            acts, _ = cache.views(t)
+            assert acts.logits.shape[0] == 1 and len(acts.layer) == config.num_layers
+            arrays = [x for x in vars(acts).values() if isinstance(x, np.ndarray)]
+            assert max(device.address(x) + x.nbytes for x in arrays) <= device.address(memory) + memory.nbytes

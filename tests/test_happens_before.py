@@ -13,17 +13,19 @@ from types import SimpleNamespace
 
 import device
 from device import recording
-from llmc import collectives, exchange, ranks
-from llmc.exchange import exchanging_model
-from llmc.update import adamw_update
+from llmc.ranks import collectives, exchange, ranks
+from llmc.step.batch import Batch
+from llmc.step.training import Training, make_training
 from models import ODD, ONE_OF_EACH, kind_of
+from train_gpt2_fp32 import training_step
 
 import numpy as np
 import pytest
 
 N, B, T = 2, 2, 8
-OF_MODEL = "params_memory", "master_memory", "grads_memory", "m_memory", "v_memory", "norm"
-OF_EXCHANGE = "received", "sums"
+OF_PARTS = {
+    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "master", "norm"), "exchange": ("received", "sums"),
+}  # fmt: skip
 SPARSE = ("wte_values", "wte_indices")
 
 
@@ -150,31 +152,20 @@ def touched_by_rows(a: SimpleNamespace, rows: int) -> tuple[list, list]:
     return reads, writes
 
 
-def program(shared: exchange.Exchange, count: int, grad_clip: float, record: bool) -> None:
+def program(training: Training, count: int, record: bool) -> None:
     """Four steps of so many batches, as a rank: of a step the first is not recorded."""
-    of = shared.model
-
-    def forward_backward(first: bool, last: bool) -> None:
-        if first:
-            of.zero_grad()
-        of.forward(B, T, training=True)
-        of.loss(B, T, dloss=1.0)
-        of.backward(B, T, accumulate=not first)
-
     device.use_recording(record)
-    recorded = shared.record(forward_backward)
-    for step in range(1, 5):
-        for i in range(count):
-            recorded(i == 0, i == count - 1)
-        adamw_update(shared, 1e-2, 0.1, grad_clip, step)
-        if step == 3:
-            shared.gather_parameters()
-            of.forward(B, T)  # as a validation does
+    nothing = SimpleNamespace(at_hand=training.batch, count=count, step_tokens=1, **dict.fromkeys(
+        ("send", "fetch_losses"), lambda step, i: None))  # fmt: skip
+    train_step = training_step(training, nothing)
+    for step in range(4):
+        train_step(step, 1e-2)
+        if step == 2:
+            training.exchange.gather_parameters()
+            training.model.forward(training.acts, Batch(B, T))  # as a validation does
 
 
-def logs_of(
-    config, monkeypatch, count=1, grad_clip=0.0, record=True, precision="fp32", **flags
-) -> tuple[list[list], dict]:
+def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags) -> tuple[list[list], dict]:
     """The log of each rank, and where the arrays lie that are looked at, by their names."""
     rank, shared_arrays = [0], {}
 
@@ -202,20 +193,20 @@ def logs_of(
         monkeypatch.setattr(module, name, stands)
     device.use("cpu")
     device.use_precision(precision)
-    exchanges, logs, places = [], [], {}
+    trainings, logs, places = [], [], {}
     for rank[0] in range(N):
-        of, shared = exchanging_model(kind_of(config), config, B, T, "softmax", **flags)
-        exchanges.append(shared)
-        arrays = {name: getattr(of, name) for name in OF_MODEL} | {name: getattr(shared, name) for name in OF_EXCHANGE}
+        trainings.append(make_training(kind_of(config), config, B, T, "softmax", weight_decay=0.1, **flags))
+        parts = {part: getattr(trainings[-1], part) for part in OF_PARTS}
+        arrays = {name: getattr(parts[part], name) for part, names in OF_PARTS.items() for name in names}
         arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     gpu = Gpu()
-    device.current.switch(gpu)
+    device.current.device = gpu
     device.use_precision(precision)
-    for rank[0], shared in enumerate(exchanges):
-        gpu.begin(rank[0], len(shared.model.params.wte))
+    for rank[0], training in enumerate(trainings):
+        gpu.begin(rank[0], len(training.model.params.wte))
         with device.observe(gpu.launch):
-            program(shared, count, grad_clip, record)
+            program(training, count, record)
         logs.append(gpu.log)
     device.use("cpu")
     return logs, places
@@ -285,9 +276,7 @@ CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("precision, config, count, record", CASES, ids=str)
-def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(
-    precision, config, count, record, flags, monkeypatch
-):
+def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(precision, config, count, record, flags, monkeypatch):
     assert not races(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
 
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import device
 from conftest import DEVICES, switch_device
-from dev.microscope import race_lines
-from dev.watch import use_microscope
+from dev.microscope.report import race_lines
+from dev.microscope.watch import use_microscope
 from device import cpp
 from device.bf16 import DEFINES
 from device.cpu import CpuDevice
@@ -166,7 +166,7 @@ def test_every_rung_compiles_for_a_gpu_and_spills_next_to_nothing(pytestconfig):
 
 
 def test_a_rung_that_launches_kernels_of_other_files_too_is_timed_as_a_replayed_graph(monkeypatch):
-    device.current.switch(LazyDevice())
+    device.current.device = LazyDevice()
     device.use_recording(True)
     topic = TOPICS["gelu_backward"]
     monkeypatch.setattr(topic, "bench", topic.odd)

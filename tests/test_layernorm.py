@@ -1,7 +1,6 @@
 """layernorm.cu against PyTorch's layer_norm, with the residual connection in front of it."""
 
-from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_transposed
-from kernels.matmul import transposes
+from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.reduce import MOST_PARTIALS
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal
 
@@ -38,7 +37,8 @@ def test_layernorm_forward_sets_output_mean_and_rstd(dev, B, T, C):
     x, weight, bias = exact(2 * normal(rng, B, T, C) + 3), normal(rng, C), normal(rng, C)
     with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
         out, mean, rstd = memory.write((B, T, C)), memory.write((B, T), FP32), memory.write((B, T), FP32)
-        layernorm_forward(out, mean, rstd, memory.read(x), parameters.read(weight), parameters.read(bias), B, T, C)
+        norm = parameters.read(weight), parameters.read(bias)
+        layernorm_forward(out, (mean, rstd), memory.read(x), norm, B, T, C)
     x = leaf(x)
     assert_close("mean", mean, x.mean(-1), KERNEL_FP32)
     assert_close("rstd", rstd, (x.var(-1, correction=0) + 1e-5).rsqrt(), KERNEL_FP32)
@@ -50,18 +50,15 @@ def test_layernorm_forward_sets_output_mean_and_rstd(dev, B, T, C):
 @example(B=1, T=5, C=7)
 @example(B=3, T=11, C=130)
 @example(B=1, T=9, C=768)
-def test_fused_residual_forward_adds_projection_and_its_bias_before_the_layernorm(dev, B, T, C):
+def test_fused_residual_forward_adds_the_projection_before_the_layernorm(dev, B, T, C):
     rng = np.random.default_rng([B, T, C])
-    inp1, inp2, bias2, weight, bias = (normal(rng, *shape) for shape in [(B, T, C)] * 2 + [(C,)] * 3)
+    inp1, inp2, weight, bias = (normal(rng, *shape) for shape in [(B, T, C)] * 2 + [(C,)] * 2)
     with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
         residual, out = memory.write((B, T, C)), memory.write((B, T, C))
         mean, rstd = memory.write((B, T), FP32), memory.write((B, T), FP32)
-        ours_bias2, ours_weight, ours_bias = (parameters.read(values) for values in (bias2, weight, bias))
-        inputs = memory.read(inp1), memory.read(inp2), ours_weight, ours_bias
-        if dev.floatX == dev.BF16:  # the product has added it
-            ours_bias2, bias2 = None, np.zeros_like(bias2)
-        fused_residual_forward(residual, out, mean, rstd, *inputs, B, T, C, bias2=ours_bias2)
-    assert_close("residual", residual, leaf(inp1) + leaf(inp2) + leaf(bias2), KERNEL_FP32)
+        norm = parameters.read(weight), parameters.read(bias)
+        fused_residual_forward(residual, out, (mean, rstd), memory.read(inp1), memory.read(inp2), norm, B, T, C)
+    assert_close("residual", residual, leaf(inp1) + leaf(inp2), KERNEL_FP32)
     x = leaf(residual)  # as it is stored
     assert_close("residual mean", mean, x.mean(-1), KERNEL_FP32)
     assert_close("residual rstd", rstd, (x.var(-1, correction=0) + 1e-5).rsqrt(), KERNEL_FP32)
@@ -79,15 +76,14 @@ def mean_and_rstd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @example(B=1, T=5, C=7)
 @example(B=3, T=43, C=130)
 @example(B=1, T=65, C=129)
-def test_layernorm_is_recomputed_transposed(dev, B, T, C):
+def test_layernorm_is_recomputed(dev, B, T, C):
     rng = np.random.default_rng([B, T, C])
     x, weight, bias = normal(rng, B, T, C), normal(rng, C), normal(rng, C)
     with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
-        out_T = memory.write((C, B * T) if transposes() else (B * T, C))
-        mean, rstd = (memory.read(values, FP32) for values in mean_and_rstd(x))
-        layernorm_transposed(out_T, memory.read(x), parameters.read(weight), parameters.read(bias), mean, rstd, B, T, C)
-    want = layer_norm(leaf(x), leaf(weight), leaf(bias)).reshape(B * T, C)
-    assert_close("recomputed", out_T, want.T if transposes() else want, KERNEL_FP32)
+        out, norm = memory.recomputed(B * T, C), (parameters.read(weight), parameters.read(bias))
+        stats = [memory.read(values, FP32) for values in mean_and_rstd(x)]
+        layernorm_recompute(out, memory.read(x), norm, stats, B, T, C)
+    assert_close("recomputed", out, layer_norm(leaf(x), leaf(weight), leaf(bias)).reshape(B * T, C), KERNEL_FP32)
 
 
 def check_backward(dev, B: int, T: int, C: int, with_bias2: bool) -> None:
@@ -97,14 +93,12 @@ def check_backward(dev, B: int, T: int, C: int, with_bias2: bool) -> None:
     x64, weight64, bias64 = leaf(x), leaf(weight), leaf(np.zeros(C))
     (layer_norm(x64, weight64, bias64) * leaf(dout).detach()).sum().backward()
     with guarded(dev) as memory, guarded(dev, shift=C % dev.width()) as parameters:
-        ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, 3 * C), FP32)
+        ours_dinp = memory.update(before)
         ours_dweight, ours_dbias = parameters.update(dweight, FP32), parameters.update(dbias, FP32)
         ours_dbias2 = parameters.update(dbias2, FP32) if with_bias2 else None
-        mean, rstd = (memory.read(values, FP32) for values in mean_and_rstd(x))
-        inputs = memory.read(dout), memory.read(x), parameters.read(weight), mean, rstd
-        layernorm_backward(
-            ours_dinp, ours_dweight, ours_dbias, *inputs, B, T, C, scratch=scratch, dbias2=ours_dbias2
-        )
+        stats = [memory.read(values, FP32) for values in mean_and_rstd(x)]
+        inputs = memory.read(dout), memory.read(x), (parameters.read(weight), None), stats
+        layernorm_backward(ours_dinp, (ours_dweight, ours_dbias), *inputs, B, T, C, dbias2=ours_dbias2)
     dinp = x64.grad + leaf(before).detach()
     assert_close("dinp", ours_dinp, dinp, KERNEL_FP32)
     assert_close("dweight", ours_dweight, weight64.grad + leaf(dweight), KERNEL_FP32)

@@ -4,18 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import oracle
-from llmc.batches import Batches
-from llmc.exchange import Exchange
-from llmc.model import Model
-from llmc.step import train_step
-from llmc.tensors import Config
+from llmc.data.batches import Batches
+from llmc.model.model import Model
+from llmc.model.tensors import Config
+from models import GivenBatches, build, forward_backward, make_batches, name_parameters
 from oracle import assert_close, model_tolerance
+from train_gpt2_fp32 import training_step
 from train_llama3 import Llama3, Llama3Config
 
 import numpy as np
 import pytest
 import torch
-from test_model import GivenBatches, build, forward_backward, make_batches, name_parameters
 
 SMALL = Llama3Config(16, 101, 2, 6, 2, 48, 67, tied=False)  # heads of 8
 CONFIGS = {
@@ -42,9 +41,10 @@ def assert_is_transformers(product_dev, config: Config, blind: Callable[[np.ndar
     theirs = oracle.transformers_model(config)
     flat = oracle.flat_parameters_of(theirs, config)
     batches = make_batches(config, 10, B, T)
-    model = build(product_dev, config, B, T, "softmax", flat.astype(np.float32))
+    training = build(product_dev, config, B, T, "softmax", flat.astype(np.float32), weight_decay=0.1)
+    model = training.model
 
-    logits, loss = forward_backward(product_dev, model, *batches[0], 1 / (B * T))
+    logits, loss = forward_backward(product_dev, training, *batches[0], 1 / (B * T))
     want_logits, want_loss = oracle.transformers_loss(theirs, *batches[0])
     want_loss.backward()
     assert_close("logits", logits, want_logits, allowed)
@@ -58,8 +58,8 @@ def assert_is_transformers(product_dev, config: Config, blind: Callable[[np.ndar
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8,
     )  # fmt: skip
-    sent = Batches(model, GivenBatches(batches))
-    step_of = train_step(Exchange(model), sent, weight_decay=0.1)
+    sent = Batches(training.batch, training.acts.losses, GivenBatches(batches))
+    step_of = training_step(training, sent)
     for step, batch in enumerate(batches):
         step_of(step, 1e-3)
         product_dev.synchronize()
@@ -95,12 +95,12 @@ def assert_a_large_one_is_transformers(product_dev, kind: type[Model], config: C
     # transformers normalises in fp32 whatever the model is in; and gradients pass through some 30 layers.
     allowed = 2 * model_tolerance(product_dev)
     for attention in ("softmax", "flash") if product_dev.tf32 else ("softmax",):
-        model = build(product_dev, config, B, T, attention, flat)
-        assert isinstance(model, kind)
-        logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
+        training = build(product_dev, config, B, T, attention, flat)
+        assert isinstance(training.model, kind)
+        logits, loss = forward_backward(product_dev, training, inputs, targets, 1 / (B * T))
         assert_close(f"{attention} logits", logits, want_logits, allowed)
         assert_close(f"{attention} loss", np.array(loss), want_loss, allowed)
-        assert_all_close(f"{attention} d", product_dev.to_host(model.grads_memory), gradients, config, allowed)
+        assert_all_close(f"{attention} d", product_dev.to_host(training.model.grads_memory), gradients, config, allowed)
 
 
 def test_smollm2_135m_is_transformers_in_logits_loss_and_every_gradient(product_dev):

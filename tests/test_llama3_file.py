@@ -4,9 +4,9 @@ import struct
 from dataclasses import replace
 
 import conftest
-from llmc.checkpoint import read_model, read_model_header, write_model
-from llmc.model import build_from_file
-from llmc.tensors import Config, name_tensors, num_parameters
+from llmc.files.checkpoint import read_model, read_model_header, write_model
+from llmc.model.tensors import Config, name_tensors, num_parameters
+from models import build_from_file
 from oracle import MODEL_FP32, assert_close, forward, table_of
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3, Llama3Config
@@ -76,11 +76,13 @@ def test_a_model_of_llm_c_computes_what_the_definition_says(NH, NKV, scaled, dev
     maxT, V, B = 24, 37, 2
     data, _ = llm_c_file(maxT=maxT, NH=NH, NKV=NKV, scaled=scaled)
     (tmp_path / "model.bin").write_bytes(data)
-    model = build_from_file(Llama3, tmp_path / "model.bin", B, maxT, "softmax")
+    training = build_from_file(Llama3, tmp_path / "model.bin", B, maxT, "softmax")
+    model, acts, batch = training.model, training.acts, training.batch
     tokens = rng.integers(0, V, (B, maxT), dtype=np.int32)
-    dev.copy_in(model.inputs, tokens)
-    model.forward(B, maxT)
-    logits = dev.to_host(model.acts(B, maxT).logits).reshape(B, maxT, -1)
+    dev.copy_in(batch.inputs, tokens)
+    model.forward(acts, batch)
+    model.loss(acts, batch)
+    logits = dev.to_host(acts.logits).reshape(B, maxT, -1)
     wanted, _ = forward(model.config, table_of(model.config, dev.to_host(model.params_memory)), tokens, tokens)
     assert_close("logits", logits[..., :V], wanted, MODEL_FP32)
     assert not logits[..., V:].any()
@@ -189,7 +191,7 @@ def test_a_model_is_read_back_exactly(config, tmp_path, rng):
         (4, 3, "truncated or damaged"),
         (4, 2**31 - 1, "truncated or damaged"),
         (5, 0, "num_heads is 0"),
-        (5, 5, "64 channels cannot be split among 5 heads"),
+        (5, 6, "64 channels cannot be split among 6 heads"),
         (5, 64, "heads of 64 / 64 channels are odd"),
         (6, 0, "num_kv_heads is 0"),
         (6, 3, "4 heads cannot share 3 key/value heads evenly"),

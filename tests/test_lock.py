@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.checkpoint import checkpoints, lock_checkpoints, model_path
-from llmc.lock import Lock
+from llmc.files.checkpoint import checkpoints, lock_checkpoints, model_path
+from llmc.files.lock import Lock
 
 import pytest
 
@@ -28,7 +28,7 @@ def take(path: Path) -> Lock:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("llmc.lock.PATIENCE", 0)
+    monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
 
 
 def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, at_once, capsys):
@@ -62,7 +62,7 @@ def test_who_waits_hears_ctrl_c(tmp_path, capsys):
 def test_a_killed_process_holds_nothing(tmp_path, at_once):
     code = f"""
 from pathlib import Path
-from llmc.lock import Lock
+from llmc.files.lock import Lock
 lock = Lock(Path({str(tmp_path / "lock")!r}), "the place", "--flag")
 print("taken", flush=True)
 input()

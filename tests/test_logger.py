@@ -4,7 +4,7 @@ import os
 import socket
 
 from conftest import refusal
-from llmc.logger import Logger, read_log
+from llmc.run.logger import Logger, read_log
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_what_is_no_log_is_left_alone(tmp_path, content, first_step):
 @pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
 def test_one_run_at_a_time_logs_to_a_file(tmp_path, monkeypatch, capsys, first_step):
     """Also by another name, and after the first has replaced the file, as a resumed run does."""
-    monkeypatch.setattr("llmc.lock.PATIENCE", 0)
+    monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
     path, other = tmp_path / "main.log", tmp_path / "other.log"
     other.symlink_to(path)
     path.write_text("s:1 trl:2.0000\ns:7 trl:1.0000\n")

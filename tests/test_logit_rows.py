@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import device
 from conftest import switch_device
-from llmc import exchange, ranks
-from llmc.exchange import exchanging_model
-from models import ONE_OF_EACH, kind_of
+from llmc.model.activations import Activations
+from llmc.ranks import ranks
+from llmc.step import training as trainings
+from llmc.step.training import make_training, training_sizes
+from models import ONE_OF_EACH, build, flat_parameters, kind_of, make_batches, name_of, send
 from oracle import BF16, assert_close, model_tolerance
 
 import numpy as np
 import pytest
 from lazy import LazyDevice
-from test_model import flat_parameters, make_batches, name_of, send
 from test_train import checkpoint_bytes, make_folder, run, steps_of
 
 B, T, ROWS = 2, 11, 5  # chunks of 5, 5, 5, 5 and 2 positions
@@ -24,28 +25,27 @@ def trained(config, attention: str, logit_rows: int, kind=None) -> dict[str, np.
     """What a model with chunks of so many rows leaves behind: training's losses and gradients of two batches, the
     second added to the first, the losses without training, and the logits that follow a text."""
     if kind:
-        device.current.switch(kind())
-    model = kind_of(config)(config, B, T, attention, logit_rows=logit_rows)
-    model.acts_memory.view(np.uint8).fill(255)  # NaN in any type
-    model.put(0, flat_parameters(config))
+        device.current.device = kind()
+    training = build(device, config, B, T, attention, flat_parameters(config), logit_rows=logit_rows)
+    model, acts, batch = training.model, training.acts, training.batch
 
     def step(accumulate: bool) -> None:
         if not accumulate:
             model.zero_grad()
-        model.forward(B, T, training=True)
-        model.loss(B, T, dloss=0.25)
-        model.backward(B, T, accumulate)
+        model.forward(acts, batch)
+        model.loss(acts, batch, 0.25, accumulate)
+        model.backward(acts, batch, accumulate)
 
     recorded, found = device.record(step, [model.grads_memory]), {}
     for repeat in range(2):  # the second time in the order of the plan
-        for i, batch in enumerate(make_batches(config, 2, B, T)):
-            send(device, model, *batch)
+        for i, tokens in enumerate(make_batches(config, 2, B, T)):
+            send(device, batch, *tokens)
             recorded(i > 0)
-            found[f"losses of training {i}, {repeat}"] = device.to_host(model.acts(B, T).losses).copy()
+            found[f"losses of training {i}, {repeat}"] = device.to_host(acts.losses).copy()
         found[f"gradients {repeat}"] = device.to_host(model.grads_memory).copy()
-    model.forward(B, T)
-    model.loss(B, T)
-    found["losses"] = device.to_host(model.acts(B, T).losses).copy()
+    model.forward(acts, batch)
+    model.loss(acts, batch)
+    found["losses"] = device.to_host(acts.losses).copy()
     return found
 
 
@@ -71,28 +71,28 @@ def test_chunks_take_the_memory_of_one(monkeypatch, config, attention):
     switch_device("cpu", monkeypatch)
     kind, config = kind_of(config), replace(config, vocab_size=5000)
     sizes = [
-        kind.sizes_of_buffers(config, 8, 32, attention, logit_rows=rows)["activations"] for rows in (256, 0, 128, 16)
+        training_sizes(kind, config, 8, 32, attention, None, rows)["activations"] for rows in (256, 0, 128, 16)
     ]
     assert sizes[0] == sizes[1] == sizes[2] + 4 * 128 * 5120
     assert sizes[2] > sizes[3]  # in a Pythia other tensors lie there, too
-    model = kind(config, 8, 32, attention, logit_rows=16)
-    assert model.acts_memory.nbytes == sizes[3] and model.acts(8, 32).logits.shape == (16, 5120)
+    activations = Activations(kind(config, 32, inference=True), 8, 32, attention, 16)
+    assert activations.memory.nbytes == sizes[3] and activations.views().logits.shape == (16, 5120)
 
 
 @pytest.mark.parametrize("others", [False, True])
 def test_where_the_whole_does_not_fit_on_every_rank_all_take_chunks(monkeypatch, others):
     config, attention = ONE_OF_EACH[0]
     switch_device("cpu", monkeypatch)
-    needed = sum(kind_of(config).sizes_of_buffers(config, B, T, attention).values())
-    monkeypatch.setattr(exchange, "CHUNK", ROWS)
+    needed = sum(training_sizes(kind_of(config), config, B, T, attention, None, 0).values())
+    monkeypatch.setattr(trainings, "CHUNK", ROWS)
     asked = []
     monkeypatch.setattr(ranks, "all_gather", lambda crowded: [*asked, asked.append(crowded) or crowded, others])
-    for free, rows in (needed, ROWS * others), (needed - 1, ROWS):
+    for free, rows in (needed, ROWS if others else B * T), (needed - 1, ROWS):
         monkeypatch.setattr(device.current.device, "memory", lambda free=free: (free, 64 << 30))
-        model, _ = exchanging_model(kind_of(config), config, B, T, attention)
-        assert (asked.pop(), model.logit_rows) == (free < needed, rows)
-        model, _ = exchanging_model(kind_of(config), config, B, T, attention, logit_rows=7)
-        assert not asked and model.logit_rows == 7
+        training = make_training(kind_of(config), config, B, T, attention)
+        assert (asked.pop(), training.activations.logit_rows) == (free < needed, rows)
+        training = make_training(kind_of(config), config, B, T, attention, logit_rows=7)
+        assert not asked and training.activations.logit_rows == 7
 
 
 def test_a_run_says_and_keeps_its_chunks_and_may_change_them(tmp_path):

@@ -4,15 +4,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from dev import kept, make_train
-from device.errors import UserError
-from llmc.arguments import make_parser
-from llmc.scripts import model_kinds
-from train_gpt2_fp32 import GPT2
+from dev import make_train
+from dev.bench import tables
+from dev.scripts import model_kinds
+from llmc.run.arguments import make_parser
 
 import pytest
 
@@ -81,21 +79,16 @@ def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
     assert '"cupy-cuda13x~=14.0;' in plan and '"nvidia-cuda-nvrtc~=13.0;' in plan
 
 
-def test_an_empty_venv_uses_the_python_given_and_installs_nothing(tmp_path):
-    plan = make("-n", "test", "PYTHON=mypython", "VENV=", tmp_path=tmp_path)
-    assert plan.split() == ["mypython", "-m", "pytest", "-n", "auto", "--dist", "loadfile"]
-
-
 SMI = "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05    CUDA Version: 13.0     |"
 
 
 @pytest.mark.parametrize(
     ("script", "smi", "model"),
     [
-        ("train_gpt2_fp32.py", None, "layers=4,heads=4,channels=128"),
-        ("train_llama3.py", None, "layers=4,heads=4,kv_heads=2,channels=128,hidden=352,maxT=64"),
+        ("train_gpt2_fp32.py", None, "tiny"),
+        ("train_llama3.py", None, "tiny"),
         ("train_llama3", SMI, "smollm2-135m"),
-        ("train_pythia.py", None, "layers=4,heads=4,channels=128,maxT=64"),
+        ("train_pythia.py", None, "tiny"),
         ("train_pythia", SMI, "pythia-160m"),
     ],
 )
@@ -110,7 +103,7 @@ def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):
     assert ("--device cuda" in " ".join(flags)) == (where == "cuda")
     make_parser(config).parse_args(flags)
     if smi is None:  # the small models that README.md times on the CPU
-        assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in kept.published("cpu"))
+        assert any(f"-e {model} -b 12 -t 64 " in flags for flags, _ in tables.STEPS["cpu"][0])
 
 
 def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatch):
@@ -124,46 +117,3 @@ def test_a_model_that_is_named_is_what_the_first_run_trains(tmp_path, monkeypatc
             flags = make_train.first_run(kind.Config, where, "mine.bin")
             assert flags[flags.index("-e") + 1] == "mine.bin" and flags.count("-e") == 1
             make_parser(kind.Config).parse_args(flags)
-
-
-def test_a_starter_pack_that_cannot_be_fetched_is_done_without(monkeypatch, capsys):
-    codes = [0, 1, 1]
-    monkeypatch.setattr(make_train.subprocess, "run", lambda command: SimpleNamespace(returncode=codes.pop(0)))
-    flags = make_train.first_run(GPT2.Config, "cuda", None)
-    assert " ".join(flags) == "--device cuda -i data/tiny_shakespeare -b 4 -t 1024"
-    assert make_train.first_run(GPT2.Config, "cuda", None)[2:4] == ["-e", "d12"]
-    assert "could not be fetched" in capsys.readouterr().out
-    with pytest.raises(UserError, match="MODEL=mine.bin needs the starter pack"):
-        make_train.first_run(GPT2.Config, "cpu", "mine.bin")
-
-
-@pytest.mark.parametrize("script", ["train_llama3", "train_llama3.py"])
-def test_bench_and_profile_take_the_script(script, tmp_path):
-    plan = make("-n", "bench", "profile", "PYTHON=python", "VENV=", f"SCRIPT={script}", "ARGS=-b 2", tmp_path=tmp_path)
-    assert plan.splitlines() == [
-        "python dev/bench.py train_llama3 -b 2", "python dev/profile_step.py train_llama3 -b 2"
-    ]  # fmt: skip
-
-
-def test_a_test_that_ends_its_process_is_named_and_ends_the_tests(tmp_path):
-    """pytest-xdist would wait without end for the tests that this process had left."""
-    (tmp_path / "test_ends.py").write_text("import os\n\ndef test_before(): pass\n\ndef test_ends(): os._exit(1)\n")
-    (tmp_path / "test_others.py").write_text("def test_first(): pass\n\ndef test_second(): pass\n")
-    options = "-q", "-n", "1", "--dist", "loadfile", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, tmp_path]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 1
-    assert re.search(r"^FAILED \S*test_ends.py::test_ends - worker 'gw0' crashed", done.stdout, re.MULTILINE), done
-
-
-def test_clean_leaves_data_models_and_source(tmp_path):
-    tree = tmp_path / "tree"
-    kept = ["Makefile", "gpt2_124M.bin", "data/tiny_shakespeare_train.bin", "log.txt", "train_gpt2_fp32.py"]
-    made = [".venv/bin/python", ".pytest_cache/x", "llmc/__pycache__/device.pyc"]
-    for name in kept + made:
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).touch()
-    shutil.copy(ROOT / "Makefile", tree)
-    make("clean", directory=tree, tmp_path=tmp_path)
-    assert sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()) == sorted(kept)

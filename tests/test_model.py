@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -10,19 +9,17 @@ from types import SimpleNamespace
 import device
 import oracle
 from device.errors import UserError
+from kernels.attention import attention_backward, attention_forward
 from kernels.flash_attention import HEAD_SIZES
-from llmc.attention import attention_input, causal_attention_backward, causal_attention_forward, choose_attention
-from llmc.batches import Batches
-from llmc.checkpoint import write_model
-from llmc.dataloader import sort_by_token
-from llmc.exchange import Exchange
-from llmc.generation import Writer, print_sample
-from llmc.model import Model, batch_sizes, build_from_file, build_from_random
-from llmc.sampler import Sampler
-from llmc.step import train_step
-from llmc.tensors import (
+from llmc.data.batches import Batches
+from llmc.data.tokenizer import Tokenizer
+from llmc.files.checkpoint import write_model
+from llmc.model.activations import Activations, Cache, batch_sizes, choose_attention, training_tables
+from llmc.model.model import Model
+from llmc.model.tensors import (
     ALIGNMENT,
     FP32,
+    RECOMPUTED,
     Config,
     flops_per_token,
     layout,
@@ -32,10 +29,33 @@ from llmc.tensors import (
     type_of,
     without,
 )
-from llmc.tokenizer import Tokenizer
-from llmc.update import adamw_update
-from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, PYTHIA_HEADS_OF_64, PYTHIA_ODD, SOME, VARIANTS, kind_of
+from llmc.model.weights import model_for_inference, randomize
+from llmc.step.generation import Writer, print_sample
+from llmc.step.sampler import Sampler
+from llmc.step.training import inference_sizes, make_training, training_sizes
+from llmc.step.update import adamw_update
+from models import (
+    EVEN,
+    LLAMA_ODD,
+    ODD,
+    ONE_OF_EACH,
+    PYTHIA_HEADS_OF_64,
+    PYTHIA_ODD,
+    SOME,
+    VARIANTS,
+    GivenBatches,
+    build,
+    flat_parameters,
+    forward_backward,
+    kind_of,
+    make_batches,
+    name_of,
+    name_parameters,
+    names_of,
+    send,
+)
 from oracle import assert_close, guarded, leaf, model_tolerance, normal
+from train_gpt2_fp32 import training_step
 
 import numpy as np
 import pytest
@@ -46,22 +66,10 @@ PYTHIAS = [
 ]  # fmt: skip
 
 
-def name_of(value) -> str:
-    if not isinstance(value, Config):
-        return str(value)
-    groups = f"-{value.num_heads}of{value.num_kv_heads}" if hasattr(value, "num_kv_heads") else ""
-    form = [value.norm, *(f for f in ("tied_norm", "parallel") if getattr(value, f))] if hasattr(value, "norm") else []
-    return "-".join([value.NAME.replace(" ", ""), f"C{value.channels}{groups}", *form])
-
-
 each_model = pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
 some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 CONFIGS = [*dict.fromkeys([EVEN, *(config for config, _ in ONE_OF_EACH), *PYTHIAS])]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-
-
-def names_of(config: Config) -> list[str]:
-    return [name for name, _ in config.parameters()]
 
 
 def definition(attention: str) -> str:
@@ -74,70 +82,6 @@ def batch_shape(config: Config) -> tuple[int, int]:
 
 def tolerance(dev, attention: str) -> float:
     return oracle.MODEL_TF32 if attention == "flash" else model_tolerance(dev)
-
-
-def flat_parameters(config: Config) -> np.ndarray:
-    """Initial weights, all of them disturbed, so that a tensor in another's place shows; the padding is 0."""
-    rng = np.random.default_rng(config.channels)
-    flat = 0.05 * normal(rng, num_parameters(config))
-    params = name_parameters(flat, config)
-    for name in kind_of(config).first_weights(config)[1].keys() & set(names_of(config)):
-        getattr(params, name)[:] += 1
-    for name, shape in config.parameters():
-        if shape[0] == "Vp":
-            getattr(params, name)[config.vocab_size :] = 0
-    return flat
-
-
-def name_parameters(flat: np.ndarray, config: Config) -> SimpleNamespace:
-    return name_tensors(flat, config.parameters(), config.sizes(), align=1)
-
-
-def build(dev, config: Config, B: int, T: int, attention: str, flat: np.ndarray) -> Model:
-    """A model of these parameters, with NaN wherever the trainer does not write first."""
-    if attention == "flash" and config.head_size not in HEAD_SIZES:
-        pytest.skip("no flash attention for this head size")
-    model = kind_of(config)(config, B, T, attention)
-    for memory in (model.acts_memory, model.grads_memory, model.grads_acts_memory):
-        memory.view(np.uint8).fill(255)  # which is NaN in any type
-    model.put(0, flat)
-    return model
-
-
-def make_batches(config: Config, count: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    rng = np.random.default_rng([B, T])
-    return [tuple(rng.integers(0, config.vocab_size, (2, B, T), dtype=np.int32)) for _ in range(count)]
-
-
-class GivenBatches:
-    """A loader of these batches, one after the other."""
-
-    def __init__(self, batches: Iterable):
-        self.rest = iter(batches)
-
-    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
-        inputs[:], targets[:] = next(self.rest)
-
-
-def send(dev, model: Model, inputs: np.ndarray, targets: np.ndarray) -> None:
-    order, count = sort_by_token(inputs)
-    arrays = model.inputs, model.targets, model.order, model.count
-    for array, values in zip(arrays, (inputs, targets, order, count), strict=True):
-        dev.copy_in(array, np.ascontiguousarray(values))
-    dev.synchronize()
-
-
-def forward_backward(dev, model: Model, inputs, targets, dloss: float, accumulate: bool = False):
-    """Logits (B,T,V) and mean loss; the gradients are in the model."""
-    B, T = inputs.shape
-    send(dev, model, inputs, targets)
-    if not accumulate:
-        model.zero_grad()
-    model.forward(B, T)
-    logits = dev.to_host(model.acts(B, T).logits).reshape(B, T, -1)[..., : model.config.vocab_size]
-    model.loss(B, T, dloss)
-    model.backward(B, T, accumulate)
-    return logits, dev.to_host(model.acts(B, T).losses).mean(dtype=np.float64)
 
 
 def gradients_of(dev, model: Model) -> dict[str, np.ndarray]:
@@ -154,19 +98,19 @@ def test_logits_loss_and_every_gradient_equal_pytorchs(product_dev, monkeypatch,
     with guarded(unguarded) as memory:
         with monkeypatch.context() as patch:
             patch.setattr(product_dev.current.device, "empty", memory.scratch)
-            model = build(product_dev, config, B, T, attention, flat)
-        logits, loss = forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
+            training = build(product_dev, config, B, T, attention, flat)
+        logits, loss = forward_backward(product_dev, training, inputs, targets, 1 / (B * T))
     want_logits, want_loss, want = oracle.gradients(
         config, oracle.table_of(config, flat), inputs, targets, definition(attention)
     )
     assert_close("logits", logits, want_logits, allowed)
     assert_close("loss", np.array(loss), want_loss, allowed)
-    for name, gradient in gradients_of(product_dev, model).items():
+    for name, gradient in gradients_of(product_dev, training.model).items():
         assert_close(f"d{name}", gradient, want[name], allowed)
-    assert np.isfinite(product_dev.to_host(model.grads_memory)).all()
+    assert np.isfinite(product_dev.to_host(training.model.grads_memory)).all()
     for name, shape in config.parameters():
         if shape[0] == "Vp":
-            assert not product_dev.to_host(getattr(model.grads, name))[config.vocab_size :].any()
+            assert not product_dev.to_host(getattr(training.model.grads, name))[config.vocab_size :].any()
 
 
 @functools.cache
@@ -187,9 +131,9 @@ def trained_by_pytorch(config: Config, attention: str, weight_decay: float) -> t
 def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weight_decay):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     batches = make_batches(config, 10, B, T)
-    model = build(product_dev, config, B, T, attention, flat)
-    sent = Batches(model, GivenBatches(batches))
-    step_of, losses = train_step(Exchange(model), sent, weight_decay), []
+    training = build(product_dev, config, B, T, attention, flat, weight_decay=weight_decay)
+    sent = Batches(training.batch, training.acts.losses, GivenBatches(batches))
+    step_of, losses = training_step(training, sent), []
     for step in range(len(batches)):
         step_of(step, 1e-3)
         product_dev.synchronize()
@@ -198,7 +142,7 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
     allowed = tolerance(product_dev, attention)
     assert_close("losses of ten steps", np.array(losses), np.array(want_losses), allowed)
     for name in names_of(config):
-        ours, theirs = product_dev.to_host(getattr(model.params, name)), want[name].numpy()
+        ours, theirs = product_dev.to_host(getattr(training.model.params, name)), want[name].numpy()
         if name == "qkvb" and attention != "relu":
             # Softmax is blind to what moves all scores of a row: the key bias has gradient 0. What rounding makes of
             # that, AdamW scales up to whole steps in any direction.
@@ -213,12 +157,12 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
 def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(product_dev, config, attention):
     flat, (B, T), count = flat_parameters(config), batch_shape(config), 3
     batches = make_batches(config, count, B, T)
-    model = build(product_dev, config, B, T, attention, flat)
+    training = build(product_dev, config, B, T, attention, flat)
     for i, (inputs, targets) in enumerate(batches):
-        forward_backward(product_dev, model, inputs, targets, 1 / (count * B * T), accumulate=i > 0)
+        forward_backward(product_dev, training, inputs, targets, 1 / (count * B * T), accumulate=i > 0)
     inputs, targets = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     _, _, want = oracle.gradients(config, oracle.table_of(config, flat), inputs, targets, definition(attention))
-    for name, gradient in gradients_of(product_dev, model).items():
+    for name, gradient in gradients_of(product_dev, training.model).items():
         assert_close(f"accumulated d{name}", gradient, want[name], tolerance(product_dev, attention))
 
 
@@ -226,13 +170,15 @@ def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(pro
 def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)
-    model = build(product_dev, config, B, T, attention, flat)
-    forward_backward(product_dev, model, inputs, targets, 1 / (B * T))
+    training = build(product_dev, config, B, T, attention, flat)
+    model, adamw = training.model, training.adamw
+    forward_backward(product_dev, training, inputs, targets, 1 / (B * T))
     grads = product_dev.to_host(model.grads_memory).astype(np.float64)
     norm = np.linalg.norm(grads)
-    adamw_update(Exchange(model), 1e-3, 0.0, 0.5 * norm, 1)
-    assert_close("norm of all gradients", product_dev.to_host(model.norm)[:1], np.array([norm]), 1e-5)
-    assert_close("m of clipped gradients", model.m_memory, 0.1 * 0.5 * grads, 1e-5)
+    adamw.grad_clip = 0.5 * norm
+    adamw_update(model, adamw, training.exchange, 1e-3, 1)
+    assert_close("norm of all gradients", product_dev.to_host(adamw.norm)[:1], np.array([norm]), 1e-5)
+    assert_close("m of clipped gradients", adamw.m, 0.1 * 0.5 * grads, 1e-5)
 
 
 @pytest.mark.parametrize("config, attention, skip", [
@@ -241,10 +187,10 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
 ], ids=name_of)  # fmt: skip
 def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, attention, skip):
     B, T, steps = 1, 5, 6
-    model = build(product_dev, config, B, T, attention, flat_parameters(config))
-    model.skip_nonfinite = skip
-    sent = Batches(model, GivenBatches(make_batches(config, steps, B, T)))
-    step_of, buffers = train_step(Exchange(model), sent), (model.params_memory, model.m_memory, model.v_memory)
+    training = build(product_dev, config, B, T, attention, flat_parameters(config), skip_nonfinite=skip)
+    model, adamw = training.model, training.adamw
+    sent = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, steps, B, T)))
+    step_of, buffers = training_step(training, sent), (model.params_memory, adamw.m, adamw.v)
     weight, changes = model.params.lnfw[:1], []
     for step in range(steps):
         kept = product_dev.to_host(weight)
@@ -260,27 +206,28 @@ def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, att
             product_dev.copy_in(weight, kept)
             product_dev.synchronize()
     assert changes == [[step < 3 or skip and step > 3] * 3 for step in range(steps)]
-    assert product_dev.to_host(model.norm)[2] == 1
+    assert product_dev.to_host(adamw.norm)[2] == 1
 
 
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
 def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config, attention):
     """A NaN in something that forward has kept for backward, a layer at a time."""
     B, T, flat = 1, 5, flat_parameters(config)
-    model = build(product_dev, config, B, T, attention, flat)
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    kept = [row[0] for row in without(model.tables(attention)[0], config.absent) if row[1][0] == "L"]
+    training = build(product_dev, config, B, T, attention, flat)
+    model, acts, batch, adamw = training.model, training.acts, training.batch, training.adamw
+    send(product_dev, batch, *make_batches(config, 1, B, T)[0])
+    table, _ = training_tables(kind_of(config), attention)
+    kept = [row[0] for row in without(table, config.absent) if row[1][0] == "L"]
     for name in kept:
         for layer in range(config.num_layers):
-            send(product_dev, model, inputs, targets)
             model.zero_grad()
-            model.forward(B, T)
-            model.loss(B, T, 1 / (B * T))
-            spoiled = getattr(model.acts(B, T).layer[layer], name).reshape(-1)[:1]
+            model.forward(acts, batch)
+            model.loss(acts, batch, 1 / (B * T))
+            spoiled = getattr(acts.layer[layer], name).reshape(-1)[:1]
             product_dev.copy_in(spoiled, np.full(1, np.nan, np.float32))
-            model.backward(B, T)
-            adamw_update(Exchange(model), 1e-3, 0.0, 0.0, 1)
-            norm, _, _, left_out = product_dev.to_host(model.norm)
+            model.backward(acts, batch)
+            adamw_update(model, adamw, training.exchange, 1e-3, 1)
+            norm, _, _, left_out = product_dev.to_host(adamw.norm)
             params = product_dev.to_host(model.params_memory)
             assert np.isfinite(params).all()
             if np.isfinite(norm):
@@ -288,7 +235,7 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config
             else:
                 assert np.array_equal(params, flat), (name, layer)
             product_dev.copy_in(model.params_memory, flat)
-            for buffer in (model.m_memory, model.v_memory, model.norm):
+            for buffer in (adamw.m, adamw.v, adamw.norm):
                 assert np.isfinite(product_dev.to_host(buffer)[2:]).all()
                 product_dev.fill_zero(buffer)
             product_dev.synchronize()
@@ -302,9 +249,9 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(prod
     forward_backward(product_dev, large, inputs, targets, 1 / (B * T))
     for b, t in [(1, 1), (1, 5), (B, T - 1), (B, T)]:
         results = []
-        for model in (large, build(product_dev, config, b, t, attention, flat)):
-            logits, _ = forward_backward(product_dev, model, inputs[:b, :t], targets[:b, :t], 1 / (b * t))
-            results.append((logits, product_dev.to_host(model.grads_memory)))
+        for training in (large, build(product_dev, config, b, t, attention, flat)):
+            logits, _ = forward_backward(product_dev, training, inputs[:b, :t], targets[:b, :t], 1 / (b * t))
+            results.append((logits, product_dev.to_host(training.model.grads_memory)))
         (logits, grads), (fresh_logits, fresh_grads) = results
         assert np.array_equal(logits, fresh_logits), (b, t)
         assert np.array_equal(grads, fresh_grads), (b, t)
@@ -312,11 +259,12 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(prod
 
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=name_of)
 def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(dev, capsys, config):
-    model = build(dev, config, 2, 11, "softmax", flat_parameters(config))
+    training = build(dev, config, 2, 11, "softmax", flat_parameters(config))
+    cache = Cache(training.model, 1, 11, "softmax", training.activations.memory)
     tokenizer = Tokenizer([bytes([32 + i]) for i in range(94)] + [b"the"] * 7, eot=100)
     texts = []
     for tokens in (tokenizer, tokenizer, None):
-        print_sample(Writer(model), tokens, Sampler(1337), 30)
+        print_sample(Writer(cache), tokens, Sampler(1337), 30)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("generating:\n---\n") and texts[0].endswith("\n---\n")
@@ -337,15 +285,16 @@ def test_parameter_tensors_follow_one_another_as_in_their_table(config):
 @each_config
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
     device.use("cpu")
-    model, sizes = kind_of(config)(config, 2, 11), batch_sizes(config, 2, 11, 0)
-    for table, floatX in product((*model.tables("flash"), *model.tables("softmax")), (np.dtype("f4"), device.BF16)):
+    kind, sizes = kind_of(config), batch_sizes(config, 2, 11, 0)
+    tables = *training_tables(kind, "flash"), *training_tables(kind, "softmax")
+    for table, floatX in product(tables, (np.dtype("f4"), device.BF16)):
         table = without(table, config.absent)
         starts, length = layout(table, sizes, ALIGNMENT, floatX=floatX)
         sizes_of = {row[0]: int(np.prod(starts[row[0]][1])) * type_of(row, floatX).itemsize for row in table}
         behind = 16 if config.channels % (16 // floatX.itemsize) == 0 else floatX.itemsize  # another C: one by one
         places = {}  # of each tensor that takes no other's place: its start, and the end of all that lie there
         for name, _, *words in table:
-            start, owner = starts[name][0], [word for word in words if word != FP32]
+            start, owner = starts[name][0], [word for word in words if word not in (FP32, RECOMPUTED)]
             assert start % (behind if owner else 256) == 0
             first, end = places.get(owner[0] if owner else name, (start, start))
             if owner:
@@ -401,34 +350,39 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
         monkeypatch.setattr(dev.current.device, name, no_allocation)
     kind, needed = kind_of(config), r"needs \d+ MiB.* MiB are free on .*: "
     with pytest.raises(UserError, match=rf"B=640, T=32 {needed}at most -b \d+ fits, or choose .*\(-e\)$") as caught:
-        kind(config, 640, 32, attention)
+        make_training(kind, config, 640, 32, attention, logit_rows=0)
     fitting = int(re.search(r"at most -b (\d+)", str(caught.value))[1])
-    bytes_of = [sum(kind.sizes_of_buffers(config, B, 32, attention, False).values()) for B in (fitting, fitting + 1)]
+    bytes_of = [
+        sum(training_sizes(kind, config, B, 32, attention, None, 0).values()) for B in (fitting, fitting + 1)
+    ]
     assert bytes_of[0] <= 5 << 20 < bytes_of[1]
     monkeypatch.setattr(dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
     with pytest.raises(UserError, match=f"B=640, T=32 {needed}-b 1 does not fit either, so lower -t"):
-        kind(config, 640, 32, attention)
+        make_training(kind, config, 640, 32, attention, logit_rows=0)
 
 
 @pytest.mark.parametrize("config", [EVEN, LLAMA_ODD, PYTHIA_HEADS_OF_64], ids=name_of)
 def test_a_model_for_inference_has_no_gradients_and_needs_less_memory(dev, config):
-    training, inference = (kind_of(config)(config, 8, 32, "softmax", inference=only) for only in (False, True))
-    assert not hasattr(inference, "grads")
-    assert sum(inference.megabytes.values()) < sum(training.megabytes.values())
+    kind = kind_of(config)
+    model = kind(config, 32, inference=True)
+    assert model.grads is None and model.grads_memory is None
+    training, inference = training_sizes(kind, config, 8, 32, "softmax", None, 0), inference_sizes(kind, config, 8, 32)
+    assert sum(inference.values()) < sum(training.values())
 
 
 @pytest.mark.parametrize(
     "config", [replace(EVEN, num_layers=4, vocab_size=250), LLAMA_ODD, PYTHIA_HEADS_OF_64], ids=name_of
 )
 def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatch, config):
-    params, again, other = (
-        dev.to_host(build_from_random(kind_of(config), config, 1, 8, "softmax", seed).params_memory)
-        for seed in (1, 1, 2)
-    )
+    def parameters(seed: int) -> np.ndarray:
+        model = kind_of(config)(config, 8, inference=True)
+        randomize(model, None, seed)
+        return dev.to_host(model.params_memory)
+
+    params, again, other = (parameters(seed) for seed in (1, 1, 2))
     assert np.array_equal(params, again) and not np.array_equal(params, other)
-    monkeypatch.setattr("llmc.model.STAGED", 1000)  # in many pieces the numbers are the same
-    model = build_from_random(kind_of(config), config, 1, 8, "softmax", 1)
-    assert np.array_equal(params, dev.to_host(model.params_memory))
+    monkeypatch.setattr("llmc.model.weights.STAGED", 1000)  # in many pieces the numbers are the same
+    assert np.array_equal(params, parameters(1))
     params = name_parameters(params, config)
     large, small = {
         "GPT-2": (0.02, 0.02 / 8**0.5), "Pythia": ((2 / 5 / 128) ** 0.5, 2 / (2 * 128**0.5)),
@@ -449,7 +403,7 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatc
 def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
     flat = flat_parameters(config)
     write_model(tmp_path / "model.bin", config, flat)
-    model = build_from_file(kind_of(config), tmp_path / "model.bin", 2, 11, "relu")
+    model = model_for_inference(kind_of(config), tmp_path / "model.bin", 11)
     assert model.config == config
     assert np.array_equal(dev.to_host(model.params_memory), flat)
     write_model(tmp_path / "again.bin", config, model.params_memory)  # from the device
@@ -484,7 +438,13 @@ class OwnHeadSizeConfig(Config):
 class OwnHeadSize(Model):
     Config, MATRICES, PRODUCTS = OwnHeadSizeConfig, ("attprojw",), ("attprojw",)
     ACTIVATIONS = (("atty", ("L", "B", "T", "Q")),)
-    ACTIVATION_GRADIENTS = (("datty", ("B", "T", "Q")), ("dqkv", ("B", "T", "QKV")))
+    GRADIENTS = (("datty", ("B", "T", "Q")), ("dqkv", ("B", "T", "QKV")))
+
+    @staticmethod
+    def group_parameters(tensors, config):
+        """There is nothing to group, as in activations."""
+
+    group_activations = group_parameters
 
 
 class Misnamed(OwnHeadSize):
@@ -498,13 +458,13 @@ class Misnamed(OwnHeadSize):
 def test_a_script_that_misnames_its_tensors_or_sizes_is_told_so(dev, monkeypatch):
     config = OwnHeadSizeConfig(8, 11, 1, 1, 1, 8)
     with pytest.raises(ValueError, match="Misnamed: attnprojw, in MATRICES and PRODUCTS, is none of PARAMETERS"):
-        Misnamed(config, 1, 1, "softmax")
+        Misnamed(config, 1)
     monkeypatch.setattr(Misnamed, "PRODUCTS", ())
     with pytest.raises(ValueError, match="Misnamed: ln1w, in first_weights, is none of PARAMETERS"):
-        Misnamed(config, 1, 1, "softmax").randomize(1)
+        randomize(Misnamed(config, 1), None, 1)
     monkeypatch.setattr(Misnamed, "ACTIVATIONS", (*Misnamed.ACTIVATIONS, ("ln", ("B", "T", "CC"))))
     with pytest.raises(ValueError, match=r"ln \('B', 'T', 'CC'\): sizes\(\) has no 'CC'"):
-        Misnamed(config, 1, 1, "softmax")
+        Activations(Misnamed(config, 1), 1, 1, "softmax")
 
 
 @pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
@@ -514,17 +474,18 @@ def test_the_size_of_heads_need_not_follow_from_the_channels(dev, rng, attention
         pytest.skip("no flash attention for this head size")
     config, B, T = OwnHeadSizeConfig(32, 11, 2, NH, NKV, C, HS), 2, 19
     config.check("this one")
-    model = OwnHeadSize(config, B, T, attention)
+    acts = Activations(OwnHeadSize(config, T), B, T, attention).views()
+    a = acts.layer[1]
     qkv, dout = normal(rng, B, T, (NH + 2 * NKV) * HS), normal(rng, B, T, NH * HS)
-    dev.copy_in(attention_input(model, 1, B, T), qkv)
-    dev.copy_in(model.grads_acts.datty, dout)
+    dev.copy_in(a.qkv, qkv)
+    dev.copy_in(acts.datty, dout)
     dev.synchronize()
-    causal_attention_forward(model, 1, B, T)
-    causal_attention_backward(model.grads_acts.dqkv, model.grads_acts.datty, model, 1, B, T)
+    attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
+    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
     qkv64 = leaf(qkv)
     want = oracle.attention(qkv64, NH, definition(attention), NKV)
     (want * leaf(dout).detach()).sum().backward()
     error = oracle.KERNEL_TF32 if attention == "flash" else oracle.kernel_tolerance(dev)
-    assert_close("atty", model.acts(B, T).layer[1].atty, want, error)
-    assert_close("dqkv", model.grads_acts.dqkv, qkv64.grad, error)
+    assert_close("atty", a.atty, want, error)
+    assert_close("dqkv", acts.dqkv, qkv64.grad, error)
     assert flops_per_token(config, T) == 6 * (2 * C * NH * HS + 2 * NH * HS * T)

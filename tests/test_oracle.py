@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import oracle
-from llmc.tensors import padded
+from llmc.model.tensors import padded
 from train_gpt2_fp32 import GPT2Config
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
@@ -107,7 +107,7 @@ def test_guarded_arrays_start_as_asked_and_pass_when_used_as_asked(dev):
 def test_guarded_notices_a_write_outside(dev, side):
     memory = oracle.guarded(dev)
     memory.scratch(3, name="logits")
-    _, buffer, _, _ = memory.arrays[0]
+    _, buffer, *_ = memory.arrays[0]
     buffer[side] = 0
     with pytest.raises(AssertionError, match=f"logits: written outside, first at element {side - oracle.MARGIN} of 3"):
         memory.check()

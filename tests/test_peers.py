@@ -14,15 +14,18 @@ from types import ModuleType, SimpleNamespace
 
 import device
 from device.errors import UserError
-from llmc import collectives, exchange, program, ranks
-from llmc.checkpoint import load_checkpoint, read_model
-from llmc.dataloader import sort_by_token
-from llmc.exchange import Exchange, exchanging_model
-from llmc.model import Model
-from llmc.saver import Saver
-from llmc.tensors import num_parameters
-from llmc.update import adamw_update
+from llmc.data.batches import Batches
+from llmc.files.checkpoint import load_checkpoint, read_model
+from llmc.model.model import Model
+from llmc.model.tensors import num_parameters
+from llmc.model.weights import randomize
+from llmc.ranks import collectives, exchange, ranks
+from llmc.run import program
+from llmc.run.saver import Saver
+from llmc.step.training import Training, make_training
+from llmc.step.update import adamw_update
 from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, kind_of
+from train_gpt2_fp32 import training_step
 
 import numpy as np
 import pytest
@@ -38,44 +41,58 @@ def train(
     checkpoint: Path | None = None, directory: Path | None = None, **flags,
 ) -> np.ndarray:  # fmt: skip
     """The parameters after as many steps as batches has (steps, batches a step, 2, B, T), as a rank, or the only one,
-    trains on them, as fp32 bits: in bf16 those of the master copy, and each rank has all of them rounded. The losses of
-    batch `spoilt` have a gradient that is not finite. checkpoint: what to go on from; directory: where to save."""
+    trains on them, with dropout if the model has it. They are fp32 bits: in bf16 those of the master copy, and each
+    rank has all of them rounded. The losses of batch `spoilt` have a gradient that is not finite. checkpoint: what to
+    go on from; directory: where to save."""
     device.use_precision(precision)
-    of, shared = exchanging_model(kind or kind_of(config), config, B, T, "softmax", **flags)
+    kind = kind or kind_of(config)
+    training = make_training(
+        kind, config, B, T, "softmax", grad_clip=grad_clip, weight_decay=0.1, dropout=(0.1, 3) if kind.DROPS else None,
+        **flags,
+    )  # fmt: skip
+    of, adamw, first = training.model, training.adamw, 0
     if checkpoint:
-        step = resume(shared, checkpoint)
+        first = resume(training, checkpoint)
     else:
-        step = 0
-        of.randomize(42)
+        randomize(of, adamw, 42)
         zeros = np.arange(of.params_memory.size) % 5 == 0  # -0 has the bits of 0 no more once 0 is added
         of.params_memory[zeros] = 0x8000 if of.has_copy else -0.0
         if of.has_copy:
-            of.master_memory[zeros[of.first :][: of.master_memory.size]] = -0.0
-    count, N, rank, spoils = batches.shape[1], ranks.size(), ranks.rank(), [False]
-
-    def forward_backward(first: bool, last: bool) -> None:
-        if first:
-            of.zero_grad()
-        of.forward(B, T, training=True)
-        of.loss(B, T, dloss=np.inf if spoils[0] else 1.0 / (count * B * T))
-        of.backward(B, T, accumulate=not first)
-
-    recorded = shared.record(forward_backward)
-    for of_step in batches:
-        step += 1
-        for i in range(rank, count, N):
-            tokens, targets = of_step[i]
-            words = np.concatenate([tokens.ravel(), targets.ravel(), *sort_by_token(tokens), of.random_words(step, i)])
-            device.copy_in(of.batch, words)
-            spoils[0] = i == spoilt
-            recorded(i < N, i + N >= count)
-        adamw_update(shared, 1e-2, 0.1, grad_clip, step)
-    shared.gather_parameters()
+            adamw.master[zeros[adamw.first :][: adamw.master.size]] = -0.0
+    loader, loss = InOrder(batches), of.loss
+    if spoilt is not None:
+        of.loss = lambda acts, batch, dloss, accumulate: loss(
+            acts, batch, np.inf if loader.last == spoilt else dloss, accumulate
+        )
+    of_rank = batches.shape[1] // ranks.size()
+    train_step, ends = training_step(training, Batches(training.batch, training.acts.losses, loader, of_rank)), []
+    last = first + len(batches)
+    for step in range(first, last):
+        train_step(step, 1e-2)
+        ends.append(device.event())
+        if len(ends) > 1:  # as in a run, there are two steps in flight
+            ends[-2].wait()
+    training.exchange.gather_parameters()
     if directory:
-        save(shared, directory, step)
-    found = on_host(shared.whole_state()[0])
+        save(training, directory, last)
+    found = on_host(training.exchange.whole_state(adamw)[0])
     assert not of.has_copy or np.array_equal(device.to_host(of.params_memory), device.to_bf16(found))
     return found.view(np.uint32)  # all bits: -0 == 0
+
+
+class InOrder:
+    """A loader of the batches of all steps."""
+
+    def __init__(self, batches: np.ndarray):
+        self.batches, self.given = batches.reshape(-1, *batches.shape[2:]), 0
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        self.last = self.given
+        inputs[:], targets[:] = self.batches[self.last]
+        self.skip()
+
+    def skip(self) -> None:
+        self.given += 1
 
 
 def on_host(values) -> np.ndarray:
@@ -83,20 +100,20 @@ def on_host(values) -> np.ndarray:
     return np.concatenate(list(values)) if isinstance(values, Iterator) else device.to_host(values)
 
 
-def save(shared: Exchange, directory: Path, step: int) -> None:
+def save(training: Training, directory: Path, step: int) -> None:
     """As a run does."""
     settings = SimpleNamespace(flags=SimpleNamespace(checkpoint_dir=directory, keep=0), first_step=0)
-    saver = Saver(shared, settings, {}, "run", None, None)
+    saver = Saver(training, settings, {}, "run", None, None)
     saver.save(step, {}, SimpleNamespace(skipped=0, in_a_row=0))
     assert saver.unsaved == {}
 
 
-def resume(shared: Exchange, checkpoint: Path) -> int:
+def resume(training: Training, checkpoint: Path) -> int:
     """Goes on from a checkpoint as a run does, and returns its step."""
     tensors = moments = None
     if ranks.rank() == 0:
-        _, tensors, *moments, _ = load_checkpoint(checkpoint, type(shared.model.config))
-    shared.load_checkpoint(tensors, moments)
+        _, tensors, *moments, _ = load_checkpoint(checkpoint, type(training.model.config))
+    training.exchange.load_checkpoint(training.adamw, tensors, moments)
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -200,7 +217,7 @@ def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
 
 @pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}, {"sharded": True, "bitwise": True}],
                          ids=str)  # fmt: skip
-@pytest.mark.parametrize("N", [1, 2, 3])
+@pytest.mark.parametrize("N", [1, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(
     precision, N, flags, tmp_path, monkeypatch, rng
@@ -238,19 +255,19 @@ def test_what_is_shared_out_is_saved_and_loaded_without_a_whole_copy_on_any_rank
 
     def of_rank(rank: int) -> int:
         device.use_precision(precision)
-        _, shared = exchanging_model(kind_of(config), config, 1, T, "softmax", sharded=True)
-        shared.model.randomize(42)
+        training = make_training(kind_of(config), config, 1, T, "softmax", sharded=True)
+        randomize(training.model, training.adamw, 42)
         ranks.all_gather(None)
         monkeypatch.setattr(device.CpuDevice, "empty", counted)
-        save(shared, tmp_path, 1)  # what is made once, such as a module, has been made
+        save(training, tmp_path, 1)  # what is made once, such as a module, has been made
         ranks.all_gather(None)
         tracemalloc.start()
         ranks.all_gather(None)
-        save(shared, tmp_path, 2)
+        save(training, tmp_path, 2)
         ranks.all_gather(None)
         peak = tracemalloc.get_traced_memory()[1]
         ranks.all_gather(None)
-        resume(shared, tmp_path / "step_00000001")
+        resume(training, tmp_path / "step_00000001")
         return peak
 
     peak = max(Threads(N, monkeypatch, peers=False).run(of_rank))
@@ -281,15 +298,15 @@ def test_a_step_gathers_parameters_once(flags, monkeypatch, rng):
     assert floats_of(1) == floats_of(3) > 0
 
 
-# What a script shares with others by name: the tensors of attention and of the loss; and two places of dropout that
-# are called as a tensor is.
-SHARED = {"logits", "losses", "partials", "qkv", "atty", "proj", "dkv_heads", "encoded", "fcproj"}
+# What a script shares with others by name: the output of its last norm, the tensors of attention and of the loss; and
+# modules of kernels and places of dropout that are called as a tensor is.
+SHARED = {"ln", "logits", "losses", "qkv", "gelu", "swiglu", "encoded", "proj", "fcproj"}
 
 
 def renamed(kind: type[Model]) -> type[Model]:
     """The model of a script in which every tensor has another name."""
     script = sys.modules[kind.__module__]
-    tables = kind.Config.PARAMETERS + kind.ACTIVATIONS + kind.ACTIVATION_GRADIENTS + getattr(script, "FILE", ())
+    tables = kind.Config.PARAMETERS + kind.ACTIVATIONS + kind.GRADIENTS + getattr(script, "FILE", ())
     names = {row[0] for row in tables} - SHARED
     source = re.sub(r"\b\w+\b", lambda found: f"{found[0]}_of_another" if found[0] in names else found[0],
                     Path(script.__file__).read_text())  # fmt: skip
@@ -339,16 +356,17 @@ def test_a_gradient_that_overflows_on_one_rank_is_known_to_all(peers, monkeypatc
     device.use("cpu")
 
     def flags_of(rank: int) -> tuple[float, float]:
-        of, shared = exchanging_model(kind_of(ODD), ODD, 2, T, "softmax", sharded=True)
-        of.randomize(42)
+        training = make_training(kind_of(ODD), ODD, 2, T, "softmax", sharded=True)
+        of, adamw, shared = training.model, training.adamw, training.exchange
+        randomize(of, adamw, 42)
         of.grads_memory[:] = 0
         of.grads.layer[ODD.num_layers - 1].fcw[0, 0] = 1e30
-        adamw_update(shared, 1e-2, 0.0, 0.0, 1)
-        own = float(of.norm[3])
+        adamw_update(of, adamw, shared, 1e-2, 1)
+        own = float(adamw.norm[3])
         shared.wait_for_ranks()
-        shared.share_overflow()
+        shared.rows.share_overflow()
         shared.wait_for_ranks()
-        return own, float(of.norm[3])
+        return own, float(adamw.norm[3])
 
     own, of_all = zip(*Threads(3, monkeypatch, peers).run(flags_of), strict=True)
     assert sorted(own) == [0, 0, 1] and of_all == (1, 1, 1)
@@ -386,13 +404,11 @@ class Driver(Threads):
 
 @pytest.mark.parametrize("why, env, asked", [
     ({}, {}, "shares opens waits"),
-    ({}, {"NCCL_P2P_DISABLE": "0"}, "shares opens waits"),
     ({}, {"NCCL_P2P_DISABLE": "1"}, None),
     ({"hosts": ("here", "there")}, {}, None),
     ({"fails": "here"}, {}, None),
     ({"fails": "shares"}, {}, "shares"),
     ({"fails": "opens"}, {}, "shares opens waits"),
-    ({"fails": "waits"}, {}, "shares opens waits"),
     ({"fails": "reaches"}, {}, "shares opens waits"),
 ], ids=str)  # fmt: skip
 def test_ranks_have_peer_access_where_all_of_them_can_share_their_memory(why, env, asked, monkeypatch):

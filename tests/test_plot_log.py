@@ -7,8 +7,8 @@ from pathlib import Path
 from dev import plot_log
 from dev.pictures import check_picture
 from device.errors import UserError
-from llmc.logger import Logger
-from llmc.program import run_program
+from llmc.run.logger import Logger
+from llmc.run.program import run_program
 
 import matplotlib.image
 import matplotlib.pyplot as plt

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from device import errors
-from llmc.program import run_program
+from llmc.run.program import run_program
 
 import pytest
 

@@ -5,8 +5,9 @@ from dataclasses import astuple, replace
 
 import device
 from device.errors import UserError
-from llmc.checkpoint import read_model, read_model_header, write_model
-from llmc.tensors import name_tensors, num_parameters
+from llmc.files.checkpoint import read_model, read_model_header, write_model
+from llmc.model.tensors import name_tensors, num_parameters
+from llmc.step.training import training_sizes
 from models import PYTHIA_ODD
 from train_gpt2_fp32 import GPT2Config
 from train_pythia import Pythia, PythiaConfig
@@ -61,7 +62,7 @@ def test_the_suite_has_the_sizes_of_the_originals(name):
 def test_pythia_160m_trains_in_4700_mib():
     config = PythiaConfig.described("pythia-160m")
     device.use("cpu")
-    own = Pythia.sizes_of_buffers(config, 4, 1024, "flash")
+    own = training_sizes(Pythia, config, 4, 1024, "flash", None, 0)
     assert sum(own.values()) <= 4700 << 20
 
 

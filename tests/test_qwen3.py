@@ -3,11 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dev.ceilings import work_of
+from dev.bench.ceilings import work_of
+from dev.hf.family import Settings
+from dev.hf.qwen3 import Qwen3Family
 from device.errors import UserError
-from llmc.huggingface import Settings
-from llmc.tensors import num_parameters
-from train_qwen3 import Qwen3, Qwen3Config, Qwen3HuggingFace
+from llmc.model.tensors import num_parameters
+from train_qwen3 import Qwen3, Qwen3Config
 
 import pytest
 from test_llama3 import assert_a_large_one_is_transformers, assert_is_transformers
@@ -39,8 +40,9 @@ def test_the_presets_have_the_originals_numbers_of_parameters():
 
 
 def test_the_limit_of_a_step_counts_attention_by_the_size_of_its_heads(dev):
-    model, B, T = Qwen3(replace(SMALL, head_size=16), 2, 8, "softmax"), 2, 8
-    assert work_of(model).attention == 7 * 2 * B * T * T * 6 * 16
+    B, T = 2, 8
+    model = Qwen3(replace(SMALL, head_size=16), T, inference=True)
+    assert work_of(model, B, T).attention == 7 * 2 * B * T * T * 6 * 16
 
 
 @pytest.mark.parametrize("description, message", [
@@ -65,8 +67,8 @@ PUBLISHED = {
 
 def read(settings: dict) -> Qwen3Config:
     given = Settings(Path("here"), settings)
-    given.check(Qwen3HuggingFace.REQUIRED)
-    return Qwen3HuggingFace.read_config(given)
+    given.check(Qwen3Family.REQUIRED)
+    return Qwen3Family.read_config(given)
 
 
 def test_the_published_config_json_is_the_preset():

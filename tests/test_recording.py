@@ -4,21 +4,20 @@ that does everything as late as it may, or as early; and who is placed where."""
 import inspect
 
 import device
-from dev.launches import launches_in
+from dev.microscope.launches import launches_in
 from device import recording
 from device.cublas import Cublas
-from llmc.batches import Batches
-from llmc.exchange import Exchange
-from llmc.model import build_from_random
-from llmc.step import train_step
-from models import ONE_OF_EACH, VARIANTS, kind_of
+from llmc.data.batches import Batches
+from llmc.model.weights import randomize
+from llmc.step.training import make_training
+from models import ONE_OF_EACH, VARIANTS, GivenBatches, kind_of, make_batches, name_of
+from train_gpt2_fp32 import training_step
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy import LazyDevice
-from test_model import GivenBatches, make_batches, name_of
 from test_peers import EagerDevice
 
 BLOCKS, SIDE = 12, 4  # matrices (4, 4) in the memory of a random program; the last three are gradients
@@ -47,7 +46,7 @@ def apart(program: list[tuple]) -> list[tuple]:
 
 def results(program: list[tuple], kind: type[device.CpuDevice]) -> list[bytes]:
     """The memory after each of four rounds of a program that is recorded."""
-    device.current.switch(kind())
+    device.current.device = kind()
     memory = np.random.default_rng(1).uniform(-0.4, 0.4, (BLOCKS, SIDE, SIDE)).astype(np.float32)
     recorded, found = device.record(lambda: run(program, memory), [memory[-3:]]), []
     for _ in range(4):
@@ -100,7 +99,7 @@ def test_a_rule_that_is_left_out_is_noticed(left_out, monkeypatch):
 
 
 def test_a_launch_that_was_not_there_before_is_an_error():
-    device.current.switch(LazyDevice())
+    device.current.device = LazyDevice()
     x, count = np.zeros(4, np.float32), [1]
     recorded = device.record(lambda: [device.fill_zero(x) for _ in range(count[0])])
     recorded()
@@ -110,17 +109,17 @@ def test_a_launch_that_was_not_there_before_is_an_error():
     device.use("cpu")
 
 
-def plan_of(config, attention: str, B: int, dropout: float, memory: list | None = None) -> recording.Plan:
+def plan_of(config, attention: str, B: int, rate: float) -> recording.Plan:
     """The plan of a training step's forward and backward pass."""
     device.use("cpu")
-    model = kind_of(config)(config, B, 32, attention)
-    model.dropout = dropout
+    training = make_training(kind_of(config), config, B, 32, attention, dropout=(rate, 1) if rate else None)
+    model, acts, batch = training.model, training.acts, training.batch
 
     def work() -> None:
         model.zero_grad()
-        model.forward(B, 32, training=True)
-        model.loss(B, 32, dloss=1e-3)
-        model.backward(B, 32)
+        model.forward(acts, batch)
+        model.loss(acts, batch, dloss=1e-3)
+        model.backward(acts, batch)
 
     recorded = device.record(work, [model.grads_memory])
     with device.observe(lambda name, arguments, launch: None):  # nothing is computed
@@ -128,40 +127,49 @@ def plan_of(config, attention: str, B: int, dropout: float, memory: list | None 
     return recorded.plans[()]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def with_dropout(models: list) -> list:
+    """Each model by itself, and with dropout, if it has it."""
+    return [(*one, rate) for one in models for rate in (0.0, *[0.1] * kind_of(one[0]).DROPS)]
+
+
 @pytest.mark.parametrize("B", [1, 32])  # from 1024 rows on, operands are transposed
-@pytest.mark.parametrize("config, attention", VARIANTS, ids=name_of)
-def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, B, dropout):
-    """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's, transposed. The
-    streams wait for each other no more often than a person would let them: the side stream once a product, the main
-    stream before a buffer that the side stream reads is written anew, up to four times a layer."""
-    plan, L = plan_of(config, attention, B, dropout), config.num_layers
+@pytest.mark.parametrize("config, attention, rate", with_dropout(VARIANTS), ids=name_of)
+def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, attention, rate, B):
+    """With it what makes its input: a norm's output, recomputed, and from 1024 rows on attention's and the
+    classifier's input, transposed. The streams wait for each other no more often than a person would let them: the side
+    stream once a product, the main stream before a buffer that the side stream reads is written anew, up to four times
+    a layer."""
+    plan, L = plan_of(config, attention, B, rate), config.num_layers
     products = 4 * L + 1
-    recomputed = 2 * L + 1 + L * (B == 32)
+    recomputed = 2 * L + (L + 1) * (B == 32)
     assert sum(plan.side) == products + recomputed
     found = [(one, wait) for one, wait in zip(plan.side, plan.waits, strict=True) if wait is not None]
     assert sum(side for side, _ in found) <= products
     assert sum(not side for side, _ in found) <= 4 * L + 1
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.long), 0.1])
-@pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
-def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, dropout):
+@pytest.mark.parametrize("config, attention, rate", with_dropout(ONE_OF_EACH), ids=name_of)
+def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, rate):
     """Steps of three batches, the next given to the device while it has the one before."""
 
     def trained(kind: type[device.CpuDevice]) -> list[np.ndarray]:
-        device.current.switch(kind())
-        model = build_from_random(kind_of(config), config, 2, 11, attention, seed=1)
-        model.dropout = dropout
-        batches, losses = Batches(model, GivenBatches(make_batches(config, 12, 2, 11)), count=3), []
-        step_of, ends = train_step(Exchange(model), batches, weight_decay=0.1, grad_clip=1.0), []
+        device.current.device = kind()
+        training = make_training(
+            kind_of(config), config, 2, 11, attention, weight_decay=0.1, grad_clip=1.0,
+            dropout=(rate, 1) if rate else None,
+        )  # fmt: skip
+        model, adamw = training.model, training.adamw
+        randomize(model, adamw, seed=1)
+        given = GivenBatches(make_batches(config, 12, 2, 11))
+        batches, losses = Batches(training.batch, training.acts.losses, given, count=3), []
+        step_of, ends = training_step(training, batches), []
         for step in range(4):
             step_of(step, 1e-2)
             ends.append(device.event())
             if step > 0:
                 ends[step - 1].wait()
                 losses.append(batches.mean_loss(step - 1))
-        return [np.array(losses), *map(device.to_host, (model.params_memory, model.m_memory, model.v_memory))]
+        return [np.array(losses), *map(device.to_host, (model.params_memory, adamw.m, adamw.v))]
 
     expected, *others = (trained(kind) for kind in (device.CpuDevice, LazyDevice, EagerDevice))
     device.use("cpu")
@@ -211,7 +219,8 @@ def test_what_a_declaration_says_is_set_is_not_read_before(precision):
             call()
         assert all(found), launch.launcher.__name__
     declared = {
-        name for source in device.current.sources for name, parameters in
+        name for source in device.sources.imported for name, parameters in
         device.sources.kernel_accesses(source.path).items() if "sets" in parameters.values()
+        if precision == "bf16" or not device.architecture_of(source.path)  # a Hopper file's kernels take bf16 alone
     }
     assert seen >= declared - {name for name in declared if "erf" in name}

@@ -1,7 +1,7 @@
 """reduce.cu: sums in two stages, against float64 sums. What is added up is positive: a sum of a few numbers that
 happened to cancel would have no digits to compare."""
 
-from kernels.reduce import MOST_PARTIALS, add_partials, column_sum, global_norm
+from kernels.reduce import add_partials, column_sum, global_norm
 from oracle import KERNEL_FP32, assert_close, guarded, leaf, normal
 
 import numpy as np
@@ -27,7 +27,7 @@ def test_column_sum_adds_the_sum_of_the_rows(dev, N, C):
     inp, before = abs(normal(rng, N, C)), abs(normal(rng, C))
     with guarded(dev) as memory, guarded(dev, shift=C % 4) as parameters:
         out = parameters.update(before, FP32)
-        column_sum(out, memory.scratch((MOST_PARTIALS, C), FP32), memory.read(inp), N, C)
+        column_sum(out, memory.read(inp), N, C)
     assert_close("column sum", out, leaf(inp).sum(0) + leaf(before), KERNEL_FP32)
 
 

@@ -10,27 +10,25 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dev import train_torch
-from dev.huggingface import named_tensors
+from dev.bench import train_torch
+from dev.hf.common import named_tensors
 from dev.write_reference import flat_parameters, forward_backward, main, random_model, saved_model, write_reference
 from device import cpp
 from device.errors import UserError
-from llmc.batches import Batches
-from llmc.checkpoint import read_debug_state, read_model_header
-from llmc.dataloader import write_tokens
-from llmc.exchange import Exchange
-from llmc.logger import read_log
-from llmc.model import build_from_file
-from llmc.tensors import name_tensors
-from llmc.tokenizer import write_tokenizer
-from llmc.update import adamw_update
+from llmc.data.dataloader import write_tokens
+from llmc.data.tokenizer import write_tokenizer
+from llmc.files.checkpoint import read_debug_state, read_model_header
+from llmc.model.tensors import name_tensors
+from llmc.run.logger import read_log
+from llmc.step.update import adamw_update
+from models import build_from_file
+from models import forward_backward as forward_backward_ours
 from oracle import MODEL_FP32, MODEL_TF32, assert_close
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
 import torch
-from test_model import GivenBatches
 
 LEARNING_RATE, WEIGHT_DECAY, STEPS = 1e-4, 0.01, 10
 
@@ -57,25 +55,19 @@ def check_reference(dev, prefix: Path, attention: str) -> tuple[list[float], np.
     config = read_model_header(f"{prefix}.bin", GPT2Config)
     state = read_debug_state(f"{prefix}_debug_state.bin", config)
     B, T = state.x.shape
-    model = build_from_file(GPT2, f"{prefix}.bin", B, T, attention)
-    Batches(model, GivenBatches([(state.x, state.y)])).send(0, 0)
+    training = build_from_file(GPT2, f"{prefix}.bin", B, T, attention, weight_decay=WEIGHT_DECAY)
+    model = training.model
     dev.copy_in(model.grads_memory, np.full(model.grads_memory.size, np.nan, np.float32))
-    acts = model.acts(B, T)
 
     losses = []
     for step in range(STEPS):
-        model.forward(B, T)
+        logits, loss = forward_backward_ours(dev, training, state.x, state.y, 1.0 / (B * T))
+        losses.append(loss)
         if step == 0:
-            logits = dev.to_host(acts.logits).reshape(B, T, -1)[..., : config.vocab_size]
             assert_close("logits", logits, state.logits, tolerance)
-        model.loss(B, T, 1.0 / (B * T))
-        losses.append(float(dev.to_host(acts.losses).mean(dtype=np.float64)))
-        model.zero_grad()
-        model.backward(B, T)
-        if step == 0:
-            assert losses[0] == pytest.approx(state.loss, rel=tolerance)
+            assert loss == pytest.approx(state.loss, rel=tolerance)
             check_gradients(config, dev.to_host(model.grads_memory), state.grads, tolerance)
-        adamw_update(Exchange(model), LEARNING_RATE, WEIGHT_DECAY, 0.0, step + 1)
+        adamw_update(model, training.adamw, training.exchange, LEARNING_RATE, step + 1)
     return losses, dev.to_host(model.params_memory)
 
 

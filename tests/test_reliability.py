@@ -16,16 +16,15 @@ from pathlib import Path
 
 import device
 import generate
-from dev import export_hf, import_hf
 from dev.data import text
+from dev.hf import export_hf, import_hf
 from device.errors import UserError
-from llmc.arguments import parse_arguments
-from llmc.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
-from llmc.dataloader import DataLoader, write_tokens
-from llmc.logger import Logger, read_log
-from llmc.run import check_same_model
-from llmc.tensors import num_parameters
-from llmc.tokenizer import write_tokenizer
+from llmc.data.dataloader import DataLoader, write_tokens
+from llmc.data.tokenizer import write_tokenizer
+from llmc.files.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
+from llmc.model.tensors import num_parameters
+from llmc.run.arguments import parse_arguments
+from llmc.run.logger import Logger, read_log
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -116,7 +115,7 @@ def test_a_new_run_does_not_start_where_another_has_checkpoints(folder, run_here
 
 
 def test_a_run_has_its_directory_and_its_log_for_itself_until_it_is_killed(folder, monkeypatch):
-    monkeypatch.setattr("llmc.lock.PATIENCE", 0)
+    monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
     monkeypatch.chdir(folder)
     process = start(folder, *SAVE, "-x", "100000", "-n", "1", "-nk", "2", "-o", "run.log")
     for line in process.stdout:
@@ -151,52 +150,19 @@ def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkp
     assert sorted(os.listdir("run")) == [f"step_{step:08d}" for step in (2, 4, 5)]
 
 
-def test_a_run_that_waits_hears_ctrl_c(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    held = lock_checkpoints("run")
-    process = start(folder, *SAVE, "-x", "1")
-    assert "waiting up to 30 s" in process.stderr.readline() and held
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=20)
-    assert (process.returncode, out, error) == (130, "", "interrupted before the first step\n")
-
-
-@pytest.mark.long  # tests/test_ranks.py has runs of several ranks with checkpoints and logs
-def test_of_several_ranks_one_has_the_lock(folder):
-    out, _ = run(folder, *SAVE, "-x", "2", "-o", "run.log", "--gpus", "2")
-    assert "saved run/step_00000002" in out and os.listdir(folder / "run") == ["step_00000002"]
-    assert not list(folder.glob(".*"))
-
-
 # Places that are none
 
 
-@pytest.mark.parametrize("flag", [
-    "-i", "-j", "-e", "-o", "--log", "--checkpoint-dir", "--tensorboard", "--hellaswag",
-])  # fmt: skip
-def test_a_trainers_flag_that_names_nothing_is_refused(capsys, flag):
-    with pytest.raises(SystemExit) as caught:
-        parse_arguments(GPT2Config, [flag, ""])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.count("\n") == 1 and f"{flag}" in error
-    assert "must not be empty: name something, or leave the flag out" in error
-
-
 @pytest.mark.parametrize("main, flags", [
-    (generate.main, ["-e", ""]), (generate.main, ["--tokenizer", ""]), (export_hf.main, [""]),
-    (export_hf.main, ["a.bin", "-o", ""]), (export_hf.main, ["a.bin", "--tokenizer", ""]),
-    (import_hf.main, ["a", "-o", ""]), (import_hf.main, ["", "-o", "a.bin"]),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else value.__module__)  # fmt: skip
-def test_a_programs_flag_that_names_nothing_is_refused(capsys, main, flags):
+    (lambda flags: parse_arguments(GPT2Config, flags), ["--checkpoint-dir", ""]), (generate.main, ["-e", ""]),
+    (export_hf.main, ["a.bin", "-o", ""]), (import_hf.main, ["a", "-o", ""]),
+])  # fmt: skip
+def test_a_flag_that_names_nothing_is_refused(capsys, main, flags):
     with pytest.raises(SystemExit) as caught:
         main(flags)
-    assert caught.value.code == 2 and "must not be empty" in capsys.readouterr().err
-
-
-def test_a_run_that_could_save_nothing_does_not_begin(folder):
-    (folder / "run").symlink_to("gone")
-    out, error = run(folder, *SAVE, "-x", "1", code=1)
-    assert error == "error: run: cannot be written (a link to nowhere); choose another --checkpoint-dir\n" and not out
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1
+    assert "must not be empty: name something, or leave the flag out" in error
 
 
 def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
@@ -206,24 +172,6 @@ def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
     out, error = run(folder, *SAVE, "-x", "1", code=1, preexec_fn=limit)
     assert error == "error: run: cannot be written (file too large); choose another --checkpoint-dir\n"
     assert not steps(out) and not (folder / "run").exists()
-
-
-def test_a_directory_one_level_too_deep_is_refused_with_the_right_one(folder, run_here):
-    run_here(folder, *SAVE, "-x", "1")
-    before = sorted((folder / "run").rglob("*"))
-    out, error = run(folder, "--checkpoint-dir", "run/step_00000001", "-y", "1", "-x", "2", code=1)
-    assert error == (
-        "error: run/step_00000001 is a checkpoint, not a directory of checkpoints: use --checkpoint-dir run\n"
-    )
-    assert sorted((folder / "run").rglob("*")) == before and not steps(out)
-
-
-@pytest.mark.parametrize("content", ["buy milk\n", "a thesis of one line"])
-def test_a_file_that_is_no_log_is_not_replaced_by_one(folder, content):
-    (folder / "notes").write_text(content)
-    out, error = run(folder, "-o", "notes", "-x", "1", code=1)
-    assert error.startswith("error: notes: not a log line: ") and error.count("\n") == 1 and not steps(out)
-    assert (folder / "notes").read_text() == content and not list(folder.glob(".*"))
 
 
 def test_an_import_takes_the_place_of_a_model_and_of_nothing_else(folder):
@@ -264,22 +212,9 @@ def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(fol
     assert "-e run/step_00000001 is another model than run/step_00000007, whose" in error
 
 
-def test_where_a_checkpoint_does_not_say_with_which_model_its_run_was_started_the_sizes_must_agree(tmp_path, capsys):
-    """Those of the first versions do not."""
-    config, checkpoint = GPT2Config(64, V, 2, 2, 32), tmp_path / "run" / "step_00000001"
-    model_at(tmp_path / "same.bin"), model_at(tmp_path / "wide.bin", channels=64)
-    for name in "same.bin", "gone.bin":
-        check_same_model(str(tmp_path / name), None, config, checkpoint, None)
-        assert capsys.readouterr().out == (
-            f"{checkpoint} does not say with which model its run was started: -e {tmp_path / name} does not count\n"
-        )
-    with pytest.raises(UserError, match="wide.bin is another model than .*/step_00000001: leave -e out"):
-        check_same_model(str(tmp_path / "wide.bin"), None, config, checkpoint, None)
-
-
 def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_here):
-    settings = ["-a", "relu", "--dropout", "0.1", "-k", "cosine", "-u", "2", "-q", "0.1", "-c", "0.1", "--grad-clip",
-                "0.5", "--seed", "3", "-l", "1e-2", "-d", str(2 * B * T)]  # fmt: skip
+    settings = ["-a", "relu", "-k", "cosine", "-u", "2", "-q", "0.1", "-c", "0.1", "--grad-clip", "0.5", "--seed", "3",
+                "-l", "1e-2", "-d", str(2 * B * T)]  # fmt: skip
     whole, _ = run_here(folder, *SAVE, *settings, "-x", "6")
     want = contents(folder, 6)
     shutil.rmtree(folder / "run")
@@ -302,11 +237,14 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
         (["-d", "64"], "--total-batch-size was 32 and is now 64"),
     ],
 )  # fmt: skip
-def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, flags, was):
-    flag = {"-b": "-b", "-t": "-t"}.get(flags[0])
-    out, error = run(finished, *SAVE, "-y", "1", "-x", "9", *flags, code=1, base=without(flag) if flag else FLAGS)
-    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run\n", error), error
-    assert not steps(out)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, trainer_here, capsys, flags, was):
+    said = None
+    try:
+        trainer_here(GPT2, finished, [*FLAGS, *SAVE, "-y", "1", "-x", "9", *flags])  # the last of two -b counts
+    except SystemExit as end:  # pytest.raises would keep the run's frames, and the lock that they hold
+        said = end.code
+    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run", said)
+    assert not steps(capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
@@ -317,24 +255,32 @@ def finished(tmp_path_factory):
     return folder
 
 
-def test_precision_is_what_the_device_has_and_flags_given_again_are_no_change(folder, run_here):
-    settings = ["-f", "1", "-a", "softmax", "-d", str(B * T), "-x", "2"]
-    run_here(folder, *SAVE, *settings)
-    out, _ = run_here(folder, *SAVE, *settings[:-1], "3", "-y", "1")
-    assert [line for line in out.splitlines() if " now " in line] == ["--max-steps was 2 and is now 3"]
+def copy_of(finished: Path, tmp_path: Path, **recorded: object) -> Path:
+    """A copy of a run's folder, whose checkpoint has recorded other flags than the run's, and no precision else."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    record = read_record(folder / "run" / "step_00000002")
+    del record["state"]["flags"]["precision"]
+    record["state"]["flags"] |= recorded
+    crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    (folder / "run" / "step_00000002" / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
+    return folder
+
+
+def test_a_model_without_dropout_refuses_a_rate_also_if_a_checkpoint_recorded_it(finished, tmp_path):
+    line = "error: --dropout 0.1: GPT-2 trains without dropout, as llm.c does; {}\n"
+    _, error = run(finished, "-x", "1", "--dropout", "0.1", code=1)
+    assert error == line.format("leave it out")
+    _, error = run(copy_of(finished, tmp_path, dropout=0.1), *SAVE, "-y", "1", "-x", "3", code=1)
+    assert error == line.format("start another run")
 
 
 @pytest.mark.parametrize("recorded", [{"precision": "tf32"}, {"tf32": True}], ids=["now", "before there was bf16"])
 def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_it_changes(
     finished, tmp_path, run_here, recorded
 ):
-    folder = tmp_path / "copy"
-    shutil.copytree(finished, folder)
-    record = read_record(folder / "run" / "step_00000002")
-    assert record["state"]["flags"].pop("precision") == "fp32"  # as the CPU multiplies
-    record["state"]["flags"] |= recorded  # as a GPU would have
-    crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
-    (folder / "run" / "step_00000002" / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
+    assert read_record(finished / "run" / "step_00000002")["state"]["flags"]["precision"] == "fp32"
+    folder = copy_of(finished, tmp_path, **recorded)  # as a GPU would have
     lines = {
         (): "the run was in tf32 and goes on in fp32, which is what CPU",
         ("-f", "1"): "the run was in tf32 and goes on in fp32, which is what CPU",
@@ -363,17 +309,6 @@ def test_two_runs_on_other_data_of_the_same_name_have_other_identities(folder, r
         shutil.rmtree(folder / "run")
         write_tokens(folder / "data_train.bin", rng.integers(0, V, 2000))
     assert identities[0] != identities[1]
-
-
-def test_a_description_may_be_longer_than_a_file_name(folder):
-    _, error = run(folder, "-e", "layers=2,layers=2," * 300 + "heads=3", base=without("-e"), code=1)
-    assert "channels=… is missing" in error
-
-
-def test_a_preset_is_no_file(folder):
-    (folder / "d6").mkdir()
-    _, error = run(folder, "-e", "d6", "-b", "100000", base=[*without("-e"), "-t", "1024"], code=1)
-    assert "MiB of memory" in error
 
 
 def test_what_may_change_is_said(folder, run_here):
@@ -433,18 +368,6 @@ def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder, run_here):
     assert list(steps(out)) == [1] and "| model                 | run/step_00000002" in out
     newest, error = run_here(folder, "-e", "run", "-x", "1", base=without("-e"))
     assert steps(newest) == steps(out) and error == "run: its newest checkpoint is step_00000002\n"
-
-
-def test_a_directory_of_checkpoints_can_be_the_model_of_every_program(folder, run_here, monkeypatch, capsys):
-    run_here(folder, *SAVE, "-x", "2", "-n", "1")
-    monkeypatch.chdir(folder)
-    texts = []
-    for name in "run", "run/step_00000002":
-        generate.main(["-e", name, "-g", "20", "--device", "cpu"])
-        texts.append(capsys.readouterr())
-    assert texts[0].out == texts[1].out and texts[0].err.startswith("run: its newest checkpoint is step_00000002\n")
-    export_hf.main(["run", "-o", "out"])
-    assert "exporting run/step_00000002/model.bin" in capsys.readouterr().out and (folder / "out").is_dir()
 
 
 def test_a_damaged_model_is_used_by_no_program(folder, run_here, monkeypatch, capsys):
@@ -520,27 +443,28 @@ def test_a_run_stops_in_the_midst_of_what_takes_long(folder, rng, work, begun, f
     assert "val loss" not in out if work == "validation" else "stopped by SIGTERM after 1 of" in out
 
 
+# With more threads, a batch of large_batches may take less than the pauses of the tests.
+ONE_THREAD = os.environ | {"LLMC_CPU_THREADS": "1"}
+
+
 def large_batches(folder: Path) -> list[str]:
-    """Flags for batches that take more than a second, of which a validation has one, and the data for them."""
+    """Flags for batches that take most of a second, of which a validation has one, and the data for them."""
     for split in "train", "val":
-        write_tokens(folder / f"data_{split}.bin", np.zeros(5000 * T + 1, np.int64))
-    return ["-b", "5000", "-m", "1"]
+        write_tokens(folder / f"data_{split}.bin", np.zeros(10_000 * T + 1, np.int64))
+    return ["-b", "10000", "-m", "1"]
 
 
 @pytest.mark.parametrize("first, second, at_once", [
     ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGHUP", False),
-    pytest.param("SIGTERM", "SIGTERM", True, marks=pytest.mark.long),
-    pytest.param("SIGHUP", "SIGINT", True, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
-    two_threads = os.environ | {"LLMC_CPU_THREADS": "2"}  # with more, a batch may take less than the pauses below
-    process = start(folder, "-x", "3", *large_batches(folder), *SAVE, env=two_threads)
+    process = start(folder, "-x", "3", *large_batches(folder), *SAVE, env=ONE_THREAD)
     for line in process.stdout:
         if line.startswith("val loss"):
             break
-    time.sleep(0.3)
+    time.sleep(0.2)
     process.send_signal(getattr(signal, first))
-    time.sleep(0.3)
+    time.sleep(0.2)
     process.send_signal(getattr(signal, second))
     process.stdout.read()
     code = process.wait(timeout=60)
@@ -560,25 +484,12 @@ def test_nohup_is_respected(folder):
     assert (process.wait(timeout=60), process.stderr.read()) == (0, "") and max(steps(out)) == 30
 
 
-def test_a_last_validation_that_is_cut_short_is_said(folder, run_here, rng):
-    write_tokens(folder / "data_val.bin", rng.integers(0, V, 4_000_000))
-    run_here(folder, *SAVE, "-x", "1", "-m", "1")
-    process = start(folder, *SAVE, "-x", "1", "-m", "1000000", "-y", "1", base=without("-m"))
-    while not process.stdout.readline().startswith("| in all"):  # the table's last line
-        pass
-    time.sleep(0.4)
-    process.send_signal(signal.SIGTERM)
-    out = process.stdout.read()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM after 1 of 1 steps" in out and "val loss" not in out
-
-
 def test_a_stop_in_the_last_step_leaves_out_the_last_validation_and_says_so(folder):
-    process, out = start(folder, *SAVE, "-x", "1", *large_batches(folder)), ""
+    process, out = start(folder, *SAVE, "-x", "1", *large_batches(folder), env=ONE_THREAD), ""
     for line in process.stdout:
         out += line
         if line.startswith("val loss"):
-            time.sleep(0.3)
+            time.sleep(0.2)
             process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 128 + signal.SIGTERM and out.count("val loss") == 1
     assert "saved run/step_00000001" in out and "stopped by SIGTERM after 1 of 1 steps" in out
@@ -595,15 +506,6 @@ def test_a_run_with_a_log_goes_on_when_its_reader_leaves(folder):
     error = process.stderr.read()
     assert error == "cannot print any more (broken pipe): the run goes on, see run.log\n"
     assert read_log(folder / "run.log")["trl"][0].tolist() == list(range(30))
-
-
-def test_a_log_may_be_a_pipe(folder, run_here):
-    os.mkfifo(folder / "log")
-    reader = subprocess.Popen(["cat", "log"], cwd=folder, stdout=subprocess.PIPE, text=True)
-    run_here(folder, "-x", "2", "-o", "log")
-    assert [line.split(":")[1] for line in reader.communicate(timeout=60)[0].splitlines()] == [
-        "0 tel", "0 bpb", "0 trl", "1 trl", "2 tel", "2 bpb"
-    ]  # fmt: skip
 
 
 def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_line(folder):
@@ -654,20 +556,19 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
 
 @pytest.mark.parametrize("kind, reason, remedy", [
     ("CUDARuntimeError", "cudaErrorECCUncorrectable: uncorrectable ECC error encountered", "dmesg may name an Xid"),
-    ("NVRTCError", "NVRTC_ERROR_COMPILATION (6)", "reinstall cupy-cuda12x"),
     ("OutOfMemoryError", "Out of memory allocating 8,589,934,592 bytes", "lower -b or -t"),
 ])  # fmt: skip
 def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, kind, reason, remedy):
     options = changed(folder, f"""
-import llmc.update
+import llmc.step.update
 base = MemoryError if {kind!r} == "OutOfMemoryError" else RuntimeError
 Failure = type({kind!r}, (base,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
-real = llmc.update.adamw_update
-def update(exchange, lr, decay, clip, t):
+real = llmc.step.update.adamw_update
+def update(model, adamw, exchange, lr, t):
     if t == 5:
         raise Failure({reason + chr(10) + "more"!r})
-    real(exchange, lr, decay, clip, t)
-llmc.update.adamw_update = update
+    real(model, adamw, exchange, lr, t)
+llmc.step.update.adamw_update = update
 """)
     out, error = run(folder, *SAVE, "-x", "9", "-n", "2", **options, code=1)
     what = "out of memory" if kind == "OutOfMemoryError" else "the GPU failed"
@@ -731,13 +632,13 @@ def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder, run
 def overflowing(folder: Path, step: int, weight: str = "qkvw") -> dict:
     """`changed`: a number in a weight's gradient is too large in one step."""
     return changed(folder, f"""
-import llmc.update
-real = llmc.update.adamw_update
-def update(exchange, lr, decay, clip, t):
+import llmc.step.update
+real = llmc.step.update.adamw_update
+def update(model, adamw, exchange, lr, t):
     if t == {step}:
-        exchange.model.grads.{weight}.reshape(-1)[5] = 1e25
-    real(exchange, lr, decay, clip, t)
-llmc.update.adamw_update = update
+        model.grads.{weight}.reshape(-1)[5] = 1e25
+    real(model, adamw, exchange, lr, t)
+llmc.step.update.adamw_update = update
 """)
 
 
@@ -769,17 +670,6 @@ def test_a_checkpoint_is_not_written_twice(folder):
     assert out.count("saved run/step_00000004") == 1
 
 
-def test_a_first_step_that_is_not_finite_writes_nothing(folder):
-    _, error = spoiled_run(folder, {3}, *SAVE, "-x", "3", code=1)
-    assert error.startswith("error: step 1: its loss (nan)") and error.endswith("; last good checkpoint: none\n")
-    assert not (folder / "run").exists()
-
-
-def test_a_rate_that_is_too_high_stops_the_run(folder):
-    out, error = run(folder, *SAVE, "-x", "20", "-l", "1e30", code=1)
-    assert re.match(r"error: step \d+: its loss \(\S+\) or gradients are not finite", error)
-
-
 def test_steps_that_are_not_finite_are_skipped_and_counted(folder, run_here):
     flags = [*SAVE, "--skip-nonfinite", "-l", "1e-2"]
     out, _ = spoiled_run(folder, {5, 7}, *flags, "-x", "6", "-n", "4", code=0)
@@ -798,14 +688,14 @@ def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here):
     shutil.rmtree(folder / "run")
     options = changed(folder, """
 import os, signal
-import llmc.batches
-real = llmc.batches.Batches.fetch_losses
+import llmc.data.batches
+real = llmc.data.batches.Batches.fetch_losses
 def fetch(self, step, i):
     real(self, step, i)
     if (step, i) == (2, 6):
         os.kill(os.getpid(), signal.SIGTERM)
     assert (step, i) < (2, 7), "went on after the batch at hand"
-llmc.batches.Batches.fetch_losses = fetch
+llmc.data.batches.Batches.fetch_losses = fetch
 """)
     out, _ = run(folder, *flags, "-d", str(40 * B * T), **options, code=128 + signal.SIGTERM)
     assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps(out)) == [1, 2]
@@ -819,7 +709,7 @@ llmc.batches.Batches.fetch_losses = fetch
 def kill_and_resume(folder: Path, kills: int, rng) -> None:
     """Kills a run that saves every step, so many times at random moments, and lets it end; the end must be the one of a
     run that was never disturbed, and so must the best checkpoint."""
-    number = 40 * kills
+    number = 20 * kills
     settings = [*SAVE, "--seed", "1", "-n", "1", "-nk", "3", "-x", str(number), "--best", "-v", "3",
                 "-l", "1e-3"]  # fmt: skip
     run(folder, *settings)
@@ -859,26 +749,9 @@ def test_a_closed_stdout_is_no_error(folder):
     assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
 
 
-def test_the_table_says_why_a_run_is_not_on_the_gpu(folder, tmp_path):
-    """`auto` with a CuPy that cannot be imported."""
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "cupy.py").write_text("raise ImportError('libnvrtc.so.13: cannot open shared object file')")
-    env = os.environ | {"PYTHONPATH": str(tmp_path / "broken")}
-    out, _ = run(folder, "-x", "1", base=without("--device"), env=env)
-    assert "| why not CUDA          | libnvrtc.so.13: cannot open shared object file" in out
-    _, error = run(folder, "-x", "1", "--device", "cuda", base=without("--device"), env=env, code=1)
-    assert error.startswith("error: CUDA does not work here (libnvrtc.so.13: ")
-    assert error.endswith("): install CuPy for your driver (cupy-cuda12x[ctk] or cupy-cuda13x[ctk]), or run with "
-                          "--device cpu\n")  # fmt: skip
-
-
-@pytest.mark.parametrize("reason, remedy", [
-    ("cudaErrorNoDevice: no CUDA-capable device is detected", "nvidia-smi and CUDA_VISIBLE_DEVICES say"),
-    ("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version", "update NVIDIA's"),
-    ("cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable", "another program has the GPU"),
-])  # fmt: skip
-def test_a_gpu_that_cannot_be_had_is_one_line_with_the_remedy(folder, reason, remedy):
+def test_a_gpu_that_cannot_be_had_is_one_line_with_the_remedy(folder):
     """A CuPy that can be imported and then finds this."""
+    reason = "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
     cuda = folder / "cupy" / "cuda"
     cuda.mkdir(parents=True)
     (cuda.parent / "__init__.py").write_text("")
@@ -894,7 +767,7 @@ class runtime:
     out, _ = run(folder, "-x", "0", base=without("--device"), env=env)
     assert f"| why not CUDA          | {reason} " in out
     _, error = run(folder, "-x", "0", "--device", "cuda", base=without("--device"), env=env, code=1)
-    assert error.startswith(f"error: CUDA does not work here ({reason}): {remedy}") and error.count("\n") == 1
+    assert error.startswith(f"error: CUDA does not work here ({reason}): update NVIDIA's") and error.count("\n") == 1
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """What a run says of its speed."""
 
 import device
-from llmc import report
+from llmc.run import report
 
 import pytest
 

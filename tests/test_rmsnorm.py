@@ -1,8 +1,7 @@
 """rmsnorm.cu against PyTorch's rms_norm, with the residual connection in front of it."""
 
-from kernels.matmul import transposes
 from kernels.reduce import MOST_PARTIALS
-from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_transposed
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal
 
 import numpy as np
@@ -83,14 +82,13 @@ def test_eps_is_added_to_the_mean_of_squares(dev, eps):
 
 @any_shape
 @examples
-def test_rmsnorm_is_recomputed_transposed(dev, B, T, C, shift):
+def test_rmsnorm_is_recomputed(dev, B, T, C, shift):
     rng, x = make(B, T, C)
     weight, rstd = normal(rng, C), reciprocal_rms(leaf(x)).detach().float().numpy()
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        out_T = memory.write((C, B * T) if transposes() else (B * T, C))
-        rmsnorm_transposed(out_T, memory.read(x), parameters.read(weight), memory.read(rstd, FP32), B, T, C)
-    want = F.rms_norm(leaf(x), (C,), leaf(weight), EPS).reshape(B * T, C)
-    assert_close("recomputed", out_T, want.T if transposes() else want, KERNEL_FP32)
+        out = memory.recomputed(B * T, C)
+        rmsnorm_recompute(out, memory.read(x), parameters.read(weight), memory.read(rstd, FP32), B, T, C)
+    assert_close("recomputed", out, F.rms_norm(leaf(x), (C,), leaf(weight), EPS).reshape(B * T, C), KERNEL_FP32)
 
 
 def check_backward(dev, B: int, T: int, C: int, shift: int = 0) -> None:
@@ -101,10 +99,9 @@ def check_backward(dev, B: int, T: int, C: int, shift: int = 0) -> None:
     (F.rms_norm(x64, (C,), weight64, EPS) * leaf(dout).detach()).sum().backward()
     rstd = reciprocal_rms(x64).detach().float().numpy()
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
-        ours_dinp, scratch = memory.update(before), memory.scratch((MOST_PARTIALS, C), FP32)
-        ours_dweight, weight = parameters.update(dweight, FP32), parameters.read(weight)
-        inputs = memory.read(dout), memory.read(x), weight, memory.read(rstd, FP32)
-        rmsnorm_backward(ours_dinp, ours_dweight, *inputs, B, T, C, scratch=scratch)
+        ours_dinp, ours_dweight = memory.update(before), parameters.update(dweight, FP32)
+        inputs = memory.read(dout), memory.read(x), parameters.read(weight), memory.read(rstd, FP32)
+        rmsnorm_backward(ours_dinp, ours_dweight, *inputs, B, T, C)
     assert_close("dinp", ours_dinp, x64.grad + leaf(before), KERNEL_FP32)
     assert_close("dweight", ours_dweight, weight64.grad + leaf(dweight), KERNEL_FP32)
 
@@ -132,6 +129,6 @@ def test_a_row_of_zeros_has_a_finite_gradient(dev):
     with guarded(dev) as memory:
         dinp, dweight = memory.update(np.zeros((1, 1, 6), FP32)), memory.update(np.zeros(6, FP32), FP32)
         inputs = memory.read(dout), memory.read(x), memory.read(weight), memory.read(rstd, FP32)
-        rmsnorm_backward(dinp, dweight, *inputs, 1, 1, 6, scratch=memory.scratch((MOST_PARTIALS, 6), FP32))
+        rmsnorm_backward(dinp, dweight, *inputs, 1, 1, 6)
     assert_close("dinp", dinp, np.full((1, 1, 6), 2 * EPS**-0.5), KERNEL_FP32)
     assert not dev.to_host(dweight).any()

@@ -1,6 +1,6 @@
 """The generator against worked values."""
 
-from llmc.sampler import Sampler, samplers_of
+from llmc.step.sampler import Sampler, samplers_of
 
 import numpy as np
 

@@ -3,7 +3,7 @@
 import device
 import generate
 from kernels.sampling import sample as launch
-from llmc.sampler import Sampler
+from llmc.step.sampler import Sampler
 from oracle import exact, guarded, normal
 from oracle import sample as by_numpy
 

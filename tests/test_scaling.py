@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev import bench, scaling
+from dev.bench import scaling
 from dev.timeline import one_step, row_of, without
 
 import pytest
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_bench_prints_a_table_of_steps_on_one_process_and_several():
     flags = "--gpus 2 --device cpu -e layers=1,heads=2,channels=16 -b 2 -t 16 --vocab-size 100 --steps 3 --bitwise 1"
-    command = [sys.executable, str(ROOT / "dev" / "bench.py"), *flags.split()]
+    command = [sys.executable, str(ROOT / "dev" / "bench"), "scaling", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     head, row = done.stdout.splitlines()
@@ -28,7 +28,8 @@ def test_bench_prints_a_table_of_steps_on_one_process_and_several():
 
 
 def test_bench_says_in_one_line_what_does_not_run():
-    command = [sys.executable, str(ROOT / "dev" / "bench.py"), "--gpus", "2", "--device", "cpu", "-e", "nothing"]
+    flags = "--gpus", "2", "--device", "cpu", "-e", "nothing"
+    command = [sys.executable, str(ROOT / "dev" / "bench"), "scaling", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "-e nothing: name one of" in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.endswith("does not run on 1 GPU: see above\n") and done.stdout.endswith("\n")
@@ -38,13 +39,13 @@ def test_what_is_timed_by_itself_has_the_precision_that_is_asked_for(monkeypatch
     timed = []
     found = {"ms": 1.0, "mebibytes": 1.0, "sum_ms": 1.0}
     monkeypatch.setattr(scaling, "measure", lambda flags, gpus: timed.append(flags) or found)
-    bench.main(["--gpus", "2", "--precision", "bf16", "--device", "cpu"])
+    scaling.main(["--gpus", "2", "--precision", "bf16", "--device", "cpu"])
     assert len(timed) == 2 * len(scaling.WORKLOADS)
     assert all(" --precision bf16" in " ".join(flags) for flags in timed)
 
 
 def test_links_are_not_kept_awake_without_gpus():
-    command = [sys.executable, str(ROOT / "dev" / "awake.py")]
+    command = [sys.executable, str(ROOT / "dev" / "bench"), "awake"]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
     assert done.returncode == 1, done.stderr

@@ -1,7 +1,7 @@
 """Learning-rate schedules against PyTorch's and transformers', and at the points that define them."""
 
-from llmc.arguments import parse_arguments
-from llmc.schedule import SCHEDULES, LearningRateSchedule
+from llmc.run.arguments import parse_arguments
+from llmc.run.schedule import SCHEDULES, LearningRateSchedule
 from train_gpt2_fp32 import GPT2Config
 
 import pytest

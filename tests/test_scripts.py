@@ -4,9 +4,9 @@ import re
 import subprocess
 import sys
 
-from kernels.flash_attention import HEAD_SIZES
-from llmc import scripts
-from llmc.scripts import ROOT, kind_of_magic, model_kinds, script_configs
+from dev import scripts
+from dev.scripts import ROOT, kind_of_magic, model_kinds, script_configs, small_model
+from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 
 import pytest
@@ -36,15 +36,17 @@ def test_every_script_has_one_model_which_names_it_and_a_number_of_its_own():
 
 
 @pytest.mark.parametrize("config", [kind.Config for kind in model_kinds()], ids=lambda config: config.NAME)
-def test_every_script_has_a_small_model_that_any_attention_takes(config):
-    assert config.described(config.SMALL).head_size in HEAD_SIZES
+def test_every_script_names_what_make_train_trains_on_a_gpu_and_on_a_cpu(config):
+    first, *_ = config.PRESETS
+    small, large = (num_parameters(config.described(name, 257)) for name in ("tiny", first))
+    assert small < 2**20 < large
 
 
 def test_the_sanitizer_runs_the_small_model_of_every_script():
     text = re.search(r'^SANITIZED = \$\$\(\$\(PY\) -c "(.*?)"\)$', (ROOT / "Makefile").read_text(), re.M | re.S)[1]
     command = [sys.executable, "-c", text.replace("\\\n\t", "")]
     words = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert words == [f"{kind.Config.SCRIPT}:{kind.Config.SMALL}" for kind in model_kinds()]
+    assert words == [f"{kind.Config.SCRIPT}:{small_model(kind.Config)}" for kind in model_kinds()]
 
 
 def test_a_script_that_takes_its_model_from_another_has_that_ones_sizes():

@@ -1,6 +1,5 @@
 """swiglu.cu against PyTorch's silu."""
 
-from kernels.matmul import transposes
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from oracle import KERNEL_FP32, assert_close, exact, guarded, leaf, normal, to_numpy
 
@@ -52,26 +51,26 @@ def test_swiglu_forward_gates_the_first_half_of_a_row_by_the_second(dev, N, C):
 def test_swiglu_backward_sets_both_gradients_and_recomputes_the_output(dev, N, C):
     inp, dout = make(N, C)
     with guarded(dev) as memory:
-        dinp, out_T = memory.write((N, 2 * C)), memory.write((C, N) if transposes() else (N, C))
-        swiglu_backward(dinp, out_T, memory.read(dout), memory.read(inp), N, C)
+        dinp, again = memory.write((N, 2 * C)), memory.recomputed(N, C)
+        swiglu_backward(dinp, again, memory.read(dout), memory.read(inp), N, C)
     inp64 = leaf(inp)
     out = swiglu(inp64, C)
     (out * leaf(dout).detach()).sum().backward()
     assert_close("dup", dinp[:, :C], inp64.grad[:, :C], KERNEL_FP32)
     assert_close("dgate", dinp[:, C:], inp64.grad[:, C:], KERNEL_FP32)
-    assert_close("swiglu again", out_T, out.T if transposes() else out, KERNEL_FP32)
+    assert_close("swiglu again", again, out, KERNEL_FP32)
 
 
 def test_swiglu_of_huge_gates_is_up_times_gate_or_zero(dev):
     gate = exact(np.float32([-3e38, -1e4, -89, -88, 88, 89, 1e4, 3e38]))  # e^88 is finite in fp32, e^89 is not
     inp = np.concatenate([np.full(8, 0.5, np.float32), gate])[None]
     with guarded(dev) as memory:
-        out, dinp, out_T = memory.write((1, 8)), memory.write((1, 16)), memory.write((8, 1))
+        out, dinp, again = memory.write((1, 8)), memory.write((1, 16)), memory.recomputed(1, 8)
         x, dout = memory.read(inp), memory.read(np.full((1, 8), 0.5, np.float32))
         swiglu_forward(out, x, 1, 8)
-        swiglu_backward(dinp, out_T, dout, x, 1, 8)
+        swiglu_backward(dinp, again, dout, x, 1, 8)
     silu = np.maximum(gate, 0)
     np.testing.assert_allclose(to_numpy(out)[0], 0.5 * silu, rtol=1e-6, atol=1e-35)
-    np.testing.assert_allclose(to_numpy(out_T)[:, 0], 0.5 * silu, rtol=1e-6, atol=1e-35)
+    np.testing.assert_allclose(to_numpy(again)[0], 0.5 * silu, rtol=1e-6, atol=1e-35)
     np.testing.assert_allclose(to_numpy(dinp)[0, :8], 0.5 * silu, rtol=1e-6, atol=1e-35)
     np.testing.assert_allclose(to_numpy(dinp)[0, 8:], 0.25 * (silu > 0), rtol=1e-6, atol=1e-35)

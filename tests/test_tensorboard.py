@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmc.dataloader import write_tokens
-from llmc.logger import TensorBoard, read_log
-from llmc.tokenizer import write_tokenizer
+from llmc.data.dataloader import write_tokens
+from llmc.data.tokenizer import write_tokenizer
+from llmc.run.logger import TensorBoard, read_log
 
 import numpy as np
 import pytest

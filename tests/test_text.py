@@ -7,29 +7,25 @@ import os
 import pickle
 import random
 import re
-import resource
 import shlex
 import signal
-import struct
 import subprocess
 import sys
 import time
 import unicodedata
-import zlib
 from pathlib import Path
 
 import conftest
 import device
 import generate
-from dev import export_hf
-from dev.data import debian_books, recommend
 from dev.data import documents as reader
+from dev.data import recommend
 from dev.data import text as script
 from dev.data.common import Unsuitable
-from device.errors import UserError
-from llmc.arguments import parse_arguments
-from llmc.dataloader import find_token_files, open_tokens
-from llmc.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_letters, byte_tokenizer, load_model_tokenizer
+from dev.hf import export_hf
+from llmc.data.dataloader import find_token_files, open_tokens
+from llmc.data.tokenizer import HuggingFaceTokenizer, Tokenizer, byte_letters, load_model_tokenizer
+from llmc.run.arguments import parse_arguments
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -71,13 +67,6 @@ def refusal(prepare, *args):
     message = conftest.refusal(prepare, *args)
     assert {path.name for path in Path().iterdir()} == before
     return message
-
-
-def run(*args, code=0):
-    """Runs text.py as a program; returns the last line of what it says on stderr."""
-    done = subprocess.run([sys.executable, SCRIPTS / "text.py", *map(str, args)], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    return done.stderr.splitlines()[-1] if done.stderr else ""
 
 
 def documents(prefix, split):
@@ -188,15 +177,6 @@ def test_an_encoding_is_detected_wherever_the_blocks_end(monkeypatch, encoding):
         assert read("a.txt", 10**5) == (["plain\n" * 200 + JAPANESE * 40], {})
 
 
-def test_what_may_be_of_several_encodings_is_of_the_commonest():
-    spanish = "El señor vivía en España y comía jamón, según decía su compañero, que no había visto la montaña. "
-    portuguese = "Não há ninguém que não saiba que a língua é difícil; o coração tem razões que ninguém conhece. "
-    polish = "Zażółć gęślą jaźń, Litwo, ojczyzno moja, ile cię trzeba cenić, ten tylko się dowie, kto cię stracił. "
-    for text, encoding in ((spanish * 9, "latin-1"), (portuguese * 9, "cp1252"), (polish * 9, "cp1250")):
-        Path("a.txt").write_bytes(text.encode(encoding))
-        assert read("a.txt", 10**5) == ([text], {})
-
-
 # A line is a text, after the encodings in which such texts are found.
 SENTENCES = [line.split(": ", 1) for line in (ROOT / "tests/data/encodings.txt").read_text("utf-8").splitlines()]
 
@@ -210,27 +190,6 @@ def test_texts_in_the_encodings_of_twenty_languages_are_guessed_right(encoding, 
         texts, notes = read_with_notes("a.txt")
         assert texts == [Path("a.txt").read_bytes().decode(encoding)]
         assert list(notes.guessed) == ["a.txt"]
-
-
-def test_guesses_are_listed_with_examples_and_those_of_little_confidence_by_name(prepare):
-    texts = {names.split()[0]: text for names, text in SENTENCES}
-    os.mkdir("in")
-    for number in range(5):
-        Path(f"in/t{number}.txt").write_bytes(f"{number} {texts['cp1254']}".encode("cp1254"))
-        Path(f"in/u{number}.txt").write_text(f"{number} plain, or naïve", encoding="utf-8")
-    Path("in/v.txt").write_bytes("It was 20° in the room, and 30° outside.".encode("cp1252"))
-    said = prepare("in", "-o", "x", "--tokenizer", "bytes", "--val", "0.5", "--longest", "100000")
-    lines = said[said.index("guessed") :].splitlines()[:3]
-    assert lines[0].startswith("guessed     6 encodings: ") and lines[0].count("(in/") == 2
-    assert "5 cp1254 (in/t0.txt, in/t1.txt, in/t2.txt, …)" in lines[0]
-    assert re.fullmatch(r"            with little confidence: 1 \S+ or \S+ \(in/v.txt\)", lines[1])
-    assert "x_summary.json" in lines[2] and "--encoding" in lines[2]
-    guessed = json.loads(Path("x_summary.json").read_text())["guessed"]
-    assert {path: guess for path, guess in guessed.items() if path != "in/v.txt"} == {
-        f"in/t{number}.txt": ["cp1254"] for number in range(5)
-    }
-    assert len(guessed["in/v.txt"]) == 2
-    assert said[said.index("documents") :] in prepare("in", "-o", "x", "--tokenizer", "bytes", "--val", "0.5")
 
 
 def test_an_encoding_that_is_named_is_that_of_all_that_is_not_utf_8(prepare):
@@ -257,12 +216,6 @@ def test_an_encoding_that_is_named_is_that_of_all_that_is_not_utf_8(prepare):
             prepare(*args, "--encoding", name)
 
 
-def test_an_escape_in_plain_text_is_no_other_encoding():
-    Path("a.txt").write_bytes(b"a shell's \x1b$ prompt\n" * 9)
-    texts, notes = read_with_notes("a.txt")
-    assert texts == ["a shell's \x1b$ prompt\n" * 9] and not notes.guessed and not notes.skipped
-
-
 def test_html_is_read_in_the_encoding_that_it_declares():
     for declaration in ('<meta charset="windows-1254">', '<meta content="text/html; charset=iso-8859-9">'):
         Path("a.html").write_bytes(f"<html><head>{declaration}</head><p>Iğdır ışıl ışıl</p>".encode("cp1254"))
@@ -281,17 +234,6 @@ def test_all_parts_of_a_file_are_of_one_encoding(monkeypatch):
     texts, notes = read_with_notes("a.txt")
     assert len(texts) > 5 and "".join(texts) == "plain\n" * 300 + text
     assert [guess[0] for guess in notes.guessed.values()] == ["cp1250"]
-
-
-@pytest.mark.parametrize("text", ["words and words " * 500, "你好世界" * 800, "a" * 4000 + "\nb\n" * 9 + "é" * 2000])
-def test_a_line_of_any_length_is_divided_into_parts(monkeypatch, text):
-    monkeypatch.setattr(reader, "UNIT", 1000)
-    monkeypatch.setattr(reader, "BLOCK", 100)
-    Path("a.txt").write_text(text)
-    sizes = [len(reader.open_part(part).read()) for part in reader.parts_of("a.txt", ".txt", len(text.encode()), "")]
-    assert len(sizes) > 5 and max(sizes) <= 1100 and sum(sizes) == len(text.encode())
-    texts, _ = read("a.txt", 10**5)
-    assert "".join(texts) == text
 
 
 def test_records_may_begin_with_some_that_have_no_text():
@@ -441,14 +383,6 @@ def test_of_the_split_what_is_given_is_kept(prepare, flag, value):
     assert longest <= 20_000 and (longest > 10_000) == (flag == "--longest")
 
 
-def test_a_split_of_enough_text_is_left_as_it_is(prepare):
-    Path("book").write_text(a_book())
-    args = ["book", "-o", "x", "--tokenizer", "bytes"]
-    assert "split " not in prepare(*args, "--val", "0.3", "--longest", "20000")
-    write_texts("in", range(300), words=60)
-    assert "split " not in prepare("in", "-o", "y", "--tokenizer", "bytes")
-
-
 # Restarted, and in parallel
 
 
@@ -459,24 +393,10 @@ def in_two_processes(files_in_unit):
     return [sys.executable, "-c", code, "--workers", "2"]
 
 
-def test_any_number_of_processes_writes_the_same_files(prepare, monkeypatch):
-    monkeypatch.setattr(reader, "FILES_IN_UNIT", 7)
-    write_texts("in", range(60), words=200)
-    Path("in/latin").write_bytes(GERMAN.encode("cp1252"))
-    args = ["in", "--train-tokenizer", "300", "--shard-tokens", "9999", "--longest", "99999", "-o"]
-    assert "split   " in (said := prepare(*args, "1/x")) and "guessed   " in said
-    subprocess.run([*in_two_processes(7), *args, "2/x"], check=True, capture_output=True)
-    one, two = contents("1"), contents("2")
-    assert len(one) > 5 and one == two
-
-
-@pytest.mark.parametrize(
-    "options", ["--tokenizer bytes --val 0.3 --longest 1000", "--train-tokenizer 280 --longest 1000"]
-)
-def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monkeypatch, options):
+def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_files(prepare, monkeypatch):
     monkeypatch.setattr(reader, "FILES_IN_UNIT", 4)
     write_texts("in", range(15))
-    args = ["../in", *options.split(), "--shard-tokens", "1500"]
+    args = ["../in", "--train-tokenizer", "280", "--longest", "1000", "--shard-tokens", "1500"]
 
     def make(folder):
         os.makedirs(folder, exist_ok=True)
@@ -602,30 +522,20 @@ def test_bad_input_is_said_in_one_line(prepare):
     os.mkdir("binary")
     Path("binary/a.txt").write_bytes(bytes(range(256)) * 9)
     Path("binary/b.md").write_bytes(b"")
-    os.mkdir("empty")
     Path("one.txt").write_text("\n".join(map(str, range(9999))))
     Path("a.jsonl").write_text('{"body": "x", "n": 1}\n')
-    Path("b.jsonl").write_text("[1, 2\n")
     write_texts("in", range(20))
-    Path("none.json").write_text("{}")
     Path("tiny.txt").write_text("hello")
-    os.mkfifo("pipe.txt")
     os.makedirs("y_work/lock")
     as_given = ["--val", "0.01", "--longest", "100000"]
     for args, words in [
         (["missing"], "missing: no such file"),
-        (["empty"], "empty: no text there"),
         (["binary"], "binary: no text there (skipped: 1 binary (binary/a.txt), 1 empty (binary/b.md))"),
         (["a.jsonl"], "its first line has no text in text; it has texts in body: name one with --field"),
-        (["a.jsonl", "--field", "n"], "its first line has no text in n"),
-        (["b.jsonl"], "its first line is not JSON"),
         (["one.txt", *as_given], "none of 1 documents falls to"),
         (["tiny.txt"], "none of 1 documents falls to val by --val 0.01; add text"),
-        (["pipe.txt"], "pipe.txt: neither a file nor a folder"),
         (["in", "-o", "y"], "y_work: cannot be written to"),
-        (["in", "--tokenizer", "none.json"], "none.json"),
         (["in", "--tokenizer", "gone.json"], "gone.json: no such file"),
-        (["in", "-o", "in"], "-o in"),
         (["in", "-o", "x*"], "-o x*"),
     ]:
         options = ["-o", "x", "--tokenizer", "bytes"] if "--tokenizer" not in args else ["-o", "x"]
@@ -642,57 +552,9 @@ def test_a_vocabulary_or_a_text_that_is_too_small_is_said_and_can_be_mended(prep
     assert "--train-tokenizer 9999" in message and 300 < possible < 9999
     prepare("in", "-o", "x", "--train-tokenizer", possible, "--val", "0.3")
     assert Tokenizer.load("x_tokenizer.bin").vocab_size == possible
-    for number in range(6):
-        Path("in", f"{number:03}.txt").write_text(str(number))
-    (Path("in/few")).mkdir()
-    for number in range(9):
-        Path("in/few", f"{number}.md").write_text(f"small {number}")
-    assert "too little text" in refusal(prepare, "in/few", "-o", "y", "--tokenizer", "bytes", "--val", "0.3")
-
-
-def test_as_a_program_it_refuses_in_one_line(prepare, capsys):
-    assert run("nothing", "-o", "x", "--tokenizer", "bytes", code=1).startswith("error: nothing: no such file")
-    for flags in (["--val", "0"], ["--val", "1"], ["--train-tokenizer", "256"], ["--longest", "500000"],
-                  ["--tokenizer", "bytes", "--train-tokenizer", "300"]):  # fmt: skip
-        with pytest.raises(SystemExit, match="2"):
-            prepare("in", "-o", "x", *flags)
-        assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_a_full_disk_is_one_line_and_the_run_goes_on_later(prepare):
-    write_texts("in", range(60), words=200)
-    args = ["in", "-o", "x", "--tokenizer", "bytes", "--val", "0.1"]
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "text.py", *args, "--workers", "1"], capture_output=True, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
-    )  # fmt: skip
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: ")
-    assert "cannot be written (file too large)" in done.stderr and "Traceback" not in done.stderr
-    assert not list(Path().glob("x_*.bin"))
-    prepare(*args)
-    assert len(documents("x", "train")) + len(documents("x", "val")) == 60
-
-
-@pytest.mark.parametrize("package", ["tokenizers", "chardet", "pyarrow"])
-def test_a_package_that_is_missing_is_asked_for(prepare, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setitem(sys.modules, f"{package}.parquet", None)
-    write_texts("in", range(20))
-    Path("in/a.txt").write_bytes("Größe, Höhe, Übermut".encode("latin-1"))
-    Path("a.parquet").write_bytes(b"PAR1")
-    args = {"tokenizers": ["in", "--train-tokenizer", "300"], "pyarrow": ["a.parquet", "--tokenizer", "bytes"],
-            "chardet": ["in", "--tokenizer", "bytes"]}[package]  # fmt: skip
-    with pytest.raises(UserError, match=f"pip install {package}"):
-        prepare(*args, "-o", "x")
 
 
 # Tokenizers
-
-
-def test_the_longest_document_can_be_split_even_if_it_is_white_space():
-    n = script.MOST_CHARACTERS - 1
-    for space in (" ", "\n"):
-        assert len(byte_tokenizer().encode(space * n + "a")) == n + 1
 
 
 AWKWARD = [
@@ -739,12 +601,6 @@ def test_the_data_is_encoded_as_the_tokenizers_library_does_and_the_bin_decodes_
     assert binary.tokens == Tokenizer.load("data/mine_tokenizer.json").tokens
 
 
-def test_a_prompt_is_refused_where_it_could_only_be_guessed(trained, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="model_tokenizer.json.*pip install tokenizers"):
-        generate.main(["-e", str(trained), "--prompt", "the", "-g", "3", "--device", "cpu"])
-
-
 @pytest.mark.parametrize("suffix", ["json", "bin"])
 def test_a_tokenizer_that_is_given_goes_along(prepare, trained, suffix):
     os.mkdir("other")
@@ -766,12 +622,12 @@ def test_a_tokenizer_that_is_given_goes_along(prepare, trained, suffix):
         assert ours.encode(prompt) == given.encode(prompt)
 
 
-def write_tokenizer_json(path, alphabet, normalizer=None, prefix_space=False, unknown=None):
+def write_tokenizer_json(path, alphabet, normalizer=None, unknown=None):
     """A tokenizer.json that has a token for each byte of the alphabet, and no other but the end of a text."""
     letters = byte_letters()
     names = [letters[byte] for byte in sorted({*alphabet})] + ([unknown] if unknown else [])
     library = tokenizers.Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, [], unk_token=unknown))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>"])
     if normalizer:
@@ -793,16 +649,9 @@ def test_a_tokenizer_that_cannot_spell_the_text_is_refused(prepare, unknown):
     assert "normalizer" not in prepare("plain", *args)
 
 
-@pytest.mark.parametrize(
-    "normalizer, name, kept",
-    [
-        (normalizers.NFC(), "NFC", lambda text: unicodedata.normalize("NFC", text)),
-        (normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]), "NFD + Lowercase",
-         lambda text: unicodedata.normalize("NFD", text).lower()),
-        (normalizers.Replace("e", ""), "Replace", lambda text: text.replace("e", "")),
-    ],
-)  # fmt: skip
-def test_what_a_normalizer_changes_is_said_with_the_bytes_that_are_left(prepare, normalizer, name, kept):
+def test_what_a_normalizer_changes_is_said_with_the_bytes_that_are_left(prepare):
+    normalizer, name = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]), "NFD + Lowercase"
+    kept = lambda text: unicodedata.normalize("NFD", text).lower()  # noqa: E731
     write_tokenizer_json("changing.json", bytes(range(256)), normalizer)
     texts = [f"{number} re\u0301sume\u0301 Été, the theatre" for number in range(20)]
     os.mkdir("in")
@@ -816,12 +665,6 @@ def test_what_a_normalizer_changes_is_said_with_the_bytes_that_are_left(prepare,
     tokenizer = Tokenizer.load("x_tokenizer.json")
     found = b"".join(map(tokenizer.decode, open_tokens("x_train_000000.bin"))).decode().split("<|endoftext|>")[1:]
     assert {*found} < {kept(text) for text in texts}
-
-
-def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_loss(prepare):
-    write_tokenizer_json("space.json", bytes(range(256)), prefix_space=True)
-    write_texts("in", range(20))
-    prepare("in", "-o", "x", "--tokenizer", "space.json", "--val", "0.3")
 
 
 # What is advised
@@ -852,39 +695,3 @@ def test_the_model_that_is_advised_fits_the_data_and_grows_with_it(monkeypatch, 
     assert before > (5e7 if kind == "cuda" else 2e6)
 
 
-def test_the_command_that_is_advised_trains(tmp_path):
-    write_texts("in", range(300), words=60)
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "text.py", "in", "-o", "data/mine", "--tokenizer", "bytes", "--val", "0.1"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    command = shlex.split(done.stdout.split("\n    ")[1])
-    command[:2] = [sys.executable, str(ROOT / command[1])]
-    steps = command.index("-x") + 1
-    command[steps] = "1"
-    trained = subprocess.run([*command, "-b", "1", "-t", "64", "-d", "64", "-g", "2"], capture_output=True, text=True)
-    assert trained.returncode == 0, trained.stderr
-    assert Path("data/mine_run/step_00000001/model.bin").is_file()
-
-
-# The corpus of Debian packages, without the network
-
-
-def test_the_bible_is_unpacked_and_a_package_that_is_not_there_is_left_out(monkeypatch, tmp_path):
-    books = ['<title type="main">Genesis</title> <div sID="gen3" type="x-p"/>In the <w lemma="H7225">beginning</w>'
-             '<note n="1">a <b>note</b></note>.', '<div sID="x" type="x-p"/>And <w>God</w> said é']  # fmt: skip
-    packed = [zlib.compress(book.encode()) for book in books]
-    starts = [0, len(packed[0])]
-    Path("ot.bzz").write_bytes(b"".join(packed))
-    Path("ot.bzs").write_bytes(
-        b"".join(struct.pack("<3I", start, len(data), len(book.encode()))
-                 for start, data, book in zip(starts, packed, books, strict=True))
-    )  # fmt: skip
-    assert list(debian_books.sword_books(Path("ot.bzs"))) == [
-        "<h1>Genesis</h1> <p>In the beginning.", "<p>And God said é"
-    ]  # fmt: skip
-    monkeypatch.setattr(debian_books, "apt", lambda folder, *command, cwd=None: "Depends: python3.11-doc (>= 3), x\n")
-    for name, pattern, found in (
-        ("python3-doc", r"python3\.\d+-doc", "python3.11-doc"), ("git-doc", "", "git-doc"), ("a-doc", r"b\d-doc", None)
-    ):  # fmt: skip
-        assert debian_books.package_of(debian_books.Book(name, "", "", "", pattern), tmp_path) == found

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from conftest import refusal
 from device.errors import UserError
-from llmc import tokenizer as tokenizer_module
-from llmc.tokenizer import (
+from llmc.data import tokenizer as tokenizer_module
+from llmc.data.tokenizer import (
     GPT2_PATTERN,
     HuggingFaceTokenizer,
     StreamDecoder,
     Tokenizer,
-    byte_letters,
     byte_tokenizer,
     check_tokenizer,
     find_tokenizer,
@@ -146,10 +145,6 @@ def test_a_tokenizer_file_alone_is_enough_to_encode(text):
     assert b"".join(map(LEARNED.decode, ids)).decode() == text
 
 
-def test_learned_merges_are_used():
-    assert len(LEARNED.encode(CORPUS)) < 0.7 * len(CORPUS.encode())
-
-
 @given(TEXTS)
 def test_text_is_split_as_tiktoken_splits_it_for_gpt2(text):
     assert regex.findall(GPT2_PATTERN, text) == SPLITTER.findall(text)
@@ -160,14 +155,6 @@ def test_the_byte_tokenizer_spells_text_byte_by_byte(text):
     tokenizer = byte_tokenizer()
     assert tokenizer.encode(text) == list(text.encode())
     assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
-
-
-def test_the_byte_tokenizer_becomes_a_file(tmp_path):
-    write_tokenizer(tmp_path / "t.bin", byte_tokenizer().tokens, byte_tokenizer().eot)
-    tokenizer = Tokenizer.load(tmp_path / "t.bin")
-    assert tokenizer.tokens == [bytes([byte]) for byte in range(256)] + [b"<|endoftext|>"]
-    assert tokenizer.encode("<|endoftext|>é") == list("<|endoftext|>é".encode())
-    assert tokenizer.encoding.encode("<|endoftext|>", allowed_special="all") == [256]
 
 
 def test_a_vocabulary_that_cannot_spell_every_text_decodes_but_does_not_encode():
@@ -189,18 +176,6 @@ def test_gpt2s_own_encoding_is_rebuilt_from_its_tokens(tmp_path, monkeypatch):
     text = CORPUS * 3 + open(__file__).read()
     assert Tokenizer.load("gpt2_tokenizer.bin").encode(text) == gpt2.encode_ordinary(text)
     assert gpt2_tokenizer().encoding.encode("<|endoftext|>", allowed_special="all") == [50256]
-
-
-def test_gpt2s_encoding_comes_from_the_file_in_the_current_directory_or_is_asked_for(tmp_path, monkeypatch):
-    def unreachable(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    monkeypatch.chdir(tmp_path)
-    assert "gpt2_tokenizer.bin" in refusal(gpt2_tokenizer)
-    tokens = LEARNED.tokens[:300] + [b"unused %d" % i for i in range(300, 50256)] + [b"<|endoftext|>"]
-    write_tokenizer("gpt2_tokenizer.bin", tokens, 50256)
-    assert gpt2_tokenizer().encode(CORPUS) == LEARNED.encode(CORPUS)
 
 
 def test_the_tokenizer_of_a_dataset_is_its_own_or_gpt2s(tmp_path, monkeypatch):
@@ -376,53 +351,12 @@ def test_special_tokens_in_a_prompt_are_meant_and_in_data_are_text(json_file):
     assert len(ours.encode_ordinary_batch(["<|eot_id|>"])[0]) > 1
 
 
-def test_half_a_character_is_encoded_as_a_replacement_by_both_kinds(json_file):
-    for tokenizer in (LEARNED, Tokenizer.load(json_file())):
-        assert tokenizer.encode("a\ud83d b") == tokenizer.encode("a\ufffd b")
-        assert tokenizer.encode_ordinary_batch(["\udc9b"]) == [tokenizer.encode("\ufffd")]
-
-
-def test_truncation_and_padding_in_a_tokenizer_json_are_left_to_the_caller(json_file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    whole = Tokenizer.load(json_file()).encode(CORPUS)
-    library = tokenizers.Tokenizer.from_file(str(json_file()))
-    library.enable_truncation(2)
-    library.enable_padding(length=500)
-    library.save("cut.json")
-    assert Tokenizer.load("cut.json").encode(CORPUS) == whole
-
-
-@every_kind
-def test_a_tokenizer_bin_is_written_from_a_tokenizer_json(json_file, tmp_path, kind):
-    ours = Tokenizer.load(json_file(kind))
-    write_tokenizer(tmp_path / "t.bin", ours.tokens, ours.eot)
-    back = Tokenizer.load(tmp_path / "t.bin")
-    assert (back.tokens, back.eot) == (ours.tokens, ours.eot)
-    assert ours.vocab_size == LIBRARIES[kind].get_vocab_size()
-
-
-def test_added_tokens_are_the_bytes_of_their_text_whatever_its_letters(json_file):
-    library = tokenizers.Tokenizer.from_str(LIBRARIES["gpt2_like"].to_str())
-    n = library.get_vocab_size()
-    library.add_tokens(["<｜é Ġ｜>", AddedToken("über", special=True), "   "])
-    ours = Tokenizer.load(json_file(added_tokens=json.loads(library.to_str())["added_tokens"]))
-    assert ours.tokens[n:] == ["<｜é Ġ｜>".encode(), "über".encode(), b"   "]
-
-
 def test_ids_that_are_missing_keep_the_others_in_their_places(json_file):
     vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
     size = len(vocab)
     ours = Tokenizer.load(json_file("smollm2_like", model={"vocab": vocab | {"ĠĠthe": size + 7}}))
     assert ours.vocab_size == size + 8 and ours.tokens[size + 7] == b"  the"
     assert ours.tokens[size : size + 7] == [b"<|unused %d|>" % i for i in range(size, size + 7)]
-
-
-def test_a_token_too_long_for_a_tokenizer_bin_is_refused_when_one_is_written(json_file, tmp_path):
-    vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
-    ours = Tokenizer.load(json_file("smollm2_like", model={"vocab": vocab | {"Ġ" * 256: len(vocab)}}))
-    assert ours.tokens[-1] == b" " * 256
-    message = refusal(write_tokenizer, tmp_path / "t.bin", ours.tokens, ours.eot)
-    assert f"token {len(vocab)} has 256" in message and "1 to 255" in message
 
 
 def test_a_text_begins_with_what_the_file_puts_there_or_else_with_what_ends_one(json_file):
@@ -438,14 +372,10 @@ def test_a_text_begins_with_what_the_file_puts_there_or_else_with_what_ends_one(
     "neighbour, content, end",
     [
         ("tokenizer_config.json", {"eos_token": "<|b|>"}, b"<|b|>"),
-        ("tokenizer_config.json", {"eos_token": {"content": "<|b|>", "special": True}}, b"<|b|>"),
         ("config.json", {"eos_token_id": 5}, None),
         ("generation_config.json", {"eos_token_id": [5, 7]}, None),
-        ("tokenizer_config.json", {"eos_token": "<|no such token|>"}, b"</s>"),
         ("tokenizer_config.json", {"eos_token": "\ud800", "eos_token_id": True}, b"</s>"),
         ("config.json", {"eos_token_id": 10**9}, b"</s>"),
-        ("config.json", {"eos_token_id": None}, b"</s>"),
-        ("config.json", {"eos_token_id": []}, b"</s>"),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "x_"])
@@ -455,12 +385,6 @@ def test_the_end_of_text_is_named_by_a_neighbour(tmp_path, prefix, neighbour, co
     (tmp_path / f"{prefix}{neighbour}").write_text(json.dumps(content))
     ours = Tokenizer.load(tmp_path / f"{prefix}tokenizer.json")
     assert ours.eot == (5 if end is None else ours.tokens.index(end))
-
-
-def test_the_end_of_a_turn_is_not_taken_for_the_end_of_text(json_file, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
-    ours = Tokenizer.load(json_file("llama3_like"))
-    assert ours.tokens[ours.eot] == b"<|end_of_text|>"
 
 
 def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
@@ -475,39 +399,15 @@ def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
     "changes, words",
     [
         ({"decoder": {"type": "Metaspace", "replacement": "▁"}}, "its decoder is Metaspace"),
-        ({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}}, "ck + Fuse"),
-        ({"decoder": None}, "its decoder is missing"),
         ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}, "its pre-tokenizer is Metaspace"),
-        ({"pre_tokenizer": None}, "its pre-tokenizer is missing"),
         ({"model": {"byte_fallback": True}}, "falls back to bytes"),
-        ({"model": {"end_of_word_suffix": "</w>"}}, "marks parts of words"),
         ({"model": {"type": "Unigram"}}, "its model is Unigram"),
-        ({"model": {"type": "WordPiece"}}, "its model is WordPiece"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(json_file, changes, words):
     path = json_file(**changes)
     message = refusal(Tokenizer.load, path)
     assert str(path) in message and words in message and "byte-level BPE is supported" in message
-
-
-def test_a_file_that_is_no_tokenizer_json_is_refused(json_file, tmp_path):
-    path = tmp_path / "tokenizer.json"
-    whole = json_file().read_text()
-    huge = whole.replace('"vocab": {', '"vocab": {"no such": 4294967290, ')
-    for text, words in [
-        ("", "not JSON"), ("<!DOCTYPE html>", "not JSON"), (whole[:-9], "not JSON"), ("[" * 100_000, "not JSON"),
-        ("[]", "no JSON object"), ("{}", "not a tokenizer"), ('{"model": 1}', "not a tokenizer"), (huge, "4294967290"),
-        ('{"architectures": ["GPT2LMHeadModel"]}', "not a tokenizer"),
-        (whole.replace('"merges": [', '"merges": [["no", "such"], '), "cannot read it"),
-    ]:  # fmt: skip
-        path.write_text(text)
-        message = refusal(Tokenizer.load, path)
-        assert str(path) in message and words in message, message
-    path.unlink()
-    assert "no such file" in refusal(Tokenizer.load, path)
-    path.mkdir()
-    assert "is a directory" in refusal(Tokenizer.load, path)
 
 
 JSON_VALUES = st.recursive(
@@ -534,19 +434,6 @@ def test_a_hostile_tokenizer_json_is_used_or_refused_in_one_line(tmp_path, part,
     except UserError as error:
         assert "\n" not in str(error)
         assert str(tmp_path / "tokenizer.json") in str(error)
-
-
-def test_without_the_tokenizers_library_its_name_is_said(json_file, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    message = refusal(Tokenizer.load, json_file())
-    assert "tokenizer.json" in message and "pip install tokenizers" in message
-
-
-def test_the_letters_for_bytes_are_those_of_the_tokenizers_library():
-    assert sorted(byte_letters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    for byte, letter in enumerate(byte_letters()):
-        if byte < 128:
-            assert SPELLINGS.pre_tokenize_str(chr(byte))[0][0] == letter
 
 
 # The tokenizer of a model
@@ -630,15 +517,6 @@ def test_the_tokenizer_of_data_is_compared_with_the_models(model, beside):
         assert f"other tokens than {beside}" in message
         os.unlink(beside)
         check_tokenizer(data, others, model, size)
-
-
-def test_a_stranger_to_a_model_may_have_fewer_tokens_but_not_much_fewer(model):
-    data, tokenizer = Path("data_tokenizer.bin"), Tokenizer([b"x"] * 1000, 0)
-    for rows in (1000, 1024, 1500):
-        check_tokenizer(data, tokenizer, model, rows)
-    for rows in (999, 1501, 50257):
-        message = f"data_tokenizer.bin has 1000 tokens and the model m/tiny.bin {rows}: use data"
-        assert message in refusal(check_tokenizer, data, tokenizer, model, rows)
 
 
 def test_the_files_of_a_tokenizer_are_it_and_what_it_needs_beside_it(tmp_path):

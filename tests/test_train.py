@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import device
 from conftest import DEVICES
 from device import CpuDevice, CudaDevice
-from llmc.arguments import parse_arguments
-from llmc.checkpoint import write_model
-from llmc.dataloader import open_tokens, write_tokens
-from llmc.files import EVALUATION, make_header
-from llmc.logger import read_log
-from llmc.schedule import LearningRateSchedule
-from llmc.tensors import Config, num_parameters
-from llmc.tokenizer import write_tokenizer
+from llmc.data.dataloader import open_tokens, write_tokens
+from llmc.data.tokenizer import write_tokenizer
+from llmc.files.checkpoint import write_model
+from llmc.files.files import EVALUATION, make_header
+from llmc.model.tensors import Config, num_parameters
+from llmc.run.arguments import parse_arguments
+from llmc.run.logger import read_log
+from llmc.run.schedule import LearningRateSchedule
 from models import TINY, described
 from train_gpt2_fp32 import GPT2Config
 
@@ -192,18 +192,6 @@ def test_hellaswag_is_scored_and_logged_whenever_validating(folder):
     assert log[0].tolist() == [0, 20, 40] and [f"{score:.4f}" for score in log[1]] == scores
 
 
-def test_no_steps_no_samples(folder, run_here):
-    out = run_here(folder, "-x", "0", "-g", "0")
-    assert out.count("val loss") == 1 and "generating" not in out and not steps_of(out)
-
-
-def test_accumulating_small_batches_trains_like_one_large_batch(folder, run_here):
-    small = run_here(folder, "-b", "2", "-d", "128", "-x", "6", "-s", "0", "-g", "0")
-    large = run_here(folder, "-b", "8", "-x", "6", "-s", "0", "-g", "0")
-    assert "4: 128 tokens" in small
-    np.testing.assert_allclose(list(steps_of(small).values()), list(steps_of(large).values()), atol=2e-6 * 5)
-
-
 def test_the_schedule_flags_set_the_rate_of_each_step_and_clipping_prints_the_norm(folder, run_here):
     out = run_here(
         folder, "-x", "8", "-l", "1e-2", "-k", "cosine", "-u", "3", "-q", "0.1", "-c", "0.1", "--grad-clip", "1",
@@ -243,6 +231,7 @@ def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(an
         shutil.rmtree(folder / "run")
 
 
+@pytest.mark.parametrize("any_folder", [f"{kind}.pythia" for kind in KINDS], indirect=True)
 def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder, run_here):
     folder = any_folder
     plain = run_here(folder, *LONG, "-x", "5")
@@ -260,7 +249,7 @@ def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any
     assert checkpoint_bytes(folder, 5) == want
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_run_stopped_by_a_signal_saves_and_is_resumed_bit_identically(folder, run_here, name):
     whole = run_here(folder, *LONG, "-x", "60")
     want = checkpoint_bytes(folder, 60)
@@ -298,20 +287,6 @@ def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(folder):
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert samples_of(done.stdout) and "?" in samples_of(done.stdout)[0]
-
-
-def test_ctrl_c_before_the_first_step_is_one_line(folder):
-    program = f"""
-import runpy
-import device
-def use(kind, number=0):
-    raise KeyboardInterrupt
-device.use = use
-runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
-"""
-    env = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "interrupted before the first step\n")
 
 
 def test_only_the_newest_checkpoints_are_kept(folder, run_here):
@@ -359,23 +334,14 @@ def refuse_here(folder, here, capsys):
 
 USAGE = [
     (["-b", "0"], "-b/--batch-size: 0 must be at least 1"),
-    (["-t", "0"], "-t/--sequence-length: 0 must be at least 1"),
-    (["-b", "-3"], "-b/--batch-size: -3 must be at least 1"),
     (["-t", "many"], "-t/--sequence-length: 'many' must be a whole number"),
     (["-l", "fast"], "-l/--learning-rate: .*fast"),
-    (["-l", "-1"], "-l/--learning-rate: -1 must be"),
     (["-l", "nan"], "-l/--learning-rate: nan must be"),
-    (["-x", "-1"], "-x/--max-steps: -1 must be"),
     (["-q", "2"], "-q/--final-fraction: 2 must lie between 0 and 1"),
     (["--dropout", "1"], "--dropout: 1 must be 0 or more, and below 1"),
-    (["-k", "zigzag"], "-k/--schedule: .*zigzag.*cosine"),
     (["-a", "magic"], "-a/--attention: .*magic.*relu"),
-    (["-y", "yes"], "-y/--resume: yes must be 0 or 1"),
     (["--precision", "fp16"], "--precision: .*fp16.*fp32.*tf32.*bf16"),
-    (["--precision", "0"], "--precision: .*0.*fp32.*tf32"),
     (["-f", "2"], "argument -f: 2 must be 0 or 1"),
-    (["-f", "fp32"], "argument -f: fp32 must be 0 or 1"),
-    (["--device", "tpu"], "--device: .*tpu.*cpu"),
     (["--no-such-flag"], "--no-such-flag"),
 ]
 
@@ -388,20 +354,6 @@ def test_a_wrong_flag_is_refused_in_one_line_with_code_2(refuse_here, flags, mes
 @pytest.mark.parametrize("flags, code", [(["-b", "0"], 2), (["-t", "65"], 1)])
 def test_a_process_that_refuses_exits_with_that_code(folder, flags, code):
     refuse(folder, *flags, code=code)
-
-
-COUNTS = ["-b", "-t", "-d", "-x", "-u", "-v", "-m", "-s", "-g", "-n", "-nk", "--gpus"]
-HUGE = [(flag, "9" * 21, "must be at most 9223372036854775807") for flag in COUNTS]
-HUGE += [(flag, "9" * 5000, "must be a whole number") for flag in [*COUNTS, "--seed"]]
-HUGE += [(flag, "1e39", "must be at most 3.4e[+]38") for flag in ("-l", "-c", "--grad-clip")]
-
-
-@pytest.mark.parametrize("flag, value, message", HUGE, ids=[f"{flag} {value[:4]}" for flag, value, _ in HUGE])
-def test_a_number_beyond_all_measure_is_a_wrong_flag(flag, value, message, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        parse_arguments(GPT2Config, [flag, value])
-    said = f"error: argument {flag}(/--[a-z-]+)?: '?{value}'? {message}; --help lists the flags\n"
-    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -422,41 +374,23 @@ def test_flash_attention_in_fp32_is_refused(refuse_here, flags):
     assert "error: -a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax" in error
 
 
-def test_a_seed_may_be_of_any_size():
-    assert parse_arguments(GPT2Config, ["--seed", "9" * 400]).seed == int("9" * 400)
-
-
 VALUES = [
     (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
     (["-b", "200"], r"data_train.bin: 2000 tokens are too few for one batch of B 200, T 16.*lower -b or -t"),
-    (["-t", "64", "-b", "8"], r"data_val.bin: 400 tokens are too few"),
     (["-d", "33"], r"-d 33 is not a multiple of B\*T = 32"),
     (["-i", "data_train.bin"], r"-i data_train.bin names files of training data: .* with -j"),
-    (["-i", "data_*n.bin"], r"-i data_\*n.bin names files of training data: .* with -j"),
     (["-d", "3200"], r"-d 3200 is more than the 2000 tokens of data, .*: lower -d, or .* with -x"),
     (["-i", "nowhere"], r"nowhere_train.bin: no such file; get data"),
-    (["-j", "nowhere"], r"nowhere_val.bin: no such file; get data"),
     (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
-    (["-e", "d7"], r"d7: no such file or directory; .* random weights with -e d12 \(d6, d24, d36, d48\)"),
     (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),
     (["-e", "layers=2,heads=3,channels=32"], r"32 channels cannot be split among 3 heads"),
-    (["-e", "layers=0,heads=2,channels=32"], r"num_layers is 0"),
-    (["-e", "data_train.bin"], r"data_train.bin: not a GPT-2 model \(found GPT-2 tokens"),
     (["-e", "."], r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
-    (["-b", str(2**63 - 1)], r"needs \d+ MiB of memory, .*at most -b \d+ fits"),
     (["-d", str(32 << 40), "-x", "1"], r"-d 35184372088832 makes 1099511627776 batches a step .*: lower -d$"),
-    (["-d", str(2**63 - 32), "-x", "1"], r"-d 9223372036854775776 makes .* MiB are free: lower -d$"),
-    (["--gpus", "1000000000"], r"--gpus 1000000000: no machine has that many GPUs; it must be at most 1024"),
-    (["-e", "layers=2,heads=2,channels=99999999999"], r"-e: channels is 99999999999; it must be at most 2147483647"),
-    (["-e", f"layers=2,heads=2,channels={'9' * 5000}"], r"channels=9{5000} is no part of a model's description"),
-    (["-e", "d48", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free.* -b \d+ "),
     (["-b", "1000000000000"], r"needs \d+ MiB of memory, .*at most -b \d+ fits"),
     (["-a", "flash"], r"-a flash takes heads of 64 or 128 channels, this model's have 16: use -a softmax"),
-    (["-o", "no/such/folder/run.log"], r"no/such/folder/run.log: cannot be written .*\(-o\)"),
     (["-o", "."], r"\.: cannot be written .*\(-o\)"),
     (["-n", "5"], r"-y, -n and --best need.*--checkpoint-dir"),
     (["--checkpoint-dir", "data_train.bin"], r"data_train.bin.*checkpoint"),
-    (["--hellaswag", "nowhere.bin", "-b", "4"], r"nowhere.bin: no such file"),
     (["--hellaswag", "nowhere.bin"], r"-b must be at least 4 for HellaSwag"),
 ]
 
@@ -468,10 +402,7 @@ def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_wri
 
 DAMAGES = {
     "a token outside the vocabulary": ("data_val.bin", 1024, b"\x3d\x00", r"data_val.bin: token 61 .*vocabulary"),
-    "an error page for tokens": ("data_train.bin", 0, b"<!DOCTYPE html>\n", r"data_train.bin: .*use data"),
-    "another version of the tokens": ("data_train.bin", 4, b"\x09", r"data_train.bin: token file version 9"),
     "an error page for the tokenizer": ("data_tokenizer.bin", 0, b"<!DOCTYPE html>\n", r"data_tokenizer.bin: not"),
-    "a model that is no model": ("model.bin", 0, b"\x00\x00", r"model.bin: not a GPT-2 model"),
     "a model with senseless sizes": ("model.bin", 16, b"\xff\xff\xff\xff", r"model.bin: num_layers is -1"),
 }
 
@@ -485,28 +416,6 @@ def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, refuse_h
         file.write(data)
     error = refuse_here(*(["-e", "model.bin"] if name == "model.bin" else []))
     assert re.search(message, error), error
-
-
-@pytest.mark.parametrize("name", ["data_train.bin", "data_tokenizer.bin", "model.bin"])
-def test_a_truncated_file_is_refused(folder, refuse_here, name):
-    write_zeros(folder / "model.bin")
-    os.truncate(folder / name, (folder / name).stat().st_size - 3)
-    assert name in refuse_here(*(["-e", "model.bin"] if name == "model.bin" else []))
-
-
-@pytest.mark.parametrize("change, message", [
-    *((change, r"bytes, but its header asks for \d+: truncated or damaged") for change in (
-        lambda data: data[:-1], lambda data: data + b"\0", lambda data: data + data[1024:],
-    )),
-    (lambda data: data[:1000], "1000 bytes is too short for a GPT-2 model"),
-    (lambda data: data[:12] + bytes(4) + data[16:], "vocab_size is 0; it must be at least 1"),
-    (lambda data: data[:28] + bytes(4) + data[32:], r"padded_vocab_size is 0; it must be 61"),
-], ids=["cut", "a byte more", "twice as long", "half a header", "no vocabulary", "no padding"])  # fmt: skip
-def test_a_bf16_model_file_that_is_damaged_is_refused_in_one_line(refuse_here, folder, change, message):
-    write_zeros(folder / "v5.bin", bf16=True)
-    (folder / "v5.bin").write_bytes(change((folder / "v5.bin").read_bytes()))
-    for precision in ("fp32", "bf16"):
-        assert re.search(f"^error: v5.bin: .*{message}", refuse_here("-e", "v5.bin", "--precision", precision))
 
 
 @pytest.mark.parametrize("bf16, precision, line", [
@@ -534,16 +443,11 @@ class Turing(CpuDevice):
 
 
 def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatch):
-    monkeypatch.setattr(device, "use", lambda kind, number: device.current.switch(Turing()))
+    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Turing()))
     assert refuse_here("--precision", "bf16") == (
         "error: --precision bf16 needs a GPU of compute capability 8.0 or later, and Tesla T4 is of 7.5: "
         "use --precision fp32\n"
     )
-
-
-def test_a_model_of_another_tokenizer_is_refused(folder, refuse_here):
-    write_zeros(folder / "model.bin", GPT2Config(32, 99, 1, 2, 20))
-    assert re.search(r"has 61 tokens and the model model.bin 99: use data", refuse_here("-e", "model.bin"))
 
 
 def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder, refuse_here, run_here):
@@ -554,13 +458,6 @@ def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder,
         else:
             (text,) = samples_of(run_here(folder, "-e", "model.bin", "-x", "1", "-g", "99"))
             assert 80 < len(text) < 99  # of a uniform model, which samples padding too
-
-
-def test_a_model_whose_own_tokenizer_is_another_is_refused(folder, refuse_here):
-    write_zeros(folder / "model.bin")
-    write_tokenizer(folder / "model_tokenizer.bin", [bytes([33 + i]) for i in range(V)], eot=V - 1)
-    error = refuse_here("-e", "model.bin")
-    assert "data_tokenizer.bin has other tokens than model_tokenizer.bin" in error and "-e" in error
 
 
 def test_validation_data_of_another_tokenizer_is_refused(folder, refuse_here, run_here):
@@ -589,12 +486,6 @@ def test_a_checkpoint_holds_its_tokenizer_and_a_resumed_run_goes_on_with_it(fold
     assert "step_00000002/model_tokenizer.bin: damaged" in error and "step_00000001" in error
 
 
-def test_resuming_with_other_data_or_batches_is_refused(folder, run_here):
-    run_here(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
-    assert re.search(r"cannot resume: --batch-size was 2 and is now 4; leave it out",
-                     refuse(folder, "-b", "4", "--checkpoint-dir", "run", "-y", "1"))  # fmt: skip
-
-
 def test_resuming_beyond_the_last_step_is_refused(folder, run_here):
     run_here(folder, "-x", "3", "-g", "0", "--checkpoint-dir", "run")
     error = refuse(folder, "-x", "2", "--checkpoint-dir", "run", "-y", "1")
@@ -610,13 +501,8 @@ def test_without_a_compiler_the_log_of_an_earlier_run_stays(folder, monkeypatch)
 LLAMA_VALUES = [
     (["-e", "layers=2,heads=6,kv_heads=4,channels=48,hidden=64"], r"-e: 6 heads cannot share 4 key/value heads evenly"),
     (["-e", "layers=2,heads=6,kv_heads=2,channels=30,hidden=64"], r"-e: heads of 30 / 6 channels are odd"),
-    (["-e", "layers=2,heads=6,kv_heads=2,channels=48"], r"hidden=… is missing"),
-    (["-e", "layers=2,heads=6,kv_heads=2,channels=48,hidden=64,theta=0"], r"-e: rope_theta is 0.0"),
-    (["-e", "layers=2,heads=6,kv_heads=2,channels=48,hidden=64,scaling=0.5"], r"-e: rope_scaling is 0.5"),
     (["-e", "layers=2,heads=6,kv_heads=2,channels=48,hidden=64,width=5"], r"width=5 is no part of a model's"),
     (["-e", "gpt2.bin"], r"gpt2.bin: not a Llama 3 model \(found a GPT-2 model, .*use train_gpt2_fp32.py for it"),
-    (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e smollm2-135m"),
-    (["-e", "llama3.1-8b", "-b", "100000", "-t", "1024"], r"needs \d+ MiB of memory, and \d+ MiB are free"),
 ]
 
 
@@ -625,19 +511,3 @@ def test_what_makes_no_llama_is_refused_in_one_line_before_anything_is_written(t
     folder = make_folder(tmp_path / "cpu.llama3")
     write_zeros(folder / "gpt2.bin", MODELS["gpt2"][2])
     assert re.search(message, refuse_here(*flags, at=folder))
-
-
-def test_a_llama_file_given_to_gpt2s_trainer_names_its_own(folder, refuse_here):
-    write_zeros(folder / "llama.bin", MODELS["llama3"][2])
-    assert re.search(
-        r"llama.bin: not a GPT-2 model \(found a Llama 3 model, .*use train_llama3.py for it",
-        refuse_here("-e", "llama.bin"),
-    )
-
-
-def test_a_damaged_checkpoint_is_refused(folder, run_here):
-    run_here(folder, "-x", "1", "-g", "0", "--checkpoint-dir", "run")
-    with open(folder / "run" / "step_00000001" / "model.bin", "r+b") as file:
-        file.seek(5000)
-        file.write(b"damage")
-    assert re.search(r"model.bin: damaged .*CRC-32", refuse(folder, "--checkpoint-dir", "run", "-y", "1"))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.dataloader import write_tokens
-from llmc.files import open_file, replacing
-from llmc.program import run_program
-from llmc.tokenizer import Tokenizer, gpt2_tokenizer, tokenizer_files, without_surrogates, write_tokenizer
+from llmc.data.dataloader import write_tokens
+from llmc.data.tokenizer import Tokenizer, gpt2_tokenizer, tokenizer_files, without_surrogates, write_tokenizer
+from llmc.files.files import open_file, replacing
+from llmc.run.program import run_program
 
 import numpy as np
 

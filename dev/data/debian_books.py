@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 from dev.data.common import DATA, make_folder, run
 from dev.data.documents import Notes, Part, kind_of, read_documents
 from device.errors import UserError
-from llmc.arguments import Parser, a_path
-from llmc.files import replacing
+from llmc.files.files import replacing
+from llmc.run.arguments import Parser, a_path
 
 LEAST = 50_000_000  # bytes of text that the corpus should have
 

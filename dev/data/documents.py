@@ -34,8 +34,8 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from device.errors import UserError, first_line
-from llmc.files import CONTROLS, MARKS, MOST_CONTROLS, looks_like_text
-from llmc.tokenizer import without_surrogates
+from llmc.data.tokenizer import without_surrogates
+from llmc.files.files import CONTROLS, MARKS, MOST_CONTROLS, looks_like_text
 
 TEXT, HTML = (".txt", ".text", ".md", ".markdown", ".rst"), (".html", ".htm", ".xhtml")
 LINES, TABLE = (".jsonl", ".ndjson"), (".parquet",)

@@ -1,8 +1,8 @@
 """HellaSwag's validation set as token file: 10,042 contexts with four endings each, of which one is right.
 
 Zellers et al., "HellaSwag: Can a Machine Really Finish Your Sentence?" (2019). Writes data/hellaswag_val.bin, which the
-trainer's --hellaswag reads; llmc/evaluation.py has the format. The tokens of an ending are those of a space and the
-ending.
+trainer's --hellaswag reads; llmc/data/evaluation.py has the format. The tokens of an ending are those of a space and
+the ending.
 """
 
 import json
@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 
 from dev.data.common import DATA, Unsuitable, download, encode, load_tokenizer, make_folder, read_text, run
 from device.errors import UserError
-from llmc.arguments import Parser, a_path
-from llmc.evaluation import START_EXAMPLE
-from llmc.files import EVALUATION, make_header, replacing
-from llmc.tokenizer import Tokenizer
+from llmc.data.evaluation import START_EXAMPLE
+from llmc.data.tokenizer import Tokenizer
+from llmc.files.files import EVALUATION, make_header, replacing
+from llmc.run.arguments import Parser, a_path
 
 import numpy as np
 

@@ -16,8 +16,8 @@ from pydoc_data.topics import topics
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 from dev.data.common import DATA, encode_texts, run, write_dataset
-from llmc.arguments import Parser, a_path
-from llmc.tokenizer import byte_tokenizer
+from llmc.data.tokenizer import byte_tokenizer
+from llmc.run.arguments import Parser, a_path
 
 
 def main() -> None:

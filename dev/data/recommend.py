@@ -10,9 +10,10 @@ import shlex
 from pathlib import Path
 
 import device
-from dev.ceilings import product_seconds
-from llmc.report import duration
-from llmc.tensors import flops_per_token, num_parameters
+from dev.bench.ceilings import product_seconds
+from llmc.model.tensors import flops_per_token, num_parameters
+from llmc.run.report import duration
+from llmc.step.training import training_sizes
 from train_gpt2_fp32 import GPT2
 
 MODELS = (  # -e, learning rate; from d12 on, the rates are those of GPT-3's models of these sizes (Brown et al., 2020)
@@ -52,7 +53,7 @@ def recommend(prefix: Path, vocab_size: int, train: int, val: int) -> list[str]:
         return int(min(TOKENS_A_PARAMETER * num_parameters(config), EPOCHS * train, by_night))
 
     def fits(config, B: int) -> bool:
-        return sum(GPT2.sizes_of_buffers(config, B, T, attention).values()) < 0.9 * device.memory()[0]
+        return sum(training_sizes(GPT2, config, B, T, attention, None, 0).values()) < 0.9 * device.memory()[0]
 
     for model, learning_rate in reversed(MODELS):  # noqa: B007, used below
         config = GPT2.Config.described(model, vocab_size)

@@ -11,9 +11,9 @@ from typing import Any
 
 from dev.data.common import encode_texts, load_tokenizer, make_folder, write_vocabulary
 from device.errors import UserError
-from llmc.arguments import Parser, a_path, positive
-from llmc.dataloader import token_format, write_tokens
-from llmc.files import replacing
+from llmc.data.dataloader import token_format, write_tokens
+from llmc.files.files import replacing
+from llmc.run.arguments import Parser, a_path, positive
 
 import numpy as np
 from tqdm import tqdm

@@ -61,11 +61,11 @@ from dev.data.documents import (
 from dev.data.recommend import LEAST_TOKENS, recommend
 from dev.data.shards import ShardWriter
 from device.errors import UserError
-from llmc.arguments import Parser, a_path, limited, number, positive, whole_number
-from llmc.checkpoint import check_saved
-from llmc.dataloader import open_tokens, token_format
-from llmc.files import replacing
-from llmc.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_tokenizer, gpt2_tokenizer
+from llmc.data.dataloader import open_tokens, token_format
+from llmc.data.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_tokenizer, gpt2_tokenizer
+from llmc.files.checkpoint import check_saved
+from llmc.files.files import replacing
+from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
 
 import numpy as np
 from tqdm import tqdm

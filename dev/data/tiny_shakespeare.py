@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
 from dev.data.common import DATA, download, encode_texts, load_tokenizer, read_text, run, write_dataset
-from llmc.arguments import Parser, a_path
+from llmc.run.arguments import Parser, a_path
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 

@@ -8,7 +8,7 @@ environment variables:
     LLMC_CPU_CXXFLAGS     further compiler flags
     LLMC_CPU_DEBUG=1      -O0 -g, for gdb: break layernorm.cu:30 if threadIdx.x == 37
     LLMC_CPU_SANITIZE=1   AddressSanitizer and UndefinedBehaviorSanitizer (Python needs their libraries preloaded)
-    LLMC_CPU_MICROSCOPE=1 records every access; dev/microscope.py sets it
+    LLMC_CPU_MICROSCOPE=1 records every access; dev/microscope sets it
     LLMC_CPU_WARP         lanes in a warp, 1 (default) or 32. A file that says `#define WARP_SIZE 32` always has 32
     LLMC_CPU_THREADS      OS threads that run blocks; by default one for each core that the process may use
     LLMC_CPU_ORDER        forward (default), backward or shuffled: the order of a block's threads between two waits, and

@@ -1,4 +1,4 @@
-// Records what every thread of a launch touches, for dev/microscope.py. A part of runtime.cpp in builds with
+// Records what every thread of a launch touches, for dev/microscope. A part of runtime.cpp in builds with
 // LLMC_MICROSCOPE.
 //
 // Kernels are compiled with GCC's -fsanitize=thread and -fsanitize-coverage=trace-pc, but linked without the libraries
@@ -39,7 +39,7 @@ struct Event {                              // of one thread
     uint8_t size;                           // bytes
 };
 
-// What dev/microscope.py reads, as NumPy's STEP and RACE there.
+// What dev/microscope reads, as NumPy's STEP and RACE there.
 struct Step {                               // a warp instruction
     int64_t pc;
     int32_t block, warp, epoch;             // epoch: barriers that the warp has passed

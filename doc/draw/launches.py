@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import device
-from kernels import layernorm, matmul, reduce
+from kernels import gelu, layernorm, matmul, reduce
 
 import numpy as np
 
@@ -27,23 +27,20 @@ class Recorder:
     def threads(self, most: int, needed: int) -> int:
         return most
 
-    def __getattr__(self, name: str) -> Callable:
-        def launch(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
-            self.calls[name.removesuffix("_kernel")] = grid, block
-
-        return launch
+    def launch(self, name: str, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+        self.calls[name.removesuffix("_kernel")] = grid, block
 
 
 def launched(launcher: Callable, *arguments, **named) -> dict[str, tuple[tuple, tuple]]:
-    """{kernel: (grid, block)} of a launcher of linear layers, norms or sums. Arrays may be None."""
+    """{kernel: (grid, block)} of a launcher of linear layers, GELU, norms or sums. Arrays may be None."""
     calls = {}
     with ExitStack() as stack:
-        for module in (layernorm, matmul, reduce):
+        for module in (gelu, layernorm, matmul, reduce):
             stack.enter_context(patch.object(module, "cu", Recorder(calls)))
         h200 = SimpleNamespace(
-            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, floatX=np.dtype(np.float32),
-            gemm=lambda *args, **more: None,
-        )  # fmt: skip
+            multiprocessors=MULTIPROCESSORS, shared_memory=SHARED_MEMORY, floatX=np.dtype(np.float32)
+        )
         stack.enter_context(patch.object(device.current, "device", h200))
+        stack.enter_context(patch.object(device, "scratch", lambda purpose, shape, dtype: None))
         launcher(*arguments, **named)
     return calls

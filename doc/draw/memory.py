@@ -1,11 +1,12 @@
-"""The six buffers of GPT-2 124M at B 4, T 1024, to scale, with their largest tensors."""
+"""The six buffers of GPT-2 124M at B 4, T 1024, and scratch, to scale, with their largest tensors."""
 
 import math
 
 import device
 from doc.draw.figure import Figure
-from llmc.model import batch_sizes
-from llmc.tensors import ALIGNMENT, FP32, layout
+from llmc.model.activations import batch_sizes, training_scratch, training_tables
+from llmc.model.tensors import ALIGNMENT, FP32, layout
+from llmc.step.training import training_sizes
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 B, T, ATTENTION = 4, 1024, "flash"
@@ -24,14 +25,15 @@ def draw() -> str:
     device.use("cpu")
     config = GPT2Config.described("d12")
     sizes = batch_sizes(config, B, T, 0)
-    sizes_of = GPT2.sizes_of_buffers(config, B, T, ATTENTION)
-    activations, gradients = GPT2.tables(ATTENTION)
+    sizes_of = training_sizes(GPT2, config, B, T, ATTENTION, None, 0)
+    activations, gradients = training_tables(GPT2, ATTENTION)
     parameters = parts(config.parameters(), sizes, 1, config.absent)
     tables = {
         "activations": parts(activations, sizes, ALIGNMENT, config.absent),
         "activation gradients": parts(gradients, sizes, ALIGNMENT, config.absent),
+        "scratch": [(name, n / 2**20) for name, n in training_scratch(config, B, T, ATTENTION).items()],
     }
-    figure = Figure(WIDTH, 40 + STEP * len(sizes_of), "The six buffers of GPT-2 124M, to scale")
+    figure = Figure(WIDTH, 40 + STEP * len(sizes_of), "The six buffers of GPT-2 124M, and scratch, to scale")
     scale = (WIDTH - 2 * LEFT) / max(n / 2**20 for n in sizes_of.values())
     total = sum(n / 2**20 for n in sizes_of.values())
     figure.text(LEFT, 22, f"GPT-2 124M, B {B}, T {T}, flash attention: {total:.0f} MiB", 16, bold=True)

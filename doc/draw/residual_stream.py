@@ -8,6 +8,8 @@ from pathlib import Path
 
 import device
 from doc.draw.figure import Figure
+from llmc.model.activations import Activations
+from llmc.step.batch import Batch
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
@@ -16,12 +18,12 @@ LAYERS, LAYER, B, T = 3, 1, 1, 1024
 WIDTH, LEFT, TOP, ROW = 660, 100, 132, 24
 # Rows from top to bottom; of a place that several tensors share, the name that it has first.
 KEPT = ("residual3 before", "qkv", "lse", "atty", "residual2", "fch", "residual3")
-SCRATCH = ("ln", "proj", "fch_gelu", "dresidual", "dln", "dfch", "weight_T")
+SCRATCH = ("ln", "proj", "gelu", "dresidual", "dln", "dfch", "weight_T", "input_T")
 WORDS = {
     "fused_residual": "layernorm", "layernorm_forward_kernel": "layernorm", "gemm": "product",
     "flash_attention_forward_kernel": "attention", "gelu_forward": "GELU", "gelu_backward": "GELU",
     "layernorm_backward": "layernorm", "norm_transposed": "layernorm, T", "flash_attention_backward": "attention",
-    "transpose_kernel": "transpose", "add_bias": "bias", "column_partials": "bias gradient",
+    "transpose_kernel": "transpose", "column_partials": "bias gradient",
 }  # fmt: skip
 WRITTEN = {"gemm": {"c"}, "fill_zero": {"array"}} | {
     name: {one.split()[-1].lstrip("*") for one in parameters if "*" in one and "const" not in one}
@@ -44,13 +46,14 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
     """Each launch of forward, loss and backward that has a tensor of the layer: what it is called, and the rows that it
     reads (False) or writes (True)."""
     before = device.current.device
-    device.current.switch(Idle())
+    device.current.device = Idle()
     try:
-        model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), B, T, "flash")
-        acts, gacts = model.acts(B, T), model.grads_acts
+        model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), T)
+        acts, batch = Activations(model, B, T, "flash").views(), Batch(B, T)
         rows = {"residual3 before": acts.layer[LAYER - 1].residual3}
         rows |= {name: getattr(acts.layer[LAYER], name) for name in KEPT[1:]}
-        rows |= {name: getattr(gacts, name, None) if hasattr(gacts, name) else getattr(acts, name) for name in SCRATCH}
+        rows |= {name: getattr(acts, name) for name in SCRATCH if hasattr(acts, name)}
+        rows |= {name: device.regions[name][-1] for name in SCRATCH if not hasattr(acts, name)}
         spans = {name: (x.__array_interface__["data"][0], x.nbytes) for name, x in rows.items()}
         found = []
 
@@ -66,12 +69,12 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
             found.append((name, touched))
 
         with device.observe(note):
-            model.forward(B, T, training=True)
+            model.forward(acts, batch)
             ends = len(found)
-            model.loss(B, T, dloss=1.0)
-            model.backward(B, T)
+            model.loss(acts, batch, dloss=1.0)
+            model.backward(acts, batch)
     finally:
-        device.current.switch(before)
+        device.current.device = before
     return [("forward" if i < ends else "backward", *launch) for i, launch in enumerate(found)]
 
 

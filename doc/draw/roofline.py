@@ -41,7 +41,6 @@ KERNELS = (
     ("adamw", 17, 28, 1.02, False),
     ("column_partials", 1, 4, 1.03, False),
     ("add_partials", 1, 4, 0.15, False),
-    ("add_bias", 1, 8, 1.09, False),
 )
 
 BESIDE = {

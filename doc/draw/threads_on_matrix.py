@@ -4,8 +4,9 @@ from math import prod
 
 from doc.draw.figure import Figure
 from doc.draw.launches import launched
+from kernels.gelu import gelu_forward
 from kernels.layernorm import layernorm_backward, layernorm_forward
-from kernels.matmul import matmul_forward, transpose
+from kernels.matmul import transpose
 from kernels.reduce import column_sum, rows_per_chunk
 
 B, T, C = 4, 1024, 768
@@ -52,17 +53,18 @@ def draw() -> str:
     figure.text(394, 22, f"N = {N} rows go down (of which some are shown), columns across", 14, colour="faint")
     y = [96 + i * STEP for i in range(3)]
 
-    columns = 3 * C
-    launch = launched(matmul_forward, None, None, None, 0, B, T, C, columns)["add_bias"]
-    threads = prod(launch[1])
-    bias = Panel(figure, LEFT, y[0], f"add_bias, (N, {columns})", launch, 4, columns,
-                 f"block: a row and {FOUR * threads} columns; warp: {FOUR * WARP} columns")  # fmt: skip
-    bias.mark(0, 0, 1, FOUR * threads, "a")
-    bias.mark(0, 0, 1, FOUR * WARP, "b")
-    bias.mark(0, 0, 1, FOUR, "e")
-    bias.rules(1)
+    columns = 4 * C
+    launch = launched(gelu_forward, None, None, None, N, columns)["gelu_forward"]
+    threads, rows = prod(launch[1]), N // launch[0][0]
+    gelu = Panel(figure, LEFT, y[0], f"gelu_forward, (N, {columns})", launch, 4, columns,
+                 f"block: {rows} rows and {FOUR * threads} columns; thread: {rows} rows of {FOUR}")  # fmt: skip
+    gelu.mark(0, 0, rows, FOUR * threads, "a")
+    gelu.mark(0, 0, rows, FOUR * WARP, "b")
+    gelu.mark(0, 0, rows, FOUR, "e")
+    gelu.rules(1)
 
-    launch = launched(layernorm_forward, None, None, None, None, None, None, B, T, C)["layernorm_forward"]
+    pair = None, None
+    launch = launched(layernorm_forward, None, pair, None, pair, B, T, C)["layernorm_forward"]
     forward = Panel(figure, right, y[0], f"layernorm_forward, (N, {C})", launch, 4, C,
                     f"block: a row, {launch[1][0] // WARP} warps; thread: {C // launch[1][0]} columns")  # fmt: skip
     forward.mark(0, 0, 1, C, "a")
@@ -70,7 +72,7 @@ def draw() -> str:
     forward.mark(0, 0, 1, FOUR, "e")
     forward.rules(1)
 
-    launch = launched(layernorm_backward, *[None] * 8, B, T, C, scratch=None)["layernorm_backward"]
+    launch = launched(layernorm_backward, None, pair, None, None, pair, pair, B, T, C)["layernorm_backward"]
     warps, rows = launch[1][0] // WARP, 24
     for x, phase in ((LEFT, 1), (right, 2)):
         says = "first a warp has a row, a lane every 32nd four" if phase == 1 else (
@@ -86,7 +88,8 @@ def draw() -> str:
             panel.mark(0, 0, warps, FOUR, "e")
         panel.rules(1)
 
-    launch = launched(column_sum, None, None, None, N, columns)["column_partials"]
+    columns = 3 * C
+    launch = launched(column_sum, None, None, N, columns)["column_partials"]
     chunk = rows_per_chunk(N, multiple=8)
     says = f"block: {chunk} rows and {FOUR * prod(launch[1])} columns; thread: {chunk} rows of {FOUR}"
     sums = Panel(figure, LEFT, y[2], f"column_sum, first stage, (N, {columns})", launch, 4 * chunk, columns, says)

@@ -10,7 +10,7 @@ SHOWN = 6
 
 def draw() -> str:
     figure = Figure(880, 396, "A column sum in two stages")
-    launches, rows = launched(column_sum, None, None, None, N, C), rows_per_chunk(N, multiple=8)
+    launches, rows = launched(column_sum, None, None, N, C), rows_per_chunk(N, multiple=8)
     (_, chunks), _ = launches["column_partials"]
     (blocks, _), (across, down) = launches["add_partials"]
     figure.text(20, 24, f"dout ({N}, {C})", 16, bold=True)

@@ -25,18 +25,6 @@ extern "C" __global__ void vote_kernel(unsigned* out, const int* x) {
     out[2 * n + t] = __all_sync(0xffffffff, x[t] > 0);
 }
 
-// The halves of a warp exchange a different number of times, each among themselves, then all together.
-extern "C" __global__ void halves_kernel(int* out) {
-    int lane = threadIdx.x % 32, v = threadIdx.x;
-    if (lane < 16) {
-        for (int i = 0; i < 3; i++) v = __shfl_xor_sync(0x0000ffff, v, 1);
-    } else {
-        v = __shfl_xor_sync(0xffff0000, v, 8);
-    }
-    __syncwarp();
-    out[threadIdx.x] = __shfl_sync(0xffffffff, v, 31 - lane);
-}
-
 // Threads return at different times; those that are left still meet. out (threads, 2)
 extern "C" __global__ void early_return_kernel(int* out) {
     int t = threadIdx.x;

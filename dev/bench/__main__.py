@@ -1,0 +1,56 @@
+"""Times our training and our text beside others'.
+
+    python dev/bench …              a training step, beside PyTorch's (step.py)
+    python dev/bench attention …    flash attention alone, on a GPU
+    python dev/bench text …         a token of generated text, beside transformers'
+    python dev/bench start …        from a program's start to its first finished step
+    python dev/bench scaling …      a training step on one GPU and on several
+    python dev/bench awake          times nothing: keeps the links between GPUs awake, for `scaling`
+    python dev/bench llmc …         one of llm.c's trainers, on the same tokens
+    python dev/bench torch …        trains in PyTorch what a script would train, for a log to compare
+
+Each says by --help which flags it has; the beginning of its file says what it measures.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from llmc.run.program import run_program
+
+
+def chosen(name: str) -> Callable | None:
+    """What runs for this name, if it is one."""
+    match name:
+        case "attention":
+            from dev.bench.attention import main
+        case "text":
+            from dev.bench.text import main
+        case "start":
+            from dev.bench.start import main
+        case "scaling":
+            from dev.bench.scaling import main
+        case "awake":
+            from dev.bench.scaling import keep_awake as main
+        case "llmc":
+            from dev.bench.llm_c import main
+        case "torch":
+            from dev.bench.train_torch import main
+        case _:
+            return None
+    return main
+
+
+def main() -> None:
+    name, *flags = sys.argv[1:] or [""]
+    if run := chosen(name):
+        run(flags)
+    else:
+        from dev.bench import step
+
+        step.main(sys.argv[1:])
+
+
+run_program(main)

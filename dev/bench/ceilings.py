@@ -1,0 +1,170 @@
+"""What the machine can do, measured, and what a training step must do, counted from the model's tables: together a
+limit that no step can be faster than."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import device
+from llmc.model.activations import training_tables
+from llmc.model.model import Model
+from llmc.model.tensors import num_parameters, padded, shape_of, type_of, without
+
+import numpy as np
+
+
+def seconds(work: Callable[[], None], calls: int = 10, rounds: int = 5, record: bool = True) -> float:
+    """What `work` takes on the device, called over and over: the best of some rounds of `calls`. On CUDA it is
+    recorded, so that the host's time is not in it, unless `record` is False."""
+
+    def repeat() -> None:
+        for _ in range(calls):
+            work()
+
+    recorded = device.record(repeat) if record else repeat
+    for _ in range(2 if device.kind == "cuda" else 1):
+        recorded()
+    device.synchronize()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        recorded()
+        device.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times) / calls
+
+
+def random_array(length: int):
+    """Random numbers of the type `floatX`, the same million over and over: normal ones take the host seconds a
+    billion."""
+    values = np.random.default_rng(1).standard_normal(1 << 20, dtype=np.float32)
+    return device.asarray(np.resize(device.to_floatX(values), length))
+
+
+def product_seconds(m: int, n: int, k: int, dtype: np.dtype | None = None) -> float:
+    """A product of (m, k) and (k, n) on random numbers of the type `floatX`, to numbers of this type (floatX); on a GPU
+    in the fastest of the four layouts that it might take, on the CPU they make little difference."""
+    a, b, c = random_array(m * k), random_array(k * n), device.empty((m * n,), dtype or device.floatX)
+    if device.kind == "cpu":
+        return seconds(lambda: device.gemm(c, a, b, m, n, k, False, True), calls=1, rounds=3)
+    calls = max(1, min(20, round(4e11 / (2 * m * n * k))))
+    return min(
+        seconds(lambda: device.gemm(c, a, b, m, n, k, trans_a, trans_b), calls, 3)  # noqa: B023
+        for trans_a in (False, True) for trans_b in (False, True)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of the precision in use. product: FLOP/s of a large square matrix product; copy: bytes/s, read and written, of a
+    large copy."""
+
+    product: float
+    copy: float
+    description: str
+
+
+def measure_copy() -> float:
+    """Bytes/s, read and written, of a large copy."""
+    megabytes = 1024 if device.kind == "cuda" else 256
+    free, _ = device.memory()
+    size = min(megabytes << 20, free // 8) // 4
+    src, dst = device.zeros((size,)), device.zeros((size,))
+    if device.kind == "cuda":
+        # Not recorded: in a graph, a copy is left to the copy engines, which are slower than the multiprocessors.
+        return 2 * src.nbytes / seconds(lambda: dst.data.copy_from_device_async(src.data, src.nbytes), record=False)
+    parts = [slice(i * size // 8, (i + 1) * size // 8) for i in range(8)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return 2 * src.nbytes / seconds(
+            lambda: list(pool.map(lambda part: np.copyto(dst[part], src[part]), parts)), calls=1
+        )  # fmt: skip
+
+
+def measure_ceilings() -> Ceilings:
+    n = 8192 if device.kind == "cuda" else 2048
+    free, _ = device.memory()
+    while 3 * 4 * n * n > free // 2:
+        n //= 2
+    product, copy = 2 * n**3 / product_seconds(n, n, n), measure_copy()
+    kind = device.precision.replace("tf", "TF")
+    description = (
+        f"ceilings: {kind} matrix product {n}^3 {product / 1e12:.4g} TFLOP/s, copy {copy / 1e9:.0f} GB/s (read + write)"
+    )
+    return Ceilings(product, copy, description)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a training step of N positions must do, whatever its kernels.
+
+    products: the linear layers, as (outputs, inputs, how many of these). attention: FLOPs of causal attention.
+    These are bytes: update, what AdamW moves; kept, what forward leaves behind for backward; logits.
+    """
+
+    N: int
+    products: tuple[tuple[int, int, int], ...]
+    attention: float
+    update: int
+    kept: int
+    logits: int
+
+
+def work_of(model: Model, B: int, T: int) -> Work:
+    """Counted from the model's tables. Linear layers are the parameters of PRODUCTS. What is kept are the activations
+    of each layer, the rows that begin with L, in the tables for flash attention: no (T, T) matrix has to be kept."""
+    config, X = model.config, device.floatX
+    sizes = config.sizes() | {"B": B, "T": T}
+    products = []
+    for name, symbols in config.parameters():
+        if name in model.PRODUCTS:
+            *count, outputs, inputs = shape_of(symbols, sizes)
+            products.append((outputs, inputs, math.prod(count)))
+    kept = [row for row in without(training_tables(type(model), "flash")[0], config.absent) if row[1][0] == "L"]
+    return Work(
+        N=B * T,
+        products=tuple(products),
+        # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
+        attention=7.0 * config.num_layers * B * T * T * config.num_heads * config.head_size,
+        # Reads and writes parameters, m and v and reads gradients, all of them fp32; in bf16 it writes the copy too.
+        update=(30 if X == device.BF16 else 28) * num_parameters(config),
+        kept=sum(math.prod(shape_of(row[1], sizes)) * type_of(row, X).itemsize for row in kept),
+        logits=B * T * padded(config.vocab_size) * X.itemsize,
+    )
+
+
+def limits(work: Work, ceilings: Ceilings) -> dict[str, float]:
+    """What no step can be faster than: parts with their milliseconds. The first is the linear layers' products as fast
+    as the largest product; the second the same in their own shapes; one of the two counts."""
+    N = work.N
+    flops = sum(3 * 2 * N * outputs * inputs * count for outputs, inputs, count in work.products)
+    own_shapes = sum(
+        count * product_seconds(*product)
+        for outputs, inputs, count in work.products  # to out, dinp, dweight
+        for product in ((N, outputs, inputs), (N, inputs, outputs), (outputs, inputs, N, np.dtype(np.float32)))
+    )
+    parts = {
+        "linear products at the ceiling": flops / ceilings.product,
+        "linear products in their own shapes": own_shapes,
+        "causal attention at the ceiling": work.attention / ceilings.product,
+        "AdamW's bytes at copy speed": work.update / ceilings.copy,
+        # Each is written and read again once, and so is its gradient.
+        "kept activations across memory once": 4 * work.kept / ceilings.copy,
+        "logits across memory once": 2 * work.logits / ceilings.copy,
+    }
+    return {name: 1000 * part for name, part in parts.items()}
+
+
+def print_limits(parts: dict[str, float]) -> float:
+    """Prints them and their two sums; returns the second, with the products in their own shapes."""
+    at_ceiling, own_shapes, *others = parts.values()
+    sums = {
+        "sum, products at the ceiling": at_ceiling + sum(others),
+        "sum, products in their own shapes": own_shapes + sum(others),
+    }
+    print("limit for this shape, ms:")
+    for name, ms in (parts | sums).items():
+        print(f"  {name:36} {ms:10.3f}")
+    return sums["sum, products in their own shapes"]

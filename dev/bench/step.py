@@ -1,0 +1,347 @@
+"""Times a training step of ours beside PyTorch's, and beside what the machine allows.
+
+    python dev/bench                             # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
+    python dev/bench train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
+    python dev/bench -b 16 --peers ''            # ours alone
+    python dev/bench --precision bf16            # all in bf16, PyTorch under autocast
+    python dev/bench --suite                     # all that doc/speed.md shows, as tables to paste there
+
+All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
+with its memory to itself. A step is that of the model script: a batch goes to the device, forward, backward, AdamW, and
+the host reads the loss, while the device may work on the next step already; PyTorch may do so too. Milliseconds are the
+median over steps, each from the end of the one before to its own. On the CPU all train in three rounds, and the fastest
+round of each trainer counts. A neighbour of a virtual machine can halve its speed for a minute. Without rounds a ratio
+would say which trainer ran beside the neighbour.
+
+PyTorch trains GPT-2 as torch_models.py has it, and transformers' classes of the other models. It gets TF32 products
+where ours has them, autocast where ours is in bf16 (with fp32 weights, as our master copy), the fused AdamW, gradients
+set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On the CPU, `eager` has its
+default AdamW and the others the fused one.
+
+Memory: ours is what the device has less of after the steps than before the model was made, and cuBLAS's workspaces;
+PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the process's resident memory to its peak.
+"""
+
+import argparse
+import ctypes
+import gc
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import device
+from dev.bench.ceilings import Ceilings, Work, limits, measure_ceilings, print_limits, work_of
+from dev.bench.tables import STEPS, Cell, markdown
+from dev.bench.workload import (
+    LEARNING_RATE,
+    Ours,
+    Workload,
+    make_parser,
+    says_what,
+    suite,
+    tensors_of,
+    time_steps,
+    workload_of,
+    write_data,
+)
+from device.cublas import WORKSPACE
+from device.errors import UserError
+from llmc.model.tensors import flops_per_token, num_parameters
+from llmc.run.arguments import positive
+
+import numpy as np
+
+TRAINERS = {
+    "ours": "llm.cupy",
+    "eager": "PyTorch eager",
+    "eager-sdpa": "PyTorch eager, SDPA",
+    "compile": "PyTorch compile",
+    "compile-sdpa": "PyTorch compile, SDPA",
+    "compile-graphs": "PyTorch compile, CUDA graphs",
+    "compile-cudnn": "PyTorch compile, cuDNN's attention",
+    "compile-graphs-cudnn": "PyTorch compile, CUDA graphs, cuDNN's attention",
+    "compile-sdpa-bf16": "PyTorch compile, SDPA, products in bf16, as nanoGPT trains",
+}
+PEERS = tuple(TRAINERS)[1:]
+DEFAULT_PEERS = {"cuda": PEERS[:5], "cpu": PEERS[:2]}
+CUDNN_PEERS = PEERS[5:7]  # whose attention is bf16 alone
+
+
+class TorchEvent:
+    def __init__(self, torch, cuda: bool):
+        self.event = torch.cuda.Event() if cuda else None
+        if cuda:
+            self.event.record()
+        self.time = time.perf_counter()
+
+    def wait(self) -> float:
+        if self.event is None:
+            return self.time
+        self.event.synchronize()
+        return time.perf_counter()
+
+
+class Torch:
+    """PyTorch's training step. As ours, it sends batches from and fetches losses to page-locked memory, of which there
+    are two lots, and never waits for the device before the next step is launched."""
+
+    def __init__(self, peer: str, workload: Workload, tensors: SimpleNamespace, attention: str):
+        from dev.bench.torch_models import build_torch_model
+
+        import torch
+
+        self.torch, self.name, self.graphs = torch, TRAINERS[peer], "graphs" in peer
+        self.cuda = device.kind == "cuda"
+        self.device = torch.device("cuda" if self.cuda else "cpu")
+        torch.set_float32_matmul_precision("high" if device.tf32 else "highest")
+        with self.device:
+            attention = "sdpa" if "sdpa" in peer or peer in CUDNN_PEERS else attention
+            model = build_torch_model(workload.config, attention, padded=self.cuda)
+        model.load(tensors)
+        self.model_loss = model.loss
+        bf16 = device.precision == "bf16" or peer.endswith("bf16")
+        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
+        self.attention = nullcontext
+        if peer in CUDNN_PEERS:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            self.attention = partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
+        if peer.startswith("compile"):
+            mode = "reduce-overhead" if self.graphs else "default"
+            self.model_loss = torch.compile(model.loss, mode=mode, dynamic=False)
+        fused = self.cuda or peer != "eager"
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=fused or None
+        )
+        if not self.cuda:
+            self.name += ", fused AdamW" if fused else ", default AdamW"
+        self.loader = workload.loader()
+        shape = (2, workload.B, workload.T)
+        self.staged = np.empty(shape, np.int32)
+        self.host_tokens = torch.empty((2, *shape), dtype=torch.int64, pin_memory=self.cuda)
+        self.host_losses = torch.empty(2, pin_memory=self.cuda)
+
+    def launch(self, step: int) -> TorchEvent:
+        if self.graphs:
+            self.torch.compiler.cudagraph_mark_step_begin()
+        self.loader.next_batch(*self.staged)
+        host = self.host_tokens[step % 2]
+        host.copy_(self.torch.from_numpy(self.staged))
+        tokens, targets = host.to(self.device, non_blocking=True)
+        with self.autocast, self.attention():
+            loss = self.model_loss(tokens, targets)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.host_losses[step % 2].copy_(loss.detach(), non_blocking=True)
+        return TorchEvent(self.torch, self.cuda)
+
+    def loss(self, step: int) -> float:
+        return self.host_losses[step % 2].item()
+
+
+# Memory
+
+
+def release_memory() -> None:
+    """Gives back what the trainer before has left free, so that it is not counted as the next one's or hidden by it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim:
+        trim(0)
+    if device.kind == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+
+def resident_mebibytes(peak: bool) -> float:
+    """The process's resident memory, or its peak since `reset_peak`. Not a number where the system does not tell."""
+    try:
+        found = re.search(rf"^{'VmHWM' if peak else 'VmRSS'}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+        return int(found[1]) / 1024
+    except (OSError, TypeError):
+        return float("nan")
+
+
+def reset_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+# A workload
+
+
+@dataclass(frozen=True)
+class Result:
+    """ms: of a step; loss: of the first step; mebibytes: of memory at the peak."""
+
+    trainer: str
+    name: str
+    ms: float
+    loss: float
+    mebibytes: float
+
+
+def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, SimpleNamespace, str]:
+    """Ours timed; and what a step of it must do, its first parameters, fp32 on the host, and its attention."""
+    release_memory()
+    free, _ = device.memory()
+    reset_peak()
+    resident = resident_mebibytes(peak=False)
+    trainer = Ours(workload)
+    training = trainer.training
+    model, master = training.model, training.adamw.master
+    tensors = tensors_of(model, model.params_memory if master is None else master)
+    ms, loss = time_steps(trainer, steps)
+    if device.kind == "cuda":
+        mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20
+    else:  # less the parameters that are held for the others
+        mebibytes = resident_mebibytes(peak=True) - resident - 4 * num_parameters(workload.config) / 2**20
+    work = work_of(model, workload.B, workload.T)
+    return Result("ours", trainer.name, ms, loss, mebibytes), work, tensors, training.activations.attention
+
+
+def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, attention: str, steps) -> Result:
+    import dev.bench.torch_models  # noqa: F401, so that its import is not counted as memory of the first trainer that needs it
+
+    import torch
+
+    release_memory()
+    reset_peak()
+    resident = resident_mebibytes(peak=False)
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        trainer = Torch(peer, workload, tensors, "relu" if attention == "relu" else "softmax")
+        ms, loss = time_steps(trainer, steps)
+        if device.kind == "cuda":
+            mebibytes = torch.cuda.max_memory_reserved() / 2**20
+        else:
+            mebibytes = resident_mebibytes(peak=True) - resident
+        return Result(peer, trainer.name, ms, loss, mebibytes)
+    finally:
+        if peer.startswith("compile"):
+            torch._dynamo.reset()
+
+
+def usable_peers(asked: str | None, precision: str, attention: str, stated: Callable[[str], None]) -> list[str]:
+    """The peers to run. Raises UserError where one is asked for by a wrong name, or is asked for and cannot run."""
+    default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision == "bf16")
+    peers = [peer for peer in (default if asked is None else asked.split(",")) if peer]
+    for peer in peers:
+        if peer not in PEERS:
+            raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)} (or '' for none)")
+        if device.kind == "cpu" and ("graphs" in peer or peer in CUDNN_PEERS):
+            raise UserError(f"--peers {peer}: there are CUDA graphs and cuDNN only on a GPU")
+        if peer in CUDNN_PEERS and precision != "bf16":
+            raise UserError(f"--peers {peer}: cuDNN's attention takes 16 bits: add --precision bf16")
+    if not peers:
+        return []
+    try:
+        import torch
+    except ImportError:
+        torch = None
+    missing = "PyTorch is not installed (pip install -r requirements-dev.txt)" if torch is None else None
+    if torch and device.kind == "cuda" and not torch.cuda.is_available():
+        missing = "this PyTorch has no CUDA"
+    if missing and asked is not None:
+        raise UserError(f"--peers {asked}: {missing}")
+    if missing:
+        stated(f"{missing}: ours is timed alone")
+        return []
+    fused = [peer for peer in peers if "sdpa" in peer or peer in CUDNN_PEERS]
+    if attention == "relu" and fused:
+        stated("SDPA has no ReLU attention: left out")
+        peers = [peer for peer in peers if peer not in fused]
+    return peers
+
+
+COLUMNS = "{:40} {:>10} {:>11} {:>13} {:>11} {:>8} {:>12}"
+
+
+def print_result(result: Result, ours: Result, workload: Workload, ceilings: Ceilings) -> None:
+    rate = 1000 * workload.B * workload.T / result.ms
+    share = rate * flops_per_token(workload.config, workload.T) / ceilings.product
+    memory = f"{result.mebibytes:.0f} MiB" if np.isfinite(result.mebibytes) else "-"
+    row = (result.name, f"{result.ms:.2f}", f"{rate:.0f}", f"{100 * share:.1f}%", memory)
+    print(COLUMNS.format(*row, f"{result.ms / ours.ms:.2f}", f"{result.loss:.6f}"), flush=True)
+
+
+def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> list[Cell]:
+    """Prints the table of a workload, in the precision in use; returns its column of doc/speed.md's table."""
+    write_data(workload)
+    ours, work, tensors, attention = run_ours(workload, args.steps)
+    print(f"\n{workload}: {num_parameters(workload.config):,} parameters")
+    release_memory()
+    limit = print_limits(limits(work, ceilings))
+    print()
+    print(COLUMNS.format("trainer", "ms/step", "tokens/s", "of ceiling", "memory", "x ours", "first loss"))
+    peers = usable_peers(args.peers, args.precision, attention, print)
+    rounds = args.rounds or (3 if device.kind == "cpu" and peers else 1)
+    fastest: dict[str, Result] = {}
+    for number in range(rounds):
+        if number > 0:
+            ours, *_ = run_ours(workload, args.steps)
+        for trainer in ["ours", *peers]:
+            try:
+                found = ours if trainer == "ours" else run_torch(trainer, workload, tensors, attention, args.steps)
+            except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
+                first_line = str(error).strip().partition("\n")[0]
+                print(f"{TRAINERS[trainer]:40} did not run: {type(error).__name__}: {first_line}", flush=True)
+                continue
+            print_result(found, ours, workload, ceilings)
+            fastest[trainer] = min(fastest.get(trainer, found), found, key=lambda result: result.ms)
+    if rounds > 1:
+        print(f"\nthe fastest of {rounds} rounds:")
+        for found in fastest.values():
+            print_result(found, fastest["ours"], workload, ceilings)
+    tokens = workload.B * workload.T
+    timed = [Cell(str(workload), TRAINERS[x.trainer], x.ms, tokens, x.mebibytes) for x in fastest.values()]
+    return [*timed, Cell(str(workload), "limit: products as they run alone, the rest at copy speed", limit)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser("Time a training step beside PyTorch's and the machine's limits.")
+    add = parser.add_argument
+    add("--steps", type=positive, metavar="N", help="steps to time (as many as take 10 s, 5 to 100)")
+    add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
+    add("--rounds", type=positive, metavar="N", help="times that each trainer runs, in turn (3 on the CPU, else 1)")
+    add("--suite", action="store_true", help="time all that doc/speed.md shows for this kind of device")
+    args = parser.parse_args(arguments)
+    device.use(args.device)
+    usable_peers(args.peers, args.precision, args.attention, lambda text: None)  # complains before anything takes time
+    ceilings = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for table in asked_for(parser, args):
+            cells = []
+            for asked in table:
+                workload = workload_of(asked, directory)
+                if (precision := device.use_precision(asked.precision)) not in ceilings:
+                    ceilings[precision] = measure_ceilings()
+                    print(f"{device.name}\n{ceilings[precision].description}", flush=True)
+                cells += bench(workload, asked, ceilings[precision])
+            if args.suite:
+                print(f"\n{markdown(cells)}", flush=True)
+
+
+def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[list[argparse.Namespace]]:
+    """The flags of each workload of each table: those given, or with --suite those of doc/speed.md; on the CPU, where
+    nothing is said of the model and the batch, those of the script in doc/speed.md."""
+    if args.suite:
+        return suite(parser, args, STEPS[device.kind])
+    if says_what(args) or device.kind == "cuda":
+        return [[args]]
+    return [[parser.parse_args(flags.split(), argparse.Namespace(**vars(args)))
+             for table in STEPS["cpu"] for flags, _ in table if flags.startswith(args.script)]]  # fmt: skip

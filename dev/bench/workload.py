@@ -1,0 +1,237 @@
+"""What the benchmarks time: a model script, a batch, weights from a seed, and made-up tokens to train on; and our
+training step on it, beside those of other trainers. What asks something of a Model stands here."""
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import device
+from dev.bench.tables import Table
+from dev.scripts import model_kinds
+from device.errors import UserError
+from llmc.data.batches import Batches
+from llmc.data.dataloader import DataLoader, write_tokens
+from llmc.files.checkpoint import write_model
+from llmc.model.activations import Cache, choose_attention
+from llmc.model.model import Model
+from llmc.model.tensors import Config, name_tensors
+from llmc.model.weights import randomize
+from llmc.run.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
+from llmc.run.report import StepTimer
+from llmc.run.run import Origin, build_training
+from llmc.step.training import Training
+from train_gpt2_fp32 import training_step
+
+import numpy as np
+
+SCRIPTS = {kind.Config.SCRIPT.removesuffix(".py"): kind for kind in model_kinds()}
+LEARNING_RATE = 3e-4
+SEED = 1337
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every trainer is given: a kind of model and one of it (-e) with its sizes, a batch (B, T), and the prefix of
+    token files. flags: further flags of the model script."""
+
+    kind: type[Model]
+    model: str
+    config: Config
+    B: int
+    T: int
+    data: str
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The flags of dev/bench that ask for it."""
+        script, V = self.kind.Config.SCRIPT.removesuffix(".py"), self.config.vocab_size
+        vocabulary = [] if V == describe(self.kind, self.model, None).vocab_size else ["--vocab-size", str(V)]
+        return " ".join([script, "-e", self.model, "-b", str(self.B), "-t", str(self.T), *vocabulary, *self.flags])
+
+    def script_flags(self) -> list[str]:
+        """The flags of the model script, but for the model."""
+        return ["-b", str(self.B), "-t", str(self.T), "-i", self.data, "--device", device.kind, *self.flags]
+
+    def build(self) -> Training:
+        """What trains our model, as the script makes it."""
+        args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
+        tokenizer = SimpleNamespace(vocab_size=self.config.vocab_size)
+        return build_training(self.kind, args, tokenizer, Origin(None, {}, None))[0]
+
+    def loader(self) -> DataLoader:
+        return DataLoader(self.data, "train", self.B, self.T, self.config.vocab_size)
+
+
+def make_parser(description: str, any_script: bool = True, trains: bool = True) -> argparse.ArgumentParser:
+    """A parser with the flags that ask for a workload; where not any_script will do, of GPT-2's; with those of training
+    alone where it trains."""
+    parser = Parser(description=description, allow_abbrev=False)
+    add = parser.add_argument
+    if any_script:
+        add("script", nargs="?", type=lambda text: Path(text).stem, choices=tuple(SCRIPTS), default="train_gpt2_fp32",
+            help="the model script (%(default)s)")  # fmt: skip
+    else:
+        parser.set_defaults(script="train_gpt2_fp32")
+    add("-e", "--model", metavar="MODEL", help="a model that the script can start from random weights")
+    add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (%(default)s)")
+    add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
+    add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
+    if trains:
+        add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")
+        add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="shard AdamW's moments (1)")
+        add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
+    else:
+        parser.set_defaults(logit_rows=None, zero_stage=True, bitwise=False)
+    add_device_arguments(parser)
+    return parser
+
+
+def workload_of(args: argparse.Namespace, directory: str) -> Workload:
+    """What the flags ask for, on the device in use. Raises UserError where they make no model."""
+    kind = SCRIPTS[args.script]
+    model = args.model or next(iter(kind.Config.PRESETS))
+    config = describe(kind, model, args.vocab_size)
+    T = args.sequence_length or (1024 if device.kind == "cuda" else 64)
+    device.use_precision(args.precision)
+    choose_attention(args.attention, config.head_size)  # refuses what the model cannot have
+    return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", further_flags(args))
+
+
+def says_what(args: argparse.Namespace) -> bool:
+    """Whether the flags say something of the model and the batch."""
+    names = "model", "sequence_length", "vocab_size", "batch_size", "zero_stage", "bitwise", "logit_rows"
+    return [getattr(args, name) for name in names] != [None, None, None, 4, True, False, None]
+
+
+def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """The flags of how a model computes that are not the script's defaults."""
+    flags = ["-a", args.attention] if args.attention != "auto" else []
+    flags += ["--precision", args.precision] if args.precision != "tf32" else []
+    flags += [] if args.logit_rows is None else ["--logit-rows", str(args.logit_rows)]
+    flags += [] if args.zero_stage else ["-z", "0"]
+    flags += ["--bitwise", "1"] if args.bitwise else []
+    return tuple(flags)
+
+
+def suite(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, tables: tuple[Table, ...]
+) -> list[list[argparse.Namespace]]:
+    """The flags of each column of tables of doc/speed.md; with the peers that were asked for, or else its own."""
+    return [[parser.parse_args(flags.split(), argparse.Namespace(
+        **vars(args) | {"peers": peers if args.peers is None else args.peers}
+    )) for flags, peers in table] for table in tables]  # fmt: skip
+
+
+def describe(kind: type[Model], model: str, V: int | None) -> Config:
+    """The sizes of a model, of vocabulary V, or where that is None its own."""
+    config = kind.Config.described(model, V)
+    if config is None:
+        raise UserError(f"-e {model}: name one of {', '.join(kind.Config.PRESETS)}, or describe a model: its weights "
+                        "are made here")  # fmt: skip
+    return config
+
+
+def write_random_model(workload: Workload, path: Path, bf16: bool = False) -> None:
+    """Writes the model that ours starts from, fp32 in any precision, or as `write_model` has it in bf16."""
+    precision = device.precision
+    device.use_precision("fp32")
+    model = workload.kind(workload.config, T=1, inference=True)
+    randomize(model, None, SEED)
+    write_model(path, model.config, model.params_memory, bf16)
+    device.use_precision(precision)
+
+
+def cache_for_text(workload: Workload) -> Cache:
+    """Our model with random weights, for inference alone, and its cache."""
+    model = workload.kind(workload.config, workload.T, inference=True)
+    randomize(model, None, SEED)
+    return Cache(model, workload.B, workload.T, "softmax")
+
+
+def tensors_of(model: Model, memory) -> SimpleNamespace:
+    """Parameters by name, fp32 on the host, from memory that holds all of them."""
+    config = model.config
+    return name_tensors(device.to_floats(memory), config.PARAMETERS, config.sizes(), align=1, absent=config.absent)
+
+
+# Our training step
+
+
+# A trainer's launch(step) returns a mark whose wait() gives the time when the step ended; then loss(step) is known.
+
+
+class Ours:
+    """The training step of the model script."""
+
+    def __init__(self, workload: Workload):
+        self.training = workload.build()
+        self.name = f"llm.cupy ({' '.join((self.training.activations.attention, *workload.flags))})"
+        self.batches = Batches(self.training.batch, self.training.acts.losses, workload.loader())
+        device.compile_all()
+        self.train_step = training_step(self.training, self.batches)
+
+    def launch(self, step: int):
+        self.train_step(step, LEARNING_RATE)
+        return device.event()
+
+    def loss(self, step: int) -> float:
+        return self.batches.mean_loss(step)
+
+
+def time_steps(trainer, steps: int | None) -> tuple[float, float]:
+    """The median milliseconds of a step after the first few, and the loss of the very first step. Without `steps`, as
+    many are timed as take ten seconds, at least 5 and at most 100."""
+    cpu = device.kind == "cpu"
+    warm_up = 2 if cpu else 10
+    timer, milliseconds, running, first_loss = StepTimer(), [], None, None
+
+    def finish() -> None:
+        nonlocal first_loss
+        if running is not None:
+            step, started, end = running
+            milliseconds.append(timer.add(started, end.wait()))
+            loss = trainer.loss(step)
+            first_loss = loss if step == 0 else first_loss
+
+    def enough() -> bool:
+        timed = milliseconds[warm_up:]
+        return len(timed) >= (steps or 100) or steps is None and len(timed) >= 5 and sum(timed) > 10_000
+
+    step = 0
+    while not enough():
+        started = time.perf_counter()
+        end = trainer.launch(step)
+        finish()  # the step before, while the device works on this one
+        running = step, started, end
+        if cpu:
+            finish()
+            running = None
+        step += 1
+    device.synchronize()
+    return float(np.median(milliseconds[warm_up:])), first_loss
+
+
+# Tokens
+
+
+def zipf_tokens(count: int, V: int, most: float = 0.037, seed: int = SEED) -> np.ndarray:
+    """`count` tokens below V, of which the one of rank r comes with a probability proportional to 1 / (r + q)
+    (Zipf-Mandelbrot), where q makes the most frequent one as frequent as in English text: 3.7%."""
+    ranks = np.arange(1.0, V + 1)
+    low, high = -1 + 1e-9, 1e9
+    for _ in range(200):
+        q = (low + high) / 2
+        weights = 1 / (ranks + q)
+        low, high = (q, high) if weights[0] / weights.sum() > most else (low, q)
+    random = np.random.default_rng(seed)
+    drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(count), side="right")
+    return random.permutation(V)[np.minimum(drawn, V - 1)]
+
+
+def write_data(workload: Workload) -> None:
+    """Token files for training, of at least 64 batches, and for validation, of one."""
+    batch, V = workload.B * workload.T, workload.config.vocab_size
+    write_tokens(f"{workload.data}_train.bin", zipf_tokens(max(1 << 18, 64 * batch) + 1, V), V)
+    write_tokens(f"{workload.data}_val.bin", zipf_tokens(batch + 1, V, seed=SEED + 1), V)

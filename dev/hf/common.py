@@ -1,0 +1,92 @@
+"""Our models as Hugging Face's transformers names, lays out and describes them: what is common to all of them. What is
+a model's own stands in its file beside this one; family.py says how. And the tokenizer that goes along with a .bin."""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+
+from dev.hf.family import Family
+from device.errors import UserError
+from llmc.data.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
+from llmc.files.files import replacing
+from llmc.model.tensors import Config
+
+
+@cache
+def families() -> dict[str, type[Family]]:
+    """The subclasses of Family in the files beside this one, by transformers' names of the kind. Nothing lists them."""
+    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    modules = [import_module(f"dev.hf.{name}") for name in files if not name.endswith("_hf")]  # those are programs
+    found = [each for module in modules for each in vars(module).values() if hasattr(each, "REQUIRED")]
+    return {name: family for family in found for name in (family.TYPE, *family.ALSO)}
+
+
+def family_of(config: Config) -> type[Family]:
+    """What a file here says of a model. Raises UserError where none does."""
+    for family in families().values():
+        if family.Config is type(config):
+            return family
+    raise UserError(f"no file in dev/hf/ says what Hugging Face's transformers call a {config.NAME} ({config.SCRIPT})")
+
+
+def named_tensors(config: Config, tensors) -> Iterator[tuple[str, object, tuple[int, ...]]]:
+    """The parameters of a model, or their gradients, as transformers sees them: for each of its tensors the name, a
+    view into ours that has the numbers in its order, and its shape.
+
+    tensors: ours by name, in a mapping or as attributes: NumPy's or CuPy's arrays or PyTorch's tensors, those with a
+    part for each layer as (L, ...), the vocabulary padded or not. An axis of theirs may be split into several in a
+    view: `view.reshape(shape)` is their tensor, and `view[...] = theirs.reshape(view.shape)` sets ours. A view may be
+    a Reordered, which can do just that.
+    """
+    tensors = tensors if isinstance(tensors, Mapping) else vars(tensors)
+    family = family_of(config)
+    for layered, rows in groupby(config.parameters(), lambda row: row[1][0] == "L"):
+        ours = list(rows)
+        for layer in range(config.num_layers) if layered else (None,):
+            for name, shape in ours:
+                tensor = tensors[name][layer] if layered else tensors[name]
+                if shape[0] == "Vp":
+                    tensor = tensor[: config.vocab_size]
+                for theirs, view in zip(family.NAMES[name], family.parts(config, name, tensor), strict=True):
+                    split = tuple(view.shape)
+                    yield theirs.format(layer), view, (math.prod(split[:-1]), split[-1]) if len(split) > 2 else split
+
+
+def transformers_parameters(model) -> dict:
+    """The parameters of a transformers model by the names that they have in files."""
+    renamed = families()[model.config.model_type].RENAMED
+    return {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
+
+
+def config_json(config: Config, eot: int | None = None, bos: int | None = None, dtype: str = "float32") -> dict:
+    """A model in the terms of transformers: what its config.json holds and its config class takes. eot and bos: the
+    tokens that end and begin a text, where they are known; dtype: of the weights. Raises UserError for a model that
+    transformers has not."""
+    common = {"vocab_size": config.vocab_size, "bos_token_id": bos, "eos_token_id": eot, "torch_dtype": dtype}
+    family = family_of(config)
+    return common | {"model_type": family.TYPE} | family.config_json(config)
+
+
+def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> None:
+    """Writes a tokenizer's files beside the model, with the names that generate.py looks for. A .json is written as a
+    .bin, too; where that cannot be done, stderr says why."""
+    for name, content in tokenizer_files(found, f"{model.stem}_").items():
+        beside = model.with_name(name)
+        with replacing(beside) as file:
+            file.write(content)
+        print(f"wrote {beside}")
+    if found.suffix == ".bin":
+        return
+    binary = model.with_name(f"{model.stem}_tokenizer.bin")
+    try:
+        tokenizer = Tokenizer.load(found)
+        if not tokenizer.fits(vocab_size, own=True):
+            raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
+        write_tokenizer(binary, tokenizer.tokens, tokenizer.eot)
+        print(f"wrote {binary}")
+    except UserError as error:
+        print(f"no {binary}: {error}", file=sys.stderr)

@@ -1,0 +1,291 @@
+"""Turns a model of Hugging Face's transformers, of a kind that a script here trains, into a model `.bin`.
+
+    python dev/hf/import_hf.py HuggingFaceTB/SmolLM2-135M -o model.bin    # by its name at Hugging Face
+    python dev/hf/import_hf.py DIR -o model.bin                  # a directory of save_pretrained or a download, with
+                                                                 # config.json and safetensors
+    python dev/hf/import_hf.py model.safetensors -o model.bin    # for GPT-2 a safetensors file alone is enough
+
+A name is one where no such file or directory is here. The package huggingface_hub fetches the files that the import
+reads, with the token of `hf auth login`, into its own cache. A model that lies there already needs no connection.
+
+A Mistral whose attention has no sliding window is imported as the Llama that it is.
+
+Weights of 16 or 64 bits become fp32. They go into the new file one tensor at a time, so a model may be larger than the
+memory. A tokenizer.json goes along: as model_tokenizer.json beside the model, and as model_tokenizer.bin, which shows
+text without the tokenizers library.
+
+All but the number of heads of a GPT-2 can be seen in the tensors themselves. Where no config.json says it, --heads
+does; without either the import takes heads to be 64 channels wide, as in all four of GPT-2's sizes, and says so.
+"""
+
+import errno
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from dev.hf.common import config_json, families, named_tensors, take_tokenizer_along
+from dev.hf.family import Family, Settings
+from dev.scripts import kind_of_magic
+from device.errors import UserError, first_line
+from llmc.data.tokenizer import NEIGHBOURS
+from llmc.files.checkpoint import new_model
+from llmc.files.files import first_word
+from llmc.model.tensors import Config, layout, num_parameters
+from llmc.run.arguments import Parser, a_name, a_path, positive
+from llmc.run.program import run_program
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+WITHOUT_CONFIG = "gpt2"  # the model_type whose tensors say all but the heads
+PRECISIONS = ("F32", "F16", "BF16", "F64")
+CLASSIFIERS = re.compile(r"(.*\.)?((score|classifier|qa_outputs|multiple_choice_head)\..*)")  # the heads of classifiers
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.safetensors)", re.ASCII)  # of a model at Hugging Face
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)  # what a disk says
+BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
+
+SAVE_AGAIN = "save the model again with save_pretrained"
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError where there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object; {SAVE_AGAIN}")
+    return content
+
+
+def find_files(source: Path) -> list[Path]:
+    """The safetensors files of a model given as such a file or a directory. Raises UserError where one is missing."""
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise UserError(f"{source}: no such file or directory")
+    whole, index = source / WHOLE, source / INDEX
+    shards = sorted(source.glob("model-*-of-*.safetensors"))
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        names = indexed_files(index)
+    elif shards:
+        count = shards[0].stem.rpartition("-")[2]
+        names = [f"model-{n:0{len(count)}}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
+    else:
+        raise UserError(f"{source}: no {WHOLE} there; save the model with save_pretrained")
+    for name in names:
+        if not (source / name).is_file():
+            raise UserError(f"{source / name} is missing, and it holds a part of the model; fetch it, or {SAVE_AGAIN}")
+    return [source / name for name in names]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The names of the safetensors files that an index lists. Raises UserError where it lists none."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index}: it has no weight_map, which says which file holds which tensor; {SAVE_AGAIN}")
+    return sorted(set(names.values()))
+
+
+class RareBar(tqdm):
+    """A progress bar for a file, which grows every few seconds. Those of huggingface_hub are for terminals only."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings | {"mininterval": 5, "ascii": True, "leave": False})
+
+
+def fetch(name: str, files: list[str], commit: str | None = None, bar: type[tqdm] | None = None) -> Path:
+    """The directory of huggingface_hub's cache that has a model's files, after it has fetched those of the given names
+    that the model has. The directory is named after its commit; commit: the one to take, the newest if none is given.
+    bar: for the progress, huggingface_hub's own if none is given.
+
+    Raises UserError for all that keeps huggingface_hub from it.
+    """
+    try:
+        from huggingface_hub import constants, errors, snapshot_download
+    except ImportError:
+        raise UserError(
+            f"{name}: no such file or directory; to fetch a model of that name: pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=commit, allow_patterns=files, tqdm_class=bar))
+    except errors.HFValidationError:
+        why = "no such file or directory, and no name of a model at Hugging Face"
+    except errors.GatedRepoError:
+        why = (
+            f"gated: ask for access at {constants.ENDPOINT}/{name}, then log in with `hf auth login` or set HF_TOKEN"
+        )
+    except errors.RepositoryNotFoundError:
+        why = (
+            "no such file or directory, and no such model at Hugging Face: check the name, or if the model is private, "
+            "log in with `hf auth login` or set HF_TOKEN"
+        )
+    except errors.LocalEntryNotFoundError as error:
+        why = (
+            "no such file or directory, and the model can be neither found in huggingface_hub's cache, "
+            f"{constants.HF_HUB_CACHE}, nor fetched ({first_line(error.__cause__ or error)}): connect, or fetch it "
+            "elsewhere and name its directory"
+        )
+    except Exception as error:  # whatever the libraries beneath raise: of HTTP, of files, of Xet
+        reason = (getattr(error, "strerror", None) or first_line(error)).lower()
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            why = f"not for this token ({reason}): log in again with `hf auth login`, or set HF_TOKEN"
+        elif getattr(error, "errno", None) in UNWRITABLE or "os error 28" in str(error):
+            why = (
+                f"huggingface_hub's cache, {constants.HF_HUB_CACHE}, cannot be written ({reason}): make room there, or "
+                "set HF_HOME to another directory"
+            )
+        else:
+            why = f"cannot be fetched ({reason}): try again, or fetch it elsewhere and name its directory"
+    raise UserError(f"{name}: {why}")
+
+
+def fetch_weights(name: str, folder: Path) -> None:
+    """Fetches a model's weights into the directory of huggingface_hub's cache that has its other files, unless they are
+    there: some versions of huggingface_hub ask the server about a commit even where nothing is to be fetched. Raises
+    UserError where the model has none, and as `fetch` does."""
+    files = indexed_files(folder / INDEX) if (folder / INDEX).is_file() else [WHOLE]
+    if all((folder / file).is_file() for file in files):
+        return
+    print(f"fetching {name}: {files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else ""), flush=True)
+    fetch(name, files, folder.name, None if sys.stderr.isatty() else RareBar)
+    for file in files:
+        if not (folder / file).is_file():
+            raise UserError(
+                f"{name}: its {file} was not found; if the model has weights of another format alone, load it with "
+                "transformers, save it with save_pretrained and name that directory"
+            )
+
+
+def open_tensors(files: list[Path], family: type[Family]) -> dict[str, object]:
+    """The tensors in safetensors files, not yet read, by name; one that was saved without its head lacks the prefix,
+    which is put before it.
+
+    Raises UserError where a file is damaged or of another kind.
+    """
+    tensors, prefix = {}, family.PREFIX
+    whole = {"lm_head.weight", *(name for names in family.NAMES.values() for name in names)}
+    for path in files:
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: not a whole safetensors file ({error})") from None
+        for name in file.keys():
+            if not BUFFERS.fullmatch(name):
+                named = name.startswith(prefix) or name in whole
+                tensors[name if named else prefix + name] = file.get_slice(name)
+    return tensors
+
+
+def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of transformers' tensors for a model of these sizes."""
+    starts, _ = layout(config.parameters(), config.sizes(), align=1)
+    hollow = {name: np.broadcast_to(np.float32(0), shape) for name, (_, shape) in starts.items()}  # without memory
+    return {name: shape for name, _, shape in named_tensors(config, hollow)}
+
+
+def check_tensors(source: str, config: Config, tensors: dict[str, object]) -> None:
+    """Raises UserError where a tensor is missing, of another shape or kind, or one that the model does not have."""
+    head = next(filter(None, map(CLASSIFIERS.fullmatch, sorted(tensors))), None)
+    if head:
+        kind = config_json(config)["architectures"][0]
+        raise UserError(f"{source}: tensor {head[2]} is the head of a classifier; a language model, {kind}, is needed")
+    wanted = shapes_of(config)
+    for name, shape in wanted.items():
+        found = tuple(tensors[name].get_shape()) if name in tensors else None
+        if found != shape:
+            found = f"is {found}" if found is not None else "is missing"
+            raise UserError(f"{source}: tensor {name} {found}; a {config.NAME} of these sizes has it as {shape}")
+        if tensors[name].get_dtype() not in PRECISIONS:
+            kind = tensors[name].get_dtype()
+            raise UserError(f"{source}: tensor {name} is of type {kind}; {', '.join(PRECISIONS)} are supported")
+    unknown = tensors.keys() - wanted.keys() - {"lm_head.weight"}
+    if unknown:
+        raise UserError(f"{source}: tensor {min(unknown)} is none of {config.NAME}'s")
+    if "lm_head.weight" in tensors.keys() - wanted.keys():
+        name = next(iter(wanted))
+        if not np.array_equal(read(tensors["lm_head.weight"]), read(tensors[name])):
+            raise UserError(f"{source}: lm_head.weight is not {name}; a tied {config.NAME} has one tensor for both")
+
+
+def read(tensor) -> np.ndarray:
+    return tensor[:].to(torch.float32).numpy()
+
+
+def write_model(path: Path, config: Config, tensors: dict[str, object]) -> None:
+    """Writes the model, a tensor at a time."""
+    done, total, shown = 0, num_parameters(config), time.monotonic()
+    with new_model(path, config) as ours:
+        for name, view, _ in named_tensors(config, ours):
+            view[...] = read(tensors[name]).reshape(view.shape)
+            done += view.size
+            if time.monotonic() - shown > 3:
+                shown = time.monotonic()
+                print(f"{100 * done // total}% of {total:,} parameters", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser(description="Turn a model of transformers into a model .bin.")
+    what = "a directory with config.json and safetensors, such a file, or a model's name at Hugging Face"
+    parser.add_argument("source", type=a_name, metavar="DIR|FILE|NAME", help=what)
+    parser.add_argument("-o", "--out", type=a_path, metavar="FILE", required=True, help="the .bin to write")
+    parser.add_argument("--heads", type=positive, metavar="N", help="GPT-2's heads, where no config.json says it")
+    args = parser.parse_args(arguments)
+    if os.path.lexists(args.out) and not kind_of_magic(first_word(args.out)):
+        raise UserError(f"{args.out}: exists and is not a model: name another file with -o, or remove it")
+    if not args.out.parent.is_dir():
+        raise UserError(f"{args.out}: {args.out.parent} is not a directory: make it, or name another file with -o")
+    place, named = Path(args.source), not os.path.lexists(args.source) and NAME.fullmatch(args.source)
+    if named:
+        print(f"fetching {args.source} from Hugging Face", flush=True)
+        place = fetch(args.source, [INDEX, "tokenizer.json", *NEIGHBOURS])  # config.json is one of the neighbours
+    path = (place.parent if place.is_file() else place) / "config.json"
+    settings = read_json(path) if path.is_file() else {}
+    model_type, known = settings.get("model_type", WITHOUT_CONFIG), families()
+    if not isinstance(model_type, str) or model_type not in known:
+        *others, last = known
+        Settings(args.source, settings).refuse("model_type", model_type, f"{', '.join(others)} or {last}")
+    if args.heads and model_type != WITHOUT_CONFIG:
+        raise UserError("--heads is for a GPT-2 without config.json: leave it out")
+    family = known[model_type]
+    Settings(args.source, settings).check(family.REQUIRED + family.ALSO.get(model_type, ()))
+    if named:
+        if model_type != WITHOUT_CONFIG:  # its config.json alone says whether it can be imported
+            family.read_config(Settings(args.source, settings)).check(args.source)
+        fetch_weights(args.source, place)
+    tensors = open_tensors(find_files(place), family)
+    shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}
+    config = family.read_config(Settings(args.source, settings, shapes, args.heads))
+    config.check(args.source)
+    check_tensors(args.source, config, tensors)
+    rows = "; ".join(f"{name} {value}" for name, value in config.rows())
+    print(
+        f"importing {args.source}: {config.NAME}, {rows}; {config.vocab_size} tokens, sequences of "
+        f"{config.max_seq_len}; {num_parameters(config):,} parameters",
+        flush=True,
+    )
+    if model_type == WITHOUT_CONFIG and args.heads is None and settings.get("n_head") is None:
+        print(
+            f"{args.source}: no config.json says how many heads the model has; {config.num_heads} of "
+            f"{config.head_size} channels each is a guess, and --heads names another number",
+            file=sys.stderr,
+        )
+    write_model(args.out, config, tensors)
+    print(f"wrote {args.out}")
+    if (place / "tokenizer.json").is_file():
+        take_tokenizer_along(place / "tokenizer.json", args.out, config.vocab_size)
+
+
+if __name__ == "__main__":
+    run_program(main)

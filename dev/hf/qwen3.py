@@ -1,0 +1,63 @@
+"""Qwen3 at Hugging Face."""
+
+from dev.hf.family import Family, Reordered, Settings
+from dev.hf.llama3 import Llama3Family
+from train_qwen3 import Qwen3Config
+
+import numpy as np
+
+
+class Qwen3Family(Family):
+    Config = Qwen3Config
+    TYPE, PREFIX = "qwen3", "model."
+    NAMES = Llama3Family.NAMES | {
+        "qnormw": ("model.layers.{}.self_attn.q_norm.weight",),
+        "knormw": ("model.layers.{}.self_attn.k_norm.weight",),
+    }
+    REQUIRED = (
+        ("hidden_act", "silu", ("silu",)),
+        ("attention_bias", False, (False,)),
+        ("use_sliding_window", False, (False,)),
+        ("quantization_config", None, (None,)),
+    )
+
+    @staticmethod
+    def parts(config: Qwen3Config, name: str, tensor) -> list:
+        if name in ("qnormw", "knormw"):  # from pairs to halves, as in q and k
+            return [Reordered(tensor, np.arange(config.head_size).reshape(-1, 2).T.reshape(-1))]
+        return Llama3Family.parts(config, name, tensor)
+
+    @staticmethod
+    def config_json(config: Qwen3Config) -> dict:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "max_position_embeddings": config.max_seq_len,
+            "hidden_size": config.channels,
+            "intermediate_size": config.hidden,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": None,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "tie_word_embeddings": config.tied,
+        }
+
+    @staticmethod
+    def read_config(given: Settings) -> Qwen3Config:
+        NH, HS = given.size("num_attention_heads"), given.size("head_dim", 128)
+        NKV, layers = given.size("num_key_value_heads", NH), given.get("layer_types")
+        if NH % NKV:
+            given.refuse("num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
+        if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
+            given.refuse("layer_types", layers, "full_attention alone")
+        theta, _, _, _ = given.rope(("default",), given.get("rope_theta", 1e4))
+        return Qwen3Config(
+            given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"), NH, NKV,
+            given.size("hidden_size"), given.size("intermediate_size"), HS,
+            bool(given.get("tie_word_embeddings", False)), theta, given.number("rms_norm_eps", 1e-6),
+        )  # fmt: skip

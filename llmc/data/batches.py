@@ -1,0 +1,151 @@
+"""Batches on their way to the device, losses on their way back, and the figures that come from them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from math import log
+
+import device
+from device.errors import UserError
+from llmc.data.dataloader import DataLoader, sort_by_token
+from llmc.data.evaluation import EvalLoader
+from llmc.ranks import ranks
+from llmc.step.batch import RANDOM_WORDS, Batch, random_words
+
+import numpy as np
+
+
+class Batches:
+    """Carries batches to the device, to the batch `at_hand`, and their losses (B,T) back, while the device still works
+    on earlier ones.
+
+    A step has `count` batches on each rank, and step_tokens tokens on all ranks together. In the order of the data, the
+    first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays exist twice, for two
+    steps in flight. A step may fill its array after the losses of the step before the last have been read.
+
+    started: when the first batch of the last step was sent (time.perf_counter).
+
+    Raises UserError if a step has more batches than the host has memory for.
+    """
+
+    def __init__(self, at_hand: Batch, losses, loader: DataLoader | EvalLoader, count: int = 1):
+        self.at_hand, self.losses_there, self.loader, self.count = at_hand, losses, loader, count
+        self.started = 0.0
+        self.ends = deque(maxlen=2)  # of the step's last two batches
+        needed, (free, _) = 2 * 4 * count * (at_hand.memory.size + losses.size), device.host_memory()
+        if count > 1 and needed > free:
+            raise UserError(
+                f"-d {self.step_tokens} makes {count} batches a step on each rank; their tokens and losses take "
+                f"{needed >> 20} MiB of the host's memory, and {free >> 20} MiB are free: lower -d"
+            )
+        self.batches = device.pinned((2, count, at_hand.memory.size), np.int32)
+        self.losses = device.pinned((2, count, *losses.shape), np.float32)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.count * ranks.size() * self.at_hand.B * self.at_hand.T
+
+    def tokens(self, step: int, i: int) -> np.ndarray:
+        """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
+        return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.at_hand.B, self.at_hand.T)
+
+    def send(self, step: int, i: int) -> None:
+        """Sends this rank's batch i of a step to the device. At most two batches are in flight, so that a step ends
+        soon after a request to stop."""
+        if i == 0:
+            self.started = time.perf_counter()
+            self.ends.clear()
+        if len(self.ends) == 2:
+            self.ends[0].wait()
+        for r in range(ranks.size()):
+            self.put(step, i) if r == ranks.rank() else self.loader.skip()
+
+    def put(self, step: int, i: int) -> None:
+        """Sends the loader's next batch to the device, as batch i of a step."""
+        batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
+        self.loader.next_batch(tokens[0], tokens[1])
+        tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, *tokens[0].shape))
+        batch[-RANDOM_WORDS:] = random_words(self.at_hand.dropout, step, i * ranks.size() + ranks.rank())
+        device.copy_in(self.at_hand.memory, batch)
+
+    def fetch_losses(self, step: int, i: int) -> None:
+        """Starts to copy the losses of batch i of a step to the host."""
+        device.copy_out(self.losses[step % 2, i], self.losses_there)
+        if self.count > 2:
+            self.ends.append(device.event())
+
+    def mean_loss(self, step: int) -> float:
+        """The mean over a step's batches on all ranks, once the device has finished it."""
+        of_ranks = ranks.all_gather([float(losses.mean(dtype=np.float64)) for losses in self.losses[step % 2]])
+        means = [of_rank[i] for i in range(self.count) for of_rank in of_ranks]  # in the order of the data
+        return sum(means) / len(means)
+
+    def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
+        """The losses (B,T) of the next batch, by itself."""
+        self.put(0, 0)
+        forward_loss()
+        self.fetch_losses(0, 0)
+        device.synchronize()
+        return self.losses[0, 0]
+
+    def each(self, num_batches: int, work: Callable[[], object], stopped: Callable[[], bool]) -> list | None:
+        """Calls work once for each of the loader's first num_batches batches, which the ranks share out among
+        themselves. Returns a list of what it returned; None if `stopped` before the end."""
+        self.loader.reset()
+        own = []
+        for i in range(num_batches):
+            if i % ranks.size() == 0 and stopped():
+                return None
+            if i % ranks.size() == ranks.rank():
+                own.append(work())
+            else:
+                self.loader.skip()
+        of_ranks = ranks.all_gather(own)
+        return [of_ranks[i % ranks.size()][i // ranks.size()] for i in range(num_batches)]
+
+
+def validate(
+    batches: Batches,
+    forward_loss: Callable[[], None],
+    num_batches: int,
+    text_bytes: np.ndarray | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[float, float | None] | None:
+    """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
+    (`bits_per_byte`). text_bytes (V,) says how many bytes of text each token stands for; without it the second is None.
+    Returns None in place of the pair if `stopped` before the end."""
+    def work() -> list:
+        loss = float(batches.run(forward_loss).mean(dtype=np.float64))
+        return [loss, 0 if text_bytes is None else int(text_bytes[batches.tokens(0, 0)[1]].sum())]
+
+    found = batches.each(num_batches, work, stopped)
+    if found is None:
+        return None
+    total, num_bytes = (sum(values) for values in zip(*found, strict=True))
+    loss, num_tokens = total / num_batches, num_batches * batches.at_hand.B * batches.at_hand.T
+    return loss, bits_per_byte(loss, num_tokens, num_bytes)
+
+
+def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
+    """Converts a mean loss over num_tokens targets, in nats a token, to bits per byte: the sum of the losses, in bits,
+    divided by num_bytes, the bytes of text that the targets stand for. None if they stand for no text.
+
+    It does not depend on how text is divided into tokens. So it compares models with different vocabularies, on the
+    same text. A token that ends a text stands for no byte. But its loss counts, because the model must also predict
+    that the text is over.
+    """
+    return loss * num_tokens / (log(2) * num_bytes) if num_bytes else None
+
+
+def evaluate(
+    batches: Batches, forward_loss: Callable[[], None], stopped: Callable[[], bool] = lambda: False
+) -> float | None:
+    """The share of multiple-choice questions whose right completion has the lowest mean loss. None if `stopped` before
+    the end."""
+    questions = batches.loader
+    correct = batches.each(
+        questions.num_batches, lambda: questions.count_correct(batches.run(forward_loss)), stopped
+    )
+    return None if correct is None else sum(correct) / questions.num_examples

@@ -1,0 +1,284 @@
+"""Token files, and the batches that we cut from them.
+
+A token file is llm.c's: int32[256] header, then the tokens. If the vocabulary has at most 65536 tokens, the header is
+(20240520, 1, number of tokens) and the tokens are uint16. If it has more, the header is (20240801, 7, number of tokens)
+and the tokens are uint32. Two kinds of file have no header: the first releases of llm.c wrote int32 tokens, and nanoGPT
+writes uint16. The numbers tell them apart: in int32 tokens almost all upper halves are near zero. A dataset is one file
+or several (shards).
+
+A shard is divided into consecutive windows of T tokens. A row of a batch is one window: T inputs, and as targets the
+tokens that follow each. A batch is B windows in order. So without shuffling a batch is B*T + 1 consecutive tokens, each
+batch starts B*T tokens after the one before, and no batch spans two shards. llm.c walks through the data in the same
+way. With a shuffle seed the order of shards, and of the windows in each, is drawn anew in every epoch.
+"""
+
+import hashlib
+import shlex
+from collections.abc import Iterable
+from glob import glob
+from pathlib import Path
+
+from device.errors import UserError
+from llmc.files.files import (
+    HEADER_BYTES,
+    TOKENS,
+    TOKENS_32,
+    contents,
+    file_size,
+    looks_like_text,
+    make_header,
+    read_header,
+    replacing,
+)
+
+import numpy as np
+
+REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
+CHECKED_AT_OPENING = 1 << 28  # bytes; larger files are checked for bad tokens when they are read
+LOOKED_AT = 1 << 16           # bytes at the beginning; they show whether a file without a header holds tokens
+UPPER_HALF = 1 << 4           # no int32 token reaches it, because no vocabulary has 2**20 tokens
+FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
+
+FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
+
+
+def find_token_files(pattern: str | Path, split: str) -> list[Path]:
+    """The token files that `pattern` stands for, in order.
+
+    A file or a glob stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or if there is no such file,
+    the shards `<prefix>_<split>_*.bin`. Or it is a folder with `<split>.bin` in it, as in nanoGPT. Raises UserError if
+    there is nothing.
+    """
+    if Path(pattern).is_file():
+        return [Path(pattern)]
+    if any(character in str(pattern) for character in "*?["):
+        files = sorted(glob(str(pattern)))
+        if not files:
+            raise UserError(f"{pattern}: no file matches; {REMEDY}")
+        return [Path(file) for file in files]
+    if str(pattern).endswith(".bin"):
+        raise UserError(f"{pattern}: no such file; {REMEDY}")
+    file = Path(f"{pattern}_{split}.bin")
+    shards = sorted(file.parent.glob(f"{file.stem}_*.bin"))
+    if file.is_file() or shards:
+        return [file] if file.is_file() else shards
+    if Path(pattern).is_dir():
+        return [_file_in_folder(Path(pattern), split)]
+    raise UserError(f"{file}: no such file; {REMEDY}")
+
+
+def _file_in_folder(folder: Path, split: str) -> Path:
+    """`<split>.bin`. Raises UserError if the folder has none; the message suggests what the user may have meant."""
+    file = folder / f"{split}.bin"
+    if file.is_file():
+        return file
+    prefixes = sorted({path.name.rpartition(f"_{split}")[0] for path in folder.glob(f"*_{split}*.bin")})
+    if prefixes:
+        raise UserError(f"{folder}: a folder; name a dataset in it, such as -i {folder / prefixes[0]}")
+    raise UserError(f"{folder}: a folder without {split}.bin; {_tokens_of_text(folder, Path('data', folder.name))}")
+
+
+def _tokens_of_text(text: Path, out: Path, flags: str = "") -> str:
+    """The command that makes tokens of a text."""
+    source, prefix = shlex.quote(str(text)), shlex.quote(str(out))
+    return f"to make tokens of text: python dev/data/text.py {source} -o {prefix}{flags}; then train with -i {prefix}"
+
+
+def open_tokens(path: str | Path) -> np.ndarray:
+    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or without a header int32 or uint16.
+
+    Raises UserError if the file is missing, empty, of another kind or version, or not as long as its header says.
+    """
+    size = file_size(path, REMEDY)
+    magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
+    if contents(magic) is None:
+        return np.memmap(path, dtype=_type_without_header(Path(path), size), mode="r")
+    header = read_header(path, magic if magic in FORMATS else TOKENS, REMEDY)
+    version, dtype = FORMATS[magic]
+    if header[1] != version:
+        raise UserError(f"{path}: token file version {header[1]}; version {version} is needed: {REMEDY}")
+    if header[2] < 1:
+        raise UserError(f"{path}: its header says that it holds {header[2]} tokens; {REMEDY}")
+    expected = HEADER_BYTES + dtype.itemsize * int(header[2])
+    if size != expected:
+        raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {REMEDY}")
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
+
+
+def _type_without_header(path: Path, size: int) -> np.dtype:
+    """The type of the tokens in a file without a header. Raises UserError if it holds something else."""
+    with open(path, "rb") as file:
+        head = file.read(LOOKED_AT)
+    packed = {b"\x1f\x8b": "a gzip file", b"PAR1": "a Parquet file"}
+    what = "text" if looks_like_text(head) else next((packed[start] for start in packed if head.startswith(start)), "")
+    if what:  # a .bin should hold tokens, but may be the error page of a server
+        remedy = REMEDY if path.suffix == ".bin" else _tokens_of_text(path, Path("data", path.name.partition(".")[0]))
+        raise UserError(f"{path}: {what}, where tokens should be; {remedy}")
+    meta = path.with_name("meta.pkl")
+    if meta.is_file():
+        out = Path("data", f"{path.absolute().parent.name}_bytes")
+        remedy = _tokens_of_text(path.with_name("input.txt"), out, " --tokenizer bytes")
+        raise UserError(
+            f"{path}: its tokens are nanoGPT's numbers for characters; {meta} lists the characters, but it is not "
+            f"opened, because a pickle can run a program; {remedy}"
+        )
+    upper = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # halves of int32, or every other uint16
+    dtype = np.dtype("<u2" if 2 * np.count_nonzero(upper >= UPPER_HALF) > upper.size else "<i4")
+    if size == 0 or size % dtype.itemsize:
+        raise UserError(
+            f"{path}: {size} bytes are neither tokens with a header nor raw tokens, int32 or uint16; {REMEDY}"
+        )
+    return dtype
+
+
+def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_size: int = 1 << 16) -> None:
+    """Writes tokens, each 0..vocab_size-1, as a token file with a header; `path` appears whole or not at all.
+
+    The vocabulary decides how a token is stored, not the tokens themselves, so that all shards of a dataset are alike.
+    Raises UserError for a token that is not in the vocabulary.
+    """
+    tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise UserError(f"{path}: tokens {tokens.min()}..{tokens.max()} are not all within 0..{vocab_size - 1}")
+    magic, version, dtype = token_format(vocab_size)
+    with replacing(path) as file:
+        file.write(make_header(magic, version, tokens.size).tobytes())
+        file.write(np.ascontiguousarray(tokens, dtype).data)  # without another copy
+
+
+def token_format(vocab_size: int) -> tuple[int, int, np.dtype]:
+    """How the tokens of a vocabulary are stored: magic number and version of the files, type of a token."""
+    magic = TOKENS if vocab_size <= 1 << 16 else TOKENS_32
+    return magic, *FORMATS[magic]
+
+
+def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """order: the positions of tokens (any shape), sorted by token; those of equal tokens stay in their order. count: at
+    the first place of a token in this order, how many positions hold the token; 0 elsewhere. int32 (tokens.size,)."""
+    flat = tokens.reshape(-1)
+    if flat.max() < 1 << 16:
+        flat = flat.astype(np.uint16)  # NumPy's stable sort of 16-bit values is a radix sort
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    in_order = flat[order]
+    first = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])
+    count = np.zeros(flat.size, np.int32)
+    count[first] = np.diff(np.r_[first, flat.size])
+    return order, count
+
+
+def fingerprint(shards: Iterable[np.ndarray]) -> str:
+    """16 hexadecimal digits that identify these tokens, computed from the shards' sizes and a few blocks of each."""
+    seen = hashlib.sha256()
+    for tokens in shards:
+        middle = max(0, tokens.size // 2 - FINGERPRINTED // 2)
+        seen.update(tokens.size.to_bytes(8, "little"))
+        for start in (0, middle, max(0, tokens.size - FINGERPRINTED)):
+            seen.update(tokens[start : start + FINGERPRINTED].astype("<u4").tobytes())
+    return seen.hexdigest()[:16]
+
+
+class DataLoader:
+    """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), without end.
+
+    shuffle_seed: None: batches come in the order of the data. A number (64 bits count): they are shuffled, and the
+    order depends on the seed and the epoch only.
+
+    files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches:
+    num_tokens // (B*T), which llm.c calls an epoch. (The walk itself starts again after the last whole batch of the
+    last shard, which may come a little sooner. So if num_tokens is a multiple of B*T, validation over all batches takes
+    the first one twice, as in llm.c.) fingerprint: of the data (`fingerprint`).
+
+    Raises UserError, with the name of the file, if one cannot be read, if all are shorter than a batch (B*T + 1
+    tokens), or if one has a token that is not below vocab_size. `next_batch` checks large files for such tokens, batch
+    by batch.
+    """
+
+    def __init__(
+        self, pattern: str | Path, split: str, B: int, T: int, vocab_size: int, shuffle_seed: int | None = None
+    ) -> None:
+        self.B, self.T, self.vocab_size, self.shuffle_seed = B, T, vocab_size, shuffle_seed
+        files = {file: open_tokens(file) for file in find_token_files(pattern, split)}
+        for file, tokens in files.items():
+            if tokens.nbytes <= CHECKED_AT_OPENING:
+                self._check_tokens(file, tokens)
+        longest = max(files, key=lambda file: files[file].size)
+        if files[longest].size < B * T + 1:
+            raise UserError(
+                f"{longest}: {files[longest].size} tokens are too few for one batch of B {B}, T {T}, "
+                f"which takes {B * T + 1}; lower -b or -t, or use more data"
+            )
+        self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)
+        self.num_tokens = sum(tokens.size for tokens in self.shards)
+        self.num_batches = self.num_tokens // (B * T)
+        self.fingerprint = fingerprint(self.shards)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the first batch of the first epoch."""
+        self._seek(epoch=0, place=0, batch=0)
+
+    def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
+        """Fills inputs and targets, int32 (B, T) each, with the next batch."""
+        T = self.T
+        file, tokens = self.files[self._shard], self.shards[self._shard]
+        windows = self._windows[self._batch * self.B : (self._batch + 1) * self.B]
+        for row, window in enumerate(windows):
+            row_tokens = tokens[window * T : window * T + T + 1]
+            self._check_tokens(file, row_tokens)
+            inputs[row] = row_tokens[:-1]
+            targets[row] = row_tokens[1:]
+        self.skip()
+
+    def skip(self) -> None:
+        """Passes over the next batch."""
+        if self._batch + 1 < self._batches_in(self._shard):
+            self._batch += 1
+        elif self._place + 1 < len(self.shards):
+            self._seek(self._epoch, self._place + 1, batch=0)
+        else:
+            self._seek(self._epoch + 1, place=0, batch=0)
+
+    def state(self) -> dict:
+        """The place of the next batch, and what identifies the data and the order to which it belongs, for JSON."""
+        return {"epoch": self._epoch, "place": self._place, "batch": self._batch} | self._identity()
+
+    def load_state(self, state: dict) -> None:
+        """Goes to the place that `state()` named. Raises UserError if the data, B, T or the seed are not the same as
+        then. States from the first versions have no fingerprint."""
+        for name, value in self._identity().items():
+            if name in state and state[name] != value:
+                raise UserError(
+                    f"cannot resume: {name} of the training data was {state.get(name)} and is now {value}; "
+                    "use the same data (-i), -b, -t and --seed as before"
+                )
+        self._seek(state["epoch"], state["place"], state["batch"])
+
+    def _identity(self) -> dict:
+        same = {"num_tokens": self.num_tokens, "B": self.B, "T": self.T, "shuffle_seed": self.shuffle_seed}
+        return same | {"fingerprint": self.fingerprint}
+
+    def _batches_in(self, shard: int) -> int:
+        return (self.shards[shard].size - 1) // (self.B * self.T)
+
+    def _seek(self, epoch: int, place: int, batch: int) -> None:
+        """Goes to a batch of the shard at `place` in an epoch. Draws the epoch's order of its windows."""
+        self._epoch, self._place, self._batch = epoch, place, batch
+        self._shard = int(self._order(len(self.shards), epoch, 0)[place])
+        num_windows = (self.shards[self._shard].size - 1) // self.T
+        self._windows = self._order(num_windows, epoch, 1 + self._shard)
+
+    def _order(self, n: int, epoch: int, stream: int) -> np.ndarray | range:
+        """0..n-1, shuffled if there is a seed. RandomState, because NumPy will never change its sequences."""
+        if self.shuffle_seed is None:
+            return range(n)
+        seed = [self.shuffle_seed & 0xFFFFFFFF, self.shuffle_seed >> 32 & 0xFFFFFFFF, epoch, stream]
+        return np.random.RandomState(seed).permutation(n)
+
+    def _check_tokens(self, file: Path, tokens: np.ndarray) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            token = low if low < 0 else high
+            raise UserError(
+                f"{file}: token {token} is outside the model's vocabulary of {self.vocab_size}; "
+                "use data and model (-e) that were made with the same tokenizer"
+            )

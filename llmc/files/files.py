@@ -1,0 +1,181 @@
+"""Files that begin with 256 integers, and files that are written whole or not at all.
+
+Every `.bin` of llm.c starts with a header of 256 little-endian 32-bit integers, the first of which says what follows.
+The number of a model's files stands in its script.
+"""
+
+import codecs
+import errno
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from device.errors import UserError
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER_BYTES = 256 * 4
+
+DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION = 20240327, 20240328, 20240520, 20240522
+TOKENS_32 = 20240801
+
+CONTENTS = {
+    DEBUG_STATE: "a debug state",
+    TOKENIZER: "a tokenizer",
+    TOKENS: "GPT-2 tokens",
+    EVALUATION: "a multiple-choice evaluation set",
+    TOKENS_32: "tokens of 32 bits",
+}
+
+CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # except white space and escape
+MOST_CONTROLS = 0.01  # of the bytes of a text; a file with more is binary
+MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+
+
+def make_header(*values: int) -> np.ndarray:
+    """A header, int32 (256,): the given values, then zeros."""
+    header = np.zeros(256, dtype="<i4")
+    header[: len(values)] = values
+    return header
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Opens an input file. Raises OSError also if it is not a regular file: perhaps nobody ever writes to a pipe, and a
+    pipe cannot be mapped or read twice."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
+def file_size(path: str | Path, remedy: str) -> int:
+    """The size of a file in bytes. Raises UserError if there is no readable, regular file."""
+    try:
+        with open_file(path) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
+
+
+def looks_like_text(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is text, in any encoding: it has a byte order mark, or it has no zero
+    bytes and almost no control characters."""
+    if any(head.startswith(mark) for mark, _ in MARKS):
+        return True
+    controls = len(head) - len(head.translate(None, CONTROLS))
+    return bool(head) and b"\0" not in head and controls <= MOST_CONTROLS * len(head)
+
+
+def first_word(path: str | Path) -> int | None:
+    """The first number of a file, which says what it is. None if there is no such file."""
+    try:
+        with open_file(path) as file:
+            return int.from_bytes(file.read(4), "little")
+    except OSError:
+        return None
+
+
+def contents(magic: int) -> str | None:
+    """The name of the kind of files that begin with this number. None if it is none of ours."""
+    name, _ = script_of(magic)
+    return CONTENTS.get(magic) or name and f"a {name} model"
+
+
+@cache
+def script_of(magic: int | None) -> tuple[str | None, str | None]:
+    """The name of the models whose files begin with this number, and the script that trains them. It is found in the
+    script's text, because scripts stand above this file, which must not import them."""
+    for path in sorted(ROOT.glob("train_*.py")):
+        text = path.read_text()
+        if name := re.search(r'^ +NAME, .*? = "(.*?)"', text, re.M):
+            if re.search(rf"\bMAGIC, .*\b{magic}\b", text):
+                return name[1], path.name
+    return None, None
+
+
+def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = HEADER_BYTES) -> np.ndarray:
+    """The header of a file of one kind, int32 (header_bytes / 4,).
+
+    Raises UserError, ending in `remedy`, where the file is missing, unreadable, shorter than a header, or of another
+    kind.
+    """
+    size = file_size(path, remedy)
+    header = np.fromfile(path, dtype="<i4", count=min(size, header_bytes) // 4)
+    if size >= HEADER_BYTES and header[0] != magic:
+        found, (_, other) = contents(int(header[0])) or f"magic number {header[0]}", script_of(int(header[0]))
+        if other and script_of(magic)[1]:
+            remedy = f"use {other} for it"
+        raise UserError(f"{path}: not {contents(magic)} (found {found}, expected magic number {magic}); {remedy}")
+    if size < header_bytes:
+        raise UserError(f"{path}: {size} bytes is too short for {contents(magic)}; {remedy}")
+    return header
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Opens a binary file beside `path` for writing and renames it to `path` once it is complete and on disk.
+
+    If the block fails, it leaves nothing behind, and the old file at `path` stays as it was. Raises UserError if the
+    system refuses to write.
+    """
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            with open(part, "w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({str(error.strerror or error).lower()})") from error
+
+
+def make_directory(directory: Path) -> list[Path]:
+    """Makes a directory if it is missing. Returns the directories that it made, the innermost first. Raises OSError if
+    it cannot."""
+    missing = []
+    for place in (directory, *directory.parents):
+        if place.is_dir():
+            break
+        if os.path.lexists(place):
+            raise NotADirectoryError(errno.ENOTDIR, "a link to nowhere" if not place.exists() else "not a directory")
+        missing.append(place)
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_directories(directories: list[Path]) -> None:
+    """Removes the directories that are empty, in their order."""
+    for directory in directories:
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def check_directory(directory: str | Path, contents: str, flag: str) -> None:
+    """Raises UserError if `contents` cannot be written to the `directory` that `flag` names, which need not exist. To
+    find out, it writes a file there. It leaves nothing behind."""
+    made = []
+    try:
+        made = make_directory(Path(directory))
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        reason = error.strerror.lower()
+        raise UserError(f"{directory}: {contents} cannot be written there ({reason}); choose another {flag}") from None
+    finally:
+        remove_directories(made)

@@ -1,0 +1,83 @@
+"""Locks: if two runs would write to the same place, the second one waits, and is then refused."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+import weakref
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from device.errors import UserError
+from llmc.files.files import make_directory, remove_directories
+from llmc.ranks import ranks
+
+PATIENCE = 30  # seconds; a job that is queued again may start while the old one is still ending
+TAKEN = (errno.EAGAIN, errno.EACCES)
+
+
+class Lock:
+    """This process's claim to a place to which one run at a time may write. It lasts until `release` is called, until
+    this object is gone, or until the process ends, in any way.
+
+    The lock is an flock on a file of its own, `path`. The other files of the place are replaced by renames, and a lock
+    on them would not survive this. The file names process and host, and `release` removes it. If a killed process has
+    left the file behind, it is not locked, and the next run takes it over.
+
+    place and flag: the name of the place in messages, and the flag that names it. make: make the directory of `path` if
+    it is missing; `release` removes it again if it is empty.
+
+    While another process has the lock, this one waits, at most PATIENCE seconds, and says so on stderr. Raises
+    UserError if the wait was in vain, or if the file cannot be written. On a file system without locks it says that
+    there is none, and goes on.
+    """
+
+    def __init__(self, path: Path, place: str | Path, flag: str, make: bool = False) -> None:
+        started, said, made = time.monotonic(), False, []
+        undo = partial(remove_directories, made)
+        try:
+            while True:
+                if make:
+                    made += make_directory(path.parent)  # again, if the other run has removed it
+                file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+                if _lock(file.fileno(), path, place):
+                    break
+                holder = os.pread(file.fileno(), 200, 0).decode(errors="replace").strip() or "another process"
+                file.close()
+                if time.monotonic() - started > PATIENCE:
+                    raise UserError(f"{place} is in use by {holder}: wait for it to end, or choose another {flag}")
+                if not said:
+                    said = True
+                    ranks.say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
+                time.sleep(0.2)
+            self.release = undo = weakref.finalize(self, _release, file, path, made)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            undo()
+            raise UserError(f"{place}: cannot be written ({error.strerror.lower()}); choose another {flag}") from None
+
+
+def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
+    """Whether this process now has the lock on an open file, and the file is still the one at `path`."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            return False
+        reason = error.strerror.lower()
+        ranks.say(f"{place}: cannot be locked ({reason}): make sure that no other run writes there")
+        return True
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:  # the run that had the lock has just removed the file
+        return False
+
+
+def _release(file, path: Path, made: list[Path]) -> None:
+    with suppress(OSError):
+        path.unlink()  # while it is locked, so that it is not the file of another run
+    file.close()
+    remove_directories(made)

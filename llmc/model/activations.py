@@ -1,0 +1,189 @@
+"""The activations of a model, as views that a pass takes: of a training step, and of a text.
+
+Who makes the views decides what is kept, for which layers, and where. In training each layer keeps its own activations
+for backward. When a model writes text, all layers share the memory of one, and only keys and values stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import device
+from device.errors import UserError
+from kernels.attention import Matrices, scratch_of_attention
+from kernels.cached_attention import Cached, scratch_of_cache
+from kernels.flash_attention import HEAD_SIZES, Flash
+from kernels.matmul import weight_is_transposed
+from kernels.reduce import MOST_PARTIALS, SQUARES
+from llmc.model.model import Model
+from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, shape_of, without
+from llmc.step.batch import Batch
+
+import numpy as np
+
+# The rows of attention, by its kind. They follow those of a model's own ACTIVATIONS, which have `atty` (L,B,T,Q), the
+# heads' outputs side by side. Q = NH HS, which is C if the heads divide the channels among them. A model that
+# recomputes qkv for backward has a row for it, too: (B,T,QKV).
+
+FLASH = (
+    ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
+    ("lse",         ("L", "B", "NH", "T"), "fp32"),  # log of the softmax's denominator
+)  # fmt: skip
+
+MATRICES = (
+    ("qkvr",        ("L", "QKV", "B", "T")),         # q (B, NH, T, HS), then k and v (B, NKV, T, HS)
+    ("att",         ("L", "B", "NH", "T", "T")),
+    ("qkv",         ("B", "T", "QKV")),              # q, k, v before they are permuted
+)  # fmt: skip
+
+CACHE = (
+    ("keys",        ("layers", "B", "NKV", "context", "HS")),
+    ("values",      ("layers", "B", "NKV", "context", "HS")),
+)  # fmt: skip
+
+# And behind a model's own rows, when it writes text.
+LAST_ROWS = (
+    ("qkv",         ("B", "T", "QKV")),
+    ("last",        ("B", "C")),                     # of each sequence, the row whose logits are needed
+)  # fmt: skip
+
+KINDS = {"softmax": MATRICES, "relu": MATRICES, "flash": FLASH}
+
+
+def choose_attention(kind: str, HS: int) -> str:
+    """The attention that -a `kind` means for a model with heads of HS channels. "auto" is flash attention if it has
+    kernels for such heads, and products are in TF32 or bf16 on a GPU; else softmax. Raises UserError for a kind that
+    cannot run."""
+    if kind == "flash" and HS not in HEAD_SIZES:
+        raise UserError(f"-a flash takes heads of 64 or 128 channels, this model's have {HS}: use -a softmax")
+    if kind == "flash" and device.kind == "cuda" and device.precision == "fp32":
+        raise UserError(
+            "-a flash computes in TF32 or bf16: it needs a GPU of compute capability 8.0 or later, and no --precision "
+            "fp32; use -a softmax"
+        )
+    if kind == "auto":
+        return "flash" if HS in HEAD_SIZES and device.kind == "cuda" and device.precision != "fp32" else "softmax"
+    return kind
+
+
+class Activations:
+    """The memory of a model that trains on batches of up to (B, T).
+
+    memory, grads_memory   activations, and their gradients: bytes
+    logit_rows             the number of positions whose logits exist at a time (`--logit-rows`)
+    """
+
+    def __init__(self, model: Model, B: int, T: int, attention: str, logit_rows: int = 0):
+        self.model, self.B, self.T, self.attention = model, B, T, attention
+        self.logit_rows = min(logit_rows or B * T, B * T)
+        sizes = training_bytes(type(model), model.config, B, T, attention, logit_rows)
+        self.memory, self.grads_memory = (device.empty((size,), np.uint8) for size in sizes)
+        device.reserve(training_scratch(model.config, B, T, attention))
+
+    def views(self, b: int | None = None, t: int | None = None) -> SimpleNamespace:
+        """The tensors for a batch of (b, t), at most (B, T), as a pass takes them: by the names of the tables, as
+        `group_activations` groups them, and in each layer `attention`, what its attention keeps."""
+        model, config, relu = self.model, self.model.config, self.attention == "relu"
+        activations, gradients = training_tables(type(model), self.attention)
+        sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows)
+        acts = named(self.memory, activations, config, sizes)
+        for a in acts.layer:
+            a.attention = Flash(a.lse) if self.attention == "flash" else Matrices(a.qkvr, a.att, relu)
+            a.qkv = getattr(a, "qkv", acts.qkv)
+        of_gradients = vars(named(self.grads_memory, gradients, config, sizes))
+        vars(acts).update((name, view) for name, view in of_gradients.items() if name != "layer")
+        model.group_activations(acts, config)
+        return acts
+
+
+class Cache:
+    """Room for B texts of up to `context` tokens: keys and values of all their positions, and what one forward pass
+    makes. attention: "relu", or anything else for softmax. memory: bytes on the device, if they have been allocated.
+
+    The tokens of the next pass begin at positions (B,) of each text, int32 on the device. last (B,), int32, says of
+    which rows of a prompt's (B T,) we need the logits. token: the views for a single token of each text.
+    """
+
+    def __init__(self, model: Model, B: int, context: int, attention: str, memory=None):
+        self.model, self.B, self.context, self.attention = model, B, context, attention
+        size = text_bytes(type(model), model.config, B, context)
+        self.memory = device.empty((size,), np.uint8) if memory is None else memory
+        self.positions, self.last = device.zeros((B,), np.int32), device.zeros((B,), np.int32)
+        device.reserve(text_scratch(model.config, B, context))
+        self.token = self.views(1)
+
+    def views(self, T: int) -> tuple[SimpleNamespace, Batch]:
+        """Activations and batch of a pass over the next T tokens of each text."""
+        model, config = self.model, self.model.config
+        acts = named(self.memory, text_table(type(model)), config, text_sizes(config, self.B, T, self.context))
+        acts.layer = [copy.copy(acts.layer[0]) for _ in range(config.num_layers)]
+        for a, keys, values in zip(acts.layer, acts.keys, acts.values, strict=True):
+            a.attention, a.qkv = Cached(keys, values, self.positions, self.attention == "relu"), acts.qkv
+        model.group_activations(acts, config)
+        return acts, Batch(self.B, T, positions=self.positions)
+
+
+def named(memory, table: Table, config: Config, sizes: dict[str, int]) -> SimpleNamespace:
+    return name_tensors(memory, table, sizes, ALIGNMENT, config.absent, device.floatX)
+
+
+def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
+    """The numbers for the tables' symbols that depend on the batch. R: the rows of the logits."""
+    return config.sizes() | {"B": B, "T": T, "R": min(B * T, logit_rows or B * T)}
+
+
+def text_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
+    """The same for a pass over the next T tokens of each of B texts, with room for one layer."""
+    return batch_sizes(config, B, T, B) | {"L": 1, "R": B, "layers": config.num_layers, "context": context}
+
+
+def training_tables(kind: type[Model], attention: str) -> tuple[Table, Table]:
+    """The tables of activations and of their gradients. A row that the model has, too, is the model's."""
+    own = frozenset(name for name, *_ in kind.ACTIVATIONS)
+    return kind.ACTIVATIONS + without(KINDS[attention], own), kind.GRADIENTS
+
+
+def text_table(kind: type[Model]) -> Table:
+    """The table of a model that writes text: the cache keeps its place for a batch of any T."""
+    own = frozenset(name for name, *_ in kind.ACTIVATIONS)
+    return CACHE + kind.ACTIVATIONS + without(LAST_ROWS, own)
+
+
+def training_bytes(
+    kind: type[Model], config: Config, B: int, T: int, attention: str, logit_rows: int = 0
+) -> tuple[int, int]:
+    """The bytes of activations, in whose memory a text can be written too, and of their gradients."""
+    sizes = batch_sizes(config, B, T, logit_rows)
+    activations, gradients = (table_bytes(table, config, sizes) for table in training_tables(kind, attention))
+    return max(activations, text_bytes(kind, config, 1, T)), gradients
+
+
+def table_bytes(table: Table, config: Config, sizes: dict[str, int]) -> int:
+    return layout(table, sizes, ALIGNMENT, config.absent, device.floatX)[1]
+
+
+def text_bytes(kind: type[Model], config: Config, B: int, context: int) -> int:
+    """The bytes of a Cache: the larger of what a pass over a whole prompt needs, and one over a single token."""
+    return max(table_bytes(text_table(kind), config, text_sizes(config, B, T, context)) for T in (context, 1))
+
+
+def training_scratch(config: Config, B: int, T: int, attention: str) -> dict[str, int]:
+    """The scratch that launchers take for themselves in a training step (device.scratch): purpose, bytes."""
+    sizes, X = config.sizes(), device.floatX.itemsize
+    shapes = [shape_of(symbols, sizes) for _, symbols in config.parameters() if symbols[0] == "L"]
+    matrices = [shape[1:] for shape in shapes if len(shape) == 3]
+    transposed = [OC * C for OC, C in matrices if weight_is_transposed(B * T, C, OC)]
+    # A norm's kernel sums up to six columns of C, qk_norm's two of HS, and a bias' gradient one as long as the bias.
+    widest = max(6 * config.channels, 2 * config.head_size, *(shape[1] for shape in shapes if len(shape) == 2))
+    found = {
+        "partials": 4 * max(MOST_PARTIALS * widest, SQUARES),
+        "input_T": X * B * T * max(config.channels, sizes["Q"]) if device.floatX != device.BF16 else 0,
+        "weight_T": X * max(transposed, default=0),
+    }
+    return found | scratch_of_attention(attention, B, T, config.num_heads, config.kv_heads, config.head_size)
+
+
+def text_scratch(config: Config, B: int, context: int) -> dict[str, int]:
+    """The same for a Cache."""
+    return scratch_of_cache(B, context, config.num_heads, config.kv_heads, config.head_size)

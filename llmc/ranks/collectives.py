@@ -1,0 +1,295 @@
+"""What all ranks do together with device arrays: sums, broadcasts, exchanges. NCCL does it for GPUs, and gloo, through
+PyTorch, for the CPU device.
+
+On CUDA all of it goes to streams of its own, beside those that compute (`device.communicate`).
+`device.join_communication` waits for it. A step that is recorded as a graph records it, too. Every rank must ask for
+the same things in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import device
+from device.errors import UserError, first_line
+from llmc.ranks import ranks
+
+import numpy as np
+
+# Fixed, because NCCL otherwise chooses an algorithm by what it measures, and a sum's bits depend on the algorithm.
+REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+UINT8, FLOAT32, SUM = 1, 7, 0  # NCCL's numbers for them
+
+PIECE = 1 << 24  # floats of AdamW's m or v that ranks exchange at a time, for a checkpoint
+
+Pieces = list[tuple[object, int]]  # device arrays, each with a rank
+
+
+class Nccl:
+    """NCCL through CuPy."""
+
+    def __init__(self):
+        for name, value in REPEATABLE.items():
+            os.environ.setdefault(name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy's warning has many lines if NCCL is missing
+            from cupy.cuda import nccl  # here, because one GPU needs no NCCL
+        if not nccl.available:
+            raise UserError("several GPUs need NCCL, which is missing: pip install nvidia-nccl-cu13 (or -cu12)")
+        self.nccl = nccl
+        unique_id = ranks.of_rank_0(lambda: list(nccl.get_unique_id()))
+        self.communicator = nccl.NcclCommunicator(ranks.size(), bytes(unique_id), ranks.rank())
+
+    def group(self, calls: list[tuple]) -> None:
+        """Makes several calls as one. Each is a function of NCCL, and its arguments in front of the stream."""
+
+        def work(stream: int) -> None:
+            self.nccl.groupStart()
+            for function, *arguments in calls:
+                function(*arguments, stream)
+            self.nccl.groupEnd()
+
+        device.communicate(work)
+
+    def all_reduce(self, arrays: list) -> None:
+        all_reduce = self.communicator.allReduce
+        self.group([(all_reduce, x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM) for x in arrays])
+
+    def reduce(self, pieces: Pieces) -> None:
+        reduce = self.communicator.reduce
+        self.group([(reduce, x.data.ptr, x.data.ptr, x.size, FLOAT32, SUM, root) for x, root in pieces])
+
+    def broadcast(self, pieces: Pieces) -> None:
+        self.group([(self.communicator.bcast, x.data.ptr, x.nbytes, UINT8, root) for x, root in pieces])
+
+    def exchange(self, sent: Pieces, received: Pieces) -> None:
+        sends = [(self.communicator.send, x.data.ptr, x.size, FLOAT32, peer) for x, peer in sent]
+        receives = [(self.communicator.recv, x.data.ptr, x.size, FLOAT32, peer) for x, peer in received]
+        self.group(sends + receives)
+
+
+class Gloo:
+    """gloo through PyTorch, which only this needs. All is done when a call returns."""
+
+    def __init__(self):
+        try:
+            import torch
+            import torch.distributed
+        except ImportError as error:
+            raise UserError(
+                f"several processes on the CPU need PyTorch's gloo ({first_line(error)}): pip install torch"
+            ) from None
+        self.torch, self.distributed = torch, torch.distributed
+        host, own = ranks.hosts()[0], None
+        if len(set(ranks.hosts())) == 1:
+            host = "127.0.0.1"
+        if ranks.rank() == 0:
+            own = torch.distributed.TCPStore(host, 0, ranks.size(), is_master=True, wait_for_workers=False)
+        port = ranks.of_rank_0(lambda: own.port)
+        store = own or torch.distributed.TCPStore(host, port, ranks.size(), is_master=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank(), world_size=ranks.size())
+
+    def tensor(self, x: np.ndarray):
+        return self.torch.from_numpy(x)
+
+    def as_one(self, arrays: list[np.ndarray], work: Callable) -> None:
+        """Does work on one tensor that holds all arrays, because each call costs more time than a few small arrays."""
+        flat = np.concatenate([x.reshape(-1) for x in arrays])
+        work(self.tensor(flat))
+        for x, values in zip(arrays, np.split(flat, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
+            x.reshape(-1)[:] = values
+
+    # The order of gloo's own sums depends on how it cuts an array into parts. Ours is the order of the ranks, so that a
+    # sum has the same bits whatever else is in the array.
+
+    def all_reduce(self, arrays: list) -> None:
+        def work(flat) -> None:
+            parts = [self.torch.empty_like(flat) for _ in range(ranks.size())]
+            self.distributed.all_gather(parts, flat)
+            flat.copy_(sum(parts[1:], start=parts[0]))
+
+        self.as_one(arrays, work)
+
+    def reduce(self, pieces: Pieces) -> None:
+        for root in range(ranks.size()):
+            arrays = [x for x, r in pieces if r == root]
+
+            def work(flat, root=root) -> None:
+                own = ranks.rank() == root
+                parts = [self.torch.empty_like(flat) for _ in range(ranks.size())] if own else None
+                self.distributed.gather(flat, parts, dst=root)
+                if own:
+                    flat.copy_(sum(parts[1:], start=parts[0]))
+
+            if arrays:
+                self.as_one(arrays, work)
+
+    def broadcast(self, pieces: Pieces) -> None:
+        for x, root in pieces:
+            self.distributed.broadcast(self.tensor(x.view(np.uint8)), root)
+
+    def exchange(self, sent: Pieces, received: Pieces) -> None:
+        works = [self.distributed.isend(self.tensor(x), peer) for x, peer in sent]
+        works += [self.distributed.irecv(self.tensor(x), peer) for x, peer in received]
+        for work in works:
+            work.wait()
+
+
+_collectives: Nccl | Gloo | None = None
+_peers_reached = False
+
+
+def start() -> None:
+    """Connects the ranks' devices. Raises UserError if they are not of one kind, if two ranks have the same GPU, or if
+    the library that connects them is missing."""
+    global _collectives, _peers_reached
+    _collectives, _peers_reached = None, False
+    if ranks.size() > 1:
+        check_devices()
+        _collectives = Nccl() if device.kind == "cuda" else Gloo()
+        _peers_reached = device.kind == "cuda" and reach_one_another()
+
+
+def reach_one_another() -> bool:
+    """Whether all ranks are GPUs of one machine with peer access. Ranks try this, unless NCCL_P2P_DISABLE forbids it: a
+    container may prevent peer access, the GPUs of a machine may not be connected, and CUDA may lack the operations by
+    which ranks wait for one another. So each rank writes a word into the memory of every rank, as it does to signal,
+    and checks whether all words have come."""
+    allowed = len(set(ranks.hosts())) == 1 and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
+    words, handles, rank = device.zeros((ranks.size(),), np.uint32), [None], ranks.rank()
+    device.synchronize()  # the words are 0 before another rank writes
+    if all(ranks.all_gather(allowed)):
+        with suppress(Exception):
+            handles = [device.memory_handle(words)]
+        handles = [handle for of_rank in ranks.all_gather(handles) for handle in of_rank]
+    if None not in handles:
+        with suppress(Exception):
+            of_ranks = [words if r == rank else device.open_memory(handle, words) for r, handle in enumerate(handles)]
+            written = [("write", of_rank[rank : rank + 1], 1) for of_rank in of_ranks]
+            device.memory_operations([*written, ("wait", words[rank : rank + 1], 1)])
+            device.synchronize()
+    ranks.all_gather(None)  # all have written by now
+    return all(ranks.all_gather(bool(device.to_host(words).all())))
+
+
+def peer_access() -> bool:
+    """Whether `map_memory` can be used."""
+    return _peers_reached
+
+
+def way() -> str:
+    """How ranks exchange gradients and parameters, in a word or two."""
+    if _peers_reached:
+        return "copies from GPU to GPU"
+    return "NCCL" if isinstance(_collectives, Nccl) else "gloo"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """An array that every rank has. arrays: one for each rank; this rank's device loads and stores in all of them.
+    addresses: of these, uint64 (ranks,), on the device."""
+
+    arrays: list
+    addresses: object
+
+
+def map_memory(**arrays) -> SimpleNamespace:
+    """These arrays of all ranks, which have peer access: each is a Mapped under its name. None stands for an array that
+    no rank has. All ranks must call it alike. Raises UserError if CUDA does not let another rank access one of them."""
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    device.synchronize()  # so other ranks see what this one has put into the arrays
+    mapped = {}
+    try:
+        handles = ranks.all_gather([device.memory_handle(array) for array in arrays.values()])
+        for i, (name, own) in enumerate(arrays.items()):
+            mapped[name] = [
+                own if r == ranks.rank() else device.open_memory(handles[r][i], own) for r in range(ranks.size())
+            ]
+    except Exception as error:  # of CuPy, or of the driver
+        raise UserError(
+            f"GPUs cannot share their memory ({first_line(error)}): set NCCL_P2P_DISABLE=1 for all ranks, and NCCL "
+            "finds another way"
+        ) from None
+    for name, found in mapped.items():
+        mapped[name] = Mapped(found, device.asarray(np.array([device.address(x) for x in found], np.uint64)))
+    return SimpleNamespace(**mapped)
+
+
+def check_devices() -> None:
+    """Raises UserError unless each rank has a device of its own, and all are of one kind."""
+    if device.why_not_cuda:
+        raise UserError(f"CUDA does not work here ({device.why_not_cuda}); --device cpu trains on the CPU")
+    ranks.check_same("the device", device.kind, "choose one for all with --device")
+    gpus = ranks.all_gather([ranks.hosts()[ranks.rank()], device.identity])
+    first = {}
+    for r, (host, gpu) in enumerate(gpus):
+        if gpu and first.setdefault((host, gpu), r) != r:
+            raise UserError(
+                f"rank {r} on {host} has the same GPU as rank {first[host, gpu]}: there are more ranks than GPUs; "
+                "start fewer (--gpus)"
+            )
+
+
+def all_reduce(arrays: list) -> None:
+    """Starts setting each array, contiguous and fp32, to the sum of all ranks' arrays. It begins after the work that
+    the device has been given. As with all functions here, later work must wait for it with
+    `device.join_communication`."""
+    if _collectives and arrays:
+        _collectives.all_reduce(arrays)
+
+
+def reduce(pieces: Pieces) -> None:
+    """The same for arrays that only one rank each needs. On the other ranks they are then undefined."""
+    if _collectives and pieces:
+        _collectives.reduce(pieces)
+
+
+def broadcast(pieces: Pieces) -> None:
+    """Starts copying each array, contiguous and of any type, from one rank to all others."""
+    if _collectives and pieces:
+        _collectives.broadcast(pieces)
+
+
+def exchange(sent: Pieces, received: Pieces) -> None:
+    """Starts to send each of some arrays to a rank, and to receive each of others from a rank. What one rank sends to
+    another, the other must receive: as many arrays, of the same sizes, in the same order."""
+    if _collectives and sent + received:
+        _collectives.exchange(sent, received)
+
+
+def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The pieces of a flat array, one after another on the host. Each rank has its shard of the array; shards are the
+    ranges. All ranks must ask for all pieces."""
+    staged = device.empty((min(PIECE, shards[0][1]),))
+    for r, (start, end) in enumerate(shards):
+        for at in range(0, end - start, PIECE):
+            length = min(PIECE, end - start - at)
+            piece = shard[at : at + length] if r == ranks.rank() else staged[:length]
+            broadcast([(piece, r)])
+            device.join_communication()
+            yield device.to_host(piece)
+
+
+def scatter(own, start: int, n: int, values: np.ndarray | None) -> None:
+    """Sets own, the part of a flat array (n,) from `start` on, to the same part of values (n,). These are on the host
+    of rank 0 only."""
+    if ranks.size() == 1:
+        device.copy_in(own, values[start : start + own.size])
+        device.synchronize()
+        return
+    staged = device.empty((min(PIECE, n),))
+    for at in range(0, n, PIECE):
+        piece = staged[: min(PIECE, n - at)]
+        if values is not None:
+            device.copy_in(piece, values[at : at + piece.size])
+        broadcast([(piece, 0)])
+        device.join_communication()
+        begin, end = max(at, start), min(at + piece.size, start + own.size)
+        if begin < end:
+            device.copy(own[begin - start : end - start], piece[begin - at : end - at])
+        device.synchronize()

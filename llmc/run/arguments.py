@@ -1,0 +1,210 @@
+"""The trainers' command line: llm.c's one-letter flags with their meanings and defaults, each with a long name, and a
+few of our own."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from device.errors import UserError
+from llmc.model.tensors import Config
+from llmc.ranks import ranks
+from llmc.run.schedule import SCHEDULES
+
+# The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
+
+LARGEST = 2**63 - 1  # of counts: NumPy, files and operating systems count no further
+LARGEST_FP32 = 3.4e38
+
+
+def whole_number(text: str) -> int:
+    """Any whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
+
+
+def number(text: str) -> float:
+    """Any number, also inf and nan."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+
+
+def limited(kind: Callable[[str], float], *limits: tuple[Callable[[float], bool], str]) -> Callable[[str], float]:
+    """A type of flag: a number of this kind that passes each of the limits. A limit is a test, and what it asks for."""
+
+    def check(text: str) -> float:
+        value = kind(text)
+        for keeps, must in limits:
+            if not keeps(value):
+                raise argparse.ArgumentTypeError(f"{text} must {must}")
+        return value
+
+    return check
+
+
+NOT_NEGATIVE = (lambda n: n >= 0), "be 0 or more"
+COUNTABLE = (lambda n: n <= LARGEST), f"be at most {LARGEST}"
+seed = limited(whole_number, NOT_NEGATIVE)  # as large as one likes
+natural = limited(whole_number, NOT_NEGATIVE, COUNTABLE)
+positive = limited(whole_number, ((lambda n: n >= 1), "be at least 1"), COUNTABLE)
+non_negative = limited(
+    number, ((lambda x: 0 <= x < math.inf), "be a finite number, 0 or more"),
+    ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
+)  # fmt: skip
+fraction = limited(number, ((lambda x: 0 <= x <= 1), "lie between 0 and 1"))
+rate = limited(number, ((lambda x: 0 <= x < 1), "be 0 or more, and below 1"))
+
+
+def on_off(text: str) -> bool:
+    """0 or 1."""
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or 1")
+    return text == "1"
+
+
+def llmc_precision(text: str) -> str:
+    """llm.c's 0 or 1, as a value of --precision."""
+    return "tf32" if on_off(text) else "fp32"
+
+
+def a_name(text: str) -> str:
+    """The name of a file, a directory or a model, which may not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty: name something, or leave the flag out")
+    return text
+
+
+def a_path(text: str) -> Path:
+    """The same as a path: Path("") would be the current directory."""
+    return Path(a_name(text))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses a wrong flag in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, instead of argparse's many."""
+        ranks.fail(f"{message}; --help lists the flags", 2)
+        self.exit(2, f"error: {message}; --help lists the flags\n")
+
+
+ATTENTIONS = ("auto", "flash", "softmax", "relu")
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+def add_device_arguments(parser, precision: str = "tf32") -> None:
+    """The flags that say how a model computes, for every program that runs one. precision: the default."""
+    add = parser.add_argument
+    add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
+    add("--precision", choices=PRECISIONS, default=precision,
+        help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations (%(default)s)")
+    add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
+        help="llm.c's flag: 0 is fp32, 1 is tf32")  # fmt: skip
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
+
+
+def make_parser(config: type[Config], script: str = "", precision: str = "tf32") -> argparse.ArgumentParser:
+    """The flags of the program that trains models of these sizes, in groups. The program is the model's own script, or
+    another one with another default precision."""
+    script = script or config.SCRIPT
+    preset, description = next(iter(config.PRESETS.items()))
+    names = ", ".join(config.PRESETS)
+    recipe = "-b 4 -t 1024 -d 65536 -x 2000 -k cosine -u 100 --grad-clip 1"
+    parser = Parser(
+        description=f"Train {config.NAME} (llm.c's trainer in Python).",
+        epilog=f"""examples:
+  python {script} -i data/tiny_shakespeare -b 4 -t 1024
+  python {script} -e {preset} -i data/python_docs {recipe}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def group(title: str, *rows: tuple) -> None:
+        section = parser.add_argument_group(title)
+        for flags, kind, default, metavar, text in rows:
+            names = flags.split()
+            destination = names[-1].lstrip("-").replace("-", "_") if names[-1].startswith("--") else None
+            options = {"dest": destination, "default": default, "help": text}
+            if isinstance(kind, tuple):
+                options["choices"] = kind
+            else:
+                options |= {"type": kind, "metavar": metavar}
+            if kind is on_off:
+                options |= {"nargs": "?", "const": True}  # the flag alone means yes
+            section.add_argument(*names, **options)
+
+    group(
+        "data and model",
+        ("-i --data", a_name, "data/tiny_shakespeare", "PREFIX", "prefix, file or glob of token files (%(default)s)"),
+        ("-j --val-data", a_name, None, "PREFIX", "the same for validation (the prefix of -i)"),
+        ("-e --model", a_name, config.DEFAULT_MODEL, "MODEL", f"a .bin, or random weights: {names}, or {description}"),
+        ("-o --log", a_name, None, "FILE", "log file"),
+    )
+    group(
+        "batches",
+        ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
+        ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
+        ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
+        ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
+        ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
+        ("--seed", seed, None, "N", "seed of initial weights, sampling and dropout; also shuffles the data"),
+    )
+    group(
+        "optimisation",
+        ("-l --learning-rate", non_negative, 3e-4, "RATE", "learning rate (3e-4)"),
+        ("-k --schedule", SCHEDULES, "constant", None, "learning rate schedule (%(default)s)"),
+        ("-u --warmup", natural, 0, "N", "warm-up steps (0)"),
+        ("-q --final-fraction", fraction, 0.0, "F", "learning rate at the end, as a fraction of -l (0)"),
+        ("-c --weight-decay", non_negative, 0.0, "W", "weight decay, of weight matrices alone (0)"),
+        ("--grad-clip", non_negative, 0.0, "NORM", "largest norm of the gradients; 0: not clipped (0)"),
+        ("--dropout", rate, 0.0, "P", "share of the activations dropped in training, of Pythia alone (0)"),
+        ("--skip-nonfinite", on_off, False, "0|1", "skip steps whose loss or gradients are not finite"),
+    )
+    group(
+        "several GPUs",
+        ("--gpus", positive, None, "N", "processes to start on this machine, one a GPU (1; see doc/gpus.md)"),
+        ("-z --zero-stage", on_off, True, "0|1", "shard AdamW's moments over the GPUs: ZeRO stage 1 (1)"),
+        ("--bitwise", on_off, False, "0|1", "the same bits on any number of GPUs, at the price of time and memory (0)"),
+    )
+    group(
+        "watching",
+        ("-v --val-every", positive, 20, "N", "steps between validations (%(default)s)"),
+        ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
+        ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
+        ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
+        ("--tensorboard", a_name, None, "DIR", "write losses, rate, norm, speed and samples for TensorBoard"),
+        ("--hellaswag", a_name, None, "FILE", "score this HellaSwag file at each validation"),
+    )
+    group(
+        "checkpoints",
+        ("-n --checkpoint-every", natural, 0, "N", "steps between checkpoints; 0: only at the end (0)"),
+        ("--checkpoint-dir", a_name, None, "DIR", "where checkpoints go; none are written without it"),
+        ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
+        ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
+        ("--best", on_off, False, "0|1", "keep the checkpoint of the lowest validation loss, too, as DIR/best (0)"),
+    )
+    add_device_arguments(parser.add_argument_group("how it computes"), precision)
+    return parser
+
+
+def parse_arguments(
+    config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
+) -> argparse.Namespace:
+    """The flags of the program that trains models of these sizes (`make_parser`). `given` has the names of those that
+    the user gave. Opens nothing and changes nothing. Exits with code 2 for a wrong flag. Raises UserError for a wrong
+    description of a model, and for a flag about checkpoints without a place for them. (settings.py checks what depends
+    on more than the flags.)"""
+    parser = make_parser(config, script, precision)
+    args = parser.parse_args(arguments)
+    unset = object()
+    given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
+    args.given = frozenset(name for name, value in vars(given).items() if value is not unset)
+    config.described(args.model)  # refuses a wrong description before anything takes time
+    if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
+        raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
+    return args

@@ -1,0 +1,118 @@
+"""How a program of this repository ends: if something is wrong, with one line, never with a traceback."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TextIO
+
+from device.errors import UserError, first_line
+from llmc.ranks import ranks
+
+last_checkpoint = None  # of this program's run; llmc/run/saver.py sets it
+
+
+class Stdout:
+    """A stream to print to, and the error that it last met, if any."""
+
+    def __init__(self, stream: TextIO):
+        self.stream, self.failure = stream, None
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.attempt(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self.attempt(self.stream.flush)
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def drop(self) -> None:
+        """If the stream cannot be written, drops the rest of its buffer. Else Python would fail on it at its end."""
+        try:
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def run_program(
+    main: Callable[[], None],
+    out_of_memory: str = "lower -b or -t",
+    interrupted: str = "interrupted",
+    interrupted_code: int = 130,
+) -> None:
+    """Runs `main`, and turns what the user must mend into one line on stderr and exit status 1.
+
+    out_of_memory: the remedy to name. interrupted, interrupted_code: what to print after Ctrl-C, and the exit status.
+    It is no error if the reader of the output leaves (`| head`). A full disk under the output is one. If a GPU fails,
+    one line says so, too, and names the last checkpoint.
+    """
+    if sys.stdout is None:  # the caller has closed it
+        sys.stdout = open(os.devnull, "w")
+    sys.stdout.reconfigure(errors="replace")  # the terminal may lack characters of a text
+    sys.stdout = stdout = Stdout(sys.stdout)
+    try:
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                raise
+            if stdout.failure:
+                raise stdout.failure from None  # argparse ignores it when it prints the help
+        stdout.flush()  # now, while we can still report a failure
+    except UserError as error:
+        fail(str(error))
+    except MemoryError as error:
+        fail(f"out of memory ({first_line(error)}): {out_of_memory}{resume_advice()}")
+    except KeyboardInterrupt:
+        ranks.fail(interrupted, interrupted_code)
+        print(interrupted, file=sys.stderr)
+        sys.exit(interrupted_code)
+    except BrokenPipeError:
+        ranks.fail("", 0)
+    except Exception as error:
+        if error is stdout.failure:
+            fail(f"cannot print ({(error.strerror or str(error)).lower()})")
+        ranks.give_way()
+        if not type(error).__module__.startswith(("cupy.", "cupy_backends.")):
+            if ranks.size() > 1:
+                traceback.print_exc()
+                ranks.fail(f"a fault of this program ({type(error).__name__})")
+            raise
+        if type(error).__name__ in ("CompileException", "NVRTCError"):
+            remedy = "CuPy and its CUDA do not fit together; reinstall cupy-cuda12x[ctk] or cupy-cuda13x[ctk]"
+        else:
+            remedy = "dmesg may name an Xid; nvidia-smi says whether the GPU still answers"
+        fail(f"the GPU failed ({first_line(error)}): {remedy}{resume_advice()}")
+    finally:
+        stdout.drop()
+        sys.stdout = stdout.stream
+
+
+def run_trainer(main: Callable[[], None]) -> None:
+    """run_program for a trainer. If several ranks have been started, they meet first, so that one of them speaks for
+    all. Once the run has begun, it handles Ctrl-C itself."""
+
+    def meet_and_train() -> None:
+        ranks.meet()
+        main()
+
+    run_program(meet_and_train, interrupted="interrupted before the first step")
+
+
+def fail(text: str) -> NoReturn:
+    """Ends this program with one line, and all ranks if there are several."""
+    ranks.fail(text)
+    sys.exit(f"error: {text}")
+
+
+def resume_advice() -> str:
+    return f"; the run goes on from {last_checkpoint} with -y 1" if last_checkpoint else ""

@@ -1,0 +1,179 @@
+"""What a run prints for its user, and how the user stops it."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import device
+from device.errors import UserError
+from llmc.ranks import ranks
+from llmc.run.program import Stdout
+
+# Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
+TF32_PEAKS = (
+    ("B200", 1125.0), ("H200 NVL", 417.5), ("H200", 494.5), ("GH200", 494.5), ("H100 PCIe", 378.0),
+    ("H100 NVL", 417.5), ("H100", 494.5), ("A100", 156.0), ("L40S", 183.0), ("L40", 90.5), ("L4", 60.0), ("A40", 74.8),
+    ("A10", 62.5), ("RTX 4090", 82.6), ("RTX 3090", 35.6),
+)  # fmt: skip
+
+
+def tensor_core_peak() -> float | None:
+    """The GPU's ceiling in FLOP/s for products in TF32, or in bf16, where it is twice as high. None if it is not known,
+    or if products are in fp32."""
+    factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12}[device.precision]
+    if factor is None:
+        return None
+    return next((factor * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name)), None)
+
+
+def percent_of_peak(flops: float, ms: float) -> float | None:
+    """The share of the GPU's ceiling that so many operations in so many milliseconds reach. None as
+    `tensor_core_peak`."""
+    peak = tensor_core_peak()
+    return 100 * flops / (ms / 1000) / peak if peak else None
+
+
+def print_table(sections: list[list[tuple[str, object]]]) -> None:
+    """llm.c's start-up table: sections of (parameter, value)."""
+    rule = "+-----------------------+----------------------------------------------------+"
+    row = "| {:<21} | {:<50} |"
+    print(rule)
+    print(row.format("Parameter", "Value"))
+    print(rule)
+    for section in sections:
+        for parameter, value in section:
+            print(row.format(parameter, str(value)))
+        print(rule, flush=True)
+
+
+class StepTimer:
+    """How long steps take, although the next step is launched while the device works on the one before. A step lasts
+    from its launch, or from the end of the step before if that was later, to its own end. The first step, which also
+    compiles, counts in averages only while there is no other."""
+
+    def __init__(self, last: int = 20):
+        self.steps, self.total, self.last, self.last_end = 0, 0.0, deque(maxlen=last), 0.0
+
+    def add(self, started: float, end: float) -> float:
+        """Notes when a step was launched and when it ended (time.perf_counter). Returns its milliseconds."""
+        milliseconds = 1000 * (end - max(started, self.last_end))
+        if self.steps == 1:
+            self.total = 0.0
+            self.last.clear()
+        self.steps, self.total, self.last_end = self.steps + 1, self.total + milliseconds, end
+        self.last.append(milliseconds)
+        return milliseconds
+
+    def average(self) -> float:
+        """The average of all steps."""
+        return self.total / max(1, self.steps - 1)
+
+    def recent_average(self) -> float:
+        """The average of the last steps."""
+        return sum(self.last) / max(1, len(self.last))
+
+
+def print_step(
+    step: int, steps: int, loss: float, norm: float | None, learning_rate: float, ms: float, average_ms: float,
+    tokens_per_second: float, percent_of_peak: float | None,
+) -> None:  # fmt: skip
+    """Prints a line for a finished step, counted from 1. norm: of the gradients, if it was computed. average_ms: the
+    recent average of a step, for the time left. percent_of_peak: of the peak of TF32 or bf16, if it is known."""
+    parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {tokens_per_second:.0f} tok/s)"]
+    if norm is not None:
+        parts.append(f"norm {norm:.4f}")
+    parts.append(f"lr {learning_rate:.2e}")
+    if percent_of_peak is not None:
+        parts.append(f"{percent_of_peak:.1f}% of {device.precision.replace('tf', 'TF')} peak")
+    parts.append(f"{duration(average_ms / 1000 * (steps - step))} left")
+    print(", ".join(parts), flush=True)
+
+
+def print_validation(loss: float, bits_per_byte: float | None) -> None:
+    """Prints a line for a validation, with bits per byte if they are known."""
+    print(f"val loss {loss:.6f}" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte"), flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Such as 1h05m or 2m07s."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+
+
+class StopRequest:
+    """Ctrl-C, SIGTERM and SIGHUP ask a run to stop. It stops after the present step, batch or token. A second request
+    stops it at once. But a terminal that is closed may send SIGHUP twice, and this is one request. Under nohup SIGHUP
+    is no request. A scheduler and the process that started the ranks may both send a signal to a rank: signals within a
+    second are one request, too."""
+
+    def __init__(self, several: bool = False):
+        self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
+        self.heeded: int | None = None  # the step before which the run has stopped
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self.signals.append(signal.SIGHUP)
+        for number in self.signals:
+            signal.signal(number, self.receive)
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def told(self) -> bool:
+        """Whether any rank has been told to stop. All ranks must ask alike."""
+        heard = next((number for number in ranks.all_gather(self.number) if number), None)
+        if heard is None:  # a signal that comes now counts next time
+            return False
+        self.number = heard
+        return True
+
+    def receive(self, number, frame) -> None:
+        if self.received is not None:  # only with several ranks
+            if time.monotonic() - self.received > 1 and number != signal.SIGHUP:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.number, self.received = number, time.monotonic()
+        for each in self.signals if not self.several else []:
+            again = each == number == signal.SIGHUP
+            signal.signal(each, signal.SIG_IGN if again else signal.SIG_DFL)
+
+
+class Output(Stdout):
+    """Replaces `stream`, to which a run prints, within a with block. If the reader has left or the disk is full, the
+    run goes on, if its figures also go `elsewhere`. stderr then says so, once."""
+
+    def __init__(self, stream, elsewhere: str):
+        super().__init__(stream)
+        self.elsewhere = elsewhere
+
+    def __enter__(self) -> None:
+        sys.stdout = self
+
+    def __exit__(self, *exception) -> None:
+        sys.stdout = self.stream
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        if self.failure:
+            return
+        try:
+            work()
+        except OSError as error:
+            if not self.elsewhere and isinstance(error, BrokenPipeError):
+                raise
+            self.failure, reason = error, (error.strerror or str(error)).lower()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # the rest of its buffer goes there
+            if not self.elsewhere:
+                raise UserError(
+                    f"cannot print ({reason}); with a log (-o), --tensorboard or checkpoints a run goes on"
+                ) from None
+            with suppress(OSError):
+                print(f"cannot print any more ({reason}): the run goes on, see {self.elsewhere}", file=sys.stderr)

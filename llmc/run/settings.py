@@ -1,0 +1,169 @@
+"""What a run does. The flags, a checkpoint, the data and the device decide this, once."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import device
+from device.errors import UserError
+from llmc.data.dataloader import find_token_files, open_tokens
+from llmc.ranks import ranks
+from llmc.run.schedule import LearningRateSchedule
+
+# The flags that a checkpoint records, beside the precision. A resumed run keeps them unless it is given new ones. The
+# fingerprint of the data shows whether it is the same data, wherever it lies. Flash attention and softmax may replace
+# each other.
+FIXED = (
+    "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
+    "seed",
+)  # fmt: skip
+MAY_CHANGE = (
+    "learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data", "zero_stage",
+    "bitwise", "logit_rows",
+)  # fmt: skip
+
+# Flags that need not be the same on all ranks. They name something that may lie in another place on each machine, or
+# that only rank 0 uses.
+OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
+
+
+FIRST_SEED = 1337  # of weights and samples, unless a seed is given
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that is decided before the first step. Nothing changes it afterwards.
+
+    flags: those of the command line, and in a resumed run those that its checkpoint has recorded. batches: of this rank
+    in a step, B sequences of T tokens each. step_tokens: of all ranks in a step. first_step: the run begins with this
+    step, counted from 0. steps: it ends before this step. seed: of weights, samples and dropout. shuffle_seed: of the
+    data's order; None for the order of the file.
+    """
+
+    flags: Namespace
+    B: int
+    T: int
+    batches: int
+    step_tokens: int
+    steps: int
+    first_step: int
+    val_batches: int
+    seed: int
+    shuffle_seed: int | None
+    val_data: str
+    schedule: LearningRateSchedule
+
+    @property
+    def weight_decay(self) -> float:
+        return self.flags.weight_decay
+
+    @property
+    def grad_clip(self) -> float:
+        return self.flags.grad_clip
+
+    def learning_rate(self, step: int) -> float:
+        return self.schedule.get_learning_rate(step)
+
+    def validates(self, step: int) -> bool:
+        """Whether the run validates before this step; it does so at the end, too."""
+        return step == self.steps or step % self.flags.val_every == 0
+
+    def samples(self, step: int) -> bool:
+        """Whether the run samples before this step; it does so at the end, too."""
+        every = self.flags.sample_every
+        return bool(self.flags.sample_tokens) and (step == self.steps or step > 0 and every > 0 and step % every == 0)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due before this step; one is due at the end, too."""
+        every = self.flags.checkpoint_every
+        return step == self.steps or every > 0 and step % every == 0
+
+    def recorded(self) -> dict[str, object]:
+        """The flags that a checkpoint records, for `resumed_flags`."""
+        return {name: getattr(self.flags, name) for name in FIXED + MAY_CHANGE} | {
+            "seed": self.shuffle_seed,
+            "total_batch_size": self.step_tokens,
+            "val_data": None if self.val_data == self.flags.data else self.val_data,
+            "precision": self.flags.precision,
+        }
+
+
+def check_same_flags(flags: Namespace) -> None:
+    """Raises UserError if another rank has other flags than rank 0."""
+    given = {name: value for name, value in vars(flags).items() if name not in OF_A_RANK}
+    for name, value in sorted(given.items()):
+        ranks.check_same("--" + name.replace("_", "-"), value, "start all ranks with the same flags")
+
+
+def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
+    """The flags of a resumed run. Flags that were not given get the values that its checkpoint has recorded. Prints
+    which flags have changed. Raises UserError for a flag that must not change."""
+    merged = dict(vars(flags))
+    for name, before in ((name, recorded[name]) for name in FIXED + MAY_CHANGE if name in recorded):
+        now, flag = merged[name], "--" + name.replace("_", "-")
+        if name not in flags.given or name == "attention" and now == "auto":
+            merged[name] = before
+        elif now == before:
+            continue
+        elif name == "attention" and "relu" not in (before, now):
+            print(f"{flag} was {before} and is now {now}: the same function, rounded in another way")
+        elif name in MAY_CHANGE:
+            print(f"{flag} was {before} and is now {now}")
+        else:
+            raise UserError(f"cannot resume: {flag} was {before} and is now {now}; leave it out, or start another run")
+    return Namespace(**merged)
+
+
+def check_flags(flags: Namespace) -> None:
+    """Raises UserError for flags that do not fit together, or not to the number of ranks."""
+    if flags.val_data is None and (Path(flags.data).is_file() or any(c in flags.data for c in "*?[")):
+        for file in find_token_files(flags.data, "train"):
+            open_tokens(file)  # says what the file is if it holds no tokens
+        raise UserError(f"-i {flags.data} names files of training data: name those for validation with -j")
+    N, rows = ranks.size(), flags.batch_size * flags.sequence_length
+    if flags.total_batch_size and flags.total_batch_size % (N * rows):
+        product = "B*T" if N == 1 else f"{N} ranks * B*T"
+        raise UserError(
+            f"-d {flags.total_batch_size} is not a multiple of {product} = {N * rows}: change -d, -b or -t"
+        )
+    if flags.attention == "flash" and "precision" in flags.given and flags.precision == "fp32":
+        raise UserError("-a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax")
+
+
+def settle_precision(flags: Namespace, before: str | None) -> Namespace:
+    """The flags with the precision that the run will have: that of --precision, if the device has it. A resumed run
+    keeps the one that it had `before`, unless it is given another one. If it changes, a line says so. Sets the device
+    to it. Raises UserError for bf16 on a GPU that has none."""
+    asked = flags.precision if before is None or "precision" in flags.given else before
+    if asked == "fp32" and flags.attention == "flash" and "precision" not in flags.given:
+        asked = "tf32"  # on every device flash attention is in TF32
+    now = device.use_precision(asked)
+    if before not in (None, now) and not (flags.attention == "flash" and "bf16" not in (before, now)):
+        why = f", which is what {device.name} has" if now != asked else ""
+        print(f"the run was in {before} and goes on in {now}{why}")
+    return Namespace(**vars(flags) | {"precision": now})
+
+
+def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: int) -> Settings:
+    """The settings of a run, from its flags and the sizes of its data. Raises UserError if the run would have no step,
+    or fewer than it has already done."""
+    B, T = flags.batch_size, flags.sequence_length
+    step_tokens = flags.total_batch_size or ranks.size() * B * T
+    steps = train_tokens // step_tokens if flags.max_steps is None else flags.max_steps
+    if steps == 0 and flags.max_steps is None:
+        raise UserError(
+            f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
+            "-d, or set the number of steps with -x"
+        )
+    if first_step > steps:
+        raise UserError(
+            f"the checkpoint in {flags.checkpoint_dir} has already done step {first_step}, and -x is {steps}: raise -x"
+        )
+    return Settings(
+        flags, B, T, step_tokens // (ranks.size() * B * T), step_tokens, steps, first_step,
+        min(val_batches, flags.val_max_batches), FIRST_SEED if flags.seed is None else flags.seed, flags.seed,
+        flags.val_data or flags.data,
+        LearningRateSchedule(flags.schedule, flags.learning_rate, flags.warmup, steps, flags.final_fraction),
+    )  # fmt: skip

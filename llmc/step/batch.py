@@ -1,0 +1,68 @@
+"""A batch on the device, and the embedding of its tokens, which is where it enters the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import device
+from kernels.dropout import Dropout
+from kernels.encoder import encoder_backward, encoder_forward
+
+import numpy as np
+
+RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
+
+
+class Batch:
+    """B sequences of T tokens on the device. All of it comes in one copy, to memory (4 B T + RANDOM_WORDS,), int32:
+
+    inputs, targets (B,T)   the tokens, and the token after each
+    by_token                two arrays (B T,), order and count, which sort_by_token of llmc/data/dataloader.py makes for
+                            the embedding's gradient
+    random (RANDOM_WORDS,)  what random_words makes for dropout; None in a pass without it
+
+    dropout: the rate and the seed of dropout; None without it. positions, int32 (B,): where each sequence begins in its
+    text; None: at 0, as in training. rows: Rows of llmc/ranks/exchange.py, which exchange the embedding's rows among
+    ranks; None on a single rank.
+    """
+
+    def __init__(self, B: int, T: int, dropout: tuple[float, int] | None = None, positions=None):
+        self.memory = device.zeros((4 * B * T + RANDOM_WORDS,), np.int32)
+        self.inputs, self.targets, *self.by_token = self.memory[: 4 * B * T].reshape(4, B, T)
+        self.by_token = [array.reshape(-1) for array in self.by_token]
+        self.random = self.memory[4 * B * T :] if dropout else None
+        self.dropout, self.positions = dropout, positions
+        self.rows: Any = None
+
+    @property
+    def B(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def T(self) -> int:
+        return self.inputs.shape[1]
+
+
+def random_words(dropout: tuple[float, int] | None, step: int, i: int) -> np.ndarray:
+    """The words that decide which activations batch i of a step drops, as kernels/dropout.cuh reads them: the seed's
+    two words, step, batch, the rate as a threshold for random words, and the bits of the float 1 / (1 - rate)."""
+    rate, seed = dropout or (0.0, 0)
+    seed, threshold, scale = seed % 2**64, min(round(rate * 2**32), 2**32 - 1), np.float32(1 / (1 - rate))
+    words = [seed % 2**32, seed >> 32, step, i, threshold, scale.view(np.uint32)]
+    return np.array(words, np.uint32).view(np.int32)
+
+
+def embedding_forward(out, batch: Batch, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None) -> None:
+    """encoder_forward for a batch's inputs. Their rows of wte may still be on other ranks."""
+    if batch.rows:
+        batch.rows.gather(wte, C)
+    encoder_forward(out, batch.inputs, wte, wpe, B, T, C, dropout, batch.positions)
+
+
+def embedding_backward(dwte, dwpe, dout, batch: Batch, B: int, T: int, C: int) -> None:
+    """encoder_backward for a batch: adds to the gradients of wte and, if there is one, wpe. In the last batch of a
+    step, several ranks may keep the rows for wte to sum them over all ranks."""
+    if batch.rows and batch.rows.leaves:
+        batch.rows.keep(dwpe, dout, C)
+    else:
+        encoder_backward(dwte, dwpe, dout, batch.inputs, *batch.by_token, B, T, C)
