@@ -349,11 +349,18 @@ def keep_openblas_to_one_thread() -> None:
     when idle, and take the cores from the kernels that run next. And it rounds differently with more threads. Instead,
     `CpuDevice.product` shares a row's columns out among the cores."""
     try:
-        loaded = set(re.findall(r"/\S*openblas\S*", Path("/proc/self/maps").read_text()))
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     except OSError:  # not Linux
         return
-    for path in loaded:
-        library = ctypes.CDLL(path)
+    # A line has five fields, and then the file's path, in which there may be spaces.
+    mapped = {fields[5] for line in maps.split("\n") if len(fields := line.split(maxsplit=5)) == 6}
+    for path in mapped:
+        if not re.search(r"openblas[^/]*(/[^/]*)?$", path) or ".so" not in Path(path).name:
+            continue
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:  # the file has been removed since
+            continue
         names = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")]
         for name in names:
             if hasattr(library, name):

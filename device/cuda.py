@@ -15,6 +15,7 @@ from typing import Any
 from device.bf16 import DEFINES, floatX_of
 from device.cublas import Cublas
 from device.errors import UserError
+from device.progress import progress
 from device.sources import architecture_of, cuda_source, programmatic_kernels
 
 import numpy as np
@@ -134,7 +135,10 @@ class CudaDevice:
                 raise UserError(why)
             if architecture := architecture_of(path):
                 options += (f"-arch=sm_{architecture}",)  # CuPy adds sm_90, too; NVRTC 13 takes the more specific one
-            self.modules[key] = self.cupy.RawModule(code=cuda_source(path), options=options)
+            module = self.cupy.RawModule(code=cuda_source(path), options=options)
+            with progress.compiling():
+                module.compile()
+            self.modules[key] = module
         return self.modules[key]
 
     def why_not_kernels(self, path: Path) -> str:
@@ -150,8 +154,9 @@ class CudaDevice:
         return ""
 
     def compile_all(self, paths: list[Path]) -> None:
+        progress.expect(len(paths))
         with ThreadPoolExecutor() as pool:  # NVRTC releases the interpreter's lock
-            list(pool.map(lambda path: self.module(path).compile(), paths))
+            list(pool.map(self.module, paths))
 
     # Streams
 

@@ -83,13 +83,14 @@ def judge(exercise: Exercise, work: Path) -> tuple[str, str]:
         result = Path(folder) / "result.json"
         command = [sys.executable, HERE / "checks.py", str(exercise.number), work.absolute(), result]
         try:
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=SECONDS)
+            quiet = os.environ | {"LLMC_QUIET": "1"}  # what it says on stderr is why it broke off
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=SECONDS, env=quiet)
         except subprocess.TimeoutExpired:
             return f"It has not ended after {SECONDS} seconds. Is there a loop that never ends?", ""
         if result.exists():
             return tuple(json.loads(result.read_text()))
-    if done.stderr.startswith("error: "):  # of this machine, not of the solution
-        raise UserError(done.stderr.removeprefix("error: ").strip())
+    if broken := re.search(r"^error: (.*)", done.stderr, re.MULTILINE | re.DOTALL):  # of this machine
+        raise UserError(broken[1].strip())
     if "bad_alloc" in done.stderr or "MemoryError" in done.stderr:
         return "It needs more memory than a check may have. Is there a loop that never ends?", ""
     if done.returncode < 0:

@@ -2,9 +2,10 @@
 
     python exercises/checks.py NUMBER FILE RESULT     # for check.py: writes [what is wrong, remark] to RESULT, as JSON
 
-Kernels run on the CPU device with warps of 32 lanes. What they write begins as UNWRITTEN and has more of it around, so
-that an element which no thread wrote shows, and one that a thread wrote where it must not. There is so much around that
-a wrong index seldom leads past it. Where it does, or past an array in shared memory, the launch fails.
+Kernels run on the CPU device with warps of 32 lanes. If the compiler is GCC, the microscope watches every access. What
+kernels write begins as UNWRITTEN and has more of it around, and what they read has NaNs around. So an element that no
+thread wrote shows, and so does an access where none must be. There is so much around that a wrong index seldom leads
+past it. Where it does, or past an array in shared memory, the launch fails.
 """
 
 import json
@@ -33,11 +34,14 @@ import kernels.layernorm
 import kernels.reduce
 from dev.microscope.report import lines_of, race_lines
 from dev.microscope.watch import (
+    BARRIER,
     KINDS,
+    LANES,
     LOAD,
     MEETING,
     SECTOR,
     STEP,
+    STORE,
     Watched,
     distinct,
     lanes_of,
@@ -57,6 +61,7 @@ import numpy as np
 
 AROUND = 1 << 18            # elements before and after what a kernel reads or writes
 UNWRITTEN = 0x4EADBEEF      # as float32 1457485696.0: far from all that is to be computed
+OUTSIDE = 0x7FEDBEEF        # as float32 a NaN: another number, so that it shows also where it is copied to
 NULL_PAGE = 1 << 16         # addresses below are a null pointer and an offset
 MEMORY = 2 << 30            # bytes that a check may have: a loop without end that is watched wants ever more
 KERNEL_FP32 = 2e-5          # of 1 + the value: several roundings to fp32, and the sums of a few hundred numbers
@@ -71,6 +76,14 @@ ENVIRONMENT = {
     "LLMC_CPU_WARP": "32", "LLMC_CPU_THREADS": "1", "LC_ALL": "C",
     "LLMC_CPU_CXXFLAGS": f"{os.environ.get('LLMC_CPU_CXXFLAGS', '')} {shlex.join(BOUNDS)}".strip(),
 }  # fmt: skip
+AS_WRITTEN = "-fno-tree-sink"  # for GCC: a read stays in front of the guard, if it was written there
+
+
+FLOATING_POINT = {          # what NumPy's complaints mean, by a part of them
+    "overflow": "a result here is too large for a float. Does a large number reach an exponential?",
+    "invalid": "a result here is not a number (NaN), as -inf - -inf, inf * 0 and 0 / 0 are",
+    "divide": "here a number is divided by zero, or is the log of zero",
+}
 
 
 class Wrong(Exception):
@@ -86,15 +99,21 @@ def main() -> None:
 
 def run_check(exercise: Exercise, path: Path) -> tuple[str, str]:
     """What is wrong with the solution in a file, empty where nothing is; and a remark on one that is right."""
+    prepare(exercise)
+    try:
+        return "", globals()[f"check_{exercise.name}"](Lab(path, exercise.watched())) or ""
+    except Wrong as wrong:
+        return str(wrong), ""
+
+
+def prepare(exercise: Exercise) -> None:
+    """Choose the CPU device, with the microscope if the exercise's kernels are watched."""
     os.environ |= ENVIRONMENT
-    if exercise.microscope:
+    if exercise.watched():
+        os.environ["LLMC_CPU_CXXFLAGS"] += f" {AS_WRITTEN}"
         use_microscope()
     else:
         device.use("cpu")
-    try:
-        return "", globals()[f"check_{exercise.name}"](Lab(path, exercise.microscope)) or ""
-    except Wrong as wrong:
-        return str(wrong), ""
 
 
 # ---- arrays
@@ -109,6 +128,7 @@ def output(*shape: int, dtype=np.float32) -> np.ndarray:
 def given(values: np.ndarray) -> np.ndarray:
     """An array of the same float32 values for a kernel to read or change."""
     array = output(*values.shape)
+    array.base[:AROUND] = array.base[AROUND + array.size :] = OUTSIDE
     array[...] = values
     return array
 
@@ -117,14 +137,20 @@ def written(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint32) != UNWRITTEN
 
 
-def refuse_strays(name: str, array, thread: Callable[[int], str] | None = None, case: str = "") -> None:
-    """Wrong where something was written before or behind the output that `array` is, or is a part of."""
+def is_output(array) -> bool:
+    """Whether something is an array of `output`, or a part of one."""
     base = getattr(array, "base", None)
-    if not isinstance(base, np.ndarray) or base.dtype != np.uint32 or base.size <= 2 * AROUND:
-        return  # no output
-    size = base.size - 2 * AROUND
-    past = np.flatnonzero(base[AROUND + size :] != UNWRITTEN) + size
-    before = np.flatnonzero(base[:AROUND] != UNWRITTEN) - AROUND
+    return isinstance(base, np.ndarray) and base.dtype == np.uint32 and base.size > 2 * AROUND
+
+
+def refuse_strays(name: str, array, thread: Callable[[int], str] | None = None, case: str = "") -> None:
+    """Wrong where something was written before or behind the output that `array` is, or is a part of. For a compiler
+    without the microscope, which sees reads, too."""
+    if not is_output(array):
+        return
+    base, size = array.base, array.base.size - 2 * AROUND
+    past = np.flatnonzero(base[AROUND + size :] != base[0]) + size
+    before = np.flatnonzero(base[:AROUND] != base[0]) - AROUND
     if past.size or before.size:
         at = int(past[0] if past.size else before[-1])
         who = thread(at) if past.size and thread else ""
@@ -155,6 +181,17 @@ def expect(
 
 def number(x) -> str:
     return f"{x:.7g}"
+
+
+def thread_in(watched: Watched, block: int, thread: int) -> str:
+    """Names a thread by its number and its block's, with as many dimensions as the launch has."""
+
+    def index(number: int, size: tuple[int, ...]) -> str:
+        parts = number % size[0], number // size[0] % size[1], number // size[0] // size[1]
+        dimensions = 3 if size[2] > 1 else 2 if size[1] > 1 else 1
+        return str(parts[0]) if dimensions == 1 else f"({', '.join(map(str, parts[:dimensions]))})"
+
+    return f"thread {index(thread, watched.block)} of block {index(block, watched.grid)}"
 
 
 def in_line(blocks: int, threads: int) -> Callable[[int], str]:
@@ -193,8 +230,8 @@ class Lab:
     def quote(self, line: int) -> str:
         return f"    {line}: {self.lines[line - 1].strip()}" if 0 < line <= len(self.lines) else ""
 
-    def launch(self, name: str, grid: tuple, block: tuple, **arguments) -> Watched | None:
-        """Launch a kernel; under the microscope, with what was watched, races being Wrong."""
+    def launch(self, name: str, grid: tuple, block: tuple, case: str = "", **arguments) -> Watched | None:
+        """Launch a kernel; under the microscope, with what was watched."""
         try:
             kernel = self.module.kernel(name)
         except AttributeError:
@@ -211,7 +248,15 @@ class Lab:
         if not self.microscope:
             work()
             return None
-        watched = watch_kernel(name, arguments, work, self.path)
+        return self.watch(name, arguments, work, case)
+
+    def watch(self, name: str, arguments: dict, work: Callable[[], None], case: str = "") -> Watched:
+        """What a launch did, under the microscope. Accesses outside of the arrays, barriers in branches and races are
+        Wrong."""
+        around = {key: 4 * AROUND for key, value in arguments.items() if is_output(value)}
+        watched = watch_kernel(name, arguments, work, self.path, around=around)
+        self.refuse_stray_accesses(watched, case)
+        self.refuse_divided_barriers(watched, case)
         self.refuse_races(watched)
         return watched
 
@@ -233,14 +278,55 @@ class Lab:
         line = re.search(rf" at {re.escape(self.path.name)}:(\d+)$", text)
         return Wrong(f"{text}\n{self.quote(int(line[1]))}" if line else text)
 
+    def quote_places(self, watched: Watched, pcs: list[int]) -> list[str]:
+        """The lines of these addresses, as far as they are the learner's."""
+        places = {watched.places[pc] for pc in pcs}
+        return [self.quote(line) for line in sorted({one.line for one in places if one.file == self.path.name})]
+
+    def refuse_stray_accesses(self, watched: Watched, case: str) -> None:
+        steps = watched.steps[watched.steps["array"] >= 0]
+        size = np.array([array.bytes for array in watched.arrays])[steps["array"]][:, None]
+        shared = np.array([array.shared for array in watched.arrays])[steps["array"]][:, None]
+        past = steps["offset"] + steps["size"][:, None] > size
+        strays = np.argwhere(lanes_of(steps) & (past | (steps["offset"] < 0)) & ~shared)
+        if not len(strays):
+            return
+        i, lane = strays[0]
+        step, array = steps[i], watched.arrays[steps["array"][i]]
+        item = np.dtype(array.dtype).itemsize
+        at, elements = int(step["offset"][lane]) // item, array.bytes // item
+        if past[i, lane] and at < elements:  # several numbers in one access
+            at = elements
+        done = {LOAD: "read", STORE: "written"}.get(step["kind"], "changed")
+        who = thread_in(watched, int(step["block"]), LANES * int(step["warp"]) + int(lane))
+        where = "past the end of" if past[i, lane] else "before the beginning of"
+        raise Wrong("\n".join([
+            f"{case}{array.name}[{at}] was {done} by {who}: that is {where} the array, which has {elements} elements",
+            *self.quote_places(watched, [int(step["pc"])]),
+        ]))  # fmt: skip
+
+    def refuse_divided_barriers(self, watched: Watched, case: str) -> None:
+        """Wrong where some threads of a block wait at one barrier while others wait at another one."""
+        barriers = np.unique(watched.steps[watched.steps["kind"] == BARRIER][["block", "epoch", "pc"]])
+        same = (barriers["block"][1:] == barriers["block"][:-1]) & (barriers["epoch"][1:] == barriers["epoch"][:-1])
+        if same.any():
+            first = int(np.argmax(same))
+            raise Wrong("\n".join([
+                f"{case}threads of one block wait at two barriers at once, because a branch has parted them. All"
+                " threads of a block must reach the same barrier, so take it out of the branch",
+                *self.quote_places(watched, barriers["pc"][first : first + 2].tolist()),
+            ]))  # fmt: skip
+
     def refuse_races(self, watched: Watched) -> None:
         races = race_lines(watched)
         if races:
             pcs = watched.races[:2]["one"]["pc"].tolist() + watched.races[:2]["other"]["pc"].tolist()
-            lines = sorted({watched.places[pc].line for pc in pcs})
+            between_blocks = np.all(watched.races["one"]["block"] != watched.races["other"]["block"])
             raise Wrong("\n".join([
+                "two blocks touch one address, and one of them writes. No barrier orders blocks. Is a guard missing, so"
+                " that an index past the end of a row is one of the next row?" if between_blocks else
                 "threads race: they touch one address, one of them writes, and no barrier lies between",
-                *map(self.quote, lines), *races[:2],
+                *self.quote_places(watched, pcs), *races[:2],
                 *[f"and {len(races) - 2} more pairs of lines"] * (len(races) > 2),
             ]))  # fmt: skip
 
@@ -258,8 +344,7 @@ class Lab:
                     raise self.failed(error, arguments) from None
 
             if self.microscope and name in kernel_declarations(self.path):
-                all_watched.append(watch_kernel(name, arguments, checked, self.path))
-                self.refuse_races(all_watched[-1])
+                all_watched.append(self.watch(name, arguments, checked, f"{name}: "))
             else:
                 checked()
             for parameter, value in arguments.items():
@@ -278,13 +363,13 @@ class Lab:
         finally:
             source.path, device.scratch = path, scratch_of_device
 
-    def call(self, name: str, *arguments):
-        """What a Python function of the solution returns."""
+    def call(self, name: str, *arguments, case: str = ""):
+        """What a Python function of the solution returns. case: of several, which this is."""
         if name not in self.names:
             raise Wrong(f"the file has no function {name} any more")
-        return self.run(self.names[name], *arguments)
+        return self.run(self.names[name], *arguments, case=case)
 
-    def run(self, function: Callable, *arguments):
+    def run(self, function: Callable, *arguments, case: str = ""):
         try:
             with np.errstate(over="raise", invalid="raise", divide="raise"):
                 return function(*arguments)
@@ -293,7 +378,11 @@ class Lab:
             line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(self.path)), 0)
             if isinstance(error, NotImplementedError):
                 raise Wrong(f"nothing is written yet in line {line}") from None
-            raise Wrong(f"line {line}: {type(error).__name__}: {error}\n{self.quote(line)}".rstrip()) from None
+            said = f"{type(error).__name__}: {error}"
+            if isinstance(error, FloatingPointError):
+                said = next((text for part, text in FLOATING_POINT.items() if part in str(error)), said)
+            before = f"{case}: " if case else ""
+            raise Wrong(f"{before}line {line}: {said}\n{self.quote(line)}".rstrip()) from None
 
 
 def compile_python(path: Path):
@@ -578,13 +667,15 @@ def check_online_softmax(lab: Lab) -> None:
         for width in 1, 7, 40:
             state = -np.inf, 0.0
             for i in range(0, 40, width):
-                got, seen = lab.call("fold", *state, values[i : i + width].copy()), values[: i + width]
-                state = pair(f"fold, {what} numbers, {width} at a time, after {seen.size}", got, seen)
+                seen = values[: i + width]
+                case = f"fold, {what} numbers, {width} at a time, after {seen.size}"
+                state = pair(case, lab.call("fold", *state, values[i : i + width].copy(), case=case), seen)
     for what, a, b in ("the smaller first", x[:9] - 800, x[9:]), ("the larger first", x[:9] + 800, x[9:]), (
         "a EMPTY", x[:0], x
     ), ("b EMPTY", x, x[:0]), ("both EMPTY", x[:0], x[:0]):  # fmt: skip
         states = [(one.max(), np.exp(one - one.max()).sum()) if one.size else (-np.inf, 0.0) for one in (a, b)]
-        pair(f"merge, {what}", lab.call("merge", *states), np.concatenate([a, b]))
+        case = f"merge, {what}"
+        pair(case, lab.call("merge", *states, case=case), np.concatenate([a, b]))
 
 
 def check_softmax(lab: Lab) -> None:
@@ -650,7 +741,7 @@ def expect_matrix(what: str, got, want: np.ndarray) -> None:
 def check_flash_forward(lab: Lab) -> None:
     for what, q, k, v, scale, width in flash_cases():
         _, want_out, want_lse = attention(q, k, v, scale)
-        got = lab.call("flash_forward", q.copy(), tiles_of(k, v, width), scale)
+        got = lab.call("flash_forward", q.copy(), tiles_of(k, v, width), scale, case=what)
         if not isinstance(got, tuple) or len(got) != 2:
             raise Wrong(f"flash_forward has to return out and lse, not {type(got).__name__}")
         expect_matrix(f"{what}: lse", got[1], want_lse)
@@ -664,7 +755,7 @@ def check_flash_backward(lab: Lab) -> None:
         dp = dout @ v.T
         ds = p * (dp - (dp * p).sum(1, keepdims=True))
         arguments = q.copy(), out.copy(), lse.copy(), dout.copy(), tiles_of(k, v, width), scale
-        got = lab.call("flash_backward", *arguments)
+        got = lab.call("flash_backward", *arguments, case=what)
         try:
             dq, dkv = got
             pairs = [(dk, dv) for dk, dv in dkv]
@@ -706,7 +797,7 @@ def check_fragments(lab: Lab) -> None:
 
 
 def check_adamw(lab: Lab) -> None:
-    n, lr, beta1, beta2, eps, decay = 1030, 0.1, 0.9, 0.999, 1e-8, 0.1
+    n, lr, beta1, beta2, eps, decay = 1030, 0.1, 0.9, 0.999, 0.01, 0.1  # an eps that shows where it is added
     params, m, v = given(normal(n)), given(np.zeros(n, np.float32)), given(np.zeros(n, np.float32))
     scale = 0.5
     norm = given(np.array([0, scale, 0, 0], np.float32))
@@ -737,7 +828,7 @@ def check_tensor_cores(lab: Lab) -> None:
         (M, K), N = a.shape, b.shape[1]
         out, case = output(M, N), f"with M = {M}, N = {N}, K = {K} and {what}, "
         grid = ceil_div(N, 16), ceil_div(M, 32)
-        lab.launch("product_kernel", grid, (128,), out=out, a=given(a), b=given(b), M=M, N=N, K=K)
+        lab.launch("product_kernel", grid, (128,), case, out=out, a=given(a), b=given(b), M=M, N=N, K=K)
         expect("out", out, rounded_to_tf32(a) @ rounded_to_tf32(b), thread, tolerance, case)
 
     for M, N, K in (32, 16, 8), (64, 48, 24), (37, 21, 13):
@@ -771,7 +862,7 @@ def check_bf16_sum(lab: Lab) -> None:
             ("4096 ones", np.ones(4096)), ("1, 1, 1 and 0.25", np.array([1, 1, 1, 0.25])), ("one number", np.ones(1)),
             ("65536 numbers", to_bf16(abs(normal(65536)))),
         ):  # fmt: skip
-            got, want = lab.call(name, x.astype(np.float32)), x.astype(np.float64).sum()
+            got, want = lab.call(name, x.astype(np.float32), case=f"{name}, {what}"), x.astype(np.float64).sum()
             try:
                 value = float(got)
             except (TypeError, ValueError):

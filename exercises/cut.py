@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from device.cpp.compiler import installed_compiler
 from device.errors import UserError
 from doc.quotes import definition, only, resolve
 
@@ -41,7 +42,7 @@ class Exercise:
     header: str = ""
     parts: tuple[str, ...] = ()
     head: str = ""
-    microscope: bool = False     # the check watches every access
+    microscope: bool = False     # the check needs the microscope
 
     @property
     def number(self) -> int:
@@ -50,6 +51,10 @@ class Exercise:
     @property
     def file(self) -> str:
         return f"{self.number:02}_{self.name}.{self.kind}"
+
+    def watched(self) -> bool:
+        """Whether the check watches every access of the kernels: where it can, and where it must."""
+        return self.kind == "cu" and (self.microscope or "clang" not in installed_compiler()[1])
 
     @property
     def path(self) -> Path:

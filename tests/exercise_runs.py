@@ -3,7 +3,6 @@ of each to stdout. A process of its own: a faulty kernel may write anywhere in i
 is another one."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -11,15 +10,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from device import cpp  # noqa: E402
-from exercises.checks import ENVIRONMENT, run_check  # noqa: E402
+from exercises.checks import prepare, run_check  # noqa: E402
 from exercises.cut import EXERCISES  # noqa: E402
 
 
 def main() -> None:
     runs = [(EXERCISES[number - 1], Path(file)) for number, file in json.load(sys.stdin)]
-    os.environ |= ENVIRONMENT
-    plain = [file for exercise, file in runs if file.suffix == ".cu" and not exercise.microscope]
-    cpp.compile_all(plain)  # on all cores
+    prepare(runs[0][0])  # with the microscope, or without, as all of them
+    cpp.compile_all([file for _, file in runs if file.suffix == ".cu"])  # on all cores
     json.dump([run_check(exercise, file) for exercise, file in runs], sys.stdout)
 
 

@@ -1,16 +1,23 @@
 """The CPU device runs CUDA's execution model: grids, blocks, warps, barriers, shuffles, atomics."""
 
+import errno
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import device
-from device import cpp
-from device.cpp import compiler
+from device import cpp, cpu, cuda
+from device.bf16 import floatX_of
+from device.cpp import compiler, launch
 from device.errors import UserError
+from device.progress import Progress
 
 import numpy as np
 import pytest
@@ -415,6 +422,147 @@ def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache
     assert not compiler._is_whole(library)
     use_cache(filled_cache)
     assert compiler._is_whole(library)
+
+
+def test_one_line_says_why_a_compiler_or_its_cache_is_of_no_use(tmp_path, monkeypatch):
+    """CXX=gcc links without C++'s own library; `true` makes nothing; and the disk may have no inode left."""
+    cache = tmp_path / "a cache"
+    program = f"""
+from device import cpp
+from device.errors import UserError
+try:
+    cpp.compile_source({str(CU / "basics.cu")!r})
+except UserError as error:
+    print(error)
+"""
+
+    def said(**environment: str) -> str:
+        done = run_python(program, LLMC_CACHE_DIR=str(cache), **environment)
+        assert not done.stderr and done.stdout.count("\n") == 1
+        return done.stdout
+
+    if shutil.which("gcc"):
+        assert re.search(r"cannot be loaded \(undefined symbol: .*set CXX to a C\+\+ compiler", said(CXX="gcc"))
+    assert "true has made no library of" in said(CXX="true")
+    assert "CXX cannot be split into words (no closing quotation): g++ \"" in said(CXX='g++ "')
+    wrong = tmp_path / "no compiler"
+    wrong.write_bytes(b"\x7fELF")
+    wrong.chmod(0o755)
+    assert f"{wrong} cannot be run (Exec format error)" in said(CXX=str(wrong))
+    assert "no space is left in the cache" in said(CXX=fake_compiler(tmp_path / "full", "No space left on device"))
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(UserError, match=r"cannot be written \(no space left on device\): set LLMC_CACHE_DIR"):
+        cpp.compile_source(CU / "basics.cu")
+
+
+def fake_compiler(path: Path, says: str) -> str:
+    path.write_text(f'#!/bin/sh\necho "{says}" >&2\n[ "$1" = --version ]\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_library_that_may_not_be_executed_is_refused_in_a_line(tmp_path):
+    library = tmp_path / "library.so"
+    library.write_bytes(compiler._build_runtime().read_bytes())
+    with pytest.MonkeyPatch.context() as patch:  # as dlopen says it of a file on a file system mounted noexec
+
+        def load(name: str, mode: int):
+            raise OSError(f"{name}: failed to map segment from shared object")
+
+        patch.setattr(launch.ctypes, "CDLL", load)
+        with pytest.raises(UserError, match=r"library.so cannot be loaded \(failed .*noexec\): set LLMC_CACHE_DIR"):
+            launch.Module(library, CU / "basics.cu", 1)
+
+
+def test_the_arguments_in_cxx_belong_to_a_librarys_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
+    command, _ = compiler.installed_compiler()
+    (tmp_path / "value.cu").write_text('extern "C" __global__ void value_kernel(float* out) { out[0] = VALUE; }\n')
+    values = []
+    for value in 1, 2:
+        monkeypatch.setenv("CXX", shlex.join([*command, f"-DVALUE={value}"]))
+        out = poisoned(1)
+        cpp.compile_source(tmp_path / "value.cu").kernel("value_kernel")(1, 1, (out,))
+        values.append(out[0])
+    assert values == [1, 2]
+
+
+def test_a_compiler_below_a_path_with_a_space_is_found(tmp_path, monkeypatch):
+    folder = tmp_path / "my tools"
+    folder.mkdir()
+    (folder / "g++").symlink_to(shutil.which(compiler.installed_compiler()[0][0]))
+    monkeypatch.setenv("CXX", str(folder / "g++"))
+    assert compiler.installed_compiler()[0] == (str(folder / "g++"),)
+
+
+def test_openblas_is_found_below_a_path_with_a_space(tmp_path, monkeypatch):
+    """And no other file is taken for it, only because it lies below a folder of this name."""
+    loaded = []
+    maps = "".join(f"7f00-7f01 r-xp 00000000 fe:00 {i}                      {path}\n" for i, path in enumerate((
+        "/a b/numpy.libs/libscipy_openblas64_-1.so", "/usr/lib/openblas-pthread/libblas.so.3", "/a b/openblas/x/a.ttf",
+        "/gone/libopenblas.so.0 (deleted)",
+    )))  # fmt: skip
+
+    def load(name: str):
+        loaded.append(name)
+        raise OSError("no such file")
+
+    monkeypatch.setattr(cpu.Path, "read_bytes", lambda self: f"7f00-7f01 rw-p 00000000 00:00 0\n{maps}".encode())
+    monkeypatch.setattr(cpu.ctypes, "CDLL", load)
+    getattr(cpu.keep_openblas_to_one_thread, "__wrapped__", cpu.keep_openblas_to_one_thread)()
+    assert sorted(loaded) == [
+        "/a b/numpy.libs/libscipy_openblas64_-1.so", "/gone/libopenblas.so.0 (deleted)",
+        "/usr/lib/openblas-pthread/libblas.so.3",
+    ]  # fmt: skip
+
+
+def test_a_compilation_that_takes_long_says_so_on_stderr(tmp_path):
+    program = f"""
+from device import cpp
+from device.progress import progress
+progress.next = 0.01
+cpp.compile_all([{str(CU / "basics.cu")!r}])
+print("done")
+"""
+    done = run_python(program, LLMC_CACHE_DIR=str(cache_with_the_runtime(tmp_path / "cache")), LLMC_QUIET="")
+    assert done.stdout == "done\n"
+    assert re.fullmatch(r"compiling kernels: [01] of 2 files are ready after 0 s\n", done.stderr), done.stderr
+
+
+def test_a_gpus_compilation_says_so_too(capsys, monkeypatch):
+    class Module:
+        def __init__(self, code: str, options: tuple):
+            pass
+
+        def compile(self) -> None:
+            time.sleep(0.1)
+
+    gpu = cuda.CudaDevice.__new__(cuda.CudaDevice)
+    gpu.cupy, gpu.modules, gpu.floatX = SimpleNamespace(RawModule=Module), {}, floatX_of("fp32")
+    one = Progress()
+    one.next = 0.05
+    monkeypatch.setattr(cuda, "progress", one)
+    monkeypatch.delenv("LLMC_QUIET")
+    gpu.compile_all([CU / "basics.cu", CU / "failures.cu"])
+    assert capsys.readouterr() == ("", "compiling kernels: 0 of 2 files are ready after 0 s\n")
+    assert len(gpu.modules) == 2
+
+
+def test_progress_counts_the_time_of_many_short_compilations_together(capsys, monkeypatch):
+    monkeypatch.setattr("device.progress.INTERVAL", 0.1)
+    monkeypatch.delenv("LLMC_QUIET")
+    one = Progress()
+    one.next = 0.1
+    for _ in range(10):
+        with one.compiling():
+            time.sleep(0.03)
+    said = capsys.readouterr()
+    assert said.out == "" and 2 <= said.err.count("compiling kernels: ") <= 3 and " of " not in said.err
 
 
 ANEW = "each run compiles its kernels anew; set LLMC_CACHE_DIR to a folder that can be written"

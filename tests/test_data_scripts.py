@@ -110,6 +110,15 @@ def test_a_text_of_shakespeares_length_gives_llm_cs_validation_split(tmp_path, t
     assert open_tokens(tmp_path / "x_val.bin").size == 32768
 
 
+def test_a_text_that_cannot_be_read_is_refused(tmp_path, tokenizer):
+    args = ["--tokenizer", tokenizer, "--out", tmp_path / "x", "--text"]
+    assert "missing.txt: no such file" in run("tiny_shakespeare.py", *args, tmp_path / "missing.txt", fails=True)
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9")
+    words = "text.txt: not UTF-8 text (at byte 3): save it as UTF-8"
+    assert words in run("tiny_shakespeare.py", *args, tmp_path / "text.txt", fails=True)
+    assert not list(tmp_path.glob("x_*"))
+
+
 def test_a_text_is_encoded_by_a_tokenizer_json_and_its_tokens_are_of_32_bits_if_they_must(tmp_path, large_tokenizer):
     speeches = [f"Speaker {i}:\nnaïve <|begin_of_text|> words.\n\n" for i in range(9)]
     (tmp_path / "text.txt").write_text("".join(speeches), encoding="utf-8")
@@ -349,7 +358,7 @@ def test_fineweb_and_tinystories_read_files_of_the_hubs_formats(tmp_path, texts,
 
 
 @pytest.mark.parametrize(
-    "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "debian_books", "text x -o y"]
+    "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "text x -o y"]
 )
 def test_a_wrong_flag_is_refused_in_one_line(script):
     script, *args = script.split()

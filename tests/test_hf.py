@@ -732,7 +732,6 @@ def test_a_padded_model_is_imported_fine_tuned_sampled_and_exported(of, rows, ga
         (tmp_path / "in" / f"{number}.txt").write_text(f"{number}: the model, its tokens and their padding. " * 9)
     flags = ["in", "-o", "data/mine", "--tokenizer", "imported_tokenizer.json", "--val", "0.3", "--workers", "1"]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(text, "recommend", lambda *args: [])
     monkeypatch.setattr(sys, "argv", ["text.py", *flags])
     text.main()
 

@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 import zlib
-from argparse import Namespace
 from pathlib import Path
 
 import device
 import generate
-from dev.data import text
+from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader, write_tokens
@@ -404,7 +403,7 @@ def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, run_h
         export_hf.main(["run", "-o", "out"])
     assert not (folder / "out").exists()
     with pytest.raises(UserError, match=want):
-        text.given_tokenizer(Namespace(train_tokenizer=None, tokenizer=str(damaged)))
+        load_tokenizer(str(damaged))
 
 
 # Damage

@@ -1,27 +1,48 @@
 """What the dataset scripts share: fetching, encoding, writing, and how a program of theirs ends."""
 
+import codecs
 import http.client
+import importlib
 import io
 import json
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from device.errors import UserError
+from device.errors import UserError, first_line
 from llmc.data.dataloader import write_tokens
-from llmc.data.tokenizer import Tokenizer, gpt2_tokenizer, tokenizer_files, without_surrogates, write_tokenizer
-from llmc.files.files import open_file, replacing
+from llmc.data.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    gpt2_tokenizer,
+    tokenizer_files,
+    without_surrogates,
+    write_tokenizer,
+)
+from llmc.files.checkpoint import check_saved
+from llmc.files.files import MARKS, open_file, replacing
 from llmc.run.program import run_program
 
 import numpy as np
 
 DATA = Path(__file__).resolve().parents[2] / "data"
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".lz4": "lz4"}  # suffix: what unpacks it
+BLOCK = 1 << 20  # bytes that are read at once
 
 
 class Unsuitable(UserError):
-    """What the texts do not allow with these options: what has been done is of no use."""
+    """A tokenizer cannot spell the texts."""
+
+
+def library(name: str, what: str) -> Any:
+    """A package that only some need. Raises UserError if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(f"{what} needs {name}; install it with: pip install {name}") from None
 
 
 def run(main: Callable[[], None]) -> None:
@@ -67,22 +88,70 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be made ({error.strerror.lower()}); choose another place (--out)") from None
 
 
+def unpacked(path: str | Path) -> BinaryIO:
+    how = PACKED.get(os.path.splitext(str(path).lower())[1])
+    if how in ("zstd", "lz4"):
+        return library("pyarrow", f"{path}: this").input_stream(str(path), compression=how)
+    return importlib.import_module(how).open(path) if how else open_file(path)
+
+
+def blocks_of(path: str | Path, encoding: str, remedy: str = "save it as UTF-8") -> Iterator[str]:
+    """The characters of a file, with "\n" for every line end. Raises UserError if they are not of this encoding, or if
+    the file cannot be read."""
+    done, block, begins = 0, b"a", ""
+    try:
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
+        wide = b"\0" in "a".encode(encoding)  # such as UTF-16; in other texts no byte is zero
+        with unpacked(path) as file:
+            while block:
+                block, held = file.read(BLOCK), len(decoder.getstate()[0])
+                if not done:
+                    begins = next((f", it begins as {name}" for mark, name in MARKS if block.startswith(mark)), "")
+                zero = -1 if wide else block.find(b"\0")
+                text = decoder.decode(block, not block)
+                if zero >= 0:
+                    raise UnicodeError
+                yield text if done else text.removeprefix("\ufeff")
+                done += len(block)
+    except UnicodeError as error:
+        wrong = error.start - held if isinstance(error, UnicodeDecodeError) else max(zero, 0)
+        at = done + (min(wrong, zero) if zero >= 0 else wrong)
+        raise UserError(f"{path}: not {encoding.upper()} text (at byte {at}{begins}): {remedy}") from None
+    except LookupError:
+        raise UserError(f"--encoding {encoding}: Python knows no such encoding of text") from None
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or first_line(error)).lower()}") from None
+    except UserError:
+        raise
+    except Exception as error:  # what the modules that unpack raise
+        raise UserError(f"{path}: cannot be unpacked ({first_line(error)})") from None
+
+
+def lines_of(blocks: Iterable[str]) -> Iterator[str]:
+    """The lines of a text that comes in blocks."""
+    line: list[str] = []  # in parts, for it may be of many blocks
+    for block in blocks:
+        *ends, rest = block.split("\n")
+        for end in ends:
+            yield "".join([*line, end, "\n"])
+            line.clear()
+        line.append(rest)
+    yield "".join(line)
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file. Raises UserError where there is none."""
-    try:
-        with open_file(path) as file:
-            return io.TextIOWrapper(file, encoding="utf-8").read()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror.lower()}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (at byte {error.start})") from None
+    return "".join(blocks_of(path, "utf-8"))
 
 
-def load_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer of a `.bin` or a `tokenizer.json`, or GPT-2's. Says where it changes texts."""
-    tokenizer = gpt2_tokenizer() if path is None else Tokenizer.load(path)
+def load_tokenizer(name: str | Path | None) -> Tokenizer:
+    """The tokenizer of a `.bin` or a `tokenizer.json`, that of bytes, or GPT-2's. Says where it changes texts."""
+    if name in ("bytes", "gpt2", None):
+        return byte_tokenizer() if name == "bytes" else gpt2_tokenizer()
+    check_saved(Path(name))
+    tokenizer = Tokenizer.load(name)
     if changes := changes_of(tokenizer):
-        print(f"{path}: its normalizer ({changes}) changes texts before they are encoded")
+        print(f"{name}: its normalizer ({changes}) changes texts before they are encoded")
     return tokenizer
 
 
@@ -94,24 +163,38 @@ def changes_of(tokenizer: Tokenizer) -> str:
     return " + ".join(part["type"] for part in state.get("normalizers", [state]))
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
-    """The tokens of texts. Raises Unsuitable where a text cannot be had back from its tokens."""
-    encoded = tokenizer.encode_ordinary_batch(texts, num_threads)
+def encode(
+    tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False
+) -> list[list[int]]:
+    """The tokens of texts. special: the names of special tokens in them stand for these. Raises Unsuitable if a text
+    cannot be had back from its tokens."""
+    if special:
+        encoded = [_encode_special(tokenizer, text) for text in texts]
+    else:
+        encoded = tokenizer.encode_ordinary_batch(texts, num_threads)
     for text, ids in zip(texts, encoded, strict=True):
-        _check_spelling(tokenizer, text, ids)
+        _check_spelling(tokenizer, text, ids, special)
     return encoded
 
 
-def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
+def _encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
+    if tokenizer.encoding is None:  # the tokenizers library encodes
+        return tokenizer.encode(text)
+    first, *others = text.split(tokenizer.tokens[tokenizer.eot].decode())
+    return [*tokenizer.encode(first), *(id for part in others for id in (tokenizer.eot, *tokenizer.encode(part)))]
+
+
+def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bool) -> None:
     """Raises Unsuitable unless the tokens of a text spell it. What a normalizer has changed may differ, for the
-    tokenizer's file asks for that, and a space before the text, which some tokenizers put there."""
+    tokenizer's file asks for that, and a space before the text, which some tokenizers put there. So may white space
+    beside special tokens, which may take it."""
     spelled = b"".join([tokenizer.tokens[token] for token in ids])
     if spelled == text.encode(errors="surrogatepass"):
         return
     text = without_surrogates(text)
     text = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
     wanted = text.encode()
-    if spelled in (wanted, b" " + wanted):
+    if spelled in (wanted, b" " + wanted) or (special and b"".join(spelled.split()) == b"".join(wanted.split())):
         return
     at = len(wanted[: len(os.path.commonprefix([spelled, wanted]))].decode(errors="ignore"))
     raise Unsuitable(
@@ -121,10 +204,13 @@ def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     )
 
 
-def encode_texts(tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
-    """The tokens of texts as a dataset holds them: before each the token that begins a text. Raises Unsuitable as
-    `encode` does."""
-    return [[tokenizer.bos, *tokens] for tokens in encode(tokenizer, texts, num_threads)]
+def encode_texts(
+    tokenizer: Tokenizer, texts: list[str], num_threads: int | None = None, special: bool = False
+) -> list[list[int]]:
+    """The tokens of texts as a dataset holds them: before each the token that begins a text, unless it is there
+    already. Raises Unsuitable as `encode` does."""
+    encoded = encode(tokenizer, texts, num_threads, special)
+    return [ids if special and ids[:1] == [tokenizer.bos] else [tokenizer.bos, *ids] for ids in encoded]
 
 
 def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = None) -> None:

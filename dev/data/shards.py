@@ -6,17 +6,17 @@ the texts they hold, and the next run goes on from there.
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dev.data.common import encode_texts, load_tokenizer, make_folder, write_vocabulary
-from device.errors import UserError
+from dev.data.common import encode_texts, library, load_tokenizer, make_folder, write_vocabulary
+from device.errors import UserError, first_line
 from llmc.data.dataloader import token_format, write_tokens
 from llmc.files.files import replacing
 from llmc.run.arguments import Parser, a_path, positive
 
 import numpy as np
-from tqdm import tqdm
 
 TEXTS_AT_ONCE = 1024  # enough to keep all cores busy, few enough to hold
 
@@ -30,29 +30,33 @@ def make_parser(description: str, out: Path) -> argparse.ArgumentParser:
     return parser
 
 
-def load_texts(name: str, split: str, config: str | None = None, files: list[str] | None = None) -> Any:
-    """A datasets.Dataset with a column "text": a split of a dataset on the Hugging Face hub, or what local files hold.
+def load_texts(
+    name: str, split: str, config: str | None = None, files: list[str] | None = None, fields: Iterable[str] = ("text",)
+) -> Any:
+    """A datasets.Dataset with these columns: a split of a dataset on the Hugging Face hub, or of one that datasets
+    saved in the folder `name`, or what local files hold.
 
     files: .parquet or .jsonl (one object a line), read instead of the hub's. Downloads go to that library's cache,
     which goes on with them after an interruption. Raises UserError where the library is not installed or the texts
     cannot be had.
     """
+    if "[" in split:
+        raise UserError(f"--split {split}: name a whole split")
+    saved = Path(name).is_dir()
+    datasets = library("datasets", name if saved else f"{name}, a data set of the Hugging Face hub,")
     try:
-        import datasets
-    except ImportError:
-        raise UserError("this needs Hugging Face's datasets library; install it with: pip install datasets") from None
-    try:
-        if files is None:
-            texts = datasets.load_dataset(name, name=config, split=split)
-        else:
+        if files is not None:
             name = files[0]
             reader = "parquet" if name.endswith(".parquet") else "json"
             texts = datasets.load_dataset(reader, data_files=files, split="train")
+        else:
+            texts = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, name=config, split=split)
+            texts = texts[split] if isinstance(texts, dict) else texts
     except Exception as error:  # of many kinds, from the network, the hub, Arrow and the file system
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{name}: cannot be loaded ({reason[0]}); check the connection or the files") from error
-    if "text" not in texts.column_names:
-        raise UserError(f"{name}: has no column text, but {', '.join(texts.column_names)}")
+        why = f"cannot be loaded ({first_line(error)})"
+        raise UserError(f"{name}: {why}; check the name, the connection or the files") from None
+    if missing := [field for field in fields if field not in texts.column_names]:
+        raise UserError(f"{name}: has no column {missing[0]}, but {', '.join(texts.column_names)}")
     return texts
 
 
@@ -72,7 +76,7 @@ def write_shards(texts: Any, args: argparse.Namespace, split: str, first_split: 
         print(f"{writer.progress_file}: all {num_texts:,} texts are done already")
         return
     write_vocabulary(args.out, tokenizer, args.tokenizer)
-    with tqdm(total=num_texts, initial=writer.done, unit=" texts", mininterval=1) as bar:
+    with library("tqdm", "this").tqdm(total=num_texts, initial=writer.done, unit=" texts", mininterval=1) as bar:
         for start in range(writer.done, num_texts, TEXTS_AT_ONCE):
             batch = texts[start : min(start + TEXTS_AT_ONCE, num_texts)]["text"]
             for i, ids in enumerate(encode_texts(tokenizer, batch), start):
@@ -129,7 +133,7 @@ class ShardWriter:
         with replacing(self.progress_file) as file:
             progress = {"done": done, "skip": skip, "shards": self.shards}
             file.write(json.dumps(self.settings | progress).encode())
-        tqdm.write(f"{path}: {tokens.size:,} tokens")
+        print(f"{path}: {tokens.size:,} tokens", flush=True)
 
 
 def _read_progress(path: Path, settings: dict[str, int]) -> tuple[int, int, int]:

@@ -1,640 +1,350 @@
-"""Your own text as a dataset: files and folders, in any language, to shards of tokens and the tokenizer for them.
+"""Your own text as a dataset: files, folders or a data set of the Hugging Face hub, to shards of tokens.
 
     python dev/data/text.py my_texts -o data/mine --train-tokenizer 16384
 
-Reads what documents.py reads. Writes data/mine_{train,val}_<number>.bin, data/mine_tokenizer.bin, where the tokenizer
-has one data/mine_tokenizer.json, and data/mine_summary.json; at the end it says how to train on them.
+Writes data/mine_{train,val}_<number>.bin, data/mine_tokenizer.bin, data/mine_tokenizer.json if the tokenizer has one,
+and data/mine_summary.json. Of equal texts one stays. A hash of each text decides whether it is for validation.
 
-Documents of the same text are one. Which of them are for validation is decided by a hash of each text alone, so that
-texts that are added later move none across. The work is done in stages:
-
-    read      every document is hashed: 16 bytes of BLAKE2b, its length
-    sort out  the hashes are compared, those of a range at a time, and each document gets its place: train, val, or none
-    learn     with --train-tokenizer, a vocabulary is learned from the training documents
-    encode    the documents are read again and encoded, into shards
-
-In data/mine_work lies what has been done, by which a run that was stopped goes on. All files are moved from there when
-they are complete; until then there is no data/mine_train_000000.bin that could be taken for the whole.
-
-The memory that this takes does not grow with the texts, but with the number of files, whose names it holds. It has
-UNIT bytes of text in each process, a shard, and COMPARED hashes; for learning, the different words of LEARNED bytes of
-text, which are drawn by hash where there is more. The output is the same for any number of processes.
+Hugging Face's datasets keeps texts and tokens in data/mine_work, and goes on from there after a stop. All files are
+moved from there when they are complete. Without datasets, the memory holds plain text that --tokenizer bytes encodes.
 """
 
 import argparse
-import codecs
-import fcntl
+import csv
+import ctypes
+import glob
 import hashlib
 import json
-import multiprocessing
 import os
+import re
+import shlex
 import shutil
 import signal
 import sys
-import threading
-from array import array
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
+os.environ.setdefault("TQDM_MININTERVAL", "2")
 
-from dev.data.common import Unsuitable, changes_of, encode_texts, make_folder, run, write_vocabulary
-from dev.data.documents import (
-    BLOCK,
-    EXAMPLES,
-    File,
-    Notes,
-    Part,
-    find_files,
-    listed,
-    optional,
-    read_documents,
-    units_of,
-)
-from dev.data.recommend import LEAST_TOKENS, recommend
-from dev.data.shards import ShardWriter
-from device.errors import UserError
-from llmc.data.dataloader import open_tokens, token_format
-from llmc.data.tokenizer import END_OF_TEXT, MOST_TOKENS, NEIGHBOURS, Tokenizer, byte_tokenizer, gpt2_tokenizer
-from llmc.files.checkpoint import check_saved
-from llmc.files.files import replacing
+from dev.data.common import PACKED, blocks_of, encode_texts, library, lines_of, load_tokenizer, run, write_vocabulary
+from dev.data.shards import ShardWriter, load_texts
+from device.errors import UserError, first_line
+from llmc.data.tokenizer import END_OF_TEXT, MOST_TOKENS, Tokenizer, without_surrogates
+from llmc.files.files import file_size, replacing
+from llmc.files.lock import Lock
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
 
 import numpy as np
-from tqdm import tqdm
 
-NOWHERE, TRAIN, VAL = 0, 1, 2  # a document's place; nowhere is for what another has been before
-SPLITS = {"train": TRAIN, "val": VAL}  # in the order in which they are published: without val, nothing is trained
-TRIED = (                      # --val and --longest, unless they are given: the first that leave enough to both splits
-    (0.01, 100_000), (0.01, 10_000), (0.01, 1_000), (0.1, 1_000), (0.1, 100),
-)  # fmt: skip
-DEFAULTS = dict(zip(("val", "longest"), TRIED[0], strict=True))
-ENOUGH = 8 * LEAST_TOKENS      # bytes of text, for a split to have LEAST_TOKENS, about
-COMPARED = 1 << 23             # hashes at a time
-LEARNED = 1 << 30              # bytes of text that a vocabulary is learned from, at most, about
-ENCODED = 16                   # documents at a time
-LONGEST_TOKEN = 255            # bytes, as a tokenizer .bin has it
-MOST_CHARACTERS = 400_000      # in a document: what tiktoken is sure to split, even where all of it is white space
+KINDS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".jsonl": "lines", ".ndjson": "lines",
+    ".json": "list", ".csv": ",", ".tsv": "\t", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+LEAST = 4096               # tokens for validation, or a tenth of all
+LEARNED = 1 << 30          # bytes of text that a vocabulary is learned from, at most, about
+MOST_CHARACTERS = 400_000  # in a document: what tiktoken is sure to split, even if all of it is white space
 
-
+File = tuple[str, str, int, int]  # path, kind, size in bytes, time of the last change in ns
 share = limited(number, ((lambda x: 0 < x < 1), "be above 0 and below 1"))
-
-
-def within(low: int, high: int) -> Callable[[str], int]:
-    """A type of flag: a whole number from low to high."""
-    return limited(whole_number, ((lambda n: low <= n <= high), f"be from {low} to {high}"))
-
-
-def encoding_name(text: str) -> str:
-    """A type of flag: the name of an encoding of text."""
-    try:
-        "".encode(text)  # which refuses what Python calls a codec but is for something else than text
-        return codecs.lookup(text).name
-    except (LookupError, UnicodeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text} is no encoding that Python knows") from None
+characters = limited(whole_number, ((lambda n: 100 <= n <= MOST_CHARACTERS), f"be from 100 to {MOST_CHARACTERS}"))
+vocabulary = limited(whole_number, ((lambda n: 257 <= n < MOST_TOKENS), f"be from 257 to {MOST_TOKENS - 1}"))
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Make a dataset of files and folders of text.")
     add = parser.add_argument
-    what = "a file, or a folder of .parquet, .txt, .md, .rst, .html, .jsonl and text without a suffix, also as .gz"
-    add("paths", metavar="PATH", nargs="+", help=what)
+    add("paths", metavar="PATH", nargs="+", help=f"a file or folder of {' '.join(KINDS)}, also with {' '.join(PACKED)};"
+        " what datasets saved to disk; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
-    what = "gpt2, bytes, or a tokenizer.json or .bin (gpt2)"
-    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help=what)
-    what = "learn a vocabulary of N tokens from the text: the bytes, the end-of-text token, and the learned ones"
-    size = within(257, MOST_TOKENS - 1)
-    tokenizers.add_argument("--train-tokenizer", metavar="N", type=size, help=what)
-    add("--field", metavar="NAME", default="text", help="where .jsonl and .parquet have the text (%(default)s)")
-    what = "encoding of .txt and .html that are not UTF-8, such as cp1251 (guessed for each)"
-    add("--encoding", metavar="NAME", type=encoding_name, help=what)
-    (val, longest), (most, least) = TRIED[0], TRIED[-1]
-    what = f"share of the documents for validation ({val}; up to {most} if there is little text)"
-    add("--val", metavar="F", type=share, help=what)
-    what = f"characters; a longer document is cut at empty lines ({longest}; down to {least} if there is little text)"
-    add("--longest", metavar="N", type=within(100, MOST_CHARACTERS), help=what)
+    tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help="or bytes, .json, .bin (gpt2)")
+    tokenizers.add_argument("--train-tokenizer", metavar="N", type=vocabulary, help="learn N tokens from the text")
+    add("--special-tokens", action="store_true", help="encode the names of special tokens as these tokens (as text)")
+    add("--field", metavar="NAME", nargs="+", default=["text"], help="the text in records; several are joined (text)")
+    add("--suffix", metavar=".X", nargs="+", default=[], help="read such files as text, too; none: without a suffix")
+    add("--encoding", metavar="NAME", default="utf-8", help="of all files (%(default)s)")
+    add("--split", metavar="NAME", default="train", help="of a data set that has several (%(default)s)")
+    add("--val", metavar="F", type=share, default=0.01, help="share of the documents for validation (%(default)s)")
+    add("--longest", metavar="N", type=characters, help="of a document, else it is cut (100000; of little text a 50th)")
     add("--shard-tokens", metavar="N", type=positive, default=10**8, help="tokens each (%(default)s)")
     add("--workers", metavar="N", type=positive, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
     return parser
 
 
-# The stages' work on one unit, in whatever process
+def suffix_of(path: str) -> tuple[str, str]:
+    """The suffix of a file's name, or "none", and the one that says how it is packed, or ""."""
+    stem, last = os.path.splitext(path.lower())
+    return (os.path.splitext(stem)[1] or "none", last) if last in PACKED else (last or "none", "")
 
 
-def hash_unit(
-    parts: list[Part], field: str, longest: int, encoding: str | None
-) -> tuple[np.ndarray, np.ndarray, Notes]:
-    """Of each document in a unit the hash, uint64 (N, 2), and the numbers of characters and of bytes in UTF-8, int64
-    (N, 2); and what is to be said of its files."""
-    hashes, lengths, notes = bytearray(), array("q"), Notes()
-    for text in read_documents(parts, field, longest, notes, encoding):
-        data = text.encode()
-        hashes += hashlib.blake2b(data, digest_size=16).digest()
-        lengths.extend((len(text), len(data)))
-    return np.frombuffer(hashes, "<u8").reshape(-1, 2), np.array(lengths).reshape(-1, 2), notes
+def find_files(args: argparse.Namespace, skipped: Counter) -> list[File]:
+    """The files that args.paths stand for, those of a folder in the order of their names, without hidden ones. Counts
+    the suffixes of files that are skipped. Raises UserError for what is not there or no file."""
+    kinds, found, files = KINDS | {suffix.lower(): "text" for suffix in args.suffix}, [], []
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: {error.strerror.lower()}") from None
+
+    for path in args.paths:
+        saved = any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+        if saved or (not os.path.lexists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", path)):
+            name, _, config = (path, "", "") if saved else path.partition(":")
+            rows = load_texts(name, args.split, config or None, fields=args.field)
+            found += [(file["filename"], "arrow") for file in rows.cache_files]
+        elif os.path.isdir(path):
+            for folder, folders, names in os.walk(path, onerror=refuse):
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                names += [name for name in folders if os.path.islink(os.path.join(folder, name))]
+                found += [(os.path.join(folder, name), None) for name in sorted(names) if not name.startswith(".")]
+        elif suffix_of(path)[0] not in kinds and os.path.isfile(path):
+            raise UserError(f"{path}: what is in it? --suffix {suffix_of(path)[0]} reads such files as text")
+        else:
+            found.append((path, kinds.get(suffix_of(path)[0], "text")))
+    for path, kind in found:
+        if not (kind := kind or kinds.get(suffix_of(path)[0])) or (os.path.islink(path) and os.path.isdir(path)):
+            skipped["".join(suffix_of(path))] += 1
+        else:
+            files.append((path, kind, file_size(path, "name files and folders of text"), os.stat(path).st_mtime_ns))
+    return files
 
 
-def texts_of_unit(
-    parts: list[Part], field: str, longest: int, encoding: str | None, places: np.ndarray
-) -> Iterator[tuple[str, int]]:
-    """The documents of a unit with their places, without those that have none. Raises UserError where it does not hold
-    as many documents any more as it did."""
-    found = 0
-    for found, text in enumerate(read_documents(parts, field, longest, Notes(), encoding), 1):
-        if found <= places.size and places[found - 1] != NOWHERE:
-            yield text, int(places[found - 1])
-    if found != places.size:
-        raise UserError(f"{parts[0].path} or a file after it has changed meanwhile; run this again with another -o")
+def records_of(path: str, kind: str, fields: tuple[str, ...], blocks: Callable[[], Iterator[str]]) -> Iterator[Any]:
+    """The records of a file. Raises what Python's modules and datasets do where it is damaged."""
+    if kind in ("parquet", "arrow"):
+        datasets = library("datasets", path)
+        rows = datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True)
+        check_fields(path, fields, rows.column_names)
+        yield from rows.select_columns(list(fields))
+    elif kind in (",", "\t"):
+        csv.field_size_limit(sys.maxsize)
+        for record in csv.DictReader(lines_of(blocks()), delimiter=kind, strict=True):
+            if None in record or None in record.values():
+                raise ValueError("not as many fields as the first line names")
+            yield record
+    elif kind == "list" and next(filter(None, map(str.lstrip, blocks())), "")[:1] == "[":
+        yield from json.loads("".join(blocks()))
+    else:
+        yield from map(json.loads, filter(str.strip, lines_of(blocks())))
 
 
-def encode_unit(
-    parts: list[Part], field: str, longest: int, encoding: str | None, places: np.ndarray, tokenizer: Path,
-    out: dict[int, Path],
-) -> None:  # fmt: skip
-    """Writes the tokens of a unit's documents, by their place, to the files `out`: nothing but tokens, of the type that
-    the vocabulary has. Raises Unsuitable where they do not spell the documents."""
-    encoder = load_tokenizer(tokenizer)
-    dtype = token_format(encoder.vocab_size)[2]
-    threads = 1 if multiprocessing.parent_process() else None
+def check_fields(path: str, fields: tuple[str, ...], names: Iterable[str]) -> None:
+    if missing := [name for name in fields if name not in names]:
+        raise UserError(f"{path}: no field {missing[0]}, but {', '.join(map(str, names))}: name one with --field")
+
+
+def texts_of(path: str, kind: str, fields: tuple[str, ...], encoding: str) -> Iterator[Iterable[str]]:
+    """The texts in a file, each in blocks. Raises UserError where a record has none."""
+    blocks = partial(blocks_of, path, encoding, "name the encoding of all files with --encoding")
+    if kind == "text":
+        yield blocks()
+        return
+    names, done = {}, 0  # the fields that records have, in order; records
     try:
-        with ExitStack() as stack:
-            files = {place: stack.enter_context(open(path, "wb")) for place, path in out.items()}
-            texts = (item for item in texts_of_unit(parts, field, longest, encoding, places) if item[1] in files)
-            while batch := list(islice(texts, ENCODED)):
-                tokens = encode_texts(encoder, [text for text, _ in batch], threads)
-                for (_, place), ids in zip(batch, tokens, strict=True):
-                    files[place].write(np.array(ids, dtype).tobytes())
-    except OSError as error:
-        where = error.filename or tokenizer.parent
-        raise UserError(f"{where}: cannot be written ({str(error.strerror).lower()})") from None
+        for record in records_of(path, kind, fields, blocks):
+            record = {fields[0]: record} if isinstance(record, str) else dict(record)
+            names |= dict.fromkeys(record)
+            text = "\n\n".join(record[name] for name in fields if record.get(name) not in (None, ""))
+            yield [without_surrogates(text).replace("\r\n", "\n").replace("\r", "\n")]
+            done += 1
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds, also where a record is no object or a field no text
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path}, record {done + 1}: no text in {' or '.join(fields)} ({why})") from None
+    if done:
+        check_fields(path, fields, names)
+    else:
+        yield [""]  # one blank text
+
+
+def cut(blocks: Iterable[str], longest: int) -> Iterator[str]:
+    """A text in parts of at most `longest` characters. A part ends after its last empty line, else after its last line
+    or word, however the text comes in blocks."""
+    text = ""
+    for block in blocks:
+        text, start = text + block, 0
+        while len(text) - start > longest:
+            found = ((text.rfind(mark, start + longest // 2, start + longest), mark) for mark in ("\n\n", "\n", " "))
+            end = next((at + len(mark) for at, mark in found if at > 0), start + longest)
+            yield text[start:end]
+            start = end
+        text = text[start:]
+    yield text
+
+
+def documents(files: list[File], fields: tuple[str, ...], encoding: str, longest: int) -> Iterator[dict[str, Any]]:
+    """All documents, their bytes of UTF-8 (0 if blank), and their hashes: 16 bytes of BLAKE2b."""
+    for path, kind, *_ in files:
+        for text in chain.from_iterable(cut(blocks, longest) for blocks in texts_of(path, kind, fields, encoding)):
+            data = text.encode()
+            high, low = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), "<i8").tolist()
+            yield {"text": text, "high": high, "low": low, "bytes": len(data) if text.strip() else 0}
+
+
+def read(args: argparse.Namespace, files: list[File], work: Path) -> Any:
+    """All documents: a datasets.Dataset, or its columns if that library is neither needed nor there."""
+    longest = args.longest or min(100_000, max(1000, sum(size for _, _, size, _ in files) // 50))
+    what = {"files": files, "fields": tuple(args.field), "encoding": args.encoding, "longest": longest}
+    try:
+        datasets = library("datasets", "all but plain text with --tokenizer bytes")
+    except UserError:
+        if args.tokenizer != "bytes" or args.train_tokenizer or {kind for _, kind, *_ in files} != {"text"}:
+            raise
+        rows = list(documents(**what))
+        return {name: [row[name] for row in rows] for name in rows[0]}
+    datasets.utils.logging.set_verbosity_error()
+    kinds = {"text": datasets.Value("string")} | dict.fromkeys(("high", "low", "bytes"), datasets.Value("int64"))
+    return datasets.Dataset.from_generator(
+        documents, datasets.Features(kinds), str(work), gen_kwargs=what, num_proc=min(args.workers, len(files)),
+        fingerprint=work.name,
+    )  # fmt: skip
+
+
+def for_validation(hashes: np.ndarray, sizes: np.ndarray, share: float, least: int) -> np.ndarray:
+    """The documents with the lowest hashes, bool (N,): a share of all, and more until they have `least` or a tenth of
+    the sizes. Never the last one."""
+    order = np.argsort(hashes)
+    before = np.cumsum(sizes[order]) - sizes[order]
+    result = np.zeros(len(order), bool)
+    result[order] = (hashes[order] < np.uint64(share * 2**64)) | (before < min(least, sizes.sum() / 10))
+    result[order[-1]] = False
+    return result
+
+
+def learn(size: int, rows: Any) -> str:
+    """A tokenizer.json: byte-level BPE as GPT-2's (Radford et al., 2019), learned from texts. Raises UserError if too
+    few pairs occur twice."""
+    tokenizers = library("tokenizers", "--train-tokenizer")
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, min_frequency=2, special_tokens=[END_OF_TEXT], max_token_length=255,
+        initial_alphabet=learned.pre_tokenizer.alphabet(), show_progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    learned.train_from_iterator((batch["text"] for batch in rows.iter(100)), trainer)
+    if (found := learned.get_vocab_size()) < size:
+        raise UserError(f"--train-tokenizer {size}: pairs that occur twice are enough for {found} tokens: lower it")
+    return learned.to_str(pretty=True)
 
 
 @lru_cache(1)
-def load_tokenizer(path: Path) -> Tokenizer:
-    return Tokenizer.load(path)
+def tokenizer_at(path: str) -> tuple[Tokenizer, re.Pattern]:
+    """A tokenizer, and a pattern for the names of its special tokens."""
+    tokenizer = Tokenizer.load(path)
+    return tokenizer, re.compile("|".join(re.escape(tokenizer.tokens[id].decode()) for id in sorted(tokenizer.special)))
 
 
-def start_worker() -> None:
-    """Prepares a process, which is to end where the main one does."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def follow() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+def encode(batch: dict[str, list], path: str, special: bool) -> dict[str, list]:
+    """The tokens of texts, how many they are, and the first name of a special token in each text, or ""."""
+    tokenizer, names = tokenizer_at(path)
+    ids = [np.array(tokens, np.uint32) for tokens in encode_texts(tokenizer, batch["text"], 1, special)]
+    return {"ids": ids, "count": list(map(len, ids)), "special": [(names.search(t) or [""])[0] for t in batch["text"]]}
 
 
-def in_order(workers: int, work: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
-    """What work(*job) returns for each job, in order, done by so many processes; few results wait at a time."""
-    if workers == 1:
-        yield from (work(*job) for job in jobs)
-        return
-    waiting: deque = deque()
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
-        try:
-            for job in jobs:
-                before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which processes inherit: Ctrl-C is not for them
-                waiting.append(pool.submit(work, *job))
-                signal.signal(signal.SIGINT, before)
-                if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            why = "a process was killed, perhaps for want of memory"
-            raise UserError(f"{why}: run the same command again, with fewer --workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+def encode_all(rows: Any, kept: np.ndarray, workers: int, work: Path, **how: Any) -> Any:
+    """The tokens of some documents, as `read` returns documents."""
+    if isinstance(rows, dict):
+        return encode({"text": [rows["text"][i] for i in kept]}, **how)
+    return rows.select(kept).map(
+        encode, batched=True, batch_size=100, remove_columns=rows.column_names, fn_kwargs=how, desc="encoding",
+        num_proc=min(workers, len(kept)), new_fingerprint=f"{work.name}_tokens",
+    )  # fmt: skip
 
 
-# The stages
+def tokens_of(done: Any, which: np.ndarray) -> Iterator[np.ndarray]:
+    if isinstance(done, dict):
+        return (done["ids"][i] for i in which)
+    return (ids for batch in done.select(which).with_format("numpy", columns=["ids"]).iter(100) for ids in batch["ids"])
 
 
-class Job:
-    """A dataset that is being made in the folder `work`, of units that are read in order, with the share `val` of the
-    documents for validation and none of them longer than `longest`."""
-
-    def __init__(
-        self, args: argparse.Namespace, units: list[list[Part]], work: Path, val: float, longest: int
-    ) -> None:
-        self.args, self.units, self.work, self.val = args, units, work, val
-        self.prefix = work / args.out.name
-        self.workers = max(1, min(args.workers, len(units)))
-        self.reading = args.field, longest, args.encoding
-        self.sizes = [sum(part.size for part in unit) for unit in units]
-        self.read_files = [work / f"read_{longest}" / f"{number:06d}.npz" for number in range(len(units))]
-
-    def progress(self, what: str, done: int = 0) -> tqdm:
-        """A bar for the bytes of all units, of which the first `done` are done."""
-        total, initial = sum(self.sizes), sum(self.sizes[:done])
-        return tqdm(total=total, initial=initial, unit="B", unit_scale=True, desc=what, mininterval=1, delay=1)
-
-    def read(self) -> None:
-        """Hashes all documents, into a file for each unit."""
-        make_folder(self.work / f"read_{self.reading[1]}")
-        done = sum(file.is_file() for file in self.read_files)  # which are written in order
-        results = in_order(self.workers, hash_unit, ((unit, *self.reading) for unit in self.units[done:]))
-        with self.progress("reading", done) as bar:
-            for number, (hashes, lengths, notes) in enumerate(results, done):
-                with replacing(self.read_files[number]) as file:
-                    np.savez(file, hashes=hashes, lengths=lengths, notes=np.array(json.dumps(vars(notes))))
-                bar.update(self.sizes[number])
-
-    def sort_out(self, found: Notes) -> tuple[dict, Notes]:
-        """Gives every document its place. Returns the figures of the summary, and what is to be said of the files;
-        found: what was before the reading. Raises Unsuitable where there are no documents."""
-        notes = Notes(**vars(found))
-        self.ends = [0]  # the number of documents before each unit, and in all
-        for file in self.read_files:
-            with np.load(file) as unit:
-                self.ends.append(self.ends[-1] + len(unit["lengths"]))
-                notes.add(Notes(**json.loads(str(unit["notes"]))))
-        count = self.ends[-1]
-        if not count:
-            why = f" (skipped: {notes.reasons()})" if notes.skipped else ""
-            raise Unsuitable(
-                f"{named(self.args.paths)}: no text there{why}; name files or folders that hold some: a file that is "
-                "named is read as plain text, whatever its name"
-            )
-        path = self.work / "places"
-        with replacing(path) as file:
-            os.posix_fallocate(file.fileno(), 0, count)  # a disk that is full says so here
-            places = np.memmap(file, np.uint8, "r+", shape=(count,))
-            ranges = -(-count // COMPARED)
-            for number in tqdm(range(ranges), desc="comparing", mininterval=1, delay=1):
-                self._compare(places, number, ranges)
-            places.flush()
-        self.places = np.memmap(path, np.uint8, "r", shape=(count,))
-        totals = np.zeros((3, 3), np.int64)  # of each place: documents, characters, bytes
-        for number, file in enumerate(self.read_files):
-            with np.load(file) as unit:
-                for place in (NOWHERE, TRAIN, VAL):
-                    lengths = unit["lengths"][self.places_of(number) == place]
-                    totals[place] += len(lengths), *lengths.sum(axis=0)
-        figures = {
-            what: {split: int(totals[place, column]) for split, place in SPLITS.items()}
-            for column, what in enumerate(("documents", "characters", "bytes"))
-        }
-        return figures | {"duplicates": int(totals[NOWHERE, 0])}, notes
-
-    def check_splits(self, documents: dict[str, int], characters: int) -> None:
-        """Raises Unsuitable where a split has no document. characters: in both splits."""
-        for split in documents:
-            if not documents[split]:
-                finely = f", or cut what there is more finely: --val 0.1 --longest {characters // 200}"
-                raise Unsuitable(
-                    f"{named(self.args.paths)}: none of {self.ends[-1]} documents falls to {split} by --val "
-                    f"{self.val:g}; add text{finely if characters >= 100 * 200 else ''}"
-                )
-
-    def _compare(self, places: np.ndarray, number: int, ranges: int) -> None:
-        """Gives places to the documents of a range of hashes: those whose hash leaves this number."""
-        hashes, positions = [], []
-        for start, file in zip(self.ends, self.read_files, strict=False):
-            with np.load(file) as unit:
-                found = np.flatnonzero(unit["hashes"][:, 0] % np.uint64(ranges) == number)
-                hashes.append(unit["hashes"][found])
-                positions.append(found + start)
-        hashes, positions = np.concatenate(hashes), np.concatenate(positions)
-        order = np.lexsort(hashes.T)  # equal ones stay in the order of the documents
-        again = order[1:][np.all(hashes[order[1:]] == hashes[order[:-1]], axis=1)]
-        place = np.where(hashes[:, 0] < np.uint64(self.val * 2**64), VAL, TRAIN)
-        place[again] = NOWHERE
-        places[positions] = place
-
-    def places_of(self, number: int) -> np.ndarray:
-        """The places of a unit's documents, uint8 (N,)."""
-        return np.array(self.places[self.ends[number] : self.ends[number + 1]])
-
-    def make_tokenizer(self, given: Tokenizer | None, train_bytes: int) -> Tokenizer:
-        """Writes the files of the tokenizer: of the one that is given, or of one that is learned. Returns the one to
-        encode with."""
-        binary, source = (self.prefix.with_name(f"{self.prefix.name}_tokenizer.{kind}") for kind in ("bin", "json"))
-        if not binary.is_file():  # which is the last to be written
-            if given is None:
-                with replacing(source) as file:
-                    file.write(self._learn(train_bytes).encode())
-                given = Tokenizer.load(source)
-                write_vocabulary(self.prefix, given)
-            else:
-                write_vocabulary(self.prefix, given, Path(self.args.tokenizer))
-        self.tokenizer_file = source if source.is_file() else binary
-        return Tokenizer.load(self.tokenizer_file)
-
-    def _learn(self, train_bytes: int) -> str:
-        """A tokenizer.json: byte-level BPE as GPT-2's (Radford et al., 2019), learned from the training documents, or
-        where they are more than LEARNED bytes, from some that their hashes choose. Raises Unsuitable where they do not
-        have so many pairs that occur twice."""
-        from tokenizers import Tokenizer as Library
-        from tokenizers import decoders, models, pre_tokenizers, trainers
-
-        size, chosen = self.args.train_tokenizer, min(1.0, LEARNED / train_bytes)
-        library = Library(models.BPE())
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        library.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, min_frequency=2, special_tokens=[END_OF_TEXT], max_token_length=LONGEST_TOKEN,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=sys.stderr.isatty(),
-        )  # fmt: skip
-
-        def texts() -> Iterator[str]:
-            with self.progress("learning the vocabulary") as bar:
-                for number, unit in enumerate(self.units):
-                    places = self.places_of(number)
-                    with np.load(self.read_files[number]) as read:
-                        places[read["hashes"][:, 1] / 2.0**64 >= chosen] = NOWHERE
-                    for text, place in texts_of_unit(unit, *self.reading, places):
-                        if place == TRAIN:
-                            yield text
-                    bar.update(self.sizes[number])
-            print(f"merging pairs into {size:,} tokens", flush=True)
-
-        library.train_from_iterator(texts(), trainer)
-        if library.get_vocab_size() < size:
-            raise Unsuitable(
-                f"--train-tokenizer {size}: the text has pairs that occur twice for {library.get_vocab_size()} tokens "
-                "only; lower it to that or less, or add text"
-            )
-        return library.to_str(pretty=True)
-
-    def encode(self, tokenizer: Tokenizer) -> None:
-        """Writes the shards of both splits."""
-        settings = {
-            "units": len(self.units), "shard_tokens": self.args.shard_tokens, "vocabulary": tokenizer.vocab_size
-        }  # fmt: skip
-        writers = {split: ShardWriter(self.prefix, split, settings) for split in SPLITS}
-        first = min(writer.done for writer in writers.values())
-
-        def wanted(number: int) -> dict[str, Path]:
-            """The splits whose shards lack this unit, and where it is encoded to."""
-            return {
-                split: self.work / f"{number:06d}_{split}.tokens"
-                for split, writer in writers.items() if number >= writer.done
-            }  # fmt: skip
-
-        def jobs() -> Iterator[tuple]:
-            for number in range(first, len(self.units)):
-                out = {SPLITS[split]: path for split, path in wanted(number).items()}
-                yield self.units[number], *self.reading, self.places_of(number), self.tokenizer_file, out
-
-        with self.progress("encoding", first) as bar:
-            for number, _ in enumerate(in_order(self.workers, encode_unit, jobs()), first):
-                for split, path in wanted(number).items():
-                    if path.stat().st_size:
-                        writers[split].add(number, np.memmap(path, writers[split].dtype, "r"))
-                    path.unlink()
-                bar.update(self.sizes[number])
-        for writer in writers.values():
-            writer.finish(len(self.units))
-
-
-def named(paths: list[str]) -> str:
-    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-
-
-# The whole
-
-
-def given_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that the flags name, None where one is to be learned. Raises UserError where it cannot encode."""
-    if args.train_tokenizer:
-        optional("tokenizers", "--train-tokenizer")
-        return None
-    if args.tokenizer in ("gpt2", "bytes"):
-        return gpt2_tokenizer() if args.tokenizer == "gpt2" else byte_tokenizer()
-    if not Path(args.tokenizer).is_file():
-        raise UserError(f"--tokenizer {args.tokenizer}: no such file; name one, or gpt2 or bytes")
-    check_saved(Path(args.tokenizer))
-    tokenizer = Tokenizer.load(args.tokenizer)
-    tokenizer.encode("a")
-    return tokenizer
-
-
-def settings_of(args: argparse.Namespace, files: list[File]) -> dict[str, Any]:
-    """What decides the output, by flag."""
-    listed = hashlib.sha256()
-    for file in files:
-        listed.update(json.dumps(file).encode())
-    tokenizer = args.tokenizer
-    if Path(tokenizer).is_file():
-        tokenizer += f" (sha256 {hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]})"
-    return {
-        "PATH": f"{len(files)} files (sha256 {listed.hexdigest()[:16]})",
-        "--tokenizer": None if args.train_tokenizer else tokenizer,
-        **{f"--{name.replace('_', '-')}": getattr(args, name) or DEFAULTS.get(name)
-           for name in ("train_tokenizer", "field", "encoding", "val", "longest", "shard_tokens")},
-    }  # fmt: skip
-
-
-def check_settings(place: str, remove: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises UserError where a dataset was made, or begun, with other settings. remove: what to, to begin anew."""
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise UserError(
-                f"{place} was made with {name} {before.get(name)}, now {value}: use the same options, choose another "
-                f"-o, or remove {remove} to begin anew"
-            )
-
-
-def check_free(out: Path, tokenizer: Path) -> None:
-    """Raises UserError where there are files that -i would take for this dataset's, but for those of the tokenizer that
-    is given."""
-    for end in ("train*.bin", "val*.bin", "tokenizer.*"):
-        for path in out.parent.glob(f"{out.name}_{end}"):
-            if path.absolute() not in (tokenizer, tokenizer.with_suffix(".bin")):
-                raise UserError(f"{path} belongs to another dataset: choose another -o, or remove it")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object with settings that a run has written. Raises UserError where it is damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-        if isinstance(content["settings"], dict):
-            return content
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror.lower()}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise UserError(f"{path}: damaged; remove it to begin anew")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
-
-
-@contextmanager
-def locked(work: Path) -> Iterator[None]:
-    """Keeps other runs out of a folder. Raises UserError where one is at work there."""
-    make_folder(work)
-    try:
-        file = open(work / "lock", "wb")
-    except OSError as error:
-        raise UserError(f"{work}: cannot be written to ({error.strerror.lower()}); choose another -o") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{work}: another run is at work there; wait for it, or choose another -o") from None
-        yield
-
-
-def clear(work: Path) -> None:
-    """Removes what is in the folder, but for the lock."""
-    for path in work.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != "lock":
-            path.unlink()
-
-
-def publish(work: Path, out: Path) -> None:
-    """Moves all files of a dataset to their places, validation and the summary last, and removes the folder."""
-    summary = f"{out.name}_summary.json"
-    try:
-        for name in (*read_json(work / summary)["files"], summary):
-            if (work / name).is_file():  # else it was moved before an interruption
-                os.replace(work / name, out.with_name(name))
-        shutil.rmtree(work)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be moved or removed ({error.strerror.lower()})") from None
-
-
-def bytes_in(shard: Path, lengths: np.ndarray) -> int:
-    """The bytes of text that the tokens of a shard stand for. lengths: those of each token."""
-    tokens = open_tokens(shard)
-    return sum(int(lengths[tokens[at : at + BLOCK]].sum()) for at in range(0, tokens.size, BLOCK))
-
-
-def print_guesses(guessed: dict[str, list[str]], file: Path) -> None:
-    """Says which encodings were guessed. file: where all of them are listed."""
-    if not guessed:
-        return
-
-    def files_by(encodings: dict[str, str]) -> str:
-        by: dict[str, list[str]] = {}
-        for path, encoding in encodings.items():
-            by.setdefault(encoding, []).append(path)
-        return listed((encoding, len(paths), paths[:EXAMPLES]) for encoding, paths in sorted(by.items()))
-
-    print(f"guessed     {len(guessed):,} encodings: {files_by({path: guess[0] for path, guess in guessed.items()})}")
-    if unsure := {path: " or ".join(guess) for path, guess in guessed.items() if len(guess) > 1}:
-        print(f"            with little confidence: {files_by(unsure)}")
-    print(f"            all are listed in {file}; where they are wrong, name the right one with --encoding")
-
-
-def print_summary(out: Path, summary: dict[str, Any]) -> None:
-    def split(of: dict[str, int]) -> str:
-        return f"{sum(of.values()):,} ({', '.join(f'{name} {number:,}' for name, number in of.items())})"
-
-    characters, tokens = sum(summary["characters"].values()), sum(summary["tokens"].values())
-    print(f"documents   {split(summary['documents'])}; duplicates removed: {summary['duplicates']:,}")
-    if "split" in summary:
-        by, instead = summary["split"]
-        print(f"split       by {by}, since {instead} leaves too little text to train or to validate on")
-    notes = Notes(*(summary.get(what, {}) for what in ("skipped", "skipped_files", "guessed")))
-    print(f"skipped     {notes.reasons() or 'nothing'}")
-    print_guesses(notes.guessed, out.with_name(f"{out.name}_summary.json"))
-    print(f"characters  {split(summary['characters'])}")
-    print(f"bytes       {split(summary['bytes'])}, in UTF-8")
-    if "normalizer" in summary:
-        decoded = split(summary["decoded"])
-        print(f"normalizer  {summary['normalizer']} changes texts before they are encoded: {decoded} bytes after it")
-    print(f"tokens      {split(summary['tokens'])}, {characters / tokens:.2f} characters a token")
-    print(f"vocabulary  {summary['vocabulary']:,}")
-    print(f"files       {', '.join(str(out.with_name(file)) for file in summary['files'])}")
-    print()
-    for line in recommend(out, summary["vocabulary"], *summary["tokens"].values()):
-        print(line)
+def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, prefix: Path) -> dict[str, Any]:
+    """Makes `prefix`_*, the files of the dataset. Returns the summary. Raises UserError if there is too little text."""
+    rows = read(args, files, prefix.parent)
+    high, low, sizes = (np.array(rows[name][:], np.int64).view(np.uint64) for name in ("high", "low", "bytes"))
+    order = np.lexsort((low, high))  # equal ones stay in the order of the documents
+    again = np.zeros(len(order), bool)
+    again[order[1:]] = (np.diff(high[order]) == 0) & (np.diff(low[order]) == 0)
+    kept = np.flatnonzero(~again & (sizes > 0))
+    summary: dict[str, Any] = {"duplicates": int((again & (sizes > 0)).sum()), "blank": int((sizes == 0).sum())}
+    if len(kept) < 2:
+        raise UserError(f"{args.paths[0]}: too little text: {len(kept)} documents ({summary}); add text")
+    high, sizes = high[kept], sizes[kept]
+    source, binary = (prefix.with_name(f"{prefix.name}_tokenizer.{suffix}") for suffix in ("json", "bin"))
+    if not binary.is_file():  # it is written last
+        if given is None:
+            some = (high < 2.0**64 * LEARNED / sizes.sum()) & ~for_validation(high, sizes, args.val, 16 * LEAST)
+            with replacing(source) as file:
+                file.write(learn(args.train_tokenizer, rows.select(kept[some])).encode())
+        write_vocabulary(prefix, given or Tokenizer.load(source), Path(args.tokenizer))
+    path = str(source if source.is_file() else binary)
+    done = encode_all(rows, kept, args.workers, prefix.parent, path=path, special=args.special_tokens)
+    tokens, vocab_size = np.array(done["count"][:]), tokenizer_at(path)[0].vocab_size
+    val = for_validation(high, tokens, args.val, LEAST)
+    for split, which in ("train", np.flatnonzero(~val)), ("val", np.flatnonzero(val)):
+        writer = ShardWriter(prefix, split, {"shard_tokens": args.shard_tokens, "vocabulary": vocab_size})
+        for item, ids in enumerate(tokens_of(done, which)):
+            writer.add(item, ids.astype(writer.dtype))
+        writer.finish(len(which))
+        for name, of in ("documents", np.ones_like(sizes)), ("bytes", sizes), ("tokens", tokens):
+            summary.setdefault(name, {})[split] = int(of[which].sum())
+    return summary | {"vocabulary": vocab_size, "special tokens": Counter(filter(None, done["special"][:]))}
 
 
 def main() -> None:
-    args = make_parser().parse_args()
-    out = args.out
+    args, skipped = make_parser().parse_args(), Counter()
+    out, work, end = args.out, args.out.with_name(f"{args.out.name}_work"), f"{args.out.name}_summary.json"
     if out.is_dir() or not out.name or any(character in str(out) for character in "*?["):
         raise UserError(f"-o {out}: must be a prefix of file names, such as data/mine")
-    found = Notes()
-    files = find_files(args.paths, found)
-    given = given_tokenizer(args)
-    settings = settings_of(args, files)
-    summary_file, work = (out.with_name(f"{out.name}_{end}") for end in ("summary.json", "work"))
-    if summary_file.is_file():
-        made = read_json(summary_file)
-        if all(out.with_name(file).is_file() for file in made["files"]):
-            check_settings(f"{out}_*", f"{out}_*.bin and .json", made["settings"], settings)
-            shutil.rmtree(work, ignore_errors=True)  # where a run was stopped at its very end
-            print(f"{out}_*: all of it is there already")
-            return print_summary(out, made)
-    if not (work / summary_file.name).is_file():
-        check_free(out, Path(args.tokenizer).absolute())
-    units = units_of(files, args.field, args.encoding)
-    with locked(work):
-        if (work / "settings.json").is_file():
-            check_settings(str(work), "it", read_json(work / "settings.json")["settings"], settings)
-        else:
-            clear(work)  # of what was left where a run was stopped while it removed its folder
-        write_json(work / "settings.json", {"settings": settings})
+    files = find_files(args, skipped)
+    if not files:
+        raise UserError(f"{args.paths[0]}: no text there; skipped {dict(skipped)}: --suffix .x reads files as text")
+    given = None if args.train_tokenizer else load_tokenizer(args.tokenizer)
+    lock = Lock(work / "lock", work, "-o", make=True)
+    options = {name: value for name, value in vars(args).items() if name not in ("workers", "out")}
+    known = [Path(name).read_bytes() for name in (__file__, args.tokenizer) if os.path.isfile(name)]
+    about = hashlib.sha256(b"".join([json.dumps([options, files]).encode(), *known])).hexdigest()
+    prefix = work / about[:16] / out.name
+    if not prefix.with_name(end).is_file():
+        for path in chain(*(out.parent.glob(f"{out.name}_{end}") for end in ("train*.bin", "val*.bin", "tokenizer.*"))):
+            if path.absolute().with_suffix("") != Path(args.tokenizer).absolute().with_suffix(""):
+                raise UserError(f"{path} belongs to another dataset: choose another -o, or remove it")
+        prefix.parent.mkdir(exist_ok=True)
         try:
-            if not (work / summary_file.name).is_file():
-                make(args, units, work, given, settings, found)
-        except Unsuitable:
-            shutil.rmtree(work)
-            raise
-        publish(work, out)
-    print_summary(out, read_json(summary_file))
-
-
-def make(
-    args: argparse.Namespace, units: list[list[Part]], work: Path, given: Tokenizer | None, settings: dict[str, Any],
-    found: Notes,
-) -> None:  # fmt: skip
-    """Makes all files of the dataset in the folder `work`, the summary last."""
-    tried = list(dict.fromkeys((args.val or val, args.longest or longest) for val, longest in TRIED))
-    left = {}  # by each of them, bytes in the smaller split
-    for choice in tried:
-        job = Job(args, units, work, *choice)
-        job.read()
-        summary, notes = job.sort_out(found)
-        left[choice] = min(summary["bytes"].values())
-        if left[choice] >= ENOUGH:
-            break
-    best = max(left, key=left.get)
-    if best != choice:
-        job = Job(args, units, work, *best)
-        summary, notes = job.sort_out(found)
-    job.check_splits(summary["documents"], sum(summary["characters"].values()))
-    summary |= {"skipped": notes.skipped, "skipped_files": notes.examples, "guessed": notes.guessed}
-    if best != tried[0]:
-        summary["split"] = [f"--val {val:g} --longest {longest}" for val, longest in (best, tried[0])]
-    tokenizer = job.make_tokenizer(given, summary["bytes"]["train"])
-    job.encode(tokenizer)
-    shards = {split: sorted(work.glob(f"{args.out.name}_{split}_*.bin")) for split in SPLITS}
-    tokens = {split: sum(open_tokens(path).size for path in paths) for split, paths in shards.items()}
-    if min(tokens.values()) < LEAST_TOKENS:
-        split = min(tokens, key=tokens.get)
-        raise Unsuitable(
-            f"{named(args.paths)}: too little text: {tokens[split]} tokens for {split}, and a batch takes "
-            f"{LEAST_TOKENS}; add text{', or raise --val' if split == 'val' else ''}"
-        )
-    names = [f"{args.out.name}_{end}" for end in ("tokenizer.json", *NEIGHBOURS, "tokenizer.bin")]
-    names = [name for name in names if (work / name).is_file()]
-    names += [path.name for paths in shards.values() for path in paths]
-    rest = {"tokens": tokens, "vocabulary": tokenizer.vocab_size, "files": names, "settings": settings}
-    if changes := changes_of(tokenizer):
-        lengths = tokenizer.text_bytes(tokenizer.vocab_size)
-        decoded = {split: sum(bytes_in(path, lengths) for path in paths) for split, paths in shards.items()}
-        rest |= {"normalizer": changes, "decoded": decoded}
-    write_json(work / f"{args.out.name}_summary.json", summary | rest)
+            summary = make(args, files, given, prefix) | {"skipped": dict(sorted(skipped.items())), "options": options}
+        except Exception as error:  # datasets' are of many kinds
+            cause = error.__cause__ or error
+            kind, why = type(cause).__name__, first_line(cause)
+            if kind == "RemoteTraceback":  # of another process: a text
+                kind, why = re.findall(r"(?m)^(?:\w+\.)*(\w+): (.+)", str(cause))[0]
+            if kind not in ("UserError", "Unsuitable"):
+                raise UserError(f"{work}: {why}; the same command goes on from there") from None
+            shutil.rmtree(work)  # it is of no use
+            raise UserError(why) from None
+        with replacing(prefix.with_name(end)) as file:
+            file.write(json.dumps(summary, indent=1).encode())
+    for path in sorted(prefix.parent.glob(f"{out.name}_*"), key=lambda path: (path.name == end, path)):
+        if path.suffix in (".bin", ".json") and ".progress." not in path.name:
+            os.replace(path, out.with_name(path.name))
+    shutil.rmtree(work)
+    lock.release()
+    for name, of in (summary := json.loads(out.with_name(end).read_text())).items():
+        print(f"{name:14} {', '.join(f'{key} {n}' for key, n in of.items()) if isinstance(of, dict) else of}")
+    if summary["special tokens"] and not args.special_tokens:
+        print("These names of special tokens are encoded as text: --special-tokens encodes them as the tokens.")
+    flags = f"-e d6 -b 4 -t {min(256, 1 << (summary['tokens']['val'] // 5).bit_length() >> 1)} -x 1000"
+    print(f"\n    python train_gpt2_fp32.py -i {shlex.quote(str(out))} {flags}")
 
 
 if __name__ == "__main__":
+    # A stop may come at any time. All processes end with this one (PR_SET_PDEATHSIG), and Ctrl-C is for it alone.
+    kill = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
+    os.register_at_fork(after_in_child=lambda: (signal.signal(signal.SIGINT, signal.SIG_IGN), kill()))
+    said = b"\ninterrupted; run the same command again to go on\n"
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(1)))
     run(main)

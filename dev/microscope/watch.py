@@ -143,19 +143,22 @@ FILES = {name: path for path in sorted((ROOT / "kernels").glob("*.cu")) for name
 
 def watch_kernel(
     name: str, arguments: dict, work: Callable[[], None], file: Path | None = None,
-    others: dict[str, np.ndarray] | None = None,
+    others: dict[str, np.ndarray] | None = None, around: dict[str, int] | None = None,
 ) -> Watched:  # fmt: skip
     """Does `work`, which launches this one kernel, under the microscope. others: arrays that the kernel may know by
-    their addresses alone."""
+    their addresses alone. around: of some arrays, how many bytes before and behind them count as theirs, so that an
+    access there has an offset below 0 or past the array's end."""
     file = file or FILES[name]
     library = device.module(file).library_path
-    arrays, given = [], []
+    arrays, given, margins = [], [], []
     in_arguments = {device.address(value) for value in arguments.values() if isinstance(value, np.ndarray)}
     unknown = {key: value for key, value in (others or {}).items() if device.address(value) not in in_arguments}
     for key, value in (arguments | unknown).items():
         if isinstance(value, np.ndarray):
             arrays.append(Array(key, False, value.nbytes, value.shape, value.dtype.name))
-            given.append((value.__array_interface__["data"][0], value.nbytes, DEVICE, value.itemsize))
+            margins.append((around or {}).get(key, 0))
+            address = value.__array_interface__["data"][0] - margins[-1]
+            given.append((address, value.nbytes + 2 * margins[-1], DEVICE, value.itemsize))
     for variable, offset, size in shared_variables(library):
         arrays.append(Array(variable, True, size, (size // 4,), "float32"))
         given.append((offset, size, STATIC_SHARED, 4))
@@ -173,6 +176,10 @@ def watch_kernel(
         result = end().contents
     steps, races = copied(result.steps, result.step_count, STEP), copied(result.races, result.race_count, RACE)
     outside = copied(result.outside, result.outside_count, OUTSIDE)
+    for i, margin in enumerate(margins):
+        of_array = steps["array"] == i
+        steps["offset"][of_array] -= margin * lanes_of(steps[of_array])
+        races["offset"][races["array"] == i] -= margin
     dynamic = steps[steps["array"] == len(arrays) - 1]
     if dynamic.size:
         arrays[-1].bytes = int((dynamic["offset"].max(axis=1) + dynamic["size"]).max())
@@ -234,7 +241,7 @@ def place_of(frames: list[tuple[str, str]], file: Path) -> Place:
     """The line to show for a chain of inlined calls, innermost first."""
     chain = []
     for function, where in frames:
-        path, _, line = where.partition(" ")[0].rpartition(":")
+        path, _, line = re.sub(r" \(discriminator \d+\)$", "", where).rpartition(":")
         if Path(path).name not in HEADERS and line.isdecimal():
             chain.append((function, Path(path).name, int(line)))
     if not chain:  # the compiler has lost the line

@@ -15,6 +15,7 @@ environment variables:
                           of a grid's blocks. A kernel whose result depends on it lacks a barrier. Backward and shuffled
                           also fill shared memory with NaNs before each block
     LLMC_CACHE_DIR        the directory of compiled files; by default llm.cupy in $XDG_CACHE_HOME or ~/.cache
+    LLMC_QUIET=1          nothing is said on stderr while kernels compile (on a GPU, too)
 """
 
 from device.cpp.compiler import compile_all, compile_source, threads, warp_size

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from device.cpp.launch import Module, Parameter, load_runtime
 from device.errors import UserError
+from device.progress import progress
 
 HERE = Path(__file__).parent
 
@@ -66,20 +67,24 @@ def compile_source(path: str | Path, *defines: str) -> Module:
     source = path.read_text()
     fixed = re.search(r"^[ \t]*#[ \t]*define[ \t]+WARP_SIZE[ \t]+32\b", source, re.M)
     warp = 32 if fixed else warp_size()
-    load_runtime(_build_runtime())
-    library = _cached(
-        path.stem,
-        [*_included(path), HERE / "cuda_on_cpu.h", HERE / "runtime.h"],
-        [f"-DWARP_SIZE={warp}", *defines],
-        lambda command: _with_launch_stubs(path, command),
-    )
+    with progress.compiling():
+        load_runtime(_build_runtime())
+        library = _cached(
+            path.stem,
+            [*_included(path), HERE / "cuda_on_cpu.h", HERE / "runtime.h"],
+            [f"-DWARP_SIZE={warp}", *defines],
+            lambda command: _with_launch_stubs(path, command),
+        )
     return Module(library, path, warp)
 
 
 def compile_all(paths, *defines: str) -> list[Module]:
     """compile_source for several files, as many at a time as there are cores. Returns the modules in the files'
     order."""
-    _build_runtime()
+    paths = list(paths)
+    progress.expect(len(paths) + 1)
+    with progress.compiling():
+        _build_runtime()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda path: compile_source(path, *defines), paths))
 
@@ -110,7 +115,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
     cxx, version = installed_compiler()
     modes = _modes()
     flags = _flags(defines, modes)
-    key = hashlib.sha256(json.dumps([version, _cpu(), flags]).encode())
+    key = hashlib.sha256(json.dumps([cxx, version, _cpu(), flags]).encode())
     for file in files:
         key.update(b"\0" + file.read_bytes())
         if modes:  # debug information holds the path
@@ -119,24 +124,27 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         library = folder / f"{name}-{key.hexdigest()[:24]}.so"
         if _is_whole(library):
             return library
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
-        built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
-        command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
-        _run(command, make_text([*cxx, *flags]), files[0])
-        # Linked without the flags of the compilation: with -ffast-math GCC adds start-up code that makes the whole
-        # process flush denormal numbers to zero.
-        link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
-        _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
-        content = Path(built).read_bytes()
-        whole = Path(folder) / "whole.so"
-        try:
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
+            built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
+            command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
+            _run(command, make_text([*cxx, *flags]), files[0])
+            # Linked without the flags of the compilation: with -ffast-math GCC adds start-up code that makes the whole
+            # process flush denormal numbers to zero.
+            link = [flag for flag in flags if flag.startswith("-fsanitize")] if "SANITIZE" in modes else []
+            _run([*cxx, "-shared", "-pthread", *link, object_file, "-o", built, "-lm"], "", files[0])
+            if not os.path.exists(built):
+                raise UserError(f"{' '.join(cxx)} has made no library of {files[0]}: set CXX to a C++ compiler")
+            content = Path(built).read_bytes()
+            whole = Path(folder) / "whole.so"
             with open(whole, "wb") as file:
                 file.write(content + hashlib.sha256(content).digest())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(whole, library)  # another process may do the same now; either file will do
-        except OSError as error:
-            raise UserError(f"{library}: cannot be written ({error.strerror.lower()})") from error
+    except OSError as error:  # also where there is no room for a folder
+        raise UserError(f"{library}: cannot be written ({(error.strerror or str(error)).lower()}): set "
+                        "LLMC_CACHE_DIR to a folder with room") from None
     return library
 
 
@@ -183,11 +191,15 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
             # stores have reached the cache. With this, layernorm takes half as long. GCC 12 was the first to have it.
             major = re.search(r"(\d+)\.\d+\.\d+", installed_compiler()[1])
             common += ["-mmove-max=512", "-mstore-max=512"] if x86 and major and int(major[1]) >= 12 else []
-    return [*common, "-Wno-unknown-pragmas", *defines, *shlex.split(os.environ.get("LLMC_CPU_CXXFLAGS", ""))]
+    further = _words("LLMC_CPU_CXXFLAGS", os.environ.get("LLMC_CPU_CXXFLAGS", ""))
+    return [*common, "-Wno-unknown-pragmas", *defines, *further]
 
 
 def _run(command: list[str], text: str, path: Path) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if "No space left on device" in done.stderr:
+        places = f"the cache of compiled files (LLMC_CACHE_DIR) or in {tempfile.gettempdir()} (TMPDIR)"
+        raise UserError(f"{command[0]} cannot compile {path}: no space is left in {places}")
     if done.returncode:
         raise UserError(f"{command[0]} cannot compile {path}:\n{done.stderr.strip()}")
     return done.stdout
@@ -201,13 +213,24 @@ def installed_compiler() -> tuple[tuple[str, ...], str]:
 @functools.cache
 def _find_compiler(wish: str) -> tuple[tuple[str, ...], str]:
     """The compiler's command and what it says about its version."""
-    for command in [shlex.split(wish)] if wish else [["g++"], ["clang++"]]:
+    for command in [_words("CXX", wish)] if wish.strip() else [["g++"], ["clang++"]]:
         if shutil.which(command[0]):
-            version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+            try:
+                version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+            except OSError as error:
+                raise UserError(f"{command[0]} cannot be run ({error.strerror}): set CXX to a C++ compiler") from None
             return tuple(command), version
     looked_for = f"the compiler that CXX names, {wish}," if wish else "a C++ compiler (g++ or clang++)"
     raise UserError(f"the CPU device needs {looked_for} and finds none: install one, on Debian or Ubuntu with "
                     "`apt-get install g++`")
+
+
+def _words(name: str, value: str) -> list[str]:
+    """The words of an environment variable, as a shell splits them. One that is a program's path may have spaces."""
+    try:
+        return [value] if shutil.which(value) else shlex.split(value)
+    except ValueError as error:
+        raise UserError(f"{name} cannot be split into words ({str(error).lower()}): {value}") from None
 
 
 @functools.cache
@@ -244,7 +267,11 @@ def _cache_dirs() -> list[Path]:
 
 @functools.cache
 def _cache_of_this_process(reason: str) -> Path:
-    folder = tempfile.mkdtemp(prefix="llm.cupy-")
+    try:
+        folder = tempfile.mkdtemp(prefix="llm.cupy-")
+    except OSError as error:
+        raise UserError(f"{reason}, and there is no room for temporary files ({error.strerror}): set LLMC_CACHE_DIR "
+                        "to a folder that can be written") from None
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     remedy = "set LLMC_CACHE_DIR to a folder that can be written"
     print(f"{reason}: each run compiles its kernels anew; {remedy}", file=sys.stderr)

@@ -172,7 +172,7 @@ class Module:
 
     def __init__(self, library_path: Path, path: Path, warp_size: int):
         self.library_path, self.path, self.warp_size = library_path, path, warp_size
-        self._library = ctypes.CDLL(str(library_path))
+        self._library = _load(library_path)
         manifest = json.loads(ctypes.string_at(self._address("llmc_manifest")))
         self._parameters = {name: [Parameter(*p) for p in parameters] for name, parameters in manifest.items()}
         self._kernels: dict[str, Kernel] = {}
@@ -194,6 +194,23 @@ class Module:
         return ctypes.addressof(ctypes.c_char.in_dll(self._library, symbol))
 
 
+# Why a library that the compiler has built cannot be loaded, by a part of the message.
+REMEDIES = {
+    "failed to map segment": "its folder is on a file system without the right to execute (noexec): set LLMC_CACHE_DIR "
+                             "to a folder on another one",
+    "undefined symbol": "the compiler has left out C++'s own library: set CXX to a C++ compiler, such as g++",
+}  # fmt: skip
+
+
+def _load(library_path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(library_path), mode)
+    except OSError as error:
+        reason = str(error).removeprefix(f"{library_path}: ")
+        remedy = next((REMEDIES[part] for part in REMEDIES if part in reason), "set CXX to another compiler")
+        raise UserError(f"{library_path} cannot be loaded ({reason}): {remedy}") from None
+
+
 _runtime: ctypes.CDLL | None = None
 
 
@@ -201,7 +218,7 @@ def load_runtime(library_path: Path) -> None:
     """Loads the runtime, once. The kernels' libraries find its functions by name."""
     global _runtime
     if _runtime is None:
-        _runtime = ctypes.CDLL(str(library_path), mode=ctypes.RTLD_GLOBAL)
+        _runtime = _load(library_path, ctypes.RTLD_GLOBAL)
         _runtime.llmc_launch.argtypes = ctypes.c_void_p, ctypes.c_char_p
         _runtime.llmc_launch.restype = ctypes.c_char_p
 
