@@ -2,7 +2,7 @@
 #
 #   make train ARGS="-x 100"          more flags for the program behind a target
 #   make train SCRIPT=train_llama3.py another model; bench and profile take it too
-#   make test PYTHON=python3.12       another Python for the virtual environment
+#   make test PYTHON=python3.12       another Python for a new virtual environment
 #   make test PYTHON=python3 VENV=    no virtual environment: use what that Python has installed, install nothing
 
 PYTHON = python3
@@ -105,6 +105,18 @@ clean: ## remove the virtual environment and caches, never data or models
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# PYTHON makes a new environment. One that is there keeps the Python that it has.
+same-python:
+	@test ! -x $(PY) || test "$$($(PY) -V)" = "$$($(PYTHON) -V 2>&1)" || { \
+		echo "error: $(VENV) has $$($(PY) -V), and PYTHON=$(PYTHON) is another: remove $(VENV), or name one with VENV=" >&2; \
+		exit 1; }
+.PHONY: same-python
+
+ifneq ($(VENV),)
+ifeq ($(origin PYTHON),command line)
+$(VENV)/.ready-to-train: | same-python
+endif
+endif
 $(VENV)/.ready-to-train: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'error: llm.cupy needs Python 3.10 or later')"
 	$(PYTHON) -m venv $(VENV)

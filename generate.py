@@ -5,8 +5,9 @@
     python generate.py -e gpt2_124M.bin --prompts questions.txt --stop "?" > answers.jsonl
 
 The text begins with the prompt, and the prompt begins a document. In front of it the model sees the token that begins a
-text; if it has none, the token that ends one. The text ends with the token that ends a text, unless --ignore-eot is
-given, or after -g tokens.
+text; if it has none, the token that ends one. transformers puts no token there if the tokenizer's file does not, as
+GPT-2's: --no-bos does the same. The text ends after -g tokens or, unless --ignore-eot is given, with a token that ends
+a text: the tokenizer's, or one that the generation_config.json of an imported model names.
 
 The model sees at most -t tokens. By default these are as many as it was trained with, if a checkpoint says so. A model
 with learned positions has learned nothing for later positions, and one with rotary positions has not seen such
@@ -15,7 +16,7 @@ distances either. When a text gets longer, the model keeps its last half and com
 Several texts are written at once. The first is printed as it comes, and the others after it, each behind a line "---".
 With --prompts each text is a line of JSON: its "prompt", the number of its "sample", the "text" that follows the
 prompt, the number of its "tokens", and as its "end" what ended it: the end of a text ("eot"), a stop text ("stop") or
--g ("length").
+-g ("length"). Other fields of a line of a .jsonl are passed through. On a terminal, control characters are left out.
 """
 
 import argparse
@@ -26,13 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import device
-from dev.scripts import kind_of_magic, model_kinds
+from dev.hf.common import end_tokens
+from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
 from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, printable
-from llmc.files.checkpoint import model_path, read_model_header, training_flags
-from llmc.files.files import first_word, open_file
+from llmc.files.checkpoint import read_model_header, training_flags
+from llmc.files.files import open_file
 from llmc.model.activations import Cache, choose_attention
-from llmc.model.model import Model
 from llmc.model.weights import model_for_inference
 from llmc.run.arguments import (
     Parser,
@@ -47,29 +48,12 @@ from llmc.run.arguments import (
     seed,
 )
 from llmc.run.program import run_program
-from llmc.step.generation import Writer
+from llmc.step.generation import NOT_FINITE, Writer
 from llmc.step.sampler import samplers_of
 from llmc.step.training import check_memory, inference_sizes
-from train_gpt2_fp32 import GPT2
 
-NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
 MOST_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
-
-
-def kind_of(path: Path) -> type[Model]:
-    """The kind of the model in a file. If the file is no model, this is GPT-2, which then refuses the file."""
-    return kind_of_magic(first_word(path)) or GPT2
-
-
-def find_model(name: Path) -> Path:
-    """The file of the model. `name` is this file or the directory of its checkpoint. Raises UserError if `name`
-    describes a model that is not trained yet, and as model_path does."""
-    for kind in model_kinds():
-        word = str(name).partition("=")[0]
-        if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
-            raise UserError(f"{name}: not trained yet; train it with {kind.Config.SCRIPT} -e {name}; {NEEDED}")
-    return model_path(name)
 
 
 def context_of(trained: object, asked: int | None, longest: int) -> int:
@@ -108,7 +92,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--samples", type=positive, default=1, metavar="N", help="texts of each prompt (%(default)s)")
     add("--stop", type=a_name, action="append", default=[], metavar="TEXT",
         help="end before this text; may be given several times")  # fmt: skip
-    add("--ignore-eot", action="store_true", help="go on after the end-of-text token")
+    add("--ignore-eot", action="store_true", help="go on after a token that ends a text")
+    add("--no-bos", action="store_true",
+        help="no token in front of a prompt. Without this flag, the token that begins a text is put there, or if there "
+        "is none, <|endoftext|>; transformers puts none in front of GPT-2's prompts")  # fmt: skip
     add("--temperature", type=non_negative, default=1.0, metavar="X", help="0: always the likeliest token (1)")
     add("--top-k", type=natural, default=0, metavar="K", help="draw from the K likeliest tokens; 0: from all (0)")
     add("--top-p", type=share, default=1.0, metavar="P",
@@ -118,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens that the model sees at most (by default as many as a sequence had in training, by its checkpoint; "
         "for a .bin alone as many as it has positions). When a text gets longer, the last half of these tokens is kept "
         "and computed again")  # fmt: skip
-    add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer (by default the one beside it)")
+    add("--tokenizer", type=a_path, metavar="FILE", help="the model's tokenizer, or gpt2 or bytes (the one beside it)")
     add_device_arguments(parser)
     return parser
 
@@ -147,38 +134,49 @@ def read_text(name: str, flag: str) -> str:
     return text
 
 
-def prompts_of(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The prompts that the flags name, each with its name for messages. Raises UserError if there are none."""
+def prompts_of(args: argparse.Namespace) -> list[tuple[str, dict]]:
+    """The prompts that the flags name, each with its name for messages. A prompt is an object with a text "prompt"; a
+    line of a .jsonl may have more in it. Raises UserError if there are none."""
     if args.prompt_file:
         text = read_text(args.prompt_file, "--prompt-file")
         text = text.removesuffix("\n").removesuffix("\r")
-        return [("--prompt-file", text)]
+        return [("--prompt-file", {"prompt": text})]
     if not args.prompts:
         try:
             args.prompt.encode()
         except UnicodeEncodeError:  # the command line had a byte that is not UTF-8
             raise UserError("--prompt is not UTF-8: convert it, or name a file of UTF-8 with --prompt-file") from None
-        return [("--prompt", args.prompt)]
+        return [("--prompt", {"prompt": args.prompt})]
     found, named = [], "standard input" if args.prompts == "-" else args.prompts
     for n, line in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
         line = line.removesuffix("\r")
         if not line:
             continue
+        fields = {"prompt": line}
         if args.prompts.endswith(".jsonl"):
             try:
-                line = json.loads(line)["prompt"]
-                line.encode()
+                fields = json.loads(line)
+                fields["prompt"].encode()
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise UserError(f'{named}, line {n}: not of the form {{"prompt": "text"}}') from None
-        found.append((f"{named}, line {n}", line))
+        found.append((f"{named}, line {n}", fields))
     return found
 
 
-def tokens_of(prompts: list[tuple[str, str]], tokenizer: Tokenizer, context: int, longest: int) -> list[list[int]]:
-    """The tokens of each prompt. Raises UserError for a prompt that is longer than what the model sees."""
+def tokens_of(
+    prompts: list[tuple[str, dict]], tokenizer: Tokenizer, context: int, longest: int, bos: bool = True
+) -> list[list[int]]:
+    """The tokens of each prompt. bos: whether the token that begins a text is in front of them. Raises UserError for a
+    prompt that is longer than what the model sees, and for one without any token."""
     found = []
-    for name, prompt in prompts:
-        tokens = [tokenizer.bos, *(tokenizer.encode(prompt) if prompt else [])]
+    for name, fields in prompts:
+        prompt = fields["prompt"]
+        tokens = [tokenizer.bos] * bos + (tokenizer.encode(prompt) if prompt else [])
+        if not tokens:
+            raise UserError(f"{name} has no tokens, and --no-bos puts none in front of it: write a prompt")
+        if tokenizer.rows and (highest := max(tokens)) >= tokenizer.rows:
+            spelled = tokenizer.tokens[highest].decode(errors="replace")
+            raise UserError(f"{name} has the token {spelled!r}, and the model has no row for it: leave it out")
         if len(tokens) > context:
             remedy = f"shorten it, or raise -t (at most {longest})" if context < longest else "shorten it"
             raise UserError(f"{name} has {len(tokens)} tokens, and the model sees {context}: {remedy}")
@@ -186,13 +184,14 @@ def tokens_of(prompts: list[tuple[str, str]], tokenizer: Tokenizer, context: int
     return found
 
 
-def can_spell(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether a sequence of tokens, as it is printed, can have this text in it."""
+def can_spell(tokenizer: Tokenizer, text: str, terminal: bool) -> bool:
+    """Whether a sequence of tokens, as it is printed, can have this text in it. terminal: whether it is printed on
+    one."""
     try:
         wanted, tokens = text.encode(), set(tokenizer.tokens)
     except UnicodeEncodeError:
         return False
-    if printable(text) != text:
+    if terminal and printable(text) != text:
         return False
     if any(wanted in token for token in tokens):
         return True
@@ -212,15 +211,16 @@ def can_spell(tokenizer: Tokenizer, text: str) -> bool:
 
 @dataclass
 class Text:
-    """A text, as far as it is written. `opening` is the prompt as it is printed, and `text` follows it. `held` is not
-    printed yet, because it may be the beginning of a stop text. `end` says why the text ended, if it has ended."""
+    """A text, as far as it is written. `fields` has the prompt. `opening` is the prompt as it is printed, and `text`
+    follows it. `held` is not printed yet, because it may be the beginning of a stop text. `end` says why the text
+    ended, if it has ended."""
 
-    prompt: str
+    fields: dict
     sample: int
     opening: str
     decoder: StreamDecoder
     stops: list[str]
-    eot: int | None
+    ends: set[int]
     tokens: int = 0
     text: str = ""
     held: str = ""
@@ -229,7 +229,7 @@ class Text:
     def push(self, token: int) -> None:
         """Adds a token."""
         self.tokens += 1
-        if token == self.eot:
+        if token in self.ends:
             self.finish("eot")
         else:
             self.add(self.decoder.push(token))
@@ -251,7 +251,7 @@ class Text:
             self.text, self.held, self.end = self.text + self.held, "", end
 
     def as_json(self) -> str:
-        return json.dumps({name: getattr(self, name) for name in ("prompt", "sample", "text", "tokens", "end")})
+        return json.dumps(self.fields | {name: getattr(self, name) for name in ("sample", "text", "tokens", "end")})
 
 
 def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argparse.Namespace) -> None:
@@ -284,6 +284,12 @@ def write(cache: Cache, texts: list[Text], tokens: list[list[int]], args: argpar
     for step, drawn in enumerate(writer.tokens(tokens, samplers, args.tokens, finished)):
         for b, token in enumerate(drawn):
             if not finished[b]:
+                if token == NOT_FINITE:
+                    print(end="" if args.prompts else "\n", flush=True)
+                    raise UserError(
+                        f"{args.model}: its logits are NaN or infinity after {texts[b].tokens} tokens of a text, so "
+                        "none can be drawn: take a model whose weights are finite, such as an older checkpoint"
+                    )
                 texts[b].push(token)
                 written += 1
                 finished[b] = bool(texts[b].end)
@@ -315,10 +321,14 @@ def main(arguments: list[str] | None = None) -> None:
     trained = training_flags(path)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
     prompts = prompts_of(args)
-    tokenizer = load_model_tokenizer(path, config.vocab_size, args.tokenizer, trained, any(text for _, text in prompts))
-    tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len)
+    tokenizer = load_model_tokenizer(
+        path, config.vocab_size, args.tokenizer, trained, any(f["prompt"] for _, f in prompts)
+    )
+    tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len, not args.no_bos)
+    ends = set() if args.ignore_eot else {tokenizer.eot} | end_tokens(path)
+    terminal = not args.prompts and sys.stdout.isatty()
     for stop in args.stop:
-        if not can_spell(tokenizer, stop):
+        if not can_spell(tokenizer, stop, terminal):
             raise UserError(f"--stop {stop!r}: no token can spell it, so no text would end there: leave it out")
     if (count := len(tokens) * args.samples) > MOST_TEXTS:
         raise UserError(f"{count} texts at once are more than {MOST_TEXTS}: lower --samples or give fewer prompts")
@@ -330,12 +340,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     tokens = [each for each in tokens for _ in range(args.samples)]
     texts = []
-    for (_, prompt), first in zip(prompts, tokens[:: args.samples], strict=True):
+    for (_, fields), first in zip(prompts, tokens[:: args.samples], strict=True):
         for n in range(args.samples):
-            decoder = StreamDecoder(tokenizer)
-            opening = "".join(decoder.push(token) for token in first[1:])
-            eot = None if args.ignore_eot else tokenizer.eot
-            texts.append(Text(prompt, n, opening, decoder, args.stop, eot))
+            decoder = StreamDecoder(tokenizer, terminal)
+            opening = "".join(decoder.push(token) for token in first[not args.no_bos :])
+            texts.append(Text(fields, n, opening, decoder, args.stop, ends))
     write(cache, texts, tokens, args)
 
 

@@ -20,20 +20,20 @@ from kernels.layernorm import fused_residual_forward, layernorm_backward, layern
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from llmc.data.batches import Batches
 from llmc.files.files import make_header
+from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.model import Model
 from llmc.model.tensors import Config, padded
 from llmc.run.arguments import parse_arguments
 from llmc.run.program import run_trainer
 from llmc.run.run import Run
-from llmc.step.batch import embedding_backward, embedding_forward
 from llmc.step.training import Training
 from llmc.step.update import adamw_update
 
 import numpy as np
 
-# The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
-# tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
-# needed, whose place this one takes. The tensors inside attention are in llmc/model/activations.py.
+# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
+# part for each layer. The words: "fp32", in every precision; the name of an earlier tensor, whose memory this one takes
+# over; "recomputed", backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding, and the weight of the classifier
@@ -118,7 +118,7 @@ class GPT2Config(Config):
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "GPT2Config":
         version, *sizes, Vp = map(int, header[1:8])
-        if version != 3:
+        if version != 3:  # the caller has turned 5 into 3
             raise UserError(f"{source}: model version {version}; 3 (fp32) or 5 (bf16) is needed: {cls.FETCH}")
         config = cls(*sizes)
         config.check(source)
@@ -126,6 +126,12 @@ class GPT2Config(Config):
             needed = f"{config.vocab_size} (vocab_size) rounded up to a multiple of 128: {padded(config.vocab_size)}"
             raise UserError(f"{source}: padded_vocab_size is {Vp}; it must be {needed}")
         return config
+
+
+# The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd).
+# norm[L] belongs to the last norm, a layer's norm2 to its second. acts.residual[l] is the residual stream in front of
+# layer l, params.head the classifier's weight. GPT2, below, groups them so. Attention takes NH twice, because GPT-2 has
+# as many heads of keys and values as of queries.
 
 
 def gpt2_forward(model: Model, acts, batch) -> None:
@@ -139,7 +145,7 @@ def gpt2_forward(model: Model, acts, batch) -> None:
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l, from acts.residual[l] and the output of norm l in acts.ln. The output of norm l + 1 takes its place."""
+    """Layer l: reads acts.residual[l], and acts.ln, its norm. Sets acts.residual[l + 1], and acts.ln to its norm."""
     params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -156,8 +162,11 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def gpt2_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
-    """Sets acts.losses (B,T) to the cross-entropy of batch.targets. With dloss, the gradient of each loss, also sets
-    acts.dln to the gradient of acts.ln, and adds to that of the classifier's weight; without accumulate it sets it."""
+    """Sets acts.losses (B,T) to the cross-entropy of batch.targets. Overwrites acts.logits.
+
+    If dloss, the gradient of each loss, is not 0: also sets acts.dln (B,T,C) to the gradient of acts.ln, and adds the
+    gradient of the classifier's weight to grads.head (Vp,C). Without accumulate it sets grads.head instead.
+    """
     C, V = model.config.channels, model.config.vocab_size
     classifier(
         acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
@@ -166,11 +175,11 @@ def gpt2_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = 
 
 
 def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all other parameters to model.grads, from what gpt2_forward and gpt2_loss left behind.
+    """Adds the gradients of all parameters to model.grads, from what gpt2_forward and gpt2_loss left in acts. That of
+    the classifier's weight, which is also wte, already has gpt2_loss's part.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers follow in the reverse order of forward. The outputs of layernorm and GELU are recomputed, from what went into
-    them, where a weight's gradient needs them.
+    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. It goes
+    from the last layer to the first. It recomputes the outputs of layernorm and GELU that a weight's gradient needs.
     """
     params, grads, B, T, (L, C, _, _) = model.params, model.grads, batch.B, batch.T, model.sizes
 
@@ -185,8 +194,8 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
 
 
 def gpt2_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: takes acts.dresidual from behind it to in front of it, and adds the gradients of its parameters, of norm
-    l, and of the bias that was added in front of norm l."""
+    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
+    gradients of the layer's parameters but for fcprojb, which norm l + 1 has added, and of fcprojb of layer l - 1."""
     params, grads, B, T, (_, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
     p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 
@@ -253,11 +262,11 @@ class GPT2(Model):
 def training_step(
     training: Training, batches: Batches, stopped: Callable[[], bool] = lambda: False
 ) -> Callable[[int, float], bool]:
-    """A function that trains for a step: of the step's number, from 0, and its learning rate. It returns False if
-    `stopped` in the middle. Then nothing of the step has reached a parameter."""
+    """Returns train_step(step, learning_rate), which trains for one step; the first step is 0. It returns False if
+    `stopped` before the last batch. Then the step has changed no parameter."""
     model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
 
-    def forward_backward(first: bool, last: bool) -> None:  # of a step's batches; recorded once, then replayed
+    def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
         if first:
             model.zero_grad()
         model.forward(acts, batch)
@@ -266,9 +275,9 @@ def training_step(
 
     forward_backward = exchange.record(forward_backward)
 
-    def step_of(step: int, learning_rate: float) -> bool:
-        for i in range(batches.count):                        # of this rank
-            if stopped():                                     # the same on all ranks
+    def train_step(step: int, learning_rate: float) -> bool:
+        for i in range(batches.count):                        # this rank's batches
+            if stopped():                                     # all ranks get the same answer
                 return False
             batches.send(step, i)
             forward_backward(first=i == 0, last=i + 1 == batches.count)
@@ -276,11 +285,11 @@ def training_step(
         adamw_update(model, training.adamw, exchange, learning_rate, step + 1)
         return True
 
-    return step_of
+    return train_step
 
 
 def train(kind: type[Model], flags: Namespace) -> None:
-    """A training run of a kind of model, as the flags ask for it."""
+    """Trains a model of this kind as the flags say."""
     with Run(kind, flags) as run:                             # device, ranks, model, data, a checkpoint to go on from
         s, train_step = run.settings, training_step(run.training, run.batches, run.told_to_stop)
         for step in range(s.first_step, s.steps + 1):

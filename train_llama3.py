@@ -17,18 +17,18 @@ from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rm
 from kernels.rope import ORIGINAL_LENGTH, rope_backward, rope_forward, rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.files.files import make_header
+from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.model import Model
 from llmc.model.tensors import Config, Table, without
 from llmc.run.arguments import parse_arguments
 from llmc.run.program import run_trainer
-from llmc.step.batch import embedding_backward, embedding_forward
 from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
-# tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
-# needed, whose place this one takes. The tensors inside attention are in llmc/model/activations.py.
+# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
+# part for each layer. The words: "fp32", in every precision; the name of an earlier tensor, whose memory this one takes
+# over; "recomputed", backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C")),                    # token embedding, and where `tied` the weight of the classifier
@@ -218,7 +218,7 @@ def llama3_forward(model: Model, acts, batch) -> None:
 
 
 def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l, from acts.residual[l] and the output of norm l in acts.ln. The output of norm l + 1 takes its place."""
+    """Layer l: reads acts.residual[l], and acts.ln, its norm. Sets acts.residual[l + 1], and acts.ln to its norm."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
@@ -248,10 +248,11 @@ def llama3_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool 
 
 
 def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all other parameters to model.grads, from what llama3_forward and llama3_loss left behind.
+    """Adds the gradients of all parameters to model.grads, from what llama3_forward and llama3_loss left in acts. That
+    of the classifier's weight already has llama3_loss's part.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
+    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
+    follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
     them, where a weight's gradient needs them.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
@@ -266,8 +267,8 @@ def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None
 
 
 def llama3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: takes acts.dresidual from behind it to in front of it, and adds the gradients of its parameters, and of
-    norm l."""
+    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
+    gradients of the layer's parameters."""
     params, grads, B, T, (_, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
     p, g, a, rope = params.layer[l], grads.layer[l], acts.layer[l], model.constant.rope
 

@@ -19,30 +19,30 @@ from kernels.gelu import gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.rope import rope_backward, rope_forward, rope_table
+from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.run.arguments import parse_arguments
 from llmc.run.program import run_trainer
-from llmc.step.batch import embedding_backward, embedding_forward
 from train_gpt2_fp32 import train
 
 import numpy as np
 
 # The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
 # tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
-# needed, whose place this one takes; a fourth, what is before it there. The tensors inside attention are in
+# needed, whose place this one takes; a fourth, the tensor that it follows there. The tensors inside attention are in
 # llmc/model/activations.py.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
     ("lm_head",    ("Vp", "C")),                     # the weight of the classifier
     ("ln1w",       ("L", "C")),
-    ("ln1b",       ("L", "C")),                      # LayerNorm's alone, as are ln2b and lnfb
+    ("ln1b",       ("L", "C")),                      # LayerNorm only; so are ln2b and lnfb
     ("qkvw",       ("L", "3C", "C")),                # rows of q, of k, of v
     ("qkvb",       ("L", "3C")),
     ("attprojw",   ("L", "C", "C")),
     ("attprojb",   ("L", "C")),
-    ("ln2w",       ("L", "C")),                      # where the norm is not tied, as ln2b
+    ("ln2w",       ("L", "C")),                      # only if the norm is not tied; so is ln2b
     ("ln2b",       ("L", "C")),
     ("fcw",        ("L", "4C", "C")),
     ("fcb",        ("L", "4C")),
@@ -54,19 +54,19 @@ PARAMETERS = (                                       # in the order of the model
 
 ACTIVATIONS = (
     ("encoded",    ("B", "T", "C")),
-    ("ln1_mean",   ("L", "B", "T"), "fp32"),         # in a parallel block of both norms. Means are LayerNorm's alone
+    ("ln1_mean",   ("L", "B", "T"), "fp32"),         # in a parallel block, of both norms; means: LayerNorm only
     ("ln1_rstd",   ("L", "B", "T"), "fp32"),
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
-    ("residual2",  ("L", "B", "T", "C")),            # between attention and MLP: in a sequential block alone,
-    ("ln2_mean",   ("L", "B", "T"), "fp32"),         # as what belongs to its norm
+    ("residual2",  ("L", "B", "T", "C")),            # between attention and MLP; only in a sequential block,
+    ("ln2_mean",   ("L", "B", "T"), "fp32"),         # like the statistics of its norm
     ("ln2_rstd",   ("L", "B", "T"), "fp32"),
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
     ("residual3",  ("L", "B", "T", "C")),
     ("lnf_mean",   ("B", "T"), "fp32"),
     ("lnf_rstd",   ("B", "T"), "fp32"),
     ("losses",     ("B", "T"), "fp32"),
-    # The same for every layer. Backward has gradients where forward had outputs that nobody needs any more. Logits come
-    # after all layers in forward, and are done with before them in backward: their place serves the layers, too.
+    # Shared by all layers. Gradients take the memory of outputs that only forward needs. Logits exist only between
+    # forward and backward, so the layers use their memory, too.
     ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
     ("gelu",       ("B", "T", "4C"), "logits"),      # forward: output of the GELU at hand
     ("gelu_again", ("B", "T", "4C"), "logits", "recomputed"),  # backward: the same
@@ -209,24 +209,24 @@ def pythia_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool 
 
 
 def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
-    """For each branch that the stream in front of layer l was the last to take up: its gradient, that of its bias, and
-    its dropout. Without dropout the gradient is that of the stream."""
+    """The branches whose sum with the stream made acts.residual[l]: for each (dproj (B,T,C), dbias (C), dropout), as
+    parallel_residual_backward takes them. Without dropout dproj is the stream's gradient itself."""
     random = batch.random
     dproj, dfcproj = (acts.dresidual, acts.dresidual) if random is None else (acts.dproj, acts.dfcproj)
     if l == 0:
         return [(dproj, None, dropout_at(random, 0))]
-    g = model.grads.layer[l - 1]
-    branches = [
-        (dproj, g.attprojb, dropout_at(random, 2 * l - 1)), (dfcproj, g.fcprojb, dropout_at(random, 2 * l))
-    ]  # fmt: skip
-    return branches if model.config.parallel else branches[1:]
+    k = l - 1  # the layer that added them
+    attention = dproj, model.grads.layer[k].attprojb, dropout_at(random, 1 + 2 * k)
+    mlp = dfcproj, model.grads.layer[k].fcprojb, dropout_at(random, 2 + 2 * k)
+    return [attention, mlp] if model.config.parallel else [mlp]
 
 
 def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all other parameters to model.grads, from what pythia_forward and pythia_loss left behind.
+    """Adds the gradients of all parameters to model.grads, from what pythia_forward and pythia_loss left in acts. That
+    of the classifier's weight already has pythia_loss's part.
 
-    Without `accumulate` the gradients of the weight matrices are set instead, for the first batch after zero_grad. The
-    layers follow in the reverse order of forward. The outputs of norms and GELU are recomputed, from what went into
+    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
+    follow in the reverse order of forward. The outputs of norms and GELU are recomputed, from what went into
     them, where a weight's gradient needs them.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
@@ -243,8 +243,9 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
 
 
 def pythia_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: takes acts.dresidual from behind it to in front of it, and adds the gradients of its parameters, of the
-    norms in front of it, and of the biases that were added there."""
+    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
+    gradients of the layer's parameters, but for the biases of the branches that made acts.residual[l + 1], which the
+    next norm has added; and those of the branches that made acts.residual[l]."""
     params, grads, B, T, (_, C, NH, HS, R) = model.params, model.grads, batch.B, batch.T, model.sizes
     p, g, a, residual = params.layer[l], grads.layer[l], acts.layer[l], acts.residual[l]
     norms, stats, parallel, tied = params.norm[l], acts.norm[l], model.config.parallel, model.config.tied_norm
@@ -255,8 +256,10 @@ def pythia_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -
     gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C, erf)
     matmul_backward_weight(g.fcprojw, dfcproj, acts.gelu_again, B, T, 4 * C, C, accumulate)
     matmul_backward_inp(acts.dln2, acts.dfch, p.fcw, B, T, C, 4 * C)
-    before_mlp = (residual, norms[-1], stats) if parallel else (a.residual2, p.norm2[0], a.norm2)
-    recompute_norm(acts.ln_again, *before_mlp, B, T, C)
+    if parallel:
+        recompute_norm(acts.ln_again, residual, norms[-1], stats, B, T, C)
+    else:
+        recompute_norm(acts.ln_again, a.residual2, p.norm2[0], a.norm2, B, T, C)
     matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
     if not parallel:
         parallel_residual_backward(
@@ -296,8 +299,8 @@ class Pythia(Model):
     @staticmethod
     def group_parameters(tensors, config: PythiaConfig) -> None:
         """norm[l]: a list of (weight, shift) of the norms there. In front of an untied parallel layer there are two."""
-        two = config.parallel and not config.tied_norm
-        tensors.norm = [[(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][: 1 + two] for t in tensors.layer]
+        count = 2 if config.parallel and not config.tied_norm else 1
+        tensors.norm = [[(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][:count] for t in tensors.layer]
         tensors.norm += [[(tensors.lnfw, tensors.lnfb)]]
         for t in tensors.layer:
             t.norm2 = [(t.ln2w, t.ln2b)]

@@ -4,8 +4,14 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from device.errors import UserError
+from llmc.files.checkpoint import model_path
+from llmc.files.files import first_word
+from llmc.model.model import Model
 from llmc.model.tensors import Config
+from train_gpt2_fp32 import GPT2
 
+NEEDED = "a trained model is needed: a .bin, or the directory of a checkpoint"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -40,3 +46,18 @@ def script_configs() -> dict[str, type]:
 def kind_of_magic(magic: int | None) -> type | None:
     """The kind of the models whose files begin with this number."""
     return next((kind for kind in model_kinds() if kind.Config.MAGIC == magic), None)
+
+
+def kind_of(path: Path) -> type[Model]:
+    """The kind of the model in a file. If the file is no model, this is GPT-2, which then refuses the file."""
+    return kind_of_magic(first_word(path)) or GPT2
+
+
+def find_model(name: Path) -> Path:
+    """The file of the model. `name` is this file or the directory of its checkpoint. Raises UserError if `name`
+    describes a model that is not trained yet, and as model_path does."""
+    for kind in model_kinds():
+        word = str(name).partition("=")[0]
+        if not name.exists() and (word in kind.Config.PRESETS or word in kind.Config.DESCRIPTION):
+            raise UserError(f"{name}: not trained yet; train it with {kind.Config.SCRIPT} -e {name}; {NEEDED}")
+    return model_path(name)

@@ -160,17 +160,17 @@ def zeros(shape, dtype=np.float32):
 
 
 def reserve(needed: dict[str, int]) -> None:
-    """Makes room for scratch: for each purpose that many bytes, so that `scratch` need not allocate in a step."""
+    """Allocates scratch ahead, so that no step has to. needed: purpose, bytes."""
     for purpose, size in needed.items():
         if size:
             scratch(purpose, (size,), np.uint8)
 
 
 def scratch(purpose: str, shape: tuple[int, ...], dtype):
-    """A device array, uninitialised, for numbers that a launcher needs only between its own launches. Each purpose has
-    a region of memory. A region must not be used by work on both streams.
+    """An uninitialised device array for numbers that a launcher needs only between its own launches. Arrays of the same
+    purpose share memory. So launches on the main stream and on the side stream must not use the same purpose.
 
-    A region becomes larger if it must. The old one then stays, because a recorded step may still use it.
+    If the memory is too small, a larger array is allocated. The old one stays, because a recorded step may use it.
     """
     regions, dtype = current.device.regions, np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -319,12 +318,15 @@ PROGRAMMATIC = LaunchAttribute(6, 0, (1,))
 
 class CudaEvent:
     def __init__(self, cupy, stream):
-        self.event = cupy.cuda.Event(block=False, disable_timing=True)
+        self.cupy, self.event = cupy, cupy.cuda.Event()
         self.event.record(stream)
 
-    def wait(self) -> float:
+    def wait(self) -> None:
         self.event.synchronize()
-        return time.perf_counter()
+
+    def since(self, begin: CudaEvent) -> float:
+        self.wait()
+        return self.cupy.cuda.get_elapsed_time(begin.event, self.event)
 
 
 @functools.cache

@@ -1,11 +1,18 @@
-"""Errors that the user must mend, and any error in one line. Also says in a line that a package is missing: all
-programs import something of ours, and so this file, before any package."""
+"""Errors that the user must mend, and any error in one line. Also says in a line that Python is too old, that a package
+is missing, and that the user has interrupted the imports: all programs import something of ours, and so this file,
+before any package."""
+
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036  before Python meets what it does not know
+    sys.exit(f"error: llm.cupy needs Python 3.10 or later, and {sys.executable} is {sys.version.split()[0]}")
 
 import os
 import re
-import sys
+import signal
+import threading
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,7 +38,7 @@ def requirements_of(package: str) -> str | None:
 
 
 def say_what_is_missing(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """For sys.excepthook: prints one line with the remedy if a package is missing, and anything else as before."""
+    """Prints one line with the remedy if a package is missing, and anything else as Python does."""
     requirements = requirements_of(error.name or "") if kind is ModuleNotFoundError else None
     if requirements is None:
         sys.__excepthook__(kind, error, traceback)
@@ -44,4 +51,28 @@ def say_what_is_missing(kind: type[BaseException], error: BaseException, traceba
     print(f"error: {error.name} is missing: {remedy}", file=sys.stderr)
 
 
-sys.excepthook = say_what_is_missing
+interrupted = False  # whether Ctrl-C came, before the program had a handler of its own
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Python's own handler of SIGINT, which also notes it: NumPy makes another error of it while it is imported."""
+    global interrupted
+    interrupted = True
+    signal.default_int_handler(number, frame)
+
+
+def in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """For sys.excepthook: if the program was interrupted while modules were imported, says so and ends it by SIGINT.
+    Else `say_what_is_missing`."""
+    if not interrupted and not issubclass(kind, KeyboardInterrupt):
+        say_what_is_missing(kind, error, traceback)
+        return
+    print("interrupted", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.excepthook = in_one_line
+own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if own and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, interrupt)

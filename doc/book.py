@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from html import escape, unescape
 
 from device.errors import UserError
@@ -133,13 +135,24 @@ def frame(path: Path, body: str, order: list[Path]) -> str:
     )  # fmt: skip
 
 
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raises UserError where the system refuses to write what is written within the block."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{out}: cannot be written ({reason}); choose another folder with -o") from None
+
+
 def build(out: Path) -> int:
     """Writes the book, in place of an older one; returns the number of its pages."""
     if out.exists() and not (out / STYLE).exists():
         raise UserError(f"{out} exists and is not a book: choose another folder with -o")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    shutil.copy(DOC / STYLE, out)
+    with writing(out):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copy(DOC / STYLE, out)
     bodies: dict[Path, str] = {}
     wanted = set(DOC.rglob("*.md"))
     with ThreadPoolExecutor() as pool:
@@ -150,16 +163,18 @@ def build(out: Path) -> int:
             for path, (body, uses) in zip(paths, made, strict=True):
                 bodies[path] = body
                 used |= uses
-            for path in (path for path in used if path.suffix in PICTURES):
-                (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, out / page_of(path))
+            with writing(out):
+                for path in (path for path in used if path.suffix in PICTURES):
+                    (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, out / page_of(path))
             wanted = {path for path in used if path.suffix not in PICTURES} - bodies.keys()
     numbered = sorted(DOC.glob("[0-9][0-9]-*.md"))
     order = [DOC / "index.md", DOC / "cpp.md", *numbered, DOC / "glossary.md", DOC / "answers.md"]
     order = [path for path in order if path in bodies]
-    for path, body in bodies.items():
-        (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)
-        (out / page_of(path)).write_text(frame(path, body, order))
+    with writing(out):
+        for path, body in bodies.items():
+            (out / page_of(path)).parent.mkdir(parents=True, exist_ok=True)
+            (out / page_of(path)).write_text(frame(path, body, order))
     return len(bodies)
 
 

@@ -33,7 +33,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from types import SimpleNamespace
 
 import device
@@ -334,7 +333,7 @@ def kept_measurement() -> dict:
 def gains(name: str) -> list[float]:
     """How many times as fast each rung of a topic is as the rung before it, as the book has them."""
     times = [timed["microseconds"] for timed in kept_measurement()["times"][name].values()]
-    return [before / after for before, after in pairwise(times)]
+    return [before / after for before, after in zip(times, times[1:], strict=False)]
 
 
 def kept_elsewhere() -> list[dict]:

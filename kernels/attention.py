@@ -1,5 +1,5 @@
-"""Causal attention: each kind by what it keeps, and the kind that makes whole (T, T) matrices, softmax or ReLU: the
-launchers of attention.cu around batched products."""
+"""Causal attention. The first two functions choose a kind by what it keeps: flash, cached, or matrices. The kind with
+whole (T, T) matrices, softmax or ReLU, is here: batched products, and the launchers of attention.cu."""
 
 import math
 from typing import NamedTuple
@@ -56,11 +56,12 @@ def scratch_of_attention(kind: str, B: int, T: int, NH: int, NKV: int, HS: int) 
 def matrix_attention_forward(out, kept: Matrices, qkv, B: int, T: int, NH: int, NKV: int, HS: int) -> None:
     """attention_forward by matrices: sets kept, too."""
     qkvr, att, relu = kept
-    heads = device.scratch("heads", (B, NH, T, HS), qkv.dtype)  # att v, which is out before its axes are permuted
+    heads = device.scratch("heads", (B, NH, T, HS), qkv.dtype)  # att @ v; unpermuted, it is out
     G, C = NH // NKV, NH * HS
     launch_by_row("permute_kernel", B * T, C, HS, (qkvr, qkv, B, T, NH, NKV, HS))
     q, k, v = split(qkvr, B * T * C, B * T * NKV * HS)
-    # The G query heads of a group are neighbours: a product takes them for one head with G * T queries.
+    # The G query heads of a group are neighbours: a product takes them for one head with G * T queries. causal names
+    # the operand that is 0, or not needed, above the diagonal: a or c.
     device.gemm_strided_batched(att, q, k, G * T, T, HS, B * NKV, trans_b=True, causal="c")
     forward = "relu_forward_kernel" if relu else "softmax_forward_kernel"
     launch_by_att_row(forward, B * NH * T, (att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))
@@ -79,7 +80,7 @@ def matrix_attention_backward(dqkv, dout, kept: Matrices, B: int, T: int, NH: in
     dq, dk, dv = split(dqkvr, B * T * C, B * T * NKV * HS)
     launch_by_row("unpermute_backward_kernel", B * T, C, HS, (heads, dout, T, NH, HS))
     device.gemm_strided_batched(datt, heads, v, G * T, T, HS, B * NKV, trans_b=True, causal="c")
-    # Adds up the heads of a group.
+    # Adds up the heads of a group, too, because it sums over G * T; so does the product of dk.
     device.gemm_strided_batched(dv, att, heads, T, HS, G * T, B * NKV, trans_a=True, causal="a")
     backward = "relu_backward_kernel" if relu else "softmax_backward_kernel"
     launch_by_att_row(backward, B * NH * T, (datt, att, np.float32(1.0 / math.sqrt(HS)), B * NH * T, T))

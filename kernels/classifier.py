@@ -1,5 +1,5 @@
-"""The classifier: logits, softmax, cross-entropy and their gradients. Its kernel, in classifier.cu, does all that is
-between two products."""
+"""The classifier: logits, softmax, cross-entropy and their gradients. Its kernel, in classifier.cu, does
+everything between the two products."""
 
 import device
 from kernels.matmul import matmul_backward_weight, matmul_forward
@@ -29,7 +29,7 @@ def classifier(
         N, chunk = end - start, logits[: end - start]
         matmul_forward(chunk, inp[start:end], weight, None, 1, N, C, Vp)
         fused_classifier(chunk, losses[start:end], dloss, targets[start:end], 1, N, V, Vp)
-        if dloss:  # the weight is never transposed: it is too large
+        if dloss:  # not matmul_backward_inp, which for many rows would make a transposed copy of this large weight
             device.gemm(dinp.reshape(-1, C)[start:end], chunk, weight, N, C, Vp)
             matmul_backward_weight(dweight, chunk, inp[start:end], 1, N, C, Vp, accumulate or start > 0)
 

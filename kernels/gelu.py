@@ -12,7 +12,7 @@ def matmul_gelu_forward(
     out, fch, inp, weight, bias, B: int, T: int, C: int, OC: int, erf: bool = False
 ) -> None:  # fmt: skip
     """out (B,T,OC) = gelu(inp (B,T,C) @ weight (OC,C)^T + bias (OC)). Sets fch (B,T,OC), too, for backward: the product
-    without the bias, which is added in fp32 where it is needed."""
+    without the bias, which is added in fp32 where it is needed. bias is None if there is none."""
     matmul_forward(fch, inp, weight, None, B, T, C, OC)
     gelu_forward(out, fch, bias, B * T, OC, erf)
 

@@ -2,7 +2,8 @@
 // before the host has seen the token. The generator, xorshift64* (llmc/step/sampler.py), makes a coin in [0, 1) from its
 // state. A token with logit x has the weight w = exp((x - max) / temperature). The kernel draws the first token whose
 // cumulative weight is above the coin times the sum of all weights. One block takes a sequence. Sums are doubles, added
-// in a fixed order. Temperature 0 takes the largest logit.
+// in a fixed order. Temperature 0 takes the largest logit. If a logit is NaN or infinity, or all are -infinity, then the
+// token means nothing. It is still one of the V, because the next step reads it, and `drawn` says that it means nothing.
 //
 // top_k and top_p set a threshold: tokens whose logit is below it have no weight. Tokens that tie with it stay in.
 //   top_k: the threshold is the k-th largest logit
@@ -37,10 +38,11 @@ __device__ inline float float_of_rank(unsigned rank) {
 }
 
 // Draws from the first V logits of each row of logits (B,Vp). Sets tokens (B). Adds 1 to positions (B), which stay
-// below `context`. Advances the generators' states (B). Block: one-dimensional, at most 32 warps.
+// below `context`. Advances the generators' states (B). drawn (B) may be null; it gets the tokens, too, but -1 for one
+// that means nothing. Block: one-dimensional, at most 32 warps.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* states, const floatX* logits, int V,
-                           int Vp, float temperature, int top_k, float top_p, int context) {
+                           int Vp, float temperature, int top_k, float top_p, int context, int* drawn) {
     __shared__ double of_warp[32];
     const floatX* row = logits + (size_t)blockIdx.x * Vp;
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
@@ -62,17 +64,19 @@ PROGRAMMATIC sample_kernel(int* tokens, int* positions, unsigned long long* stat
             for (int k = 0; k < WIDTH; k++) if (i + k < V) work(x.x[k], i + k);
         }
     };
-    auto finish = [&](int token) {
-        tokens[blockIdx.x] = min(token, V - 1);
-        positions[blockIdx.x] = min(positions[blockIdx.x] + 1, context - 1);
-        states[blockIdx.x] = state;
-    };
 
     float own = -INFINITY, first = V;  // the thread's largest logit and its first index, exact below 2^24
     for_each([&](float x, int i) {
+        if (x != x) x = INFINITY;
         if (x > own || (x == own && first == V)) own = x, first = i;
     });
     const float largest = block_max(own);
+    auto finish = [&](int token) {
+        tokens[blockIdx.x] = token = min(token, V - 1);
+        if (drawn != nullptr) drawn[blockIdx.x] = fabsf(largest) < INFINITY ? token : -1;
+        positions[blockIdx.x] = min(positions[blockIdx.x] + 1, context - 1);
+        states[blockIdx.x] = state;
+    };
     if (temperature == 0.0f) {
         first = -block_max(own == largest ? -first : -V);
         if (threadIdx.x == 0) finish((int)first);

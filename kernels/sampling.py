@@ -10,7 +10,7 @@ cu = device.source(__file__)
 
 def sample(
     tokens, positions, states, logits, B: int, V: int, Vp: int, context: int,
-    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, drawn=None,
 ) -> None:  # fmt: skip
     """For each of B sequences: tokens[b] = an index drawn from softmax(logits[b, :V] / temperature), logits (B,Vp). The
     generator (llmc/step/sampler.py) with state states[b], uint64, gives the coin, and its state advances. positions[b]
@@ -19,10 +19,13 @@ def sample(
     If top_k is above 0, only the top_k largest logits are drawn. If top_p is below 1, only the likeliest of these are
     drawn that together have the share top_p. Logits that tie with the last of them are drawn, too. Temperature 0, or
     one that is 0 in fp32, takes the largest logit.
+
+    If drawn, int32 (B,), is given, it gets the tokens, too, but -1 where a logit is NaN or infinity, or all are
+    -infinity. There the token is one of the V and means nothing.
     """
     heat = np.float32(temperature)
     if heat:
         heat = max(heat, np.finfo(np.float32).smallest_normal)  # its reciprocal is finite
-    args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context
+    args = tokens, positions, states, logits, V, Vp, heat, min(top_k, V), np.float32(top_p), context, drawn
     block = cu.block(min(1024, 32 * ceil_div(V, 32 * cu.width)))  # each thread has a vector or more
     cu.launch("sample_kernel", (B,), (block,), args)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import device
 from kernels.dropout import Dropout
-from llmc.step.batch import random_words
+from llmc.model.batch import random_words
 from oracle import to_numpy
 
 import numpy as np

@@ -16,6 +16,25 @@ class Mark:
     place: tuple[list, int]
 
 
+class LazyEvent:
+    """A work of the main stream that notes the device's time."""
+
+    def __init__(self, of: "LazyDevice"):
+        self.of, self.time = of, None
+        of.main_stream.append(self)
+        self.count = len(of.main_stream)
+
+    def __call__(self) -> None:
+        self.time = self.of.time
+
+    def wait(self) -> None:
+        self.of.advance(self.of.main_stream, self.count)
+
+    def since(self, begin: "LazyEvent") -> float:
+        self.wait()
+        return self.time - begin.time
+
+
 class LazyDevice(device.CpuDevice):
     """Gives its work to streams as CudaDevice does, and does a stream's work only where somebody waits for it. What
     is given to the other streams is then done as late as the waits allow; with `eagerly`, as early as they allow."""
@@ -27,6 +46,7 @@ class LazyDevice(device.CpuDevice):
         self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
         self.done = {id(stream): 0 for stream in self.streams}
         self.stream, self.communicating, self.tape = self.main_stream, False, None
+        self.time = 0.0  # its clock: each work takes a millisecond
         for name in ("copy_in", "copy_out", "fill_zero", "copy", "gemm", "gemm_strided_batched"):
             setattr(self, name, partial(self.put, getattr(self, name)))
 
@@ -99,6 +119,7 @@ class LazyDevice(device.CpuDevice):
                     for other in self.streams[1:]:
                         self.advance_freely(other)
                 item()
+                self.time += not isinstance(item, LazyEvent)
             self.done[id(stream)] += 1
 
     def advance_freely(self, stream: list) -> None:
@@ -115,8 +136,8 @@ class LazyDevice(device.CpuDevice):
     def synchronize(self) -> None:
         self.advance(self.main_stream, len(self.main_stream))
 
-    def event(self):
-        return SimpleNamespace(wait=partial(self.advance, self.main_stream, len(self.main_stream)))
+    def event(self) -> LazyEvent:
+        return LazyEvent(self)
 
     def to_host(self, array):
         self.synchronize()

@@ -95,8 +95,8 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
             loader.next_batch(*batch)
 
     tokens = rng.integers(0, 100, 40)
-    raw = [tokens.astype(dtype).tobytes() for dtype in ("<i4", "<u2")]
-    files = [content(write_tokens, tokens), content(write_tokens, tokens, 70_000), *raw]
+    np.save(folder / "whole.npy", tokens)
+    files = [content(write_tokens, tokens), content(write_tokens, tokens, 70_000), (folder / "whole.npy").read_bytes()]
     found["tokens"] = (read_tokens, files)
 
     def tokenizer_header(version: int) -> bytes:

@@ -10,8 +10,8 @@ from llmc.data.batches import Batches, bits_per_byte, validate
 from llmc.data.dataloader import DataLoader, write_tokens
 from llmc.data.tokenizer import Tokenizer, byte_letters, write_tokenizer
 from llmc.files.checkpoint import write_model
+from llmc.model.batch import Batch
 from llmc.model.tensors import num_parameters
-from llmc.step.batch import Batch
 from train_gpt2_fp32 import GPT2Config
 
 import numpy as np

@@ -13,7 +13,7 @@ from dev.data import shards
 from dev.data.common import download, encode, load_tokenizer
 from dev.data.shards import write_shards
 from device.errors import UserError
-from llmc.data.dataloader import DataLoader, open_tokens
+from llmc.data.dataloader import DataLoader, open_tokens, write_tokens
 from llmc.data.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
 
 import numpy as np
@@ -80,7 +80,7 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     run("python_docs.py", "--out", prefix)
     train, val = (open_tokens(f"{prefix}_{split}.bin") for split in ("train", "val"))
     assert 0.095 < val.size / (train.size + val.size) < 0.105
-    np.concatenate([train, val]).astype("<i4").tofile(tmp_path / "all.bin")
+    write_tokens(tmp_path / "all.bin", np.concatenate([train, val]))
     assert decoded(tmp_path / "all.bin") == [topics[name] for name in sorted(topics)]
     path = find_tokenizer(prefix)
     assert path == prefix.with_name("python_docs_tokenizer.bin")
@@ -99,7 +99,7 @@ def test_tiny_shakespeare_is_cut_into_speeches_with_the_validation_first(tmp_pat
     run("tiny_shakespeare.py", "--text", tmp_path / "text.txt", "--tokenizer", tokenizer, "--out", prefix)
     val, train = open_tokens(f"{prefix}_val.bin"), open_tokens(f"{prefix}_train.bin")
     assert val.size == (val.size + train.size) // 10
-    np.concatenate([val, train]).astype("<i4").tofile(tmp_path / "all.bin")
+    write_tokens(tmp_path / "all.bin", np.concatenate([val, train]))
     assert decoded(tmp_path / "all.bin") == [*speeches, ""]
     assert Tokenizer.load(f"{prefix}_tokenizer.bin").eot == EOT
 

@@ -1,17 +1,16 @@
 """Token files and the walk through them: llm.c's order without a seed, a reproducible shuffle with one."""
 
-import gzip
 import json
 import os
-import shlex
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 from conftest import refusal
 from device.errors import UserError
 from llmc.data import dataloader
-from llmc.data.dataloader import DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
+from llmc.data.dataloader import RAW_TOKENS, DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
 from llmc.run.arguments import parse_arguments
 from llmc.run.settings import check_flags
 from train_gpt2_fp32 import GPT2Config
@@ -84,7 +83,7 @@ def test_batches_are_those_of_llm_c(tmp_path, rng, B, T, size, raw, vocab_size):
         tokens.astype("<i4").tofile(tmp_path / "x_val.bin")
     else:
         write_tokens(tmp_path / "x_val.bin", tokens, vocab_size)
-    loader = DataLoader(tmp_path / "x", "val", B, T, vocab_size)
+    loader = DataLoader(tmp_path / "x", "val", B, T, vocab_size, raw_tokens="int32")
     assert loader.num_tokens == size
     assert loader.num_batches == size // (B * T)
     for _ in range(2):
@@ -185,7 +184,7 @@ def test_a_token_outside_the_vocabulary_is_refused_at_once(tmp_path, raw, tokens
         np.array(tokens, "<i4").tofile(tmp_path / "x_train.bin")
     else:
         write_tokens(tmp_path / "x_train.bin", tokens)
-    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, 257)
+    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, 257, None, "int32")
     assert f"x_train.bin: token {bad} is outside" in message and "257" in message
 
 
@@ -207,7 +206,7 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
     def message(data=None, pattern="x"):
         if data is not None:
             (tmp_path / "x_train.bin").write_bytes(data)
-        return refusal(DataLoader, str(tmp_path / pattern), "train", 1, 1, V)
+        return refusal(DataLoader, str(tmp_path / pattern), "train", 1, 1, V, None, "int32")
 
     header = struct.pack("<256i", 20240520, 1, 3, *[0] * 253)
     assert "x_train.bin: no such file" in message()
@@ -225,55 +224,114 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
     assert "-1 tokens" in message(struct.pack("<256i", 20240520, 1, -1, *[0] * 253) + b"\0" * 8)
     assert "token file version 1; version 7" in message(struct.pack("<256i", 20240801, 1, 3, *[0] * 253))
     assert "truncated or damaged" in message(struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + b"\0" * 6)
-    page = message(b"<!DOCTYPE html> " * 80)
-    assert "x_train.bin: text, where tokens should be" in page and "dev/download_starter_pack.sh" in page
 
 
-ENGLISH = "To be, or not to be, that is the question.\n" * 40
+@pytest.mark.parametrize("raw_tokens", RAW_TOKENS)
+def test_raw_tokens_are_of_the_type_that_the_flag_names(tmp_path, rng, raw_tokens):
+    """Also from nanoGPT's folder. Without the flag they are refused, even where they could be of one type only."""
+    for split in ("train", "val"):
+        tokens = rng.integers(0, 256 if raw_tokens == "uint8" else V, 1999)
+        tokens.astype(np.dtype(raw_tokens).newbyteorder("<")).tofile(tmp_path / f"{split}.bin")
+        for name in (tmp_path, f"{tmp_path}/", tmp_path / f"{split}.bin"):
+            loader = DataLoader(name, split, 2, 50, V, raw_tokens=raw_tokens)
+            np.testing.assert_array_equal(loader.shards[0], tokens)
+            assert [file.name for file in loader.files] == [f"{split}.bin"]
+            message = refusal(DataLoader, name, split, 2, 50, V)
+            assert message.startswith(f"{tmp_path}/{split}.bin: ") and "--raw-tokens" in message
 
 
 @pytest.mark.parametrize(
-    "name, data, what",
+    "data",
     [
-        ("text.txt", ENGLISH.encode(), "text"), ("a b.text", "Être ou ne pas être".encode("latin-1"), "text"),
-        ("wide.txt", ENGLISH.encode("utf-16"), "text"), ("kanji", "生きるべきか死ぬべきか".encode("shift_jis"), "text"),
-        ("x.jsonl", b'{"text": "a"}\n', "text"), ("x.txt.gz", gzip.compress(ENGLISH.encode(), mtime=0), "a gzip file"),
-        ("x.parquet", b"PAR1" + bytes(range(256)), "a Parquet file"),
+        b"", b"To be, or not to be, that is the question.\n" * 40, b"<!DOCTYPE html> " * 80,
+        b"\x1f\x8b\x08" + bytes(999), b"PAR1" + bytes(range(256)), b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 2),
     ],
+    ids=["empty", "text", "a server's error", "gzip", "Parquet", "Megatron"],
 )  # fmt: skip
-def test_for_a_text_instead_of_tokens_the_command_is_named_that_makes_some(tmp_path, monkeypatch, name, data, what):
+def test_whatever_is_no_token_file_by_its_first_bytes_is_refused_with_what_to_do(tmp_path, data):
+    (tmp_path / "x_train.bin").write_bytes(data)
+    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, V)
+    assert message.startswith(f"{tmp_path}/x_train.bin: ")
+    assert "--raw-tokens" in message and "python dev/data/text.py" in message
+    named = str(tmp_path / "x_train.bin")
+    assert message == refusal(check_flags, parse_arguments(GPT2Config, ["-i", named]))
+
+
+def test_a_folder_without_token_files_is_refused_with_the_command_that_makes_some(tmp_path):
+    assert "python dev/data/text.py" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i4", "<i8"])
+def test_the_tokens_of_a_npy_are_numpys(tmp_path, dtype):
+    """As build-nanogpt writes its shards. The header is none of them, whatever the file's name."""
+    for shard in range(2):
+        np.save(tmp_path / f"x_train_{shard:06d}.npy", np.arange(shard, 101 + shard).astype(dtype))
+    np.save(tmp_path / "val.npy", np.arange(7, 108).astype(dtype))
+    loader = DataLoader(tmp_path / "x", "train", 2, 50, V, raw_tokens="uint8")
+    assert [file.name for file in loader.files] == ["x_train_000000.npy", "x_train_000001.npy"]
+    for shard in range(2):
+        inputs, targets = batch(loader)
+        np.testing.assert_array_equal(np.ravel(inputs), np.arange(shard, 100 + shard))
+        np.testing.assert_array_equal(np.ravel(targets), np.arange(1 + shard, 101 + shard))
+    assert batch(DataLoader(tmp_path, "val", 1, 50, V))[0][0, 0] == 7
+    os.rename(tmp_path / "val.npy", tmp_path / "y_val.bin")
+    assert batch(DataLoader(tmp_path / "y", "val", 1, 50, V))[0][0, 0] == 7
+
+
+def test_a_npy_of_anything_else_is_refused_and_no_pickle_is_opened(tmp_path, monkeypatch):
+    class Opened:
+        def __reduce__(self):
+            return os.system, ("touch opened",)
+
+    def message(array=None, data=None):
+        if array is not None:
+            np.save("x_train.npy", array)
+        if data is not None:
+            Path("x_train.npy").write_bytes(data)
+        found = refusal(DataLoader, "x", "train", 1, 1, V)
+        assert found.startswith("x_train.npy: ")
+        return found
+
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_bytes(data)
-    message = refusal(DataLoader, name, "train", 1, 1, V)
-    assert message == refusal(check_flags, parse_arguments(GPT2Config, ["-i", name]))
-    assert message.startswith(f"{name}: {what}, where tokens should be; ")
-    command, _, then = message.partition("python ")[2].partition("; then train with ")
-    script, source, out, prefix = shlex.split(command)
-    assert (script, source, out) == ("dev/data/text.py", name, "-o") and shlex.split(then) == ["-i", prefix]
-    (tmp_path / "texts").mkdir()
-    assert "python dev/data/text.py texts -o data/texts;" in refusal(DataLoader, "texts", "train", 1, 1, V)
+    assert "2 x 3 of int64" in message(np.zeros((2, 3), int))
+    assert "1 of uint16" in message(np.uint16(3))
+    assert "of float64" in message(np.zeros(9))
+    assert "of bool" in message(np.zeros(9, bool))
+    assert "NumPy cannot map it" in message(np.array([Opened()]))
+    assert "0 tokens" in message(np.zeros(0, np.uint16))
+    assert "token 70000 is outside" in message(np.array([1, 70000, 2]))
+    assert "token -1 is outside" in message(np.array([1, -1, 2]))
+    np.save("x_train.npy", np.arange(9, dtype=np.uint16))
+    whole = Path("x_train.npy").read_bytes()
+    assert "truncated" in message(data=whole[:-1]) and "truncated" in message(data=whole[:50])
+    assert "asks for 9 tokens" in message(data=whole + whole)
+    assert os.listdir() == ["x_train.npy"]
 
 
-@pytest.mark.parametrize("size", [1998, 1999])
-def test_nanogpts_tokens_of_16_bits_without_a_header_are_read_from_its_folder(tmp_path, rng, size):
-    tokens = {split: rng.integers(0, 50257, size) for split in ("train", "val")}
-    for split in tokens:
-        tokens[split].astype("<u2").tofile(tmp_path / f"{split}.bin")
-        for pattern in (tmp_path, f"{tmp_path}/", tmp_path / f"{split}.bin"):
-            loader = DataLoader(pattern, split, 2, 50, V)
-            assert loader.num_tokens == size and [file.name for file in loader.files] == [f"{split}.bin"]
-            np.testing.assert_array_equal(loader.shards[0], tokens[split])
+def test_two_kinds_of_files_of_one_name_are_asked_about(tmp_path):
+    write_tokens(tmp_path / "x_train.bin", [1, 2, 3])
+    np.save(tmp_path / "x_train.npy", np.arange(3))
+    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, V)
+    assert "x_train.bin" in message and "x_train.npy" in message and "-i" in message
 
 
-def test_nanogpts_numbers_for_characters_are_refused_and_its_pickle_never_opened(tmp_path, monkeypatch):
-    (tmp_path / "char").mkdir()
-    np.random.default_rng(0).integers(0, 65, 999).astype("<u2").tofile(tmp_path / "char/train.bin")
-    (tmp_path / "char/meta.pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
-    monkeypatch.chdir(tmp_path)
-    message = refusal(DataLoader, "char", "train", 1, 8, V)
-    assert "char/train.bin" in message and "char/meta.pkl" in message
-    assert "dev/data/text.py char/input.txt -o data/char_bytes --tokenizer bytes" in message
-    assert os.listdir(tmp_path) == ["char"]
+@pytest.mark.parametrize("folder", ["a [1]", "b*", "what?", "[!x]", "two words"])
+@pytest.mark.parametrize("prefix", ["x", "x [v2]", "y*"])
+def test_a_name_that_is_there_is_a_name_and_only_then_a_pattern(tmp_path, folder, prefix):
+    data = tmp_path / folder
+    for place in (data, tmp_path / "b2", tmp_path / "a 1"):
+        place.mkdir()
+        for split in ("train", "val"):
+            write_tokens(place / f"{prefix}_{split}_000000.bin", [1, 2, 3])
+            write_tokens(place / f"{split}.bin", [1, 2, 3])
+    for split in ("train", "val"):
+        shard = data / f"{prefix}_{split}_000000.bin"
+        assert find_token_files(data / prefix, split) == find_token_files(shard, split) == [shard]
+        assert find_token_files(data, split) == [data / f"{split}.bin"]
+    for name in (data, data / prefix):
+        check_flags(parse_arguments(GPT2Config, ["-i", str(name)]))
+    assert "name those for validation with -j" in refusal(check_flags, parse_arguments(GPT2Config, ["-i", str(shard)]))
+    assert find_token_files(tmp_path / "b[0-9]/[tv]*in.bin", "val") == [tmp_path / "b2/train.bin"]
 
 
 def test_a_folder_of_datasets_is_refused_by_the_name_of_one(tmp_path):
@@ -282,16 +340,17 @@ def test_a_folder_of_datasets_is_refused_by_the_name_of_one(tmp_path):
 
 
 @given(
-    magic=st.sampled_from([20240520, 20240801, 20240326, 0]), version=st.sampled_from([1, 7, -1]),
-    count=st.integers(-3, 9), body=st.binary(max_size=24), length=st.integers(0, 1048),
+    magic=st.sampled_from([20240520, 20240801, 20240326, 0]), raw_tokens=st.sampled_from([None, "uint8", "uint32"]),
+    version=st.sampled_from([1, 7, -1]), count=st.integers(-3, 9), body=st.binary(max_size=24),
+    length=st.integers(0, 1048),
 )  # fmt: skip
 def test_a_damaged_file_opens_to_the_tokens_it_says_or_is_refused_in_one_line(
-    tmp_path, magic, version, count, body, length
+    tmp_path, magic, raw_tokens, version, count, body, length
 ):
     data = (struct.pack("<256i", magic, version, count, *[0] * 253) + body)[:length]
     (tmp_path / "x.bin").write_bytes(data)
     try:
-        tokens = open_tokens(tmp_path / "x.bin")
+        tokens = open_tokens(tmp_path / "x.bin", raw_tokens)
     except UserError as error:
         assert str(error).startswith(str(tmp_path / "x.bin")) and "\n" not in str(error)
     else:

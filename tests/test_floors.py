@@ -9,6 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from llmc.model.activations import Activations, Cache
+from llmc.model.adamw import AdamW
+from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.ranks.exchange import Exchange, Rows, StepPlan
 from llmc.run.logger import Logs
@@ -17,8 +19,6 @@ from llmc.run.saver import Guard, Saver
 from llmc.run.settings import Settings
 from llmc.run.validation import Validation
 from llmc.run.watch import Watch
-from llmc.step.adamw import AdamW
-from llmc.step.batch import Batch
 from llmc.step.generation import Writer
 from llmc.step.training import Training
 

@@ -64,9 +64,9 @@ def run(*flags, **options) -> subprocess.CompletedProcess:
 
 
 def text_of(tokens: list[int]) -> str:
-    """What a terminal gets of byte tokens."""
-    text = b"".join(b"<|endoftext|>" if token == EOT else bytes([token]) for token in tokens).decode(errors="replace")
-    return "".join(c for c in text if c in "\t\n\v\f\r" or not (ord(c) < 32 or 127 <= ord(c) < 160)) + "\n"
+    """What a file gets of byte tokens."""
+    text = b"".join(b"<|endoftext|>" if token == EOT else bytes([token]) for token in tokens)
+    return text.decode(errors="replace") + "\n"
 
 
 def written(dev, capsys, *flags) -> str:
@@ -111,8 +111,7 @@ def test_greedy_text_is_what_transformers_generates(dev, model, theirs, capsys):
     ("flags", "sampling"),
     [
         ([], {}),
-        (["--top-k", "40", "--top-p", "0.9", "--temperature", "1.5"],
-         {"top_k": 40, "top_p": 0.9, "temperature": 1.5}),
+        (["--top-k", "40", "--top-p", "0.9", "--temperature", "1.5"], {"top_k": 40, "top_p": 0.9, "temperature": 1.5}),
         (["--temperature", "0.7"], {"temperature": 0.7}),
         (["--top-k", "3", "--temperature", "2"], {"top_k": 3, "temperature": 2.0}),
         (["-t", "9"], {"T": 9}),
@@ -144,6 +143,33 @@ def test_a_text_ends_before_the_token_that_ends_a_text(model, theirs, capsys):
     pytest.fail("none of the texts ends")
 
 
+def test_without_bos_greedy_text_is_what_transformers_writes_after_the_prompt_alone(dev, model, theirs, capsys):
+    prompt = torch.tensor([[*b"def "]])
+    tokens = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=30, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )[0].tolist()  # fmt: skip
+    flags = "-e", model, "-g", 30, "--temperature", 0
+    text = written(dev, capsys, *flags, "--prompt", "def ", "--no-bos")
+    assert text == text_of(tokens) != written(dev, capsys, *flags, "--prompt", "def ")
+    with pytest.raises(UserError, match="--prompt has no tokens, and --no-bos puts none .*: write a prompt"):
+        written(dev, capsys, *flags, "--no-bos")
+
+
+@gpt2_alone
+@pytest.mark.parametrize("name", ["tiny_generation_config.json", "generation_config.json", "tiny_config.json"])
+def test_a_text_ends_before_every_token_that_generation_config_names(name, model, theirs, capsys):
+    device.use("cpu")
+    tokens = expected_tokens(theirs, "", 30)
+    ends = [tokens[9], tokens[25]]
+    first = min(tokens.index(end) for end in ends)
+    Path(name).write_text(json.dumps({"eos_token_id": ends}))
+    assert EOT not in tokens[:first]
+    generate.main(["--device", "cpu", "--precision", "fp32", "-e", str(model), "-g", "30"])
+    assert capsys.readouterr().out == text_of(tokens[:first])
+    assert written(device, capsys, "-e", model, "-g", 30) == text_of(tokens)  # with --ignore-eot
+
+
 @gpt2_alone
 def test_several_samples_are_one_batch_and_the_first_is_that_of_the_seed_alone(model, theirs, capsys):
     device.use("cpu")
@@ -170,6 +196,36 @@ def test_prompts_of_different_lengths_are_one_batch_and_come_as_lines_of_json(mo
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in objects))
     again = lines_of(device, capsys, "-e", model, "--prompts", "prompts.jsonl", "-g", 25, "--seed", 9)
     assert again[:3] == found[::2] and [one["prompt"] for one in again[3:]] == ["", "two\nlines"]
+
+
+@gpt2_alone
+def test_other_fields_of_a_line_are_passed_through(model, capsys, tmp_path):
+    device.use("cpu")
+    lines = [{"id": 7, "prompt": "a", "tags": ["é", None]}, {"prompt": "b", "text": "the answer", "sample": "x"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = lines_of(device, capsys, "-e", model, "--prompts", "prompts.jsonl", "-g", 5, "--samples", 2)
+    assert [(one.get("id"), one.get("tags"), one["sample"]) for one in found] == [
+        (7, ["é", None], 0), (7, ["é", None], 1), (None, None, 0), (None, None, 1)
+    ]  # fmt: skip
+    assert all(one["text"] != "the answer" for one in found)
+
+
+@gpt2_alone
+def test_control_characters_are_kept_but_on_a_terminal(model, theirs, capsys, monkeypatch):
+    device.use("cpu")
+    flags = "-e", model, "--prompt", "If \x07", "-g", 60, "-t", 40
+    text = expected(theirs, "If \x07", 60)
+    spared = "".join(c for c in text if c in "\t\n\v\f\r" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+    assert len(text) - len(spared) > 1
+    assert written(device, capsys, *flags) == text
+    Path("one.jsonl").write_text(json.dumps({"prompt": "If \x07"}))
+    with monkeypatch.context() as on:
+        on.setattr("sys.stdout.isatty", lambda: True)
+        assert written(device, capsys, *flags) == spared
+        for_json = written(device, capsys, *flags[:2], *flags[4:], "--prompts", "one.jsonl")
+    assert "If \x07" + json.loads(for_json)["text"] + "\n" == text
+    stop = next(c for c in text[9:] if c not in spared)
+    assert written(device, capsys, *flags, "--stop", stop) == text[: text.index(stop, 4)] + "\n"
 
 
 @gpt2_alone
@@ -210,7 +266,7 @@ def test_what_may_begin_a_stop_text_is_held_back_and_nothing_else(text, stops, c
     class Spelled:
         push, flush = staticmethod(lambda token: token), staticmethod(lambda: "")
 
-    ours, rest, at = generate.Text("", 0, "", Spelled, stops, None), text, len(text)
+    ours, rest, at = generate.Text({}, 0, "", Spelled, stops, set()), text, len(text)
     while rest and not ours.end:
         n = cut.draw(st.integers(0, 3))
         ours.push(rest[:n])
@@ -297,6 +353,7 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
         ("nope.bin", f"nope.bin: no such file or directory; {REMEDY}"),
         ("lr=3/step_1", f"lr=3/step_1: no such file or directory; {REMEDY}"),
         ("tokens.bin", "tokens.bin: not a GPT-2 model (found GPT-2 tokens, expected magic number 20240326); " + REMEDY),
+        ("lfs.bin", "lfs.bin: a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`"),
         ("hf", "hf: a model in Hugging Face's format; make a .bin of it: dev/hf/import_hf.py hf -o model.bin"),
         ("hf/x.safetensors", "hf/x.safetensors: a model in Hugging Face's format; make a .bin of it: "
          "dev/hf/import_hf.py hf -o model.bin"),
@@ -305,6 +362,7 @@ REMEDY = "a trained model is needed: a .bin, or the directory of a checkpoint"
 def test_what_is_no_trained_model_is_refused_with_a_remedy_that_the_program_has(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokens("tokens.bin", np.zeros(300, np.int64))
+    Path("lfs.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
     Path("hf").mkdir()
     Path("hf/config.json").write_text("{}")
     Path("hf/x.safetensors").write_bytes(b"\0" * 2000)
@@ -350,9 +408,11 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     told = "standard input is empty: write a prompt into it, or leave --prompt-file out"
     assert refusal("--prompt-file", "-") == told
-    assert refusal("--stop", "a\x07") == (
-        "--stop 'a\\x07': no token can spell it, so no text would end there: leave it out"
-    )
+    with monkeypatch.context() as on:
+        on.setattr("sys.stdout.isatty", lambda: True)
+        assert refusal("--stop", "a\x07") == (
+            "--stop 'a\\x07': no token can spell it, so no text would end there: leave it out"
+        )
     use = device.use
 
     def with_little_memory(kind: str) -> None:
@@ -365,6 +425,17 @@ def test_bad_prompts_stops_and_samples_are_told_in_one_line(model, capsys, tmp_p
     for samples in "65536", "1" + "0" * 15:
         told = f"{samples} texts at once are more than 65535: lower --samples or give fewer prompts"
         assert refusal("--samples", samples) == told
+
+
+@gpt2_alone
+@pytest.mark.parametrize("flags", [[], ["--temperature", "0"], ["--top-p", "0.5"], ["--top-k", "3"]], ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_the_program_in_one_line(flags, value, model, theirs, dev, capsys):
+    params = flat(theirs)
+    params[[CONFIG.channels * ord("b"), CONFIG.channels * 5]] = value  # of the token that comes, and of another
+    write_model(model, CONFIG, params)
+    with pytest.raises(UserError, match="tiny.bin: its logits are NaN or infinity after 0 tokens of a text"):
+        written(dev, capsys, "-e", model, "--prompt", "b", *flags)
 
 
 @gpt2_alone

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import device
 from device import recording
+from llmc.model.batch import Batch
 from llmc.ranks import collectives, exchange, ranks
-from llmc.step.batch import Batch
 from llmc.step.training import Training, make_training
 from models import ODD, ONE_OF_EACH, kind_of
 from train_gpt2_fp32 import training_step

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,16 +15,17 @@ from types import SimpleNamespace
 import conftest
 import generate
 from dev.hf import export_hf, import_hf
-from dev.hf.common import families, named_tensors, transformers_parameters
+from dev.hf.common import end_tokens, families, named_tensors, transformers_parameters
 from dev.hf.family import Settings
 from dev.hf.gpt2 import GPT2Family
+from dev.scripts import kind_of
 from device.errors import UserError
-from generate import kind_of
+from kernels.rope import rope_table
 from llmc.data.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
 from llmc.files import checkpoint
 from llmc.files.checkpoint import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
-from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, build_from_file, send
+from models import FAMILIES, GPT2S, LLAMAS, PYTHIAS, QWENS, build_from_file, send
 from oracle import MODEL_FP32, MODEL_TF32, assert_close, flat_parameters_of, opinionated, transformers_model
 from train_gpt2_fp32 import GPT2Config
 
@@ -33,10 +35,10 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-GPT2, LLAMA, PYTHIA = GPT2S[0], LLAMAS[0], PYTHIAS[0]
+GPT2, LLAMA, PYTHIA, QWEN3 = GPT2S[0], LLAMAS[0], PYTHIAS[0], QWENS[0]
 FIRST = [family[0] for family in FAMILIES]
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -306,6 +308,81 @@ def test_an_untied_classifier_is_refused_and_a_tied_one_is_not(saved, tmp_path):
     assert "lm_head.weight" in refusal(saved, tmp_path)
 
 
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
+@pytest.mark.parametrize("said", ["in the file", "in config.json"])
+def test_a_tied_weight_may_lie_under_the_classifiers_name_alone(said, config, theirs, saved, tmp_path):
+    """safetensors' save_model names in the file what it has left out. Without that, transformers ties by the config."""
+    save_model(theirs, saved / "model.safetensors")
+    tensors = load_file(saved / "model.safetensors")
+    assert "lm_head.weight" in tensors and not any("wte" in name or "embed" in name for name in tensors)
+    if said == "in config.json":
+        save_file(tensors, saved / "model.safetensors")
+    else:
+        (saved / "config.json").unlink() if config is GPT2 else change(saved / "config.json", tie_word_embeddings=None)
+    found = imported(saved, tmp_path, *(["--heads", "3"] if said == "in the file" and config is GPT2 else []))
+    if said == "in config.json" or config is GPT2:
+        assert_parameters(*found, theirs)
+    else:  # nothing says that it is tied, so the model has the numbers twice
+        np.testing.assert_array_equal(found[1]["wte"], found[1]["lm_head"])
+
+
+@each_family
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_what_wrapped_a_model_in_training_is_taken_off_its_names(prefix, theirs, saved, tmp_path):
+    save_file({prefix + name: tensor for name, tensor in tensors_of(theirs).items()}, saved / "model.safetensors")
+    assert_parameters(*imported(saved, tmp_path), theirs)
+    name, tensor = next(iter(tensors_of(theirs).items()))
+    save_file(tensors_of(theirs) | {prefix + name: tensor}, saved / "model.safetensors")
+    (tmp_path / "imported.bin").unlink()
+    assert f"tensor {name} is there twice" in refusal(saved, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_pointer_of_git_lfs_in_place_of_a_file_is_told(name, saved, tmp_path):
+    (saved / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    assert refusal(saved, tmp_path).startswith(f"{saved / name}: a pointer of Git LFS, not the file itself: ")
+    if name.endswith("safetensors"):
+        assert refusal(saved / name, tmp_path).startswith(f"{saved / name}: a pointer of Git LFS")
+    if name == "tokenizer.json":
+        with pytest.raises(UserError, match="tokenizer.json: a pointer of Git LFS"):
+            Tokenizer.load(saved / name)
+
+
+def test_an_adapter_is_told_to_be_no_model(saved, theirs, tmp_path):
+    lora = {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": torch.zeros(3, 3)}
+    save_file(lora, saved / "adapter_model.safetensors")
+    for source in saved / "adapter_model.safetensors", saved:
+        assert refusal(source, tmp_path).startswith(f"{source}: an adapter (LoRA), not a model: merge it")
+        (saved / "adapter_config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
+def test_a_directory_one_level_too_high_is_told_where_the_model_lies(theirs, saved, cache, tmp_path):
+    for step in 9, 10:
+        folder = Path(shutil.copytree(saved, tmp_path / "run" / f"checkpoint-{step}"))
+        os.utime(folder, (step, step))
+    newest = f"run: no model.safetensors there; the newest of 2 is {folder}: name that directory"
+    assert refusal(tmp_path / "run", tmp_path).endswith(newest)
+    place = keep(cache, "a/model", saved)
+    for source in place.parents[1], cache:
+        assert (
+            refusal(source, tmp_path) == f"{source}: no model.safetensors there; it is in {place}: name that directory"
+        )
+
+
+@each_family
+def test_a_weight_that_is_not_finite_is_told(config, theirs, tmp_path, capsys):
+    _, first, second, *_ = theirs.double().parameters()
+    with torch.no_grad():
+        first.view(-1)[-1], second.view(-1)[-1] = torch.nan, 1e300  # which becomes infinity in fp32
+    theirs.save_pretrained(tmp_path / "saved")
+    capsys.readouterr()
+    imported(tmp_path / "saved", tmp_path)
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path / 'saved'}: weights are not finite") and said.count("\n") == 1
+    assert "and in 1 other tensors" in said
+
+
 @only_llama
 def test_an_untied_llama_needs_its_classifier(saved, tmp_path):
     change(saved / "config.json", tie_word_embeddings=False)
@@ -413,6 +490,50 @@ BY_8 = {"rope_theta": 7e4, "rope_scaling": 8.0}
 def test_settings_are_understood_as_every_release_writes_them(config, settings, changed, saved, tmp_path):
     change(saved / "config.json", **({"rope_parameters": None} | settings))
     assert imported(saved, tmp_path)[0] == replace(config, **changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"} | SCALED}),  # added to transformers 5's, whose theta it hides
+        (LLAMA, {"rope_scaling": {"type": "llama3", "rope_theta": 7e4} | SCALED}),
+        (LLAMA, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | SCALED}),
+        (LLAMA, {"rope_scaling": {}, "rope_theta": 9.0, "rope_interleaved": False}),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"} | SCALED, "original_max_position_embeddings": 20}),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3"} | dict(list(SCALED.items())[:3])}),  # the length is missing
+        (PYTHIA, {"rope_scaling": {"type": "default", "rope_theta": 30.0}, "rotary_pct": 0.75}),
+        (PYTHIA, {"rope_parameters": None, "rotary_emb_base": 50, "rope_theta": 50, "partial_rotary_factor": None}),
+        (QWEN3, {"rope_scaling": {"rope_theta": 30.0}}),
+    ],
+    ids=id_of,
+)  # fmt: skip
+def test_positions_are_turned_as_transformers_turns_them(config, settings, theirs, saved):
+    change(saved / "config.json", **settings)
+    theirs = type(theirs)(type(theirs.config).from_pretrained(saved)).base_model
+    read = families()[theirs.config.model_type].read_config(
+        Settings(saved, json.loads((saved / "config.json").read_text()))
+    )
+    R, scaling = getattr(read, "rotary_channels", read.head_size), getattr(read, "rope_scaling", 0) or None
+    ours = rope_table(2, R, read.rope_theta, scaling, getattr(read, "original_length", 8192))[1]
+    np.testing.assert_allclose(np.arctan2(ours[:, 1], ours[:, 0]), theirs.rotary_emb.inv_freq.numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "said"),
+    [
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear'"),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 7e4}}}, "rope_parameters.full_attention is {"),
+        (LLAMA, {"rope_parameters": {"mrope_section": [8, 8]}}, "rope_parameters.mrope_section is [8, 8]"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 0.5"),
+        (LLAMA, {"rope_local_base_freq": 1e4}, "rope_local_base_freq is 10000.0"),
+        (PYTHIA, {"rotary_emb_base": 50, "rope_theta": 70}, "rope_theta is 70"),
+        (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+    ],
+    ids=id_of,
+)  # fmt: skip
+def test_a_setting_of_positions_that_nobody_knows_is_refused_by_its_name(config, settings, said, saved, tmp_path):
+    change(saved / "config.json", **settings)
+    assert refusal(saved, tmp_path).startswith(f"{saved}: {said}")
 
 
 @pytest.mark.parametrize("variant", [{"norm": "rms"}, {"tied_norm": True}], ids=str)
@@ -555,8 +676,8 @@ def test_only_what_the_import_reads_is_fetched(shard, terminal, with_tokenizer, 
     first, second = hub
     assert first[:2] == ("a/model", None) and second[:2] == ("a/model", COMMIT)
     assert sorted(first[2]) == [
-        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
-        "tokenizer_config.json",
+        "adapter_config.json", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors.index.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     assert second[2] == weights and second[3] is (None if terminal else import_hf.RareBar)
     said = capsys.readouterr().out
@@ -687,6 +808,7 @@ def test_an_exported_tokenizer_splits_text_as_ours_does(config, bpe, tmp_path, r
     theirs = AutoTokenizer.from_pretrained(out)
     assert AutoModelForCausalLM.from_pretrained(out).config.eos_token_id == tokenizer.eot
     assert (len(theirs), theirs.eos_token_id) == (tokenizer.vocab_size, tokenizer.eot)
+    assert theirs.unk_token == "<|endoftext|>"  # CTranslate2 refuses a GPT-2 without it
     for text in [*SAMPLES, Path(__file__).read_text(encoding="utf-8").replace("<|endoftext|>", "")]:
         tokens = tokenizer.encode(text)
         assert theirs.encode(text) == tokens
@@ -708,7 +830,10 @@ def with_tokenizer(bpe, tmp_path) -> Path:
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
     )
     library.save(str(tmp_path / "saved" / "tokenizer.json"))
-    (tmp_path / "saved" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "chat_template": "x"}')
+    (tmp_path / "saved" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (tmp_path / "saved" / "chat_template.jinja").write_text("{{ messages }}")
+    change(tmp_path / "saved" / "config.json", bos_token_id=begin, eos_token_id=320)
+    change(tmp_path / "saved" / "generation_config.json", bos_token_id=begin, eos_token_id=[320, 7], top_k=20)
     return tmp_path / "saved"
 
 
@@ -779,10 +904,12 @@ def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tm
     assert binary.fits(config.vocab_size) and (binary.tokens[:322], binary.eot) == (first.tokens, 320)
     out = exported(tmp_path / "imported.bin", tmp_path / "out")
     assert not capsys.readouterr().err
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (with_tokenizer / name).read_bytes()
-    settings = AutoModelForCausalLM.from_pretrained(out).config
-    assert (settings.bos_token_id, settings.eos_token_id) == (321, 320)
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (321, 320)
+    assert theirs.generation_config.eos_token_id == [320, 7] and theirs.generation_config.top_k == 20
+    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
     assert AutoTokenizer.from_pretrained(out).encode("text") == [321, *first.encode("text")]
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "imported.bin").rename(tmp_path / "checkpoint" / "model.bin")
@@ -791,6 +918,24 @@ def test_a_tokenizer_goes_along_with_its_model_there_and_back(with_tokenizer, tm
     assert (out / "tokenizer.json").read_bytes() == beside.read_bytes()
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert (settings["eos_token"], settings["bos_token"]) == ("<|endoftext|>", "<|begin_of_text|>")
+
+
+@each_family
+def test_a_model_without_a_tokenizer_keeps_its_list_of_end_tokens(saved, tmp_path):
+    for name in "config.json", "generation_config.json":
+        change(saved / name, eos_token_id=[3, 5], pad_token_id=4)
+    imported(saved, tmp_path)
+    assert end_tokens(tmp_path / "imported.bin") == {3, 5}
+    v2 = exported(tmp_path / "imported.bin", tmp_path / "v2.bin")
+    out = exported(v2, tmp_path / "out")
+    assert (out / "generation_config.json").read_bytes() == (saved / "generation_config.json").read_bytes()
+    theirs = AutoModelForCausalLM.from_pretrained(out).config
+    assert (theirs.eos_token_id, theirs.pad_token_id) == ([3, 5], 4)
+    (tmp_path / "v2_generation_config.json").unlink()
+    assert end_tokens(v2) == {3, 5}  # as config.json says
+    (tmp_path / "v2_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(UserError, match="v2_config.json: eos_token_id is '</s>'; the number of a token"):
+        end_tokens(v2)
 
 
 def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(with_tokenizer, tmp_path, capsys, monkeypatch):

@@ -19,6 +19,11 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
+def outside_make() -> dict[str, str]:
+    """The environment without what a make that runs the tests has put there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+
+
 def make(*arguments, directory=ROOT, smi=None, tmp_path=None) -> str:
     """What make prints, on a machine whose nvidia-smi prints `smi`, or fails where that is None."""
     tools = tmp_path / "tools"
@@ -26,7 +31,7 @@ def make(*arguments, directory=ROOT, smi=None, tmp_path=None) -> str:
     tool = tools / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexit 9\n" if smi is None else f"#!/bin/sh\necho '{smi}'\n")
     tool.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    environment = outside_make()
     environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
     command = ["make", *arguments]
     result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
@@ -72,6 +77,26 @@ def test_setup_installs_what_the_tests_need_after_make_train_too_and_runs_nothin
     (tmp_path / "set" / ".ready-to-train").touch()
     plan = make("-n", "setup", f"VENV={tmp_path}/set", tmp_path=tmp_path).splitlines()
     assert len(plan) == 2 and "-r requirements-dev.txt" in plan[0] and plan[1].startswith("touch ")
+
+
+def test_an_environment_of_another_python_than_the_one_that_is_named_is_said(tmp_path):
+    """Not made anew: what the user has installed there would be lost."""
+    (tmp_path / "set" / "bin").mkdir(parents=True)
+    for name, version in ("set/bin/python", "3.11.7"), ("same", "3.11.7"), ("other", "3.12.1"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho Python {version}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "set" / ".ready-to-train").touch()
+    venv = f"VENV={tmp_path}/set"
+    make("train", venv, f"PYTHON={tmp_path}/same", tmp_path=tmp_path)
+    shutil.rmtree(tmp_path / "tools")
+    make("train", venv, tmp_path=tmp_path)
+    command = ["make", "--no-print-directory", "train", venv, f"PYTHON={tmp_path}/other"]
+    done = subprocess.run(command, cwd=ROOT, env=outside_make(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(
+        f"error: {tmp_path}/set has Python 3.11.7, and PYTHON={tmp_path}/other is another: remove {tmp_path}/set, "
+        "or name one with VENV=\n"
+    )
 
 
 def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):

@@ -15,6 +15,7 @@ from llmc.data.batches import Batches
 from llmc.data.tokenizer import Tokenizer
 from llmc.files.checkpoint import write_model
 from llmc.model.activations import Activations, Cache, batch_sizes, choose_attention, training_tables
+from llmc.model.adamw import Recipe
 from llmc.model.model import Model
 from llmc.model.tensors import (
     ALIGNMENT,
@@ -175,10 +176,24 @@ def test_gradients_are_clipped_to_the_given_norm(product_dev, config, attention)
     forward_backward(product_dev, training, inputs, targets, 1 / (B * T))
     grads = product_dev.to_host(model.grads_memory).astype(np.float64)
     norm = np.linalg.norm(grads)
-    adamw.grad_clip = 0.5 * norm
+    adamw.recipe = Recipe(grad_clip=0.5 * norm)
     adamw_update(model, adamw, training.exchange, 1e-3, 1)
     assert_close("norm of all gradients", product_dev.to_host(adamw.norm)[:1], np.array([norm]), 1e-5)
     assert_close("m of clipped gradients", adamw.m, 0.1 * 0.5 * grads, 1e-5)
+
+
+@some_models
+def test_an_update_is_by_the_recipe(product_dev, config, attention):
+    flat, (B, T) = flat_parameters(config), batch_shape(config)
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    training = build(product_dev, config, B, T, attention, flat, beta1=0.8, beta2=0.96, eps=0.5)
+    forward_backward(product_dev, training, inputs, targets, 1 / (B * T))
+    grads = product_dev.to_host(training.model.grads_memory).astype(np.float64)
+    adamw_update(training.model, training.adamw, training.exchange, 0.1, 1)
+    assert_close("m", training.adamw.m, 0.2 * grads, 1e-5)
+    assert_close("v", training.adamw.v, 0.04 * grads**2, 1e-5)
+    want = flat - 0.1 * grads / (np.abs(grads) + 0.5)
+    assert_close("parameters", training.model.params_memory, want, 1e-5)
 
 
 @pytest.mark.parametrize("config, attention, skip", [
@@ -488,4 +503,4 @@ def test_the_size_of_heads_need_not_follow_from_the_channels(dev, rng, attention
     error = oracle.KERNEL_TF32 if attention == "flash" else oracle.kernel_tolerance(dev)
     assert_close("atty", a.atty, want, error)
     assert_close("dqkv", acts.dqkv, qkv64.grad, error)
-    assert flops_per_token(config, T) == 6 * (2 * C * NH * HS + 2 * NH * HS * T)
+    assert flops_per_token(config, T) == 6 * (2 * C * NH * HS) + 12 * 2 * NH * HS * T

@@ -1,5 +1,8 @@
 """How the programs end: one line for what the user must mend, whatever goes wrong before or beside their work."""
 
+import ast
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +27,42 @@ def test_a_python_without_the_packages_is_one_line_that_names_what_has_them(prog
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ") and " is missing: " in done.stderr and done.stderr.count("\n") == 1
+
+
+CTRL_C = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+AS_IN_NUMPY = "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept: raise ImportError('numpy')\n"
+
+
+INTERRUPTED = [*((program, CTRL_C) for program in PROGRAMS), ("generate.py", AS_IN_NUMPY)]
+
+
+@pytest.mark.parametrize("program, package", INTERRUPTED)
+def test_ctrl_c_while_modules_are_imported_is_one_line(program, package, tmp_path):
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text(package)
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, ROOT / program, "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_python_that_is_too_old_is_one_line(program):
+    """Here this Python says that it is 3.9. What that one reads must be in words that it knows."""
+    too_old = "sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'"
+    code = f"import runpy, sys; {too_old}; runpy.run_path({program!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    said = f"error: llm.cupy needs Python 3.10 or later, and {sys.executable} is 3.9.18\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    for path in program, "dev/bench/__main__.py", "device/__init__.py", "device/current.py", "device/errors.py":
+        ast.parse((ROOT / path).read_text(), feature_version=(3, 9))
+
+
+def test_a_folder_for_the_book_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "book"
+    done = subprocess.run([sys.executable, ROOT / "doc" / "book.py", "-o", out], capture_output=True, text=True)
+    said = f"error: {out}: cannot be written (not a directory); choose another folder with -o\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
 @pytest.mark.parametrize(

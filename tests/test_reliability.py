@@ -233,7 +233,8 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
         (["--dropout", "0.5"], "--dropout was 0.0 and is now 0.5"), (["-k", "linear"], "--schedule was constant"),
         (["-u", "7"], "--warmup was 0"), (["-q", "1"], "--final-fraction was 0.0"), (["--seed", "4"], "--seed was 3"),
         (["-b", "4"], "--batch-size was 2"), (["-t", "8"], "--sequence-length was 16"),
-        (["-d", "64"], "--total-batch-size was 32 and is now 64"),
+        (["-d", "64"], "--total-batch-size was 32 and is now 64"), (["--beta1", "0.8"], "--beta1 was 0.9"),
+        (["--beta2", "0.95"], "--beta2 was 0.999 and is now 0.95"),
     ],
 )  # fmt: skip
 def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, trainer_here, capsys, flags, was):
@@ -255,11 +256,13 @@ def finished(tmp_path_factory):
 
 
 def copy_of(finished: Path, tmp_path: Path, **recorded: object) -> Path:
-    """A copy of a run's folder, whose checkpoint has recorded other flags than the run's, and no precision else."""
+    """A copy of a run's folder, whose checkpoint has recorded other flags than the run's. As in old checkpoints,
+    there is no precision else, and nothing of AdamW's betas and eps."""
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     record = read_record(folder / "run" / "step_00000002")
-    del record["state"]["flags"]["precision"]
+    for name in ("precision", "beta1", "beta2", "eps"):
+        del record["state"]["flags"][name]
     record["state"]["flags"] |= recorded
     crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
     (folder / "run" / "step_00000002" / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
@@ -290,6 +293,34 @@ def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_i
         out, _ = run_here(folder, *SAVE, "-y", "1", "-x", "3", *flags)
         assert line in out and list(steps(out)) == [3]
         shutil.rmtree(folder / "run" / "step_00000003")
+
+
+def test_a_run_keeps_its_betas_and_those_of_an_old_checkpoint_are_the_ones_that_it_was_trained_with(
+    finished, tmp_path
+):
+    mainline = {"script": "train_gpt2.py"}
+    out, _ = run(copy_of(finished, tmp_path), *SAVE, "-y", "1", "-x", "3", **mainline)
+    assert "| beta1, beta2, eps     | 0.9, 0.999, 1e-08 " in out and list(steps(out)) == [3]
+    new = tmp_path / "new"
+    shutil.copytree(finished, new, ignore=shutil.ignore_patterns("run"))
+    out, _ = run(new, *SAVE, "-x", "1", **mainline)
+    assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-08 " in out  # llm.c's mainline
+    out, _ = run(new, *SAVE, "-y", "1", "-x", "2", "--eps", "1e-6")
+    assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-06 " in out and "--eps was 1e-08 and is now 1e-06\n" in out
+
+
+def test_data_that_is_not_where_the_checkpoint_says_is_named_with_the_flag_for_another_place(folder, run_here):
+    run_here(folder, *SAVE, "-x", "1", "-j", "data")
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    checkpoint, bare = ["--checkpoint-dir", "../run", "-y", "1", "-x", "2"], without("-i")
+    _, error = run(elsewhere, *checkpoint, base=bare, code=1)
+    assert error == (
+        f"error: ../run/step_00000001 was trained with -i data, and there is no such data below {elsewhere}: -i may "
+        "name where it is now\n"
+    )
+    out, _ = run_here(elsewhere, *checkpoint, "-i", "../data", base=bare)
+    assert list(steps(out)) == [2]
 
 
 def test_data_that_has_moved_is_validated_where_it_is_now(folder, run_here):

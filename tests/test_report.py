@@ -1,9 +1,16 @@
 """What a run says of its speed."""
 
-import device
-from llmc.run import report
+import re
 
+import device
+from llmc.data.dataloader import write_tokens
+from llmc.run import report
+from llmc.run.arguments import parse_arguments
+from train_gpt2_fp32 import GPT2, GPT2Config, train
+
+import numpy as np
 import pytest
+from lazy import LazyDevice
 
 PEAKS = [
     ("NVIDIA H200", 494.5e12),
@@ -12,7 +19,20 @@ PEAKS = [
     ("NVIDIA A100-SXM4-80GB", 156e12),
     ("NVIDIA L40S", 183e12),
     ("NVIDIA GeForce RTX 4090", 82.6e12),
-    ("NVIDIA RTX A4000", None),  # no A40
+    ("NVIDIA A100 80GB PCIe", 156e12),
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+    ("NVIDIA B200", 1125e12),
+    ("GeForce RTX 3090", 35.6e12),  # as old drivers have it
+    ("NVIDIA GeForce RTX 3090 Ti", 40e12),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", 44.1e12),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 4090 D", 73.5e12),
+    ("NVIDIA GeForce RTX 5090", 104.8e12),
+    ("NVIDIA GeForce RTX 5090 D", None),
+    ("NVIDIA RTX A4000", 38.3e12),
+    ("NVIDIA RTX A4000 Laptop GPU", None),
+    ("NVIDIA RTX 6000 Ada Generation", 182.1e12),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 251.9e12),
     ("NVIDIA A10G", None),  # no A10
     ("NVIDIA RTX A1000", None),
 ]
@@ -37,3 +57,42 @@ def test_in_fp32_there_is_no_share_of_a_peak(monkeypatch):
 @pytest.mark.parametrize("seconds, text", [(0, "0m00s"), (59.6, "1m00s"), (3599, "59m59s"), (7384, "2h03m")])
 def test_the_time_left_is_told_in_minutes_or_hours(seconds, text):
     assert report.duration(seconds) == text
+
+
+@pytest.mark.parametrize("batches", [1, 2, 7])
+def test_each_step_takes_as_long_as_the_device_works_on_it_however_many_batches_it_has(
+    batches, tmp_path, monkeypatch, capsys
+):
+    """Steps that are alike get the same time, also the first and the last. A work of the lazy device takes 1 ms."""
+    V, B, T, steps = 61, 2, 8, 5
+    for split in "train", "val":
+        write_tokens(tmp_path / f"data_{split}.bin", np.arange(40 * B * T + 1) % V, V)
+    monkeypatch.setattr(device, "use", lambda *_: setattr(device.current, "device", LazyDevice()))
+    try:
+        train(GPT2, parse_arguments(GPT2Config, [
+            "-e", "layers=1,heads=2,channels=8", "-i", str(tmp_path / "data"), "-b", str(B), "-t", str(T),
+            "-d", str(batches * B * T), "-x", str(steps), "-v", "2", "-g", "0",
+        ]))  # fmt: skip
+    finally:
+        monkeypatch.undo()
+        device.use("cpu")
+    out = capsys.readouterr().out
+    printed = re.findall(r"\((\d+\.\d\d) ms, (\d+) tok/s\)", out)
+    (ms, speed), tokens = printed[0], batches * B * T
+    assert printed == [(ms, speed)] * steps and float(ms) > 10 * batches
+    assert int(speed) == round(1000 * tokens / float(ms))
+    assert f"total average iteration time: {float(ms):.6f} ms\n" in out
+
+
+def test_a_step_of_a_known_gpu_shows_its_model_flops_utilisation_and_the_help_says_what_that_is(monkeypatch, capsys):
+    device.use("cpu")
+    monkeypatch.setattr(device.current.device, "precision", "bf16")
+    for name, shown in ("NVIDIA RTX A6000", ", MFU 50.0% of bf16 peak, "), ("NVIDIA RTX A6001", None):
+        monkeypatch.setattr(device.current.device, "name", name)
+        percent = report.percent_of_peak(77.4e9, 1.0)
+        report.print_step(1, 2, 3.0, None, 1e-3, 1.0, 1.0, 100.0, percent)
+        out = capsys.readouterr().out
+        assert shown in out if shown else "MFU" not in out and "%" not in out
+    with pytest.raises(SystemExit):
+        parse_arguments(GPT2Config, ["--help"])
+    assert "model FLOPs utilisation (MFU)" in (out := capsys.readouterr().out) and "6 N + 12 L NH HS T" in out

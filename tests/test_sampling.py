@@ -84,9 +84,13 @@ def test_logits_of_any_size_are_sampled_without_overflow(dev):
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
-def test_a_diverged_model_still_gives_a_token(dev, how):
+def test_a_diverged_model_still_gives_a_token_and_says_that_it_means_nothing(dev, how):
+    said = dev.zeros((1,), np.int32)
     for value in np.nan, np.inf, -np.inf:
-        assert 0 <= draws(dev, np.full(5, value, np.float32), [0.5], **how)[0] < 5
+        for logits in np.full(700, value, np.float32), np.where(np.arange(700) == 650, value, np.float32(3)):
+            token = draws(dev, logits, [0.5], drawn=said, **how)[0]
+            finite = np.isfinite(logits.max())
+            assert 0 <= token < 700 and dev.to_host(said)[0] == (token if finite else -1)
 
 
 @given(

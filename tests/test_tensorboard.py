@@ -106,7 +106,7 @@ def test_a_new_run_hides_the_one_before_and_what_is_not_known_is_left_out(tmp_pa
     assert figures == {
         "loss/validation": [(0, 5.0)], "optimization/norm": [(0, 0.5)], "accuracy/hellaswag": [(2, 0.25)],
         "optimization/learning_rate": [(0, pytest.approx(1e-3)), (1, float("inf"))],
-        "speed/tokens_per_second": [(0, 200.0), (1, 200.0)], "speed/percent_of_TF32_peak": [(0, 12.5)],
+        "speed/tokens_per_second": [(0, 200.0), (1, 200.0)], "speed/MFU_percent": [(0, 12.5)],
     }  # fmt: skip
     assert texts == {2: "    # é\n    \n     *x*"}
 

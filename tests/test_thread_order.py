@@ -21,9 +21,9 @@ from kernels.parallel_residual import parallel_residual_backward, parallel_resid
 from kernels.sampling import sample
 from llmc.data.batches import Batches
 from llmc.data.dataloader import sort_by_token
+from llmc.model.batch import random_words
 from llmc.model.tensors import Config
 from llmc.model.weights import randomize
-from llmc.step.batch import random_words
 from llmc.step.training import make_training
 from models import ONE_OF_EACH, kind_of
 from oracle import normal

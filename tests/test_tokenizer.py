@@ -8,7 +8,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import generate
 from conftest import refusal
+from dev.hf.common import take_tokenizer_along
 from device.errors import UserError
 from llmc.data import tokenizer as tokenizer_module
 from llmc.data.tokenizer import (
@@ -395,6 +397,11 @@ def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
     assert f"{tmp_path / 'config.json'}: not JSON" in refusal(Tokenizer.load, tmp_path / "tokenizer.json")
 
 
+LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPACES = {"type": "WhitespaceSplit"}
+REMOVED = {"type": "Split", "pattern": {"String": "e"}, "behavior": "Removed", "invert": False}
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -402,12 +409,67 @@ def test_a_tokenizer_whose_end_of_text_is_unknown_is_refused(tmp_path):
         ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}, "its pre-tokenizer is Metaspace"),
         ({"model": {"byte_fallback": True}}, "falls back to bytes"),
         ({"model": {"type": "Unigram"}}, "its model is Unigram"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPACES, LETTERS]}}, "leaves characters out"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVED, LETTERS]}}, "leaves characters out"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(json_file, changes, words):
     path = json_file(**changes)
     message = refusal(Tokenizer.load, path)
     assert str(path) in message and words in message and "byte-level BPE is supported" in message
+
+
+def test_what_draws_or_cuts_is_switched_off_and_a_line_says_so(json_file, capsys):
+    ours = Tokenizer.load(json_file(
+        "llama3_like", model={"dropout": 0.5},
+        truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+        padding={"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                 "pad_type_id": 0, "pad_token": "!"},
+    ))  # fmt: skip
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "tokenizer.json: switched off here: BPE's dropout of 0.5" in said
+    assert "truncation to 3 tokens, padding" in said
+    want = LIBRARIES["llama3_like"].encode(CORPUS, add_special_tokens=False).ids
+    for _ in range(3):
+        assert ours.encode(CORPUS) == ours.encode_ordinary_batch([CORPUS])[0] == want
+
+
+def test_a_byte_without_a_token_is_said(json_file, capsys):
+    vocab = json.loads(LIBRARIES["gpt2_like"].to_str())["model"]["vocab"]
+    Tokenizer.load(json_file(model={"vocab": {k: v for k, v in vocab.items() if k != "Ã"}, "merges": []}))
+    assert "no token for 1 bytes, the first 0xc3: texts lose them\n" in capsys.readouterr().err
+
+
+def test_what_the_libraries_raise_is_one_line(json_file):
+    """Plain Exceptions, and panics of Rust, which are no Exceptions."""
+    template = json.loads(LIBRARIES["llama3_like"].to_str())["post_processor"]
+    template["processors"][1]["special_tokens"] = {}
+    path = json_file("llama3_like", post_processor=template)
+    assert refusal(Tokenizer.load, path).startswith(f"{path}: the tokenizers library cannot read it (no entry found")
+    path = json_file(model={"dropout": 1.5})
+    assert refusal(Tokenizer.load, path).startswith(f"{path}: the tokenizers library cannot read it (Dropout should")
+    path = json_file(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "x"})
+    ours = Tokenizer.load(path)
+    for encode in ours.encode, lambda text: ours.encode_ordinary_batch([text]):
+        assert refusal(encode, "the é").startswith(f"{path}: the tokenizers library cannot encode a text (")
+    for encode in LEARNED.encode, lambda text: LEARNED.encode_ordinary_batch([text]):
+        assert "tiktoken cannot encode a text" in refusal(encode, " " * 2_000_000)
+
+
+@pytest.mark.parametrize("token", [2**20, 2**31 + 5, 2**32 - 1])
+@pytest.mark.parametrize("where", ["vocabulary", "added", "front"])
+def test_a_token_beyond_the_vocabulary_is_refused(json_file, token, where):
+    content = json.loads(LIBRARIES["llama3_like"].to_str())
+    if where == "vocabulary":
+        changes = {"model": {"vocab": content["model"]["vocab"] | {"ĠĠthe": token}}}
+    elif where == "added":
+        changes = {"added_tokens": content["added_tokens"][:-1] + [content["added_tokens"][-1] | {"id": token}]}
+    else:
+        content["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"] = [token]
+        changes = {"post_processor": content["post_processor"]}
+    path = json_file("llama3_like", **changes)
+    message = refusal(Tokenizer.load, path)
+    assert message.startswith(f"{path}: ")
 
 
 JSON_VALUES = st.recursive(
@@ -418,8 +480,12 @@ JSON_VALUES = st.recursive(
 
 
 @given(
-    part=st.sampled_from(["model", "decoder", "pre_tokenizer", "added_tokens", "normalizer", "post_processor"]),
-    key=st.sampled_from([None, "vocab", "merges", "type", "pretokenizers", "special", "pattern", "unk_token"]),
+    part=st.sampled_from(
+        ["model", "decoder", "pre_tokenizer", "added_tokens", "normalizer", "post_processor", "truncation"]
+    ),
+    key=st.sampled_from(
+        [None, "vocab", "merges", "type", "pretokenizers", "special", "pattern", "unk_token", "dropout"]
+    ),
     value=JSON_VALUES,
 )
 def test_a_hostile_tokenizer_json_is_used_or_refused_in_one_line(tmp_path, part, key, value):
@@ -452,37 +518,54 @@ def upper_case(path):
     write_tokenizer(path, [bytes([byte]).upper() for byte in range(256)] + [b"<|endoftext|>"], 256)
 
 
-def test_a_models_tokenizer_is_the_named_one_or_beside_it_or_a_guess_that_is_said(model, monkeypatch, capsys):
+def test_a_models_tokenizer_is_the_named_one_or_beside_it_and_else_asked_for(model, monkeypatch):
     byte_tokens = byte_tokenizer().tokens
-
-    def said():
-        """What is taken and why, in a line or none."""
-        line = capsys.readouterr().err
-        assert not line or line.count("\n") == 1 and "m/tiny.bin" in line and "--tokenizer" in line
-        return line.partition(",")[0]
-
-    assert load_model_tokenizer(model, 257).tokens == byte_tokens
-    assert said() == "tokenizer: a byte a token"
     upper_case("gpt2_tokenizer.bin")
-    assert load_model_tokenizer(model, 257).tokens[97] == b"A"
-    assert said() == "tokenizer: gpt2_tokenizer.bin"
-    write_tokenizer("m/gpt2_tokenizer.bin", byte_tokens, 256)
-    assert load_model_tokenizer(model, 257).tokens == byte_tokens
-    assert said() == "tokenizer: m/gpt2_tokenizer.bin"
+    upper_case("m/gpt2_tokenizer.bin")
+    for vocab_size in (257, 258, 50257):
+        message = refusal(load_model_tokenizer, model, vocab_size)
+        assert message.startswith("m/tiny.bin: no file beside it says") and "--tokenizer" in message
     write_tokenizer("m/tiny_tokenizer.bin", byte_tokens, 256)
     assert load_model_tokenizer(model, 257).tokens == byte_tokens
     assert load_model_tokenizer(model, 257, Path("gpt2_tokenizer.bin")).tokens[97] == b"A"
-    assert "257 tokens and m/tiny.bin 256" in refusal(load_model_tokenizer, model, 256)
+    assert "257 tokens and m/tiny.bin 256" in refusal(load_model_tokenizer, model, 256)  # without a row for its eot
     assert load_model_tokenizer(model, 258).decode(257) == load_model_tokenizer(model, 999).decode(998) == b""
     named = Path("gpt2_tokenizer.bin")
     assert load_model_tokenizer(model, 384, named).decode(383) == b""
     assert "257 tokens and m/tiny.bin 400" in refusal(load_model_tokenizer, model, 400, named)
     os.unlink("m/tiny_tokenizer.bin")
-    assert "--tokenizer" in refusal(load_model_tokenizer, model, 258)
-    assert said() == ""
+    assert load_model_tokenizer(model, 257, Path("bytes")).tokens == byte_tokens
     monkeypatch.setattr(tokenizer_module, "gpt2_tokenizer", byte_tokenizer)  # which tiktoken would download
-    assert load_model_tokenizer(model, 50257).tokens == byte_tokens
-    assert said() == "tokenizer: GPT-2's"
+    assert load_model_tokenizer(model, 257, Path("gpt2")).tokens == byte_tokens
+
+
+def test_the_starter_packs_tokenizer_belongs_to_its_models(model):
+    upper_case("m/gpt2_tokenizer.bin")
+    assert load_model_tokenizer(model.with_name("gpt2_124M.bin"), 257).tokens[97] == b"A"
+    assert "257 tokens and m/gpt2_124M.bin 256" in refusal(load_model_tokenizer, model.with_name("gpt2_124M.bin"), 256)
+
+
+def test_more_tokens_than_the_model_has_rows_are_said_at_once(model, json_file, capsys):
+    """Where they are its own, as where [PAD] was added to it. Else they are refused."""
+    size = LIBRARIES["gpt2_like"].get_vocab_size()
+    added = json.loads(LIBRARIES["gpt2_like"].to_str())["added_tokens"]
+    padding = added[0] | {"id": size, "content": "[PAD]"}
+    path = json_file("gpt2_like", "m/tiny_tokenizer.json", added_tokens=[*added, padding])
+    tokenizer = load_model_tokenizer(model, size)
+    said = capsys.readouterr().err
+    assert said.startswith("m/tiny_tokenizer.json: the model has no row for 1 of") and "'[PAD]'" in said
+    assert said.count("\n") == 1
+    assert generate.tokens_of([("--prompt", {"prompt": "the"})], tokenizer, 9, 9)[0][1:] == tokenizer.encode("the")
+    assert "'[PAD]'" in refusal(generate.tokens_of, [("--prompt", {"prompt": "a[PAD]"})], tokenizer, 9, 9)
+    assert tokenizer.text_bytes(size).shape == (size,)
+    shutil.copy(path, "other.json")
+    assert f"{size + 1} tokens and m/tiny.bin {size}" in refusal(load_model_tokenizer, model, size, Path("other.json"))
+
+    take_tokenizer_along(Path("other.json"), model, size)  # an import
+    assert Tokenizer.load("m/tiny_tokenizer.bin").tokens == tokenizer.tokens[:size]
+    assert "other.json: the model has no row for 1 of" in capsys.readouterr().err
+    check_tokenizer(Path("data_tokenizer.json"), Tokenizer.load(path), model, size)
+    assert "data_tokenizer.json: the model has no row for 1 of" in capsys.readouterr().err
 
 
 def test_a_checkpoint_from_before_it_held_its_tokenizer_finds_it_beside_the_data(model, capsys):
@@ -502,6 +585,8 @@ def test_where_a_checkpoint_holds_no_tokenizer_none_is_guessed(model, recorded):
 @pytest.mark.parametrize("beside", ["m/tiny_tokenizer.bin", "m/gpt2_tokenizer.bin"])
 def test_the_tokenizer_of_data_is_compared_with_the_models(model, beside):
     data, size = Path("data_tokenizer.bin"), 257 if "gpt2" in beside else 999
+    if "gpt2" in beside:
+        model = Path("m/gpt2_tiny.bin")
     byte_tokens = byte_tokenizer().tokens
     padded = Tokenizer([*byte_tokens, b"<|unused 257|>"], 256)
     write_tokenizer(beside, byte_tokens, 256)
@@ -511,7 +596,7 @@ def test_the_tokenizer_of_data_is_compared_with_the_models(model, beside):
     others = Tokenizer(byte_tokens[::-1], 0)
     for tokenizer in (others, Tokenizer(byte_tokens[1:250], 0)):
         message = refusal(check_tokenizer, data, tokenizer, model, size)
-        assert "data_tokenizer.bin" in message and "m/tiny.bin" in message and "use data (-i)" in message
+        assert "data_tokenizer.bin" in message and str(model) in message and "use data (-i)" in message
     if size == 257:
         message = refusal(check_tokenizer, data, others, model, size)
         assert f"other tokens than {beside}" in message

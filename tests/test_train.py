@@ -20,6 +20,7 @@ from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import parse_arguments
 from llmc.run.logger import read_log
 from llmc.run.schedule import LearningRateSchedule
+from llmc.run.settings import resumed_flags
 from models import TINY, described
 from train_gpt2_fp32 import GPT2Config
 
@@ -165,7 +166,7 @@ def test_a_run_lasts_one_epoch_starts_from_a_model_file_and_prints_ids_where_the
     params = 0.02 * np.random.default_rng(0).standard_normal(num_parameters(ONE_LAYER), dtype=np.float32)
     write_model(folder / "model.bin", ONE_LAYER, params)
     (folder / "data_tokenizer.bin").unlink()
-    out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-s", "0", "-o", "run.log")
+    out = run(folder, "-e", "model.bin", "-a", "relu", "-b", "5", "-t", "20", "-g", "9", "-o", "run.log")
     assert re.search(r"^val loss \d+\.\d{6}$", out, re.M) and "byte" not in out
     log = read_log(folder / "run.log")
     assert log.keys() == {"tel", "trl", "sam"}
@@ -231,6 +232,20 @@ def test_a_run_resumed_at_any_step_is_bit_identical_to_one_that_never_stopped(an
         shutil.rmtree(folder / "run")
 
 
+def test_the_type_of_raw_tokens_is_recorded_and_an_old_checkpoint_takes_the_flag(folder, run_here, refuse_here):
+    want = steps_of(run_here(folder, *LONG, "-x", "5"))
+    shutil.rmtree(folder / "run")
+    for split in ("train", "val"):
+        path = folder / f"data_{split}.bin"
+        path.write_bytes(open_tokens(path).tobytes())
+    assert "data_train.bin" in (error := refuse_here()) and "--raw-tokens" in error
+    run_here(folder, *LONG, "-x", "3", "--raw-tokens", "uint16")
+    out = run_here(folder, *LONG, "-x", "5", "-y", "1")
+    assert steps_of(out) == {step: want[step] for step in (4, 5)}
+    flags = parse_arguments(GPT2Config, ["--raw-tokens", "uint16"])
+    assert resumed_flags(flags, {"seed": 3}).raw_tokens == "uint16"
+
+
 @pytest.mark.parametrize("any_folder", [f"{kind}.pythia" for kind in KINDS], indirect=True)
 def test_a_run_with_dropout_is_resumed_bit_identically_and_validates_without(any_folder, run_here):
     folder = any_folder
@@ -289,6 +304,20 @@ def test_a_reader_who_leaves_early_and_an_ascii_terminal_are_no_errors(folder):
     assert samples_of(done.stdout) and "?" in samples_of(done.stdout)[0]
 
 
+def test_v_0_and_s_0_switch_validation_and_samples_off_and_then_there_need_be_no_validation_data(
+    folder, run_here, refuse_here
+):
+    (folder / "data_val.bin").unlink()
+    for data in "data", "data_train.bin":
+        out = run_here(folder, "-i", data, "-x", "2", "-v", "0", "-s", "0", "-o", "run.log")
+        assert list(steps_of(out)) == [1, 2] and "val loss" not in out and samples_of(out) == []
+        assert read_log(folder / "run.log").keys() == {"trl"}
+        (folder / "run.log").unlink()
+    for flag in ["--best"], ["--hellaswag", "questions.bin"]:
+        error = refuse_here("-v", "0", "--checkpoint-dir", "run", *flag)
+        assert error == "error: -v 0 switches validation off, and --best and --hellaswag need it: leave them out\n"
+
+
 def test_only_the_newest_checkpoints_are_kept(folder, run_here):
     run_here(folder, "-x", "5", "-n", "1", "-nk", "2", "-g", "0", "--checkpoint-dir", "run")
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_00000004", "step_00000005"]
@@ -309,6 +338,15 @@ def refuse(folder: Path, *flags: str, code: int = 1) -> str:
     assert files(folder) == before
     assert not re.search("^step ", out, re.M)
     return error
+
+
+def test_y_2_goes_on_or_refuses(folder, run_here):
+    error = refuse(folder, "-x", "1", "--checkpoint-dir", "mount/run", "-y", "2")
+    assert error == "error: -y 2: there is no checkpoint in mount/run; -y 1 would start from the beginning\n"
+    assert not (folder / "mount").exists()
+    save = ["-g", "0", "--checkpoint-dir", "run"]
+    run_here(folder, *save, "-x", "1")
+    assert list(steps_of(run_here(folder, *save, "-x", "2", "-y", "2"))) == [2]
 
 
 @pytest.fixture
@@ -339,6 +377,10 @@ USAGE = [
     (["-l", "nan"], "-l/--learning-rate: nan must be"),
     (["-q", "2"], "-q/--final-fraction: 2 must lie between 0 and 1"),
     (["--dropout", "1"], "--dropout: 1 must be 0 or more, and below 1"),
+    (["--beta1", "1"], "--beta1: 1 must be 0 or more, and below 1"),
+    (["--beta2", "-0.5"], "--beta2: -0.5 must be 0 or more, and below 1"),
+    (["--eps", "0"], "--eps: 0 must be at least 1.2e-38"),
+    (["-y", "3"], "-y/--resume: 3 must be 0, 1 or 2"),
     (["-a", "magic"], "-a/--attention: .*magic.*relu"),
     (["--precision", "fp16"], "--precision: .*fp16.*fp32.*tf32.*bf16"),
     (["-f", "2"], "argument -f: 2 must be 0 or 1"),

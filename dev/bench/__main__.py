@@ -23,23 +23,22 @@ from llmc.run.program import run_program
 
 def chosen(name: str) -> Callable | None:
     """What runs for this name, if it is one."""
-    match name:
-        case "attention":
-            from dev.bench.attention import main
-        case "text":
-            from dev.bench.text import main
-        case "start":
-            from dev.bench.start import main
-        case "scaling":
-            from dev.bench.scaling import main
-        case "awake":
-            from dev.bench.scaling import keep_awake as main
-        case "llmc":
-            from dev.bench.llm_c import main
-        case "torch":
-            from dev.bench.train_torch import main
-        case _:
-            return None
+    if name == "attention":
+        from dev.bench.attention import main
+    elif name == "text":
+        from dev.bench.text import main
+    elif name == "start":
+        from dev.bench.start import main
+    elif name == "scaling":
+        from dev.bench.scaling import main
+    elif name == "awake":
+        from dev.bench.scaling import keep_awake as main
+    elif name == "llmc":
+        from dev.bench.llm_c import main
+    elif name == "torch":
+        from dev.bench.train_torch import main
+    else:
+        return None
     return main
 
 

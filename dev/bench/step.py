@@ -75,17 +75,19 @@ CUDNN_PEERS = PEERS[5:7]  # whose attention is bf16 alone
 
 
 class TorchEvent:
+    """device.event() with PyTorch's events."""
+
     def __init__(self, torch, cuda: bool):
-        self.event = torch.cuda.Event() if cuda else None
+        self.event = torch.cuda.Event(enable_timing=True) if cuda else None
         if cuda:
             self.event.record()
         self.time = time.perf_counter()
 
-    def wait(self) -> float:
+    def since(self, begin: "TorchEvent") -> float:
         if self.event is None:
-            return self.time
+            return 1000 * (self.time - begin.time)
         self.event.synchronize()
-        return time.perf_counter()
+        return begin.event.elapsed_time(self.event)
 
 
 class Torch:
@@ -128,7 +130,8 @@ class Torch:
         self.host_tokens = torch.empty((2, *shape), dtype=torch.int64, pin_memory=self.cuda)
         self.host_losses = torch.empty(2, pin_memory=self.cuda)
 
-    def launch(self, step: int) -> TorchEvent:
+    def launch(self, step: int) -> tuple[TorchEvent, TorchEvent]:
+        begin = TorchEvent(self.torch, self.cuda)
         if self.graphs:
             self.torch.compiler.cudagraph_mark_step_begin()
         self.loader.next_batch(*self.staged)
@@ -141,7 +144,7 @@ class Torch:
         loss.backward()
         self.optimizer.step()
         self.host_losses[step % 2].copy_(loss.detach(), non_blocking=True)
-        return TorchEvent(self.torch, self.cuda)
+        return begin, TorchEvent(self.torch, self.cuda)
 
     def loss(self, step: int) -> float:
         return self.host_losses[step % 2].item()

@@ -59,12 +59,12 @@ def main(arguments: list[str] | None = None) -> None:
     vectors = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=args.learning_rate, betas=(0.9, 0.999), eps=1e-8, fused=where == "cuda",
+        lr=args.learning_rate, betas=(args.beta1, args.beta2), eps=args.eps, fused=where == "cuda",
     )  # fmt: skip
 
     B, T = args.batch_size, args.sequence_length
-    train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed)
-    val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size)
+    train_loader = DataLoader(args.data, "train", B, T, config.vocab_size, args.seed, args.raw_tokens)
+    val_loader = DataLoader(args.val_data or args.data, "val", B, T, config.vocab_size, raw_tokens=args.raw_tokens)
     settings = settle(args, 0, train_loader.num_tokens, val_loader.num_batches)
     steps, count = settings.steps, settings.val_batches
     text_bytes = tokenizer.text_bytes(config.vocab_size) if tokenizer else np.zeros(config.vocab_size, np.int64)

@@ -2,7 +2,6 @@
 training step on it, beside those of other trainers. What asks something of a Model stands here."""
 
 import argparse
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from llmc.model.model import Model
 from llmc.model.tensors import Config, name_tensors
 from llmc.model.weights import randomize
 from llmc.run.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
-from llmc.run.report import StepTimer
 from llmc.run.run import Origin, build_training
 from llmc.step.training import Training
 from train_gpt2_fp32 import training_step
@@ -159,7 +157,8 @@ def tensors_of(model: Model, memory) -> SimpleNamespace:
 # Our training step
 
 
-# A trainer's launch(step) returns a mark whose wait() gives the time when the step ended; then loss(step) is known.
+# A trainer's launch(step) returns the events of the step's begin and end. end.since(begin), in milliseconds, waits for
+# the end; then loss(step) is known.
 
 
 class Ours:
@@ -174,7 +173,7 @@ class Ours:
 
     def launch(self, step: int):
         self.train_step(step, LEARNING_RATE)
-        return device.event()
+        return self.batches.begin, device.event()
 
     def loss(self, step: int) -> float:
         return self.batches.mean_loss(step)
@@ -185,13 +184,13 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
     many are timed as take ten seconds, at least 5 and at most 100."""
     cpu = device.kind == "cpu"
     warm_up = 2 if cpu else 10
-    timer, milliseconds, running, first_loss = StepTimer(), [], None, None
+    milliseconds, running, first_loss = [], None, None
 
     def finish() -> None:
         nonlocal first_loss
         if running is not None:
-            step, started, end = running
-            milliseconds.append(timer.add(started, end.wait()))
+            step, begin, end = running
+            milliseconds.append(end.since(begin))
             loss = trainer.loss(step)
             first_loss = loss if step == 0 else first_loss
 
@@ -201,10 +200,9 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
 
     step = 0
     while not enough():
-        started = time.perf_counter()
-        end = trainer.launch(step)
+        launched = step, *trainer.launch(step)
         finish()  # the step before, while the device works on this one
-        running = step, started, end
+        running = launched
         if cpu:
             finish()
             running = None

@@ -24,7 +24,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,7 @@ def cut(blocks: Iterable[str], longest: int) -> Iterator[str]:
 def documents(files: list[File], fields: tuple[str, ...], encoding: str, longest: int) -> Iterator[dict[str, Any]]:
     """All documents, their bytes of UTF-8 (0 if blank), and their hashes: 16 bytes of BLAKE2b."""
     for path, kind, *_ in files:
-        for text in chain.from_iterable(cut(blocks, longest) for blocks in texts_of(path, kind, fields, encoding)):
+        for text in (text for blocks in texts_of(path, kind, fields, encoding) for text in cut(blocks, longest)):
             data = text.encode()
             high, low = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), "<i8").tolist()
             yield {"text": text, "high": high, "low": low, "bytes": len(data) if text.strip() else 0}
@@ -299,7 +298,7 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
 def main() -> None:
     args, skipped = make_parser().parse_args(), Counter()
     out, work, end = args.out, args.out.with_name(f"{args.out.name}_work"), f"{args.out.name}_summary.json"
-    if out.is_dir() or not out.name or any(character in str(out) for character in "*?["):
+    if out.is_dir() or not out.name:
         raise UserError(f"-o {out}: must be a prefix of file names, such as data/mine")
     files = find_files(args, skipped)
     if not files:
@@ -311,7 +310,8 @@ def main() -> None:
     about = hashlib.sha256(b"".join([json.dumps([options, files]).encode(), *known])).hexdigest()
     prefix = work / about[:16] / out.name
     if not prefix.with_name(end).is_file():
-        for path in chain(*(out.parent.glob(f"{out.name}_{end}") for end in ("train*.bin", "val*.bin", "tokenizer.*"))):
+        name, ends = glob.escape(out.name), ("train*.bin", "val*.bin", "tokenizer.*")
+        for path in (path for end in ends for path in out.parent.glob(f"{name}_{end}")):
             if path.absolute().with_suffix("") != Path(args.tokenizer).absolute().with_suffix(""):
                 raise UserError(f"{path} belongs to another dataset: choose another -o, or remove it")
         prefix.parent.mkdir(exist_ok=True)
@@ -328,7 +328,7 @@ def main() -> None:
             raise UserError(why) from None
         with replacing(prefix.with_name(end)) as file:
             file.write(json.dumps(summary, indent=1).encode())
-    for path in sorted(prefix.parent.glob(f"{out.name}_*"), key=lambda path: (path.name == end, path)):
+    for path in sorted(prefix.parent.glob(f"{glob.escape(out.name)}_*"), key=lambda path: (path.name == end, path)):
         if path.suffix in (".bin", ".json") and ".progress." not in path.name:
             os.replace(path, out.with_name(path.name))
     shutil.rmtree(work)

@@ -1,6 +1,7 @@
 """Our models as Hugging Face's transformers names, lays out and describes them: what is common to all of them. What is
 a model's own stands in its file beside this one; family.py says how. And the tokenizer that goes along with a .bin."""
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,8 @@ from device.errors import UserError
 from llmc.data.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from llmc.files.files import replacing
 from llmc.model.tensors import Config
+
+SAVE_AGAIN = "save the model again with save_pretrained"
 
 
 @cache
@@ -71,22 +74,49 @@ def config_json(config: Config, eot: int | None = None, bos: int | None = None, 
     return common | {"model_type": family.TYPE} | family.config_json(config)
 
 
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises UserError where there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object; {SAVE_AGAIN}")
+    return content
+
+
+def end_tokens(model: Path) -> set[int]:
+    """The tokens that end a text as the generation_config.json beside a .bin names them, else its config.json; none if
+    there are no such files. Raises UserError if one names something else."""
+    for name in f"{model.stem}_generation_config.json", "generation_config.json", f"{model.stem}_config.json":
+        path = model.with_name(name)
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        ends = found if isinstance(found, list) else [found]
+        if found is not None:
+            if not all(type(end) is int for end in ends):
+                raise UserError(f"{path}: eos_token_id is {found!r}; the number of a token, or a list, is needed")
+            return set(ends)
+    return set()
+
+
 def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> None:
-    """Writes a tokenizer's files beside the model, with the names that generate.py looks for. A .json is written as a
-    .bin, too; where that cannot be done, stderr says why."""
+    """Writes a tokenizer's files, and those that belong to it, beside the model, with the names that generate.py looks
+    for. A .json is written as a .bin, too; where that cannot be done, stderr says why. If the tokenizer itself is
+    missing, the others go along without it."""
     for name, content in tokenizer_files(found, f"{model.stem}_").items():
         beside = model.with_name(name)
         with replacing(beside) as file:
             file.write(content)
         print(f"wrote {beside}")
-    if found.suffix == ".bin":
+    if found.suffix == ".bin" or not found.is_file():
         return
     binary = model.with_name(f"{model.stem}_tokenizer.bin")
     try:
         tokenizer = Tokenizer.load(found)
         if not tokenizer.fits(vocab_size, own=True):
             raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
-        write_tokenizer(binary, tokenizer.tokens, tokenizer.eot)
+        tokenizer.say_rows(found, vocab_size)
+        write_tokenizer(binary, tokenizer.tokens[:vocab_size], tokenizer.eot)
         print(f"wrote {binary}")
     except UserError as error:
         print(f"no {binary}: {error}", file=sys.stderr)

@@ -20,10 +20,17 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from dev.hf.common import config_json, named_tensors, take_tokenizer_along
+from dev.hf.common import config_json, named_tensors, read_json, take_tokenizer_along
+from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from generate import NEEDED, find_model, kind_of
-from llmc.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer, byte_letters, model_tokenizers
+from llmc.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    Tokenizer,
+    byte_letters,
+    model_tokenizers,
+    tokenizer_files,
+)
 from llmc.files.checkpoint import in_bf16, read_model, training_flags, write_model
 from llmc.model.tensors import num_parameters
 from llmc.run.arguments import Parser, a_path
@@ -96,18 +103,14 @@ def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Pa
 
 
 def write_tokenizer(directory: Path, path: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Writes tokenizer.json, unless it is there, and tokenizer_config.json, unless it is."""
     if path.suffix == ".json":
-        shutil.copyfile(path, directory / "tokenizer.json")
         eos, bos = (tokenizer.tokens[token].decode() for token in (tokenizer.eot, tokenizer.bos))
     else:
         (directory / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
         eos = bos = END_OF_TEXT
-    own = path.with_name(path.name.removesuffix("tokenizer.json") + "tokenizer_config.json")
-    if path.suffix == ".json" and own.is_file():
-        shutil.copyfile(own, directory / "tokenizer_config.json")
-    else:
-        special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": bos}
+    if not (directory / "tokenizer_config.json").exists():  # the token for unknown text never comes; CTranslate2 asks
+        special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "bos_token": bos, "unk_token": eos}
         special |= {"model_max_length": max_seq_len}
         (directory / "tokenizer_config.json").write_text(json.dumps(special, indent=2))
 
@@ -167,24 +170,31 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
     tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
     as_file = out.suffix == ".bin"
-    tokenizers = ("_tokenizer.json", "_tokenizer.bin") if as_file and tokenizer else ()
-    for place in (out, *(out.with_name(out.stem + name) for name in tokenizers)):
+    source = tokenizer_path or path.with_name(f"{path.stem}_tokenizer.json")  # or only what lies beside that
+    along = [*tokenizer_files(source, f"{out.stem}_"), f"{out.stem}_tokenizer.bin"] if as_file else []
+    for place in (out, *(out.with_name(name) for name in along)):
         if os.path.lexists(place) and (as_file or not place.is_dir() or any(place.iterdir())):
             raise UserError(f"{place} exists already: remove it, or name another with -o")
     if as_file:
         print(f"writing {path} in {dtype}: {num_parameters(config):,} parameters", flush=True)
         write_model(out, config, params, bf16=dtype == "bf16")
         print(f"wrote {out}")
-        if tokenizer:
-            take_tokenizer_along(tokenizer_path, out, config.vocab_size)
+        take_tokenizer_along(source, out, config.vocab_size)
         return
     content = config_json(config, eot, tokenizer.bos if tokenizer else eot, DTYPES[dtype][1])
+    given = source.with_name(source.name.removesuffix(f"tokenizer{source.suffix}") + "config.json")
+    given = read_json(given) if given.is_file() else {}
+    content |= {name: given[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in given}
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     print(f"exporting {path}: {num_parameters(config):,} parameters", flush=True)
     try:
         part.mkdir(parents=True)
         try:
             write_weights(part, list(named_tensors(config, params)), dtype)
+            files = tokenizer_files(source, "")
+            for name in files.keys() - {"tokenizer.bin", "config.json"} if tokenizer else ["generation_config.json"]:
+                if name in files:
+                    (part / name).write_bytes(files[name])
             if tokenizer:
                 write_tokenizer(part, tokenizer_path, tokenizer, config.max_seq_len)
             (part / "config.json").write_text(json.dumps(content, indent=2))

@@ -6,6 +6,7 @@ channels i and i + R/2, ours 2i and 2i + 1. So the rows of q and k are in anothe
 """
 
 import math
+import re
 import reprlib
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +16,11 @@ from kernels.rope import HIGH, LOW, ORIGINAL_LENGTH
 from llmc.model.tensors import Config
 
 import numpy as np
+
+ROPE = {  # what may be said in rope_parameters
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings",
+}  # fmt: skip
 
 
 class Family:
@@ -112,32 +118,48 @@ class Settings:
         return value
 
     def rope(
-        self, types: tuple[str, ...], theta: float, rotary: float | None = None
-    ) -> tuple[float, float, int, float]:
+        self, types: tuple[str, ...], rotary: float | None = None,
+        names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    ) -> tuple[float, float, int, float]:  # fmt: skip
         """RoPE's theta; its scaling factor, 0 for none; the number of positions at which a scaled model was first
         trained; and the share of a head that RoPE rotates. The share is the whole head, unless a default, `rotary`, is
-        given. Before transformers 5, rope_parameters was called rope_scaling, and theta and the share stood beside
-        it."""
-        where = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        given. names: of theta and the share where they stand by themselves.
+
+        The precedence is that of transformers 5. An object rope_scaling, as files had it before and as model cards say
+        to add it, hides an object rope_parameters. In the object, theta and the share hide those by themselves. Raises
+        UserError for every setting of RoPE that is not known here."""
+        where = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
         found = self.get(where) or {}
         if not isinstance(found, dict):
             self.refuse(where, found, "an object")
-        found = {"rope_theta": theta, "factor": 0.0, "partial_rotary_factor": 1 if rotary is None else rotary} | found
+        known = {"rope_scaling", "rope_parameters", *names}
+        for name, value in self.values.items():  # false and null stand for what a model does not have
+            if re.search("rope|rotary", name) and name not in known and value not in (None, False):
+                same = {"rope_theta": names[0], "partial_rotary_factor": names[1]}.get(name)
+                if not same or value != self.get(same):  # old files of GPT-NeoX say both
+                    self.refuse(name, value, "a model without it")
+        alone = {names[0]: 1e4, names[1]: rotary or 1} | {n: v for n, v in self.values.items() if v is not None}
+        found = {"rope_theta": alone[names[0]], "partial_rotary_factor": alone[names[1]]} | found
         kind = found.get("rope_type", found.get("type", "default"))
         if kind not in types:
             self.refuse(f"{where}.rope_type", kind, " or ".join(types))
-        required = {"partial_rotary_factor": 1} if rotary is None else {}
+        length = self.get("original_max_position_embeddings", found.get("original_max_position_embeddings"))
+        found["original_max_position_embeddings"] = self.get("max_position_embeddings") if length is None else length
+        required = {} if rotary else {"partial_rotary_factor": 1}
         if kind == "llama3":  # the factor and the length may have any value
             required |= {"low_freq_factor": LOW, "high_freq_factor": HIGH}
         for name, value in required.items():
             if found.get(name) != value:
                 self.refuse(f"{where}.{name}", found.get(name), f"{value:g}")
+        for name in found:
+            if name not in ROPE:
+                self.refuse(f"{where}.{name}", found[name], "a model without it")
         named = Settings(self.source, {f"{where}.{name}": value for name, value in found.items()})  # as in messages
-        theta, scaling, rotary = (
+        theta, scaling, share = (
             named.number(f"{where}.{name}", 0.0) for name in ("rope_theta", "factor", "partial_rotary_factor")
         )
         if kind != "llama3":
-            return theta, 0.0, ORIGINAL_LENGTH, rotary
+            return theta, 0.0, ORIGINAL_LENGTH, share
         if scaling < 1:
             self.refuse(f"{where}.factor", scaling, "a number from 1 on")
-        return theta, scaling, named.size(f"{where}.original_max_position_embeddings"), rotary
+        return theta, scaling, named.size(f"{where}.original_max_position_embeddings"), share

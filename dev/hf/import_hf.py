@@ -12,14 +12,14 @@ A Mistral whose attention has no sliding window is imported as the Llama that it
 
 Weights of 16 or 64 bits become fp32. They go into the new file one tensor at a time, so a model may be larger than the
 memory. A tokenizer.json goes along: as model_tokenizer.json beside the model, and as model_tokenizer.bin, which shows
-text without the tokenizers library.
+text without the tokenizers library. So do the files that an export gives back, such as generation_config.json, which
+names the tokens that end a text, and the chat template.
 
 All but the number of heads of a GPT-2 can be seen in the tensors themselves. Where no config.json says it, --heads
 does; without either the import takes heads to be 64 channels wide, as in all four of GPT-2's sizes, and says so.
 """
 
 import errno
-import json
 import os
 import re
 import sys
@@ -29,13 +29,13 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from dev.hf.common import config_json, families, named_tensors, take_tokenizer_along
+from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read_json, take_tokenizer_along
 from dev.hf.family import Family, Settings
 from dev.scripts import kind_of_magic
 from device.errors import UserError, first_line
 from llmc.data.tokenizer import NEIGHBOURS
 from llmc.files.checkpoint import new_model
-from llmc.files.files import first_word
+from llmc.files.files import check_no_pointer, first_word
 from llmc.model.tensors import Config, layout, num_parameters
 from llmc.run.arguments import Parser, a_name, a_path, positive
 from llmc.run.program import run_program
@@ -52,23 +52,32 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.safetensors)", re.ASCII)  # of a model at Hugging Face
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)  # what a disk says
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
+WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+")  # what DistributedDataParallel and torch.compile put before a name
+ADAPTER = "adapter_config.json"
+HEAD = "lm_head.weight"
+BELOW = ("*", "snapshots/*", "*/snapshots/*")  # where a model lies in a Trainer's output and in the hub's cache
 
-SAVE_AGAIN = "save the model again with save_pretrained"
+MERGE = (
+    "{}: an adapter (LoRA), not a model: merge it into its model with peft's merge_and_unload, save that with "
+    "save_pretrained and import it"
+)
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises UserError where there is none."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object; {SAVE_AGAIN}")
-    return content
+def refuse_what_is_no_model(source: Path) -> None:
+    """Raises UserError for the pointer to a file in place of the file, and for the folder of an adapter."""
+    files = [source, source.with_name("config.json")]
+    if source.is_dir():
+        files = [*(source / name for name in (INDEX, "tokenizer.json", *NEIGHBOURS)), *source.glob("*.safetensors")]
+    for path in files:
+        if source.exists() and path.is_file():
+            check_no_pointer(path)
+    if (source / ADAPTER).is_file():
+        raise UserError(MERGE.format(source))
 
 
 def find_files(source: Path) -> list[Path]:
-    """The safetensors files of a model given as such a file or a directory. Raises UserError where one is missing."""
+    """The safetensors files of a model given as such a file or a directory. Raises UserError where one is missing, and
+    names the directories below that have some."""
     if source.is_file():
         return [source]
     if not source.is_dir():
@@ -83,6 +92,11 @@ def find_files(source: Path) -> list[Path]:
         count = shards[0].stem.rpartition("-")[2]
         names = [f"model-{n:0{len(count)}}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
     else:
+        below = {path.parent for place in BELOW for path in source.glob(f"{place}/*.safetensors")}
+        if below:
+            first, *others = sorted(below, key=lambda place: place.stat().st_mtime, reverse=True)
+            name = f"the newest of {len(below)} is {first}" if others else f"it is in {first}"
+            raise UserError(f"{source}: no {WHOLE} there; {name}: name that directory")
         raise UserError(f"{source}: no {WHOLE} there; save the model with save_pretrained")
     for name in names:
         if not (source / name).is_file():
@@ -123,9 +137,7 @@ def fetch(name: str, files: list[str], commit: str | None = None, bar: type[tqdm
     except errors.HFValidationError:
         why = "no such file or directory, and no name of a model at Hugging Face"
     except errors.GatedRepoError:
-        why = (
-            f"gated: ask for access at {constants.ENDPOINT}/{name}, then log in with `hf auth login` or set HF_TOKEN"
-        )
+        why = f"gated: ask for access at {constants.ENDPOINT}/{name}, then log in with `hf auth login` or set HF_TOKEN"
     except errors.RepositoryNotFoundError:
         why = (
             "no such file or directory, and no such model at Hugging Face: check the name, or if the model is private, "
@@ -170,22 +182,31 @@ def fetch_weights(name: str, folder: Path) -> None:
 
 def open_tensors(files: list[Path], family: type[Family]) -> dict[str, object]:
     """The tensors in safetensors files, not yet read, by name; one that was saved without its head lacks the prefix,
-    which is put before it.
+    which is put before it. Of tensors that share their numbers a file may have one, and say so.
 
     Raises UserError where a file is damaged or of another kind.
     """
-    tensors, prefix = {}, family.PREFIX
-    whole = {"lm_head.weight", *(name for names in family.NAMES.values() for name in names)}
+    tensors, shared = {}, {}
+    prefix, whole = family.PREFIX, {HEAD, *(name for names in family.NAMES.values() for name in names)}
+
+    def full(name: str) -> str:
+        name = WRAPPED.sub("", name)
+        return name if name.startswith(prefix) or name in whole else prefix + name
+
     for path in files:
         try:
             file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: not a whole safetensors file ({error})") from None
         for name in file.keys():
+            if ".lora_" in name:
+                raise UserError(MERGE.format(path))
+            if full(name) in tensors:
+                raise UserError(f"{path}: tensor {full(name)} is there twice; {SAVE_AGAIN}")
             if not BUFFERS.fullmatch(name):
-                named = name.startswith(prefix) or name in whole
-                tensors[name if named else prefix + name] = file.get_slice(name)
-    return tensors
+                tensors[full(name)] = file.get_slice(name)
+        shared |= {full(name): full(kept) for name, kept in (file.metadata() or {}).items()}
+    return {name: tensors[kept] for name, kept in shared.items() if name in whole and kept in tensors} | tensors
 
 
 def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
@@ -210,29 +231,32 @@ def check_tensors(source: str, config: Config, tensors: dict[str, object]) -> No
         if tensors[name].get_dtype() not in PRECISIONS:
             kind = tensors[name].get_dtype()
             raise UserError(f"{source}: tensor {name} is of type {kind}; {', '.join(PRECISIONS)} are supported")
-    unknown = tensors.keys() - wanted.keys() - {"lm_head.weight"}
+    unknown = tensors.keys() - wanted.keys() - {HEAD}
     if unknown:
         raise UserError(f"{source}: tensor {min(unknown)} is none of {config.NAME}'s")
-    if "lm_head.weight" in tensors.keys() - wanted.keys():
+    if HEAD in tensors.keys() - wanted.keys():
         name = next(iter(wanted))
-        if not np.array_equal(read(tensors["lm_head.weight"]), read(tensors[name])):
-            raise UserError(f"{source}: lm_head.weight is not {name}; a tied {config.NAME} has one tensor for both")
+        if tensors[HEAD] is not tensors[name] and not np.array_equal(read(tensors[HEAD]), read(tensors[name])):
+            raise UserError(f"{source}: {HEAD} is not {name}; a tied {config.NAME} has one tensor for both")
 
 
 def read(tensor) -> np.ndarray:
     return tensor[:].to(torch.float32).numpy()
 
 
-def write_model(path: Path, config: Config, tensors: dict[str, object]) -> None:
-    """Writes the model, a tensor at a time."""
-    done, total, shown = 0, num_parameters(config), time.monotonic()
+def write_model(path: Path, config: Config, tensors: dict[str, object]) -> list[str]:
+    """Writes the model, a tensor at a time. Returns the names of tensors that have NaN or infinity in fp32."""
+    done, total, shown, nonfinite = 0, num_parameters(config), time.monotonic(), []
     with new_model(path, config) as ours:
         for name, view, _ in named_tensors(config, ours):
-            view[...] = read(tensors[name]).reshape(view.shape)
+            values = read(tensors[name])
+            nonfinite += [] if np.isfinite(values).all() else [name]
+            view[...] = values.reshape(view.shape)
             done += view.size
             if time.monotonic() - shown > 3:
                 shown = time.monotonic()
                 print(f"{100 * done // total}% of {total:,} parameters", flush=True)
+    return nonfinite
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -249,7 +273,8 @@ def main(arguments: list[str] | None = None) -> None:
     place, named = Path(args.source), not os.path.lexists(args.source) and NAME.fullmatch(args.source)
     if named:
         print(f"fetching {args.source} from Hugging Face", flush=True)
-        place = fetch(args.source, [INDEX, "tokenizer.json", *NEIGHBOURS])  # config.json is one of the neighbours
+        place = fetch(args.source, [INDEX, ADAPTER, "tokenizer.json", *NEIGHBOURS])  # config.json is a neighbour
+    refuse_what_is_no_model(place)
     path = (place.parent if place.is_file() else place) / "config.json"
     settings = read_json(path) if path.is_file() else {}
     model_type, known = settings.get("model_type", WITHOUT_CONFIG), families()
@@ -265,6 +290,9 @@ def main(arguments: list[str] | None = None) -> None:
             family.read_config(Settings(args.source, settings)).check(args.source)
         fetch_weights(args.source, place)
     tensors = open_tensors(find_files(place), family)
+    embedding = family.NAMES["wte"][0]
+    if HEAD in tensors and settings.get("tie_word_embeddings", "lm_head" not in family.NAMES):
+        tensors.setdefault(embedding, tensors[HEAD])
     shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}
     config = family.read_config(Settings(args.source, settings, shapes, args.heads))
     config.check(args.source)
@@ -281,10 +309,12 @@ def main(arguments: list[str] | None = None) -> None:
             f"{config.head_size} channels each is a guess, and --heads names another number",
             file=sys.stderr,
         )
-    write_model(args.out, config, tensors)
+    nonfinite = write_model(args.out, config, tensors)
     print(f"wrote {args.out}")
-    if (place / "tokenizer.json").is_file():
-        take_tokenizer_along(place / "tokenizer.json", args.out, config.vocab_size)
+    if nonfinite:
+        others = f" and in {len(nonfinite) - 1} other tensors" if nonfinite[1:] else ""
+        print(f"{args.source}: weights are not finite (NaN or infinity) in {nonfinite[0]}{others}", file=sys.stderr)
+    take_tokenizer_along(place / "tokenizer.json", args.out, config.vocab_size)
 
 
 if __name__ == "__main__":

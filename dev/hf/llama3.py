@@ -80,7 +80,7 @@ class Llama3Family(Family):
         if HS != C // NH:
             given.refuse("head_dim", HS, f"hidden_size / num_attention_heads, {C} / {NH},")
         eps = given.number("rms_norm_eps", 1e-6)
-        theta, scaling, length, _ = given.rope(("default", "llama3"), given.get("rope_theta", 1e4))
+        theta, scaling, length, _ = given.rope(("default", "llama3"))
         return Llama3Config(
             given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"), NH, NKV,
             C, given.size("intermediate_size"), theta, scaling, eps, bool(given.get("tie_word_embeddings", False)),

@@ -79,8 +79,7 @@ class PythiaFamily(Family):
         C, hidden = given.size("hidden_size"), given.size("intermediate_size")
         if hidden != 4 * C:
             given.refuse("intermediate_size", hidden, f"4 times hidden_size, {C},")
-        theta, rotary = given.get("rotary_emb_base", 1e4), given.get("rotary_pct", 0.25)
-        theta, _, _, rotary = given.rope(("default",), theta, rotary)
+        theta, _, _, rotary = given.rope(("default",), 0.25, ("rotary_emb_base", "rotary_pct"))
         return PythiaConfig(
             given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"),
             given.size("num_attention_heads"), C, rotary, theta, given.number("layer_norm_eps", 1e-5),

@@ -55,7 +55,7 @@ class Qwen3Family(Family):
             given.refuse("num_key_value_heads", NKV, f"a divisor of num_attention_heads, {NH},")
         if layers and not (isinstance(layers, list) and all(kind == "full_attention" for kind in layers)):
             given.refuse("layer_types", layers, "full_attention alone")
-        theta, _, _, _ = given.rope(("default",), given.get("rope_theta", 1e4))
+        theta, _, _, _ = given.rope(("default",))
         return Qwen3Config(
             given.size("max_position_embeddings"), given.size("vocab_size"), given.size("num_hidden_layers"), NH, NKV,
             given.size("hidden_size"), given.size("intermediate_size"), HS,

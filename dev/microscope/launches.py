@@ -33,7 +33,7 @@ from kernels.rope import rope_backward, rope_forward, rope_table
 from kernels.sampling import sample
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.dataloader import sort_by_token
-from llmc.step.batch import random_words
+from llmc.model.batch import random_words
 
 import numpy as np
 

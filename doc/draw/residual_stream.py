@@ -9,7 +9,7 @@ from pathlib import Path
 import device
 from doc.draw.figure import Figure
 from llmc.model.activations import Activations
-from llmc.step.batch import Batch
+from llmc.model.batch import Batch
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from math import log
@@ -11,8 +10,8 @@ import device
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader, sort_by_token
 from llmc.data.evaluation import EvalLoader
+from llmc.model.batch import RANDOM_WORDS, Batch, random_words
 from llmc.ranks import ranks
-from llmc.step.batch import RANDOM_WORDS, Batch, random_words
 
 import numpy as np
 
@@ -25,14 +24,14 @@ class Batches:
     first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays exist twice, for two
     steps in flight. A step may fill its array after the losses of the step before the last have been read.
 
-    started: when the first batch of the last step was sent (time.perf_counter).
+    begin: the device's event in front of the last step's first batch. What the device does before it is not the step's.
 
     Raises UserError if a step has more batches than the host has memory for.
     """
 
     def __init__(self, at_hand: Batch, losses, loader: DataLoader | EvalLoader, count: int = 1):
         self.at_hand, self.losses_there, self.loader, self.count = at_hand, losses, loader, count
-        self.started = 0.0
+        self.begin = device.event()
         self.ends = deque(maxlen=2)  # of the step's last two batches
         needed, (free, _) = 2 * 4 * count * (at_hand.memory.size + losses.size), device.host_memory()
         if count > 1 and needed > free:
@@ -55,7 +54,7 @@ class Batches:
         """Sends this rank's batch i of a step to the device. At most two batches are in flight, so that a step ends
         soon after a request to stop."""
         if i == 0:
-            self.started = time.perf_counter()
+            self.begin = device.event()
             self.ends.clear()
         if len(self.ends) == 2:
             self.ends[0].wait()

@@ -2,9 +2,8 @@
 
 A token file is llm.c's: int32[256] header, then the tokens. If the vocabulary has at most 65536 tokens, the header is
 (20240520, 1, number of tokens) and the tokens are uint16. If it has more, the header is (20240801, 7, number of tokens)
-and the tokens are uint32. Two kinds of file have no header: the first releases of llm.c wrote int32 tokens, and nanoGPT
-writes uint16. The numbers tell them apart: in int32 tokens almost all upper halves are near zero. A dataset is one file
-or several (shards).
+and the tokens are uint32. Or it is NumPy's `.npy`, with integers. The first bytes of a file say which it is. Raw tokens
+have no such bytes, so --raw-tokens names their type. A dataset is one file or several (shards).
 
 A shard is divided into consecutive windows of T tokens. A row of a batch is one window: T inputs, and as targets the
 tokens that follow each. A batch is B windows in order. So without shuffling a batch is B*T + 1 consecutive tokens, each
@@ -13,86 +12,88 @@ way. With a shuffle seed the order of shards, and of the windows in each, is dra
 """
 
 import hashlib
-import shlex
 from collections.abc import Iterable
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 
-from device.errors import UserError
-from llmc.files.files import (
-    HEADER_BYTES,
-    TOKENS,
-    TOKENS_32,
-    contents,
-    file_size,
-    looks_like_text,
-    make_header,
-    read_header,
-    replacing,
-)
+from device.errors import UserError, first_line
+from llmc.files.files import HEADER_BYTES, TOKENS, TOKENS_32, contents, file_size, make_header, read_header, replacing
 
 import numpy as np
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
+TEXT_REMEDY = "to make tokens of text: python dev/data/text.py TEXT -o PREFIX; then train with -i PREFIX"
 CHECKED_AT_OPENING = 1 << 28  # bytes; larger files are checked for bad tokens when they are read
-LOOKED_AT = 1 << 16           # bytes at the beginning; they show whether a file without a header holds tokens
-UPPER_HALF = 1 << 4           # no int32 token reaches it, because no vocabulary has 2**20 tokens
 FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
 
+NPY = b"\x93NUMPY"  # NumPy's files begin with it
+RAW_TOKENS = ("uint8", "uint16", "uint32", "int32", "int64")
+SUFFIXES = (".bin", ".npy")
 FORMATS = {TOKENS: (1, np.dtype("<u2")), TOKENS_32: (7, np.dtype("<u4"))}  # magic number: version, a token
 
 
-def find_token_files(pattern: str | Path, split: str) -> list[Path]:
-    """The token files that `pattern` stands for, in order.
+def find_token_files(name: str | Path, split: str) -> list[Path]:
+    """The token files that `name` stands for, in order.
 
-    A file or a glob stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or if there is no such file,
-    the shards `<prefix>_<split>_*.bin`. Or it is a folder with `<split>.bin` in it, as in nanoGPT. Raises UserError if
-    there is nothing.
+    A file stands for itself. Anything else is a prefix: `<prefix>_<split>.bin`, or if there is no such file, the shards
+    `<prefix>_<split>_*.bin`. Or it is a folder with `<split>.bin` in it, as in nanoGPT. A `.npy` may take the place of
+    each `.bin`. If there is none of these, the name is a pattern. Raises UserError if there is nothing.
     """
-    if Path(pattern).is_file():
-        return [Path(pattern)]
-    if any(character in str(pattern) for character in "*?["):
-        files = sorted(glob(str(pattern)))
-        if not files:
-            raise UserError(f"{pattern}: no file matches; {REMEDY}")
-        return [Path(file) for file in files]
-    if str(pattern).endswith(".bin"):
-        raise UserError(f"{pattern}: no such file; {REMEDY}")
-    file = Path(f"{pattern}_{split}.bin")
-    shards = sorted(file.parent.glob(f"{file.stem}_*.bin"))
-    if file.is_file() or shards:
-        return [file] if file.is_file() else shards
-    if Path(pattern).is_dir():
-        return [_file_in_folder(Path(pattern), split)]
-    raise UserError(f"{file}: no such file; {REMEDY}")
+    if Path(name).is_file():
+        return [Path(name)]
+    if files := _files_of_split(name, split):
+        return files
+    if _is_pattern(name):
+        if files := sorted(glob(str(name))):
+            return [Path(file) for file in files]
+        raise UserError(f"{name}: no file matches; {REMEDY}")
+    if str(name).endswith(SUFFIXES):
+        raise UserError(f"{name}: no such file; {REMEDY}")
+    if Path(name).is_dir():
+        files = [path.name for path in Path(name).glob(f"*_{split}*") if path.suffix in SUFFIXES]
+        prefixes = sorted({file.rpartition(f"_{split}")[0] for file in files})
+        if prefixes:
+            raise UserError(f"{name}: a folder; name a dataset in it, such as -i {Path(name, prefixes[0])}")
+        raise UserError(f"{name}: a folder without {split}.bin; {TEXT_REMEDY}")
+    raise UserError(f"{name}_{split}.bin: no such file; {REMEDY}")
 
 
-def _file_in_folder(folder: Path, split: str) -> Path:
-    """`<split>.bin`. Raises UserError if the folder has none; the message suggests what the user may have meant."""
-    file = folder / f"{split}.bin"
-    if file.is_file():
-        return file
-    prefixes = sorted({path.name.rpartition(f"_{split}")[0] for path in folder.glob(f"*_{split}*.bin")})
-    if prefixes:
-        raise UserError(f"{folder}: a folder; name a dataset in it, such as -i {folder / prefixes[0]}")
-    raise UserError(f"{folder}: a folder without {split}.bin; {_tokens_of_text(folder, Path('data', folder.name))}")
+def is_of_one_split(name: str | Path) -> bool:
+    """Whether this names the same files for training and validation: a file or a pattern, no prefix or folder."""
+    return Path(name).is_file() or _is_pattern(name)
 
 
-def _tokens_of_text(text: Path, out: Path, flags: str = "") -> str:
-    """The command that makes tokens of a text."""
-    source, prefix = shlex.quote(str(text)), shlex.quote(str(out))
-    return f"to make tokens of text: python dev/data/text.py {source} -o {prefix}{flags}; then train with -i {prefix}"
+def _is_pattern(name: str | Path) -> bool:
+    there = Path(name).is_dir() or any(_files_of_split(name, split) for split in ("train", "val"))
+    return not there and any(character in str(name) for character in "*?[")
 
 
-def open_tokens(path: str | Path) -> np.ndarray:
-    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, or without a header int32 or uint16.
+def _files_of_split(name: str | Path, split: str) -> list[Path]:
+    """The files of a prefix or a folder; none if there are none. Raises UserError if it has both kinds of them."""
+    for found in f"{name}_{split}", f"{name}_{split}_*", f"{name}/{split}":
+        head, shards = found.removesuffix("*"), "*" * found.endswith("_*")
+        kinds = [sorted(glob(escape(head) + shards + suffix)) for suffix in SUFFIXES]
+        if all(kinds):
+            raise UserError(f"{kinds[0][0]} and {kinds[1][0]}: which of them? Name files or a pattern with -i and -j")
+        if any(kinds):
+            return [Path(file) for file in kinds[0] or kinds[1]]
+    return []
+
+
+def open_tokens(path: str | Path, raw_tokens: str | None = None) -> np.ndarray:
+    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, of a `.npy` its integers, or without a
+    header raw_tokens.
 
     Raises UserError if the file is missing, empty, of another kind or version, or not as long as its header says.
     """
     size = file_size(path, REMEDY)
-    magic = int(np.fromfile(path, dtype="<i4", count=1)[0]) if size >= 4 else None
+    with open(path, "rb") as file:
+        head = file.read(len(NPY))
+    if head == NPY:
+        return _open_npy(path, size)
+    magic = int.from_bytes(head[:4], "little")
     if contents(magic) is None:
-        return np.memmap(path, dtype=_type_without_header(Path(path), size), mode="r")
+        return np.memmap(path, dtype=_raw_type(path, size, raw_tokens), mode="r")
     header = read_header(path, magic if magic in FORMATS else TOKENS, REMEDY)
     version, dtype = FORMATS[magic]
     if header[1] != version:
@@ -105,29 +106,30 @@ def open_tokens(path: str | Path) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
 
 
-def _type_without_header(path: Path, size: int) -> np.dtype:
-    """The type of the tokens in a file without a header. Raises UserError if it holds something else."""
-    with open(path, "rb") as file:
-        head = file.read(LOOKED_AT)
-    packed = {b"\x1f\x8b": "a gzip file", b"PAR1": "a Parquet file"}
-    what = "text" if looks_like_text(head) else next((packed[start] for start in packed if head.startswith(start)), "")
-    if what:  # a .bin should hold tokens, but may be the error page of a server
-        remedy = REMEDY if path.suffix == ".bin" else _tokens_of_text(path, Path("data", path.name.partition(".")[0]))
-        raise UserError(f"{path}: {what}, where tokens should be; {remedy}")
-    meta = path.with_name("meta.pkl")
-    if meta.is_file():
-        out = Path("data", f"{path.absolute().parent.name}_bytes")
-        remedy = _tokens_of_text(path.with_name("input.txt"), out, " --tokenizer bytes")
+def _open_npy(path: str | Path, size: int) -> np.ndarray:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # NumPy raises many kinds for a damaged header
+        why = first_line(error)
+        raise UserError(f"{path}: NumPy cannot map it ({why}): truncated, damaged or no array of numbers") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        shape = " x ".join(map(str, tokens.shape)) or "1"
+        raise UserError(f"{path}: {shape} of {tokens.dtype}; tokens are one row of integers")
+    if tokens.size == 0 or size != tokens.offset + tokens.nbytes:
+        raise UserError(f"{path}: {size} bytes, but its header asks for {tokens.size} tokens of {tokens.dtype}")
+    return tokens
+
+
+def _raw_type(path: str | Path, size: int, raw_tokens: str | None) -> np.dtype:
+    """The type of the tokens in a file without a header. Raises UserError if the user has not named it."""
+    if raw_tokens is None:
         raise UserError(
-            f"{path}: its tokens are nanoGPT's numbers for characters; {meta} lists the characters, but it is not "
-            f"opened, because a pickle can run a program; {remedy}"
+            f"{path}: its first bytes are not those of a token file; if it is tokens without any header, name their "
+            f"type with --raw-tokens ({', '.join(RAW_TOKENS)}); {TEXT_REMEDY}"
         )
-    upper = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]  # halves of int32, or every other uint16
-    dtype = np.dtype("<u2" if 2 * np.count_nonzero(upper >= UPPER_HALF) > upper.size else "<i4")
+    dtype = np.dtype(raw_tokens).newbyteorder("<")
     if size == 0 or size % dtype.itemsize:
-        raise UserError(
-            f"{path}: {size} bytes are neither tokens with a header nor raw tokens, int32 or uint16; {REMEDY}"
-        )
+        raise UserError(f"{path}: {size} bytes are no whole number of --raw-tokens {raw_tokens}; {REMEDY}")
     return dtype
 
 
@@ -178,7 +180,9 @@ def fingerprint(shards: Iterable[np.ndarray]) -> str:
 
 
 class DataLoader:
-    """Serves batches of B rows of T tokens from the files that `pattern` stands for (`find_token_files`), without end.
+    """Serves batches of B rows of T tokens from the files that `name` stands for (`find_token_files`), without end.
+
+    raw_tokens: the type of the tokens in files without a header.
 
     shuffle_seed: None: batches come in the order of the data. A number (64 bits count): they are shuffled, and the
     order depends on the seed and the epoch only.
@@ -194,10 +198,11 @@ class DataLoader:
     """
 
     def __init__(
-        self, pattern: str | Path, split: str, B: int, T: int, vocab_size: int, shuffle_seed: int | None = None
-    ) -> None:
+        self, name: str | Path, split: str, B: int, T: int, vocab_size: int, shuffle_seed: int | None = None,
+        raw_tokens: str | None = None,
+    ) -> None:  # fmt: skip
         self.B, self.T, self.vocab_size, self.shuffle_seed = B, T, vocab_size, shuffle_seed
-        files = {file: open_tokens(file) for file in find_token_files(pattern, split)}
+        files = {file: open_tokens(file, raw_tokens) for file in find_token_files(name, split)}
         for file, tokens in files.items():
             if tokens.nbytes <= CHECKED_AT_OPENING:
                 self._check_tokens(file, tokens)

@@ -16,12 +16,13 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from device.errors import UserError
-from llmc.files.files import HEADER_BYTES, TOKENIZER, make_header, open_file, read_header, replacing
+from device.errors import UserError, first_line
+from llmc.files.files import HEADER_BYTES, TOKENIZER, check_no_pointer, make_header, open_file, read_header, replacing
 
 import numpy as np
 
@@ -34,13 +35,19 @@ GPT2_PATTERN = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 TEXT_ENDS = (END_OF_TEXT, "<|end_of_text|>")  # names that say what the token is for
 OTHER_ENDS = ("</s>", "<eos>", "<|im_end|>")  # tokens that may end a text, or a part of one
 
-# Files beside a tokenizer.json that may name the token that ends a text; x_config.json beside x_tokenizer.json.
-NEIGHBOURS = ("tokenizer_config.json", "config.json", "generation_config.json")
+# Files that go along with a tokenizer.json; x_config.json beside x_tokenizer.json. The .json may name the token that
+# ends a text.
+NEIGHBOURS = (
+    "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json", "chat_template.jinja"
+)  # fmt: skip
+
+BYTES_OF_UTF8 = [*range(192), *range(194, 245)]  # all that a text can hold
 
 MOST_TOKENS = 1 << 20  # no vocabulary is as large, except in a damaged file
 
 REMEDY = "fetch gpt2_tokenizer.bin with dev/download_starter_pack.sh, or make one with a script in dev/data/"
 JSON_REMEDY = "take the model's own tokenizer.json from the Hugging Face hub"
+CUTTING = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")  # pre-tokenizers
 SUPPORTED = "byte-level BPE is supported, as of GPT-2, Llama 3, SmolLM2 or Pythia"
 
 
@@ -48,6 +55,7 @@ class Tokenizer:
     """The bytes of every token, the token that ends a text, and the token that begins one; in a `.bin` these two are
     the same. special: the tokens that stand for no text."""
 
+    rows = None  # of the model's embedding, if it has fewer than there are tokens
     normalizer = None  # a `.json` may have one, of the tokenizers library: it changes a text before it is encoded
 
     def __init__(self, tokens: list[bytes], eot: int) -> None:
@@ -86,10 +94,22 @@ class Tokenizer:
 
     def fits(self, vocab_size: int, own: bool = False) -> bool:
         """Whether this can be the tokenizer of a model with vocab_size rows in its embedding. Rows without a token are
-        padding. own: whether the tokenizer is known to be the model's. If it is not known, too much padding counts as a
-        mistake: more than half as many rows as there are tokens. (Vocabularies are padded to a multiple of 64 or 128,
-        or by a percent or two.)"""
-        return self.vocab_size <= vocab_size and (own or 2 * vocab_size <= 3 * self.vocab_size)
+        padding. own: whether the tokenizer is known to be the model's. Then there may be more tokens than rows, as
+        where a [PAD] was added. If it is not known, that is a mistake, and so is too much padding: more than half as
+        many rows as there are tokens. (Vocabularies are padded to a multiple of 64 or 128, or by a percent or two.)"""
+        if own:
+            return max(self.bos, self.eot) < vocab_size
+        return self.vocab_size <= vocab_size and 2 * vocab_size <= 3 * self.vocab_size
+
+    def say_rows(self, path: Path, vocab_size: int) -> None:
+        """Prints a line if there are more tokens than rows in the model's embedding, and remembers the rows."""
+        if vocab_size < self.vocab_size:
+            self.rows = vocab_size
+            name = self.tokens[vocab_size].decode(errors="replace")
+            _say(
+                f"{path}: the model has no row for {self.vocab_size - vocab_size} of {self.vocab_size} tokens, the "
+                f"first {name!r}: texts with them are refused"
+            )
 
     def decode(self, token: int) -> bytes:
         """The bytes of a token, which need not be whole characters. A token of the model's padding has none. Raises
@@ -106,7 +126,8 @@ class Tokenizer:
         so there any other special token counts as the text of its name.
         """
         lengths = np.zeros(vocab_size, np.int64)
-        lengths[: self.vocab_size] = [0 if n in self.special else len(token) for n, token in enumerate(self.tokens)]
+        found = [0 if n in self.special else len(token) for n, token in enumerate(self.tokens[:vocab_size])]
+        lengths[: len(found)] = found
         return lengths
 
     def encode(self, text: str) -> list[int]:
@@ -114,7 +135,8 @@ class Tokenizer:
 
         Raises UserError if the vocabulary lacks one of the 256 single bytes, because it then cannot spell every text.
         """
-        return self.encoding.encode_ordinary(text) if text else []  # an empty text needs no vocabulary
+        with _in_one_line("tiktoken cannot encode a text"):
+            return self.encoding.encode_ordinary(text) if text else []  # an empty text needs no vocabulary
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         """The tokens of the texts of a dataset. The name of a special token in them is ordinary text.
@@ -122,7 +144,8 @@ class Tokenizer:
         num_threads: by default as many as there are cores. (The tokenizers library, which reads a .json, obeys
         TOKENIZERS_PARALLELISM=false in the environment instead.)
         """
-        return self.encoding.encode_ordinary_batch(texts, num_threads=num_threads or os.cpu_count() or 1)
+        with _in_one_line("tiktoken cannot encode a text"):
+            return self.encoding.encode_ordinary_batch(texts, num_threads=num_threads or os.cpu_count() or 1)
 
     @cached_property
     def encoding(self) -> Any:
@@ -147,10 +170,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     encoding = None  # tiktoken's is for a .bin, which does not say how text is split
 
-    def __init__(self, library, tokens: list[bytes], eot: int) -> None:
+    def __init__(self, path: str | Path, library, tokens: list[bytes], eot: int) -> None:
         super().__init__(tokens, eot)
-        self._library, self.normalizer = library, library.normalizer
+        self._path, self._library, self.normalizer = path, library, library.normalizer
         self.bos = next(iter(library.encode("").ids), eot)
+        if self.bos >= len(tokens):
+            raise UserError(f"{path}: it begins a text with token {self.bos} and has {len(tokens)}; {JSON_REMEDY}")
         added_tokens = library.get_added_tokens_decoder()
         self.special |= {self.bos, *(token for token, added in added_tokens.items() if added.special)}
 
@@ -167,24 +192,42 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         content = _read_json(path)
         _check_byte_level(path, content)
-        library = _open_library(path)
-        tokens = _spelled_tokens(path, library)
-        return cls(library, tokens, _end_of_text(Path(path), tokens))
+        with _in_one_line(f"{path}: the tokenizers library cannot read it", f"; {JSON_REMEDY}"):
+            library = _open_library(path)
+            tokens = _spelled_tokens(path, library)
+            return cls(path, library, tokens, _end_of_text(Path(path), tokens))
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that the user gave. The name of a special token in it stands for that token, as in
         transformers."""
-        return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
+        with self._encoding():
+            return self._library.encode(without_surrogates(text), add_special_tokens=False).ids
 
     def encode_ordinary_batch(self, texts: list[str], num_threads: int | None = None) -> list[list[int]]:
         self._library.encode_special_tokens = True  # as text
+        texts = [without_surrogates(text) for text in texts]
         try:
-            encodings = self._library.encode_batch_fast(
-                [without_surrogates(text) for text in texts], add_special_tokens=False
-            )
+            with self._encoding():
+                return [found.ids for found in self._library.encode_batch_fast(texts, add_special_tokens=False)]
         finally:
             self._library.encode_special_tokens = False
-        return [encoding.ids for encoding in encodings]
+
+    def _encoding(self):
+        return _in_one_line(f"{self._path}: the tokenizers library cannot encode a text")
+
+
+@contextmanager
+def _in_one_line(what: str, remedy: str = "") -> Iterator[None]:
+    """Turns the exceptions of a library into a UserError. They are plain Exceptions, or panics of Rust, which are
+    BaseExceptions and have no importable type."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what} ({first_line(error)}){remedy}") from None
 
 
 def _read_json(path: str | Path) -> dict:
@@ -195,6 +238,7 @@ def _read_json(path: str | Path) -> dict:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror.lower()}; {JSON_REMEDY}") from None
     except (ValueError, RecursionError):
+        check_no_pointer(path)
         raise UserError(f"{path}: not JSON, or damaged; {JSON_REMEDY}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no JSON object; {JSON_REMEDY}")
@@ -204,25 +248,36 @@ def _read_json(path: str | Path) -> dict:
 def _check_byte_level(path: str | Path, content: dict) -> None:
     """Raises UserError unless a tokenizer.json spells its tokens in GPT-2's letters for bytes, one letter a byte."""
 
-    def kinds(part: dict) -> list[str]:
-        """The kinds of a sequence's parts, or the kind of a single part."""
+    def parts_of(part: dict) -> list[dict]:
+        """The parts of a sequence, or the single part."""
         parts = part.get("pretokenizers") or part.get("decoders")
         parts = parts if isinstance(parts, list) else [part]
-        return [str(part["type"]) for part in parts if isinstance(part, dict) and "type" in part]
+        return [part for part in parts if isinstance(part, dict) and "type" in part]
+
+    def kinds(part: dict) -> list[str]:
+        return [str(each["type"]) for each in parts_of(part)]
 
     names = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     parts = {name: {} if content.get(name) is None else content[name] for name in names}
     model = parts["model"]
     if not all(isinstance(part, dict) for part in parts.values()) or "vocab" not in model:
         raise UserError(f"{path}: not a tokenizer of the tokenizers library; {JSON_REMEDY}")
+    added = content.get("added_tokens")
+    ids = [part.get("id") for part in added if isinstance(part, dict)] if isinstance(added, list) else []
+    highest = max((token for token in ids if isinstance(token, int)), default=0)
+    if highest >= MOST_TOKENS:  # the library would number it anew
+        raise UserError(f"{path}: it adds a token with the id {highest}, which no model has; {JSON_REMEDY}")
     kind = model.get("type", "BPE" if "merges" in model else None)  # the library's first releases left the type out
     decoders, pre_tokenizers = kinds(parts["decoder"]), kinds(parts["pre_tokenizer"])
+    splits = parts_of(parts["pre_tokenizer"])
+    cuts = any(part["type"] in CUTTING or part.get("behavior") == "Removed" for part in splits)
     wrong = [
         f"its model is {kind}" if kind != "BPE" else "",
         "it falls back to bytes" if model.get("byte_fallback") else "",
         "it marks parts of words" if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix") else "",
         f"its decoder is {' + '.join(decoders) or 'missing'}" if decoders != ["ByteLevel"] else "",
         f"its pre-tokenizer is {' + '.join(pre_tokenizers) or 'missing'}" if "ByteLevel" not in pre_tokenizers else "",
+        "its pre-tokenizer leaves characters out" if cuts else "",
     ]
     if any(wrong):
         raise UserError(f"{path}: {', '.join(filter(None, wrong))}; only {SUPPORTED}")
@@ -236,14 +291,30 @@ def _open_library(path: str | Path):
         raise UserError(
             f"{path}: this needs Hugging Face's tokenizers library; install it with: pip install tokenizers"
         ) from None
-    try:
-        library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise UserError(f"{path}: the tokenizers library cannot read it ({reason}); {JSON_REMEDY}") from None
-    library.no_truncation()  # transformers, too, leaves this to the caller
-    library.no_padding()
+    library = tokenizers.Tokenizer.from_file(str(path))
+    off = []
+    if library.model.dropout:
+        off.append(f"BPE's dropout of {library.model.dropout:g}")
+        library.model.dropout = None
+    if library.truncation:
+        off.append(f"truncation to {library.truncation['max_length']} tokens")
+        library.no_truncation()
+    if library.padding:
+        off.append("padding")
+        library.no_padding()
+    if off:
+        _say(f"{path}: switched off here: {', '.join(off)}")
+    letters = byte_letters()
+    missing = [byte for byte in BYTES_OF_UTF8 if library.token_to_id(letters[byte]) is None]
+    if missing:
+        _say(f"{path}: it has no token for {len(missing)} bytes, the first {missing[0]:#04x}: texts lose them")
     return library
+
+
+@cache
+def _say(line: str) -> None:
+    """A line on stderr, once; programs open a tokenizer several times."""
+    print(line, file=sys.stderr)
 
 
 def _spelled_tokens(path: str | Path, library) -> list[bytes]:
@@ -282,7 +353,7 @@ def _ends_of_text(path: Path) -> Iterator[Any]:
     prefix = path.name.rpartition("tokenizer.json")[0]
     for neighbour in NEIGHBOURS:
         neighbour = path.with_name(prefix + neighbour)
-        if neighbour.is_file():
+        if neighbour.suffix == ".json" and neighbour.is_file():
             content = _read_json(neighbour)
             name, token = content.get("eos_token"), content.get("eos_token_id")
             yield name.get("content") if isinstance(name, dict) else name  # an AddedToken, written out
@@ -307,20 +378,20 @@ class StreamDecoder:
     """Turns tokens into text that can be printed as they come.
 
     If a character's bytes are spread over tokens, it waits until the character is whole. Bytes that are not UTF-8
-    become U+FFFD. Control characters other than white space are left out, because a terminal would obey them.
+    become U+FFFD. Control characters other than white space are left out for a terminal, which would obey them.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, terminal: bool = True) -> None:
+        self._tokenizer, self._shown = tokenizer, printable if terminal else str
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
         """The text that this token completes; it may be empty."""
-        return printable(self._utf8.decode(self._tokenizer.decode(token)))
+        return self._shown(self._utf8.decode(self._tokenizer.decode(token)))
 
     def flush(self) -> str:
         """What is left of a character that was never completed."""
-        return printable(self._utf8.decode(b"", final=True))
+        return self._shown(self._utf8.decode(b"", final=True))
 
 
 def printable(text: str) -> str:
@@ -390,14 +461,11 @@ def tokenizer_files(path: Path, prefix: str) -> dict[str, bytes]:
 
 def check_tokenizer(path: Path, tokenizer: Tokenizer, model: Path, vocab_size: int) -> None:
     """Raises UserError if the tokenizer in `path`, of data, is not that of a model of vocab_size tokens. It must have
-    as many tokens, apart from padding. And its tokens must be those of `<model>_tokenizer.bin`, or of a
-    gpt2_tokenizer.bin beside the model that has as many tokens as the model."""
-    files = model.with_name(f"{model.stem}_tokenizer.bin"), model.with_name("gpt2_tokenizer.bin")
-    known = next((file for file in files if file.is_file()), None)
-    theirs = Tokenizer.load(known) if known else None
-    if known == files[1] and theirs.vocab_size != vocab_size:
-        known = None
-    same = known and all(a == b for a, b in zip(tokenizer.tokens, theirs.tokens, strict=False))  # apart from padding
+    as many tokens, apart from padding. And if a `.bin` lies beside the model (`model_tokenizers`), its tokens must be
+    those. Then it may have more tokens than the model has rows, and a line says so."""
+    known = next((file for file in model_tokenizers(model) if file.suffix == ".bin"), None)
+    theirs = Tokenizer.load(known).tokens if known else []
+    same = known and all(a == b for a, b in zip(tokenizer.tokens, theirs, strict=False))  # apart from padding
     if not tokenizer.fits(vocab_size, own=bool(same)):
         raise UserError(
             f"{path} has {tokenizer.vocab_size} tokens and the model {model} {vocab_size}: use data (-i) and a model "
@@ -408,16 +476,20 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, model: Path, vocab_size: i
             f"{path} has other tokens than {known}, the tokenizer of the model {model}: use data (-i) and a model (-e) "
             "of the same tokenizer"
         )
+    tokenizer.say_rows(path, vocab_size)
 
 
 def model_tokenizers(model: Path, trained: Mapping[str, Any] | None = None) -> list[Path]:
     """The tokenizer files for a model that exist, the best first. Beside the model, as in a checkpoint, they are
-    `<model>_tokenizer.json`, `tokenizer.json` and `<model>_tokenizer.bin`. A .json says how a prompt is encoded.
+    `<model>_tokenizer.json`, `tokenizer.json` and `<model>_tokenizer.bin`, and of `gpt2_*.bin` the starter pack's
+    `gpt2_tokenizer.bin`. A .json says how a prompt is encoded.
 
     trained: the flags that a checkpoint has recorded. Old checkpoints hold no tokenizer; for them the .json and the
     .bin of their data follow."""
     files = [model.with_name(name) for name in (f"{model.stem}_tokenizer.json", "tokenizer.json")]
     files.append(model.with_name(f"{model.stem}_tokenizer.bin"))
+    if model.name.startswith("gpt2_"):
+        files.append(model.with_name("gpt2_tokenizer.bin"))
     if trained and "tokenizer" not in trained and trained.get("data"):
         files += _own_tokenizers(trained["data"], ".json", ".bin")
     return [path for path in files if path.is_file()]
@@ -430,54 +502,35 @@ def load_model_tokenizer(
     trained: Mapping[str, Any] | None = None,
     encodes: bool = False,
 ) -> Tokenizer:
-    """The tokenizer of a model of vocab_size tokens: the file that the user names, else the best of `model_tokenizers`.
-    If there is none, it is a guess, and stderr says so: gpt2_tokenizer.bin beside the model or in the current
-    directory, if it has as many tokens as the model; else bytes or GPT-2's, by the number of tokens.
+    """The tokenizer of a model of vocab_size tokens: the one that the user names, a file, "gpt2" or "bytes"; else the
+    best of `model_tokenizers`. If the model's own has more tokens than the model has rows, a line says so.
 
     trained: the flags that the model's checkpoint has recorded, if any. encodes: whether text must be encoded exactly.
     A .bin is enough to decode, and comes first if the tokenizers library, which reads a .json, is missing.
 
-    Raises UserError if there is none, or if the checkpoint says that there was none; for a file that is not for this
-    model; and for a .json that cannot be read.
+    Raises UserError if there is none; for a file that is not for this model; and for a .json that cannot be read.
     """
+    named = {"gpt2": gpt2_tokenizer, "bytes": byte_tokenizer}.get(str(file))
     files = model_tokenizers(model, trained)
     if not encodes and not importlib.util.find_spec("tokenizers"):
         files.sort(key=lambda path: path.suffix == ".json")
     file = file or next(iter(files), None)
-    if file:
-        tokenizer = Tokenizer.load(file)
-        own = file in model_tokenizers(model)
-        if not tokenizer.fits(vocab_size, own):
-            raise UserError(
-                f"{file} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: "
-                "name the model's own tokenizer with --tokenizer"
-            )
-        if not own and file in files:
-            print(f"tokenizer: {file}, which lies where the data of {model} was", file=sys.stderr)
-        return tokenizer
-    if trained and "tokenizer" in trained:
-        raise UserError(f"{model.parent} was trained without a tokenizer: name the data's with --tokenizer")
-    name, tokenizer = _guess_tokenizer(model, vocab_size)
-    print(
-        f"tokenizer: {name}, by the number of tokens alone: nothing says which is {model}'s, and --tokenizer names "
-        "another",
-        file=sys.stderr,
-    )
+    if file is None:
+        asked = "name it with --tokenizer FILE, or --tokenizer gpt2 or bytes"
+        if trained and "tokenizer" in trained:
+            raise UserError(f"{model.parent} was trained without a tokenizer: {asked}")
+        raise UserError(f"{model}: no file beside it says which tokenizer it has; {asked}")
+    tokenizer = named() if named else Tokenizer.load(file)
+    own = file in model_tokenizers(model)
+    if not tokenizer.fits(vocab_size, own):
+        raise UserError(
+            f"{file} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: "
+            "name the model's own tokenizer with --tokenizer"
+        )
+    tokenizer.say_rows(file, vocab_size)
+    if not own and file in files:
+        print(f"tokenizer: {file}, which lies where the data of {model} was", file=sys.stderr)
     return tokenizer
-
-
-def _guess_tokenizer(model: Path, vocab_size: int) -> tuple[str, Tokenizer]:
-    """A guess at the tokenizer with so many tokens: its name and itself. Raises UserError if there is no guess."""
-    for path in (model.with_name("gpt2_tokenizer.bin"), Path("gpt2_tokenizer.bin")):
-        if path.is_file():
-            tokenizer = Tokenizer.load(path)
-            if tokenizer.vocab_size == vocab_size:
-                return str(path), tokenizer
-    known = {257: ("a byte a token", byte_tokenizer), 50257: ("GPT-2's", gpt2_tokenizer)}
-    if vocab_size not in known:
-        raise UserError(f"{model}: no tokenizer with {vocab_size} tokens is known; name its file with --tokenizer")
-    name, tokenizer = known[vocab_size]
-    return name, tokenizer()
 
 
 def byte_tokenizer() -> Tokenizer:

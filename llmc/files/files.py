@@ -34,8 +34,6 @@ CONTENTS = {
     TOKENS_32: "tokens of 32 bits",
 }
 
-CONTROLS = bytes({*range(1, 9), *range(14, 27), *range(28, 32), 127})  # except white space and escape
-MOST_CONTROLS = 0.01  # of the bytes of a text; a file with more is binary
 MARKS = (  # byte order marks; UTF-32's begins with UTF-16's
     (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
@@ -68,15 +66,6 @@ def file_size(path: str | Path, remedy: str) -> int:
         raise UserError(f"{path}: {error.strerror.lower()}; {remedy}") from None
 
 
-def looks_like_text(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is text, in any encoding: it has a byte order mark, or it has no zero
-    bytes and almost no control characters."""
-    if any(head.startswith(mark) for mark, _ in MARKS):
-        return True
-    controls = len(head) - len(head.translate(None, CONTROLS))
-    return bool(head) and b"\0" not in head and controls <= MOST_CONTROLS * len(head)
-
-
 def first_word(path: str | Path) -> int | None:
     """The first number of a file, which says what it is. None if there is no such file."""
     try:
@@ -84,6 +73,14 @@ def first_word(path: str | Path) -> int | None:
             return int.from_bytes(file.read(4), "little")
     except OSError:
         return None
+
+
+def check_no_pointer(path: str | Path) -> None:
+    """Raises UserError if Git LFS has left its pointer to a file in place of the file. Whoever reads a file that cannot
+    be opened says so."""
+    with suppress(OSError), open_file(path) as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise UserError(f"{path}: a pointer of Git LFS, not the file itself: fetch it with `git lfs pull`")
 
 
 def contents(magic: int) -> str | None:
@@ -111,6 +108,7 @@ def read_header(path: str | Path, magic: int, remedy: str, header_bytes: int = H
     kind.
     """
     size = file_size(path, remedy)
+    check_no_pointer(path)
     header = np.fromfile(path, dtype="<i4", count=min(size, header_bytes) // 4)
     if size >= HEADER_BYTES and header[0] != magic:
         found, (_, other) = contents(int(header[0])) or f"magic number {header[0]}", script_of(int(header[0]))

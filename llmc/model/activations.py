@@ -1,6 +1,6 @@
-"""The activations of a model, as views that a pass takes: of a training step, and of a text.
+"""The memory of a model's activations, and views into it that a pass takes: in training, and when writing text.
 
-Who makes the views decides what is kept, for which layers, and where. In training each layer keeps its own activations
+The views decide what is kept, for which layers, and where. In training each layer keeps its own activations
 for backward. When a model writes text, all layers share the memory of one, and only keys and values stay.
 """
 
@@ -16,9 +16,9 @@ from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
 from kernels.matmul import weight_is_transposed
 from kernels.reduce import MOST_PARTIALS, SQUARES
+from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, shape_of, without
-from llmc.step.batch import Batch
 
 import numpy as np
 
@@ -26,12 +26,12 @@ import numpy as np
 # heads' outputs side by side. Q = NH HS, which is C if the heads divide the channels among them. A model that
 # recomputes qkv for backward has a row for it, too: (B,T,QKV).
 
-FLASH = (
+FLASH_ATTENTION = (
     ("qkv",         ("L", "B", "T", "QKV")),         # each position's queries, keys and values
     ("lse",         ("L", "B", "NH", "T"), "fp32"),  # log of the softmax's denominator
 )  # fmt: skip
 
-MATRICES = (
+MATRIX_ATTENTION = (
     ("qkvr",        ("L", "QKV", "B", "T")),         # q (B, NH, T, HS), then k and v (B, NKV, T, HS)
     ("att",         ("L", "B", "NH", "T", "T")),
     ("qkv",         ("B", "T", "QKV")),              # q, k, v before they are permuted
@@ -48,7 +48,7 @@ LAST_ROWS = (
     ("last",        ("B", "C")),                     # of each sequence, the row whose logits are needed
 )  # fmt: skip
 
-KINDS = {"softmax": MATRICES, "relu": MATRICES, "flash": FLASH}
+KINDS = {"softmax": MATRIX_ATTENTION, "relu": MATRIX_ATTENTION, "flash": FLASH_ATTENTION}
 
 
 def choose_attention(kind: str, HS: int) -> str:
@@ -90,7 +90,7 @@ class Activations:
         acts = named(self.memory, activations, config, sizes)
         for a in acts.layer:
             a.attention = Flash(a.lse) if self.attention == "flash" else Matrices(a.qkvr, a.att, relu)
-            a.qkv = getattr(a, "qkv", acts.qkv)
+            a.qkv = getattr(a, "qkv", acts.qkv)  # the layer's own, or the one that all layers share
         of_gradients = vars(named(self.grads_memory, gradients, config, sizes))
         vars(acts).update((name, view) for name, view in of_gradients.items() if name != "layer")
         model.group_activations(acts, config)
@@ -107,16 +107,16 @@ class Cache:
 
     def __init__(self, model: Model, B: int, context: int, attention: str, memory=None):
         self.model, self.B, self.context, self.attention = model, B, context, attention
-        size = text_bytes(type(model), model.config, B, context)
+        size = cache_bytes(type(model), model.config, B, context)
         self.memory = device.empty((size,), np.uint8) if memory is None else memory
         self.positions, self.last = device.zeros((B,), np.int32), device.zeros((B,), np.int32)
-        device.reserve(text_scratch(model.config, B, context))
+        device.reserve(cache_scratch(model.config, B, context))
         self.token = self.views(1)
 
     def views(self, T: int) -> tuple[SimpleNamespace, Batch]:
         """Activations and batch of a pass over the next T tokens of each text."""
         model, config = self.model, self.model.config
-        acts = named(self.memory, text_table(type(model)), config, text_sizes(config, self.B, T, self.context))
+        acts = named(self.memory, cache_table(type(model)), config, cache_sizes(config, self.B, T, self.context))
         acts.layer = [copy.copy(acts.layer[0]) for _ in range(config.num_layers)]
         for a, keys, values in zip(acts.layer, acts.keys, acts.values, strict=True):
             a.attention, a.qkv = Cached(keys, values, self.positions, self.attention == "relu"), acts.qkv
@@ -129,13 +129,13 @@ def named(memory, table: Table, config: Config, sizes: dict[str, int]) -> Simple
 
 
 def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
-    """The numbers for the tables' symbols that depend on the batch. R: the rows of the logits."""
+    """What all symbols of the tables stand for, for a batch of (B, T). R: the rows of the logits."""
     return config.sizes() | {"B": B, "T": T, "R": min(B * T, logit_rows or B * T)}
 
 
-def text_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
+def cache_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
     """The same for a pass over the next T tokens of each of B texts, with room for one layer."""
-    return batch_sizes(config, B, T, B) | {"L": 1, "R": B, "layers": config.num_layers, "context": context}
+    return batch_sizes(config, B, T, B) | {"L": 1, "layers": config.num_layers, "context": context}
 
 
 def training_tables(kind: type[Model], attention: str) -> tuple[Table, Table]:
@@ -144,7 +144,7 @@ def training_tables(kind: type[Model], attention: str) -> tuple[Table, Table]:
     return kind.ACTIVATIONS + without(KINDS[attention], own), kind.GRADIENTS
 
 
-def text_table(kind: type[Model]) -> Table:
+def cache_table(kind: type[Model]) -> Table:
     """The table of a model that writes text: the cache keeps its place for a batch of any T."""
     own = frozenset(name for name, *_ in kind.ACTIVATIONS)
     return CACHE + kind.ACTIVATIONS + without(LAST_ROWS, own)
@@ -153,19 +153,19 @@ def text_table(kind: type[Model]) -> Table:
 def training_bytes(
     kind: type[Model], config: Config, B: int, T: int, attention: str, logit_rows: int = 0
 ) -> tuple[int, int]:
-    """The bytes of activations, in whose memory a text can be written too, and of their gradients."""
+    """The bytes of activations, and of their gradients. The first also suffice for a Cache of one text, for samples."""
     sizes = batch_sizes(config, B, T, logit_rows)
     activations, gradients = (table_bytes(table, config, sizes) for table in training_tables(kind, attention))
-    return max(activations, text_bytes(kind, config, 1, T)), gradients
+    return max(activations, cache_bytes(kind, config, 1, T)), gradients
 
 
 def table_bytes(table: Table, config: Config, sizes: dict[str, int]) -> int:
     return layout(table, sizes, ALIGNMENT, config.absent, device.floatX)[1]
 
 
-def text_bytes(kind: type[Model], config: Config, B: int, context: int) -> int:
+def cache_bytes(kind: type[Model], config: Config, B: int, context: int) -> int:
     """The bytes of a Cache: the larger of what a pass over a whole prompt needs, and one over a single token."""
-    return max(table_bytes(text_table(kind), config, text_sizes(config, B, T, context)) for T in (context, 1))
+    return max(table_bytes(cache_table(kind), config, cache_sizes(config, B, T, context)) for T in (context, 1))
 
 
 def training_scratch(config: Config, B: int, T: int, attention: str) -> dict[str, int]:
@@ -184,6 +184,6 @@ def training_scratch(config: Config, B: int, T: int, attention: str) -> dict[str
     return found | scratch_of_attention(attention, B, T, config.num_heads, config.kv_heads, config.head_size)
 
 
-def text_scratch(config: Config, B: int, context: int) -> dict[str, int]:
+def cache_scratch(config: Config, B: int, context: int) -> dict[str, int]:
     """The same for a Cache."""
     return scratch_of_cache(B, context, config.num_heads, config.kv_heads, config.head_size)

@@ -1,4 +1,4 @@
-"""A model: its sizes, its parameters and their gradients. What else a kind of model is, its script says."""
+"""A model: its sizes, its parameters and their gradients. Its script says the rest."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Model:
     """A model of one kind. Each of its two buffers is allocated once, in the order of the table of parameters:
 
     params_memory (num_parameters,)   the parameters, of the type `floatX` that the device has when the model is made.
-                                      In bf16, AdamW updates a master copy in fp32 (llmc/step/adamw.py) and rounds these
-                                      from it.
+                                      In bf16, AdamW updates a master copy in fp32 (llmc/model/adamw.py) and rounds
+                                      these from it.
     grads_memory (num_parameters,)    their gradients, fp32. A model for inference has none.
     params, grads                     the tensors in them, as name_tensors and `group_parameters` name them
     constant                          arrays that never change, for sequences of up to T
@@ -37,7 +37,7 @@ class Model:
     backward(acts, batch, accumulate)
                               adds the gradients of all other parameters, from what forward and loss left in acts.
                               Without accumulate it sets those of PRODUCTS.
-    sizes                     the sizes of the model that its pass takes
+    sizes                     a tuple of sizes, as its passes unpack it
     group_parameters, group_activations, first_weights, and where it has some, constants
 
     Raises ValueError if a name above is not one of the Config's PARAMETERS.
@@ -65,7 +65,7 @@ class Model:
     def allocate(self, dtype: np.dtype) -> tuple:
         """A buffer with a number for each parameter, and the tensors in it."""
         n = num_parameters(self.config)
-        memory = device.empty((n + n % 2,), dtype)[:n]  # whole words
+        memory = device.empty((n + n % 2,), dtype)[:n]  # bf16 too fills whole 32-bit words
         tensors = name_tensors(memory, self.config.PARAMETERS, self.config.sizes(), 1, self.config.absent)
         self.group_parameters(tensors, self.config)
         return memory, tensors
@@ -113,8 +113,8 @@ class Model:
 
     @classmethod
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
-        """The deviations of MATRICES, which start as normal random numbers; and the first values of others, if not
-        0."""
+        """Two dicts by name: the standard deviation of each of MATRICES, which start as normal random numbers, and the
+        value with which each other parameter starts that does not start as 0."""
         raise NotImplementedError
 
 

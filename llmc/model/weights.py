@@ -10,9 +10,9 @@ from pathlib import Path
 
 import device
 from llmc.files.checkpoint import conversion, read_model
+from llmc.model.adamw import AdamW
 from llmc.model.model import Model
 from llmc.model.tensors import layout
-from llmc.step.adamw import AdamW
 
 import numpy as np
 

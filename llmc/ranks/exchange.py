@@ -28,13 +28,13 @@ import device
 from device import Insertion, Launch, ceil_div
 from kernels.encoder import add_sparse, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
+from llmc.model.adamw import AdamW
+from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.ranges import Range, length, overlaps, without
 from llmc.model.tensors import Config, layout, num_parameters
 from llmc.model.weights import load_weights
 from llmc.ranks import collectives, ranks
-from llmc.step.adamw import AdamW
-from llmc.step.batch import Batch
 
 import numpy as np
 
@@ -416,7 +416,7 @@ class Exchange:
 class Rows:
     """The rows of the embedding that a batch reads and changes. The embedding, a third of GPT-2 124M's bytes, is read
     first, and its gradient is complete last. A step would have to wait for all of it. Instead, ranks with peer access
-    exchange only these rows. llmc/step/batch.py's embedding_forward and embedding_backward say where."""
+    exchange only these rows. llmc/model/batch.py's embedding_forward and embedding_backward say where."""
 
     def __init__(self, exchange: Exchange, batch: Batch, adamw: AdamW):
         self.exchange, self.batch, self.norm, self.embedding = exchange, batch, adamw.norm, []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from device.errors import UserError
+from llmc.data.dataloader import RAW_TOKENS
 from llmc.model.tensors import Config
 from llmc.ranks import ranks
 from llmc.run.schedule import SCHEDULES
@@ -15,7 +16,7 @@ from llmc.run.schedule import SCHEDULES
 # The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
 
 LARGEST = 2**63 - 1  # of counts: NumPy, files and operating systems count no further
-LARGEST_FP32 = 3.4e38
+SMALLEST_FP32, LARGEST_FP32 = 1.2e-38, 3.4e38
 
 
 def whole_number(text: str) -> int:
@@ -57,6 +58,10 @@ non_negative = limited(
     ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
 )  # fmt: skip
 fraction = limited(number, ((lambda x: 0 <= x <= 1), "lie between 0 and 1"))
+above_zero = limited(
+    number, ((lambda x: x >= SMALLEST_FP32), f"be at least {SMALLEST_FP32:g}"),
+    ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
+)  # fmt: skip
 rate = limited(number, ((lambda x: 0 <= x < 1), "be 0 or more, and below 1"))
 
 
@@ -65,6 +70,16 @@ def on_off(text: str) -> bool:
     if text not in ("0", "1"):
         raise argparse.ArgumentTypeError(f"{text} must be 0 or 1")
     return text == "1"
+
+
+MUST_RESUME = 2  # of -y
+
+
+def how_to_resume(text: str) -> int:
+    """0, 1 or MUST_RESUME."""
+    if text not in ("0", "1", str(MUST_RESUME)):
+        raise argparse.ArgumentTypeError(f"{text} must be 0, 1 or {MUST_RESUME}")
+    return int(text)
 
 
 def llmc_precision(text: str) -> str:
@@ -108,9 +123,11 @@ def add_device_arguments(parser, precision: str = "tf32") -> None:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
 
 
-def make_parser(config: type[Config], script: str = "", precision: str = "tf32") -> argparse.ArgumentParser:
+def make_parser(
+    config: type[Config], script: str = "", precision: str = "tf32", beta2: float = 0.999
+) -> argparse.ArgumentParser:
     """The flags of the program that trains models of these sizes, in groups. The program is the model's own script, or
-    another one with another default precision."""
+    another one with other defaults."""
     script = script or config.SCRIPT
     preset, description = next(iter(config.PRESETS.items()))
     names = ", ".join(config.PRESETS)
@@ -119,7 +136,10 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         description=f"Train {config.NAME} (llm.c's trainer in Python).",
         epilog=f"""examples:
   python {script} -i data/tiny_shakespeare -b 4 -t 1024
-  python {script} -e {preset} -i data/python_docs {recipe}""",
+  python {script} -e {preset} -i data/python_docs {recipe}
+
+A step's line has the model FLOPs utilisation (MFU) of a GPU whose peak is known: 6 N + 12 L NH HS T operations a
+token (N parameters, L layers, NH heads of size HS), as a share of what its tensor cores can do in TF32 or bf16.""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -134,7 +154,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
                 options["choices"] = kind
             else:
                 options |= {"type": kind, "metavar": metavar}
-            if kind is on_off:
+            if kind in (on_off, how_to_resume):
                 options |= {"nargs": "?", "const": True}  # the flag alone means yes
             section.add_argument(*names, **options)
 
@@ -142,6 +162,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         "data and model",
         ("-i --data", a_name, "data/tiny_shakespeare", "PREFIX", "prefix, file or glob of token files (%(default)s)"),
         ("-j --val-data", a_name, None, "PREFIX", "the same for validation (the prefix of -i)"),
+        ("--raw-tokens", RAW_TOKENS, None, None, "the type of tokens in files without a header"),
         ("-e --model", a_name, config.DEFAULT_MODEL, "MODEL", f"a .bin, or random weights: {names}, or {description}"),
         ("-o --log", a_name, None, "FILE", "log file"),
     )
@@ -161,6 +182,9 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         ("-u --warmup", natural, 0, "N", "warm-up steps (0)"),
         ("-q --final-fraction", fraction, 0.0, "F", "learning rate at the end, as a fraction of -l (0)"),
         ("-c --weight-decay", non_negative, 0.0, "W", "weight decay, of weight matrices alone (0)"),
+        ("--beta1", rate, 0.9, "B", "what AdamW's m keeps of itself in a step (%(default)s)"),
+        ("--beta2", rate, beta2, "B", "what AdamW's v keeps of itself in a step (%(default)s)"),
+        ("--eps", above_zero, 1e-8, "E", "what AdamW adds to the root of v (%(default)s)"),
         ("--grad-clip", non_negative, 0.0, "NORM", "largest norm of the gradients; 0: not clipped (0)"),
         ("--dropout", rate, 0.0, "P", "share of the activations dropped in training, of Pythia alone (0)"),
         ("--skip-nonfinite", on_off, False, "0|1", "skip steps whose loss or gradients are not finite"),
@@ -173,7 +197,7 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
     )
     group(
         "watching",
-        ("-v --val-every", positive, 20, "N", "steps between validations (%(default)s)"),
+        ("-v --val-every", natural, 20, "N", "steps between validations; 0: none (%(default)s)"),
         ("-m --val-max-batches", positive, 20, "N", "validation batches at most (%(default)s)"),
         ("-s --sample-every", natural, 20, "N", "steps between samples; 0: none (%(default)s)"),
         ("-g --sample-tokens", natural, 64, "N", "tokens to sample (%(default)s)"),
@@ -184,7 +208,8 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
         "checkpoints",
         ("-n --checkpoint-every", natural, 0, "N", "steps between checkpoints; 0: only at the end (0)"),
         ("--checkpoint-dir", a_name, None, "DIR", "where checkpoints go; none are written without it"),
-        ("-y --resume", on_off, False, "0|1", "resume from the newest checkpoint (0)"),
+        ("-y --resume", how_to_resume, 0, "0|1|2",
+         "resume from the newest checkpoint; without one, 1 starts a run and 2 refuses (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
         ("--best", on_off, False, "0|1", "keep the checkpoint of the lowest validation loss, too, as DIR/best (0)"),
     )
@@ -193,13 +218,14 @@ def make_parser(config: type[Config], script: str = "", precision: str = "tf32")
 
 
 def parse_arguments(
-    config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32"
+    config: type[Config], arguments: list[str] | None = None, script: str = "", precision: str = "tf32",
+    beta2: float = 0.999,
 ) -> argparse.Namespace:
     """The flags of the program that trains models of these sizes (`make_parser`). `given` has the names of those that
     the user gave. Opens nothing and changes nothing. Exits with code 2 for a wrong flag. Raises UserError for a wrong
     description of a model, and for a flag about checkpoints without a place for them. (settings.py checks what depends
     on more than the flags.)"""
-    parser = make_parser(config, script, precision)
+    parser = make_parser(config, script, precision, beta2)
     args = parser.parse_args(arguments)
     unset = object()
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
@@ -207,4 +233,6 @@ def parse_arguments(
     config.described(args.model)  # refuses a wrong description before anything takes time
     if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
         raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
+    if not args.val_every and (args.best or args.hellaswag):
+        raise UserError("-v 0 switches validation off, and --best and --hellaswag need it: leave them out")
     return args

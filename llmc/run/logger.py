@@ -38,7 +38,7 @@ FIGURES = {  # the figures of a step: their names in the log, if they go there, 
     "norm": (None, "optimization/norm"),
     "learning_rate": (None, "optimization/learning_rate"),
     "tokens_per_second": (None, "speed/tokens_per_second"),
-    "percent_of_peak": (None, "speed/percent_of_TF32_peak"),
+    "percent_of_peak": (None, "speed/MFU_percent"),
 }
 
 

@@ -1,7 +1,6 @@
 """What a run prints for its user, and how the user stops it."""
 
 import os
-import re
 import signal
 import sys
 import time
@@ -14,26 +13,46 @@ from device.errors import UserError
 from llmc.ranks import ranks
 from llmc.run.program import Stdout
 
-# Dense TF32 peaks in TFLOP/s, from NVIDIA's datasheets, by words of the device's name. The first match counts.
-TF32_PEAKS = (
-    ("B200", 1125.0), ("H200 NVL", 417.5), ("H200", 494.5), ("GH200", 494.5), ("H100 PCIe", 378.0),
-    ("H100 NVL", 417.5), ("H100", 494.5), ("A100", 156.0), ("L40S", 183.0), ("L40", 90.5), ("L4", 60.0), ("A40", 74.8),
-    ("A10", 62.5), ("RTX 4090", 82.6), ("RTX 3090", 35.6),
-)  # fmt: skip
+# Dense TF32 peaks in TFLOP/s with sums in fp32, from NVIDIA's datasheets and whitepapers, by the device's whole name
+# without "NVIDIA ". A laptop's GPU, a slice of a GPU (MIG) and a virtual one have names of their own, and other peaks.
+# Left out: names that stand for two GPUs (RTX 3050, RTX 3080), and Turing (RTX 20xx), which has neither TF32 nor bf16.
+TF32_PEAKS = {
+    # Data centre
+    "GB300": 1250.0, "GB200": 1250.0, "B300 SXM6 AC": 1125.0, "B200": 1125.0,
+    "GH200 480GB": 494.5, "GH200 144G HBM3e": 494.5, "H200": 494.5, "H200 NVL": 417.5,
+    "H100 80GB HBM3": 494.5, "H100 PCIe": 378.0, "H100 NVL": 417.5,
+    "A100-SXM4-40GB": 156.0, "A100-SXM4-80GB": 156.0, "A100-PCIE-40GB": 156.0, "A100 80GB PCIe": 156.0,
+    "A800-SXM4-80GB": 156.0, "A800 80GB PCIe": 156.0,
+    "A40": 74.8, "A30": 82.0, "A10": 62.5, "A2": 9.0, "L40S": 183.0, "L40": 90.5, "L4": 60.0,
+    # GeForce for desktops
+    "GeForce RTX 3060": 12.7, "GeForce RTX 3060 Ti": 16.2, "GeForce RTX 3070": 20.3, "GeForce RTX 3070 Ti": 21.7,
+    "GeForce RTX 3080 Ti": 34.1, "GeForce RTX 3090": 35.6, "GeForce RTX 3090 Ti": 40.0,
+    "GeForce RTX 4060": 15.1, "GeForce RTX 4060 Ti": 22.1, "GeForce RTX 4070": 29.1, "GeForce RTX 4070 SUPER": 35.5,
+    "GeForce RTX 4070 Ti": 40.1, "GeForce RTX 4070 Ti SUPER": 44.1, "GeForce RTX 4080": 48.7,
+    "GeForce RTX 4080 SUPER": 52.2, "GeForce RTX 4090": 82.6, "GeForce RTX 4090 D": 73.5,
+    "GeForce RTX 5050": 13.2, "GeForce RTX 5060": 19.2, "GeForce RTX 5060 Ti": 23.7, "GeForce RTX 5070": 30.9,
+    "GeForce RTX 5070 Ti": 43.9, "GeForce RTX 5080": 56.3, "GeForce RTX 5090": 104.8,
+    # Workstations, whose tensor cores do not halve their rate for sums in fp32
+    "RTX A2000": 16.0, "RTX A2000 12GB": 16.0, "RTX A4000": 38.3, "RTX A4500": 47.3, "RTX A5000": 55.6,
+    "RTX A5500": 68.2, "RTX A6000": 77.4,
+    "RTX 2000 Ada Generation": 24.0, "RTX 4000 SFF Ada Generation": 38.3, "RTX 4000 Ada Generation": 53.4,
+    "RTX 4500 Ada Generation": 79.3, "RTX 5000 Ada Generation": 130.6, "RTX 5880 Ada Generation": 138.6,
+    "RTX 6000 Ada Generation": 182.1,
+    "RTX PRO 6000 Blackwell Workstation Edition": 251.9, "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 219.5,
+}  # fmt: skip
 
 
 def tensor_core_peak() -> float | None:
     """The GPU's ceiling in FLOP/s for products in TF32, or in bf16, where it is twice as high. None if it is not known,
     or if products are in fp32."""
     factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12}[device.precision]
-    if factor is None:
-        return None
-    return next((factor * peak for part, peak in TF32_PEAKS if re.search(rf"\b{part}\b", device.name)), None)
+    peak = TF32_PEAKS.get(device.name.removeprefix("NVIDIA "))
+    return factor * peak if factor and peak else None
 
 
 def percent_of_peak(flops: float, ms: float) -> float | None:
-    """The share of the GPU's ceiling that so many operations in so many milliseconds reach. None as
-    `tensor_core_peak`."""
+    """The share of the GPU's ceiling that so many operations in so many milliseconds reach: the model FLOPs
+    utilisation, if they are `flops_per_token`'s. None as `tensor_core_peak`."""
     peak = tensor_core_peak()
     return 100 * flops / (ms / 1000) / peak if peak else None
 
@@ -52,22 +71,18 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
 
 
 class StepTimer:
-    """How long steps take, although the next step is launched while the device works on the one before. A step lasts
-    from its launch, or from the end of the step before if that was later, to its own end. The first step, which also
-    compiles, counts in averages only while there is no other."""
+    """How long steps take on average. The first step, which also compiles, counts only while there is no other."""
 
     def __init__(self, last: int = 20):
-        self.steps, self.total, self.last, self.last_end = 0, 0.0, deque(maxlen=last), 0.0
+        self.steps, self.total, self.last = 0, 0.0, deque(maxlen=last)
 
-    def add(self, started: float, end: float) -> float:
-        """Notes when a step was launched and when it ended (time.perf_counter). Returns its milliseconds."""
-        milliseconds = 1000 * (end - max(started, self.last_end))
+    def add(self, milliseconds: float) -> None:
+        """Notes how long a step has taken."""
         if self.steps == 1:
             self.total = 0.0
             self.last.clear()
-        self.steps, self.total, self.last_end = self.steps + 1, self.total + milliseconds, end
+        self.steps, self.total = self.steps + 1, self.total + milliseconds
         self.last.append(milliseconds)
-        return milliseconds
 
     def average(self) -> float:
         """The average of all steps."""
@@ -83,13 +98,13 @@ def print_step(
     tokens_per_second: float, percent_of_peak: float | None,
 ) -> None:  # fmt: skip
     """Prints a line for a finished step, counted from 1. norm: of the gradients, if it was computed. average_ms: the
-    recent average of a step, for the time left. percent_of_peak: of the peak of TF32 or bf16, if it is known."""
+    recent average of a step, for the time left. percent_of_peak: the model FLOPs utilisation, if it is known."""
     parts = [f"step {step:4}/{steps}: train loss {loss:.6f} ({ms:.2f} ms, {tokens_per_second:.0f} tok/s)"]
     if norm is not None:
         parts.append(f"norm {norm:.4f}")
     parts.append(f"lr {learning_rate:.2e}")
     if percent_of_peak is not None:
-        parts.append(f"{percent_of_peak:.1f}% of {device.precision.replace('tf', 'TF')} peak")
+        parts.append(f"MFU {percent_of_peak:.1f}% of {device.precision.replace('tf', 'TF')} peak")
     parts.append(f"{duration(average_ms / 1000 * (steps - step))} left")
     print(", ".join(parts), flush=True)
 

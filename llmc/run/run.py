@@ -17,7 +17,7 @@ from types import TracebackType
 import device
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader
+from llmc.data.dataloader import DataLoader, find_token_files
 from llmc.data.evaluation import EvalLoader
 from llmc.data.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, own_tokenizer
 from llmc.files.checkpoint import (
@@ -33,11 +33,13 @@ from llmc.files.checkpoint import (
     read_record,
 )
 from llmc.model.activations import Cache, choose_attention
+from llmc.model.adamw import Recipe
 from llmc.model.model import Model
 from llmc.model.tensors import Config, num_parameters, padded
 from llmc.model.weights import load_weights, randomize
 from llmc.ranks import collectives, ranks
 from llmc.run import program
+from llmc.run.arguments import MUST_RESUME
 from llmc.run.report import StopRequest
 from llmc.run.saver import Saver
 from llmc.run.settings import FIRST_SEED, check_flags, check_same_flags, resumed_flags, settle, settle_precision
@@ -81,7 +83,7 @@ class Run:
             check_tokenizer(text.path, text.tokenizer, origin.source, model.config.vocab_size)
         train_loader, val_loader, questions = open_data(flags, model.config.vocab_size)
         first_step = state["step"] if state else 0
-        self.settings = settle(flags, first_step, train_loader.num_tokens, val_loader.num_batches)
+        self.settings = settle(flags, first_step, train_loader.num_tokens, val_loader.num_batches if val_loader else 0)
         if state:
             train_loader.load_state(state["loader"])
         self.batches = Batches(batch, losses, train_loader, self.settings.batches)
@@ -194,8 +196,10 @@ class Run:
 
     def lowest_before(self) -> float:
         """The validation loss of the checkpoint that --best has kept before this run was resumed."""
-        flags, run, measure = self.settings.flags, self.saver.state["run"], self.validation.measure()
-        return ranks.of_rank_0(lambda: kept_loss(flags.checkpoint_dir, run, measure)) if flags.best else inf
+        directory, run, validation = self.settings.flags.checkpoint_dir, self.saver.state["run"], self.validation
+        if not self.settings.flags.best:
+            return inf
+        return ranks.of_rank_0(lambda: kept_loss(directory, run, validation.measure()))
 
     def fingerprint(self, recorded: dict, state: dict | None) -> str:
         """Identifies this run, so that it leaves the checkpoints of other runs alone."""
@@ -241,13 +245,19 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
         if not recorded:
             print(f"{checkpoint} does not say with which flags it was made: those of this command line count")
         flags = resumed_flags(args, recorded)
+    elif args.resume == MUST_RESUME:
+        raise UserError(
+            f"-y {MUST_RESUME}: there is no checkpoint in {args.checkpoint_dir}; -y 1 would start from the beginning"
+        )
     elif args.resume:
         print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
-    check_flags(flags)
     if flags.dropout and not kind.DROPS:
         remedy = "start another run" if recorded.get("dropout") else "leave it out"
         name = kind.Config.NAME
         raise UserError(f"--dropout {flags.dropout:g}: {name} trains without dropout, as llm.c does; {remedy}")
+    if checkpoint is not None:
+        check_recorded_data(flags, checkpoint)
+    check_flags(flags)
     before = recorded.get("precision")
     if before is None and "tf32" in recorded:  # old checkpoints, from before there was bf16
         before = "tf32" if recorded["tf32"] else "fp32"
@@ -269,14 +279,17 @@ def find_text(flags: Namespace, source: Path | None) -> Text:
     return Text(path, tokenizer)
 
 
-def open_data(flags: Namespace, V: int) -> tuple[DataLoader, DataLoader, EvalLoader | None]:
-    """The training data, the validation data, and HellaSwag's questions if a flag asks for them. Raises UserError if
+def open_data(flags: Namespace, V: int) -> tuple[DataLoader, DataLoader | None, EvalLoader | None]:
+    """The training data, the validation data unless it is not used, and HellaSwag's questions if a flag asks for them.
+    Raises UserError if
     another rank has other data."""
     B, T, remedy = flags.batch_size, flags.sequence_length, "use the same data on all machines"
-    train = DataLoader(flags.data, "train", B, T, V, flags.seed)
-    val = DataLoader(flags.val_data or flags.data, "val", B, T, V)
+    train = DataLoader(flags.data, "train", B, T, V, flags.seed, flags.raw_tokens)
+    val = None
+    if flags.val_every:
+        val = DataLoader(flags.val_data or flags.data, "val", B, T, V, raw_tokens=flags.raw_tokens)
     ranks.check_same("the fingerprint of the training data (-i)", train.fingerprint, remedy)
-    ranks.check_same("the fingerprint of the validation data (-j)", val.fingerprint, remedy)
+    ranks.check_same("the fingerprint of the validation data (-j)", val and val.fingerprint, remedy)
     questions = EvalLoader(flags.hellaswag, B, T, V) if flags.hellaswag else None
     count = questions.num_examples if questions else 0
     ranks.check_same("the number of --hellaswag's questions", count, remedy)
@@ -312,8 +325,8 @@ def build_training(
     B, T, seed = flags.batch_size, flags.sequence_length, FIRST_SEED if flags.seed is None else flags.seed
     training = make_training(
         kind, config, B, T, attention, sharded=flags.zero_stage, bitwise=flags.bitwise, logit_rows=flags.logit_rows,
-        dropout=(flags.dropout, seed) if flags.dropout else None, weight_decay=flags.weight_decay,
-        grad_clip=flags.grad_clip, skip_nonfinite=flags.skip_nonfinite,
+        dropout=(flags.dropout, seed) if flags.dropout else None,
+        **{name: getattr(flags, name) for name in Recipe._fields},
     )  # fmt: skip
     rows = training.activations.logit_rows
     flags = Namespace(**vars(flags) | {"attention": attention, "logit_rows": rows if rows < B * T else 0})
@@ -343,6 +356,23 @@ def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
             "-y 1, or choose another --checkpoint-dir"
         )
     return None, {}
+
+
+def check_recorded_data(flags: Namespace, checkpoint: Path) -> None:
+    """Raises UserError if the data that a checkpoint has recorded is not there. The message says what was recorded, and
+    which flag names another place."""
+    for flag, name, split in ("-i", "data", "train"), ("-j", "val_data", "val"):
+        recorded = getattr(flags, name)
+        if name in flags.given or recorded is None or split == "val" and not flags.val_every:
+            continue
+        try:
+            find_token_files(recorded, split)
+        except UserError:
+            where = "" if os.path.isabs(recorded) else f" below {os.getcwd()}"
+            raise UserError(
+                f"{checkpoint} was trained with {flag} {recorded}, and there is no such data{where}: {flag} may name "
+                "where it is now"
+            ) from None
 
 
 def check_val_tokenizer(args: Namespace, path: Path | None, tokenizer: Tokenizer | None) -> None:
@@ -402,7 +432,7 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
         ],
         [
             ("train data", args.data),
-            ("val data", s.val_data),
+            ("val data", s.val_data if val_data else "none: no validation"),
             ("tokenizer", tokenizer or "none: samples are printed as numbers"),
             ("HellaSwag", args.hellaswag or "none"),
             ("log file", args.log or "none"),
@@ -416,10 +446,11 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
             ("learning rate", f"{args.learning_rate:g}, {args.schedule}, {args.warmup} warm-up steps"),
             ("final fraction", args.final_fraction),
             ("weight decay", args.weight_decay),
+            ("beta1, beta2, eps", f"{args.beta1:g}, {args.beta2:g}, {args.eps:g}"),
             ("gradient norm", f"at most {args.grad_clip}" if args.grad_clip else "not clipped"),
             *([("dropout", args.dropout)] if args.dropout else []),
-            ("val every, batches", f"{args.val_every} steps, {s.val_batches}"),
-            ("sample every, tokens", f"{args.sample_every} steps, {args.sample_tokens}"),
+            *([("val every, batches", f"{args.val_every} steps, {s.val_batches}")] if val_data else []),
+            ("sample every, tokens", f"{args.sample_every or 'no'} steps, {args.sample_tokens}"),
             ("checkpoints", f"{args.checkpoint_dir}, every {args.checkpoint_every} steps, keep {args.keep or 'all'}"
              + (" and the best" if args.best else "") if args.checkpoint_dir else "none"),
             ("seed", s.seed),
@@ -433,7 +464,7 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
         ],
         [
             ("train tokens", f"{train_data.num_tokens} ({train_data.num_batches} batches)"),
-            ("val tokens", f"{val_data.num_tokens} ({val_data.num_batches} batches)"),
+            *([("val tokens", f"{val_data.num_tokens} ({val_data.num_batches} batches)")] if val_data else []),
             ("steps", f"{s.steps}" if s.first_step == 0 else f"{s.first_step} to {s.steps}"),
         ],
         [(name, f"{megabytes} MiB") for name, megabytes in training.megabytes.items()]

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
-from pathlib import Path
 
 import device
 from device.errors import UserError
-from llmc.data.dataloader import find_token_files, open_tokens
+from llmc.data.dataloader import find_token_files, is_of_one_split, open_tokens
 from llmc.ranks import ranks
 from llmc.run.schedule import LearningRateSchedule
 
 # The flags that a checkpoint records, beside the precision. A resumed run keeps them unless it is given new ones. The
 # fingerprint of the data shows whether it is the same data, wherever it lies. Flash attention and softmax may replace
-# each other.
+# each other. beta1 and beta2 stay: AdamW corrects m and v as if all steps had had the same.
 FIXED = (
-    "attention", "dropout", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length", "total_batch_size",
-    "seed",
+    "attention", "dropout", "beta1", "beta2", "schedule", "warmup", "final_fraction", "batch_size", "sequence_length",
+    "total_batch_size", "seed",
 )  # fmt: skip
 MAY_CHANGE = (
-    "learning_rate", "weight_decay", "grad_clip", "skip_nonfinite", "max_steps", "data", "val_data", "zero_stage",
-    "bitwise", "logit_rows",
+    "learning_rate", "weight_decay", "grad_clip", "eps", "skip_nonfinite", "max_steps", "data", "val_data",
+    "raw_tokens", "zero_stage", "bitwise", "logit_rows",
 )  # fmt: skip
+
+# What old checkpoints, which do not record these flags, were trained with.
+OF_OLD_CHECKPOINTS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 
 # Flags that need not be the same on all ranks. They name something that may lie in another place on each machine, or
 # that only rank 0 uses.
@@ -67,13 +69,16 @@ class Settings:
         return self.schedule.get_learning_rate(step)
 
     def validates(self, step: int) -> bool:
-        """Whether the run validates before this step; it does so at the end, too."""
-        return step == self.steps or step % self.flags.val_every == 0
+        """Whether the run validates before this step; it does so at the end, too. -v 0: never."""
+        every = self.flags.val_every
+        return every > 0 and (step == self.steps or step % every == 0)
 
     def samples(self, step: int) -> bool:
-        """Whether the run samples before this step; it does so at the end, too."""
+        """Whether the run samples before this step; it does so at the end, too. -s 0 or -g 0: never."""
         every = self.flags.sample_every
-        return bool(self.flags.sample_tokens) and (step == self.steps or step > 0 and every > 0 and step % every == 0)
+        if not every or not self.flags.sample_tokens:
+            return False
+        return step == self.steps or step > 0 and step % every == 0
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due before this step; one is due at the end, too."""
@@ -100,7 +105,7 @@ def check_same_flags(flags: Namespace) -> None:
 def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
     """The flags of a resumed run. Flags that were not given get the values that its checkpoint has recorded. Prints
     which flags have changed. Raises UserError for a flag that must not change."""
-    merged = dict(vars(flags))
+    merged, recorded = dict(vars(flags)), OF_OLD_CHECKPOINTS | recorded
     for name, before in ((name, recorded[name]) for name in FIXED + MAY_CHANGE if name in recorded):
         now, flag = merged[name], "--" + name.replace("_", "-")
         if name not in flags.given or name == "attention" and now == "auto":
@@ -118,9 +123,9 @@ def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
 
 def check_flags(flags: Namespace) -> None:
     """Raises UserError for flags that do not fit together, or not to the number of ranks."""
-    if flags.val_data is None and (Path(flags.data).is_file() or any(c in flags.data for c in "*?[")):
+    if flags.val_every and flags.val_data is None and is_of_one_split(flags.data):
         for file in find_token_files(flags.data, "train"):
-            open_tokens(file)  # says what the file is if it holds no tokens
+            open_tokens(file, flags.raw_tokens)  # says what the file is if it holds no tokens
         raise UserError(f"-i {flags.data} names files of training data: name those for validation with -j")
     N, rows = ranks.size(), flags.batch_size * flags.sequence_length
     if flags.total_batch_size and flags.total_batch_size % (N * rows):

@@ -10,22 +10,22 @@ from llmc.data.batches import Batches, evaluate, validate
 from llmc.data.dataloader import DataLoader
 from llmc.data.evaluation import EvalLoader
 from llmc.data.tokenizer import Tokenizer
+from llmc.model.batch import Batch
 from llmc.ranks import ranks
 from llmc.ranks.exchange import Exchange
 from llmc.run.logger import Logs
 from llmc.run.report import print_validation
 from llmc.run.settings import Settings
-from llmc.step.batch import Batch
 from llmc.step.training import Training
 
 
 class Validation:
-    """batches: the validation data; count: how many batches a validation takes. questions: HellaSwag's, if a flag asks
-    for them. text_bytes (V,): how many bytes of text each token stands for, if that is known. lowest: the loss of the
-    checkpoint that --best has kept."""
+    """batches: the validation data, which is None if the run never validates; count: how many batches a validation
+    takes. questions: HellaSwag's, if a flag asks for them. text_bytes (V,): how many bytes of text each token stands
+    for, if that is known. lowest: the loss of the checkpoint that --best has kept."""
 
     def __init__(
-        self, training: Training, settings: Settings, data: DataLoader, questions: EvalLoader | None,
+        self, training: Training, settings: Settings, data: DataLoader | None, questions: EvalLoader | None,
         tokenizer: Tokenizer | None,
     ):  # fmt: skip
         model, acts, batch = training.model, training.acts, Batch(settings.B, settings.T)

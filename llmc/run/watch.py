@@ -20,7 +20,7 @@ import numpy as np
 class Watch:
     """Reports each step while the device works on the next one.
 
-    running: the step that the device works on: its number, the position before it, when it was launched, its end.
+    running: the step that the device works on: its number, the position before it, the events of its begin and end.
     norms (2,4): of two steps, what the update left in AdamW's norm.
     """
 
@@ -37,7 +37,7 @@ class Watch:
     def launched(self, step: int, position: dict, saver: Saver) -> None:
         """Call it when the device has been given all of a step. Reports the step before. position: before this step."""
         device.copy_out(self.norms[step % 2], self.training.adamw.norm)
-        running = step, position, self.batches.started, device.event()
+        running = step, position, self.batches.begin, device.event()
         self.finish(saver, position)
         self.running = running
 
@@ -46,8 +46,9 @@ class Watch:
         Raises UserError as Guard.not_finite does."""
         if self.running is None:
             return
-        s, (step, before, started, end) = self.settings, self.running
-        ms = self.timer.add(started, end.wait())
+        s, (step, before, begin, end) = self.settings, self.running
+        ms = end.since(begin)
+        self.timer.add(ms)
         norm, _, _, own_overflow = map(float, self.norms[step % 2])
         overflow = any(ranks.all_gather(own_overflow))  # with -z a rank knows only of its own shard
         self.running, loss = None, self.batches.mean_loss(step)

@@ -15,6 +15,7 @@ from llmc.step.sampler import Sampler
 
 import numpy as np
 
+NOT_FINITE = -1  # in the place of a token that cannot be drawn
 AHEAD = 1  # steps that a GPU gets before the host has seen the tokens of the step in front of them
 
 
@@ -28,7 +29,7 @@ class Writer:
 
     def __init__(self, cache: Cache, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0):
         self.cache, self.drawing = cache, (temperature, top_k, top_p)
-        self.states = device.zeros((cache.B,), np.uint64)
+        self.states, self.drawn = device.zeros((cache.B,), np.uint64), device.zeros((cache.B,), np.int32)
         self.buffers = [device.pinned((cache.B,), np.int32) for _ in range(AHEAD + 1)]  # each for the tokens of a step
         self.next_token = device.record(self.forward_and_draw)
 
@@ -42,8 +43,8 @@ class Writer:
         cache, model = self.cache, self.cache.model
         (Vp, C), V = model.params.head.shape, model.config.vocab_size
         matmul_forward(acts.logits, rows, model.params.head, None, cache.B, 1, C, Vp)
-        inputs = cache.token[1].inputs
-        sample(inputs, cache.positions, self.states, acts.logits, cache.B, V, Vp, cache.context, *self.drawing)
+        arrays = cache.token[1].inputs, cache.positions, self.states, acts.logits
+        sample(*arrays, cache.B, V, Vp, cache.context, *self.drawing, drawn=self.drawn)
 
     def read(self, texts: list[list[int]]) -> None:
         """Runs forward on whole texts, of at most `context` tokens each, and draws the tokens that follow. If a text is
@@ -69,7 +70,8 @@ class Writer:
     ) -> Iterator[list[int]]:
         """Yields the next `count` tokens of each of B texts: in each step a list with one token for each text. A text
         has at least one token. The samplers advance with each list. The caller may set finished[b] if it needs no more
-        tokens of text b. When all are set, the iterator ends.
+        tokens of text b. When all are set, the iterator ends. The token of a text is NOT_FINITE, and those after it
+        mean nothing, if its logits are not finite.
 
         A text has room for `context` tokens. If it gets longer, the model keeps its last context // 2 tokens, and
         computes them again.
@@ -96,13 +98,13 @@ class Writer:
                 else:
                     self.next_token()
                     lengths = [min(n + 1, room) for n in lengths]
-                device.copy_out(buffers[given % len(buffers)], self.cache.token[1].inputs)
+                device.copy_out(buffers[given % len(buffers)], self.drawn)
                 coming.append(device.event())
                 given += 1
             coming.popleft().wait()
             drawn = buffers[step % len(buffers)].tolist()
             for text, token, sampler in zip(seen, drawn, samplers, strict=True):
-                text.append(token)
+                text.append(max(token, 0))
                 sampler.random_u32()
             yield drawn
             if all(finished):
@@ -114,13 +116,16 @@ def print_sample(
     stopped: Callable[[], bool] = lambda: False,
 ) -> str:  # fmt: skip
     """Prints `count` sampled tokens as they come, from the beginning of a text; as numbers if there is no tokenizer.
-    Ends early if `stopped`. Returns the text."""
+    Ends early if `stopped`, and after a line if the logits are not finite. Returns the text."""
     config = writer.cache.model.config
     first = min(tokenizer.bos if tokenizer else config.DEFAULTS["vocab_size"] - 1, config.vocab_size - 1)
     decoder = StreamDecoder(tokenizer) if tokenizer else None
     text = ""
     print("generating:\n---")
     for (token,) in writer.tokens([[first]], [sampler], count):
+        if token == NOT_FINITE:
+            print("\nthe model's logits are not finite", end="")
+            break
         piece = decoder.push(token) if decoder else f"{token} "
         text += piece
         print(piece, end="", flush=True)

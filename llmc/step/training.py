@@ -1,4 +1,4 @@
-"""What trains a model: its parts, and the memory that they take."""
+"""The parts that train a model, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
-from llmc.model.activations import Activations, text_bytes, text_scratch, training_bytes, training_scratch
+from llmc.model.activations import Activations, cache_bytes, cache_scratch, training_bytes, training_scratch
+from llmc.model.adamw import AdamW, Recipe
+from llmc.model.batch import Batch
 from llmc.model.model import Model
 from llmc.model.ranges import Range
 from llmc.model.tensors import Config, num_parameters
 from llmc.ranks import ranks
 from llmc.ranks.exchange import Exchange, exchange_bytes, shards_of
-from llmc.step.adamw import AdamW
-from llmc.step.batch import Batch
 
 CHUNK = 1024  # positions whose logits exist at a time, if those of a whole batch do not fit
 
@@ -37,12 +37,12 @@ class Training:
 
 def make_training(
     kind: type[Model], config: Config, B: int, T: int, attention: str, *, sharded: bool = False, bitwise: bool = False,
-    logit_rows: int | None = None, dropout: tuple[float, int] | None = None, weight_decay: float = 0.0,
-    grad_clip: float = 0.0, skip_nonfinite: bool = False,
+    logit_rows: int | None = None, dropout: tuple[float, int] | None = None, **recipe: float,
 ) -> Training:  # fmt: skip
     """The parts for a model that all ranks train together, with batches of (B, T) on each. The parameters are not set
-    yet. If it is sharded, each rank has AdamW's state of its own shard. logit_rows: the number of positions whose
+    yet. sharded: each rank keeps AdamW's state of its own shard only. logit_rows: the number of positions whose
     logits exist at a time; 0: all; None: all, if every rank has enough memory, else CHUNK. dropout: rate and seed.
+    recipe: what differs from Recipe's defaults.
 
     Raises UserError if the device has too little memory.
     """
@@ -58,7 +58,7 @@ def make_training(
     megabytes = check_memory(lambda b: sizes(b, logit_rows), B, T)
     model = kind(config, T)
     activations, batch = Activations(model, B, T, attention, logit_rows), Batch(B, T, dropout)
-    adamw = AdamW(model, shard, weight_decay, grad_clip, skip_nonfinite)
+    adamw = AdamW(model, shard, Recipe(**recipe))
     exchange = Exchange(model, adamw, batch, sharded, bitwise)
     return Training(model, activations, activations.views(), batch, adamw, exchange, megabytes)
 
@@ -66,7 +66,7 @@ def make_training(
 def training_sizes(
     kind: type[Model], config: Config, B: int, T: int, attention: str, shard: Range | None, logit_rows: int
 ) -> dict[str, int]:
-    """The buffers that training allocates, but for the exchange's, by the name of what they hold, in bytes."""
+    """The bytes of each buffer that training allocates, by name, without those of the exchange (exchange_bytes)."""
     n, X = num_parameters(config), device.floatX
     activations, gradients = training_bytes(kind, config, B, T, attention, logit_rows)
     moments = 4 * (shard[1] - shard[0] if shard else n)
@@ -81,8 +81,8 @@ def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[s
     """The same for a model that writes B texts of up to T tokens."""
     return {
         "parameters": device.floatX.itemsize * num_parameters(config),
-        "activations": text_bytes(kind, config, B, T),
-        "scratch": sum(text_scratch(config, B, T).values()),
+        "activations": cache_bytes(kind, config, B, T),
+        "scratch": sum(cache_scratch(config, B, T).values()),
     }
 
 
@@ -92,7 +92,7 @@ def check_memory(sizes: Callable[[int], dict[str, int]], B: int, T: int, texts: 
     megabytes = {name: round(size / 2**20) for name, size in sizes(B).items()}
     free, _ = device.memory()
     if sum(sizes(B).values()) > free:
-        fitting = bisect_right(range(1, B), free, key=lambda b: sum(sizes(b).values()))
+        fitting = bisect_right(range(1, B), free, key=lambda b: sum(sizes(b).values()))  # the largest b that fits, or 0
         remedy = f"at most -b {fitting} fits" if fitting else "-b 1 does not fit either, so lower -t"
         if texts:
             most = f"at most {fitting} texts fit at once, so lower --samples or give fewer prompts"

@@ -1,4 +1,4 @@
-"""A batch on the device, and the embedding of its tokens, which is where it enters the model."""
+"""A batch on the device, and the embedding of its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.encoder import encoder_backward, encoder_forward
 
 import numpy as np
 
-RANDOM_WORDS = 6  # of random numbers' keys and counters: see random_words
+RANDOM_WORDS = 6  # see random_words
 
 
 class Batch:
@@ -53,15 +53,16 @@ def random_words(dropout: tuple[float, int] | None, step: int, i: int) -> np.nda
 
 
 def embedding_forward(out, batch: Batch, wte, wpe, B: int, T: int, C: int, dropout: Dropout | None = None) -> None:
-    """encoder_forward for a batch's inputs. Their rows of wte may still be on other ranks."""
+    """out (B,T,C) = encoder_forward of a batch's inputs. First fetches their rows of wte (Vp,C) from other ranks, if
+    these have updated them."""
     if batch.rows:
         batch.rows.gather(wte, C)
     encoder_forward(out, batch.inputs, wte, wpe, B, T, C, dropout, batch.positions)
 
 
 def embedding_backward(dwte, dwpe, dout, batch: Batch, B: int, T: int, C: int) -> None:
-    """encoder_backward for a batch: adds to the gradients of wte and, if there is one, wpe. In the last batch of a
-    step, several ranks may keep the rows for wte to sum them over all ranks."""
+    """encoder_backward for a batch: from dout (B,T,C), adds to dwte (Vp,C), and to dwpe (maxT,C) if there is one. In
+    a step's last batch several ranks may keep dwte's rows instead. adamw_update then sums them over ranks."""
     if batch.rows and batch.rows.leaves:
         batch.rows.keep(dwpe, dout, C)
     else:
