@@ -105,7 +105,7 @@ def only(lines: list[str], where: range, text: str) -> int:
 
 
 def resolve(lines: list[str], place: str) -> tuple[str, range, str, str]:
-    """Of a place: the definition's name and lines, and the texts from which and to which it goes, or empty ones."""
+    """Finds a place: the definition's name and its lines; and how the place begins and ends, where it says so."""
     found = PLACE.fullmatch(place)
     if not found or not (found["name"] or found["start"]) or "--" in place:  # which would end GitHub's comment
         raise UserError("this is no place: doc/quotes.py shows what is one")

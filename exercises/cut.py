@@ -1,7 +1,7 @@
 """The exercises, and how their files come about: a solved source, of which some lines are cut out.
 
-A source is a kernel file of the repository, of which the parts that matter are taken, or a file of solutions/. So
-nothing is kept twice. Places are named as doc/quotes.py does it: by a function and how a line of it begins.
+A source is a file of solutions/, or some parts of a kernel file of the repository. So nothing is kept twice. Places are
+named as doc/quotes.py does it: by a function and how a line of it begins.
 """
 
 from collections.abc import Iterator

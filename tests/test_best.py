@@ -22,6 +22,7 @@ from models import TINY, described
 from train_gpt2_fp32 import train
 
 import pytest
+from test_evaluation import random_examples, write_evaluation
 from test_reliability import write_data
 
 V, B, T = 257, 2, 16
@@ -242,3 +243,27 @@ def test_a_best_that_cannot_be_written_is_said_and_the_one_before_stays(trainer)
     Path("run/best.part").unlink()
     trainer.train("-x", "4", "-y", "1", losses=(7.0, 4.5))  # the lowest of those that are kept
     assert best() == (4, 4.5)
+
+
+def test_a_run_that_fails_before_its_first_checkpoint_names_the_best(trainer, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr("train_gpt2_fp32.adamw_update", fail)
+    with pytest.raises(MemoryError):
+        trainer.train("-x", "2", losses=(5.0,))
+    assert names()[-1] == "best" and program.resume_advice() == "; the run goes on from run/best with -y 1"
+
+
+def test_a_validation_that_is_given_up_finds_no_best(trainer, rng, monkeypatch):
+    """Told to stop during HellaSwag, behind the loss. The run that goes on from there validates again."""
+    def stop(*args) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    write_evaluation(Path("questions.bin"), random_examples(rng, 2))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr("llmc.run.validation.evaluate", stop)
+        trainer.train("-x", "2", "-b", "4", "--hellaswag", "questions.bin", losses=(5.0,))
+    assert caught.value.code == 128 + signal.SIGTERM and not Path("run/best").exists()
+    trainer.train("-x", "1", "-b", "4", "-y", "1", losses=(5.0, 6.0))
+    assert best() == (0, 5.0)

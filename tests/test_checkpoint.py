@@ -2,16 +2,19 @@
 
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
 import struct
+import zlib
 from pathlib import Path
 
 import device
 from conftest import refusal
 from device.errors import UserError
 from llmc.files.checkpoint import (
+    check_saved,
     checkpoints,
     conversion,
     load_checkpoint,
@@ -458,3 +461,26 @@ def test_a_header_of_another_length_than_the_script_says_is_not_written(tmp_path
     with pytest.raises(ValueError, match="train_gpt2_fp32.py: HEADER_BYTES is 2048, header.* has 1024 bytes"):
         write_model(tmp_path / "model.bin", TINY, params)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_long_check_says_how_far_it_is(checkpoint, monkeypatch, capsys):
+    check_saved(checkpoint / "model.bin")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("llmc.files.checkpoint.SECONDS", -1)
+    check_saved(checkpoint / "model.bin")
+    size = (checkpoint / "model.bin").stat().st_size
+    assert capsys.readouterr() == ("", f"checking {checkpoint / 'model.bin'}: 100% of {size:,} bytes\n")
+
+
+def test_an_optimizer_state_of_another_model_is_refused(tmp_path, checkpoint, params):
+    """Both files intact by themselves, but not a pair."""
+    other_config = GPT2Config(7, 11, 1, 3, 9)
+    other_params = params[: num_parameters(other_config)]
+    other = save_checkpoint(tmp_path / "other", 20, other_config, other_params, other_params, other_params, {})
+    record, other_record = (json.loads((path / "state.json").read_text()) for path in (checkpoint, other))
+    record["files"]["optimizer.bin"] = other_record["files"]["optimizer.bin"]
+    del record["crc32"]
+    record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    (checkpoint / "state.json").write_text(json.dumps(record))
+    os.replace(other / "optimizer.bin", checkpoint / "optimizer.bin")
+    assert "belongs to another model" in refusal(load_checkpoint, checkpoint, GPT2Config)

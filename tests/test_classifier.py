@@ -120,7 +120,7 @@ CHUNKS = [1, 2, 8, 11, 16, 32, 33]
 
 
 class Head:
-    """What the classifier takes, and what it gives with R rows of logits at a time, on the host."""
+    """The classifier's inputs. `run` returns its results, on the host, with R rows of logits at a time."""
 
     def __init__(self, dev):
         self.dev, rng = dev, np.random.default_rng(0)

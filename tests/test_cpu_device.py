@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -660,3 +661,18 @@ def test_the_sanitizer_finds_an_overflow_and_its_line(name, too_many, line):
     assert f"failures.cu:{line}" in done.stderr and "unharmed" not in done.stdout, done
     within = run_sanitized(name, f"(x, {too_many - 1})")
     assert "unharmed" in within.stdout, within
+
+
+def test_launch_bounds_are_kept():
+    with pytest.raises(cpp.KernelError, match="__launch_bounds__, 64"):
+        kernel("warps.cu", "index_kernel")(1, 65, (poisoned(65, 4, dtype=np.int32), None, 0, 0, 0, np.float64(0)))
+
+
+def test_a_worker_that_waits_uses_no_time():
+    launch = kernel("basics.cu", "gelu_kernel")
+    x = random(1 << 20)
+    launch(1 << 12, 256, (np.empty_like(x), x, x.size))
+    before = os.times()
+    signal.sigtimedwait([], 0.3)
+    after = os.times()
+    assert after.user - before.user < 0.05

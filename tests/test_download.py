@@ -221,3 +221,27 @@ def test_without_a_connection_the_exit_status_is_1(root, server):
     result = run(root, server.url)
     assert result.returncode == 1 and "cannot be fetched" in last_line(result)
     assert files(root) == {}
+
+
+def without_ranges(whole, start):
+    return 200, whole, None
+
+
+def test_a_server_that_is_down_for_a_while_costs_no_progress(root, server):
+    part = server.files["gpt2_124M.bin"][:2000]
+    (root / "gpt2_124M.bin.part").write_bytes(part)
+    server.answers["gpt2_124M.bin"] = [error_page(404)]
+    result = run(root, server.url)
+    assert result.returncode == 1 and "the server answered 404" in last_line(result)
+    assert files(root)["gpt2_124M.bin.part"] == part
+    assert run(root, server.url).returncode == 0
+    assert server.requests[-2] == ("gpt2_124M.bin", 2000)
+    assert files(root) == whole_pack(server)
+
+
+def test_a_server_without_ranges_sends_all_again(root, server):
+    (root / "gpt2_124M.bin.part").write_bytes(server.files["gpt2_124M.bin"][:2000])
+    server.answers["gpt2_124M.bin"] = [without_ranges] * 2
+    result = run(root, server.url)
+    assert result.returncode == 0, result.stderr
+    assert files(root) == whole_pack(server)

@@ -311,7 +311,8 @@ def test_an_untied_classifier_is_refused_and_a_tied_one_is_not(saved, tmp_path):
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
 @pytest.mark.parametrize("said", ["in the file", "in config.json"])
 def test_a_tied_weight_may_lie_under_the_classifiers_name_alone(said, config, theirs, saved, tmp_path):
-    """safetensors' save_model names in the file what it has left out. Without that, transformers ties by the config."""
+    """safetensors' save_model leaves a tied weight out, and the file's metadata names it. Without that, transformers
+    ties by the config."""
     save_model(theirs, saved / "model.safetensors")
     tensors = load_file(saved / "model.safetensors")
     assert "lm_head.weight" in tensors and not any("wte" in name or "embed" in name for name in tensors)

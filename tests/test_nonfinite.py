@@ -19,7 +19,7 @@ ELEMENTS = 6  # to try, of each array
 # AdamW leaves gradients that are not finite out of the update on purpose (tests/test_adamw.py). A NaN in q, k or v has
 # already made lse or out of its row a NaN when flash attention's backward comes (kernels/flash_attention.cu).
 LEFT_OUT = {("adamw", "grads"), ("flash_attention_backward", "qkv"), ("flash_attention_backward:128", "qkv")}
-# Its gradient by the scores, from which the launcher computes the one by q, k and v.
+# The gradient of the scores. The launcher computes the gradients of q, k and v from it.
 IN_BETWEEN = {"datt"}
 
 

@@ -478,7 +478,7 @@ ONE_THREAD = os.environ | {"LLMC_CPU_THREADS": "1"}
 
 
 def large_batches(folder: Path) -> list[str]:
-    """Flags for batches that take most of a second, of which a validation has one, and the data for them."""
+    """Writes data, and returns flags, for batches that take most of a second. A validation has one such batch."""
     for split in "train", "val":
         write_tokens(folder / f"data_{split}.bin", np.zeros(10_000 * T + 1, np.int64))
     return ["-b", "10000", "-m", "1"]

@@ -645,3 +645,17 @@ def test_a_tokenizer_json_may_have_fewer_tokens_than_its_model_and_decodes_the_o
     assert StreamDecoder(tokenizer).push(size) == ""
     assert "token -1" in refusal(tokenizer.decode, -1)
     assert f"{size} tokens and m/tiny.bin {size - 1}" in refusal(load_model_tokenizer, model, size - 1)
+
+
+def test_a_token_too_long_for_a_tokenizer_bin_is_refused_when_one_is_written(json_file, tmp_path):
+    vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
+    ours = Tokenizer.load(json_file("smollm2_like", model={"vocab": vocab | {"Ġ" * 256: len(vocab)}}))
+    assert ours.tokens[-1] == b" " * 256
+    message = refusal(write_tokenizer, tmp_path / "t.bin", ours.tokens, ours.eot)
+    assert f"token {len(vocab)} has 256" in message and "1 to 255" in message
+
+
+def test_the_end_of_a_turn_is_not_taken_for_the_end_of_text(json_file, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')
+    ours = Tokenizer.load(json_file("llama3_like"))
+    assert ours.tokens[ours.eot] == b"<|end_of_text|>"

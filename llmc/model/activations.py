@@ -1,7 +1,7 @@
 """The memory of a model's activations, and views into it that a pass takes: in training, and when writing text.
 
-The views decide what is kept, for which layers, and where. In training each layer keeps its own activations
-for backward. When a model writes text, all layers share the memory of one, and only keys and values stay.
+The views decide what stays. In training each layer keeps its own activations for backward. When a model writes text,
+all layers share the memory of one, and only keys and values stay.
 """
 
 from __future__ import annotations

@@ -84,11 +84,11 @@ class Model:
 
     @property
     def added_to(self) -> list[tuple[int, int]]:
-        """The ranges of grads_memory to which backward adds."""
+        """The ranges of grads_memory that backward adds to, from a step's first batch on."""
         return added_ranges(self.config, self.PRODUCTS)
 
     def zero_grad(self) -> None:
-        """Zeroes the gradients to which backward adds. It sets those of PRODUCTS, unless it accumulates."""
+        """Zeroes the gradients that backward adds to. In a step's first batch backward sets the others, PRODUCTS."""
         for start, end in self.added_to:
             device.fill_zero(self.grads_memory[start:end])
 
