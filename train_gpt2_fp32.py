@@ -14,13 +14,13 @@ from math import sqrt
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
-from kernels.classifier import classifier
 from kernels.gelu import gelu_backward, matmul_gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from llmc.data.batches import Batches
 from llmc.files.files import make_header
 from llmc.model.batch import embedding_backward, embedding_forward
+from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config, padded
 from llmc.run.arguments import parse_arguments
@@ -32,11 +32,12 @@ from llmc.step.update import adamw_update
 import numpy as np
 
 # The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer. The words: "fp32", in every precision; the name of an earlier tensor, whose memory this one takes
-# over; "recomputed", backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# part for each layer, one that begins with L+1 a further part behind the last. The words: "fp32", in every precision;
+# "head", the classifier's weight; the name of an earlier tensor, whose memory this one takes over; "recomputed",
+# backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (                                       # in the order of the model file
-    ("wte",        ("Vp", "C")),                     # token embedding, and the weight of the classifier
+    ("wte",        ("Vp", "C"), "head"),             # token embedding, and the weight of the classifier
     ("wpe",        ("maxT", "C")),                   # position embedding
     ("ln1w",       ("L", "C")),
     ("ln1b",       ("L", "C")),
@@ -55,18 +56,13 @@ PARAMETERS = (                                       # in the order of the model
 )  # fmt: skip
 
 ACTIVATIONS = (
-    ("encoded",    ("B", "T", "C")),
-    ("ln1_mean",   ("L", "B", "T"), "fp32"),
-    ("ln1_rstd",   ("L", "B", "T"), "fp32"),
+    ("residual",   ("L+1", "B", "T", "C")),          # the residual stream in front of each layer, and behind the last
+    ("norm",       ("L+1", "2", "B", "T"), "fp32"),  # mean and rstd of the norm of each residual
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
-    ("residual2",  ("L", "B", "T", "C")),
-    ("ln2_mean",   ("L", "B", "T"), "fp32"),
-    ("ln2_rstd",   ("L", "B", "T"), "fp32"),
+    ("residual2",  ("L", "B", "T", "C")),            # between attention and MLP
+    ("norm2",      ("L", "2", "B", "T"), "fp32"),    # mean and rstd of its norm
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
-    ("residual3",  ("L", "B", "T", "C")),
-    ("lnf_mean",   ("B", "T"), "fp32"),
-    ("lnf_rstd",   ("B", "T"), "fp32"),
-    ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
+    ("logits",     ("chunk", "Vp")),                 # and then their gradient; chunk: B T rows, or --logit-rows
     ("losses",     ("B", "T"), "fp32"),
     # The same for every layer.
     ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
@@ -97,9 +93,7 @@ class GPT2Config(Config):
 
     NAME, SCRIPT, PARAMETERS = "GPT-2", "train_gpt2_fp32.py", PARAMETERS
     MAGIC, HEADER_BYTES, BF16_VERSION = 20240326, 1024, 5
-    DESCRIPTION = {
-        "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"
-    }  # fmt: skip
+    DESCRIPTION = {"layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len"}
     PRESETS = {
         "d12": "layers=12,heads=12,channels=768",
         "d6": "layers=6,heads=6,channels=384",
@@ -121,25 +115,23 @@ class GPT2Config(Config):
         if version != 3:  # the caller has turned 5 into 3
             raise UserError(f"{source}: model version {version}; 3 (fp32) or 5 (bf16) is needed: {cls.FETCH}")
         config = cls(*sizes)
-        config.check(source)
         if Vp != padded(config.vocab_size):
-            needed = f"{config.vocab_size} (vocab_size) rounded up to a multiple of 128: {padded(config.vocab_size)}"
+            needed = f"{padded(config.vocab_size)}, vocab_size rounded up to a multiple of 128"
             raise UserError(f"{source}: padded_vocab_size is {Vp}; it must be {needed}")
         return config
 
 
-# The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd).
-# norm[L] belongs to the last norm, a layer's norm2 to its second. acts.residual[l] is the residual stream in front of
-# layer l, params.head the classifier's weight. GPT2, below, groups them so. Attention takes NH twice, because GPT-2 has
-# as many heads of keys and values as of queries.
+# The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd). norm[L]
+# belongs to the last norm, a layer's norm2 to its second. Attention takes NH twice, because GPT-2 has as many heads of
+# keys and values as of queries.
 
 
 def gpt2_forward(model: Model, acts, batch) -> None:
     """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
     params, B, T, (L, C, _, _) = model.params, batch.B, batch.T, model.sizes
 
-    embedding_forward(acts.encoded, batch, params.wte, params.wpe, B, T, C)
-    layernorm_forward(acts.ln, acts.norm[0], acts.encoded, params.norm[0], B, T, C)
+    embedding_forward(acts.residual[0], batch, params.wte, params.wpe, B, T, C)
+    layernorm_forward(acts.ln, acts.norm[0], acts.residual[0], params.norm[0], B, T, C)
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
 
@@ -161,22 +153,9 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     )
 
 
-def gpt2_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
-    """Sets acts.losses (B,T) to the cross-entropy of batch.targets. Overwrites acts.logits.
-
-    If dloss, the gradient of each loss, is not 0: also sets acts.dln (B,T,C) to the gradient of acts.ln, and adds the
-    gradient of the classifier's weight to grads.head (Vp,C). Without accumulate it sets grads.head instead.
-    """
-    C, V = model.config.channels, model.config.vocab_size
-    classifier(
-        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
-        dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
-    )  # fmt: skip
-
-
 def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what gpt2_forward and gpt2_loss left in acts. That of
-    the classifier's weight, which is also wte, already has gpt2_loss's part.
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. That of the
+    classifier's weight, which is also wte, already has the loss's part.
 
     Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. It goes
     from the last layer to the first. It recomputes the outputs of layernorm and GELU that a weight's gradient needs.
@@ -226,35 +205,20 @@ class GPT2(Model):
     """GPT-2, as llmc/ needs to know it."""
 
     Config = GPT2Config
-    MATRICES = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")
-    PRODUCTS = ("wte", "qkvw", "attprojw", "fcw", "fcprojw")
-    ACTIVATIONS, GRADIENTS = ACTIVATIONS, GRADIENTS
-    forward, loss, backward = gpt2_forward, gpt2_loss, gpt2_backward
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """L, C, NH, HS"""
-        return self.config.num_layers, self.config.channels, self.config.num_heads, self.config.head_size
+    ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS")
+    forward, loss, backward = gpt2_forward, cross_entropy_loss, gpt2_backward
 
     @staticmethod
     def group_parameters(tensors, config: GPT2Config) -> None:
         tensors.norm = [(t.ln1w, t.ln1b) for t in tensors.layer] + [(tensors.lnfw, tensors.lnfb)]
         for t in tensors.layer:
             t.norm2 = t.ln2w, t.ln2b
-        tensors.head = tensors.wte
-
-    @staticmethod
-    def group_activations(acts, config: GPT2Config) -> None:
-        acts.norm = [(a.ln1_mean, a.ln1_rstd) for a in acts.layer] + [(acts.lnf_mean, acts.lnf_rstd)]
-        for a in acts.layer:
-            a.norm2 = a.ln2_mean, a.ln2_rstd
-        acts.residual = [acts.encoded] + [a.residual3 for a in acts.layer]
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:
         """Normal with deviation 0.02, the projections back into the residual stream smaller by sqrt(2L); layernorm
         weights 1, biases 0."""
-        deviations = dict.fromkeys(cls.MATRICES, 0.02)
+        deviations = dict.fromkeys(config.matrices, 0.02)
         deviations["attprojw"] = deviations["fcprojw"] = 0.02 / sqrt(2 * config.num_layers)
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 

@@ -13,13 +13,13 @@ from math import sqrt
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
-from kernels.classifier import classifier
 from kernels.dropout import dropout_at
 from kernels.gelu import gelu_backward, matmul_gelu_forward
 from kernels.matmul import matmul_backward_bias, matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.rope import rope_backward, rope_forward, rope_table
 from llmc.model.batch import embedding_backward, embedding_forward
+from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.run.arguments import parse_arguments
@@ -28,14 +28,14 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors, each a named view into one buffer of its kind: name, shape, words that llmc/model/tensors.py explains. A
-# tensor whose shape begins with L has one part a layer. A third word that is a name is an earlier tensor, no longer
-# needed, whose place this one takes; a fourth, the tensor that it follows there. The tensors inside attention are in
-# llmc/model/activations.py.
+# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
+# part for each layer, one that begins with L+1 a further part behind the last. The words: "fp32", in every precision;
+# "head", the classifier's weight; the name of an earlier tensor, whose memory this one takes over, and the tensor that
+# it follows there; "recomputed", backward computes it again. llmc/model/activations.py adds the tensors of attention.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
-    ("lm_head",    ("Vp", "C")),                     # the weight of the classifier
+    ("lm_head",    ("Vp", "C"), "head"),             # the weight of the classifier
     ("ln1w",       ("L", "C")),
     ("ln1b",       ("L", "C")),                      # LayerNorm only; so are ln2b and lnfb
     ("qkvw",       ("L", "3C", "C")),                # rows of q, of k, of v
@@ -53,28 +53,25 @@ PARAMETERS = (                                       # in the order of the model
 )  # fmt: skip
 
 ACTIVATIONS = (
-    ("encoded",    ("B", "T", "C")),
-    ("ln1_mean",   ("L", "B", "T"), "fp32"),         # in a parallel block, of both norms; means: LayerNorm only
-    ("ln1_rstd",   ("L", "B", "T"), "fp32"),
+    ("residual",   ("L+1", "B", "T", "C")),          # the residual stream in front of each layer, and behind the last
+    ("mean",       ("L+1", "B", "T"), "fp32"),       # of the norms of each residual; means: LayerNorm only
+    ("rstd",       ("L+1", "B", "T"), "fp32"),
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
     ("residual2",  ("L", "B", "T", "C")),            # between attention and MLP; only in a sequential block,
-    ("ln2_mean",   ("L", "B", "T"), "fp32"),         # like the statistics of its norm
-    ("ln2_rstd",   ("L", "B", "T"), "fp32"),
+    ("mean2",      ("L", "B", "T"), "fp32"),         # like the statistics of its norm
+    ("rstd2",      ("L", "B", "T"), "fp32"),
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
-    ("residual3",  ("L", "B", "T", "C")),
-    ("lnf_mean",   ("B", "T"), "fp32"),
-    ("lnf_rstd",   ("B", "T"), "fp32"),
     ("losses",     ("B", "T"), "fp32"),
     # Shared by all layers. Gradients take the memory of outputs that only forward needs. Logits exist only between
     # forward and backward, so the layers use their memory, too.
-    ("logits",     ("R", "Vp")),                     # and then their gradient; R = B T, or the rows of a chunk
+    ("logits",     ("chunk", "Vp")),                 # and then their gradient; chunk: B T rows, or --logit-rows
     ("gelu",       ("B", "T", "4C"), "logits"),      # forward: output of the GELU at hand
     ("gelu_again", ("B", "T", "4C"), "logits", "recomputed"),  # backward: the same
     ("ln_again",   ("B", "T", "C"), "logits", "recomputed"),  # backward: ln1 or ln2
     ("dfch",       ("B", "T", "4C"), "logits", "gelu"),  # of the GELU's output, which becomes that of its input
     ("dqkv",       ("B", "T", "3C"), "logits", "gelu"),
     ("proj",       ("B", "T", "C"), "logits", "dfch"),  # forward: the attention's projection
-    ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: its gradient, at last that of encoded
+    ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: its gradient, at last residual[0]'s
     ("fcproj",     ("B", "T", "C"), "logits", "proj"),  # forward: the MLP's projection
     ("dfcproj",    ("B", "T", "C"), "logits", "proj"),  # backward, with dropout: of fcproj
     ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
@@ -135,22 +132,16 @@ class PythiaConfig(Config):
     @property
     def absent(self) -> frozenset[str]:
         absent = super().absent
-        absent |= {"ln1b", "ln2b", "lnfb", "ln1_mean", "ln2_mean", "lnf_mean"} if self.norm == "rms" else set()
+        absent |= {"ln1b", "ln2b", "lnfb", "mean", "mean2"} if self.norm == "rms" else set()
         absent |= {"ln2w", "ln2b"} if self.tied_norm else set()
-        return absent | ({"residual2", "ln2_mean", "ln2_rstd"} if self.parallel else set())
+        return absent | ({"residual2", "mean2", "rstd2"} if self.parallel else set())
 
     @property
     def rotary_channels(self) -> int:
         return int(self.rotary * self.head_size)
 
-    def rows(self) -> list[tuple[str, object]]:
-        R, HS = self.rotary_channels, self.head_size
-        norm = {"layer": "LayerNorm", "rms": "RMSNorm"}[self.norm] + (", one for both" if self.tied_norm else "")
-        return [
-            *super().rows(),
-            ("RoPE", f"{R} channels of {HS}, theta {self.rope_theta:g}"),
-            ("attention and MLP", f"{'parallel' if self.parallel else 'sequential'}, {norm}, GELU by {self.gelu}"),
-        ]
+    def sizes(self) -> dict[str, int]:
+        return super().sizes() | {"R": self.rotary_channels}
 
     def check(self, source: str) -> None:
         super().check(source)
@@ -165,9 +156,9 @@ def pythia_forward(model: Model, acts, batch) -> None:
     """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
     params, eps, B, T, (L, C, *_) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
-    embedding_forward(acts.encoded, batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
+    embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
     parallel_residual_forward(
-        None, acts.lns, acts.norm[0], acts.encoded, params.norm[0], eps, B, T, C, branches=[]
+        None, acts.lns, acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C, branches=[]
     )  # fmt: skip
     for l in range(L):
         pythia_layer_forward(model, acts, batch, l)
@@ -199,15 +190,6 @@ def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
     )
 
 
-def pythia_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
-    """gpt2_loss."""
-    C, V = model.config.channels, model.config.vocab_size
-    classifier(
-        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
-        dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
-    )  # fmt: skip
-
-
 def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
     """The branches whose sum with the stream made acts.residual[l]: for each (dproj (B,T,C), dbias (C), dropout), as
     parallel_residual_backward takes them. Without dropout dproj is the stream's gradient itself."""
@@ -222,8 +204,8 @@ def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
 
 
 def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what pythia_forward and pythia_loss left in acts. That
-    of the classifier's weight already has pythia_loss's part.
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. That of the
+    classifier's weight already has the loss's part.
 
     Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
     follow in the reverse order of forward. The outputs of norms and GELU are recomputed, from what went into
@@ -285,16 +267,8 @@ class Pythia(Model):
     """Pythia, as llmc/ needs to know it."""
 
     Config, DROPS = PythiaConfig, True
-    MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
-    PRODUCTS = ("lm_head", "qkvw", "attprojw", "fcw", "fcprojw")  # an embedding alone only has rows added to it
-    ACTIVATIONS, GRADIENTS = ACTIVATIONS, GRADIENTS
-    forward, loss, backward = pythia_forward, pythia_loss, pythia_backward
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """L, C, NH, HS, R"""
-        c = self.config
-        return c.num_layers, c.channels, c.num_heads, c.head_size, c.rotary_channels
+    ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS", "R")
+    forward, loss, backward = pythia_forward, cross_entropy_loss, pythia_backward
 
     @staticmethod
     def group_parameters(tensors, config: PythiaConfig) -> None:
@@ -304,21 +278,19 @@ class Pythia(Model):
         tensors.norm += [[(tensors.lnfw, tensors.lnfb)]]
         for t in tensors.layer:
             t.norm2 = [(t.ln2w, t.ln2b)]
-        tensors.head = tensors.lm_head
 
     @staticmethod
     def group_activations(acts, config: PythiaConfig) -> None:
-        acts.norm = [(a.ln1_mean, a.ln1_rstd) for a in acts.layer] + [(acts.lnf_mean, acts.lnf_rstd)]
+        acts.norm = list(zip(acts.mean or [None] * len(acts.rstd), acts.rstd, strict=True))
         for a in acts.layer:
-            a.norm2 = a.ln2_mean, a.ln2_rstd
-        acts.residual = [acts.encoded] + [a.residual3 for a in acts.layer]
+            a.norm2 = a.mean2, a.rstd2
         acts.lns, acts.ln = (acts.ln1, acts.ln2), acts.ln1
 
     @classmethod
     def first_weights(cls, config: PythiaConfig) -> tuple[dict[str, float], dict[str, float]]:
         """As the originals started: normal with deviation sqrt(2 / 5C), the projections back into the residual stream
         with 2 / (L sqrt(C)); the norms' weights 1, biases 0."""
-        deviations = dict.fromkeys(cls.MATRICES, sqrt(2 / (5 * config.channels)))
+        deviations = dict.fromkeys(config.matrices, sqrt(2 / (5 * config.channels)))
         deviations["attprojw"] = deviations["fcprojw"] = 2 / (config.num_layers * sqrt(config.channels))
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 

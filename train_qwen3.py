@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import device
 from device.errors import UserError
 from kernels.attention import attention_backward, attention_forward
-from kernels.classifier import classifier
 from kernels.matmul import matmul_backward_inp, matmul_backward_weight, matmul_forward
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_backward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.model.batch import embedding_backward, embedding_forward
+from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.run.arguments import parse_arguments
@@ -29,12 +29,13 @@ from train_gpt2_fp32 import train
 import numpy as np
 
 # The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer. The words: "fp32", in every precision; the name of an earlier tensor, whose memory this one takes
-# over; "recomputed", backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# part for each layer, one that begins with L+1 a further part behind the last. The words: "fp32", in every precision;
+# "head", the classifier's weight; the name of an earlier tensor, whose memory this one takes over; "recomputed",
+# backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (
-    ("wte",         ("Vp", "C")),                    # token embedding, and where `tied` the weight of the classifier
-    ("lm_head",     ("Vp", "C")),                    # where not tied: the weight of the classifier
+    ("wte",         ("Vp", "C"), "head"),            # token embedding, and where `tied` the weight of the classifier
+    ("lm_head",     ("Vp", "C"), "head"),            # where not tied: the weight of the classifier
     ("ln1w",        ("L", "C")),
     ("qkvw",        ("L", "QKV", "C")),              # rows of q, of k, of v
     ("qnormw",      ("L", "HS")),                    # of the RMSNorm of each query head
@@ -47,16 +48,14 @@ PARAMETERS = (
 )  # fmt: skip
 
 ACTIVATIONS = (
-    ("encoded",     ("B", "T", "C")),
-    ("ln1_rstd",    ("L", "B", "T"), "fp32"),
+    ("residual",    ("L+1", "B", "T", "C")),         # the residual stream in front of each layer, and behind the last
+    ("norm",        ("L+1", "B", "T"), "fp32"),      # rstd of the norm of each residual
     ("qkvproj",     ("L", "B", "T", "QKV")),         # queries, keys and values as they are projected
     ("atty",        ("L", "B", "T", "Q")),           # the heads' outputs, side by side
-    ("residual2",   ("L", "B", "T", "C")),
-    ("ln2_rstd",    ("L", "B", "T"), "fp32"),
+    ("residual2",   ("L", "B", "T", "C")),           # between attention and MLP
+    ("norm2",       ("L", "B", "T"), "fp32"),        # rstd of its norm
     ("fch",         ("L", "B", "T", "2H")),          # up and gate
-    ("residual3",   ("L", "B", "T", "C")),
-    ("lnf_rstd",    ("B", "T"), "fp32"),
-    ("logits",      ("R", "Vp")),                    # and then their gradient; R = B T, or the rows of a chunk
+    ("logits",      ("chunk", "Vp")),                # and then their gradient; chunk: B T rows, or --logit-rows
     ("losses",      ("B", "T"), "fp32"),
     # The same for every layer.
     ("qkv",         ("B", "T", "QKV")),              # qkvproj with q and k normalised and rotated; backward: once more
@@ -117,25 +116,11 @@ class Qwen3Config(Config):
     FETCH = "make one from Hugging Face's with dev/hf/import_hf.py"
 
     @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads
-
-    @property
     def absent(self) -> frozenset[str]:
         return super().absent | ({"lm_head"} if self.tied else set())
 
     def sizes(self) -> dict[str, int]:
         return super().sizes() | {"H": self.hidden, "QK": self.num_heads + self.num_kv_heads}
-
-    def rows(self) -> list[tuple[str, object]]:
-        return [
-            *super().rows(),
-            ("key/value heads", self.num_kv_heads),
-            ("head size", self.head_size),
-            ("hidden channels", self.hidden),
-            ("RoPE", f"theta {self.rope_theta:g}"),
-            ("classifier", "tied to the embedding" if self.tied else "its own weight"),
-        ]
 
     def check(self, source: str) -> None:
         super().check(source)
@@ -147,8 +132,8 @@ def qwen3_forward(model: Model, acts, batch) -> None:
     """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
     params, eps, B, T, (L, C, *_) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
-    embedding_forward(acts.encoded, batch, params.wte, None, B, T, C)
-    rmsnorm_forward(acts.ln, acts.norm[0], acts.encoded, params.norm[0], eps, B, T, C)
+    embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C)
+    rmsnorm_forward(acts.ln, acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C)
     for l in range(L):
         qwen3_layer_forward(model, acts, batch, l)
 
@@ -164,9 +149,7 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
     )
     attention_forward(a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
     matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, NH * HS, C)
-    fused_residual_rmsnorm_forward(
-        a.residual2, acts.ln, a.ln2_rstd, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C
-    )  # fmt: skip
+    fused_residual_rmsnorm_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C)
 
     matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
     swiglu_forward(acts.swiglu, a.fch, B * T, H)
@@ -176,18 +159,9 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
     )
 
 
-def qwen3_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
-    """gpt2_loss."""
-    C, V = model.config.channels, model.config.vocab_size
-    classifier(
-        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
-        dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
-    )  # fmt: skip
-
-
 def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what qwen3_forward and qwen3_loss left in acts. That
-    of the classifier's weight already has qwen3_loss's part.
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. That of the
+    classifier's weight already has the loss's part.
 
     Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
     follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
@@ -215,9 +189,9 @@ def qwen3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) ->
     swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
     matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
     matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
-    rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+    rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
     matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
-    rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.ln2_rstd, B, T, C)
+    rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
 
     matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)
     matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, NH * HS, C, accumulate)
@@ -240,36 +214,18 @@ class Qwen3(Model):
     """Qwen3, as llmc/ needs to know it."""
 
     Config = Qwen3Config
-    MATRICES = ("wte", "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
-    ACTIVATIONS, GRADIENTS = ACTIVATIONS, GRADIENTS
-    forward, loss, backward = qwen3_forward, qwen3_loss, qwen3_backward
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """L, C, NH, NKV, HS, H"""
-        c = self.config
-        return c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.head_size, c.hidden
+    ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "NKV", "HS", "H")
+    forward, loss, backward = qwen3_forward, cross_entropy_loss, qwen3_backward
 
     @staticmethod
     def group_parameters(tensors, config: Qwen3Config) -> None:
         tensors.norm = [t.ln1w for t in tensors.layer] + [tensors.lnfw]
-        tensors.head = tensors.wte if config.tied else tensors.lm_head
-
-    @staticmethod
-    def group_activations(acts, config: Qwen3Config) -> None:
-        acts.norm = [a.ln1_rstd for a in acts.layer] + [acts.lnf_rstd]
-        acts.residual = [acts.encoded] + [a.residual3 for a in acts.layer]
-
-    @property
-    def PRODUCTS(self) -> tuple[str, ...]:
-        """An embedding that is no classifier's weight only has rows added to it."""
-        return ("wte" if self.config.tied else "lm_head", "qkvw", "attprojw", "fcw", "fcprojw")
 
     @classmethod
     def first_weights(cls, config: Qwen3Config) -> tuple[dict[str, float], dict[str, float]]:
         """As transformers starts a Qwen3: normal with deviation 0.02; the RMSNorms' weights 1."""
         norms = "ln1w", "qnormw", "knormw", "ln2w", "lnfw"
-        return dict.fromkeys(cls.MATRICES, 0.02), dict.fromkeys(norms, 1.0)
+        return dict.fromkeys(config.matrices, 0.02), dict.fromkeys(norms, 1.0)
 
     @classmethod
     def constants(cls, config: Qwen3Config, T: int) -> dict[str, np.ndarray]:

@@ -119,7 +119,7 @@ def trained_by_pytorch(config: Config, attention: str, weight_decay: float) -> t
     """Losses of ten steps, and the parameters after them, which all devices are compared with."""
     return oracle.train(
         config, oracle.table_of(config, flat_parameters(config)), make_batches(config, 10, *batch_shape(config)),
-        definition(attention), learning_rate=1e-3, weight_decay=weight_decay, decayed=kind_of(config).MATRICES,
+        definition(attention), learning_rate=1e-3, weight_decay=weight_decay, decayed=config.matrices,
     )  # fmt: skip
 
 
@@ -334,15 +334,14 @@ def test_a_row_may_lie_behind_another_in_its_owners_place():
 
 def test_what_a_model_does_not_have_is_none_and_takes_no_room():
     table = ("a", ("N",)), ("b", ("L", "N")), ("c", ("L", "N"))
-    tensors = name_tensors(np.arange(6.0), table, {"N": 2, "L": 2}, 1, frozenset({"b"}))
+    tensors = name_tensors(np.arange(6.0), table, {"N": 2, "L": 2, "layers": 2}, 1, frozenset({"b"}))
     assert tensors.b is None and tensors.layer[1].b is None
     assert tensors.layer[1].c.tolist() == [4, 5]
 
 
 @each_config
 def test_an_update_covers_every_parameter_once_and_decays_only_matrices(config):
-    kind = kind_of(config)
-    found = ranges(config.parameters(), config.sizes(), kind.MATRICES)
+    found = ranges(config.parameters(), config.sizes(), config.matrices)
     assert [start for start, _, _ in found] == [0] + [end for _, end, _ in found[:-1]]
     assert found[-1][1] == num_parameters(config)
     decays = np.concatenate([np.full(end - start, decayed) for start, end, decayed in found])
@@ -407,7 +406,7 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatc
         if shape[0] == "Vp":
             assert not tensor[config.vocab_size :].any(), name
             tensor = tensor[: config.vocab_size]
-        if name in kind_of(config).MATRICES:
+        if name in config.matrices:
             deviation = small if name in ("attprojw", "fcprojw") else large
             assert tensor.std() == pytest.approx(deviation, rel=0.05), name
         else:
@@ -443,28 +442,20 @@ class OwnHeadSizeConfig(Config):
     num_kv_heads: int
     channels: int
     head_size: int = 8
-    PARAMETERS = (("attprojw", ("L", "C", "Q")),)
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads
+    PARAMETERS = (("attprojw", ("L", "C", "Q"), "head"),)
 
 
 class OwnHeadSize(Model):
-    Config, MATRICES, PRODUCTS = OwnHeadSizeConfig, ("attprojw",), ("attprojw",)
+    Config, SIZES = OwnHeadSizeConfig, ("L", "HS")
     ACTIVATIONS = (("atty", ("L", "B", "T", "Q")),)
     GRADIENTS = (("datty", ("B", "T", "Q")), ("dqkv", ("B", "T", "QKV")))
 
     @staticmethod
     def group_parameters(tensors, config):
-        """There is nothing to group, as in activations."""
-
-    group_activations = group_parameters
+        """There is nothing to group."""
 
 
 class Misnamed(OwnHeadSize):
-    PRODUCTS = ("attnprojw",)
-
     @classmethod
     def first_weights(cls, config):
         return {"attprojw": 0.02}, {"ln1w": 1.0}
@@ -472,10 +463,7 @@ class Misnamed(OwnHeadSize):
 
 def test_a_script_that_misnames_its_tensors_or_sizes_is_told_so(dev, monkeypatch):
     config = OwnHeadSizeConfig(8, 11, 1, 1, 1, 8)
-    with pytest.raises(ValueError, match="Misnamed: attnprojw, in MATRICES and PRODUCTS, is none of PARAMETERS"):
-        Misnamed(config, 1)
-    monkeypatch.setattr(Misnamed, "PRODUCTS", ())
-    with pytest.raises(ValueError, match="Misnamed: ln1w, in first_weights, is none of PARAMETERS"):
+    with pytest.raises(ValueError, match="Misnamed: first_weights names ln1w, which is none of PARAMETERS"):
         randomize(Misnamed(config, 1), None, 1)
     monkeypatch.setattr(Misnamed, "ACTIVATIONS", (*Misnamed.ACTIVATIONS, ("ln", ("B", "T", "CC"))))
     with pytest.raises(ValueError, match=r"ln \('B', 'T', 'CC'\): sizes\(\) has no 'CC'"):

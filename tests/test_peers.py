@@ -300,7 +300,7 @@ def test_a_step_gathers_parameters_once(flags, monkeypatch, rng):
 
 # What a script shares with others by name: the output of its last norm, the tensors of attention and of the loss; and
 # modules of kernels and places of dropout that are called as a tensor is.
-SHARED = {"ln", "logits", "losses", "qkv", "gelu", "swiglu", "encoded", "proj", "fcproj"}
+SHARED = {"head", "dln", "ln", "logits", "losses", "qkv", "gelu", "swiglu", "proj", "fcproj"}
 
 
 def renamed(kind: type[Model]) -> type[Model]:

@@ -113,16 +113,17 @@ class Work:
 
 
 def work_of(model: Model, B: int, T: int) -> Work:
-    """Counted from the model's tables. Linear layers are the parameters of PRODUCTS. What is kept are the activations
+    """Counted from the model's tables. Linear layers are config.products. What is kept are the activations
     of each layer, the rows that begin with L, in the tables for flash attention: no (T, T) matrix has to be kept."""
     config, X = model.config, device.floatX
     sizes = config.sizes() | {"B": B, "T": T}
     products = []
     for name, symbols in config.parameters():
-        if name in model.PRODUCTS:
+        if name in model.config.products:
             *count, outputs, inputs = shape_of(symbols, sizes)
             products.append((outputs, inputs, math.prod(count)))
-    kept = [row for row in without(training_tables(type(model), "flash")[0], config.absent) if row[1][0] == "L"]
+    table = without(training_tables(type(model), "flash")[0], config.absent)
+    kept = [row for row in table if row[1][0].startswith("L")]
     return Work(
         N=B * T,
         products=tuple(products),

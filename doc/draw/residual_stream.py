@@ -17,7 +17,7 @@ import numpy as np
 LAYERS, LAYER, B, T = 3, 1, 1, 1024
 WIDTH, LEFT, TOP, ROW = 660, 100, 132, 24
 # Rows from top to bottom; of a place that several tensors share, the name that it has first.
-KEPT = ("residual3 before", "qkv", "lse", "atty", "residual2", "fch", "residual3")
+KEPT = ("residual", "qkv", "lse", "atty", "residual2", "fch", "next residual")
 SCRATCH = ("ln", "proj", "gelu", "dresidual", "dln", "dfch", "weight_T", "input_T")
 WORDS = {
     "fused_residual": "layernorm", "layernorm_forward_kernel": "layernorm", "gemm": "product",
@@ -50,8 +50,8 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
     try:
         model = GPT2(GPT2Config(T, 256, LAYERS, 1, 64), T)
         acts, batch = Activations(model, B, T, "flash").views(), Batch(B, T)
-        rows = {"residual3 before": acts.layer[LAYER - 1].residual3}
-        rows |= {name: getattr(acts.layer[LAYER], name) for name in KEPT[1:]}
+        rows = {"residual": acts.residual[LAYER], "next residual": acts.residual[LAYER + 1]}
+        rows |= {name: getattr(acts.layer[LAYER], name) for name in KEPT[1:-1]}
         rows |= {name: getattr(acts, name) for name in SCRATCH if hasattr(acts, name)}
         rows |= {name: device.regions[name][-1] for name in SCRATCH if not hasattr(acts, name)}
         spans = {name: (x.__array_interface__["data"][0], x.nbytes) for name, x in rows.items()}

@@ -6,7 +6,6 @@ all layers share the memory of one, and only keys and values stay.
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import device
@@ -117,7 +116,6 @@ class Cache:
         """Activations and batch of a pass over the next T tokens of each text."""
         model, config = self.model, self.model.config
         acts = named(self.memory, cache_table(type(model)), config, cache_sizes(config, self.B, T, self.context))
-        acts.layer = [copy.copy(acts.layer[0]) for _ in range(config.num_layers)]
         for a, keys, values in zip(acts.layer, acts.keys, acts.values, strict=True):
             a.attention, a.qkv = Cached(keys, values, self.positions, self.attention == "relu"), acts.qkv
         model.group_activations(acts, config)
@@ -129,13 +127,13 @@ def named(memory, table: Table, config: Config, sizes: dict[str, int]) -> Simple
 
 
 def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
-    """What all symbols of the tables stand for, for a batch of (B, T). R: the rows of the logits."""
-    return config.sizes() | {"B": B, "T": T, "R": min(B * T, logit_rows or B * T)}
+    """What all symbols of the tables stand for, for a batch of (B, T). chunk: the rows of the logits."""
+    return config.sizes() | {"B": B, "T": T, "chunk": min(B * T, logit_rows or B * T)}
 
 
 def cache_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
-    """The same for a pass over the next T tokens of each of B texts, with room for one layer."""
-    return batch_sizes(config, B, T, B) | {"L": 1, "layers": config.num_layers, "context": context}
+    """The same for a pass over the next T tokens of each of B texts, with room for one layer and one residual."""
+    return batch_sizes(config, B, T, B) | {"L": 1, "L+1": 1, "context": context}
 
 
 def training_tables(kind: type[Model], attention: str) -> tuple[Table, Table]:

@@ -7,7 +7,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import device
-from llmc.model.tensors import Config, Table, name_tensors, num_parameters, ranges
+from llmc.model.tensors import Config, Table, name_tensors, num_parameters, ranges, shape_of
 
 import numpy as np
 
@@ -24,10 +24,8 @@ class Model:
 
     A subclass is a kind of model. It says:
     Config                    the class of its sizes
-    MATRICES                  the parameters that weight decay applies to, and that start as random numbers
-    PRODUCTS                  those whose gradient is set in a step's first batch, by a matrix product. The other
-                              gradients are zeroed before, and backward adds to them.
     ACTIVATIONS, GRADIENTS    the tables of activations, and of their gradients
+    SIZES                     symbols of the tables: `sizes` has their numbers, as its passes unpack them
     DROPS                     whether it can train with dropout
     forward(acts, batch)      from the tokens to acts.ln, the output of the last norm
     loss(acts, batch, dloss, accumulate)
@@ -36,27 +34,22 @@ class Model:
                               gradient of the classifier's weight; or sets it, without accumulate.
     backward(acts, batch, accumulate)
                               adds the gradients of all other parameters, from what forward and loss left in acts.
-                              Without accumulate it sets those of PRODUCTS.
-    sizes                     a tuple of sizes, as its passes unpack it
-    group_parameters, group_activations, first_weights, and where it has some, constants
-
-    Raises ValueError if a name above is not one of the Config's PARAMETERS.
+                              Without accumulate it sets those of config.products.
+    group_parameters, first_weights, and where it needs them, group_activations and constants
     """
 
     Config: type[Config]
-    MATRICES: tuple[str, ...]
-    PRODUCTS: tuple[str, ...]
     ACTIVATIONS: Table
     GRADIENTS: Table
+    SIZES: tuple[str, ...]
     DROPS = False
-    sizes: tuple[int, ...]
     forward: Callable[..., None]
     loss: Callable[..., None]
     backward: Callable[..., None]
 
     def __init__(self, config: Config, T: int, inference: bool = False):
         self.config = config
-        self.check_names("MATRICES and PRODUCTS", (*self.MATRICES, *self.PRODUCTS))
+        self.sizes = shape_of(self.SIZES, config.sizes())
         constants = self.constants(config, T).items()
         self.constant = SimpleNamespace(**{name: device.asarray(values) for name, values in constants})
         self.params_memory, self.params = self.allocate(device.floatX)
@@ -67,15 +60,9 @@ class Model:
         n = num_parameters(self.config)
         memory = device.empty((n + n % 2,), dtype)[:n]  # bf16 too fills whole 32-bit words
         tensors = name_tensors(memory, self.config.PARAMETERS, self.config.sizes(), 1, self.config.absent)
+        tensors.head = getattr(tensors, self.config.head)
         self.group_parameters(tensors, self.config)
         return memory, tensors
-
-    @classmethod
-    def check_names(cls, where: str, names: tuple[str, ...]) -> None:
-        """Raises ValueError for a name, given `where` in the script, that is none of PARAMETERS."""
-        unknown = set(names) - {name for name, *_ in cls.Config.PARAMETERS}
-        if unknown:
-            raise ValueError(f"{cls.__name__}: {min(unknown)}, in {where}, is none of PARAMETERS")
 
     @property
     def has_copy(self) -> bool:
@@ -85,10 +72,10 @@ class Model:
     @property
     def added_to(self) -> list[tuple[int, int]]:
         """The ranges of grads_memory that backward adds to, from a step's first batch on."""
-        return added_ranges(self.config, self.PRODUCTS)
+        return added_ranges(self.config)
 
     def zero_grad(self) -> None:
-        """Zeroes the gradients that backward adds to. In a step's first batch backward sets the others, PRODUCTS."""
+        """Zeroes the gradients that backward adds to. In a step's first batch backward sets the others."""
         for start, end in self.added_to:
             device.fill_zero(self.grads_memory[start:end])
 
@@ -97,14 +84,12 @@ class Model:
     @staticmethod
     def group_parameters(tensors: SimpleNamespace, config: Config) -> None:
         """Adds to the views of parameters, or of their gradients, the groups that the pass takes: norm[l], of the norm
-        in front of layer l, and of the last one; and head, the classifier's weight."""
+        in front of layer l, and of the last one."""
         raise NotImplementedError
 
     @staticmethod
     def group_activations(acts: SimpleNamespace, config: Config) -> None:
-        """Does the same for the views of activations: norm[l], what norm l keeps for backward; and residual[l], the
-        residual stream in front of layer l, and behind the last one."""
-        raise NotImplementedError
+        """Adds groups to the views of activations, where the tables' names are not enough."""
 
     @classmethod
     def constants(cls, config: Config, T: int) -> dict[str, np.ndarray]:
@@ -113,13 +98,13 @@ class Model:
 
     @classmethod
     def first_weights(cls, config: Config) -> tuple[dict[str, float], dict[str, float]]:
-        """Two dicts by name: the standard deviation of each of MATRICES, which start as normal random numbers, and the
-        value with which each other parameter starts that does not start as 0."""
+        """Two dicts by name: the standard deviation of each of config.matrices, which start as normal random numbers,
+        and the value with which each other parameter starts that does not start as 0."""
         raise NotImplementedError
 
 
 @cache
-def added_ranges(config: Config, products: tuple[str, ...]) -> list[tuple[int, int]]:
-    """The ranges of a model's gradients that are not those of `products`."""
-    cut = ranges(config.parameters(), config.sizes(), products)
+def added_ranges(config: Config) -> list[tuple[int, int]]:
+    """The ranges of a model's gradients that are not those of config.products."""
+    cut = ranges(config.parameters(), config.sizes(), config.products)
     return [(start, end) for start, end, product in cut if not product]

@@ -2,13 +2,16 @@
 
 A table is a tuple of rows (name, shape) in the order of the buffer. A shape is a tuple of symbols, such as ("B", "T",
 "3C"), which a dict of sizes turns into numbers; a symbol may begin with a factor. A tensor whose shape begins with "L"
-has one part for each layer. A row (name, shape, owner) takes the place of an earlier tensor, at a time when what that
-one held is no longer needed; a row (name, shape, owner, other) lies in the owner's place behind the other tensor there.
-A place is as large as the largest of its tensors needs.
-Two further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
-which is bf16 in the precision of this name. "recomputed": backward makes it once more, as the input of the product for
-a weight's gradient. Its view is then a matrix (rows, channels) in the layout that this product wants; in fp32 this is a
-transposed one (kernels/matmul.py: transposes).
+has one part for each layer; one whose shape begins with "L+1" is a list, with a part in front of each layer and one
+behind the last. The sizes say for how many parts there is room: if for one, all layers share it. A row (name, shape,
+owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed; a row (name, shape,
+owner, other) lies in the owner's place behind the other tensor there. A place is as large as the largest of its tensors
+needs.
+Three further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
+which is bf16 in the precision of this name. "head": the last such parameter that a model has is its classifier's
+weight. "recomputed": backward makes it once more, as the input of the product for a weight's gradient. Its view is then
+a matrix (rows, channels) in the layout that this product wants; in fp32 this is a transposed one (kernels/matmul.py:
+transposes).
 """
 
 import math
@@ -26,7 +29,7 @@ import numpy as np
 Table = tuple[tuple, ...]
 
 ALIGNMENT = 256  # bytes: the start of every activation is a multiple
-FP32, RECOMPUTED = "fp32", "recomputed"
+FP32, HEAD, RECOMPUTED = WORDS = "fp32", "head", "recomputed"
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # By the type of a field: how its value is written in a model's description.
@@ -35,8 +38,8 @@ SPELLINGS = {int: r"\d{1,99}", bool: r"\d{1,99}", float: r"\d+\.?\d*([eE][+-]?\d
 
 def shape_of(symbols: tuple[str, ...], sizes: dict[str, int]) -> tuple[int, ...]:
     """The numbers that a table's shape stands for."""
-    factors = [re.fullmatch(r"(\d*)(.+)", symbol).groups() for symbol in symbols]
-    return tuple(int(factor or 1) * sizes[symbol] for factor, symbol in factors)
+    factors = [re.fullmatch(r"(\d*)(.*)", symbol).groups() for symbol in symbols]
+    return tuple(int(factor or 1) * (sizes[symbol] if symbol else 1) for factor, symbol in factors)
 
 
 def without(table: Table, absent: frozenset[str]) -> Table:
@@ -53,7 +56,7 @@ def layout(
     shapes, within, places = {}, {}, {}  # within: a tensor's owner, and its start and end in the owner's place
     for row in without(table, absent):
         name, symbols, *words = row
-        owner = [word for word in words if word not in (FP32, RECOMPUTED)] or [name]
+        owner = [word for word in words if word not in WORDS] or [name]
         try:
             shapes[name] = shape_of(symbols, sizes)
         except KeyError as error:
@@ -78,9 +81,9 @@ def name_tensors(
     buffer, table: Table, sizes: dict[str, int], align: int = ALIGNMENT, absent: frozenset[str] = frozenset(),
     floatX: np.dtype | None = None,
 ) -> SimpleNamespace:  # fmt: skip
-    """The tensors of a table as views into a flat buffer: `.wte`; and for a tensor with a part for each layer both
-    `.qkvw` (all layers) and `.layer[l].qkvw`. Absent tensors are None. If the run's type floatX is given, the buffer is
-    one of bytes."""
+    """The tensors of a table as views into a flat buffer: `.wte`; for a tensor with a part for each layer both `.qkvw`
+    (all layers) and `.layer[l].qkvw`; for one with a part more the list `.residual`. Absent tensors are None. If the
+    run's type floatX is given, the buffer is one of bytes."""
     starts, _ = layout(table, sizes, align, absent, floatX)
 
     def view(row: tuple):
@@ -93,12 +96,15 @@ def name_tensors(
             return flat.reshape(shape)
         return flat.reshape(shape[-1], -1).T if transposes() else flat.reshape(-1, shape[-1])
 
-    tensors = {row[0]: view(row) if row[0] in starts else None for row in table}
-    layered = {name: tensors[name] for name, symbols, *_ in table if symbols[0] == "L"}
-    layers = [
-        SimpleNamespace(**{name: None if parts is None else parts[l] for name, parts in layered.items()})
-        for l in range(sizes["L"])
-    ]
+    tensors, layers = {}, [SimpleNamespace() for _ in range(sizes["layers"])]
+    for row in table:
+        name, (first, *_) = row[:2]
+        tensors[name] = view(row) if name in starts else None
+        if first == "L+1" and name in starts:
+            tensors[name] = [tensors[name][l % sizes["L+1"]] for l in range(len(layers) + 1)]
+        elif first == "L":
+            for l, layer in enumerate(layers):
+                setattr(layer, name, tensors[name][l % sizes["L"]] if name in starts else None)
     return SimpleNamespace(**tensors, layer=layers)
 
 
@@ -154,8 +160,8 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        """The heads of keys and values."""
-        return self.num_heads
+        """The heads of keys and values. Where they are fewer than those of queries, a subclass has num_kv_heads."""
+        return getattr(self, "num_kv_heads", self.num_heads)
 
     @property
     def head_size(self) -> int:
@@ -169,8 +175,25 @@ class Config:
         return frozenset()
 
     def parameters(self) -> Table:
-        """The parameters, in the order of the buffer."""
-        return without(self.PARAMETERS, self.absent)
+        """The parameters' names and shapes, in the order of the buffer."""
+        return tuple((name, shape) for name, shape, *_ in without(self.PARAMETERS, self.absent))
+
+    @property
+    def head(self) -> str:
+        """The classifier's weight."""
+        return [name for name, _, *words in without(self.PARAMETERS, self.absent) if HEAD in words][-1]
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The parameters that weight decay applies to, and that start as random numbers."""
+        return tuple(name for name, shape in self.parameters() if len(shape) == 2 + (shape[0] == "L"))
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The parameters whose gradient is set in a step's first batch, by a matrix product. Backward adds to the
+        other gradients, which are zeroed before; also to that of an embedding that is no classifier's weight."""
+        layers = {name for name, shape in self.parameters() if shape[0] == "L"}
+        return tuple(name for name in self.matrices if name in layers or name == self.head)
 
     def file_tensors(self) -> Table:
         """The tensors in a model file, in its order. One that is no parameter is 0 there; one with fewer rows than the
@@ -182,13 +205,20 @@ class Config:
         subclass adds its own."""
         C, NH, HS, V = self.channels, self.num_heads, self.head_size, self.vocab_size
         return {
-            "V": V, "Vp": padded(V), "maxT": self.max_seq_len, "L": self.num_layers, "NH": NH, "HS": HS, "C": C,
-            "NKV": self.kv_heads, "Q": NH * HS, "QKV": (NH + 2 * self.kv_heads) * HS,
+            "V": V, "Vp": padded(V), "maxT": self.max_seq_len, "NH": NH, "HS": HS, "C": C, "NKV": self.kv_heads,
+            "Q": NH * HS, "QKV": (NH + 2 * self.kv_heads) * HS,
+            "L": self.num_layers, "L+1": self.num_layers + 1, "layers": self.num_layers,
         }  # fmt: skip
 
     def rows(self) -> list[tuple[str, object]]:
-        """The sizes as the start-up table shows them."""
-        return [("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}")]
+        """The sizes as the start-up table shows them: after those that every model has, the others by their names."""
+        usual = "max_seq_len", "vocab_size", "num_layers", "num_heads", "channels"
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in usual}
+        shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
+        return [
+            ("layers/heads/channels", f"{self.num_layers}, {self.num_heads}, {self.channels}"),
+            *((name.replace("_", " "), value) for name, value in shown.items()),
+        ]
 
     def header(self) -> np.ndarray:
         """The model file's header, 32-bit words. This one is our own, for a model that llm.c has no file for:

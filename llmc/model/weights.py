@@ -49,14 +49,17 @@ def load_weights(model: Model, adamw: AdamW | None, tensors: Mapping[str, np.nda
 
 
 def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
-    """Sets the weights with which training begins, from a seed. MATRICES get normal random numbers, with the deviations
-    that the kind's first_weights gives. The padding of the vocabulary gets 0. For the rest first_weights says what.
+    """Sets the weights with which training begins, from a seed. The matrices get normal random numbers, with the
+    deviations that the kind's first_weights gives. The padding of the vocabulary gets 0. For the rest first_weights
+    says what.
 
     The host makes them a piece at a time.
     """
     config = model.config
     deviations, constants = model.first_weights(config)
-    model.check_names("first_weights", (*deviations, *constants))
+    unknown = {*deviations, *constants} - {name for name, *_ in config.PARAMETERS}
+    if unknown:
+        raise ValueError(f"{type(model).__name__}: first_weights names {min(unknown)}, which is none of PARAMETERS")
     zero(model, adamw)
     done, total, shown = 0, model.params_memory.size, time.monotonic()
     random, staged = np.random.default_rng(seed), np.empty(min(STAGED, total), np.float32)

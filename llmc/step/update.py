@@ -40,7 +40,7 @@ def decayed(model: Model, adamw: AdamW) -> list[tuple[int, int, float]]:
     """The ranges of this rank's parameters: (start, end, their weight decay)."""
     cut = [(0, model.params_memory.size, False)]
     if adamw.recipe.weight_decay:
-        cut = ranges(model.config.parameters(), model.config.sizes(), model.MATRICES)
+        cut = ranges(model.config.parameters(), model.config.sizes(), model.config.matrices)
     return [
         (begin, stop, adamw.recipe.weight_decay if is_matrix else 0.0)
         for start, end, is_matrix in cut
