@@ -134,10 +134,15 @@ def gpt2_forward(model: Model, acts, batch) -> None:
     layernorm_forward(acts.ln, acts.norm[0], acts.residual[0], params.norm[0], B, T, C)
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
+        p, a = params.layer[l], acts.layer[l]
+        matmul_forward(acts.proj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        fused_residual_forward(
+            acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], B, T, C
+        )  # fmt: skip
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l: reads acts.residual[l], and acts.ln, its norm. Sets acts.residual[l + 1], and acts.ln to its norm."""
+    """Layer l, from acts.residual[l] and acts.ln, its norm, up to acts.gelu: all that its backward pass reads."""
     params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -147,10 +152,6 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     fused_residual_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
 
     matmul_gelu_forward(acts.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
-    matmul_forward(acts.proj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-    fused_residual_forward(
-        acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], B, T, C
-    )
 
 
 def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
@@ -168,6 +169,9 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         dbias2=grads.layer[L - 1].fcprojb,
     )  # fmt: skip
     for l in reversed(range(L)):
+        if acts.recompute:  # the layers share memory, which has another layer's activations
+            layernorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
+            gpt2_layer_forward(model, acts, batch, l)
         gpt2_layer_backward(model, acts, batch, l, accumulate)
     embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
 

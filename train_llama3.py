@@ -192,16 +192,21 @@ class Llama3Config(Config):
 
 def llama3_forward(model: Model, acts, batch) -> None:
     """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
-    params, eps, B, T, (L, C, *_) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
+    params, eps, B, T, (L, C, *_, H) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C)
     rmsnorm_forward(acts.ln, acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C)
     for l in range(L):
         llama3_layer_forward(model, acts, batch, l)
+        p, a = params.layer[l], acts.layer[l]
+        matmul_forward(acts.proj, acts.swiglu, p.fcprojw, None, B, T, H, C)
+        fused_residual_rmsnorm_forward(
+            acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps, B, T, C
+        )
 
 
 def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l: reads acts.residual[l], and acts.ln, its norm. Sets acts.residual[l + 1], and acts.ln to its norm."""
+    """Layer l, from acts.residual[l] and acts.ln, its norm, up to acts.swiglu: all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
@@ -213,10 +218,6 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
 
     matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
     swiglu_forward(acts.swiglu, a.fch, B * T, H)
-    matmul_forward(acts.proj, acts.swiglu, p.fcprojw, None, B, T, H, C)
-    fused_residual_rmsnorm_forward(
-        acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps, B, T, C
-    )
 
 
 def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
@@ -228,12 +229,16 @@ def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None
     them, where a weight's gradient needs them.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
+    eps = model.config.norm_eps
 
     device.fill_zero(acts.dresidual)
     rmsnorm_backward(
         acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
     )  # fmt: skip
     for l in reversed(range(L)):
+        if acts.recompute:  # the layers share memory, which has another layer's activations
+            rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
+            llama3_layer_forward(model, acts, batch, l)
         llama3_layer_backward(model, acts, batch, l, accumulate)
     embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
 

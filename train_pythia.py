@@ -154,40 +154,44 @@ class PythiaConfig(Config):
 
 def pythia_forward(model: Model, acts, batch) -> None:
     """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
-    params, eps, B, T, (L, C, *_) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
+    config, params, B, T, (L, C, *_) = model.config, model.params, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
     parallel_residual_forward(
-        None, acts.lns, acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C, branches=[]
+        None, acts.lns, acts.norm[0], acts.residual[0], params.norm[0], config.norm_eps, B, T, C, branches=[]
     )  # fmt: skip
     for l in range(L):
         pythia_layer_forward(model, acts, batch, l)
+        p, a = params.layer[l], acts.layer[l]
+        matmul_forward(acts.fcproj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        residual, branches = a.residual2, [(acts.fcproj, dropout_at(batch.random, 2 + 2 * l))]
+        if config.parallel:
+            matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+            residual, branches = acts.residual[l], [(acts.proj, dropout_at(batch.random, 1 + 2 * l)), *branches]
+        parallel_residual_forward(
+            acts.residual[l + 1], acts.lns, acts.norm[l + 1], residual, params.norm[l + 1], config.norm_eps, B, T, C,
+            branches=branches,
+        )  # fmt: skip
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
     """Layer l, from acts.residual[l] and the outputs of the norms in front of it, acts.ln1 and, where there are two,
-    acts.ln2. The outputs of the next norms take their place."""
+    acts.ln2, up to acts.gelu: all that its backward pass reads."""
     config, params, B, T, (_, C, NH, HS, R) = model.config, model.params, batch.B, batch.T, model.sizes
-    p, a, residual, eps = params.layer[l], acts.layer[l], acts.residual[l], config.norm_eps
+    p, a = params.layer[l], acts.layer[l]
 
     matmul_forward(a.qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
     rope_forward(a.qkv, model.constant.rope, B, T, NH, NH, HS, R, batch.positions)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-    matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-    branches = [(acts.proj, dropout_at(batch.random, 1 + 2 * l))]
     if not config.parallel:
+        matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
         parallel_residual_forward(
-            a.residual2, [acts.ln2], a.norm2, residual, p.norm2, eps, B, T, C, branches=branches
+            a.residual2, [acts.ln2], a.norm2, acts.residual[l], p.norm2, config.norm_eps, B, T, C,
+            branches=[(acts.proj, dropout_at(batch.random, 1 + 2 * l))],
         )  # fmt: skip
-        residual, branches = a.residual2, []
 
     ln2 = acts.ln1 if config.tied_norm else acts.ln2
     matmul_gelu_forward(acts.gelu, a.fch, ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
-    matmul_forward(acts.fcproj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-    branches.append((acts.fcproj, dropout_at(batch.random, 2 + 2 * l)))
-    parallel_residual_forward(
-        acts.residual[l + 1], acts.lns, acts.norm[l + 1], residual, params.norm[l + 1], eps, B, T, C, branches=branches
-    )
 
 
 def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
@@ -212,6 +216,7 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
     them, where a weight's gradient needs them.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
+    eps = model.config.norm_eps
 
     device.fill_zero(acts.dresidual)
     parallel_residual_backward(
@@ -219,6 +224,11 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
         branches=branches_before(model, acts, batch, L),
     )  # fmt: skip
     for l in reversed(range(L)):
+        if acts.recompute:  # the layers share memory, which has another layer's activations
+            parallel_residual_forward(
+                None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C, branches=[]
+            )  # fmt: skip
+            pythia_layer_forward(model, acts, batch, l)
         pythia_layer_backward(model, acts, batch, l, accumulate)
     dencoded = acts.dresidual if batch.random is None else acts.dproj
     embedding_backward(grads.wte, None, dencoded, batch, B, T, C)

@@ -12,8 +12,7 @@ import numpy as np
 MOVED = {
     "layernorm_forward": "inp1 inp2 residual out",
     "layernorm_backward": "dout inp dinp dinp",
-    "rmsnorm_forward": "inp out",
-    "fused_residual_rmsnorm_forward": "inp1 inp2 residual out",
+    "rmsnorm_forward": "inp1 inp2 residual out",
     "rmsnorm_backward": "dout inp dinp dinp",
     "norm_transposed": "inp out_T",
     "qk_norm_forward": "inp out",

@@ -15,14 +15,16 @@ __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block
 
 // The block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with several warps for one long
 // row. A thread has loads of 32 numbers in flight. Shared memory: C floats, rounded up to a multiple of WIDTH, for each
-// row; a thread reads only what it wrote itself. x = inp1, or with ADD x = residual = inp1 + inp2. rstd and out are
-// computed from x as it is stored, rounded in bf16, because backward reads the stored x. The weight is a parameter,
-// whose address need not be a multiple of 16.
-template <bool ADD>
-__device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __restrict__ out, float* __restrict__ rstd,
-                                    const floatX* __restrict__ inp1, const floatX* __restrict__ inp2,
-                                    const floatX* __restrict__ weight, float eps, int N, int C) {
-    constexpr int AT_ONCE = (ADD ? 16 : 32) / WIDTH;  // vectors that are loaded before the first is used
+// row; a thread reads only what it wrote itself. x = inp1, or, if inp2 is given, x = residual = inp1 + inp2. Writes out
+// (N,C), rstd (N) and, if inp2 is given, residual (N,C). rstd and out are computed from x as it is stored, rounded in
+// bf16, because backward reads the stored x. The weight is a parameter, whose address need not be a multiple of 16.
+extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(floatX* __restrict__ residual, floatX* __restrict__ out,
+                                                               float* __restrict__ rstd,
+                                                               const floatX* __restrict__ inp1,
+                                                               const floatX* __restrict__ inp2,
+                                                               const floatX* __restrict__ weight, float eps, int N,
+                                                               int C) {
+    constexpr int AT_ONCE = 16 / WIDTH;  // vectors of each input that are loaded before the first is used
     DYNAMIC_SHARED(float, rows);
     const int n = blockIdx.x * blockDim.y + threadIdx.y, step = WIDTH * blockDim.x;
     trigger_programmatic_launch();
@@ -42,17 +44,17 @@ __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __res
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 if (i < C) x[b] = memory.load(inp1 + start + i, C - i);
-                if (ADD && i < C) y[b] = memory.load(inp2 + start + i, C - i);
+                if (inp2 != nullptr && i < C) y[b] = memory.load(inp2 + start + i, C - i);
             }
 #pragma unroll
             for (int b = 0; b < AT_ONCE; b++) {
                 const int i = first + b * step;
                 for (int k = 0; k < WIDTH; k++) {
-                    if (ADD) x[b].x[k] = rounded(x[b].x[k] + y[b].x[k]);
+                    if (inp2 != nullptr) x[b].x[k] = rounded(x[b].x[k] + y[b].x[k]);
                     sum += x[b].x[k] * x[b].x[k];  // 0 past the end of the row
                 }
                 if (i < C) Aligned::store(row + i, x[b], WIDTH);
-                if (ADD && i < C) memory.store(residual + start + i, x[b], C - i);
+                if (inp2 != nullptr && i < C) memory.store(residual + start + i, x[b], C - i);
             }
         }
         const float s = rsqrtf(row_sum(sum) / C + eps);
@@ -66,25 +68,6 @@ __device__ inline void forward_rows(floatX* __restrict__ residual, floatX* __res
         }
         if (threadIdx.x == 0) rstd[n] = s;
     });
-}
-
-// Writes out (N,C) and rstd (N).
-extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(floatX* __restrict__ out, float* __restrict__ rstd,
-                                                               const floatX* __restrict__ inp,
-                                                               const floatX* __restrict__ weight, float eps, int N,
-                                                               int C) {
-    forward_rows<false>(nullptr, out, rstd, inp, nullptr, weight, eps, N, C);
-}
-
-// Writes residual (N,C) too.
-extern "C" __global__ void PROGRAMMATIC fused_residual_rmsnorm_forward_kernel(floatX* __restrict__ residual,
-                                                                              floatX* __restrict__ out,
-                                                                              float* __restrict__ rstd,
-                                                                              const floatX* __restrict__ inp1,
-                                                                              const floatX* __restrict__ inp2,
-                                                                              const floatX* __restrict__ weight,
-                                                                              float eps, int N, int C) {
-    forward_rows<true>(residual, out, rstd, inp1, inp2, weight, eps, N, C);
 }
 
 // A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of

@@ -1,7 +1,8 @@
 """The memory of a model's activations, and views into it that a pass takes: in training, and when writing text.
 
-The views decide what stays. In training each layer keeps its own activations for backward. When a model writes text,
-all layers share the memory of one, and only keys and values stay.
+The views decide what stays. In training each layer keeps its own activations for backward; or, with --recompute, only
+the residual in front of it, and all layers share the memory of one. When a model writes text, they share it, too, and
+only keys and values stay.
 """
 
 from __future__ import annotations
@@ -71,12 +72,15 @@ class Activations:
 
     memory, grads_memory   activations, and their gradients: bytes
     logit_rows             the number of positions whose logits exist at a time (`--logit-rows`)
+    recompute              whether backward runs the forward pass of each layer again (`--recompute`)
     """
 
-    def __init__(self, model: Model, B: int, T: int, attention: str, logit_rows: int = 0):
+    def __init__(
+        self, model: Model, B: int, T: int, attention: str, logit_rows: int = 0, recompute: bool = False
+    ) -> None:  # fmt: skip
         self.model, self.B, self.T, self.attention = model, B, T, attention
-        self.logit_rows = min(logit_rows or B * T, B * T)
-        sizes = training_bytes(type(model), model.config, B, T, attention, logit_rows)
+        self.logit_rows, self.recompute = min(logit_rows or B * T, B * T), recompute
+        sizes = training_bytes(type(model), model.config, B, T, attention, logit_rows, recompute)
         self.memory, self.grads_memory = (device.empty((size,), np.uint8) for size in sizes)
         device.reserve(training_scratch(model.config, B, T, attention))
 
@@ -85,8 +89,9 @@ class Activations:
         `group_activations` groups them, and in each layer `attention`, what its attention keeps."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
         activations, gradients = training_tables(type(model), self.attention)
-        sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows)
+        sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
         acts = named(self.memory, activations, config, sizes)
+        acts.recompute = self.recompute
         for a in acts.layer:
             a.attention = Flash(a.lse) if self.attention == "flash" else Matrices(a.qkvr, a.att, relu)
             a.qkv = getattr(a, "qkv", acts.qkv)  # the layer's own, or the one that all layers share
@@ -126,9 +131,11 @@ def named(memory, table: Table, config: Config, sizes: dict[str, int]) -> Simple
     return name_tensors(memory, table, sizes, ALIGNMENT, config.absent, device.floatX)
 
 
-def batch_sizes(config: Config, B: int, T: int, logit_rows: int) -> dict[str, int]:
-    """What all symbols of the tables stand for, for a batch of (B, T). chunk: the rows of the logits."""
-    return config.sizes() | {"B": B, "T": T, "chunk": min(B * T, logit_rows or B * T)}
+def batch_sizes(config: Config, B: int, T: int, logit_rows: int, recompute: bool = False) -> dict[str, int]:
+    """What all symbols of the tables stand for, for a batch of (B, T). chunk: the rows of the logits. recompute: all
+    layers share the memory of one."""
+    sizes = config.sizes() | {"B": B, "T": T, "chunk": min(B * T, logit_rows or B * T)}
+    return sizes | ({"L": 1} if recompute else {})
 
 
 def cache_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
@@ -149,10 +156,10 @@ def cache_table(kind: type[Model]) -> Table:
 
 
 def training_bytes(
-    kind: type[Model], config: Config, B: int, T: int, attention: str, logit_rows: int = 0
+    kind: type[Model], config: Config, B: int, T: int, attention: str, logit_rows: int = 0, recompute: bool = False
 ) -> tuple[int, int]:
     """The bytes of activations, and of their gradients. The first also suffice for a Cache of one text, for samples."""
-    sizes = batch_sizes(config, B, T, logit_rows)
+    sizes = batch_sizes(config, B, T, logit_rows, recompute)
     activations, gradients = (table_bytes(table, config, sizes) for table in training_tables(kind, attention))
     return max(activations, cache_bytes(kind, config, 1, T)), gradients
 

@@ -171,6 +171,7 @@ token (N parameters, L layers, NH heads of size HS), as a share of what its tens
         ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
         ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
+        ("--recompute", on_off, False, "0|1", "keep of each layer only its input, and run it again in backward (0)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
         ("--seed", seed, None, "N", "seed of initial weights, sampling and dropout; also shuffles the data"),

@@ -325,7 +325,7 @@ def build_training(
     B, T, seed = flags.batch_size, flags.sequence_length, FIRST_SEED if flags.seed is None else flags.seed
     training = make_training(
         kind, config, B, T, attention, sharded=flags.zero_stage, bitwise=flags.bitwise, logit_rows=flags.logit_rows,
-        dropout=(flags.dropout, seed) if flags.dropout else None,
+        recompute=flags.recompute, dropout=(flags.dropout, seed) if flags.dropout else None,
         **{name: getattr(flags, name) for name in Recipe._fields},
     )  # fmt: skip
     rows = training.activations.logit_rows
@@ -425,6 +425,7 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
             *([("activations, weights", "bf16; AdamW, losses and statistics in fp32")]
               if device.precision == "bf16" else []),
             ("attention", args.attention),
+            *([("activations", "recomputed, but for each layer's input")] if args.recompute else []),
             *([("logits", f"of {args.logit_rows} positions at a time")] if args.logit_rows else []),
             *([("ranks", ranks_and_hosts()), ("exchange", collectives.way())] if ranks.size() > 1 else []),
             *([("AdamW's moments", f"shared out among {ranks.size()} ranks")] if training.exchange.sharded else []),

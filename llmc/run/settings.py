@@ -20,7 +20,7 @@ FIXED = (
 )  # fmt: skip
 MAY_CHANGE = (
     "learning_rate", "weight_decay", "grad_clip", "eps", "skip_nonfinite", "max_steps", "data", "val_data",
-    "raw_tokens", "zero_stage", "bitwise", "logit_rows",
+    "raw_tokens", "zero_stage", "bitwise", "logit_rows", "recompute",
 )  # fmt: skip
 
 # What old checkpoints, which do not record these flags, were trained with.

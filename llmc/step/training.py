@@ -37,12 +37,13 @@ class Training:
 
 def make_training(
     kind: type[Model], config: Config, B: int, T: int, attention: str, *, sharded: bool = False, bitwise: bool = False,
-    logit_rows: int | None = None, dropout: tuple[float, int] | None = None, **recipe: float,
+    logit_rows: int | None = None, recompute: bool = False, dropout: tuple[float, int] | None = None, **recipe: float,
 ) -> Training:  # fmt: skip
     """The parts for a model that all ranks train together, with batches of (B, T) on each. The parameters are not set
     yet. sharded: each rank keeps AdamW's state of its own shard only. logit_rows: the number of positions whose
-    logits exist at a time; 0: all; None: all, if every rank has enough memory, else CHUNK. dropout: rate and seed.
-    recipe: what differs from Recipe's defaults.
+    logits exist at a time; 0: all; None: all, if every rank has enough memory, else CHUNK. recompute: whether backward
+    runs each layer's forward pass again, so that of a layer only its input is kept. dropout: rate and seed. recipe:
+    what differs from Recipe's defaults.
 
     Raises UserError if the device has too little memory.
     """
@@ -50,25 +51,27 @@ def make_training(
     shard = shards_of(num_parameters(config))[ranks.rank()] if sharded else None
 
     def sizes(b: int, rows: int) -> dict[str, int]:
-        return training_sizes(kind, config, b, T, attention, shard, rows) | exchange_bytes(config, b, T, bitwise)
+        own = training_sizes(kind, config, b, T, attention, shard, rows, recompute)
+        return own | exchange_bytes(config, b, T, bitwise)
 
     if logit_rows is None:
         crowded = sum(sizes(B, 0).values()) > device.memory()[0]
         logit_rows = CHUNK if any(ranks.all_gather(crowded)) else 0
     megabytes = check_memory(lambda b: sizes(b, logit_rows), B, T)
     model = kind(config, T)
-    activations, batch = Activations(model, B, T, attention, logit_rows), Batch(B, T, dropout)
+    activations, batch = Activations(model, B, T, attention, logit_rows, recompute), Batch(B, T, dropout)
     adamw = AdamW(model, shard, Recipe(**recipe))
     exchange = Exchange(model, adamw, batch, sharded, bitwise)
     return Training(model, activations, activations.views(), batch, adamw, exchange, megabytes)
 
 
 def training_sizes(
-    kind: type[Model], config: Config, B: int, T: int, attention: str, shard: Range | None, logit_rows: int
-) -> dict[str, int]:
+    kind: type[Model], config: Config, B: int, T: int, attention: str, shard: Range | None, logit_rows: int,
+    recompute: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """The bytes of each buffer that training allocates, by name, without those of the exchange (exchange_bytes)."""
     n, X = num_parameters(config), device.floatX
-    activations, gradients = training_bytes(kind, config, B, T, attention, logit_rows)
+    activations, gradients = training_bytes(kind, config, B, T, attention, logit_rows, recompute)
     moments = 4 * (shard[1] - shard[0] if shard else n)
     master = {"master copy": moments} if X == device.BF16 else {}
     return {"parameters": X.itemsize * n, "activations": activations} | master | {
