@@ -49,8 +49,8 @@ from llmc.run.arguments import (
 )
 from llmc.run.program import run_program
 from llmc.step.generation import NOT_FINITE, Writer
+from llmc.step.memory import check_text_memory
 from llmc.step.sampler import samplers_of
-from llmc.step.training import check_memory, inference_sizes
 
 MOST_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
     T = min(context, max(map(len, tokens)) + args.tokens)
     attention = trained_attention(path, trained.get("attention"), args.attention)
     attention = choose_attention(attention, config.head_size)
-    check_memory(lambda b: inference_sizes(kind, config, b, T), count, T, texts=True)
+    check_text_memory(kind, config, count, T)
     cache = Cache(model_for_inference(kind, path, T), count, T, attention)
 
     tokens = [each for each in tokens for _ in range(args.samples)]

@@ -41,7 +41,7 @@ class CpuDevice:
     recording = True
     multiprocessors = 4  # not the number of cores: the way in which a sum is shared out decides how it is rounded
     has_streams = False  # so a plan runs in program order
-    main_stream = side_stream = None
+    stream = main_stream = side_stream = fetch_stream = update_stream = store_stream = None
     in_communication = False
 
     def __init__(self):
@@ -75,6 +75,11 @@ class CpuDevice:
         asynchronous."""
         return np.empty(shape, dtype)
 
+    def large_pinned(self, shape, dtype=np.float32) -> np.ndarray:
+        """A host array of zeros that may be as large as a buffer of the device. On CUDA it is page-locked memory
+        (host.py). `copy`, `copy_in` and `fill_zero` take such arrays, too. Raises UserError if the system refuses."""
+        return np.zeros(shape, dtype)
+
     def copy_in(self, dst, src: np.ndarray) -> None:
         """Starts to copy a contiguous host array over the beginning of a device array. src must not change until
         `synchronize`."""
@@ -101,7 +106,8 @@ class CpuDevice:
         array.fill(0)
 
     def copy(self, dst, src) -> None:
-        """Copies a contiguous device array over another of the same size and type."""
+        """Copies a contiguous device array over another of the same size and type. Either may be a host array of
+        `large_pinned` instead."""
         dst[:] = src
 
     def synchronize(self) -> None:
@@ -232,7 +238,8 @@ class CpuDevice:
     # Streams, as a recording uses them
 
     def on(self, stream: Any):
-        """A context: within it, work goes to this stream, main_stream or side_stream."""
+        """A context: within it, work goes to this stream. `stream` is the present one. main_stream and side_stream are
+        a recording's; fetch_stream, update_stream and store_stream are for what passes through the device."""
         return nullcontext()
 
     def mark(self, stream: Any) -> Any:

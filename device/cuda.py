@@ -14,6 +14,7 @@ from typing import Any
 from device.bf16 import DEFINES, floatX_of
 from device.cublas import Cublas
 from device.errors import UserError
+from device.host import page_locked
 from device.progress import progress
 from device.sources import architecture_of, cuda_source, programmatic_kernels
 
@@ -46,12 +47,15 @@ class CudaDevice:
         self.regions: dict[str, list] = defaultdict(list)  # of device.scratch
         self.opened: dict[str, int] = {}
         # Streams of our own, because the default stream cannot be captured into a graph. The main stream has priority
-        # over the side stream, because more work waits for it. The other two are for communication between GPUs: work
-        # for which other ranks wait comes first of all, and the rest when there is room.
+        # over the side stream, because more work waits for it. The next two are for communication between GPUs: work
+        # for which other ranks wait comes first of all, and the rest when there is room. With the last three, numbers
+        # of the host pass through the GPU, and are changed on their way.
         self.main_stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.side_stream = cupy.cuda.Stream(non_blocking=True)
         self.urgent_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
         self.patient_stream = cupy.cuda.Stream(non_blocking=True)
+        self.fetch_stream, self.store_stream = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self.update_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
         self.stream = self.main_stream
         self.stream.use()
         self.waiting: set = set()  # streams that wait for another stream before their next launch
@@ -82,7 +86,15 @@ class CudaDevice:
         memory = self.cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
+    def large_pinned(self, shape, dtype=np.float32) -> np.ndarray:
+        size, register = int(np.prod(shape)) * np.dtype(dtype).itemsize, self.cupy.cuda.runtime.hostRegister
+        memory = page_locked(size, self.identity, lambda address, size: register(address, size, 0))
+        return memory.view(dtype).reshape(shape)
+
     def copy_in(self, dst, src: np.ndarray) -> None:
+        if isinstance(dst, np.ndarray):
+            self.copy(dst.reshape(-1)[: src.size], src)
+            return
         dst.data.copy_from_host_async(src.ctypes.data, src.nbytes, self.stream)
 
     def copy_out(self, dst: np.ndarray, src) -> None:
@@ -98,9 +110,19 @@ class CudaDevice:
         yield from (self.to_host(array[start : start + PIECE]) for start in range(0, array.size, PIECE))
 
     def fill_zero(self, array) -> None:
+        if isinstance(array, np.ndarray):
+            self.synchronize()
+            array.fill(0)
+            return
         array.data.memset_async(0, array.nbytes, self.stream)
 
     def copy(self, dst, src) -> None:
+        if isinstance(dst, np.ndarray) or isinstance(src, np.ndarray):
+            runtime = self.cupy.cuda.runtime  # which sees from the addresses where each array lies
+            runtime.memcpyAsync(
+                self.address(dst), self.address(src), src.nbytes, runtime.memcpyDefault, self.stream.ptr
+            )
+            return
         dst.data.copy_from_device_async(src.data, src.nbytes, self.stream)
 
     def synchronize(self) -> None:
@@ -114,7 +136,7 @@ class CudaDevice:
         return free + self.cupy.get_default_memory_pool().free_bytes(), total
 
     def address(self, array) -> int:
-        return array.data.ptr
+        return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
     # Kernels
 

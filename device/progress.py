@@ -1,14 +1,37 @@
-"""How far this process is with compiling kernels. If that takes long, a line on stderr says so, and more follow.
-LLMC_QUIET=1 leaves them out."""
+"""How far this process is with compiling kernels, or with something else. If that takes long, a line on stderr says so,
+and more follow. LLMC_QUIET=1 leaves them out."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PATIENCE, INTERVAL = 5, 10  # seconds of compilation until the first line, and from one line to the next
+PATIENCE, INTERVAL = 5, 10  # seconds until the first line, and from one line to the next
+
+
+def quiet() -> bool:
+    return os.environ.get("LLMC_QUIET", "0") not in ("", "0")
+
+
+@contextmanager
+def telling(how_far: Callable[[], str]) -> Iterator[None]:
+    """Within it something is done that may take long. how_far: what a line says, but for the seconds."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        patience = PATIENCE
+        while not over.wait(patience):
+            print(f"{how_far()} after {time.monotonic() - begun:.0f} s", file=sys.stderr)
+            patience = INTERVAL
+
+    if not quiet():
+        threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 class Progress:
@@ -29,7 +52,7 @@ class Progress:
             self.running += 1
             if self.running == 1:
                 self.begun, self.over = time.monotonic() - self.spent, threading.Event()
-                if os.environ.get("LLMC_QUIET", "0") in ("", "0"):
+                if not quiet():
                     threading.Thread(target=self._tell, args=(self.over, self.begun), daemon=True).start()
         try:
             yield

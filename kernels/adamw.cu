@@ -10,15 +10,17 @@ constexpr float LARGEST = 1.8446743e19f;  // its square is just finite
 // the square of a gradient would not be finite, its thread leaves its parameters as they are and sets norm[3] = 1.
 // The host computes complement = 1 - beta and correction = 1 - beta^t in double precision. In fp32 the difference
 // 1 - 0.999 would be off by 1e-5 of itself.
-// rounded: the copy in bf16, or null.
+// rounded: the copy in bf16, or null. rates: lr, correction1 and correction2, where a step that is replayed would have
+// those of another step as arguments; or null.
 extern "C" __global__ void adamw_kernel(float* params, bf16* rounded, const float* grads, float* m, float* v,
-                                        float* norm, size_t n, float lr, float beta1, float beta2, float complement1,
-                                        float complement2, float correction1, float correction2, float eps,
-                                        float weight_decay) {
+                                        float* norm, const float* rates, size_t n, float lr, float beta1,
+                                        float beta2, float complement1, float complement2, float correction1,
+                                        float correction2, float eps, float weight_decay) {
     const size_t i = FLOATS * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= n) return;
     const float scale = norm[1];
     if (scale != scale) return;
+    if (rates != nullptr) lr = rates[0], correction1 = rates[1], correction2 = rates[2];
     const int left = n - i < FLOATS ? (int)(n - i) : FLOATS;
     // All buffers of floats are aligned alike.
     by_alignment(left == FLOATS && is_aligned(params) && is_aligned(rounded, 8), [&](auto memory) {

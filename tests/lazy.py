@@ -44,6 +44,7 @@ class LazyDevice(device.CpuDevice):
     def __init__(self):
         super().__init__()
         self.main_stream, self.side_stream, self.urgent_stream = ([] for _ in range(3))
+        self.fetch_stream, self.update_stream, self.store_stream = ([] for _ in range(3))
         self.done = {id(stream): 0 for stream in self.streams}
         self.stream, self.communicating, self.tape = self.main_stream, False, None
         self.time = 0.0  # its clock: each work takes a millisecond
@@ -52,7 +53,8 @@ class LazyDevice(device.CpuDevice):
 
     @property
     def streams(self) -> list[list]:
-        return [self.main_stream, self.side_stream, self.urgent_stream]
+        passing = [self.fetch_stream, self.update_stream, self.store_stream]
+        return [self.main_stream, self.side_stream, self.urgent_stream, *passing]
 
     def put(self, work, *arguments, **options) -> None:
         self.give("put", self.stream, partial(work, *arguments, **options))

@@ -10,7 +10,7 @@ from llmc.data.dataloader import sort_by_token
 from llmc.model.ranges import overlaps, without
 from llmc.ranks import ranks
 from llmc.ranks.exchange import barrier, buckets, shards_of, share_length, share_of
-from llmc.step.training import training_sizes
+from llmc.step.memory import Plan, training_sizes
 from models import ODD
 from oracle import guarded, normal
 from train_gpt2_fp32 import GPT2
@@ -250,9 +250,9 @@ def test_sharded_moments_take_a_rank_less_memory(N, precision, width, shared_out
     """8 / N bytes a parameter, in bf16 12 / N, to a vector of 16 bytes of parameters."""
     device.use("cpu")
     device.use_precision(precision)
-    whole = training_sizes(GPT2, ODD, 1, 16, "softmax", None, 0)
+    whole = training_sizes(GPT2, ODD, Plan(1, 16, "softmax"))
     monkeypatch.setattr(ranks, "size", lambda: N)
     n = whole["gradients"] // 4
-    shared = training_sizes(GPT2, ODD, 1, 16, "softmax", shards_of(n)[0], 0)
+    shared = training_sizes(GPT2, ODD, Plan(1, 16, "softmax", shard=shards_of(n)[0]))
     assert {name for name in whole if whole[name] != shared[name]} == shared_out
     assert all(n / N <= shared[name] / 4 < n / N + width for name in shared_out)

@@ -12,6 +12,7 @@ from llmc.model.activations import Activations, Cache
 from llmc.model.adamw import AdamW
 from llmc.model.batch import Batch
 from llmc.model.model import Model
+from llmc.model.offload import Offload
 from llmc.ranks.exchange import Exchange, Rows, StepPlan
 from llmc.run.logger import Logs
 from llmc.run.run import Run
@@ -139,7 +140,7 @@ def test_no_modules_import_one_another_in_a_circle():
 # A part of a run, and how many attributes it may have.
 PARTS = dict.fromkeys([
     Model, AdamW, Batch, Cache, Activations, Training, Exchange, Rows, StepPlan, Writer, Saver, Validation, Watch, Logs,
-    Guard,
+    Guard, Offload,
 ], 8) | {Run: 12}  # fmt: skip
 
 

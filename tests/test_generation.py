@@ -12,8 +12,9 @@ from llmc.model.activations import Activations, Cache
 from llmc.model.batch import Batch
 from llmc.model.weights import put
 from llmc.step.generation import Writer, print_sample
+from llmc.step.memory import inference_sizes
 from llmc.step.sampler import Sampler, samplers_of
-from llmc.step.training import Training, inference_sizes
+from llmc.step.training import Training
 from models import (
     FAMILIES,
     ONE_OF_EACH,

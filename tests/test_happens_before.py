@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import device
 from device import recording
+from llmc.model import offload
 from llmc.model.batch import Batch
 from llmc.ranks import collectives, exchange, ranks
 from llmc.step.training import Training, make_training
@@ -26,6 +27,7 @@ N, B, T = 2, 2, 8
 OF_PARTS = {
     "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "master", "norm"), "exchange": ("received", "sums"),
 }  # fmt: skip
+OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one
 SPARSE = ("wte_values", "wte_indices")
 
 
@@ -77,9 +79,8 @@ class Gpu(device.CpuDevice):
         self.new_streams()
 
     def new_streams(self) -> None:
-        self.side_stream, self.urgent_stream, self.patient_stream = (
-            Stream(self.rank, name, self.log) for name in ("side", "urgent", "patient")
-        )
+        for name in OTHERS_OF_GPU:
+            setattr(self, f"{name}_stream", Stream(self.rank, name, self.log))
 
     def mark(self, stream: Stream) -> "Mark":
         assert stream.captured or not self.capturing, "a graph waits for a stream that it does not have"
@@ -115,10 +116,10 @@ class Gpu(device.CpuDevice):
 
         def launch(stream: Stream) -> None:
             assert self.communicating is None, "nobody waits for what has been communicated before a graph"
-            outside = self.side_stream, self.urgent_stream, self.patient_stream
+            outside = {f"{name}_stream": getattr(self, f"{name}_stream") for name in OTHERS_OF_GPU}
             self.new_streams()
             device.CudaDevice.capture(self, work)
-            self.side_stream, self.urgent_stream, self.patient_stream = outside
+            vars(self).update(outside)
 
         return SimpleNamespace(launch=launch)
 
@@ -189,6 +190,7 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "peer_access", lambda: True),
         (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce),
         (exchange, "LARGEST_BUCKET", 400), (exchange, "SMALLEST_BUCKET", 1000),
+        (offload, "PIECE", 4000),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stands)
     device.use("cpu")
@@ -199,6 +201,9 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         parts = {part: getattr(trainings[-1], part) for part in OF_PARTS}
         arrays = {name: getattr(parts[part], name) for part, names in OF_PARTS.items() for name in names}
         arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
+        if flags.get("offload"):
+            arrays |= {f"buffer {i}": x for i, x in enumerate(parts["adamw"].offload.buffers)}
+            arrays["rates"] = parts["adamw"].offload.rates
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     gpu = Gpu()
     device.current.device = gpu
@@ -268,7 +273,8 @@ def races(logs: list[list], places: dict) -> set[str]:
 OTHERS = [config for config, attention in ONE_OF_EACH if attention == "softmax"]
 CONFIGS = [replace(ODD, num_layers=3), *OTHERS, replace(ODD, num_layers=1)]
 FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip": 0.1}, {"bitwise": True},
-         {"sharded": True, "bitwise": True}]
+         {"sharded": True, "bitwise": True}, {"offload": True}, {"sharded": True, "offload": True},
+         {"sharded": True, "bitwise": True, "offload": True}]
 EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
 CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CONFIGS[0], 1, False)]
 CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
@@ -303,6 +309,21 @@ def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch)
     logs, places = logs_of(CONFIGS[0], monkeypatch, record=record, sharded=sharded)
     with pytest.raises(AssertionError):
         assert not races(list(map(change, logs)), places)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name, other", [
+    ("fetch", "urgent"),   # the state for the gradients' norm
+    ("fetch", "store"),    # a buffer until it is stored
+    ("update", "fetch"),
+    ("store", "update"),
+    ("urgent", "update"),  # what reads parameters for their update
+    ("urgent", "store"),   # the next step for the state
+])  # fmt: skip
+def test_a_wait_of_what_passes_through_the_device_that_is_missing_is_noticed(name, other, sharded, monkeypatch):
+    logs, places = logs_of(CONFIGS[0], monkeypatch, sharded=sharded, offload=True)
+    with pytest.raises(AssertionError):
+        assert not races(list(map(without_waits(name, other), logs)), places)
 
 
 @pytest.mark.parametrize("config", [

@@ -7,8 +7,9 @@ import device
 from conftest import switch_device
 from llmc.model.activations import Activations
 from llmc.ranks import ranks
-from llmc.step import training as trainings
-from llmc.step.training import make_training, training_sizes
+from llmc.step import memory
+from llmc.step.memory import Plan, training_sizes
+from llmc.step.training import make_training
 from models import ONE_OF_EACH, build, flat_parameters, kind_of, make_batches, name_of, send
 from oracle import BF16, assert_close, model_tolerance
 
@@ -71,7 +72,7 @@ def test_chunks_take_the_memory_of_one(monkeypatch, config, attention):
     switch_device("cpu", monkeypatch)
     kind, config = kind_of(config), replace(config, vocab_size=5000)
     sizes = [
-        training_sizes(kind, config, 8, 32, attention, None, rows)["activations"] for rows in (256, 0, 128, 16)
+        training_sizes(kind, config, Plan(8, 32, attention, rows))["activations"] for rows in (256, 0, 128, 16)
     ]
     assert sizes[0] == sizes[1] == sizes[2] + 4 * 128 * 5120
     assert sizes[2] > sizes[3]  # in a Pythia other tensors lie there, too
@@ -83,8 +84,8 @@ def test_chunks_take_the_memory_of_one(monkeypatch, config, attention):
 def test_where_the_whole_does_not_fit_on_every_rank_all_take_chunks(monkeypatch, others):
     config, attention = ONE_OF_EACH[0]
     switch_device("cpu", monkeypatch)
-    needed = sum(training_sizes(kind_of(config), config, B, T, attention, None, 0).values())
-    monkeypatch.setattr(trainings, "CHUNK", ROWS)
+    needed = sum(training_sizes(kind_of(config), config, Plan(B, T, attention)).values())
+    monkeypatch.setattr(memory, "CHUNK", ROWS)
     asked = []
     monkeypatch.setattr(ranks, "all_gather", lambda crowded: [*asked, asked.append(crowded) or crowded, others])
     for free, rows in (needed, ROWS if others else B * T), (needed - 1, ROWS):

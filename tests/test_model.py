@@ -32,8 +32,9 @@ from llmc.model.tensors import (
 )
 from llmc.model.weights import model_for_inference, randomize
 from llmc.step.generation import Writer, print_sample
+from llmc.step.memory import Plan, inference_sizes, training_sizes
 from llmc.step.sampler import Sampler
-from llmc.step.training import inference_sizes, make_training, training_sizes
+from llmc.step.training import make_training
 from llmc.step.update import adamw_update
 from models import (
     EVEN,
@@ -363,15 +364,16 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
     for name in ("empty", "asarray"):
         monkeypatch.setattr(dev.current.device, name, no_allocation)
     kind, needed = kind_of(config), r"needs \d+ MiB.* MiB are free on .*: "
-    with pytest.raises(UserError, match=rf"B=640, T=32 {needed}at most -b \d+ fits, or choose .*\(-e\)$") as caught:
+    message = rf"B=640, T=32 {needed}at most -b \d+ or .* fits, or choose .*\(-e\)$"
+    with pytest.raises(UserError, match=message) as caught:
         make_training(kind, config, 640, 32, attention, logit_rows=0)
     fitting = int(re.search(r"at most -b (\d+)", str(caught.value))[1])
     bytes_of = [
-        sum(training_sizes(kind, config, B, 32, attention, None, 0).values()) for B in (fitting, fitting + 1)
+        sum(training_sizes(kind, config, Plan(B, 32, attention)).values()) for B in (fitting, fitting + 1)
     ]
     assert bytes_of[0] <= 5 << 20 < bytes_of[1]
     monkeypatch.setattr(dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
-    with pytest.raises(UserError, match=f"B=640, T=32 {needed}-b 1 does not fit either, so lower -t"):
+    with pytest.raises(UserError, match=f"B=640, T=32 {needed}no flag makes -b 1 fit, so lower -t"):
         make_training(kind, config, 640, 32, attention, logit_rows=0)
 
 
@@ -380,7 +382,7 @@ def test_a_model_for_inference_has_no_gradients_and_needs_less_memory(dev, confi
     kind = kind_of(config)
     model = kind(config, 32, inference=True)
     assert model.grads is None and model.grads_memory is None
-    training, inference = training_sizes(kind, config, 8, 32, "softmax", None, 0), inference_sizes(kind, config, 8, 32)
+    training, inference = training_sizes(kind, config, Plan(8, 32, "softmax")), inference_sizes(kind, config, 8, 32)
     assert sum(inference.values()) < sum(training.values())
 
 

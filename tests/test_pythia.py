@@ -7,7 +7,7 @@ import device
 from device.errors import UserError
 from llmc.files.checkpoint import read_model, read_model_header, write_model
 from llmc.model.tensors import name_tensors, num_parameters
-from llmc.step.training import training_sizes
+from llmc.step.memory import Plan, training_sizes
 from models import PYTHIA_ODD
 from train_gpt2_fp32 import GPT2Config
 from train_pythia import Pythia, PythiaConfig
@@ -62,7 +62,7 @@ def test_the_suite_has_the_sizes_of_the_originals(name):
 def test_pythia_160m_trains_in_4700_mib():
     config = PythiaConfig.described("pythia-160m")
     device.use("cpu")
-    own = training_sizes(Pythia, config, 4, 1024, "flash", None, 0)
+    own = training_sizes(Pythia, config, Plan(4, 1024, "flash"))
     assert sum(own.values()) <= 4700 << 20
 
 

@@ -376,6 +376,15 @@ def test_a_bf16_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(fol
 
 
 @ALL_WAYS
+@pytest.mark.parametrize("zero", ["1", pytest.param("0", marks=pytest.mark.long)])
+def test_ranks_that_keep_their_state_on_the_host_save_the_same_bytes(folder, zero):
+    flags = ["-z", zero, "--precision", "bf16", "-n", "2"]
+    for directory, more in (("without", []), ("with", ["--offload"])):
+        run(folder, *steps(*flags, "--checkpoint-dir", directory, *more, gpus=2))
+    assert bytes_of(folder, "with") == bytes_of(folder, "without") != {}
+
+
+@ALL_WAYS
 @pytest.mark.long
 def test_two_runs_on_the_same_ranks_are_the_same_to_the_last_bit(folder):
     for name in "ab":

@@ -6,7 +6,7 @@ import device
 from doc.draw.figure import Figure
 from llmc.model.activations import batch_sizes, training_scratch, training_tables
 from llmc.model.tensors import ALIGNMENT, FP32, layout
-from llmc.step.training import training_sizes
+from llmc.step.memory import Plan, training_sizes
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 B, T, ATTENTION = 4, 1024, "flash"
@@ -25,7 +25,7 @@ def draw() -> str:
     device.use("cpu")
     config = GPT2Config.described("d12")
     sizes = batch_sizes(config, B, T, 0)
-    sizes_of = training_sizes(GPT2, config, B, T, ATTENTION, None, 0)
+    sizes_of = training_sizes(GPT2, config, Plan(B, T, ATTENTION))
     activations, gradients = training_tables(GPT2, ATTENTION)
     parameters = parts(config.parameters(), sizes, 1, config.absent)
     tables = {

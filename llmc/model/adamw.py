@@ -1,12 +1,15 @@
-"""The state of AdamW. llmc/step/update.py has a step of it."""
+"""The state of AdamW, and its update of ranges of the parameters. llmc/step/update.py has a step of it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import device
+from kernels.adamw import adamw as adamw_launch
 from llmc.model.model import Model
-from llmc.model.ranges import Range
+from llmc.model.offload import Offload, Piece
+from llmc.model.ranges import Range, overlaps
+from llmc.model.tensors import ranges
 
 
 class Recipe(NamedTuple):
@@ -34,18 +37,78 @@ class AdamW:
     master (length,)      in bf16 the parameters as AdamW updates them, fp32. It is needed because learning rates are so
                           small that most bf16 parameters would never change. In fp32 None.
     first                 the place of the shard's first parameter among all of them
+    offload               with `--offload` m, v and master lie in page-locked memory of the host, and this has what it
+                          takes to update them. Else None
     norm (4,)             the norm of the gradients; the factor that clips them; how many steps were not finite; and
                           whether a parameter of this rank was left out (kernels/adamw.py), which the next step tells
                           all ranks
     """
 
-    def __init__(self, model: Model, shard: Range | None, recipe: Recipe):
+    def __init__(self, model: Model, shard: Range | None, recipe: Recipe, offload: bool = False):
         self.recipe = recipe
         self.first, end = shard or (0, model.params_memory.size)
         length = end - self.first
-        self.m, self.v, self.norm = device.zeros((length,)), device.zeros((length,)), device.zeros((4,))
-        self.master = device.empty((length,)) if model.has_copy else None
+        zeros, empty = (device.large_pinned, device.large_pinned) if offload else (device.zeros, device.empty)
+        self.m, self.v, self.norm = zeros((length,)), zeros((length,)), device.zeros((4,))
+        self.master = empty((length,)) if model.has_copy else None
+        there = [x for x in (self.m, self.v, self.master) if x is not None]
+        self.offload = Offload(there, self.first) if offload else None
 
     @property
     def shard(self) -> Range:
         return self.first, self.first + self.m.size
+
+    def update(self, model: Model, wanted: list[Range], lr: float, t: int) -> None:
+        """Updates those of some ranges of the parameters that are in the shard; t counts steps from 1."""
+        for start, end, decay in self.decayed(model):
+            for begin, stop in overlaps([(start, end)], wanted):
+                own = slice(begin - self.first, stop - self.first)
+                master = self.master[own] if self.master is not None else None
+                self.launch(model, begin, stop, decay, self.m[own], self.v[own], master, lr, t)
+
+    def decayed(self, model: Model) -> list[tuple[int, int, float]]:
+        """The ranges of the shard: (start, end, their weight decay)."""
+        cut = [(0, model.params_memory.size, False)]
+        if self.recipe.weight_decay:
+            cut = ranges(model.config.parameters(), model.config.sizes(), model.config.matrices)
+        return [
+            (begin, stop, self.recipe.weight_decay if is_matrix else 0.0)
+            for start, end, is_matrix in cut
+            for begin, stop in overlaps([(start, end)], [self.shard])
+        ]
+
+    def pass_through(self, model: Model, wanted: list[Range]) -> None:
+        """Does the same with `offload`, for the step for which offload.set_rates was called."""
+        pieces = self.pieces(model, wanted)
+
+        def work(_) -> None:
+            for number, piece in enumerate(pieces):
+                self.pass_piece(model, piece, number, len(pieces))
+
+        device.communicate(work)
+        device.join_communication()
+
+    def pieces(self, model: Model, wanted: list[Range]) -> list[Piece]:
+        """Cuts those of some ranges of the parameters that are in the shard into pieces, in the given order."""
+        of_decay = self.decayed(model)
+        parts = ((*both, decay) for one in wanted for start, end, decay in of_decay
+                 for both in overlaps([(start, end)], [one]))  # fmt: skip
+        return self.offload.pieces(parts)
+
+    def pass_piece(self, model: Model, piece: Piece, number: int, count: int) -> None:
+        """Updates a piece (Offload.pass_through)."""
+
+        def update(start: int, end: int, decay: float, m, v, master=None) -> None:
+            self.launch(model, start, end, decay, m, v, master, rates=self.offload.rates)
+
+        self.offload.pass_through(piece, update, number, count)
+
+    def launch(self, model: Model, start: int, end: int, decay: float, m, v, master, lr=0.0, t=1, rates=None) -> None:
+        """Launches the kernel on a range of the parameters. m, v and, in bf16, master: the range's state."""
+        params, recipe, rounded = model.params_memory[start:end], self.recipe, None
+        if master is not None:
+            params, rounded = master, params
+        adamw_launch(
+            params, model.grads_memory[start:end], m, v, self.norm, end - start, lr, recipe.beta1, recipe.beta2,
+            recipe.eps, decay, t, rounded=rounded, rates=rates,
+        )  # fmt: skip

@@ -269,7 +269,13 @@ def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
     for r, (start, end) in enumerate(shards):
         for at in range(0, end - start, PIECE):
             length = min(PIECE, end - start - at)
-            piece = shard[at : at + length] if r == ranks.rank() else staged[:length]
+            piece = staged[:length]
+            if r == ranks.rank():
+                own = shard[at : at + length]
+                if isinstance(own, np.ndarray):  # it may be on the host
+                    device.copy(piece, own)
+                else:
+                    piece = own
             broadcast([(piece, r)])
             device.join_communication()
             yield device.to_host(piece)

@@ -12,6 +12,9 @@ shard of the flat buffers and updates the parameters of this shard. The other ra
 forward reads first at the end of the update (`gather_first`), the rest beside the next step's forward pass. In a
 bitwise run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
+With `--offload` (llmc/model/offload.py) most updates are made beside the next step's forward pass, too: on a single
+rank and without -z each before the first launch that needs it, with -z each before its gather.
+
 GPUs with peer access do all this by copies, and by the kernels of kernels/exchange.cu, which slow the step down less
 than NCCL's kernels do. Other devices use llmc/ranks/collectives.py. All devices use it for the few numbers of the norm
 and for checkpoints.
@@ -23,6 +26,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import count
 
 import device
 from device import Insertion, Launch, ceil_div
@@ -31,6 +35,7 @@ from kernels.exchange import checksum, gather_rows, sum_buffers
 from llmc.model.adamw import AdamW
 from llmc.model.batch import Batch
 from llmc.model.model import Model
+from llmc.model.offload import Piece
 from llmc.model.ranges import Range, length, overlaps, without
 from llmc.model.tensors import Config, layout, num_parameters
 from llmc.model.weights import load_weights
@@ -69,7 +74,8 @@ def exchange_bytes(config: Config, B: int, T: int, bitwise: bool) -> dict[str, i
 
 
 class Exchange:
-    """The exchange of a model's gradients and parameters among all ranks. With a single rank it does nothing.
+    """The exchange of a model's gradients and parameters among all ranks. With a single rank there is nothing to
+    exchange.
 
     sharded: a rank updates its own shard of the flat buffers. bitwise: it also has `sums`, the sums of its own shard's
     gradients over a step's batches. received is room for what other ranks send. peers: the buffers of all ranks, for
@@ -78,7 +84,7 @@ class Exchange:
     """
 
     def __init__(self, model: Model, adamw: AdamW, batch: Batch, sharded: bool = False, bitwise: bool = False):
-        self.model, self.sharded, self.bitwise = model, sharded, bitwise
+        self.model, self.adamw, self.sharded = model, adamw, sharded
         buffers = {name: device.empty((size // 4,)) for name, size in
                    exchange_bytes(model.config, batch.B, batch.T, bitwise).items()}  # fmt: skip
         self.sums, self.received = buffers.get("sums of batches"), buffers.get("others' gradients")
@@ -93,6 +99,15 @@ class Exchange:
         if bitwise:
             device.fill_zero(self.sums)
         self.rows = batch.rows = Rows(self, batch, adamw) if ranks.size() > 1 else None
+
+    @property
+    def bitwise(self) -> bool:
+        return self.sums is not None
+
+    @property
+    def pending(self) -> list[Range]:
+        """With `--offload`, the parameters that still lack the last step's update."""
+        return self.adamw.offload.pending if self.adamw.offload else []
 
     @property
     def shards(self) -> list[Range]:
@@ -112,21 +127,24 @@ class Exchange:
         tells `work` that every batch is both. device.record says what `work` must do. All ranks must call the function
         alike."""
 
-        def batch(first: bool, last: bool) -> None:
+        def batch(first: bool, last: bool, updates: bool) -> None:
             work(first or self.bitwise, last or self.bitwise)
 
         recording = device.record(batch, [self.model.grads_memory], self.insertions)
 
         def forward_backward(first: bool, last: bool) -> None:
-            planned = recording.follows_plan(first, last)
+            updates = first and self.pending != []  # after a checkpoint, for example, nothing is pending
+            planned = recording.follows_plan(first, last, updates)
+            if first and not planned:
+                self.gather_parameters()
             if ranks.size() > 1:
-                if first and not planned:
-                    self.gather_parameters()
                 self.rows.begin(first and planned, last)
                 if first and not planned:
                     self.rows.share_overflow()
                     device.join_communication()
-            recording(first, last)
+            recording(first, last, updates)
+            if updates:
+                self.adamw.offload.pending = []
             if self.bitwise:
                 self.add_batch()
             elif last and not planned:
@@ -135,14 +153,17 @@ class Exchange:
 
         return forward_backward
 
-    def insertions(self, arguments: tuple[bool, bool], launches: list[Launch]) -> list[Insertion]:
-        """What ranks exchange beside these launches of a batch that is the first, or the last, of its step."""
-        first, last = arguments
+    def insertions(self, arguments: tuple[bool, bool, bool], launches: list[Launch]) -> list[Insertion]:
+        """What is done beside these launches of a batch that is the first, or the last, of its step: what ranks
+        exchange, and the updates that the step before has left to this batch, if it has."""
+        first, last, updates = arguments
         found: list[Insertion] = []
+        if updates and not self.sharded:
+            found += self.insertions_of_update(launches)
         if ranks.size() == 1:
             return found
         if first and self.sharded:
-            found += self.plan.gathers(self, launches)
+            found += self.plan.gathers(self, launches, updates)
         if last and not self.bitwise:
             found += self.plan.sums(self, launches)
         ranks.check_same("the plan of the exchange", self.plan.fingerprint(), "start the same program on all machines")
@@ -224,14 +245,42 @@ class Exchange:
         is updated. A rank then lacks the others that it does not update, and it does not know whether another rank has
         left out a parameter. The next step brings both. Without -z a rank first updates what has its sums."""
         everything = [(0, self.model.params_memory.size)]
+        if self.adamw.offload and not self.sharded:
+            self.adamw.offload.pending = everything
+            return
         early = self.plan.first if self.sharded else without(everything, self.late(checked)[1])
         yield early
         if self.sharded:
             self.gather_first(early)
         else:
             device.join_communication()
-        yield without(everything, early)
+        if self.adamw.offload and early:
+            self.adamw.offload.pending = self.plan.later(self.rows.embedding)
+            yield without(self.rows.embedding, early)
+        else:
+            yield without(everything, early)
         device.join_communication()  # waits for what gather_first has started
+
+    def insertions_of_update(self, launches: list[Launch]) -> list[Insertion]:
+        """With `--offload`, the insertions that update all parameters. Each comes before the first launch that reads
+        one of its parameters, or reads or writes the gradient of one."""
+        params, grads, config = self.model.params_memory, self.model.grads_memory, self.model.config
+        touched = [parts_in(params, one.reads) + parts_in(grads, one.reads + one.writes) for one in launches]
+        first = {one: next((i for i, parts in enumerate(touched) if device.touch([one], parts)), len(launches))
+                 for one in parameter_ranges(config)}  # fmt: skip
+        order = sorted(first, key=lambda one: (first[one], one))
+        pieces = self.adamw.pieces(self.model, order)
+
+        def before(piece: Piece) -> int | None:
+            """The first launch that needs a piece. It needs the first part, because parts are in that order."""
+            launch = next(first[one] for one in order if one[0] <= piece[0].start < one[1])
+            return launch if launch < len(launches) else None
+
+        return [
+            Insertion(lambda _, i=i, piece=piece: self.adamw.pass_piece(self.model, piece, i, len(pieces)),
+                      before=before(piece))
+            for i, piece in enumerate(pieces)
+        ]  # fmt: skip
 
     def lacks_sums(self, checked: list[Range]) -> bool:
         """Whether this rank has only its own shard's sums of the gradients in some ranges. Ranks with peer access sum
@@ -315,9 +364,12 @@ class Exchange:
     # Parameters
 
     def gather_parameters(self) -> None:
-        """With -z, after each rank has updated its shard: gives every rank all parameters. All ranks must call it
-        before anything reads parameters. Only a recorded step need not, because it gathers them in the order of its
-        reads."""
+        """Does what is left of the last update, with `--offload`. With -z, it then gives every rank all parameters. All
+        ranks must call it before anything reads parameters. Only a recorded step need not, because it does both in the
+        order of its reads."""
+        if self.pending:
+            self.adamw.pass_through(self.model, self.pending)
+            self.adamw.offload.pending = []
         if self.sharded:
             self.wait_for_ranks()
             self.start_gather("params", [(0, self.model.params_memory.size)])
@@ -340,6 +392,16 @@ class Exchange:
                     sum_buffers(addresses[rank : rank + 1], addresses[r : r + 1], words, BLOCKS)
 
         device.communicate(work)
+
+    def update_and_gather(self, ranges: list[Range], pieces: list[tuple[int, Piece]], count: int) -> None:
+        """With `--offload`, in the work of device.communicate: updates this rank's part of some ranges, and then gets
+        the rest from the ranks that have updated it. pieces: this rank's part, with the numbers of the pieces, of which
+        there are `count` in all."""
+        for number, piece in pieces:
+            self.adamw.pass_piece(self.model, piece, number, count)
+        if self.peers:
+            self.meet()
+        self.gather("params", ranges)
 
     def start_gather(self, name: str, ranges: list[Range]) -> None:
         """Starts to copy ranges of a flat buffer, "params" or "grads", from the ranks whose shards they are in to all
@@ -406,6 +468,8 @@ class Exchange:
         """The parameters, fp32, and AdamW's m and v of all of them, (num_parameters,) each, for save_checkpoint. If a
         rank has only its shard, they are pieces. Every rank must then ask for all pieces, in this order."""
         params = self.model.params_memory if adamw.master is None else adamw.master
+        if adamw.offload:
+            device.synchronize()  # until all pieces are stored
 
         def whole(own):
             return collectives.whole(own, self.shards) if own.size < self.model.params_memory.size else own
@@ -446,9 +510,9 @@ class Rows:
     def share_overflow(self) -> None:
         """Tells all ranks whether a gradient of the step before has overflowed (norm[3] of `adamw`). With -z only the
         owner of its parameter has seen that. No rank reads or writes this number before AdamW, and all ranks meet again
-        in front of AdamW. So one rank can sum it for all."""
+        in front of AdamW. So one rank can sum it for all. With `--offload` the norm tells of every gradient."""
         exchange = self.exchange
-        if not exchange.sharded:
+        if not exchange.sharded or exchange.adamw.offload:
             return
         if not exchange.peers:
             collectives.all_reduce([self.norm[3:]])
@@ -489,8 +553,14 @@ class StepPlan:
     def fingerprint(self) -> str:
         return hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]
 
-    def gathers(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
-        """Learns which parameters a step's launches read first. Returns the insertions that gather them."""
+    def later(self, embedding: list[Range]) -> list[Range]:
+        """With `--offload`, the ranges that are updated beside the next step. The embedding is not among them, because
+        the step begins with rows of it from all ranks."""
+        return [one for ranges, _ in self.gathered for one in ranges if one not in embedding]
+
+    def gathers(self, exchange: Exchange, launches: list[Launch], updates: bool = False) -> list[Insertion]:
+        """Learns which parameters a step's launches read first. Returns the insertions that gather them. updates:
+        whether these also update them, with `--offload`."""
         model, embedding = exchange.model, exchange.rows.embedding
         vectors = without(model.added_to, embedding)
         reads = [parts_in(model.params_memory, launch.reads) for launch in launches]
@@ -513,10 +583,19 @@ class StepPlan:
             else:
                 self.gathered.append((matrices, next(iter(readers[one]), None)))
         self.first = first + vectors
+        if not updates:
+            return [
+                Insertion(lambda _, ranges=ranges: exchange.gather("params", ranges), (encoder,), reader)
+                for ranges, reader in self.gathered
+            ]
+        adamw, numbers = exchange.adamw, count()
+        pieces = [adamw.pieces(model, [one for one in ranges if one not in embedding]) for ranges, _ in self.gathered]
+        numbered, total = [[(next(numbers), piece) for piece in each] for each in pieces], sum(map(len, pieces))
         return [
-            Insertion(lambda _, ranges=ranges: exchange.gather("params", ranges), (encoder,), reader)
-            for ranges, reader in self.gathered
-        ]
+            Insertion(lambda _, ranges=ranges, own=own: exchange.update_and_gather(ranges, own, total),
+                      (encoder,), reader)
+            for (ranges, reader), own in zip(self.gathered, numbered, strict=True)
+        ]  # fmt: skip
 
     def sums(self, exchange: Exchange, launches: list[Launch]) -> list[Insertion]:
         """Learns when gradients are complete. Returns the insertions that sum them."""

@@ -3,6 +3,7 @@ few of our own."""
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -63,6 +64,14 @@ above_zero = limited(
     ((lambda x: x <= LARGEST_FP32), f"be at most {LARGEST_FP32:g}"),
 )  # fmt: skip
 rate = limited(number, ((lambda x: 0 <= x < 1), "be 0 or more, and below 1"))
+
+
+def memory_size(text: str) -> int:
+    """An amount of memory, such as 24GiB, in bytes."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(MiB|GiB|MB|GB)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} must be an amount of memory, such as 24GiB")
+    return int(float(found[1]) * {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}[found[2]])
 
 
 def on_off(text: str) -> bool:
@@ -173,6 +182,7 @@ token (N parameters, L layers, NH heads of size HS), as a share of what its tens
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
         ("--recompute", on_off, False, "0|1", "keep of each layer only its input, and run it again in backward (0)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
+        ("--offload", on_off, False, "0|1", "AdamW's state in the host's memory: it passes through the GPU (0)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
         ("--seed", seed, None, "N", "seed of initial weights, sampling and dropout; also shuffles the data"),
     )
@@ -213,6 +223,11 @@ token (N parameters, L layers, NH heads of size HS), as a share of what its tens
          "resume from the newest checkpoint; without one, 1 starts a run and 2 refuses (0)"),
         ("-nk --keep", natural, 0, "N", "newest checkpoints to keep; 0: all (0)"),
         ("--best", on_off, False, "0|1", "keep the checkpoint of the lowest validation loss, too, as DIR/best (0)"),
+    )
+    group(
+        "what fits",
+        ("--dry-run", on_off, False, "0|1", "print what memory it would take and what fits, then exit"),
+        ("--memory", memory_size, None, "SIZE", "with --dry-run: of the GPU, such as 24GiB (what is free on this one)"),
     )
     add_device_arguments(parser.add_argument_group("how it computes"), precision)
     return parser

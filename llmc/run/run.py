@@ -40,6 +40,7 @@ from llmc.model.weights import load_weights, randomize
 from llmc.ranks import collectives, ranks
 from llmc.run import program
 from llmc.run.arguments import MUST_RESUME
+from llmc.run.dry_run import dry_run
 from llmc.run.report import StopRequest
 from llmc.run.saver import Saver
 from llmc.run.settings import FIRST_SEED, check_flags, check_same_flags, resumed_flags, settle, settle_precision
@@ -69,6 +70,10 @@ class Run:
     """
 
     def __init__(self, kind: type[Model], args: Namespace):
+        if args.dry_run:
+            device.use(args.device, ranks.local_rank())
+            dry_run(kind, args)
+            sys.exit()
         ranks.start(args.gpus)
         check_same_flags(args)
         device.use(args.device, ranks.local_rank())
@@ -325,7 +330,8 @@ def build_training(
     B, T, seed = flags.batch_size, flags.sequence_length, FIRST_SEED if flags.seed is None else flags.seed
     training = make_training(
         kind, config, B, T, attention, sharded=flags.zero_stage, bitwise=flags.bitwise, logit_rows=flags.logit_rows,
-        recompute=flags.recompute, dropout=(flags.dropout, seed) if flags.dropout else None,
+        recompute=flags.recompute, offload=flags.offload,
+        dropout=(flags.dropout, seed) if flags.dropout else None,
         **{name: getattr(flags, name) for name in Recipe._fields},
     )  # fmt: skip
     rows = training.activations.logit_rows
@@ -417,6 +423,7 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
     """The sections of the start-up table: every setting of the run, and the data that it found."""
     s, args, training, config = run.settings, run.settings.flags, run.training, run.training.model.config
     train_data, val_data = run.batches.loader, run.validation.batches.loader
+    offload = training.adamw.offload
     return [
         [
             ("device", device.name),
@@ -469,7 +476,8 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
             ("steps", f"{s.steps}" if s.first_step == 0 else f"{s.first_step} to {s.steps}"),
         ],
         [(name, f"{megabytes} MiB") for name, megabytes in training.megabytes.items()]
-        + [("in all", f"{sum(training.megabytes.values())} MiB")],
+        + [("in all", f"{sum(training.megabytes.values())} MiB")]
+        + ([("AdamW's state", f"{offload.bytes >> 20} MiB of the host's memory")] if offload else []),
     ]  # fmt: skip
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import device
-from kernels.adamw import adamw as adamw_launch
 from kernels.reduce import SQUARES, norm_of_squares, sum_squares
 from llmc.model.adamw import AdamW
 from llmc.model.model import Model
 from llmc.model.ranges import Range, overlaps
-from llmc.model.tensors import ranges
 from llmc.ranks.exchange import Exchange
 
 import numpy as np
@@ -21,43 +19,23 @@ def adamw_update(model: Model, adamw: AdamW, exchange: Exchange, lr: float, t: i
     nothing changes in the steps after it either. Without grad_clip the norm covers only the gradients to which backward
     adds. These are few: of norms, of biases, and of embeddings that no classifier shares. A NaN on its way through the
     layers reaches them, too. One case remains: a weight's gradient overflows by itself. Then AdamW leaves its parameter
-    as it is.
+    as it is. With `--offload` the norm always covers all gradients, so there is no such case: most parameters are
+    updated beside the next step, and by then it would be late to learn of it.
 
     With several ranks, `exchange` brings the gradients' sums that are still missing, and says which parameters this
     rank can update next. All ranks must call this function.
     """
-    checked = [(0, model.grads_memory.size)] if adamw.recipe.grad_clip else model.added_to
+    recipe = adamw.recipe
+    checked = [(0, model.grads_memory.size)] if recipe.grad_clip or adamw.offload else model.added_to
     exchange.finish_sums(checked)
     update_norm(model, adamw, exchange, checked)
-    ranges_of_decay = decayed(model, adamw)
+    if adamw.offload:
+        adamw.offload.set_rates(lr, recipe.beta1, recipe.beta2, t)
     for ready in exchange.updatable(checked):
-        for start, end, decay in ranges_of_decay:
-            for begin, stop in overlaps([(start, end)], ready):
-                update_range(model, adamw, begin, stop, lr, decay, t)
-
-
-def decayed(model: Model, adamw: AdamW) -> list[tuple[int, int, float]]:
-    """The ranges of this rank's parameters: (start, end, their weight decay)."""
-    cut = [(0, model.params_memory.size, False)]
-    if adamw.recipe.weight_decay:
-        cut = ranges(model.config.parameters(), model.config.sizes(), model.config.matrices)
-    return [
-        (begin, stop, adamw.recipe.weight_decay if is_matrix else 0.0)
-        for start, end, is_matrix in cut
-        for begin, stop in overlaps([(start, end)], [adamw.shard])
-    ]
-
-
-def update_range(model: Model, adamw: AdamW, start: int, end: int, lr: float, decay: float, t: int) -> None:
-    """AdamW's kernel on a range of the parameters."""
-    own, recipe = slice(start - adamw.first, end - adamw.first), adamw.recipe
-    params, rounded = model.params_memory[start:end], None
-    if adamw.master is not None:
-        params, rounded = adamw.master[own], params
-    adamw_launch(
-        params, model.grads_memory[start:end], adamw.m[own], adamw.v[own], adamw.norm, end - start, lr,
-        recipe.beta1, recipe.beta2, recipe.eps, decay, t, rounded=rounded,
-    )  # fmt: skip
+        if adamw.offload:
+            adamw.pass_through(model, ready)
+        else:
+            adamw.update(model, ready, lr, t)
 
 
 def update_norm(model: Model, adamw: AdamW, exchange: Exchange, checked: list[Range]) -> None:

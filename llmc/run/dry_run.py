@@ -1,0 +1,58 @@
+"""--dry-run: how much memory training takes, buffer by buffer, and what fits. No data, and no GPU, is needed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import device
+from kernels.flash_attention import HEAD_SIZES
+from llmc.files.checkpoint import read_model
+from llmc.model.model import Model
+from llmc.model.tensors import num_parameters
+from llmc.run.report import print_table
+from llmc.step.memory import CHUNK, Plan, in_chunks, largest_batches, state_sizes, training_sizes
+
+
+def dry_run(kind: type[Model], args: Namespace) -> None:
+    """Prints what training takes with these flags on one GPU, without the 500 MiB or so of CUDA's context; and the
+    largest -b that fits into --memory, or into what the GPU has free. Raises UserError if -e is no model."""
+    config = kind.Config.described(args.model)
+    if config is None:
+        config, _ = read_model(args.model, kind.Config, kind.Config.fetch_or_start())
+    device.use_precision(args.precision)
+    attention = args.attention
+    if attention == "auto":  # on a GPU, whatever this machine has
+        attention = "flash" if config.head_size in HEAD_SIZES and args.precision != "fp32" else "softmax"
+    plan = Plan(
+        args.batch_size, args.sequence_length, attention, args.logit_rows or 0, args.recompute, args.offload
+    )  # fmt: skip
+    memory = args.memory or (device.memory()[0] if device.kind == "cuda" else None)
+    if args.logit_rows is None and memory and sum(training_sizes(kind, config, plan).values()) > memory:
+        plan = in_chunks(plan)  # as a run would
+    sizes, host = training_sizes(kind, config, plan), state_sizes(config, None) if plan.offload else {}
+    logits = f"{plan.logit_rows or 'all'} positions at a time"
+    sections = [
+        [("model", args.model), ("parameters", f"{num_parameters(config):,}")],
+        [("B, T", f"{plan.B}, {plan.T}"), ("precision", args.precision), ("attention", attention), ("logits", logits)],
+        [(name, mebibytes(size)) for name, size in sizes.items()] + [("in all, on the GPU", total(sizes))],
+        [(name, mebibytes(size)) for name, size in host.items()] + [("in all, on the host", total(host))],
+    ]
+    if memory:
+        whole = largest_batches(kind, config, plan._replace(logit_rows=0), memory)
+        chunks = largest_batches(kind, config, in_chunks(plan), memory)
+        sections.append(
+            [("fits into", mebibytes(memory))]
+            + [(f"-b, {flags or 'no flag'}", f"{B or 'none'}; with --logit-rows {CHUNK} {chunks[flags] or 'none'}")
+               for flags, B in whole.items()]
+        )  # fmt: skip
+    print_table(sections)
+    if not memory:
+        print("--memory 24GiB would say what fits")
+
+
+def mebibytes(size: int) -> str:
+    return f"{round(size / 2**20)} MiB"
+
+
+def total(sizes: dict[str, int]) -> str:
+    return f"{mebibytes(sum(sizes.values()))} ({sum(sizes.values()) / 2**30:.2f} GiB)"

@@ -1,0 +1,155 @@
+"""How much memory training takes, and what makes a model fit."""
+
+from __future__ import annotations
+
+import socket
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import NamedTuple
+
+import device
+from device.errors import UserError
+from device.host import free_memory
+from llmc.model.activations import cache_bytes, cache_scratch, training_bytes, training_scratch
+from llmc.model.model import Model
+from llmc.model.offload import buffer_bytes
+from llmc.model.ranges import Range
+from llmc.model.tensors import Config, num_parameters
+from llmc.ranks import ranks
+from llmc.ranks.exchange import exchange_bytes
+
+CHUNK = 1024  # positions whose logits exist at a time, if those of a whole batch do not fit
+MOST = 1 << 20  # sequences a batch, in a search for what fits
+
+# The flags that save memory, and what they change of a Plan.
+SAVING = {
+    "": {}, "--recompute": {"recompute": True}, "--offload": {"offload": True},
+    "--recompute --offload": {"recompute": True, "offload": True},
+}  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What the memory of training depends on, beside the model.
+
+    B, T          a batch has B sequences of T tokens
+    attention     its kind
+    logit_rows    the number of positions whose logits exist at a time; 0: all
+    recompute     of each layer only its input is kept
+    offload       AdamW's state lies on the host
+    bitwise       the exchange sums batch by batch
+    shard         the range of the parameters whose AdamW state this rank keeps; None: all
+    """
+
+    B: int
+    T: int
+    attention: str
+    logit_rows: int = 0
+    recompute: bool = False
+    offload: bool = False
+    bitwise: bool = False
+    shard: Range | None = None
+
+
+def training_sizes(kind: type[Model], config: Config, plan: Plan) -> dict[str, int]:
+    """The bytes of each buffer that training allocates on the device, by name."""
+    n, X, B, T = num_parameters(config), device.floatX, plan.B, plan.T
+    activations, gradients = training_bytes(kind, config, B, T, plan.attention, plan.logit_rows, plan.recompute)
+    state = {"AdamW's pieces": buffer_bytes()} if plan.offload else state_sizes(config, plan.shard)
+    return {
+        "parameters": X.itemsize * n, "gradients": 4 * n, **state, "activations": activations,
+        "activation gradients": gradients, "scratch": sum(training_scratch(config, B, T, plan.attention).values()),
+        **exchange_bytes(config, B, T, plan.bitwise),
+    }  # fmt: skip
+
+
+def state_sizes(config: Config, shard: Range | None) -> dict[str, int]:
+    """The bytes of AdamW's state for a shard, or for all parameters, by name."""
+    length = 4 * (shard[1] - shard[0] if shard else num_parameters(config))
+    master = {"master copy": length} if device.floatX == device.BF16 else {}
+    return master | {"AdamW m": length, "AdamW v": length}
+
+
+def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[str, int]:
+    """The same for a model that writes B texts of up to T tokens."""
+    return {
+        "parameters": device.floatX.itemsize * num_parameters(config),
+        "activations": cache_bytes(kind, config, B, T),
+        "scratch": sum(cache_scratch(config, B, T).values()),
+    }
+
+
+def in_chunks(plan: Plan) -> Plan:
+    """The plan with the logits of at most CHUNK positions at a time."""
+    return plan._replace(logit_rows=min(plan.logit_rows or CHUNK, CHUNK))
+
+
+def largest(sizes: Callable[[int], dict[str, int]], memory: int, most: int = MOST) -> int:
+    """The largest number of sequences, up to `most`, whose buffers fit into so many bytes, or 0. sizes(b): the bytes of
+    each buffer for b sequences."""
+    return bisect_right(range(1, most + 1), memory, key=lambda b: sum(sizes(b).values()))
+
+
+def largest_batches(kind: type[Model], config: Config, plan: Plan, memory: int) -> dict[str, int]:
+    """For each way of SAVING the largest B that fits into so many bytes; 0 if -b 1 does not. The plan says the rest."""
+
+    def fitting(changes: dict) -> int:
+        changed = plan._replace(**changes)
+        return largest(lambda b: training_sizes(kind, config, changed._replace(B=b)), memory)
+
+    return {flags: fitting(changes) for flags, changes in SAVING.items()}
+
+
+def check_memory(kind: type[Model], config: Config, plan: Plan) -> dict[str, int]:
+    """The MiB of each buffer on the device. Raises UserError if the device has too little memory, or with offload the
+    host. The message says what would fit. All ranks must call it."""
+    sizes, (free, _) = training_sizes(kind, config, plan), device.memory()
+    if sum(sizes.values()) > free:
+        found = largest_batches(kind, config, plan, free)
+        if plan != in_chunks(plan):
+            chunks = largest_batches(kind, config, in_chunks(plan), free)
+            found |= {f"{flags} --logit-rows {CHUNK}": B for flags, B in chunks.items() if B > found[flags]}
+        fits = [f"-b {B} {flags}".strip() for flags, B in found.items() if B and may_offload(flags)]
+        remedy = f"at most {' or '.join(fits)} fits" if fits else "no flag makes -b 1 fit, so lower -t"
+        raise does_not_fit(plan.B, plan.T, sum(sizes.values()), free, remedy)
+    if plan.offload:
+        check_host_memory(sum(state_sizes(config, plan.shard).values()))
+    return {name: round(size / 2**20) for name, size in sizes.items()}
+
+
+def may_offload(flags: str) -> bool:
+    """Whether it makes sense to name these flags: on the CPU there is no other memory."""
+    return device.kind == "cuda" or "--offload" not in flags
+
+
+def check_text_memory(kind: type[Model], config: Config, B: int, T: int) -> None:
+    """Raises UserError if the device has too little memory to write B texts of up to T tokens."""
+
+    def sizes(b: int) -> dict[str, int]:
+        return inference_sizes(kind, config, b, T)
+
+    needed, (free, _) = sum(sizes(B).values()), device.memory()
+    if needed > free:
+        fitting = largest(sizes, free, B)
+        most = f"at most {fitting} texts fit at once, so lower --samples or give fewer prompts"
+        raise does_not_fit(B, T, needed, free, most if fitting else "not even one text fits, so lower -t")
+
+
+def does_not_fit(B: int, T: int, needed: int, free: int, remedy: str) -> UserError:
+    return UserError(
+        f"the model at B={B}, T={T} needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free on "
+        f"{device.name}: {remedy}, or choose a smaller model (-e)"
+    )
+
+
+def check_host_memory(needed: int) -> None:
+    """Raises UserError if this machine has too little memory for AdamW's state, which takes `needed` bytes on this
+    rank. All ranks must call it."""
+    of_ranks = ranks.all_gather([socket.gethostname(), needed, free_memory()])
+    here = [(size, free) for host, size, free in of_ranks if host == socket.gethostname()]
+    needed, free = sum(size for size, _ in here), min(free for _, free in here)
+    if needed > free:
+        of_ranks = f" of {len(here)} ranks" if len(here) > 1 else ""
+        raise UserError(
+            f"--offload needs {needed >> 20} MiB of the host's memory for AdamW's state{of_ranks}, and {free >> 20} "
+            "MiB are free: leave --offload out, end other programs, or choose a smaller model (-e)"
+        )

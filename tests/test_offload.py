@@ -1,0 +1,398 @@
+"""--offload: AdamW's state lies on the host, and passes through two buffers on the device, beside the next step where
+that is recorded. All bits are those of a run that keeps it on the device. tests/test_happens_before.py has the order of
+what several streams do with it."""
+
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import device
+from conftest import refusal
+from device import host, progress, recording
+from llmc.data.batches import Batches
+from llmc.model import offload
+from llmc.model.tensors import num_parameters
+from llmc.model.weights import randomize
+from llmc.ranks import exchange
+from llmc.run.arguments import parse_arguments
+from llmc.step import memory as training_parts
+from llmc.step.memory import Plan, state_sizes, training_sizes
+from llmc.step.training import make_training
+from llmc.step.update import adamw_update
+from models import LLAMA_ODD, ODD, PYTHIA_ODD, QWEN_ODD, GivenBatches, kind_of, make_batches
+from train_gpt2_fp32 import GPT2, GPT2Config, training_step
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lazy import LazyDevice, Threads
+from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
+from test_reliability import SAVE, changed, contents, folder, run, run_here, steps  # noqa: F401  fixtures
+
+T = 8
+DEVICES = [device.CpuDevice, LazyDevice, EagerDevice]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """A tensor has several, and several tensors share one."""
+    monkeypatch.setattr(offload, "PIECE", 4800)
+    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+
+
+def drawn(rng, config, steps: int, count: int) -> np.ndarray:
+    """Batches of some steps, for `train`."""
+    return rng.integers(0, config.vocab_size, (steps, count, 2, 2, T), dtype=np.int32)
+
+
+def on(kind: type[device.CpuDevice], *arguments, **flags) -> np.ndarray:
+    """`train` on a device of this kind."""
+    device.current.device = kind()
+    try:
+        return train(*arguments, **flags)
+    finally:
+        device.use("cpu")
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("grad_clip, count", [(0.0, 1), (0.1, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD, QWEN_ODD], ids=lambda config: config.NAME)
+def test_a_run_has_the_bits_of_one_that_keeps_its_state_on_the_device(config, precision, grad_clip, count, rng):
+    """Five steps of one batch or two, of which three have the update before them beside their forward pass."""
+    batches = drawn(rng, config, 5, count)
+    want = on(device.CpuDevice, config, 2, batches, grad_clip, precision=precision)
+    for kind in DEVICES:
+        found = on(kind, config, 2, batches, grad_clip, precision=precision, offload=True)
+        assert np.array_equal(found, want), kind
+
+
+def losses_and_state(dev, config, offloaded: bool) -> list[np.ndarray]:
+    """Of six steps of two batches. Between two of the steps something reads the parameters."""
+    training = make_training(kind_of(config), config, 2, 11, "softmax", weight_decay=0.1, offload=offloaded)
+    model, adamw = training.model, training.adamw
+    randomize(model, adamw, 1)
+    batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 12, 2, 11)), count=2)
+    step_of, found = training_step(training, batches), []
+    for step in range(6):
+        step_of(step, 1e-2 / (step + 1))
+        device.synchronize()
+        found.append(np.array(batches.mean_loss(step)))
+        if step == 3:
+            training.exchange.gather_parameters()
+            found.append(dev.to_host(model.params_memory))
+    training.exchange.gather_parameters()
+    return [*found, dev.to_host(model.params_memory), *map(dev.to_host, training.exchange.whole_state(adamw))]
+
+
+@pytest.mark.parametrize("config", [ODD, LLAMA_ODD], ids=lambda config: config.NAME)
+def test_every_device_has_these_bits(each_product, config):
+    """Also if something reads the parameters between two steps: then the second of them has nothing to update."""
+    pairs = zip(*(losses_and_state(each_product, config, each) for each in (False, True)), strict=True)
+    assert all(np.array_equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("flags", [{}, {"sharded": True}, {"bitwise": True}, {"sharded": True, "bitwise": True}],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("precision, config, peers, kind", [
+    ("fp32", ODD, True, LazyDevice), ("fp32", LLAMA_ODD, False, EagerDevice), ("bf16", LLAMA_ODD, True, EagerDevice),
+    ("bf16", ODD, False, LazyDevice), ("bf16", replace(LLAMA_ODD, tied=True), True, LazyDevice),
+    ("fp32", ODD, False, device.CpuDevice),
+], ids=str)  # fmt: skip
+def test_ranks_have_these_bits(config, precision, peers, flags, kind, monkeypatch, rng):
+    """Each keeps the state of all parameters on its host, or of its shard."""
+    batches, threads = drawn(rng, config, 4, 4), Threads(2, monkeypatch, peers)
+
+    def trained(offloaded: bool) -> list[np.ndarray]:
+        work = lambda rank: train(config, 2, batches, 0.0, precision=precision, offload=offloaded, **flags)  # noqa: E731
+        return threads.run(work, kind)
+
+    first, *others = trained(False) + trained(True)
+    assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("N, flags", [(1, {}), (2, {}), (2, {"sharded": True})], ids=str)
+def test_a_step_that_is_not_finite_changes_nothing(N, flags, skips, monkeypatch, rng):
+    """Nor do the steps after it, unless they are to go on."""
+    batches, threads = drawn(rng, ODD, 4, 2), Threads(N, monkeypatch)
+    flags = flags | {"skip_nonfinite": skips, "precision": "bf16"}
+
+    def trained(batches, **more) -> np.ndarray:
+        return threads.run(lambda rank: train(ODD, 2, batches, 0.0, **flags | more))[0]
+
+    found = trained(batches, spoilt=5, offload=True)  # in the third of four steps
+    assert np.array_equal(found, trained(batches, spoilt=5))
+    assert np.array_equal(found, trained(batches[:2])) == (not skips)
+
+
+def test_a_gradient_whose_square_is_too_large_changes_nothing_without_clipping_either(rng):
+    """Without --offload its own parameter alone would stay, and AdamW would tell the next step."""
+    training = make_training(GPT2, ODD, 2, T, "softmax", offload=True)
+    model, adamw = training.model, training.adamw
+    randomize(model, adamw, 42)
+    before = model.params_memory.copy()
+    model.grads_memory[:] = 0
+    model.grads.layer[1].fcw[0, 0] = 1e30
+    adamw_update(model, adamw, training.exchange, 1e-2, 1)
+    training.exchange.gather_parameters()
+    assert np.array_equal(model.params_memory, before) and not adamw.m.any()
+    assert (adamw.norm[2], adamw.norm[3]) == (1, 0)
+
+
+# What passes through the device
+
+
+@given(
+    ranges=st.lists(st.integers(0, 2000), max_size=12).map(
+        lambda at: list(zip(*[iter(sorted(set(at)))] * 2, strict=False))),
+    arrays=st.integers(2, 3), order=st.randoms(),
+)  # fmt: skip
+def test_pieces_have_all_numbers_in_their_order_and_keep_their_alignment(ranges, arrays, order):
+    device.use("cpu")
+    order.shuffle(ranges)
+    of = offload.Offload([np.zeros(2000, np.float32)] * arrays, 0)
+    room = of.buffers[0].shape[1]
+    pieces = of.pieces((start, end, 0.1) for start, end in ranges)
+    assert 4 * arrays * room <= offload.PIECE
+    assert [i for piece in pieces for part in piece for i in range(part.start, part.end)] == [
+        i for start, end in ranges for i in range(start, end)
+    ]
+    for piece in pieces:
+        ends = [part.place + part.end - part.start for part in piece]
+        assert piece and ends[-1] <= room
+        assert all(part.place >= end for part, end in zip(piece[1:], ends, strict=False))
+        assert all((part.place - part.start) % offload.VECTOR == 0 for part in piece)
+
+
+class Watched(LazyDevice):
+    """Leaves out a copy: the skipped-th one from or to the host, counted from 0."""
+
+    skipped, copies = None, 0
+
+    def __init__(self):
+        super().__init__()
+        copy = self.copy
+
+        def some(dst, src) -> None:
+            number, Watched.copies = Watched.copies, Watched.copies + 1
+            if number != Watched.skipped:
+                copy(dst, src)
+
+        self.copy = some
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_fetch_or_a_store_that_is_left_out_is_noticed(precision, rng, monkeypatch):
+    """Whichever copy it is, in the update of the first step."""
+    config = replace(ODD, num_layers=1)
+    monkeypatch.setattr(offload, "PIECE", 1 << 15)
+    batches = drawn(rng, config, 3, 1)
+
+    def trained(skipped: int | None) -> tuple[np.ndarray, int]:
+        monkeypatch.setattr(Watched, "skipped", skipped)
+        monkeypatch.setattr(Watched, "copies", 0)
+        return on(Watched, config, 2, batches, 0.0, precision=precision, offload=True), Watched.copies
+
+    want, count = trained(None)
+    of_update = count // 3
+    assert np.array_equal(want, on(device.CpuDevice, config, 2, batches, 0.0, precision=precision))
+    # In the first update m and v are 0 on the host, and a buffer's first contents are, too, so only later ones tell.
+    left_out = [i for i in range(of_update, 2 * of_update) if np.array_equal(trained(i)[0], want)]
+    assert 10 < of_update < 200 and left_out == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_that_is_not_waited_for_is_noticed(precision, monkeypatch, rng):
+    """Whichever piece it is: the first launch that needs it would come too early."""
+    batches, plan, counts = drawn(rng, ODD, 4, 1), recording.Plan.__init__, []
+    monkeypatch.setattr(offload, "PIECE", 1 << 15)
+    want = on(device.CpuDevice, ODD, 2, batches, 0.0, precision=precision)
+
+    def trained(left_out: int) -> np.ndarray:
+        def planned(self, launches, gradients, insertions) -> None:
+            if insertions:
+                counts.append(len(insertions))
+                # Nor may another insertion be waited for, which comes behind it.
+                insertions = [replace(one, before=None) if i >= left_out else one for i, one in enumerate(insertions)]
+            plan(self, launches, gradients, insertions)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(recording.Plan, "__init__", planned)
+            return on(LazyDevice, ODD, 2, batches, 0.0, precision=precision, offload=True)
+
+    assert np.array_equal(trained(1000), want)
+    assert 3 < counts[0] < 20
+    assert not any(np.array_equal(trained(i), want) for i in range(counts[0]))
+
+
+def test_a_checkpoint_waits_for_what_is_being_stored(rng, tmp_path, monkeypatch):
+    batches = drawn(rng, ODD, 4, 1)
+    for name, kind, more in (("with", LazyDevice, {"offload": True}), ("without", device.CpuDevice, {})):
+        on(kind, ODD, 2, batches, 0.0, directory=tmp_path / name, **more)
+    saved = [(tmp_path / name / "step_00000004" / "optimizer.bin").read_bytes() for name in ("with", "without")]
+    assert saved[0] == saved[1]
+    monkeypatch.setattr(LazyDevice, "synchronize", lambda self: None)
+    on(LazyDevice, ODD, 2, batches, 0.0, directory=tmp_path / "early", offload=True)
+    assert (tmp_path / "early" / "step_00000004" / "optimizer.bin").read_bytes() != saved[0]
+
+
+# Runs
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("N, sharded", [(1, False), (2, True)])
+def test_a_run_can_be_resumed_with_and_without(N, sharded, precision, tmp_path, monkeypatch, rng):
+    """A checkpoint has the same bytes whether its run had the flag or not, and both can go on from it."""
+    batches, threads, files = drawn(rng, ODD, 4, 2), Threads(N, monkeypatch, peers=False), ("model", "optimizer")
+
+    def trained(batches, **more) -> np.ndarray:
+        flags = {"precision": precision, "sharded": sharded} | more
+        kind = LazyDevice if more.get("offload") else device.CpuDevice
+        return threads.run(lambda rank: train(ODD, 2, batches, 0.5, **flags), kind)[0]
+
+    whole = trained(batches)
+    for offloaded in (False, True):
+        trained(batches[:2], offload=offloaded, directory=tmp_path / str(offloaded))
+    saved = [tmp_path / str(offloaded) / "step_00000002" for offloaded in (False, True)]
+    assert all((saved[0] / f"{file}.bin").read_bytes() == (saved[1] / f"{file}.bin").read_bytes() for file in files)
+    for offloaded in (False, True):
+        assert np.array_equal(trained(batches[2:], checkpoint=saved[not offloaded], offload=offloaded), whole)
+
+
+@pytest.mark.parametrize("piece", [2, 9])
+def test_a_run_that_is_killed_in_the_middle_of_an_update_goes_on_to_the_same_bits(piece, folder, run_here):  # noqa: F811
+    flags = [*SAVE, "-l", "1e-2", "-x", "6", "-n", "2", "--grad-clip", "1"]
+    run_here(folder, *flags)
+    want = contents(folder, 6)
+    for path in sorted((folder / "run").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    options = changed(folder, f"""
+import os, signal
+import llmc.model.offload
+llmc.model.offload.PIECE = 1 << 14
+real, updates = llmc.model.offload.Offload.pass_through, 0
+def passed(self, piece, update, number, count):
+    global updates
+    updates += number == 0
+    if (updates, number) == (5, {piece}):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, piece, update, number, count)
+llmc.model.offload.Offload.pass_through = passed
+""")
+    run(folder, *flags, "--offload", **options, code=-signal.SIGKILL)
+    out, _ = run_here(folder, *flags, "--offload", "-y", "1")
+    assert min(steps(out)) == 5 and contents(folder, 6) == want
+
+
+def test_the_table_says_what_lies_where_and_the_flag_is_not_recorded(folder, run_here):  # noqa: F811
+    out, _ = run_here(folder, *SAVE, "-x", "2", "--offload", "-v", "1", "-s", "1", "-g", "4")
+    without, _ = run_here(folder, "-x", "2", "-v", "1", "-s", "1", "-g", "4")
+    assert re.search(r"^\| AdamW's pieces +\| \d+ MiB", out, re.M) and "AdamW m" not in out
+    assert re.search(r"^\| AdamW's state +\| 0 MiB of the host's memory", out, re.M) and "AdamW's pieces" not in without
+    for lines in (r"^val loss .*$", r"^step +\d/2: train loss [\d.]+", r"^---\n[^-]*\n---$"):
+        assert re.findall(lines, out, re.M) == re.findall(lines, without, re.M) != []
+    assert '"offload"' not in (folder / "run" / "step_00000002" / "state.json").read_text()
+
+
+# Memory
+
+
+@pytest.mark.parametrize("precision, numbers", [("fp32", 2), ("bf16", 3)])
+def test_the_state_takes_two_buffers_on_the_device_and_the_rest_on_the_host(precision, numbers):
+    device.use("cpu")
+    device.use_precision(precision)
+    n, usual, offloaded = num_parameters(ODD), *(
+        training_sizes(GPT2, ODD, Plan(1, 16, "softmax", offload=each)) for each in (False, True))  # fmt: skip
+    state = state_sizes(ODD, None)
+    assert sum(state.values()) == 4 * numbers * n
+    assert {name: usual[name] for name in usual if name not in offloaded} == state
+    assert {name: offloaded[name] for name in offloaded if name not in usual} == {"AdamW's pieces": 2 * offload.PIECE}
+    found = offload.Offload([np.zeros(n, np.float32)] * numbers, 0)
+    assert found.bytes == 4 * numbers * n
+    assert sum(x.nbytes for x in found.buffers) <= 2 * offload.PIECE
+
+
+def test_a_host_that_has_too_little_memory_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(training_parts, "free_memory", lambda: 100 << 10)
+    message = "^--offload needs 0 MiB of the host's memory for AdamW's state, and 0 MiB are free: leave --offload out, "
+    assert re.match(message, refusal(make_training, GPT2, ODD, 2, T, "softmax", offload=True))
+
+    def of_rank(rank: int) -> str:
+        return refusal(make_training, GPT2, ODD, 2, T, "softmax", offload=True)
+
+    monkeypatch.setattr(training_parts, "free_memory", lambda: 200 << 10)
+    make_training(GPT2, ODD, 2, T, "softmax", offload=True)  # it needs 170 KiB
+    assert all("of 2 ranks, and" in one for one in Threads(2, monkeypatch).run(of_rank))
+
+
+def test_pages_are_touched_on_all_threads_and_locked_once(monkeypatch):
+    locked = []
+    monkeypatch.setattr(host, "STRETCH", 1 << 16)
+    array = host.page_locked(1_000_001, "no:such:gpu", lambda address, size: locked.append((address, size)))
+    assert array.shape == (1_000_001,) and not array.any() and array.flags.writeable
+    assert locked == [(array.ctypes.data, 1_000_001)]
+    assert host.page_locked(0, "", lambda address, size: 1 / 0).size == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cudaErrorMemoryAllocation: out of memory"),
+                                   RuntimeError("cudaErrorNotSupported: operation not supported")])  # fmt: skip
+def test_a_machine_that_refuses_page_locked_memory_is_told_in_one_line(error, monkeypatch):
+    def refuse(address: int, size: int) -> None:
+        raise error
+
+    monkeypatch.setattr(host, "free_memory", lambda: 3 << 30)
+    monkeypatch.setattr(host, "locked_limit", lambda: "64 KiB")
+    assert refusal(host.page_locked, 5 << 20, "0:1:0", refuse) == (
+        f"--offload: this machine refuses 5 MiB of page-locked memory ({error}); 3072 MiB are free, and ulimit -l is "
+        "64 KiB: raise the limit, or leave --offload out"
+    )
+    assert "refuses 4398046511104 MiB" in refusal(host.page_locked, 1 << 62, "0:1:0", refuse)  # no such address space
+
+
+def test_a_line_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("LLMC_QUIET", "0")
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    host.page_locked(1 << 20, "0:1:0", lambda address, size: time.sleep(0.1))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and set(lines) == {"page-locked memory: 0 of 0.0 GiB are there after 0 s"}
+
+
+def test_memory_lies_on_the_gpus_node(monkeypatch):
+    texts = {
+        "/sys/bus/pci/devices/0000:4f:00.0/numa_node": "1\n", "/sys/bus/pci/devices/0000:01:00.0/numa_node": "-1\n",
+        "/sys/devices/system/node/node1/cpulist": "8-11,20\n",
+    }  # fmt: skip
+
+    def read_text(path: Path) -> str:
+        if str(path) not in texts:
+            raise FileNotFoundError(path)
+        return texts[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(10)))
+    assert host.cpus_near("0:4f:0") == {8, 9}
+    assert host.cpus_near("0:1:0") == host.cpus_near("0:2:0") == host.cpus_near("") == set(range(10))
+
+
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path):
+    assert host.container_memory(tmp_path) > 1 << 60
+    for name, text in (("memory.max", "max"), ("memory.current", "700"), ("memory.stat", "anon 5\ninactive_file 200")):
+        (tmp_path / name).write_text(f"{text}\n")
+    assert host.container_memory(tmp_path) > 1 << 60
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert host.container_memory(tmp_path) == 500
+    assert host.free_memory() <= device.host_memory()[0]
+
+
+def test_the_flag_is_off_unless_it_is_given():
+    assert [parse_arguments(GPT2Config, flags).offload for flags in ([], ["--offload"], ["--offload", "0"])] == [
+        False, True, False,
+    ]  # fmt: skip
