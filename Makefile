@@ -36,7 +36,7 @@ CUPY_TO_TEST = $(if $(CUDA),,"cupy-cuda13x~=14.0; $(ON_LINUX)" "nvidia-cuda-nvrt
 ON_LINUX = sys_platform == 'linux'
 
 .DELETE_ON_ERROR:
-.PHONY: help train setup test test-all exercise bench profile book quotes sanitize compute-sanitizer test-aarch64 lint clean
+.PHONY: help train setup test test-all exercise bench profile book quotes sanitize compute-sanitizer lint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -94,9 +94,6 @@ compute-sanitizer: $(TRAIN_ENV) ## run a training step on the GPU under NVIDIA's
 			compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) $${model%:*} -e $${model#*:} --device cuda \
 				-a $$attention -i data/python_docs -b 2 -t 64 -x 1 -g 8 || exit 1; \
 	done; done; done
-
-test-aarch64: ## the kernels' and the CPU device's tests on an emulated aarch64, on Debian: before a release
-	bash dev/test_aarch64.sh $(ARGS)
 
 lint: $(TEST_ENV) ## check the Python code with ruff
 	$(PY) -m ruff check .

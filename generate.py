@@ -30,7 +30,7 @@ import device
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
-from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, printable
+from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer
 from llmc.files.checkpoint import read_model_header, training_flags
 from llmc.files.files import open_file
 from llmc.model.activations import Cache, choose_attention
@@ -184,28 +184,6 @@ def tokens_of(
     return found
 
 
-def can_spell(tokenizer: Tokenizer, text: str, terminal: bool) -> bool:
-    """Whether a sequence of tokens, as it is printed, can have this text in it. terminal: whether it is printed on
-    one."""
-    try:
-        wanted, tokens = text.encode(), set(tokenizer.tokens)
-    except UnicodeEncodeError:
-        return False
-    if terminal and printable(text) != text:
-        return False
-    if any(wanted in token for token in tokens):
-        return True
-    # ends: the lengths n for which wanted[:n] can stand at the end of a sequence of tokens.
-    ends = {n for token in tokens for n in range(1, min(len(token) + 1, len(wanted))) if token.endswith(wanted[:n])}
-    for n in range(1, len(wanted)):
-        if n in ends:
-            rest = wanted[n:]
-            if any(token.startswith(rest) for token in tokens):
-                return True
-            ends |= {n + len(token) for token in tokens if rest.startswith(token)}
-    return False
-
-
 # Texts
 
 
@@ -327,9 +305,6 @@ def main(arguments: list[str] | None = None) -> None:
     tokens = tokens_of(prompts, tokenizer, context, config.max_seq_len, not args.no_bos)
     ends = set() if args.ignore_eot else {tokenizer.eot} | end_tokens(path)
     terminal = not args.prompts and sys.stdout.isatty()
-    for stop in args.stop:
-        if not can_spell(tokenizer, stop, terminal):
-            raise UserError(f"--stop {stop!r}: no token can spell it, so no text would end there: leave it out")
     if (count := len(tokens) * args.samples) > MOST_TEXTS:
         raise UserError(f"{count} texts at once are more than {MOST_TEXTS}: lower --samples or give fewer prompts")
     T = min(context, max(map(len, tokens)) + args.tokens)

@@ -85,7 +85,8 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
     be none."""
     try:
         RUNS.mkdir(exist_ok=True)
-        found = {int(path.name.rpartition("_")[2]): path for path in RUNS.iterdir() if is_run(path, name)}
+        names = (re.fullmatch(rf"{re.escape(name)}_(\d+)", path.name) for path in RUNS.iterdir())
+        found = {int(run[1]): RUNS / run[0] for run in names if run}
         for number in sorted(found, reverse=True):
             with suppress(FileNotFoundError):
                 file = open(found[number] / UNFINISHED, "r+")
@@ -104,10 +105,6 @@ def directory_for(name: str, flags: list[str], config: type[Config]) -> tuple[Pa
             number += 1
     except OSError as error:
         raise UserError(f"{RUNS}: cannot be written ({(error.strerror or str(error)).lower()})") from None
-
-
-def is_run(path: Path, name: str) -> bool:
-    return re.fullmatch(rf"{re.escape(name)}_\d+", path.name) is not None
 
 
 def lock(file: TextIO) -> bool:

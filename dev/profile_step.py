@@ -31,7 +31,6 @@ from dev.bench.ceilings import Ceilings, measure_ceilings, product_seconds, rand
 from dev.bench.workload import LEARNING_RATE, Ours, Workload, make_parser, time_steps, workload_of, write_data
 from dev.pictures import check_picture, save_picture
 from dev.traffic import bytes_of, flops_of, kind_of
-from device.errors import UserError
 from llmc.run.arguments import a_path, positive
 from llmc.run.program import run_program
 from train_gpt2_fp32 import training_step
@@ -61,7 +60,7 @@ class Row:
     bytes: float = 0.0
     flops: float = 0.0
     seconds: list[float] = field(default_factory=list)  # one a step
-    spans: list = field(default_factory=list)           # marks around each call of the step at hand
+    spans: list = field(default_factory=list)           # events around each call of the step at hand
 
     def count(self, kernel: str, arguments: dict) -> None:
         """Adds what one call has to do."""
@@ -70,28 +69,8 @@ class Row:
         self.flops += flops_of(kernel, arguments)
 
 
-def mark():
-    """A mark behind the work that the device has been given, by which `between` tells the time."""
-    if device.kind == "cpu":
-        return time.perf_counter()
-    import cupy
-
-    event = cupy.cuda.Event()
-    event.record()
-    return event
-
-
-def between(start, end) -> float:
-    """Seconds between two marks that the device has passed."""
-    if device.kind == "cpu":
-        return end - start
-    import cupy
-
-    return cupy.cuda.get_elapsed_time(start, end) / 1000
-
-
 def event_overhead() -> float:
-    """Seconds that two marks around a kernel that does nothing measure beyond what it takes in a recorded step."""
+    """Seconds that two events around a kernel that does nothing measure beyond what it takes in a recorded step."""
     if device.kind == "cpu":
         return 0.0
     import cupy
@@ -107,11 +86,15 @@ def event_overhead() -> float:
     keep_busy(0.02)()
     spans = []
     for _ in range(200):
-        start = mark()
+        start = device.event()
         nothing((1,), (32,), ())
-        spans.append((start, mark()))
-    device.synchronize()
-    return max(0.0, float(np.median([between(*span) for span in spans])) - min(alone))
+        spans.append((start, device.event()))
+    return max(0.0, float(np.median([seconds_of(*span) for span in spans])) - min(alone))
+
+
+def seconds_of(begin, end) -> float:
+    """Seconds between two events."""
+    return end.since(begin) / 1000
 
 
 def keep_busy(seconds: float) -> Callable[[], None]:
@@ -141,9 +124,9 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
         work()
 
     def take_time(kernel: str, arguments: dict, work: Callable[[], None]) -> None:
-        spans, start = row(kernel, arguments).spans, mark()
+        spans, start = row(kernel, arguments).spans, device.event()
         work()
-        spans.append((start, mark()))
+        spans.append((start, device.event()))
 
     device.use_recording(False)
     step_of = training_step(ours.training, ours.batches)
@@ -165,7 +148,7 @@ def rows_of_steps(ours: Ours, steps: int) -> list[Row]:
             step_of(step, LEARNING_RATE)
             device.synchronize()
             for found in rows.values():
-                found.seconds.append(sum(max(0.0, between(*span) - overhead) for span in found.spans))
+                found.seconds.append(sum(max(0.0, seconds_of(*span) - overhead) for span in found.spans))
                 found.spans.clear()
     if overhead:
         print(f"taken off each call for its events: {1e6 * overhead:.2f} us")
@@ -238,7 +221,7 @@ def print_lines(lines: list[Line], step_ms: float) -> None:
 
 
 def draw(lines: list[Line], title: str, out: Path) -> None:
-    """Bars of milliseconds, coloured by how near the ceiling they are. Raises UserError where `out` is not writable."""
+    """Bars of milliseconds, coloured by how near the ceiling they are. Raises UserError as `save_picture` does."""
     shown = [line for line in lines if line.share >= 0.005]
     figure, axes = plt.subplots(figsize=(10, 1.5 + 0.27 * len(shown)), layout="constrained")
     colours, scale = matplotlib.colormaps["RdYlGn"], matplotlib.colors.Normalize(0, 1)
@@ -265,8 +248,6 @@ def profile_step(workload: Workload, steps: int | None, out: Path) -> None:
     ceilings = measure_ceilings()
     print(f"{device.name}\n{ceilings.description}", flush=True)
     ours = Ours(workload)
-    if device.kind == "cuda":
-        steps = steps or 10
     step_ms, _ = time_steps(ours, steps)
     # A small model's step on a CPU takes milliseconds, and some take half as long again as others: a few tell nothing.
     lines = lines_of(rows_of_steps(ours, steps or min(100, max(3, int(5000 / step_ms)))), ceilings)
@@ -280,13 +261,9 @@ def profile_step(workload: Workload, steps: int | None, out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time each kernel of a training step beside what the machine can do.")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (10; on the CPU those of 5 s)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (those of 5 s, 3 to 100)")
     parser.add_argument("--out", type=a_path, default=Path("profile.png"), metavar="PNG", help="picture (%(default)s)")
     args = parser.parse_args(arguments)
-    if args.out.suffix.lower() != ".png":
-        raise UserError(f"--out {args.out}: the picture is a PNG; give it the suffix .png")
-    if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: there is no directory {args.out.parent}")
     check_picture(args.out)
     device.use(args.device)
     with tempfile.TemporaryDirectory() as directory:

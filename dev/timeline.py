@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import argparse
 import json
 import tempfile
 
@@ -34,12 +33,10 @@ Span = tuple[float, float]  # milliseconds: begin, end
 
 
 def profile(ours: Ours) -> list[tuple[str, Span]]:
-    """The kernels of STEPS steps, and the copies from GPU to GPU, with their names. Raises UserError where there is no
-    profiler, or it sees none."""
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(f"PyTorch's profiler is needed ({error}): pip install -r requirements-dev.txt") from None
+    """The kernels of STEPS steps, and the copies from GPU to GPU, with their names. Raises UserError where the profiler
+    sees none."""
+    import torch
+
     for step in range(WARM_UP):
         ours.launch(step)
         device.synchronize()
@@ -111,7 +108,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=positive, default=2, metavar="N", help="GPUs (2)")
     out = {"type": a_path, "default": Path("timeline.png")}
     parser.add_argument("-o", "--out", **out, metavar="FILE", help="the picture (%(default)s)")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     check_picture(args.out)
     ranks.start(args.gpus)
     device.use(args.device, ranks.local_rank())

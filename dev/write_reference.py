@@ -3,9 +3,9 @@
     python dev/write_reference.py                                   # gpt2_124M.bin and gpt2_124M_debug_state.bin
     python dev/write_reference.py -e layers=2,heads=2,channels=64 --vocab-size 300 -o tiny -b 2 -t 16
 
-The model is Hugging Face's GPT2LMHeadModel with eager attention, of random weights or, with --hf, one saved by
-transformers. One forward and backward pass over a random batch gives the debug state: inputs, targets, logits, the mean
-loss, and the gradient of every parameter, computed in float64 and stored as fp32.
+The model is Hugging Face's GPT2LMHeadModel with eager attention and random weights. One forward and backward pass over
+a random batch gives the debug state: inputs, targets, logits, the mean loss, and the gradient of every parameter,
+computed in float64 and stored as fp32.
 
 Random weights are as transformers initialises them, except that noise of deviation 0.1 is added to biases and
 layernorm weights: at 0 and 1, where they would start, a bias that is left out or put in another's place goes unseen.
@@ -18,11 +18,12 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/, whose modules could hide Python's own
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from dev.debug_state import DebugState, write_debug_state
 from dev.hf.common import config_json, named_tensors
 from device.errors import UserError
-from llmc.files.checkpoint import write_debug_state, write_model
+from llmc.files.checkpoint import write_model
 from llmc.model.tensors import name_tensors, num_parameters
-from llmc.run.arguments import Parser, positive, seed
+from llmc.run.arguments import Parser, positive
 from llmc.run.program import run_program
 from train_gpt2_fp32 import GPT2Config
 
@@ -30,6 +31,8 @@ import numpy as np
 import torch
 import transformers
 from transformers import GPT2LMHeadModel
+
+SEED = 1337  # of weights and batch
 
 
 def random_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
@@ -41,16 +44,6 @@ def random_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model
-
-
-def saved_model(directory: str) -> GPT2LMHeadModel:
-    """The model in a directory of transformers', fp32. Raises UserError where there is none."""
-    if not Path(directory).is_dir():
-        raise UserError(f"--hf {directory}: no such directory")
-    try:
-        return GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--hf {directory}: {str(error).splitlines()[0]}") from None
 
 
 def config_of(model: GPT2LMHeadModel) -> GPT2Config:
@@ -93,33 +86,27 @@ def write_reference(model: GPT2LMHeadModel, prefix: str, B: int, T: int, seed: i
     started = time.perf_counter()
     logits, loss = forward_backward(model, x, y)
     grads = flat_parameters(model, gradients=True)
-    write_debug_state(f"{prefix}_debug_state.bin", config, x, y, logits, loss, grads)
+    write_debug_state(f"{prefix}_debug_state.bin", DebugState(x, y, logits, loss, grads))
     seconds = time.perf_counter() - started
     print(f"wrote {prefix}_debug_state.bin: B {B}, T {T}, loss {loss:.6f} ({seconds:.1f} s)")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Write a model .bin and its debug state, computed by transformers.")
-    parser.add_argument("-e", "--model", default="d12", help="random weights: d12, layers=2,heads=2,channels=64 (d12)")
-    parser.add_argument("--hf", metavar="DIR", help="or a model that transformers saved")
+    parser.add_argument("-e", "--model", default="d12", help="d12, layers=2,heads=2,channels=64, ... (d12)")
     parser.add_argument("-o", "--out", metavar="PREFIX", help="of both files (gpt2_124M for d12, else gpt2_MODEL)")
     parser.add_argument("-b", "--batch-size", type=positive, default=4, metavar="B", help="(%(default)s)")
     parser.add_argument("-t", "--sequence-length", type=positive, default=64, metavar="T", help="(%(default)s)")
     parser.add_argument("--vocab-size", type=positive, default=50257, metavar="V", help="(%(default)s)")
-    parser.add_argument("--seed", type=seed, default=1337, metavar="N", help="of weights and batch (%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float64", help="(%(default)s)")
-    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     args = parser.parse_args(arguments)
     config = GPT2Config.described(args.model, args.vocab_size)
     if config is None:
-        raise UserError(f"-e {args.model}: random weights are d12 or layers=2,heads=2,channels=64; use --hf for others")
-    name = Path(args.hf).resolve().name if args.hf else args.model
-    prefix = args.out or ("gpt2_124M" if name == "d12" else f"gpt2_{name}")
+        raise UserError(f"-e {args.model}: name d12 or a description such as layers=2,heads=2,channels=64")
+    prefix = args.out or ("gpt2_124M" if args.model == "d12" else f"gpt2_{args.model}")
     for path in (f"{prefix}.bin", f"{prefix}_debug_state.bin"):
-        if Path(path).exists() and not args.force:
-            raise UserError(f"{path} exists already: name another prefix with -o, or add --force to overwrite it")
-    model = saved_model(args.hf) if args.hf else random_model(config, args.seed)
-    write_reference(model.to(getattr(torch, args.dtype)), prefix, args.batch_size, args.sequence_length, args.seed)
+        if Path(path).exists():
+            raise UserError(f"{path} exists already: name another prefix with -o, or remove it")
+    write_reference(random_model(config, SEED).double(), prefix, args.batch_size, args.sequence_length, SEED)
 
 
 if __name__ == "__main__":

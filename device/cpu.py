@@ -1,5 +1,4 @@
-"""The CPU as a device. A C++ compiler builds the .cu files (cpp/) and cpp/products.cu, which multiplies matrices. NumPy
-multiplies single rows.
+"""The CPU as a device. A C++ compiler builds the .cu files (cpp/) and cpp/products.cu, which multiplies matrices.
 
 The docstrings here say what each operation does on both devices. Here all work is done when a call returns, so the
 operations for streams have nothing to do.
@@ -7,7 +6,6 @@ operations for streams have nothing to do.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import os
@@ -15,7 +13,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,11 +47,8 @@ class CpuDevice:
         self.constants: dict[tuple, np.ndarray] = {}
         self.regions: dict[str, list] = defaultdict(list)  # of device.scratch
         cpp.warp_size()  # a wrong LLMC_CPU_WARP is refused now, not at the first launch
-        cores = cpp.threads()
-        keep_openblas_to_one_thread()
-        self.cores = cores
-        self.pool = ThreadPoolExecutor(cores, initializer=lambda: np.seterr(over="ignore", invalid="ignore"))
-        self.name = f"CPU, {cores} cores"
+        self.cores = cpp.threads()
+        self.name = f"CPU, {self.cores} cores"
 
     def use_precision(self, precision: str) -> str:
         """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; or "bf16", in
@@ -179,61 +173,15 @@ class CpuDevice:
         self.multiply(c, a, b, m, n, k, count, trans_a, trans_b, causal=causal)
 
     def multiply(self, c, a, b, m, n, k, count, trans_a, trans_b, beta=0.0, bias=None, causal="") -> None:
-        """`gemm` for `count` matrices. products.cu multiplies them, NumPy if they have a single row."""
+        """`gemm` for `count` matrices."""
         flat = [x.reshape(-1)[: count * size] for x, size in ((c, m * n), (a, m * k), (b, k * n))]
         wide = [from_bf16(x) if x.dtype == BF16 else x for x in flat]
-        if 1 < m:
-            args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), CAUSAL[causal]
-            self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
-        else:
-            c, a, b = wide
-            c, a, b = matrix(c, m, n, False, count), matrix(a, m, k, trans_a, count), matrix(b, k, n, trans_b, count)
-            if count == 1:
-                self.product(c[0], a[0], b[0], np.float32(beta))
-            else:
-                self.share(count, lambda s: np.matmul(a[s], b[s], out=c[s]), count * m * n * k)
+        args = *wide, m, n, k, int(trans_a), int(trans_b), np.float32(beta), CAUSAL[causal]
+        self.module(PRODUCTS).kernel("product_kernel")(product_grid(m, n, count, self.cores), (1,), args)
         if bias is not None:
-            matrix(wide[0], m, n, False)[0] += from_bf16(bias) if bias.dtype == BF16 else bias
+            wide[0].reshape(m, n)[:] += from_bf16(bias) if bias.dtype == BF16 else bias
         if wide[0] is not flat[0]:
             flat[0][:] = to_bf16(wide[0])
-
-    def product(self, c, a, b, beta) -> None:
-        """c = a @ b + beta * c, for a single row. The cores share its columns. NumPy releases the interpreter's lock
-        meanwhile."""
-
-        by_row = beta == 0.0 and b.T.flags.c_contiguous  # a token's row times a weight
-
-        def part(columns: slice) -> None:
-            if by_row:  # reads weights at up to 21 GB/s a core; OpenBLAS reads 13
-                np.einsum("ij,j->i", b.T[columns], a[0], out=c[0, columns])
-            elif beta == 0.0:
-                np.matmul(a, b[:, columns], out=c[:, columns])
-            else:
-                c[:, columns] *= beta
-                c[:, columns] += a @ b[:, columns]
-
-        self.share(c.shape[1], part, b.size)
-
-    def share(self, length: int, part: Callable[[slice], None], work: int) -> None:
-        """Does `part` for slices that together cover range(length), on several cores if there is enough work.
-
-        The number of slices depends on the work alone, not on the cores, because a product of another shape may be
-        rounded differently.
-        """
-        parts = 1 if work < 1 << 18 else 2 if work < 1 << 26 else 8
-        shares = [slice(i * length // parts, (i + 1) * length // parts) for i in range(parts)]
-        rest = iter(shares)
-
-        def take() -> None:
-            for one in rest:  # the first free thread takes the next slice
-                part(one)
-
-        with np.errstate(over="ignore", invalid="ignore"):  # no warnings about infinity and NaN, as on a GPU
-            others = [self.pool.submit(take) for _ in range(min(parts, self.cores) - 1)]
-            take()  # this thread begins at once; to wake another takes as long as a small product
-            for other in others:
-                if not other.cancel():
-                    other.result()
 
     # Streams, as a recording uses them
 
@@ -336,43 +284,7 @@ def product_grid(m: int, n: int, count: int, cores: int) -> tuple[int, int, int]
     return *min(grids, key=work), count
 
 
-def matrix(array: np.ndarray, rows: int, columns: int, transposed: bool, count: int = 1) -> np.ndarray:
-    """The beginning of a contiguous array as `count` matrices (rows, columns). With `transposed` each lies in memory as
-    (columns, rows)."""
-    flat = array.reshape(-1)[: count * rows * columns]
-    if transposed:
-        return flat.reshape(count, columns, rows).transpose(0, 2, 1)
-    return flat.reshape(count, rows, columns)
-
-
 def host_memory() -> tuple[int, int]:
     """(free, total) bytes of the host's memory."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:  # not Linux
-        available = None
-    return int(available[1]) << 10 if available else total, total
-
-
-def keep_openblas_to_one_thread() -> None:
-    """Makes OpenBLAS, with which NumPy multiplies single rows, use a single thread. If it had more, they would spin
-    when idle, and take the cores from the kernels that run next. And it rounds differently with more threads. Instead,
-    `CpuDevice.product` shares a row's columns out among the cores."""
-    try:
-        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
-    except OSError:  # not Linux
-        return
-    # A line has five fields, and then the file's path, in which there may be spaces.
-    mapped = {fields[5] for line in maps.split("\n") if len(fields := line.split(maxsplit=5)) == 6}
-    for path in mapped:
-        if not re.search(r"openblas[^/]*(/[^/]*)?$", path) or ".so" not in Path(path).name:
-            continue
-        try:
-            library = ctypes.CDLL(path)
-        except OSError:  # the file has been removed since
-            continue
-        names = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")]
-        for name in names:
-            if hasattr(library, name):
-                getattr(library, name)(1)
+    kilobytes = dict(re.findall(r"^(\w+): *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    return int(kilobytes["MemAvailable"]) << 10, int(kilobytes["MemTotal"]) << 10

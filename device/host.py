@@ -23,8 +23,8 @@ def page_locked(size: int, identity: str, lock: Callable[[int, int], None]) -> n
     """Page-locked memory of zeros, uint8 (size,), on the NUMA node of a GPU, where the system says which that is.
     identity: of the GPU, as CudaDevice has it. lock(address, size): page-locks memory that is there.
 
-    Threads touch the pages first, all at the same time. CUDA alone would take them one after another: 500 GB took it
-    400 seconds, and so 20. A page lies on the node of the thread that touches it first.
+    Threads touch all pages first, in parallel. CUDA alone would do that one page after another, which takes many times
+    as long. A page lies on the node of the thread that touches it first.
 
     Raises UserError if the system refuses.
     """
@@ -85,13 +85,13 @@ def cpus_near(identity: str) -> set[int]:
 
 
 def free_memory() -> int:
-    """The bytes of the host's memory that this process can still have: what the system has, or less if a container
-    (cgroup, version 2 or 1) has a limit."""
+    """How many bytes of the host's memory are free for this process: those that are free on the machine, or fewer in a
+    container (cgroup, version 2 or 1) with a limit."""
     return min(host_memory()[0], container_memory())
 
 
 def container_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """The same by the container's limit alone; a large number without a limit."""
+    """How many bytes are left until the container's limit; a large number if there is none."""
     for limit, used in (("memory.max", "memory.current"),
                         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):  # fmt: skip
         with suppress(OSError, ValueError):  # no such file; "max"

@@ -27,21 +27,13 @@ __host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 // Butterfly reductions: every lane ends with the same value, combined in the same order on every run.
 __device__ inline float warp_sum(float x) {
-#ifdef LLMC_CPU
-    return cpu_warp_sum(x);  // one meeting of the lanes instead of five
-#else
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
-#endif
 }
 
 __device__ inline float warp_max(float x) {
-#ifdef LLMC_CPU
-    return cpu_warp_max(x);
-#else
     for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
-#endif
 }
 
 // Block reductions for one-dimensional blocks of at most 32 warps: each warp leaves its result in shared memory, then
@@ -148,28 +140,35 @@ struct Floats {
     float x[FLOATS];
 };
 
+struct Ragged {
+    template <class T>
+    __device__ static Vec load(const T* p, int left) {
+        Vec v;
+        for (int k = 0; k < WIDTH; k++) v.x[k] = k < left ? to_float(p[k]) : 0.0f;
+        return v;
+    }
+    template <class T>
+    __device__ static void store(T* p, const Vec& v, int left) {
+        for (int k = 0; k < WIDTH && k < left; k++) set(p[k], v.x[k]);
+    }
+    template <class T>
+    __device__ static Floats load_floats(const T* p, int left) {
+        Floats v;
+        for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? to_float(p[k]) : 0.0f;
+        return v;
+    }
+    template <class T>
+    __device__ static void store_floats(T* p, const Floats& v, int left) {
+        for (int k = 0; k < FLOATS && k < left; k++) set(p[k], v.x[k]);
+    }
+};
+
 struct Aligned {
 #ifdef CPU_WIDTH
-    template <class T>
-    static Vec load(const T* p, int left) {
-        Vec v;
-        for (int k = 0; k < WIDTH; k++) v.x[k] = to_float(p[k]);
-        return v;
-    }
-    template <class T>
-    static void store(T* p, const Vec& v, int left) {
-        for (int k = 0; k < WIDTH; k++) set(p[k], v.x[k]);
-    }
-    template <class T>
-    static Floats load_floats(const T* p, int left) {
-        Floats v;
-        for (int k = 0; k < FLOATS; k++) v.x[k] = to_float(p[k]);
-        return v;
-    }
-    template <class T>
-    static void store_floats(T* p, const Floats& v, int left) {
-        for (int k = 0; k < FLOATS; k++) set(p[k], v.x[k]);
-    }
+    template <class T> static Vec load(const T* p, int) { return Ragged::load(p, WIDTH); }
+    template <class T> static void store(T* p, const Vec& v, int) { Ragged::store(p, v, WIDTH); }
+    template <class T> static Floats load_floats(const T* p, int) { return Ragged::load_floats(p, FLOATS); }
+    template <class T> static void store_floats(T* p, const Floats& v, int) { Ragged::store_floats(p, v, FLOATS); }
 #else
     __device__ static Vec load(const float* p, int left) {
         Vec v;
@@ -214,29 +213,6 @@ struct Aligned {
         *reinterpret_cast<uint2*>(p) = make_uint2(to_bf16(v.x[0], v.x[1]), to_bf16(v.x[2], v.x[3]));
     }
 #endif
-};
-
-struct Ragged {
-    template <class T>
-    __device__ static Vec load(const T* p, int left) {
-        Vec v;
-        for (int k = 0; k < WIDTH; k++) v.x[k] = k < left ? to_float(p[k]) : 0.0f;
-        return v;
-    }
-    template <class T>
-    __device__ static void store(T* p, const Vec& v, int left) {
-        for (int k = 0; k < WIDTH && k < left; k++) set(p[k], v.x[k]);
-    }
-    template <class T>
-    __device__ static Floats load_floats(const T* p, int left) {
-        Floats v;
-        for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? to_float(p[k]) : 0.0f;
-        return v;
-    }
-    template <class T>
-    __device__ static void store_floats(T* p, const Floats& v, int left) {
-        for (int k = 0; k < FLOATS && k < left; k++) set(p[k], v.x[k]);
-    }
 };
 
 template <class Body>

@@ -1,6 +1,5 @@
 """What tests share: the device they run on, seeded random numbers, a browser, and more."""
 
-import functools
 import gc
 import os
 import shutil
@@ -31,9 +30,8 @@ import hypothesis
 import numpy as np
 import pytest
 
-# Each test has new CPU devices. They look for OpenBLAS among all loaded libraries, which has one thread already, and
-# would find and check every kernel's library anew: where the environment asks for the same ones, they share them.
-cpu.keep_openblas_to_one_thread = functools.cache(cpu.keep_openblas_to_one_thread)
+# Each test has new CPU devices, which would find and check every kernel's library anew: where the environment asks for
+# the same ones, they share them.
 MODULES: dict[tuple, dict] = {}
 
 
@@ -169,16 +167,27 @@ def rng(request) -> np.random.Generator:
 
 
 @pytest.fixture
-def trainer_here(monkeypatch):
-    """trainer_here(kind, folder, flags) does what the script of this kind of model does with the flags in the folder,
-    in this process, which need not import everything anew."""
+def trainer_here(monkeypatch, capsys):
+    """trainer_here(kind, folder, flags, code) does what the script of this kind of model does with the flags in the
+    folder, in this process, which need not import everything anew. It must end with this code. Returns what it wrote
+    to stdout and to stderr."""
 
-    def trainer_here(kind: type[Model], folder: Path, flags: list[str]) -> None:
+    def trainer_here(kind: type[Model], folder: Path, flags: list[str], code: int = 0) -> tuple[str, str]:
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", [kind.Config.SCRIPT, *flags])
-        program.run_trainer(lambda: train(kind, parse_arguments(kind.Config)))
+        monkeypatch.setattr(program, "last_checkpoint", None)
+        capsys.readouterr()
+        ended = 0
+        try:
+            program.run_trainer(lambda: train(kind, parse_arguments(kind.Config)))
+        except SystemExit as end:  # pytest.raises would keep the run's frames, and the lock that they hold
+            ended = end.code
+        out, error = capsys.readouterr()
+        if isinstance(ended, str):  # Python prints it as it ends, and exits with 1
+            ended, error = 1, f"{error}{ended}\n"
+        assert ended == code, (ended, out[-2000:], error)
+        return out, error
 
-    monkeypatch.setattr(program, "last_checkpoint", None)
     handlers = {number: signal.getsignal(number) for number in ranks.SIGNALS}
     yield trainer_here
     for number, handler in handlers.items():  # a run that has begun takes them

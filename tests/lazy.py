@@ -211,13 +211,17 @@ class Threads:
         """Gives work, in which all ranks take part, to the device, as a collective of NCCL is."""
         device.communicate(lambda _: self.later(work))
 
+    def sum_of(self, x: np.ndarray) -> np.ndarray:
+        """What the ranks have in x, added up in their order."""
+        total, *others = map(np.copy, self.all_gather(np.copy(x)))
+        for other in others:
+            total += other
+        return total
+
     def all_reduce(self, arrays: list) -> None:
         def work() -> None:
             for x in arrays:
-                parts = self.all_gather(np.copy(x))
-                x[:] = parts[0]
-                for part in parts[1:]:
-                    x += part
+                x[:] = self.sum_of(x)
 
         if arrays:
             self.together(work)
@@ -225,10 +229,8 @@ class Threads:
     def reduce(self, pieces: list) -> None:
         def work() -> None:
             for x, root in pieces:
-                parts = self.all_gather(np.copy(x))
-                x[:] = parts[0] if root == self.own.rank else np.nan
-                for part in parts[1:] if root == self.own.rank else []:
-                    x += part
+                total = self.sum_of(x)
+                x[:] = total if root == self.own.rank else np.nan
 
         if pieces:
             self.together(work)

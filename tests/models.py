@@ -1,5 +1,7 @@
 """The tests' list of models, tiny ones of each kind for the tests that run for all of them, and a pass over a batch."""
 
+import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +151,12 @@ def build_from_file(kind: type[Model], path: Path, B: int, T: int, attention: st
     training = make_training(kind, config, B, T, attention, **options)
     load_weights(training.model, training.adamw, tensors)
     return training
+
+
+def write_record(checkpoint: Path, record: dict) -> None:
+    """Writes a checkpoint's state.json anew, with a right checksum."""
+    crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    (checkpoint / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
 
 
 def make_batches(config: Config, count: int, B: int, T: int) -> list[tuple[np.ndarray, np.ndarray]]:

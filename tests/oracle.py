@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import device
-from dev.hf.common import named_tensors, transformers_parameters
+from dev.hf.common import config_json, named_tensors, transformers_parameters
 from kernels.matmul import transposes
 from llmc.model.tensors import Config, name_tensors, num_parameters
 from train_gpt2_fp32 import GPT2Config
@@ -250,8 +249,8 @@ class guarded:
 def attention(qkv: torch.Tensor, num_heads: int, kind: str, num_kv_heads: int | None = None) -> torch.Tensor:
     """Causal self-attention of qkv (B, T, (NH + 2 NKV) HS), the heads of q, of k and of v side by side, to (B, T, C).
 
-    kind "softmax", or "relu": att[t, s] = max(0, scale * q_t . k_s) / (t + 1) for s <= t. NKV is NH by default; query
-    head h takes key and value head h // (NH / NKV).
+    kind "softmax" or "flash", the same, or "relu": att[t, s] = max(0, scale * q_t . k_s) / (t + 1) for s <= t.
+    NKV is NH by default; query head h takes key and value head h // (NH / NKV).
     """
     NH, NKV = num_heads, num_kv_heads or num_heads
     B, T, width = qkv.shape
@@ -260,7 +259,7 @@ def attention(qkv: torch.Tensor, num_heads: int, kind: str, num_kv_heads: int | 
     k, v = (x.repeat_interleave(NH // NKV, dim=1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    if kind == "softmax":
+    if kind in ("softmax", "flash"):
         att = scores.masked_fill(future, -math.inf).softmax(-1)
     elif kind == "relu":
         att = scores.relu().masked_fill(future, 0.0) / torch.arange(1, T + 1, dtype=scores.dtype).view(T, 1)
@@ -269,10 +268,18 @@ def attention(qkv: torch.Tensor, num_heads: int, kind: str, num_kv_heads: int | 
     return (att @ v).transpose(1, 2).reshape(B, T, NH * q.shape[-1])
 
 
-def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """x (B, T, heads, R) with each pair of neighbouring channels, a complex number, multiplied by turns (T, R/2)."""
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:3], -1, 2).contiguous())
-    return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+def turned(x: torch.Tensor, config: Config, R: int) -> torch.Tensor:
+    """x (B, T, heads, HS) after RoPE: of each head the first R channels, by pairs of neighbours, a complex number each,
+    turn with the position. Llama 3.1 scales the frequencies."""
+    f = config.rope_theta ** -(torch.arange(0, R, 2).double() / R)
+    if getattr(config, "rope_scaling", 0):
+        low, high, length = 1, 4, config.original_length
+        share = ((length * f / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # of the frequency as it was
+        f = (1 - share) * f / config.rope_scaling + share * f
+    angles = torch.arange(x.shape[1]).double()[:, None, None] * f  # (T, 1, R/2)
+    pairs = torch.view_as_complex(x[..., :R].unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.view_as_real(pairs * torch.polar(torch.ones(()).double(), angles))
+    return torch.cat([pairs.flatten(-2), x[..., R:]], dim=-1)
 
 
 def gpt2(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: GPT2Config, kind: str) -> torch.Tensor:
@@ -289,20 +296,22 @@ def gpt2(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: GPT2Config, k
     return F.linear(F.layer_norm(x, (C,), p["lnfw"], p["lnfb"], eps=1e-5), p["wte"])
 
 
-def llama3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Llama3Config, kind: str) -> torch.Tensor:
-    """Llama 3's forward pass: logits (B, T, Vp). Rows of q and k are in Meta's order."""
-    NH, NKV, HS = config.num_heads, config.num_kv_heads, config.channels // config.num_heads
-    B, T = tokens.shape
-    turns = torch.polar(torch.ones(()).double(), rope_angles(config, T))  # (T, HS/2) complex numbers of size 1
+def llama3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Config, kind: str) -> torch.Tensor:
+    """The forward pass of Llama 3, and of Qwen3, which normalises q and k: logits (B, T, Vp). Channels of q and k are
+    in Meta's order."""
+    NH, NKV, HS = config.num_heads, config.num_kv_heads, config.head_size
 
     def norm(x, weight):
-        return x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * weight
+        return F.rms_norm(x, (x.shape[-1],), weight, config.norm_eps)
 
     x = p["wte"][tokens]
     for l in range(config.num_layers):
-        heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).view(B, T, NH + 2 * NKV, HS)
-        qk, v = heads.split((NH + NKV, NKV), dim=2)
-        h = attention(torch.cat([turned(qk, turns), v], dim=2).flatten(2), NH, kind, NKV)
+        heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).unflatten(-1, (NH + 2 * NKV, HS))
+        q, k, v = heads.split((NH, NKV, NKV), dim=2)
+        if "qnormw" in p:
+            q, k = norm(q, p["qnormw"][l]), norm(k, p["knormw"][l])
+        q, k = turned(q, config, HS), turned(k, config, HS)
+        h = attention(torch.cat([q, k, v], dim=2).flatten(2), NH, kind, NKV)
         x = x + F.linear(h, p["attprojw"][l])
         up, gate = F.linear(norm(x, p["ln2w"][l]), p["fcw"][l]).chunk(2, dim=-1)
         x = x + F.linear(F.silu(gate) * up, p["fcprojw"][l])
@@ -310,21 +319,18 @@ def llama3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Llama3Confi
 
 
 def pythia(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: PythiaConfig, kind: str) -> torch.Tensor:
-    """Pythia's forward pass: logits (B, T, Vp). Of each head the first R channels turn, by pairs of neighbours."""
-    C, NH, HS = config.channels, config.num_heads, config.channels // config.num_heads
-    (B, T), R = tokens.shape, int(config.rotary * HS)
-    angles = torch.arange(T).double()[:, None] * config.rope_theta ** -(torch.arange(0, R, 2).double() / R)
-    turns = torch.polar(torch.ones(()).double(), angles)  # (T, R/2) complex numbers of size 1
+    """Pythia's forward pass: logits (B, T, Vp)."""
+    C, NH, HS = config.channels, config.num_heads, config.head_size
 
     def norm(x, name, *l):
         if config.norm == "rms":
-            return x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * p[f"{name}w"][l]
+            return F.rms_norm(x, (C,), p[f"{name}w"][l], config.norm_eps)
         return F.layer_norm(x, (C,), p[f"{name}w"][l], p[f"{name}b"][l], eps=config.norm_eps)
 
     def attend(x, l):
-        heads = F.linear(x, p["qkvw"][l], p["qkvb"][l]).view(B, T, 3 * NH, HS)
+        heads = F.linear(x, p["qkvw"][l], p["qkvb"][l]).unflatten(-1, (3 * NH, HS))
         qk, v = heads.split((2 * NH, NH), dim=2)
-        qk = torch.cat([turned(qk[..., :R], turns), qk[..., R:]], dim=-1)
+        qk = turned(qk, config, int(config.rotary * HS))
         h = attention(torch.cat([qk, v], dim=2).flatten(2), NH, kind)
         return F.linear(h, p["attprojw"][l], p["attprojb"][l])
 
@@ -342,49 +348,11 @@ def pythia(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: PythiaConfi
     return F.linear(norm(x, "lnf"), p["lm_head"])
 
 
-def qwen3(p: dict[str, torch.Tensor], tokens: torch.Tensor, config: Qwen3Config, kind: str) -> torch.Tensor:
-    """Qwen3's forward pass: logits (B, T, Vp). Channels of q and k are in Meta's order."""
-    NH, NKV, HS = config.num_heads, config.num_kv_heads, config.head_size
-    B, T = tokens.shape
-    angles = torch.arange(T).double()[:, None] * config.rope_theta ** -(torch.arange(0, HS, 2).double() / HS)
-    turns = torch.polar(torch.ones(()).double(), angles)  # (T, HS/2) complex numbers of size 1
-
-    def norm(x, weight):
-        return F.rms_norm(x, (x.shape[-1],), weight, config.norm_eps)
-
-    x = p["wte"][tokens]
-    for l in range(config.num_layers):
-        heads = F.linear(norm(x, p["ln1w"][l]), p["qkvw"][l]).view(B, T, NH + 2 * NKV, HS)
-        q, k, v = heads.split((NH, NKV, NKV), dim=2)
-        q, k = turned(norm(q, p["qnormw"][l]), turns), turned(norm(k, p["knormw"][l]), turns)
-        h = attention(torch.cat([q, k, v], dim=2).flatten(2), NH, kind, NKV)
-        x = x + F.linear(h, p["attprojw"][l])
-        up, gate = F.linear(norm(x, p["ln2w"][l]), p["fcw"][l]).chunk(2, dim=-1)
-        x = x + F.linear(F.silu(gate) * up, p["fcprojw"][l])
-    return F.linear(norm(x, p["lnfw"]), p["wte" if config.tied else "lm_head"])
-
-
-def rope_angles(config: Llama3Config, T: int) -> torch.Tensor:
-    """The angle (T, HS/2) of each pair of channels at each position, with Llama 3.1's scaling of the frequencies."""
-    HS = config.channels // config.num_heads
-    f = config.rope_theta ** -(torch.arange(0, HS, 2).double() / HS)
-    if config.rope_scaling:
-        low, high, length = 1, 4, config.original_length
-        share = ((length * f / (2 * math.pi) - low) / (high - low)).clamp(0, 1)  # of the frequency as it was
-        f = (1 - share) * f / config.rope_scaling + share * f
-    return torch.arange(T).double()[:, None] * f
-
-
-def definition_of(config: Config) -> Callable:
-    """The function above that is the forward pass of such a model."""
-    return {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia, Qwen3Config: qwen3}[type(config)]
-
-
 def forward(
     config: Config, params: dict[str, torch.Tensor], tokens, targets, kind: str = "softmax"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits (B, T, V) without the padded vocabulary, and the mean loss of the targets (B, T)."""
-    definition = definition_of(config)
+    definition = {GPT2Config: gpt2, Llama3Config: llama3, PythiaConfig: pythia, Qwen3Config: llama3}[type(config)]
     tokens, targets = (torch.as_tensor(np.asarray(ids), dtype=torch.long) for ids in (tokens, targets))
     logits = definition(params, tokens, config, kind)[..., : config.vocab_size]
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -438,13 +406,12 @@ def transformers_model(config: Config, seed: int = 0) -> transformers.PreTrained
 
     Biases and the norms' weights, which start at 0 and 1, get noise as well, so that a tensor in another's place shows.
     """
+    import transformers
+
+    described = transformers.AutoConfig.for_model(**config_json(config, 0, 0))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        kind = {
-            GPT2Config: transformers_gpt2, Llama3Config: transformers_llama, PythiaConfig: transformers_pythia,
-            Qwen3Config: transformers_qwen3,
-        }[type(config)]  # fmt: skip
-        model = kind(config).double()
+        model = transformers.AutoModelForCausalLM.from_config(described, attn_implementation="eager").double()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
@@ -461,62 +428,6 @@ def opinionated(config: Config) -> transformers.PreTrainedModel:
             if parameter.dim() == 2:
                 parameter *= 10
     return model
-
-
-def transformers_gpt2(config: GPT2Config) -> transformers.GPT2LMHeadModel:
-    import transformers
-
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_positions=config.max_seq_len, vocab_size=config.vocab_size, n_layer=config.num_layers,
-        n_head=config.num_heads, n_embd=config.channels, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
-    ))  # fmt: skip
-
-
-def transformers_llama(config: Llama3Config) -> transformers.LlamaForCausalLM:
-    import transformers
-
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling:
-        rope |= {
-            "rope_type": "llama3", "factor": config.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": config.original_length,
-        }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
-        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads, intermediate_size=config.hidden, rms_norm_eps=config.norm_eps,
-        rope_parameters=rope, tie_word_embeddings=config.tied, attn_implementation="eager", use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    ))  # fmt: skip
-
-
-def transformers_pythia(config: PythiaConfig) -> transformers.GPTNeoXForCausalLM:
-    import transformers
-
-    assert config.norm == "layer" and not config.tied_norm
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
-        max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
-        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        intermediate_size=4 * config.channels, hidden_act={"tanh": "gelu_new", "erf": "gelu"}[config.gelu],
-        layer_norm_eps=config.norm_eps, use_parallel_residual=config.parallel, tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary
-        },
-        attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
-    ))  # fmt: skip
-
-
-def transformers_qwen3(config: Qwen3Config) -> transformers.Qwen3ForCausalLM:
-    import transformers
-
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        max_position_embeddings=config.max_seq_len, vocab_size=config.vocab_size, hidden_size=config.channels,
-        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads, head_dim=config.head_size, intermediate_size=config.hidden,
-        rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tied, attn_implementation="eager", use_cache=False, bos_token_id=0, eos_token_id=0,
-    ))  # fmt: skip
 
 
 def transformers_loss(model: transformers.PreTrainedModel, tokens, targets) -> tuple[torch.Tensor, torch.Tensor]:
@@ -537,21 +448,12 @@ def flat_parameters_of(model: transformers.PreTrainedModel, config: Config, grad
     return flat
 
 
-def sample_softmax(logits: np.ndarray, coin: float) -> int:
-    """Draws an index with probability softmax(logits), logits fp32 (V,): the first whose cumulative sum is above the
-    coin.
-
-    The coin, in [0, 1), is scaled by the sum instead of dividing every term by it.
-    """
-    cumulative = np.cumsum(np.exp(logits.astype(np.float64) - logits.max()))
-    return min(int(np.searchsorted(cumulative, coin * cumulative[-1], side="right")), logits.size - 1)
-
-
 def sample(
     logits: np.ndarray, coin: float, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
 ) -> int:
     """Draws an index from softmax(logits / temperature), logits fp32 (V,), among the top_k largest where that is given,
-    and of these the likeliest that together have a share top_p.
+    and of these the likeliest that together have a share top_p: the first whose cumulative sum is above the coin, which
+    is in [0, 1), as a share of the whole sum.
 
     Temperature 0, or what is 0 in fp32, takes the largest logit. Logits that tie with the last that is in stay in.
     """
@@ -567,4 +469,5 @@ def sample(
         cumulative = np.cumsum(np.exp(ordered.astype(np.float64)))
         last = np.searchsorted(cumulative, np.float32(top_p) * cumulative[-1])
         scaled = np.where(scaled >= ordered[last], scaled, -np.inf)
-    return sample_softmax(scaled, coin)
+    cumulative = np.cumsum(np.exp(scaled.astype(np.float64) - scaled.max()))
+    return min(int(np.searchsorted(cumulative, coin * cumulative[-1], side="right")), logits.size - 1)

@@ -1,25 +1,18 @@
 """--best keeps the checkpoint with the lowest validation loss beside the newest ones. Runs in this process, whose
 validations give the losses that a test names."""
 
-import json
 import math
 import os
 import shutil
 import signal
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import generate
 from conftest import refusal
 from dev.hf import export_hf
-from device.errors import UserError
 from llmc.data.dataloader import write_tokens
 from llmc.files.checkpoint import checkpoints, model_path, newest_checkpoint, read_record
-from llmc.run import program
-from llmc.run.arguments import parse_arguments
-from models import TINY, described
-from train_gpt2_fp32 import train
+from models import TINY, described, write_record
 
 import pytest
 from test_evaluation import random_examples, write_evaluation
@@ -29,39 +22,25 @@ V, B, T = 257, 2, 16
 FLAGS = f"-i data -b {B} -t {T} -g 0 -v 1 -m 2 --seed 1 --device cpu --checkpoint-dir run --best".split()
 
 
-@dataclass
-class Trainer:
-    """Runs trainers in the working directory."""
+@pytest.fixture
+def train(tmp_path, rng, monkeypatch, trainer_here):
+    """train(*flags) runs a trainer in the working directory, and returns what it writes. losses: what its validations
+    are to find, if not their own."""
+    write_data(tmp_path, rng)
+    write_tokens(tmp_path / "data_other.bin", rng.integers(0, V, 400))
+    monkeypatch.chdir(tmp_path)
 
-    monkeypatch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture
-
-    def train(self, *flags: str, losses: tuple[float, ...] = (), model: str = "gpt2") -> str:
-        """What it prints. losses: what its validations are to find, if not their own."""
-        kind, coming = TINY[model][0], iter(losses)
-        with self.monkeypatch.context() as patch:
+    def train(*flags: str, losses: tuple[float, ...] = (), model: str = "gpt2", code: int = 0) -> str:
+        coming = iter(losses)
+        with monkeypatch.context() as patch:
             if losses:
                 patch.setattr("llmc.run.validation.validate", lambda *args: (next(coming), None))
-            args = parse_arguments(kind.Config, ["-e", described(model, V, T)[0], *FLAGS, *flags])
-            train(kind, args)
+            flags = ["-e", described(model, V, T)[0], *FLAGS, *flags]
+            out, error = trainer_here(TINY[model][0], tmp_path, flags, code)
         assert not list(coming)
-        return self.capsys.readouterr().out
+        return out + error
 
-    def refused(self, *flags: str, losses: tuple[float, ...] = ()) -> str:
-        """What a run says that is refused, or fails in the end."""
-        return refusal(self.train, *flags, losses=losses)
-
-
-@pytest.fixture
-def trainer(tmp_path, rng, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "last_checkpoint", None)
-    write_data(tmp_path, rng)
-    write_tokens("data_other.bin", rng.integers(0, V, 400))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield Trainer(monkeypatch, capsys)
-    for number, handler in handlers.items():  # a run takes them
-        signal.signal(number, handler)
+    return train
 
 
 def names() -> list[str]:
@@ -78,22 +57,20 @@ def best() -> tuple[int, float]:
     return record["step"], record["state"]["best"]["val_loss"]
 
 
-def change_state(path: Path, **changes) -> None:
-    """Changes what a checkpoint's state.json says of the run."""
-    record = read_record(path)
-    record["state"] |= changes
-    crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
-    (path / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
+def give_to_another_run() -> None:
+    record = read_record(Path("run/best"))
+    record["state"]["run"] = "another"
+    write_record(Path("run/best"), record)
 
 
 @pytest.mark.parametrize("model", TINY)
-def test_the_checkpoint_with_the_lowest_loss_is_kept_beside_the_newest(trainer, model):
+def test_the_checkpoint_with_the_lowest_loss_is_kept_beside_the_newest(train, model):
     losses = (5.0, 3.0, math.nan, 2.0, 2.0, 4.0)
-    trainer.train("-x", "5", "-n", "1", losses=losses, model=model)
+    train("-x", "5", "-n", "1", losses=losses, model=model)
     assert best() == (3, 2.0)
     third = contents("step_00000003")
     shutil.rmtree("run")
-    out = trainer.train("-x", "5", "-n", "1", "-nk", "1", losses=losses, model=model)
+    out = train("-x", "5", "-n", "1", "-nk", "1", losses=losses, model=model)
     assert names() == ["best", "step_00000005"] and best() == (3, 2.0)
     kept = contents("best")
     assert kept.keys() == third.keys() and "model_tokenizer.bin" in kept
@@ -106,62 +83,63 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_beside_the_newest(trainer, 
     ]  # fmt: skip
 
 
-def test_a_loss_that_is_not_finite_is_never_the_best(trainer):
-    trainer.train("-x", "1", losses=(math.nan, math.inf))
+def test_a_loss_that_is_not_finite_is_never_the_best(train):
+    train("-x", "1", losses=(math.nan, math.inf))
     assert names() == ["step_00000001"]
 
 
-def test_the_last_validation_can_find_the_best(trainer):
-    trainer.train("-x", "2", losses=(3.0, 4.0, 2.5))
+def test_the_last_validation_can_find_the_best(train):
+    train("-x", "2", losses=(3.0, 4.0, 2.5))
     assert names() == ["best", "step_00000002"] and best() == (2, 2.5)
     assert contents("best")["optimizer.bin"] == contents("step_00000002")["optimizer.bin"]
 
 
-def test_without_best_there_is_none_and_one_that_is_there_stays(trainer):
-    trainer.train("-x", "1", "--best", "0", losses=(3.0, 2.0))
+def test_without_best_there_is_none_and_one_that_is_there_stays(train):
+    train("-x", "1", "--best", "0", losses=(3.0, 2.0))
     assert names() == ["step_00000001"]
-    trainer.train("-x", "2", "-y", "1", losses=(2.0, 1.0))
+    train("-x", "2", "-y", "1", losses=(2.0, 1.0))
     before = contents("best")
-    trainer.train("-x", "3", "-y", "1", "--best", "0", losses=(1.0, 0.5))
+    train("-x", "3", "-y", "1", "--best", "0", losses=(1.0, 0.5))
     assert contents("best") == before and best() == (2, 1.0)
 
 
-def test_a_resumed_run_remembers_the_lowest_loss(trainer):
-    trainer.train("-x", "2", losses=(5.0, 3.0, 4.0))
+def test_a_resumed_run_remembers_the_lowest_loss(train):
+    train("-x", "2", losses=(5.0, 3.0, 4.0))
     before = contents("best")
-    trainer.train("-x", "4", "-y", "1", losses=(4.0, 3.5, 3.0))
+    train("-x", "4", "-y", "1", losses=(4.0, 3.5, 3.0))
     assert contents("best") == before and best() == (1, 3.0)
-    trainer.train("-x", "5", "-y", "1", losses=(3.0, 2.9))
+    train("-x", "5", "-y", "1", losses=(3.0, 2.9))
     assert best() == (5, 2.9) and names() == ["best", "step_00000002", "step_00000004", "step_00000005"]
 
 
-def test_a_resumed_run_has_the_best_of_one_that_was_not_stopped(trainer):
+def test_a_resumed_run_has_the_best_of_one_that_was_not_stopped(train):
     """With the losses that it really has."""
     flags = ["-n", "2", "-l", "1e-2"]
-    trainer.train("-x", "6", *flags)
+    train("-x", "6", *flags)
     want = contents("best")
     shutil.rmtree("run")
-    trainer.train("-x", "6", *flags)
+    train("-x", "6", *flags)
     assert best()[0] > 2
     for lost in ("step_00000006", "step_00000004", "best"), ("step_00000006",), ("step_00000006", "step_00000004"):
         for name in lost:
             shutil.rmtree(f"run/{name}")
-        trainer.train("-x", "6", "-y", "1", *flags)
+        train("-x", "6", "-y", "1", *flags)
         assert contents("best") == want
 
 
-def test_where_no_other_checkpoint_is_there_a_run_goes_on_from_the_best(trainer):
-    trainer.train("-x", "4", losses=(5.0, 4.0, 3.0, 9.0, 9.0))
+def test_where_no_other_checkpoint_is_there_a_run_goes_on_from_the_best(train):
+    train("-x", "4", losses=(5.0, 4.0, 3.0, 9.0, 9.0))
     last = contents("step_00000004")
     shutil.rmtree("run/step_00000004")  # as if it had been killed before
-    assert "run has checkpoints of another run, the newest best: go on from it with -y 1" in trainer.refused("-x", "4")
-    out = trainer.train("-x", "4", "-y", "1", losses=(3.0, 9.0, 9.0))
+    refused = train("-x", "4", code=1)
+    assert "run has checkpoints of another run, the newest best: go on from it with -y 1" in refused
+    out = train("-x", "4", "-y", "1", losses=(3.0, 9.0, 9.0))
     assert "step    3/4" in out and "step    2/4" not in out and best() == (2, 3.0)
     assert all(contents("step_00000004")[name] == last[name] for name in ("model.bin", "optimizer.bin"))
 
 
-def test_a_directory_stands_for_its_newest_checkpoint_and_the_best_has_a_name(trainer, capsys):
-    trainer.train("-x", "2", losses=(5.0, 3.0, 4.0))
+def test_a_directory_stands_for_its_newest_checkpoint_and_the_best_has_a_name(train, capsys):
+    train("-x", "2", losses=(5.0, 3.0, 4.0))
     assert [path.name for path in checkpoints("run")] == ["step_00000002", "best"]
     assert newest_checkpoint("run").name == "step_00000002"
     for name, newest in (("run", "step_00000002"), ("run/best", "best")):
@@ -175,95 +153,75 @@ def test_a_directory_stands_for_its_newest_checkpoint_and_the_best_has_a_name(tr
     assert capsys.readouterr().err == "run: its newest checkpoint is best\n"
 
 
-def test_a_damaged_best_checkpoint_names_another_one(trainer):
-    trainer.train("-x", "2", losses=(5.0, 3.0, 4.0))
+def test_a_damaged_best_checkpoint_names_another_one(train):
+    train("-x", "2", losses=(5.0, 3.0, 4.0))
     os.truncate("run/best/model_tokenizer.bin", 50)
-    with pytest.raises(UserError, match="use run/step_00000002, another checkpoint that is complete"):
-        model_path("run/best")
+    assert "use run/step_00000002, which is complete; " in refusal(model_path, "run/best")
     assert newest_checkpoint("run").name == "step_00000002"
-
-
-def truncated(path: Path) -> None:
-    os.truncate(path / "model.bin", 99)
-
-
-def without_a_record(path: Path) -> None:
-    (path / "state.json").write_text("{")
-
-
-def copied_by_hand(path: Path) -> None:
-    shutil.rmtree(path)
-    shutil.copytree("run/step_00000002", path)
-
-
-def of_another_run(path: Path) -> None:
-    change_state(path, run="another")
-
-
-def as_it_is(path: Path) -> None:
-    pass
 
 
 @pytest.mark.parametrize(
     ("change", "flags", "said"),
     [
-        (truncated, [], "no checkpoint, or damaged; "),
-        (without_a_record, [], "no checkpoint, or damaged; "),
-        (copied_by_hand, [], "this checkpoint does not record its validation loss; "),
-        (of_another_run, [], "this is the best checkpoint of another run; "),
-        (as_it_is, ["-m", "3"], "its loss is of 2 validation batches, and now of 3: -m 2, "),
-        (as_it_is, ["-j", "data_other.bin"], "its loss is of other validation data: name that data (-j, -i), "),
+        (lambda: os.truncate("run/best/model.bin", 99), [], "no checkpoint, or damaged; "),
+        (lambda: shutil.copytree("run/step_00000002", "run/best", dirs_exist_ok=True), [],
+         "this is not the best checkpoint of this run; "),
+        (give_to_another_run, [], "this is not the best checkpoint of this run; "),
+        (None, ["-m", "3"], "its loss is of other validation data (-j, -i) or not of 3 batches (-m); "),
+        (None, ["-j", "data_other.bin"],
+         "its loss is of other validation data (-j, -i) or not of 2 batches (-m); "),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_best_that_cannot_be_compared_is_not_replaced(trainer, change, flags, said):
+    ids=["damaged", "copied by hand", "of another run", "-m", "-j"],
+)  # fmt: skip
+def test_a_best_that_cannot_be_compared_is_not_replaced(train, change, flags, said):
     def there() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in Path("run").rglob("[!.]*") if path.is_file()}
 
-    trainer.train("-x", "2", losses=(5.0, 3.0, 4.0))
-    change(Path("run/best"))
+    train("-x", "2", losses=(5.0, 3.0, 4.0))
+    if change:
+        change()
     before = there()
-    message = trainer.refused("-x", "3", "-y", "1", "-o", "run.log", *flags)
-    assert message == f"run/best: {said}move run/best away, or leave --best out"
+    said = f"error: run/best: {said}move run/best away, or leave --best out\n"
+    assert train("-x", "3", "-y", "1", "-o", "run.log", *flags, code=1).endswith(said)
     assert there() == before and not Path("run.log").exists()
-    assert "step    3/3" in trainer.train("-x", "3", "-y", "1", "--best", "0", *flags)
+    assert "step    3/3" in train("-x", "3", "-y", "1", "--best", "0", *flags)
     assert before.items() <= there().items()
 
 
-def test_a_best_that_cannot_be_written_is_said_and_the_one_before_stays(trainer):
+def test_a_best_that_cannot_be_written_is_said_and_the_one_before_stays(train):
     Path("run").mkdir()
-    trainer.train("-x", "1", losses=(5.0, 6.0))
+    train("-x", "1", losses=(5.0, 6.0))
     before = contents("best")
     Path("run/best.part").write_text("in the way")
     why = "run/best: cannot be written (file exists)"
-    message = trainer.refused("-x", "3", "-y", "1", losses=(6.0, 4.0, 7.0))
-    assert message == f"the best checkpoint could not be written: {why}"
-    assert trainer.capsys.readouterr().out.count(f"not saved: {why}\n") == 1
+    written = train("-x", "3", "-y", "1", losses=(6.0, 4.0, 7.0), code=1)
+    assert written.endswith(f"error: the best checkpoint could not be written: {why}\n")
+    assert written.count(f"not saved: {why}\n") == 1
     assert contents("best") == before and names() == ["best", "best.part", "step_00000001", "step_00000003"]
     Path("run/best.part").unlink()
-    trainer.train("-x", "4", "-y", "1", losses=(7.0, 4.5))  # the lowest of those that are kept
+    train("-x", "4", "-y", "1", losses=(7.0, 4.5))  # the lowest of those that are kept
     assert best() == (4, 4.5)
 
 
-def test_a_run_that_fails_before_its_first_checkpoint_names_the_best(trainer, monkeypatch):
+def test_a_run_that_fails_before_its_first_checkpoint_names_the_best(train, monkeypatch):
     def fail(*args):
         raise MemoryError
 
     monkeypatch.setattr("train_gpt2_fp32.adamw_update", fail)
-    with pytest.raises(MemoryError):
-        trainer.train("-x", "2", losses=(5.0,))
-    assert names()[-1] == "best" and program.resume_advice() == "; the run goes on from run/best with -y 1"
+    written = train("-x", "2", losses=(5.0,), code=1)
+    assert names()[-1] == "best" and written.endswith("; the run goes on from run/best with -y 1\n")
 
 
-def test_a_validation_that_is_given_up_finds_no_best(trainer, rng, monkeypatch):
+def test_a_validation_that_is_given_up_finds_no_best(train, rng, monkeypatch):
     """Told to stop during HellaSwag, behind the loss. The run that goes on from there validates again."""
     def stop(*args) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     write_evaluation(Path("questions.bin"), random_examples(rng, 2))
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+    flags = ["-x", "2", "-b", "4", "--hellaswag", "questions.bin"]
+    with monkeypatch.context() as patch:
         patch.setattr("llmc.run.validation.evaluate", stop)
-        trainer.train("-x", "2", "-b", "4", "--hellaswag", "questions.bin", losses=(5.0,))
-    assert caught.value.code == 128 + signal.SIGTERM and not Path("run/best").exists()
-    trainer.train("-x", "1", "-b", "4", "-y", "1", losses=(5.0, 6.0))
+        train(*flags, losses=(5.0,), code=128 + signal.SIGTERM)
+    assert not Path("run/best").exists()
+    train("-x", "1", "-b", "4", "-y", "1", losses=(5.0, 6.0))
     assert best() == (0, 5.0)

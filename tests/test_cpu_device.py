@@ -10,12 +10,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import device
-from device import cpp, cpu, cuda
-from device.bf16 import floatX_of
+from device import cpp
 from device.cpp import compiler, launch
 from device.errors import UserError
 from device.progress import Progress
@@ -28,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 SANITIZED = os.environ.get("LLMC_CPU_SANITIZE", "0") not in ("", "0")
 
 
-@pytest.fixture(params=["forward", "backward", "shuffled"])
+@pytest.fixture(params=["forward", "shuffled"])
 def order(request, monkeypatch):
     monkeypatch.setenv("LLMC_CPU_ORDER", request.param)
     return request.param
@@ -55,25 +54,6 @@ def random(*shape):
 # Execution
 
 
-def test_elementwise_kernel_covers_exactly_its_elements(warp, order):
-    x = random(1000)
-    out = poisoned(1010)
-    kernel("basics.cu", "gelu_kernel")((8,), (128,), (out, x, 1000))
-    v = x.astype(np.float64)
-    # libmvec's tanhf is within 4 ulp
-    expected = 0.5 * v * (1 + np.tanh(0.7978845608 * (v + 0.044715 * v**3)))
-    np.testing.assert_allclose(out[:1000], expected, rtol=0, atol=2e-6)
-    assert np.isnan(out[1000:]).all()
-
-
-@pytest.mark.parametrize("threads", [1, 37, 256, 1024])
-def test_block_reduction_through_shared_memory_and_barriers(threads, warp, order):
-    x = random(33, 771)
-    out = poisoned(33)
-    kernel("basics.cu", "row_sum_kernel")(33, threads, (out, x, 771))
-    np.testing.assert_allclose(out, x.sum(1, dtype=np.float64), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("grid, block", [((3, 2, 2), (4, 3, 2)), ((5,), (64,)), (7, 1), ((1, 6), (2, 31))])
 def test_every_thread_of_every_block_runs_once_with_its_own_index(grid, block, order):
     g, b = ((*np.atleast_1d(dims), 1, 1)[:3] for dims in (grid, block))
@@ -90,45 +70,39 @@ def test_every_thread_of_every_block_runs_once_with_its_own_index(grid, block, o
 @pytest.mark.parametrize("argument, width", [(1, 32), (5, 32), (3, 8), (17, 32), (2, 4), (9, 16)])
 def test_shuffles_move_what_cuda_says(block, argument, width, order):
     n = int(np.prod(block))
-    x, out = random(n), poisoned(7, n)
+    x, out = random(n), poisoned(4, n)
     kernel("warps.cu", "exchange_kernel")(1, block, (out, x, argument, width))
     lane = np.arange(n) % 32
     warp_start = np.arange(n) - lane
     segment = lane // width * width
-    up = np.where(lane - segment < argument, lane, lane - argument)
     down = np.where(lane - segment + argument >= width, lane, lane + argument)
     xor = np.where((lane ^ argument) // width * width <= segment, lane ^ argument, lane)
-    for row, source in enumerate([segment + argument % width, xor, up, down]):
+    for row, source in enumerate([segment + argument % width, xor, down]):
         assert (out[row] == x[warp_start + source]).all()
 
 
-def test_warp_sum_and_max_equal_five_shuffles_to_the_last_bit(order):
-    x, out = random(256), poisoned(7, 256)
+def test_a_sum_by_shuffles_adds_in_the_order_of_a_butterfly(order):
+    x, out = random(256), poisoned(4, 256)
     kernel("warps.cu", "exchange_kernel")(1, 256, (out, x, 1, 32))
-    assert (out[4].view(np.int32) == out[5].view(np.int32)).all()
-    assert (out[6].reshape(8, 32) == x.reshape(8, 32).max(1, keepdims=True)).all()
     butterfly = x.reshape(8, 32)
     for distance in (16, 8, 4, 2, 1):
         butterfly = butterfly + butterfly[:, np.arange(32) ^ distance]
-    assert (out[5] == butterfly.reshape(-1)).all()
+    assert (out[3] == butterfly.reshape(-1)).all()
 
 
 def test_a_lane_that_reads_from_beyond_the_block_gets_nan(order):
-    x, out = random(40), poisoned(7, 40)
+    x, out = random(40), poisoned(4, 40)
     kernel("warps.cu", "exchange_kernel")(1, 40, (out, x, 16, 32))
-    assert np.isnan(out[1, 32:]).all() and np.isnan(out[5, 32:]).all()
+    assert np.isnan(out[1, 32:]).all() and np.isnan(out[3, 32:]).all()
     assert not np.isnan(out[:, :32]).any()
 
 
 def test_votes(order):
     x = np.random.default_rng(1).integers(-2, 3, 96, dtype=np.int32)
     x[32:64], x[64:] = 1, -1
-    out = poisoned(3, 96, dtype=np.int32).view(np.uint32)
+    out = poisoned(96, dtype=np.int32)
     kernel("warps.cu", "vote_kernel")(1, 96, (out, x))
-    yes = (x > 0).reshape(3, 32)
-    ballots = (yes * (1 << np.arange(32, dtype=np.uint64))).sum(1).astype(np.uint32)
-    assert (out[0] == ballots.repeat(32)).all()
-    assert (out[1] == yes.any(1).repeat(32)).all() and (out[2] == yes.all(1).repeat(32)).all()
+    assert (out == (x > 0).reshape(3, 32).any(1).repeat(32)).all()
 
 
 def test_threads_that_have_returned_are_not_waited_for(order):
@@ -148,64 +122,54 @@ def test_dynamic_shared_memory_is_aligned_and_the_blocks_own(n, order):
 
 def test_atomics_lose_nothing_between_os_threads(order):
     n = 500 * 128
-    total, counts, signs = np.zeros(1, np.float32), np.array([0, 0, n, 1, 0, 0], np.uint32), np.array([-n], np.int32)
-    kernel("warps.cu", "atomics_kernel")(500, 128, (total, counts, signs))
-    assert total[0] == n and signs[0] == 0  # n < 2**24: exact in float32
-    assert counts.tolist() == [n, n - 1, 0, pow(3, n, 2**32), 1, 1]
+    total, count = np.zeros(1, np.float32), np.zeros(1, np.uint32)
+    kernel("warps.cu", "atomics_kernel")(500, 128, (total, count))
+    assert total[0] == n and count[0] == n  # n < 2**24: exact in float32
 
 
 def test_intrinsics(order):
     x = np.abs(random(40)) + 0.1
-    out = poisoned(6, 40)
+    out = poisoned(5, 40)
     kernel("warps.cu", "intrinsics_kernel")(1, 40, (out, x))
     v = x.astype(np.float64)
     expected = [
         v**-0.5,
-        np.exp(v) + np.log(v) + v / 3 + v**2 + np.sin(v) + np.cos(v),
-        0 * v,
+        np.exp(v) + v / 3,
+        1 - v,
         v + 3,
-        np.maximum(1, np.trunc(v)) + np.minimum(2.5, v) + 8 + 4,
-        10 * v,
+        np.maximum(1, np.trunc(v)) + np.minimum(2.5, v),
     ]
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)  # a few ulp
 
 
 def test_results_do_not_depend_on_the_number_of_workers():
-    program = textwrap.dedent(f"""
-        import hashlib, sys
-        import numpy as np
-        from device import cpp
+    program = f"""
+        import hashlib
         x = np.random.default_rng(1).standard_normal((999, 771), np.float32)
         out = np.empty(999, np.float32)
         cpp.compile_source({str(CU / "basics.cu")!r}).kernel("row_sum_kernel")(999, 128, (out, x, 771))
         print(hashlib.sha256(out.tobytes()).hexdigest())
-    """)
+    """
     outputs = {run_python(program, LLMC_CPU_THREADS=str(threads)).stdout for threads in (1, 2, 5)}
     assert len(outputs) == 1 and len(outputs.pop()) == 65
 
 
 @pytest.mark.skipif(SANITIZED, reason="runs one worker in any case")
 def test_there_are_as_many_workers_as_cores_that_the_process_may_use():
-    program = textwrap.dedent(f"""
-        import os
+    program = f"""
         os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
-        import numpy as np
-        from device import cpp
         launch = cpp.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
         before = len(os.listdir("/proc/self/task"))
         x, out = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
         launch(1 << 12, 256, (out, x, x.size))
         assert len(os.listdir("/proc/self/task")) == before and cpp.threads() == 1
-    """)
+    """
     done = run_python(program, LLMC_CPU_THREADS="")
     assert done.returncode == 0, done.stderr
 
 
 def test_a_forked_child_can_launch():
-    program = textwrap.dedent(f"""
-        import os
-        import numpy as np
-        from device import cpp
+    program = f"""
         launch = cpp.compile_source({str(CU / "basics.cu")!r}).kernel("copy_kernel")
         def copies():
             x, out = np.ones(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
@@ -216,13 +180,15 @@ def test_a_forked_child_can_launch():
         if child == 0:
             os._exit(0 if copies() else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    """)
+    """
     done = run_python(program, LLMC_CPU_THREADS="2")
     assert done.returncode == 0, done.stderr
 
 
 def run_python(program, **env):
+    """Runs it in a process of its own, with what these programs import."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    program = "import os\nimport numpy as np\nfrom device import cpp\n" + textwrap.dedent(program)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=120)
 
 
@@ -233,15 +199,15 @@ def run_python(program, **env):
 def test_a_missing_barrier_shows_in_another_order_of_threads(monkeypatch):
     x = random(64)
     results = {}
-    # Twice forward: after that shared memory holds the right values already, which must not help the other orders.
-    for order in ("forward", "forward", "backward", "shuffled"):
+    # Twice forward: after that shared memory holds the right values already, which must not help the other order.
+    for order in ("forward", "forward", "shuffled"):
         monkeypatch.setenv("LLMC_CPU_ORDER", order)
         for name in ("missing_barrier_kernel", "with_barrier_kernel"):
             out = poisoned(64)
             kernel("failures.cu", name)(2, 64, (out, x))
             results[name, order] = np.array_equal(out, x[::-1])
-    assert all(results["with_barrier_kernel", order] for order in ("forward", "backward", "shuffled"))
-    assert not any(results["missing_barrier_kernel", order] for order in ("backward", "shuffled"))
+    assert results["with_barrier_kernel", "forward"] and results["with_barrier_kernel", "shuffled"]
+    assert not results["missing_barrier_kernel", "shuffled"]
 
 
 def test_a_failed_assertion_names_kernel_block_thread_and_line():
@@ -279,8 +245,6 @@ def test_lanes_that_meet_at_different_instructions_are_reported(monkeypatch, ord
 ])
 def test_a_crash_in_a_kernel_is_an_exception(name, args, message):
     done = run_python(f"""
-import numpy as np
-from device import cpp
 module = cpp.compile_source({str(CU / "failures.cu")!r})
 x = np.zeros(64, np.int32)
 try:
@@ -301,9 +265,8 @@ print("still alive")
     ((np.zeros(4, np.float32), np.zeros(4), 4), r"copy_kernel: x \(const float\*\) takes an array of float32"),
     ((np.zeros(8, np.float32)[::2], np.zeros(4, np.float32), 4), r"out \(float\*\) takes a contiguous array"),
     ((np.broadcast_to(np.float32(0), 1), np.zeros(1, np.float32), 1), r"out \(float\*\) is written to"),
-    ((np.zeros(4, np.float32), [1.0, 2.0], 4), "takes a NumPy array or None, not list"),
     ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4.0), r"N \(int\) takes an int, not float"),
-    ((np.zeros(4, np.float32), np.zeros(4, np.float32), 1 << 31), r"N \(int\) cannot hold 2147483648"),
+    ((np.zeros(4, np.float32), np.zeros(4, np.float32), 1 << 31), "copy_kernel cannot take .*'N': 2147483648}: "),
 ])
 def test_wrong_arguments_are_refused_by_name(args, message):
     with pytest.raises(TypeError, match=message):
@@ -311,21 +274,9 @@ def test_wrong_arguments_are_refused_by_name(args, message):
 
 
 def test_float_parameters_take_only_float32():
-    launch = kernel("basics.cu", "fill_kernel")
-    out = poisoned(4)
-    launch(1, 4, (out, np.float32(1.5)))
-    assert (out == 1.5).all()
     for wrong in (1.5, 1, np.float64(1.5)):
         with pytest.raises(TypeError, match=r"fill_kernel: value \(float\) takes numpy.float32"):
-            launch(1, 4, (out, wrong))
-
-
-def test_an_array_that_takes_another_ones_place_is_not_mistaken_for_it():
-    launch = kernel("basics.cu", "copy_kernel")
-    for size in range(100, 300):  # freed arrays leave their identity to later ones
-        x, out = np.full(size, size, np.float32), poisoned(size)
-        launch(2, 256, (out, x, size))
-        assert (out == size).all()
+            kernel("basics.cu", "fill_kernel")(1, 4, (poisoned(4), wrong))
 
 
 @pytest.mark.parametrize("grid, block, shared, message", [
@@ -346,20 +297,11 @@ def test_a_launcher_asks_the_file_that_it_launches_for_its_warp_size_and_blocks(
     free, fixed = device.Source(CU / "basics.cu"), device.Source(CU / "warps.cu")
     assert (free.warp_size, free.block(256)) == ((1, 1) if warp == 1 else (32, 256))
     assert (fixed.warp_size, fixed.block(256)) == (32, 256)
-    assert not hasattr(device, "block")  # which could not know the file
-    with pytest.raises(TypeError, match="path"):
-        device.warp_size()
-
-    x, out = random(64), poisoned(7, 64)
-    fixed.launch("exchange_kernel", (1,), (fixed.block(64),), (out, x, 1, 32))
-    np.testing.assert_allclose(out[5].reshape(2, 32), x.reshape(2, 32).sum(1, keepdims=True).repeat(32, 1), atol=1e-5)
 
 
-def test_a_module_lists_its_kernels_and_names_a_missing_one():
-    module = cpp.compile_source(CU / "basics.cu")
-    assert "copy_kernel" in module.kernels
+def test_a_kernel_that_a_file_has_not_is_named():
     with pytest.raises(AttributeError, match="has no kernel nonsense; it has .*copy_kernel"):
-        module.kernel("nonsense")
+        kernel("basics.cu", "nonsense")
 
 
 def cache_with_the_runtime(folder: Path) -> Path:
@@ -369,45 +311,29 @@ def cache_with_the_runtime(folder: Path) -> Path:
     return folder
 
 
-def test_libraries_are_cached_by_content_and_by_what_is_included(tmp_path, monkeypatch):
+def test_libraries_are_cached_by_content_by_what_is_included_and_by_the_arguments_in_cxx(tmp_path, monkeypatch):
+    command, _ = compiler.installed_compiler()
     monkeypatch.setenv("LLMC_CACHE_DIR", str(cache_with_the_runtime(tmp_path / "cache")))
     (tmp_path / "value.cuh").write_text("#define VALUE 1.0f\n")
-    source = '#include "value.cuh"\nextern "C" __global__ void value_kernel(float* out) { out[0] = VALUE; }\n'
+    source = '#include "value.cuh"\nextern "C" __global__ void value_kernel(float* out) { out[0] = VALUE + MORE; }\n'
     (tmp_path / "value.cu").write_text(source)
 
-    def value():
+    def value(more: int):
+        monkeypatch.setenv("CXX", shlex.join([*command, f"-DMORE={more}"]))
         out = poisoned(1)
         cpp.compile_source(tmp_path / "value.cu").kernel("value_kernel")(1, 1, (out,))
         return out[0], len(list((tmp_path / "cache").glob("value-*.so")))
 
-    assert value() == (1.0, 1)
-    assert value() == (1.0, 1)
+    assert value(0) == value(0) == (1.0, 1)
     (tmp_path / "value.cuh").write_text("#define VALUE 2.0f\n")
-    assert value() == (2.0, 2)
+    assert value(0) == (2.0, 2) and value(3) == (5.0, 3)
     assert not list((tmp_path / "cache").glob(".building*"))
-
-
-DAMAGES = {
-    "emptied": lambda content: b"",
-    "halved": lambda content: content[: len(content) // 2],
-    "half of it zeros": lambda content: content[: len(content) // 2].ljust(len(content), b"\0"),
-}
-
-
-@pytest.fixture(scope="module")
-def filled_cache(tmp_path_factory) -> Path:
-    """A cache with a library of kernels and the runtime, by `use_cache`."""
-    folder = cache_with_the_runtime(tmp_path_factory.mktemp("filled") / "cache")
-    use_cache(folder)
-    return folder
 
 
 def use_cache(folder: Path) -> None:
     """Compiles and runs a kernel in a process of its own, which a damaged library would kill."""
     (folder.parent / "two.cu").write_text('extern "C" __global__ void two_kernel(float* out) { out[0] = 2; }\n')
     program = f"""
-import numpy as np
-from device import cpp
 out = np.zeros(1, np.float32)
 cpp.compile_source({str(folder.parent / "two.cu")!r}).kernel("two_kernel")(1, 1, (out,))
 print(out[0])
@@ -416,20 +342,24 @@ print(out[0])
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
 
 
-@pytest.mark.parametrize("name, damage", [*(("two", damage) for damage in DAMAGES), ("runtime", "halved")])
-def test_a_damaged_library_in_the_cache_is_built_anew(name, damage, filled_cache):
-    (library,) = filled_cache.glob(f"{name}-*.so")
-    library.write_bytes(DAMAGES[damage](library.read_bytes()))
-    assert not compiler._is_whole(library)
-    use_cache(filled_cache)
-    assert compiler._is_whole(library)
+def test_a_damaged_library_in_the_cache_is_built_anew(tmp_path):
+    cache = cache_with_the_runtime(tmp_path / "cache")
+    use_cache(cache)
+    for name, damage in (
+        ("two", lambda content: b""), ("two", lambda content: content[: len(content) // 2].ljust(len(content), b"\0")),
+        ("runtime", lambda content: content[: len(content) // 2]),
+    ):  # fmt: skip
+        (library,) = cache.glob(f"{name}-*.so")
+        library.write_bytes(damage(library.read_bytes()))
+        assert not compiler._is_whole(library)
+        use_cache(cache)
+        assert compiler._is_whole(library)
 
 
 def test_one_line_says_why_a_compiler_or_its_cache_is_of_no_use(tmp_path, monkeypatch):
     """CXX=gcc links without C++'s own library; `true` makes nothing; and the disk may have no inode left."""
     cache = tmp_path / "a cache"
     program = f"""
-from device import cpp
 from device.errors import UserError
 try:
     cpp.compile_source({str(CU / "basics.cu")!r})
@@ -450,21 +380,17 @@ except UserError as error:
     wrong.write_bytes(b"\x7fELF")
     wrong.chmod(0o755)
     assert f"{wrong} cannot be run (Exec format error)" in said(CXX=str(wrong))
-    assert "no space is left in the cache" in said(CXX=fake_compiler(tmp_path / "full", "No space left on device"))
 
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setenv("LLMC_CACHE_DIR", "/proc/none")
+    with pytest.raises(UserError, match=r"/proc/none/.*cannot be written \(no such file or directory\): set LLMC"):
+        cpp.compile_source(CU / "basics.cu")
     monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full)
     with pytest.raises(UserError, match=r"cannot be written \(no space left on device\): set LLMC_CACHE_DIR"):
         cpp.compile_source(CU / "basics.cu")
-
-
-def fake_compiler(path: Path, says: str) -> str:
-    path.write_text(f'#!/bin/sh\necho "{says}" >&2\n[ "$1" = --version ]\n')
-    path.chmod(0o755)
-    return str(path)
 
 
 def test_a_library_that_may_not_be_executed_is_refused_in_a_line(tmp_path):
@@ -476,21 +402,8 @@ def test_a_library_that_may_not_be_executed_is_refused_in_a_line(tmp_path):
             raise OSError(f"{name}: failed to map segment from shared object")
 
         patch.setattr(launch.ctypes, "CDLL", load)
-        with pytest.raises(UserError, match=r"library.so cannot be loaded \(failed .*noexec\): set LLMC_CACHE_DIR"):
+        with pytest.raises(UserError, match=r"library.so cannot be loaded \(failed .*set CXX .* LLMC_CACHE_DIR"):
             launch.Module(library, CU / "basics.cu", 1)
-
-
-def test_the_arguments_in_cxx_belong_to_a_librarys_content(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMC_CACHE_DIR", str(tmp_path / "cache"))
-    command, _ = compiler.installed_compiler()
-    (tmp_path / "value.cu").write_text('extern "C" __global__ void value_kernel(float* out) { out[0] = VALUE; }\n')
-    values = []
-    for value in 1, 2:
-        monkeypatch.setenv("CXX", shlex.join([*command, f"-DVALUE={value}"]))
-        out = poisoned(1)
-        cpp.compile_source(tmp_path / "value.cu").kernel("value_kernel")(1, 1, (out,))
-        values.append(out[0])
-    assert values == [1, 2]
 
 
 def test_a_compiler_below_a_path_with_a_space_is_found(tmp_path, monkeypatch):
@@ -501,30 +414,8 @@ def test_a_compiler_below_a_path_with_a_space_is_found(tmp_path, monkeypatch):
     assert compiler.installed_compiler()[0] == (str(folder / "g++"),)
 
 
-def test_openblas_is_found_below_a_path_with_a_space(tmp_path, monkeypatch):
-    """And no other file is taken for it, only because it lies below a folder of this name."""
-    loaded = []
-    maps = "".join(f"7f00-7f01 r-xp 00000000 fe:00 {i}                      {path}\n" for i, path in enumerate((
-        "/a b/numpy.libs/libscipy_openblas64_-1.so", "/usr/lib/openblas-pthread/libblas.so.3", "/a b/openblas/x/a.ttf",
-        "/gone/libopenblas.so.0 (deleted)",
-    )))  # fmt: skip
-
-    def load(name: str):
-        loaded.append(name)
-        raise OSError("no such file")
-
-    monkeypatch.setattr(cpu.Path, "read_bytes", lambda self: f"7f00-7f01 rw-p 00000000 00:00 0\n{maps}".encode())
-    monkeypatch.setattr(cpu.ctypes, "CDLL", load)
-    getattr(cpu.keep_openblas_to_one_thread, "__wrapped__", cpu.keep_openblas_to_one_thread)()
-    assert sorted(loaded) == [
-        "/a b/numpy.libs/libscipy_openblas64_-1.so", "/gone/libopenblas.so.0 (deleted)",
-        "/usr/lib/openblas-pthread/libblas.so.3",
-    ]  # fmt: skip
-
-
 def test_a_compilation_that_takes_long_says_so_on_stderr(tmp_path):
     program = f"""
-from device import cpp
 from device.progress import progress
 progress.next = 0.01
 cpp.compile_all([{str(CU / "basics.cu")!r}])
@@ -533,25 +424,6 @@ print("done")
     done = run_python(program, LLMC_CACHE_DIR=str(cache_with_the_runtime(tmp_path / "cache")), LLMC_QUIET="")
     assert done.stdout == "done\n"
     assert re.fullmatch(r"compiling kernels: [01] of 2 files are ready after 0 s\n", done.stderr), done.stderr
-
-
-def test_a_gpus_compilation_says_so_too(capsys, monkeypatch):
-    class Module:
-        def __init__(self, code: str, options: tuple):
-            pass
-
-        def compile(self) -> None:
-            time.sleep(0.1)
-
-    gpu = cuda.CudaDevice.__new__(cuda.CudaDevice)
-    gpu.cupy, gpu.modules, gpu.floatX = SimpleNamespace(RawModule=Module), {}, floatX_of("fp32")
-    one = Progress()
-    one.next = 0.05
-    monkeypatch.setattr(cuda, "progress", one)
-    monkeypatch.delenv("LLMC_QUIET")
-    gpu.compile_all([CU / "basics.cu", CU / "failures.cu"])
-    assert capsys.readouterr() == ("", "compiling kernels: 0 of 2 files are ready after 0 s\n")
-    assert len(gpu.modules) == 2
 
 
 def test_progress_counts_the_time_of_many_short_compilations_together(capsys, monkeypatch):
@@ -566,35 +438,17 @@ def test_progress_counts_the_time_of_many_short_compilations_together(capsys, mo
     assert said.out == "" and 2 <= said.err.count("compiling kernels: ") <= 3 and " of " not in said.err
 
 
-ANEW = "each run compiles its kernels anew; set LLMC_CACHE_DIR to a folder that can be written"
-
-
-def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same_and_that_is_said_once(tmp_path, monkeypatch):
-    program = f"""
-from device import cpp
-print(cpp.compile_all([{str(CU / "failures.cu")!r}])[0].kernels[0])
-"""
-    monkeypatch.delenv("LLMC_CACHE_DIR", raising=False)
-    done = run_python(program, XDG_CACHE_HOME="/proc/none", TMPDIR=str(tmp_path))
-    assert done.stdout == "assert_kernel\n", done.stderr
-    assert done.stderr == f"/proc/none/llm.cupy cannot be made: {ANEW}\n"
-    assert not list(tmp_path.iterdir())
-
-
 def test_processes_that_compile_the_same_file_at_once_do_not_disturb_each_other(tmp_path):
     program = f"""
-import numpy as np
-from device import cpp
 modules = cpp.compile_all([{str(CU / "basics.cu")!r}, {str(CU / "failures.cu")!r}])
 out = np.zeros(4, np.float32)
 modules[0].kernel("fill_kernel")(1, 4, (out, np.float32(3)))
 print(out.sum(), modules[1].kernels[0])
 """
-    cache = cache_with_the_runtime(tmp_path / "cache")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "LLMC_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", program]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
-    assert [process.communicate(timeout=120)[0] for process in processes] == ["12.0 assert_kernel\n"] * 2
+    cache = str(cache_with_the_runtime(tmp_path / "cache"))
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda _: run_python(program, LLMC_CACHE_DIR=cache), range(2)))
+    assert [each.stdout for each in done] == ["12.0 assert_kernel\n"] * 2
 
 
 def test_a_compile_error_shows_the_compilers_message(tmp_path):
@@ -644,8 +498,6 @@ def run_sanitized(name, args):
             pytest.skip(f"no {library}")
         libraries.append(found)
     program = f"""
-import numpy as np
-from device import cpp
 x = np.zeros(100, np.float32)
 cpp.compile_source({str(CU / "failures.cu")!r}).kernel({name!r})(1, 128, {args})
 print("unharmed")

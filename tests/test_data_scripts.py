@@ -1,6 +1,5 @@
 """The dataset scripts, run as programs on small files of the formats that they download."""
 
-import argparse
 import json
 import struct
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from dev.data import shards
 from dev.data.common import download, encode, load_tokenizer
-from dev.data.shards import write_shards
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader, open_tokens, write_tokens
 from llmc.data.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
@@ -49,11 +47,6 @@ def large_tokenizer(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-def large_tokens(text):
-    """A text as a dataset of large_tokenizer's holds it."""
-    return [70_000, *(69_744 + byte for byte in text.encode())]
-
-
 def run(script, *args, fails=False):
     result = subprocess.run([sys.executable, SCRIPTS / script, *map(str, args)], capture_output=True, text=True)
     assert (result.returncode == 1) == fails, result.stderr
@@ -87,49 +80,6 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
     assert Tokenizer.load(path).eot == EOT and Tokenizer.load(path).vocab_size == 257
     DataLoader(prefix, "train", 12, 64, 257)
     DataLoader(prefix, "val", 12, 64, 257)
-
-
-# Tiny Shakespeare
-
-
-def test_tiny_shakespeare_is_cut_into_speeches_with_the_validation_first(tmp_path, tokenizer):
-    speeches = [f"Speaker {i}:\nWords of number {i}, naïve ones.\n\n" for i in range(50)]
-    (tmp_path / "text.txt").write_text("".join(speeches), encoding="utf-8")
-    prefix = tmp_path / "x"
-    run("tiny_shakespeare.py", "--text", tmp_path / "text.txt", "--tokenizer", tokenizer, "--out", prefix)
-    val, train = open_tokens(f"{prefix}_val.bin"), open_tokens(f"{prefix}_train.bin")
-    assert val.size == (val.size + train.size) // 10
-    write_tokens(tmp_path / "all.bin", np.concatenate([val, train]))
-    assert decoded(tmp_path / "all.bin") == [*speeches, ""]
-    assert Tokenizer.load(f"{prefix}_tokenizer.bin").eot == EOT
-
-
-def test_a_text_of_shakespeares_length_gives_llm_cs_validation_split(tmp_path, tokenizer):
-    (tmp_path / "text.txt").write_text("x" * 400_000)
-    run("tiny_shakespeare.py", "--text", tmp_path / "text.txt", "--tokenizer", tokenizer, "--out", tmp_path / "x")
-    assert open_tokens(tmp_path / "x_val.bin").size == 32768
-
-
-def test_a_text_that_cannot_be_read_is_refused(tmp_path, tokenizer):
-    args = ["--tokenizer", tokenizer, "--out", tmp_path / "x", "--text"]
-    assert "missing.txt: no such file" in run("tiny_shakespeare.py", *args, tmp_path / "missing.txt", fails=True)
-    (tmp_path / "text.txt").write_bytes(b"caf\xe9")
-    words = "text.txt: not UTF-8 text (at byte 3): save it as UTF-8"
-    assert words in run("tiny_shakespeare.py", *args, tmp_path / "text.txt", fails=True)
-    assert not list(tmp_path.glob("x_*"))
-
-
-def test_a_text_is_encoded_by_a_tokenizer_json_and_its_tokens_are_of_32_bits_if_they_must(tmp_path, large_tokenizer):
-    speeches = [f"Speaker {i}:\nnaïve <|begin_of_text|> words.\n\n" for i in range(9)]
-    (tmp_path / "text.txt").write_text("".join(speeches), encoding="utf-8")
-    prefix = tmp_path / "x"
-    run("tiny_shakespeare.py", "--text", tmp_path / "text.txt", "--tokenizer", large_tokenizer, "--out", prefix)
-    val, train = open_tokens(f"{prefix}_val.bin"), open_tokens(f"{prefix}_train.bin")
-    assert val.dtype == train.dtype == np.uint32
-    assert np.concatenate([val, train]).tolist() == [t for text in [*speeches, ""] for t in large_tokens(text)]
-    tokenizer = Tokenizer.load(find_tokenizer(prefix))
-    assert (tokenizer.vocab_size, tokenizer.tokens[tokenizer.eot]) == (70_002, b"<|begin_of_text|>")
-    assert b"".join(map(tokenizer.decode, train[-30:])).endswith(b"words.\n\n<|begin_of_text|>")
 
 
 # Downloads
@@ -253,59 +203,38 @@ def test_every_script_says_that_a_normalizer_changes_its_texts(tmp_path, tokeniz
 # Shards
 
 
-class Texts(list):
-    """A list that slices as a datasets.Dataset does."""
-
-    def __getitem__(self, key):
-        assert isinstance(key, slice)
-        return {"text": super().__getitem__(key)}
-
-
 @pytest.fixture
 def texts(rng):
-    letters = np.array(list("abc é"))
-    return Texts("".join(rng.choice(letters, size)) for size in rng.integers(0, 60, 300))
+    return [rng.integers(0, 257, size) for size in rng.integers(0, 60, 300)]
 
 
-def settings(tokenizer, out, **others):
-    return argparse.Namespace(**{"tokenizer": tokenizer, "out": out, "shard_tokens": 1000, "texts": None} | others)
-
-
-def joined(texts):
-    return [token for text in texts for token in (EOT, *text.encode())]
+def write_shards(texts, prefix, shard_tokens=1000):
+    prefix.parent.mkdir(exist_ok=True)
+    writer = shards.ShardWriter(prefix, "train", {"shard_tokens": shard_tokens, "vocabulary": 257})
+    for item, tokens in enumerate(texts):
+        writer.add(item, tokens)
+    writer.finish(len(texts))
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_shards_hold_all_texts_in_order_and_the_first_is_for_validation(texts, tokenizer, tmp_path):
+@pytest.mark.parametrize("shard_tokens", [11, 64, 1000, 9999])
+def test_shards_of_any_size_hold_all_texts_in_order(texts, tmp_path, shard_tokens):
     out = tmp_path / "out" / "web"
-    write_shards(texts, settings(tokenizer, out), split="train", first_split="val")
-    shards = [out.with_name("web_val_000000.bin"), *sorted(out.parent.glob("web_train_*.bin"))]
-    sizes = [open_tokens(shard).size for shard in shards]
-    assert sizes[:-1] == [1000] * (len(sizes) - 1) and 0 < sizes[-1] <= 1000 and len(sizes) > 8
-    assert np.concatenate([open_tokens(shard) for shard in shards]).tolist() == joined(texts)
-    loader = DataLoader(out, "train", 2, 64, 257)
-    assert [file.name for file in loader.files][0] == "web_train_000001.bin"
-    assert DataLoader(out, "val", 2, 64, 257).num_tokens == 1000
-    assert find_tokenizer(out).name == "web_tokenizer.bin"
+    write_shards(texts, out, shard_tokens)
+    found = [open_tokens(path) for path in sorted(out.parent.glob("web_train_*.bin"))]
+    assert [len(tokens) for tokens in found[:-1]] == [shard_tokens] * (len(found) - 1)
+    assert 0 < found[-1].size <= shard_tokens
+    assert np.concatenate(found).tolist() == np.concatenate(texts).tolist()
 
 
-@pytest.mark.parametrize("shard_tokens", [11, 64, 5000])
-def test_shards_of_any_size_hold_all_texts(texts, tokenizer, tmp_path, shard_tokens):
-    few = Texts(list(texts)[:40])
-    write_shards(few, settings(tokenizer, tmp_path / "o" / "web", shard_tokens=shard_tokens, texts=30), split="train")
-    shards = sorted((tmp_path / "o").glob("web_train_*.bin"))
-    assert np.concatenate([open_tokens(shard) for shard in shards]).tolist() == joined(list(texts)[:30])
-
-
-def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_path, monkeypatch):
-    write_shards(texts, settings(tokenizer, tmp_path / "whole" / "web"), split="train")
+def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tmp_path, monkeypatch):
+    write_shards(texts, tmp_path / "whole" / "web")
     whole = contents(tmp_path / "whole")
 
     write_tokens = shards.write_tokens
-    monkeypatch.setattr(shards, "TEXTS_AT_ONCE", 17)
     for stop_after in range(10**6):
         written = 0
 
@@ -318,7 +247,7 @@ def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_pat
 
         monkeypatch.setattr(shards, "write_tokens", stopping)
         try:
-            write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
+            write_shards(texts, tmp_path / "parts" / "web")
             break
         except KeyboardInterrupt:
             assert contents(tmp_path / "parts") != whole
@@ -326,39 +255,11 @@ def test_an_interrupted_run_goes_on_to_the_same_shards(texts, tokenizer, tmp_pat
     assert contents(tmp_path / "parts") == whole
 
     monkeypatch.setattr(shards, "write_tokens", None)  # done: nothing is written any more
-    write_shards(texts, settings(tokenizer, tmp_path / "parts" / "web"), split="train")
-
-
-def test_going_on_with_other_settings_is_refused(texts, tokenizer, tmp_path):
-    write_shards(texts, settings(tokenizer, tmp_path / "web"), split="train")
-    for change in ({"shard_tokens": 999}, {"texts": 7}):
-        with pytest.raises(UserError, match=next(iter(change))):
-            write_shards(texts, settings(tokenizer, tmp_path / "web", **change), split="train")
-    (tmp_path / "web_train.progress.json").write_text("{")
-    with pytest.raises(UserError, match="damaged"):
-        write_shards(texts, settings(tokenizer, tmp_path / "web"), split="train")
-
-
-def test_fineweb_and_tinystories_read_files_of_the_hubs_formats(tmp_path, texts, tokenizer, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    for suffix, write in ((".parquet", "to_parquet"), (".jsonl", "to_json")):
-        web = tmp_path / f"web{suffix}"
-        getattr(datasets.Dataset.from_dict({"text": list(texts), "id": ["x"] * len(texts)}), write)(str(web))
-        args = ["--tokenizer", tokenizer, "--shard-tokens", 4000]
-        out = tmp_path / suffix / "fineweb"
-        run("fineweb.py", *args, "--out", out, "--files", web)
-        shards = [out.with_name("fineweb_val_000000.bin"), *sorted(out.parent.glob("fineweb_train_*.bin"))]
-        assert np.concatenate([open_tokens(shard) for shard in shards]).tolist() == joined(texts)
-        out = tmp_path / suffix / "tinystories"
-        run("tinystories.py", *args, "--out", out, "--texts", 100, "--train-files", web, "--val-files", web)
-        for split in ("train", "val"):
-            tokens = open_tokens(out.with_name(f"tinystories_{split}_000000.bin"))
-            assert tokens.tolist() == joined(list(texts)[:100])
+    write_shards(texts, tmp_path / "parts" / "web")
 
 
 @pytest.mark.parametrize(
-    "script", ["python_docs", "tiny_shakespeare", "hellaswag", "tinystories", "fineweb", "text x -o y"]
+    "script", ["python_docs", "hellaswag", "text x -o y"]
 )
 def test_a_wrong_flag_is_refused_in_one_line(script):
     script, *args = script.split()

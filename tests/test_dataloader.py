@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from conftest import refusal
-from device.errors import UserError
 from llmc.data import dataloader
 from llmc.data.dataloader import RAW_TOKENS, DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
 from llmc.run.arguments import parse_arguments
@@ -17,8 +16,6 @@ from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 V = 60000
 LLAMA3_V = 128256
@@ -50,29 +47,18 @@ def shards(tmp_path):
     return str(tmp_path / "x_train_*.bin")
 
 
-def test_a_token_file_has_the_layout_of_llm_c(tmp_path):
-    write_tokens(tmp_path / "x.bin", [0, 1, 65535, 50256])
-    header = struct.unpack("<256i", (tmp_path / "x.bin").read_bytes()[:1024])
-    assert header == (20240520, 1, 4) + (0,) * 253
-    assert (tmp_path / "x.bin").read_bytes()[1024:] == struct.pack("<4H", 0, 1, 65535, 50256)
-    np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), [0, 1, 65535, 50256])
-
-
-def test_a_token_file_of_a_large_vocabulary_has_the_layout_of_llm_cs_llama3(tmp_path):
-    tokens = [0, 65536, LLAMA3_V - 1]
-    write_tokens(tmp_path / "x.bin", tokens, LLAMA3_V)
-    header = struct.unpack("<256i", (tmp_path / "x.bin").read_bytes()[:1024])
-    assert header == (20240801, 7, 3) + (0,) * 253
-    assert (tmp_path / "x.bin").read_bytes()[1024:] == struct.pack("<3I", *tokens)
-    assert open_tokens(tmp_path / "x.bin").dtype == np.uint32
+@pytest.mark.parametrize("vocab_size, tokens, magic, version, code", [
+    (257, [1, 2, 3], 20240520, 1, "H"), (65536, [0, 1, 65535], 20240520, 1, "H"), (65537, [1, 2, 3], 20240801, 7, "I"),
+    (LLAMA3_V, [0, 65536, LLAMA3_V - 1], 20240801, 7, "I"),
+])  # fmt: skip
+def test_a_token_file_has_a_layout_of_llm_c_which_the_vocabulary_decides(
+    tmp_path, vocab_size, tokens, magic, version, code
+):
+    write_tokens(tmp_path / "x.bin", tokens, vocab_size)
+    data = (tmp_path / "x.bin").read_bytes()
+    assert struct.unpack("<256i", data[:1024]) == (magic, version, 3) + (0,) * 253
+    assert data[1024:] == struct.pack(f"<3{code}", *tokens)
     np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), tokens)
-
-
-@pytest.mark.parametrize("vocab_size, magic", [(257, 20240520), (65536, 20240520), (65537, 20240801)])
-def test_the_vocabulary_and_not_the_tokens_decides_how_they_are_stored(tmp_path, vocab_size, magic):
-    write_tokens(tmp_path / "x.bin", [1, 2, 3], vocab_size)
-    assert struct.unpack("<i", (tmp_path / "x.bin").read_bytes()[:4]) == (magic,)
-    np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin"), [1, 2, 3])
 
 
 @pytest.mark.parametrize("B, T, size", [(4, 8, 33), (4, 8, 97), (3, 7, 84), (3, 7, 85), (1, 1, 2), (2, 5, 57)])
@@ -154,20 +140,14 @@ def test_the_shuffle_is_the_same_in_every_release(tmp_path):
     assert [start // 10 for start in batch(loader)[0][:, 0]] == [7, 1, 6, 3, 0, 4, 5, 2]
 
 
-@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("seed", [None, 2**64 - 1])
 def test_a_resumed_loader_goes_on_where_the_other_stopped(shards, seed):
     loader = DataLoader(shards, "train", 2, 50, V, shuffle_seed=seed)
     for stop in range(0, 55, 6):  # across shards and epochs
         resumed = DataLoader(shards, "train", 2, 50, V, shuffle_seed=seed)
-        resumed.load_state(loader.state())
+        resumed.load_state(json.loads(json.dumps(loader.state())))
         for _ in range(6):
             np.testing.assert_array_equal(batch(resumed), batch(loader), err_msg=f"after {stop}")
-
-
-def test_the_position_survives_json(shards):
-    loader = DataLoader(shards, "train", 2, 50, V, shuffle_seed=2**64 - 1)
-    batch(loader)
-    assert json.loads(json.dumps(loader.state())) == loader.state()
 
 
 @pytest.mark.parametrize("change", [{"B": 1}, {"T": 49}, {"shuffle_seed": 8}, {"shuffle_seed": None}])
@@ -178,19 +158,15 @@ def test_a_position_in_another_walk_is_refused(shards, change):
     assert next(iter(change)) in message and "cannot resume" in message
 
 
-@pytest.mark.parametrize("raw, tokens, bad", [(False, [1, 300, 3], 300), (True, [1, -7, 2], -7), (True, [1, 257], 257)])
-def test_a_token_outside_the_vocabulary_is_refused_at_once(tmp_path, raw, tokens, bad):
-    if raw:
-        np.array(tokens, "<i4").tofile(tmp_path / "x_train.bin")
+@pytest.mark.parametrize("of, bad", [(V, 300), (2**32, 2**32 - 1), (None, -7), (None, 257)])
+def test_a_token_outside_the_vocabulary_is_refused_at_once(tmp_path, of, bad):
+    """of: the vocabulary that the file is for, or None for raw tokens."""
+    if of:
+        write_tokens(tmp_path / "x_train.bin", [1, bad, 3], of)
     else:
-        write_tokens(tmp_path / "x_train.bin", tokens)
+        np.array([1, bad, 3], "<i4").tofile(tmp_path / "x_train.bin")
     message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, 257, None, "int32")
     assert f"x_train.bin: token {bad} is outside" in message and "257" in message
-
-
-def test_a_token_of_32_bits_outside_the_vocabulary_is_refused(tmp_path):
-    write_tokens(tmp_path / "x_train.bin", [1, 2**32 - 1, 3], 2**32)
-    assert f"token {2**32 - 1} is outside" in refusal(DataLoader, tmp_path / "x", "train", 1, 1, LLAMA3_V)
 
 
 def test_a_bad_token_in_a_large_file_is_refused_when_its_batch_comes(tmp_path, monkeypatch):
@@ -209,21 +185,16 @@ def test_files_that_are_missing_damaged_or_something_else_are_refused(tmp_path):
         return refusal(DataLoader, str(tmp_path / pattern), "train", 1, 1, V, None, "int32")
 
     header = struct.pack("<256i", 20240520, 1, 3, *[0] * 253)
-    assert "x_train.bin: no such file" in message()
+    missing = message()
+    assert "x_train.bin: no such file" in missing and "dev/download_starter_pack.sh" in missing
     assert "no file matches" in message(pattern="x*.bin")
-    assert "y.bin: no such file" in message(pattern="y.bin")
-    assert "dev/download_starter_pack.sh" in message()
-    assert "0 bytes" in message(b"")
     assert "7 bytes" in message(b"\x00123456")
     assert "truncated or damaged" in message(header + b"\0" * 5)
     assert "truncated or damaged" in message(header + b"\0" * 7)
     assert "too short" in message(header[:1000])
-    assert "version 2" in message(struct.pack("<256i", 20240520, 2, 3, *[0] * 253) + b"\0" * 6)
     assert "found a GPT-2 model" in message(struct.pack("<256i", 20240326, 3, *[0] * 254))
     assert "0 tokens" in message(struct.pack("<256i", 20240801, 7, *[0] * 254))
-    assert "-1 tokens" in message(struct.pack("<256i", 20240520, 1, -1, *[0] * 253) + b"\0" * 8)
     assert "token file version 1; version 7" in message(struct.pack("<256i", 20240801, 1, 3, *[0] * 253))
-    assert "truncated or damaged" in message(struct.pack("<256i", 20240801, 7, 3, *[0] * 253) + b"\0" * 6)
 
 
 @pytest.mark.parametrize("raw_tokens", RAW_TOKENS)
@@ -241,12 +212,8 @@ def test_raw_tokens_are_of_the_type_that_the_flag_names(tmp_path, rng, raw_token
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"To be, or not to be, that is the question.\n" * 40, b"<!DOCTYPE html> " * 80,
-        b"\x1f\x8b\x08" + bytes(999), b"PAR1" + bytes(range(256)), b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 2),
-    ],
-    ids=["empty", "text", "a server's error", "gzip", "Parquet", "Megatron"],
+    "data", [b"", b"To be, or not to be.\n" * 80, b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 2)],
+    ids=["empty", "text", "Megatron"],
 )  # fmt: skip
 def test_whatever_is_no_token_file_by_its_first_bytes_is_refused_with_what_to_do(tmp_path, data):
     (tmp_path / "x_train.bin").write_bytes(data)
@@ -257,8 +224,14 @@ def test_whatever_is_no_token_file_by_its_first_bytes_is_refused_with_what_to_do
     assert message == refusal(check_flags, parse_arguments(GPT2Config, ["-i", named]))
 
 
-def test_a_folder_without_token_files_is_refused_with_the_command_that_makes_some(tmp_path):
+def test_a_folder_without_a_dataset_and_two_datasets_of_one_name_are_asked_about(tmp_path):
     assert "python dev/data/text.py" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
+    write_tokens(tmp_path / "mine_train_000000.bin", [1, 2, 3])
+    assert f"name a dataset in it, such as -i {tmp_path}/mine" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
+    write_tokens(tmp_path / "x_train.bin", [1, 2, 3])
+    np.save(tmp_path / "x_train.npy", np.arange(3))
+    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, V)
+    assert "x_train.bin" in message and "x_train.npy" in message and "-i" in message
 
 
 @pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i4", "<i8"])
@@ -294,25 +267,14 @@ def test_a_npy_of_anything_else_is_refused_and_no_pickle_is_opened(tmp_path, mon
 
     monkeypatch.chdir(tmp_path)
     assert "2 x 3 of int64" in message(np.zeros((2, 3), int))
-    assert "1 of uint16" in message(np.uint16(3))
     assert "of float64" in message(np.zeros(9))
-    assert "of bool" in message(np.zeros(9, bool))
     assert "NumPy cannot map it" in message(np.array([Opened()]))
     assert "0 tokens" in message(np.zeros(0, np.uint16))
     assert "token 70000 is outside" in message(np.array([1, 70000, 2]))
-    assert "token -1 is outside" in message(np.array([1, -1, 2]))
     np.save("x_train.npy", np.arange(9, dtype=np.uint16))
     whole = Path("x_train.npy").read_bytes()
     assert "truncated" in message(data=whole[:-1]) and "truncated" in message(data=whole[:50])
-    assert "asks for 9 tokens" in message(data=whole + whole)
     assert os.listdir() == ["x_train.npy"]
-
-
-def test_two_kinds_of_files_of_one_name_are_asked_about(tmp_path):
-    write_tokens(tmp_path / "x_train.bin", [1, 2, 3])
-    np.save(tmp_path / "x_train.npy", np.arange(3))
-    message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, V)
-    assert "x_train.bin" in message and "x_train.npy" in message and "-i" in message
 
 
 @pytest.mark.parametrize("folder", ["a [1]", "b*", "what?", "[!x]", "two words"])
@@ -334,29 +296,6 @@ def test_a_name_that_is_there_is_a_name_and_only_then_a_pattern(tmp_path, folder
     assert find_token_files(tmp_path / "b[0-9]/[tv]*in.bin", "val") == [tmp_path / "b2/train.bin"]
 
 
-def test_a_folder_of_datasets_is_refused_by_the_name_of_one(tmp_path):
-    write_tokens(tmp_path / "mine_train_000000.bin", [1, 2, 3])
-    assert f"name a dataset in it, such as -i {tmp_path}/mine" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
-
-
-@given(
-    magic=st.sampled_from([20240520, 20240801, 20240326, 0]), raw_tokens=st.sampled_from([None, "uint8", "uint32"]),
-    version=st.sampled_from([1, 7, -1]), count=st.integers(-3, 9), body=st.binary(max_size=24),
-    length=st.integers(0, 1048),
-)  # fmt: skip
-def test_a_damaged_file_opens_to_the_tokens_it_says_or_is_refused_in_one_line(
-    tmp_path, magic, raw_tokens, version, count, body, length
-):
-    data = (struct.pack("<256i", magic, version, count, *[0] * 253) + body)[:length]
-    (tmp_path / "x.bin").write_bytes(data)
-    try:
-        tokens = open_tokens(tmp_path / "x.bin", raw_tokens)
-    except UserError as error:
-        assert str(error).startswith(str(tmp_path / "x.bin")) and "\n" not in str(error)
-    else:
-        assert tokens.size == count if magic > 0 and length >= 4 else tokens.nbytes == length
-
-
 def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_passed_over(tmp_path, shards):
     write_tokens(tmp_path / "y_train.bin", np.arange(20))
     message = refusal(DataLoader, tmp_path / "y", "train", 4, 5, V)
@@ -371,7 +310,6 @@ def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_pas
 
 def test_tokens_that_do_not_fit_a_file_are_not_written(tmp_path):
     assert "65536" in refusal(write_tokens, tmp_path / "x.bin", [1, 65536])
-    assert "-1" in refusal(write_tokens, tmp_path / "x.bin", [-1])
     assert "128256" in refusal(write_tokens, tmp_path / "x.bin", [1, LLAMA3_V], LLAMA3_V)
     assert os.listdir(tmp_path) == []
 
@@ -402,8 +340,5 @@ def test_positions_are_sorted_by_token_and_counted():
     assert order.tolist() == [1, 5, 0, 3, 4, 2]
     assert count.tolist() == [2, 0, 3, 0, 0, 1]
     assert order.dtype == count.dtype == np.int32
-
-
-def test_tokens_beyond_16_bits_are_not_taken_for_smaller_ones():
-    order, count = sort_by_token(np.array([65536 + 5, 5, 65536 + 5, 0], dtype=np.int32))
+    order, count = sort_by_token(np.array([65536 + 5, 5, 65536 + 5, 0], dtype=np.int32))  # beyond 16 bits
     assert order.tolist() == [3, 1, 0, 2] and count.tolist() == [1, 1, 2, 0]

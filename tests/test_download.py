@@ -7,9 +7,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from dev.debug_state import DebugState, read_debug_state, write_debug_state
 from llmc.data.dataloader import open_tokens, write_tokens
 from llmc.data.tokenizer import Tokenizer, write_tokenizer
-from llmc.files.checkpoint import read_debug_state, read_model, write_debug_state, write_model
+from llmc.files.checkpoint import read_model, write_model
 from llmc.model.tensors import num_parameters
 from train_gpt2_fp32 import GPT2Config
 
@@ -73,11 +74,6 @@ def broken_off(whole, start):
     return (206 if start else 200), rest[: len(rest) // 2], len(rest)
 
 
-def short(whole, start):
-    """A wrong file that ends too early, and says so."""
-    return 200, whole[:-10], None
-
-
 @pytest.fixture
 def pack(tmp_path, rng):
     """The five files, small but of the right formats."""
@@ -90,7 +86,7 @@ def pack(tmp_path, rng):
     n = num_parameters(TINY)
     write_model(folder / "gpt2_124M.bin", TINY, rng.standard_normal(n).astype(np.float32))
     x = np.zeros((2, 3), np.int32)
-    write_debug_state(folder / "gpt2_124M_debug_state.bin", TINY, x, x, np.zeros((2, 3, 50)), 1.0, np.zeros(n))
+    write_debug_state(folder / "gpt2_124M_debug_state.bin", DebugState(x, x, np.zeros((2, 3, 50)), 1.0, np.zeros(n)))
     return folder
 
 
@@ -165,18 +161,10 @@ def test_an_error_page_with_status_200_is_not_taken_for_the_file(root, server, n
     server.answers[name] = [error_page(200)]
     result = run(root, server.url)
     assert result.returncode == 1
-    assert f"{name}: what the server sent is bad (not a" in last_line(result)
+    assert f"{name}: what the server sent is bad" in last_line(result)
     assert not any(name in file for file in files(root))
     assert run(root, server.url).returncode == 0
     assert files(root) == whole_pack(server)
-
-
-@pytest.mark.parametrize("name", ["gpt2_tokenizer.bin", "gpt2_124M.bin"])
-def test_a_file_shorter_than_its_header_says_is_refused(root, server, name):
-    server.answers[name] = [short]
-    result = run(root, server.url)
-    assert result.returncode == 1 and "its header asks for" in last_line(result)
-    assert not any(name in file for file in files(root))
 
 
 def test_a_transfer_that_breaks_off_is_resumed_by_the_next_run(root, server):
@@ -192,26 +180,11 @@ def test_a_transfer_that_breaks_off_is_resumed_by_the_next_run(root, server):
     assert files(root) == whole_pack(server)
 
 
-def test_a_complete_part_only_needs_its_name(root, server):
-    (root / "gpt2_124M.bin.part").write_bytes(server.files["gpt2_124M.bin"])
-    assert run(root, server.url).returncode == 0
-    assert "gpt2_124M.bin" not in [name for name, _ in server.requests]
-    assert files(root) == whole_pack(server)
-
-
 @pytest.mark.parametrize("part", [b"<!DOCTYPE html>" * 99, b"x" * 10**6, b""], ids=["page", "too long", "empty"])
 def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew(root, server, part):
     (root / "gpt2_124M.bin.part").write_bytes(part)
     result = run(root, server.url)
     assert result.returncode == 0, result.stderr
-    assert files(root) == whole_pack(server)
-
-
-def test_a_damaged_file_is_replaced(root, server):
-    run(root, server.url)
-    with open(root / "gpt2_124M.bin", "ab") as file:
-        file.write(b"x")
-    assert run(root, server.url).returncode == 0
     assert files(root) == whole_pack(server)
 
 

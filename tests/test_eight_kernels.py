@@ -37,10 +37,9 @@ def test_all_eight_do_what_they_say():
 
 def test_the_race_is_seen_in_another_order_and_the_barrier_is_not_missed():
     assert "all 63 are right" in run("race")
-    for order in "backward", "shuffled":
-        said = run("race", "shared", "barrier", LLMC_CPU_ORDER=order)
-        assert "of 63 are wrong" in said and "nan" in said  # shared memory begins as NaNs then
-        assert said.split("4. ")[1].split("7. ")[0] == run("shared", "barrier").split("4. ")[1] + "\n"
+    said = run("race", "shared", "barrier", LLMC_CPU_ORDER="shuffled")
+    assert "of 63 are wrong" in said and "nan" in said  # shared memory begins as NaNs then
+    assert said.split("4. ")[1].split("7. ")[0] == run("shared", "barrier").split("4. ")[1] + "\n"
 
 
 def test_a_kernel_that_there_is_not_is_refused():

@@ -1,6 +1,5 @@
 """The exercises: each is accepted when it is solved, and refused, with its fault named, when it is not."""
 
-import dataclasses
 import json
 import os
 import re
@@ -9,9 +8,8 @@ import sys
 from pathlib import Path
 
 from device import cpp
-from device.errors import UserError
 from exercises import check
-from exercises.cut import EXERCISES, Exercise, Hole, start, whole
+from exercises.cut import EXERCISES, Exercise, start, whole
 
 import numpy as np
 import pytest
@@ -26,20 +24,13 @@ FAULTS = [
      r"who\[64\]: expected 1000, got 100; thread 0 of block 1 has to"),
     ("who_am_i", "+ threadIdx.x;\n    who", "+ threadIdx.x + 1;\n    who",
      r"who\[320\] was written by thread 63 of block 4: that is past the end of the array, .* 320 elements\n    10: "),
-    ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.x + threadIdx.x * blockDim.x",
-     r"who\[320\] was written by thread 5 of block 0: that is past the end"),
     ("who_am_i", "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x - (1 << 30)",  # where nothing is: 4 GiB below
      r"who_am_i_kernel, .*: an index far outside of its arrays: who\[-\d+\], if it is who that was meant"),
     ("guard", "if (i < N)", "if (i <= N)", r"x\[1000\] was read by thread 232 of block 3: that is past the end"),
     ("guard", "if (i < N) out[i] = 2.0f * x[i];", "out[i] = i < N ? 2.0f * x[i] : 0.0f;",
      r"out\[1000\] was written by thread 232 of block 3: that is past the end of the array, .*\n    9: out\[i\] ="),
-    ("guard", "if (i < N) out[i] = 2.0f * x[i];", "const float number = x[i];\n    if (i < N) out[i] = 2.0f * number;",
-     r"x\[1000\] was read by thread 232 of block 3: that is past the end of the array, .* 1000 elements\n    9: const"),
     ("guard", "if (i < N) out[i] = 2.0f * x[i];", "out[i < N ? i : 0] = 2.0f * x[i < N ? i : 0];", r"blocks|race"),
     ("plane", " && c < C", "", r"bias\[70\] was read by thread \(6, 0\) of block \(2, 0\): that is past the end"),
-    ("plane", "if (n < N && c < C) out[n * C + c] = x[n * C + c] + bias[c];",
-     "const float sum = x[n * C + c] + bias[c];\n    if (n < N && c < C) out[n * C + c] = sum;",
-     r"bias\[70\] was read by thread \(6, 0\) of block \(2, 0\): .* the array, which has 70 elements\n    10: const"),
     ("neighbours", "    __syncthreads();\n", "", RACE.format(11, 12)),
     ("neighbours", "(i < 127 ? tile[i + 1] : 0.0f)", "tile[i + 1]",
      r"thread \(127, 0, 0\): index 128 is outside of the array, a 'float ?\[128\]', .*:13\n    13: out\[at\] ="),
@@ -48,25 +39,15 @@ FAULTS = [
     ("race", "if (i < half) tile[i] += tile[i + half];\n            __syncthreads();",
      "if (i < half) {\n tile[i] += tile[i + half];\n __syncthreads();\n } else {\n __syncthreads();\n }",
      r"wait at two barriers at once, because .*\n    16: __syncthreads\(\);\n    18: __syncthreads\(\);"),
-    ("race", "if (i < half) tile[i] += tile[i + half];\n            __syncthreads();",
-     "if (i < half) { tile[i] += tile[i + half]; __syncthreads(); } else __syncthreads();",
-     r"wait at two barriers at once, because .*\n    14: if \(i < half\)"),
     ("shuffle", "o = 16", "o = 8", r"out\[0\]: expected \S+, got \S+; thread 0 of block 0 has to write it"),
-    ("shuffle", "+= __shfl_xor_", "+= __shfl_down_", r"out\[1\]: expected"),
     ("sectors", "address // 32", "address // 128", r"lane i reads float i: expected 4, got 1"),
-    ("sectors", "len({address // 32 for address in addresses})", "(max(addresses) - min(addresses)) // 32 + 1",
-     r"lane i reads float i \+ 1: expected 5, got 4"),
     ("sectors", "return len", "raise SystemExit(__import__('os').getpid())  #", r"^line 11: SystemExit: \d+"),
     ("banks", "set(words)", "words", r"passes, all lanes read word 5: expected 1, got 32"),
-    ("banks", "math.gcd(stride, 32)", "stride % 32", r"passes_of_stride\(3\): expected 1, got 3"),
     ("bias_gradient", "n < end", "n + 1 < end",
      r"partials\[0, 0\]: expected .*column_partials_kernel's thread 0 of block"),
     ("bias_gradient", "out[i] = before", "out[C + i] = before",
      r"add_partials_kernel: out0\[70\] was .*: that is past the end of the array, which has 70 elements"),
     ("bias_gradient", "    __syncthreads();\n", "", r"threads race: [^$]*of_row\[\d+\]"),
-    ("bias_gradient", "    __syncthreads();\n",
-     "    if (threadIdx.x == 3) __shfl_xor_sync(~0u, 1, 1); else __syncthreads();\n",
-     r"add_partials_kernel, .*: deadlock:"),
     ("layernorm", "i + k < C ? (x.x[k] - m)", "true ? (x.x[k] - m)",
      r"with C = 130, rstd\[0\]: expected .* thread 0 of block 0 has to write it"),
     ("layernorm", "memory.store(out + start", "memory.store(residual + start",
@@ -74,8 +55,6 @@ FAULTS = [
     ("tf32", "0x1000", "0x0fff", r"to_tf32 of 1.00048828125 .*\nexpected 1.0009765625 .*\ngot      1.0 "),
     ("transpose", "[32][33]", "[32][32]",
      r"tile takes up to 32 times the passes that it needs \(bank conflicts\):\n    18: "),
-    ("transpose", "n = n0 + threadIdx.x, c = c0 + column;\n", "n = n0 + column, c = c0 + threadIdx.x;\n",
-     r"out\[0, 1\]: expected \S+, got"),
     ("transpose",
      "= n0 + threadIdx.x, c = c0 + column;\n        if (n < N && c < C) out[c * N + n] = tile[threadIdx.x][column];",
      "= n0 + column, c = c0 + threadIdx.x;\n        if (n < N && c < C) out[c * N + n] = tile[column][threadIdx.x];",
@@ -84,12 +63,8 @@ FAULTS = [
      r"^out\[2800\] was written by thread \(\d+, \d\) of block \(\d, \d\): that is past the end"),
     ("transpose", "        if (n < N && c < C) out[c * N + n]", "        if (c * N + n < C * N) out[c * N + n]",
      r"^two blocks touch one address, .* Is a guard missing"),
-    ("transpose", "        if (n < N && c < C) tile", "        tile", r"^x\[2880\] was read by thread"),
     ("gelu", "s + x * s *", "s + x *",
      r"dinp\[0, 0\]: expected .* thread \(0, 0\)"),
-    ("gelu", "sums[c].x[k] +=", "sums[c].x[k] =", r"dbias\[0\]: expected"),
-    ("online_softmax", "total * np.exp(largest - new) +", "total +",
-     r"fold, rising numbers, 1 at a time, after 2: expected"),
     ("online_softmax", "    if largest == -np.inf:\n        return EMPTY\n", "",
      r"^merge, both EMPTY: expected \(-inf, 0\), got \(-inf, nan\)"),
     ("online_softmax", "    largest = max(a[0], b[0])\n    if largest == -np.inf:\n        return EMPTY\n",
@@ -107,53 +82,37 @@ FAULTS = [
      r"two tiles: dq\[0, 0\]: expected"),
     ("fragments", "lane % 4 + i // 2 * 4", "lane % 4 * 2 + i // 2",
      r"row and column of lane 0's a\[2\]: expected \(0, 4\), got \(0, 1\)"),
-    ("fragments", "row // 8 * 2 + column % 2", "row // 8 + column % 2 * 2",
-     r"lane and i of C\[0\]\[1\]: expected \(0, 1\), got \(0, 2\)"),
     ("adamw", "v4.x[k] / correction2", "v4.x[k]",
      r"after step 1, params\[0\]: expected .* thread 0 of block 0 has to write it"),
     ("adamw", "(sqrtf(v4.x[k] / correction2) + eps)", "sqrtf(v4.x[k] / correction2)",
      r"after step 1, params\[0\]: expected"),
-    ("adamw", "(sqrtf(v4.x[k] / correction2) + eps)", "sqrtf(v4.x[k] / correction2 + eps)",
-     r"after step 1, params\[0\]: expected"),
-    ("adamw", "(sqrtf(v4.x[k] / correction2) + eps)", "sqrtf((v4.x[k] + eps) / correction2)",
-     r"after step 1, params\[0\]: expected"),
-    ("adamw", "(m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps)",
-     "(m4.x[k] / correction1 + eps) / sqrtf(v4.x[k] / correction2)", r"after step 1, params\[0\]: expected"),
     ("tensor_cores", "return m < M && k < K ? to_tf32(a[m * K + k]) : 0.0f;",
      "const float x = a[m * K + k]; return m < M && k < K ? to_tf32(x) : 0.0f;",
      r"^with M = 37, N = 21, K = 13 .*, a\[\d+\] was read by thread \d+ of block \(0, 1\): that is past the end"),
     ("tensor_cores", "a_at(row + g + 8, k + t),", "a_at(row + g, k + t + 4),",
      r"M = 32, N = 16, K = 8 .* out\[8, 0\]: expected .*; lane 0 of warp 0 of block \(0, 0\), as its d\[2\], has to"),
-    ("tensor_cores", "m < M && n < N", "m < M", r"with M = 37, N = 21, K = 13 and whole numbers, out"),
     ("tensor_cores", "to_tf32(b[k * N + n])", "b[k * N + n]", r"K = 40 and any numbers, out\[0, 0\]: expected"),
     ("tensor_cores", "    float d[4] = {};", "    float d[4] = {};\n    if (row + g >= M) return;",
      r"a lane that has left before an instruction of the whole warp|deadlock"),
     ("swizzle", "chunk ^ row % 8", "chunk ^ row % 4",
      r"tile takes up to 2 times the passes that it needs \(bank conflicts\):\n    27: "),
-    ("swizzle", "8 * i + lane % 8, column = 4 * warp + lane / 8;", "lane, column = 4 * warp + i;",
-     r"tile takes up to 4 times the passes that it needs"),
     ("swizzle", "8 * i + lane % 8, column = 4 * warp + lane / 8;", "4 * warp + lane / 8, column = 8 * i + lane % 8;",
      r"\d+ sectors of out move where 768 would do|bank conflicts"),
     ("swizzle", "tile[32 * 32]", "tile[32 * 36]", r"the tile has 4608 bytes; 4096 are enough"),
     ("bf16_sum", "math.ceil", "math.floor", r"stops_at\(1.5\): expected 512.0, got 256.0"),
-    ("bf16_sum", "bf16(np.sum(x, dtype=np.float32))", "np.sum(x)", r"sum_in_fp32, 65536 numbers: \S+ is not a bf16"),
     ("bf16_sum", "    while len(x) > 1:\n        x = bf16(x[: len(x) // 2] + x[len(x) // 2 :])\n    return x[0]",
      "    total = np.float32(0)\n    for one in x:\n        total = bf16(total + one)\n    return total",
      r"sum_in_bf16, 4096 ones: expected 4096, give or take 2.0%, got 256"),
     ("ring", "        send(parts[(rank - step) % ranks])\n        parts[(rank - step - 1)",
      "        got = receive()\n        parts[(rank - step - 1)",
      r"rank 0: line 24: TimeoutError: it waits for rank 2, which sends nothing\n    24: got = receive\(\)"),
-    ("ring", "parts = np.array_split(x, ranks)", "parts = [x] * ranks", r"n = 3, rank 0: x\[0\]: expected"),
     ("ring", "    parts = np.array_split(x, ranks)\n", "    whole = x.copy()\n    for _ in range(ranks - 1):\n"
      "        send(whole)\n        whole = receive()\n        x += whole\n    return\n    parts = []\n",
      r"n = \d+: ranks 0 and \d have sums with different bits|n = \d+: the sums are right, but rank 0 has sent"),
     ("flash_attention", "if (s0 < row0 + 16) q", "if (s0 < row0) q",
      r"with B=1, T=69, NH=2, out of query 0 of head 0, channel 0: expected"),
-    ("flash_attention", "s0, row0);\n        __syncthreads();\n", "s0, row0);\n", r"threads race: "),
     ("flash_attention", "if (row >= T) continue;", "",
      r"^swizzled_kernel: out\[\d+\] was written by thread \d+ of block \(\d, 1\): that is past the end"),
-    ("flash_attention", "sum[h] *= factor;", "",
-     r"with B=1, T=69, NH=2, out of query \d+ of head 0, channel 0: expected"),
     ("flash_attention", "p[k][0], p[k][2], p[k][1], p[k][3]", "p[k][0], p[k][1], p[k][2], p[k][3]",
      r"with B=1, T=69, NH=2, out of query \d+ of head 0, channel 0: expected"),
 ]  # fmt: skip
@@ -372,41 +331,11 @@ def test_a_loop_without_end_that_is_watched_takes_no_more_memory_than_it_may(lea
     assert status == 1 and "It needs more memory than a check may have." in said
 
 
-def test_what_this_machine_lacks_is_said_in_a_line(learner, monkeypatch, tmp_path):
-    """Also behind a line that says that nothing can be kept."""
-    (tmp_path / "a file").touch()
-    monkeypatch.delenv("LLMC_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
-    monkeypatch.setenv("CXX", "true")
-    learner("2")
-    (learner.work / "02_guard.cu").write_text(whole(BY_NAME["guard"]))
-    with pytest.raises(UserError, match="^true has made no library of .*: set CXX to a C"):
-        learner("2")
-
-
-def test_what_a_solution_prints_is_printed(learner):
-    learner("7")
-    (learner.work / "07_sectors.py").write_text("print('seen')\n" + whole(BY_NAME["sectors"]))
-    status, said = learner("7")
-    assert status == 0 and said.startswith("seen\n")
-
-
 @pytest.mark.parametrize("number", ["0", str(len(EXERCISES) + 1), "x"])
 def test_a_number_that_no_exercise_has_is_refused_in_one_line(number):
     done = subprocess.run([sys.executable, ROOT / "exercises/check.py", number], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"error: there is no exercise {number}: they are numbered 1 to {len(EXERCISES)}\n"
-
-
-def test_numpy_is_all_that_the_exercises_import():
-    code = f"""
-import sys
-sys.modules |= dict.fromkeys(["torch", "matplotlib", "cupy", "tiktoken", "transformers", "pytest"])
-sys.path.insert(0, {str(ROOT)!r})
-from exercises.checks import EXERCISES, run_check
-assert run_check(EXERCISES[6], EXERCISES[6].path) == ("", "")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- how they are made
@@ -421,35 +350,9 @@ def test_the_readme_has_a_section_for_each_exercise():
         assert re.search(rf"then\sexercise {number + 1}\.$", text) or number == len(EXERCISES), number
 
 
-def test_a_terminal_shows_no_markdown_links():
-    for exercise in EXERCISES:
-        for text in check.statement(exercise), check.after(exercise):
-            assert not re.search(r"\]\(|<details>|<!--", text) and "](" in check.sections()[exercise.number][1]
-    assert re.search(r"`void mma\(` \(kernels/flash_attention.cu:\d+\)", check.after(BY_NAME["fragments"]))
-
-
 @pytest.mark.parametrize(("name", "formula"), [("gelu", "(1 - s)"), ("softmax", "exp("), ("adamw", "sqrt(")])
 def test_what_the_learner_begins_with_does_not_say_the_formula(name, formula):
     assert formula not in start(BY_NAME[name]).replace("sqrt(2/pi)", "")
-
-
-def test_the_lines_to_be_written_are_named_in_words():
-    assert [check.holes_of("\n" + "Write here\n" * n) for n in range(4)] == [
-        "", "line 2", "lines 2 and 3", "lines 2, 3 and 4"
-    ]  # fmt: skip
-
-
-def test_a_kernel_that_no_longer_has_a_place_of_the_cut_is_named():
-    gelu = BY_NAME["gelu"]
-    for hole, says in (
-        (Hole("Tanh: const float slop =", "}"), "cut.py, gelu: kernels/gelu.cu: no lines with `const float slop =`"),
-        (Hole("backward: __syncthreads();", "}"), "2 lines with `__syncthreads();`"),
-        (Hole("backward: Vec sums", "nothing();"), "no line `nothing();` after `backward: Vec sums`"),
-    ):
-        with pytest.raises(UserError, match=re.escape(says)):
-            start(dataclasses.replace(gelu, holes=(hole,)))
-    with pytest.raises(UserError, match="no definitions of Sinh: name another place there"):
-        whole(dataclasses.replace(gelu, parts=("Sinh",)))
 
 
 def test_the_fragments_are_those_of_flash_attentions_instruction(tmp_path):

@@ -7,33 +7,15 @@ from conftest import DEVICES, switch_device
 from device.errors import UserError
 from kernels import flash_attention
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from oracle import (
-    BF16,
-    KERNEL_FP32,
-    KERNEL_TF32,
-    assert_close,
-    attention,
-    exact,
-    guarded,
-    normal,
-    relative_error,
-    to_numpy,
-)
+from oracle import BF16, KERNEL_FP32, KERNEL_TF32, assert_close, attention, exact, guarded, normal, to_numpy
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 FP32 = np.float32
-
-# (B, T, NH, NKV, HS): a single position, less than a tile, whole tiles, several with a ragged end, shared keys.
-SHAPES = [
-    (1, 1, 1, 1, 64), (2, 67, 3, 3, 64), (1, 256, 2, 2, 64), (1, 300, 1, 1, 64), (3, 13, 1, 1, 128),
-    (1, 130, 2, 2, 128), (2, 67, 9, 3, 64), (1, 140, 6, 1, 64), (1, 70, 4, 2, 128),
-]  # fmt: skip
 
 ON = [f"{kind}{kernels}" for kind in ("cpu", "cuda") if kind in DEVICES for kernels in ("", "-bf16", "-bf16-wgmma")]
 
@@ -130,19 +112,18 @@ def check(got: tuple, want: tuple) -> None:
         assert_close(name, ours[name], theirs[name], tolerance(name))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_flash_attention_matches_softmax_attention_in_float64(dev, rng, shape):
-    qkv, dout = make_inputs(rng, *shape)
-    check(run(dev, qkv, dout), reference(qkv, dout))
-
-
 # From eight positions on: with fewer, dq and dk are differences of nearly equal numbers, and relative errors are large.
 @settings(max_examples=8)
 @given(
     B=st.integers(1, 3), T=st.integers(8, 200), group=st.integers(1, 3), NKV=st.integers(1, 2),
     HS=st.sampled_from((64, 128)),
 )  # fmt: skip
-def test_flash_attention_matches_at_any_shape(dev, B, T, group, NKV, HS):
+@example(B=1, T=1, group=1, NKV=1, HS=64)
+@example(B=1, T=256, group=1, NKV=2, HS=64)  # whole tiles
+@example(B=1, T=300, group=1, NKV=1, HS=64)
+@example(B=3, T=13, group=1, NKV=1, HS=128)  # less than a tile
+@example(B=1, T=140, group=6, NKV=1, HS=64)
+def test_flash_attention_matches_softmax_attention_in_float64(dev, B, T, group, NKV, HS):
     qkv, dout = make_inputs(np.random.default_rng([B, T, group, NKV, HS]), B, T, group * NKV, NKV, HS)
     check(run(dev, qkv, dout), reference(qkv, dout))
 
@@ -167,23 +148,6 @@ def test_gradients_of_shared_keys_and_values_are_the_sum_over_their_query_heads(
     assert (dqkv[:, :, NH:] == exact(total)).all()
 
 
-@pytest.mark.parametrize("dev", [on for on in ON if "bf16" in on], indirect=True)
-@pytest.mark.parametrize("shape", [(2, 67, 3, 3, 64), (1, 130, 2, 2, 128), (1, 256, 2, 2, 64)], ids=str)
-def test_errors_in_bf16_are_about_those_of_pytorch(dev, rng, shape):
-    qkv, dout = make_inputs(rng, *shape)
-    leaf = torch.from_numpy(qkv).bfloat16().requires_grad_()
-    q, k, v = leaf.transpose(1, 2).chunk(3, dim=1)
-    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    theirs.backward(torch.from_numpy(dout).bfloat16())
-
-    def named(out: np.ndarray, dqkv: np.ndarray) -> dict[str, np.ndarray]:
-        return {"out": out, **gradients(dqkv, dout.shape[2])}
-
-    ours, right = (named(out, dqkv) for out, _, dqkv in (run(dev, qkv, dout), reference(qkv, dout)))
-    for name, other in named(theirs.detach().float().numpy(), leaf.grad.float().numpy()).items():
-        assert relative_error(ours[name], right[name]) <= 1.2 * relative_error(other, right[name]), name
-
-
 def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(dev, rng):
     # Along a row the largest score so far rises, from either end, by far more than exp can hold in a float. All factors
     # of the scores are exact in TF32 and bf16, so that only the sums' order of magnitude is on trial.
@@ -200,18 +164,6 @@ def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(dev, rng):
     assert_close("out", got[0], want[0], tolerance("out"))
     assert_close("lse", got[1], want[1], 1e-6)
     assert_close("dv", got[2][:, :, 4:], want[2][:, :, 4:], tolerance("dv"))
-
-
-def test_a_query_sees_no_later_key(dev, rng):
-    T = 150
-    qkv, dout = make_inputs(rng, 1, T, 1, 1, 64)
-    out, lse, _ = run(dev, qkv, dout)
-    for t in (0, 31, 32, 100):
-        changed = qkv.copy()
-        changed[:, t + 1 :, 1:] = 1e3
-        other_out, other_lse, _ = run(dev, changed, dout)
-        assert (other_out[:, : t + 1] == out[:, : t + 1]).all()
-        assert (other_lse[..., : t + 1] == lse[..., : t + 1]).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -1,7 +1,5 @@
 """llmc/step/generation.py: a token costs one position, and is the same as if the whole text were computed."""
 
-import json
-from pathlib import Path
 
 import device
 import oracle
@@ -39,7 +37,6 @@ from test_peers import EagerDevice
 
 some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 one_of_each = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
-TEXTS = json.loads((Path(__file__).parent / "data" / "texts.json").read_text())
 
 
 @pytest.fixture(params=[name for name in DEVICES if name != "cpu-warp32"])
@@ -54,6 +51,12 @@ def writing(config, attention: str, B: int, T: int, flat: np.ndarray | None = No
     cache.memory.fill(255)
     put(cache.model, None, 0, flat_parameters(config) if flat is None else flat)
     return cache
+
+
+def without_cache(config, attention: str, T: int) -> Training:
+    """What computes whole texts of the same model, not by flash attention."""
+    kind = "relu" if attention == "relu" else "softmax"
+    return build(device, config, 1, T, kind, flat_parameters(config))
 
 
 def written(cache: Cache, text: list[int], count: int, sampler: Sampler, **how) -> list[int]:
@@ -82,26 +85,17 @@ def forward_from(writer: Writer, texts, starts, lengths) -> np.ndarray:
     return device.to_floats(acts.logits)[:, : cache.model.config.vocab_size]
 
 
-def logits_of(training: Training, texts: np.ndarray) -> np.ndarray:
-    """The logits (B,T,V) of whole texts, as training makes them."""
-    acts, batch = training.activations.views(*texts.shape), Batch(*texts.shape)
-    device.copy_in(batch.inputs, np.ascontiguousarray(texts, np.int32))
-    training.model.forward(acts, batch)
-    training.model.loss(acts, batch)
-    device.synchronize()
-    return device.to_floats(acts.logits).reshape(*texts.shape, -1)[..., : training.model.config.vocab_size]
-
-
 @some_models
-def test_logits_from_every_position_on_are_those_of_the_whole_text(dev, config, attention):
+def test_logits_from_every_position_on_are_those_of_the_definition(each_product, config, attention):
+    """Of prompts of several lengths, and then of a token or three of each at a time."""
     B, T = 3, min(config.max_seq_len, 21 if config.head_size < 64 else 67)
-    texts = random_texts(config, B, T)
-    kind = "relu" if attention == "relu" else "softmax"
-    want = logits_of(build(dev, config, B, T, kind, flat_parameters(config)), texts)
+    texts, flat = random_texts(config, B, T), flat_parameters(config)
+    want, _ = oracle.forward(config, oracle.table_of(config, flat), texts, texts, attention)
+    allowed = 0.05 if device.floatX == device.BF16 else oracle.model_tolerance(device)
     writer, seen = Writer(writing(config, attention, B, T)), np.array([1, 5, T // 2])
-    found = forward_from(writer, texts, [0] * B, seen)  # prompts of several lengths
+    found = forward_from(writer, texts, [0] * B, seen)
     while True:
-        assert_close("logits", found, want[np.arange(B), seen - 1], 1e-5)
+        assert_close("logits", found, want[np.arange(B), seen - 1], allowed)
         if seen.max() == T:
             break
         rows = 3 if seen.max() + 3 <= T and seen.max() % 4 == 0 else 1
@@ -109,49 +103,26 @@ def test_logits_from_every_position_on_are_those_of_the_whole_text(dev, config, 
         seen += rows
 
 
-@some_models
-def test_logits_are_those_of_the_definition(each_product, config, attention):
-    B, T = 2, min(config.max_seq_len, 12)
-    texts, flat = random_texts(config, B, T), flat_parameters(config)
-    kind = "relu" if attention == "relu" else "softmax"
-    want, _ = oracle.forward(config, oracle.table_of(config, flat), texts, texts, kind)
-    writer = Writer(writing(config, attention, B, T))
-    allowed = 0.05 if device.floatX == device.BF16 else oracle.model_tolerance(device)
-    for t in range(T):
-        assert_close("logits", forward_from(writer, texts, [t] * B, [1] * B), want[:, t], allowed)
-
-
 @pytest.mark.parametrize("config, attention, inference, kind", [
     *((*each, inference, device.CpuDevice) for each in ONE_OF_EACH for inference in (False, True)),
     *((*each, True, kind) for each in ONE_OF_EACH[::2] for kind in (LazyDevice, EagerDevice)),
 ], ids=name_of)  # fmt: skip
-def test_a_seed_gives_the_text_that_it_gave_before_there_was_a_cache(config, attention, inference, kind):
-    """texts.json is what came of computing the whole text for every token, with this file's models. For a model that is
-    newer than the cache, it is computed here."""
+def test_a_seed_gives_the_text_that_it_gives_without_a_cache(config, attention, inference, kind):
     device.use("cpu")
     device.use_precision("fp32")
-    device.current.device = kind()
+    whole = without_cache(config, attention, 32)
     first = config.vocab_size - 1
+    prompts = [([first], 31, 1337, {})]
+    prompts += [([first, 3, 5], 29, 7, how) for how in ({"temperature": 0.7}, {"temperature": 2.0, "top_k": 3})]
+    want = [recomputed(whole, prompt, count, Sampler(seed), **how) for prompt, count, seed, how in prompts]
+    device.current.device = kind()
     if inference:
         cache = writing(config, attention, 1, 32)
     else:
         training = build(device, config, 2, 32, attention, flat_parameters(config))
         cache = Cache(training.model, 1, 32, attention, training.activations.memory)
-    prompts = {"training": ([first], 31, 1337, {}), "greedy": ([first, 3, 5], 29, 7, {"temperature": 0.0})}
-    prompts["cool"] = [first, 3, 5], 29, 7, {"temperature": 0.7}
-    prompts["top_k"] = [first, 3, 5], 29, 7, {"temperature": 2.0, "top_k": 3}
-    found = {
-        name: written(cache, prompt, count, Sampler(seed), **how)
-        for name, (prompt, count, seed, how) in prompts.items()
-    }
+    found = [written(cache, prompt, count, Sampler(seed), **how) for prompt, count, seed, how in prompts]
     device.use("cpu")
-    want = TEXTS.get(f"{config.NAME} {attention}")
-    if want is None:
-        whole = build(device, config, 1, 32, "relu" if attention == "relu" else "softmax", flat_parameters(config))
-        want = {
-            name: recomputed(whole, prompt, count, Sampler(seed), **how)
-            for name, (prompt, count, seed, how) in prompts.items()
-        }
     assert found == want
 
 
@@ -161,8 +132,13 @@ def recomputed(training: Training, text: list[int], count: int, sampler: Sampler
     for _ in range(count):
         if len(seen) > T:
             seen = seen[-max(1, T // 2) :]
-        logits = logits_of(training, np.array([seen]))
-        seen.append(sample(logits[0, -1], sampler.random_f32(), **how))
+        acts, batch = training.activations.views(1, len(seen)), Batch(1, len(seen))
+        device.copy_in(batch.inputs, np.array([seen], np.int32))
+        training.model.forward(acts, batch)
+        training.model.loss(acts, batch)
+        device.synchronize()
+        logits = device.to_floats(acts.logits)[-1, : training.model.config.vocab_size]
+        seen.append(sample(logits, sampler.random_f32(), **how))
         found.append(seen[-1])
     return found
 
@@ -171,8 +147,7 @@ def recomputed(training: Training, text: list[int], count: int, sampler: Sampler
     (*each, T) for each in ONE_OF_EACH for T in ((8,) if each[0].head_size == 64 else (1, 3, 8))
 ], ids=name_of)  # fmt: skip
 def test_behind_a_full_context_the_last_half_is_kept_and_computed_anew(one_dev, config, attention, T):
-    kind = "relu" if attention == "relu" else "softmax"
-    whole = build(one_dev, config, 1, T, kind, flat_parameters(config))
+    whole = without_cache(config, attention, T)
     text = random_texts(config, 1, T)[0].tolist()
     for how in {"temperature": 0.0}, {"top_k": 20, "top_p": 0.8}:
         found = written(writing(config, attention, 1, T), text, 25, Sampler(3), **how)

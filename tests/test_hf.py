@@ -49,8 +49,8 @@ def id_of(value) -> str:
 
 every_config = pytest.mark.parametrize("config", [each for family in FAMILIES for each in family], ids=id_of)
 each_family = pytest.mark.parametrize("config", FIRST, ids=id_of)
+gpt2_and_llama = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
 only_llama = pytest.mark.parametrize("config", [LLAMA], ids=id_of)
-only_pythia = pytest.mark.parametrize("config", [PYTHIA], ids=id_of)
 
 
 def make_model(config: Config):
@@ -165,9 +165,8 @@ def test_weights_exported_in_bf16_are_those_that_transformers_rounds(config, the
         assert torch.equal(weights[name].view(torch.int16), tensor.view(torch.int16)), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     if config.header()[1] != 3:
-        with pytest.raises(UserError, match=r"v5.bin: llm.c has no file in bf16 for such a .*: leave --dtype bf16 out"):
-            exported(model, tmp_path / "v5.bin", *bf16)
-        assert not list(tmp_path.glob("v5*"))
+        said = conftest.refusal(exported, model, tmp_path / "v5.bin", *bf16)
+        assert "v5.bin: llm.c has no file in bf16 for such a " in said and not list(tmp_path.glob("v5*"))
         return
     v5 = exported(model, tmp_path / "v5.bin", *bf16)
     assert v5.stat().st_size - config.HEADER_BYTES == (model.stat().st_size - config.HEADER_BYTES) // 2
@@ -207,14 +206,11 @@ def test_an_export_takes_the_tokenizer_along_and_replaces_nothing(with_tokenizer
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "mine_tokenizer.json").read_text() == "precious"
 
 
-@pytest.mark.parametrize(("channels", "heads"), [(768, 12), (1024, 16), (1280, 20), (1600, 25)])
-def test_tensors_of_any_width_of_gpt2_have_its_heads(channels, heads):
-    shapes = {"wte.weight": [7, channels], "wpe.weight": [5, channels], "h.0.ln_1.bias": [channels]}
-    given = Settings("here", {}, {f"transformer.{name}": shape for name, shape in shapes.items()})
-    assert GPT2Family.read_config(given) == GPT2Config(5, 7, 1, heads, channels)
-
-
 def test_heads_that_no_config_says_can_be_given_and_are_else_a_guess_that_is_said(theirs, tmp_path, capsys):
+    for channels, heads in (768, 12), (1024, 16), (1280, 20), (1600, 25):
+        shapes = {"wte.weight": [7, channels], "wpe.weight": [5, channels], "h.0.ln_1.bias": [channels]}
+        given = Settings("here", {}, {f"transformer.{name}": shape for name, shape in shapes.items()})
+        assert GPT2Family.read_config(given) == GPT2Config(5, 7, 1, heads, channels)
     save_file(tensors_of(theirs), tmp_path / "model.safetensors")
     capsys.readouterr()
     assert imported(tmp_path / "model.safetensors", tmp_path)[0].num_heads == 1
@@ -228,9 +224,10 @@ def test_heads_that_no_config_says_can_be_given_and_are_else_a_guess_that_is_sai
 
 
 @only_llama
-def test_a_llama_says_its_heads_itself(saved, tmp_path):
-    with pytest.raises(UserError, match="--heads"):
-        imported(saved, tmp_path, "--heads", "3")
+def test_a_llama_says_its_heads_itself_and_needs_its_classifier_unless_it_is_tied(saved, tmp_path):
+    assert "--heads" in conftest.refusal(imported, saved, tmp_path, "--heads", "3")
+    change(saved / "config.json", tie_word_embeddings=False)
+    assert "tensor lm_head.weight is missing" in refusal(saved, tmp_path)
     (saved / "config.json").unlink()
     assert "another model needs a config.json" in refusal(saved, tmp_path)
 
@@ -296,7 +293,7 @@ def test_a_model_is_exported_as_several_files_and_put_together(dtype, itemsize, 
             (out / "model.safetensors.index.json").unlink()
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
+@gpt2_and_llama
 def test_an_untied_classifier_is_refused_and_a_tied_one_is_not(saved, tmp_path):
     tensors = load_file(saved / "model.safetensors")
     tensors["lm_head.weight"] = next(tensors[name] for name in tensors if "embed" in name or "wte" in name).clone()
@@ -308,7 +305,7 @@ def test_an_untied_classifier_is_refused_and_a_tied_one_is_not(saved, tmp_path):
     assert "lm_head.weight" in refusal(saved, tmp_path)
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
+@gpt2_and_llama
 @pytest.mark.parametrize("said", ["in the file", "in config.json"])
 def test_a_tied_weight_may_lie_under_the_classifiers_name_alone(said, config, theirs, saved, tmp_path):
     """safetensors' save_model leaves a tied weight out, and the file's metadata names it. Without that, transformers
@@ -357,7 +354,7 @@ def test_an_adapter_is_told_to_be_no_model(saved, theirs, tmp_path):
         (saved / "adapter_config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
+@gpt2_and_llama
 def test_a_directory_one_level_too_high_is_told_where_the_model_lies(theirs, saved, cache, tmp_path):
     for step in 9, 10:
         folder = Path(shutil.copytree(saved, tmp_path / "run" / f"checkpoint-{step}"))
@@ -384,12 +381,6 @@ def test_a_weight_that_is_not_finite_is_told(config, theirs, tmp_path, capsys):
     assert "and in 1 other tensors" in said
 
 
-@only_llama
-def test_an_untied_llama_needs_its_classifier(saved, tmp_path):
-    change(saved / "config.json", tie_word_embeddings=False)
-    assert "tensor lm_head.weight is missing" in refusal(saved, tmp_path)
-
-
 SCALED = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
@@ -404,34 +395,19 @@ QUANTIZED = {"quant_method": "bitsandbytes"}
         (GPT2, "activation_function", "relu", "gelu_new or gelu_pytorch_tanh"),
         (GPT2, "layer_norm_epsilon", 1e-6, "1e-05"), (GPT2, "scale_attn_weights", False, "True"),
         (GPT2, "scale_attn_by_inverse_layer_idx", True, "False"), (GPT2, "add_cross_attention", True, "False"),
-        (GPT2, "n_head", 0, "a whole number from 1 on"), (GPT2, "quantization_config", QUANTIZED, "none"),
+        (GPT2, "quantization_config", QUANTIZED, "none"), (LLAMA, "quantization_config", QUANTIZED, "none"),
         (LLAMA, "hidden_act", "gelu", "silu"), (LLAMA, "attention_bias", True, "False"),
-        (LLAMA, "mlp_bias", True, "False"), (LLAMA, "pretraining_tp", 2, "1"),
-        (LLAMA, "quantization_config", QUANTIZED, "none"),
-        (LLAMA, "head_dim", 16, "hidden_size / num_attention_heads, 48 / 6,"),
+        (LLAMA, "mlp_bias", True, "False"), (LLAMA, "head_dim", 16, "hidden_size / num_attention_heads, 48 / 6,"),
         (LLAMA, "num_key_value_heads", 4, "a divisor of num_attention_heads, 6,"),
-        (LLAMA, "hidden_size", "48", "a whole number from 1 on"),
-        (LLAMA, "intermediate_size", None, "a whole number from 1 on"),
-        (LLAMA, "max_position_embeddings", 2**31, "a whole number below 2**31"),
-        (LLAMA, "rms_norm_eps", "1e-5", "a number"), (LLAMA, "rms_norm_eps", 1e300, "a number"),
+        (LLAMA, "intermediate_size", None, "a whole number from 1 on"), (LLAMA, "rms_norm_eps", "1e-5", "a number"),
         (PYTHIA, "hidden_act", "relu", "gelu_pytorch_tanh or gelu or gelu_new or gelu_fast"),
-        (PYTHIA, "attention_bias", False, "True"), (PYTHIA, "use_parallel_residual", "yes", "True or False"),
-        (PYTHIA, "tie_word_embeddings", True, "False"), (PYTHIA, "quantization_config", QUANTIZED, "none"),
+        (PYTHIA, "attention_bias", False, "True"), (PYTHIA, "tie_word_embeddings", True, "False"),
         (PYTHIA, "intermediate_size", 95, "4 times hidden_size, 24,"),
-        (LLAMA, "rope_parameters.rope_type", "yarn", "default or llama3"),
-        (PYTHIA, "rope_scaling.rope_type", "llama3", "default"),
-        (LLAMA, "rope_parameters.low_freq_factor", 2.0, "1"), (LLAMA, "rope_scaling.high_freq_factor", 8.0, "4"),
-        (LLAMA, "rope_parameters.original_max_position_embeddings", 0, "a whole number from 1 on"),
-        (LLAMA, "rope_scaling.factor", 0.5, "a number from 1 on"),
-        (LLAMA, "rope_scaling.rope_theta", "big", "a number"),
-        (LLAMA, "rope_parameters.partial_rotary_factor", 0.5, "1"),
     ],
     ids=id_of,
 )  # fmt: skip
 def test_a_model_that_computes_something_else_is_refused(setting, value, supported, saved, tmp_path):
-    outer, _, inner = setting.partition(".")
-    rope = {"rope_type": "llama3", "rope_theta": 5e5} | SCALED | {inner: value}
-    change(saved / "config.json", **({"rope_parameters": None, outer: rope} if inner else {outer: value}))
+    change(saved / "config.json", **{setting: value})
     assert refusal(saved, tmp_path) == f"{saved}: {setting} is {value!r} in its config.json; {supported} is supported"
 
 
@@ -449,53 +425,37 @@ def save_mistral(folder: Path, config: Config) -> MistralForCausalLM:
 def test_a_mistral_without_a_window_is_imported_as_the_llama_that_it_is(config, settings, dev, tmp_path, rng):
     theirs = save_mistral(tmp_path / "saved", config)
     path = tmp_path / "saved" / "config.json"
-    content = json.loads(path.read_text())
-    assert content["model_type"] == "mistral"
-    path.write_text(json.dumps(content | settings))
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     read, tensors = imported(tmp_path / "saved", tmp_path)
     assert read == config
     assert_parameters(config, tensors, theirs)
     assert_logits(dev, tmp_path / "imported.bin", config, theirs, rng)
 
 
-BY_8 = {"rope_theta": 7e4, "rope_scaling": 8.0}
+@pytest.mark.parametrize("act, gelu", [
+    (None, "erf"), ("gelu", "erf"), ("gelu_new", "tanh"), ("gelu_fast", "tanh"), ("gelu_pytorch_tanh", "tanh"),
+])  # fmt: skip
+@pytest.mark.parametrize("config", [PYTHIA], ids=id_of)
+def test_a_gelu_is_understood_as_every_release_writes_it(config, act, gelu, saved, tmp_path):
+    change(saved / "config.json", hidden_act=act)
+    assert imported(saved, tmp_path)[0] == replace(config, gelu=gelu)
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "changed"),
-    [
-        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, {"rope_theta": 7e4}),
-        (LLAMA, {"rope_parameters": {"rope_theta": 70000}}, {"rope_theta": 7e4}),
-        (LLAMA, {"rope_theta": 7e4}, {"rope_theta": 7e4}),
-        (LLAMA, {"rope_theta": 7e4, "rope_scaling": {"type": "default"}}, {"rope_theta": 7e4}),
-        (LLAMA, {}, {"rope_theta": 1e4}),
-        (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4} | SCALED}, BY_8),
-        (LLAMA, {"rope_theta": 7e4, "rope_scaling": {"rope_type": "llama3"} | SCALED}, BY_8),
-        (LLAMA, {"rope_theta": 7e4, "rope_scaling": {"type": "llama3"} | SCALED | {"factor": 32}},
-         BY_8 | {"rope_scaling": 32.0}),
-        (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4} | SCALED
-          | {"original_max_position_embeddings": 4096}}, BY_8 | {"original_length": 4096}),
-        (LLAMA, {"rope_theta": 7e4, "rope_scaling": {"type": "default", "original_max_position_embeddings": 4096}},
-         {"rope_theta": 7e4}),
-        (PYTHIA, {"rotary_pct": 0.75, "rotary_emb_base": 500}, {"rotary": 0.75, "rope_theta": 500.0}),
-        (PYTHIA, {}, {"rotary": 0.25}),
-        (PYTHIA, {"rope_parameters": {"rope_theta": 70.0}, "rotary_pct": 1}, {"rotary": 1.0, "rope_theta": 70.0}),
-        (PYTHIA, {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_type": "default"}, "rotary_pct": 0.25},
-         {"rotary": 0.75}),
-        *((PYTHIA, {"hidden_act": act}, {"rotary": 0.25, "gelu": "erf"}) for act in (None, "gelu")),
-        *((PYTHIA, {"hidden_act": f"gelu_{act}"}, {"rotary": 0.25, "gelu": "tanh"})
-          for act in ("new", "fast", "pytorch_tanh")),
-    ],
-    ids=id_of,
-)  # fmt: skip
-def test_settings_are_understood_as_every_release_writes_them(config, settings, changed, saved, tmp_path):
-    change(saved / "config.json", **({"rope_parameters": None} | settings))
-    assert imported(saved, tmp_path)[0] == replace(config, **changed)
+OLD = {"rope_parameters": None}  # before transformers 5
 
 
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
+        (LLAMA, {"rope_parameters": {"rope_theta": 70000}}),
+        (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 7e4} | SCALED
+          | {"original_max_position_embeddings": 20}}),
+        (LLAMA, OLD), (LLAMA, OLD | {"rope_theta": 7e4, "rope_scaling": {"type": "default"}}),
+        (LLAMA, OLD | {"rope_theta": 7e4, "rope_scaling": {"rope_type": "llama3"} | SCALED}),
+        (LLAMA, OLD | {"rope_theta": 7e4, "rope_scaling": {"type": "llama3"} | SCALED | {"factor": 32}}),
+        (PYTHIA, OLD), (PYTHIA, OLD | {"rotary_pct": 0.75, "rotary_emb_base": 500}),
+        (PYTHIA, {"rope_parameters": {"rope_theta": 70.0}, "rotary_pct": 1}),
+        (PYTHIA, {"rope_parameters": {"partial_rotary_factor": 0.75, "rope_type": "default"}, "rotary_pct": 0.25}),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"} | SCALED}),  # added to transformers 5's, whose theta it hides
         (LLAMA, {"rope_scaling": {"type": "llama3", "rope_theta": 7e4} | SCALED}),
         (LLAMA, {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | SCALED}),
@@ -503,7 +463,7 @@ def test_settings_are_understood_as_every_release_writes_them(config, settings, 
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"} | SCALED, "original_max_position_embeddings": 20}),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"} | dict(list(SCALED.items())[:3])}),  # the length is missing
         (PYTHIA, {"rope_scaling": {"type": "default", "rope_theta": 30.0}, "rotary_pct": 0.75}),
-        (PYTHIA, {"rope_parameters": None, "rotary_emb_base": 50, "rope_theta": 50, "partial_rotary_factor": None}),
+        (PYTHIA, OLD | {"rotary_emb_base": 50, "rope_theta": 50, "partial_rotary_factor": None}),
         (QWEN3, {"rope_scaling": {"rope_theta": 30.0}}),
     ],
     ids=id_of,
@@ -522,13 +482,16 @@ def test_positions_are_turned_as_transformers_turns_them(config, settings, their
 @pytest.mark.parametrize(
     ("config", "settings", "said"),
     [
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}},
+         "rope_scaling.rope_type is 'linear' in its config.json; default or llama3 is supported"),
+        (LLAMA, OLD | {"rope_scaling": {"rope_type": "llama3"} | SCALED | {"high_freq_factor": 8.0}},
+         "rope_scaling.high_freq_factor is 8.0 in its config.json; 4 is supported"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 7e4}}}, "rope_parameters.full_attention is {"),
         (LLAMA, {"rope_parameters": {"mrope_section": [8, 8]}}, "rope_parameters.mrope_section is [8, 8]"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 0.5"),
         (LLAMA, {"rope_local_base_freq": 1e4}, "rope_local_base_freq is 10000.0"),
         (PYTHIA, {"rotary_emb_base": 50, "rope_theta": 70}, "rope_theta is 70"),
-        (QWEN3, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+        (PYTHIA, OLD | {"rope_scaling": {"rope_type": "llama3"} | SCALED}, "rope_scaling.rope_type is 'llama3'"),
     ],
     ids=id_of,
 )  # fmt: skip
@@ -540,19 +503,18 @@ def test_a_setting_of_positions_that_nobody_knows_is_refused_by_its_name(config,
 @pytest.mark.parametrize("variant", [{"norm": "rms"}, {"tied_norm": True}], ids=str)
 def test_a_pythia_that_transformers_does_not_have_is_not_exported(variant, tmp_path, rng):
     write_random(tmp_path / "model.bin", replace(PYTHIA, **variant), rng)
-    with pytest.raises(UserError, match="neither RMSNorm nor one norm for both"):
-        export_hf.main([str(tmp_path / "model.bin")])
+    said = conftest.refusal(export_hf.main, [str(tmp_path / "model.bin")])
+    assert "neither RMSNorm nor one norm for both" in said
     assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
 
 
-@only_pythia
+@pytest.mark.parametrize("config", [PYTHIA], ids=id_of)
 def test_a_model_that_no_file_names_is_neither_imported_nor_exported(saved, tmp_path, monkeypatch, rng):
     monkeypatch.delitem(families(), "gpt_neox")
     said = refusal(saved, tmp_path)
     assert "model_type is 'gpt_neox'" in said and said.count("gpt_neox") == 1
     write_random(tmp_path / "model.bin", PYTHIA, rng)
-    with pytest.raises(UserError, match="no file in dev/hf/ says what .* call a Pythia .train_pythia.py"):
-        export_hf.main([str(tmp_path / "model.bin")])
+    assert "no file in dev/hf/ says what" in conftest.refusal(export_hf.main, [str(tmp_path / "model.bin")])
     assert not (tmp_path / "model").exists()
 
 
@@ -567,8 +529,7 @@ def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
         ({bias: tensors[bias].to(torch.int8)}, f"{bias} is of type I8"),
         ({weight: torch.zeros(72, 24)}, "is (72, 24); a GPT-2 of these sizes has it as (24, 72)"),
         ({"crossattention.x": torch.zeros(3)}, "tensor transformer.crossattention.x is none of GPT-2's"),
-        *(({head: torch.zeros(3)}, f"tensor {head} {classifier}")
-          for head in ("score.weight", "classifier.bias", "qa_outputs.bias")),
+        ({"score.weight": torch.zeros(3)}, f"tensor score.weight {classifier}"),
         ({name: None for name in tensors} | {"a": torch.zeros(3)}, "no GPT-2"),
     ):  # fmt: skip
         save_file({name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}, path)
@@ -592,8 +553,7 @@ def test_an_import_that_fails_leaves_the_model_that_was_there(saved, tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(import_hf, "read", fail)
-    with pytest.raises(UserError, match="imported.bin: cannot be written .no space left"):
-        imported(saved, tmp_path)
+    assert "imported.bin: cannot be written (no space left" in conftest.refusal(imported, saved, tmp_path)
     assert (tmp_path / "imported.bin").read_bytes() == before
     assert not list(tmp_path.glob("*.part"))
 
@@ -700,14 +660,6 @@ def test_the_weights_of_a_model_that_cannot_be_imported_are_not_fetched(hub, tmp
     assert len(hub) == 4
 
 
-def test_nothing_is_fetched_for_a_place_that_is_none(hub, tmp_path):
-    gone = tmp_path / "gone" / "model.bin"
-    for path, said in (gone, "is not a directory: make it, or name"), (__file__, "exists and is not a model: name"):
-        with pytest.raises(UserError, match=f"{said} another file with -o"):
-            import_hf.main(["a/model", "-o", str(path)])
-    assert not hub
-
-
 def test_a_model_without_safetensors_is_refused_by_its_name(hub, tmp_path):
     make_model(LLAMA).save_pretrained(tmp_path / "repository", max_shard_size="20KB")
     (tmp_path / "repository" / "model-00002-of-00007.safetensors").unlink()
@@ -717,22 +669,19 @@ def test_a_model_without_safetensors_is_refused_by_its_name(hub, tmp_path):
     assert refusal("a/model", tmp_path).startswith("a/model: its model.safetensors was not found; if the model has ")
 
 
-@pytest.mark.parametrize("name", ["a/model", "model"])
-def test_a_directory_wins_over_a_name(name, saved, hub, tmp_path, monkeypatch):
+def test_a_directory_wins_over_a_name_and_nothing_is_fetched_for_what_is_none_or_into_no_place(
+    saved, hub, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    Path(name).parent.mkdir(exist_ok=True)
-    saved.rename(name)
-    imported(name, tmp_path)
+    Path("a").mkdir()
+    saved.rename("a/model")
+    imported("a/model", tmp_path)
     (tmp_path / "imported.bin").unlink()
-    shutil.rmtree(name)
-    Path(name).symlink_to("gone")
-    assert refusal(name, tmp_path) == f"{name}: no such file or directory" and not hub
-
-
-@pytest.mark.parametrize("name", ["./gone", "gone/", "../gone", "/gone", "a/b/c", "~/gone", "gone.safetensors", "a/ö"])
-def test_what_can_be_no_name_is_a_file_that_is_missing(name, hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert refusal(name, tmp_path).endswith(": no such file or directory") and not hub
+    Path("a/link").symlink_to("gone")
+    for name in "a/link", "./gone", "gone/", "../gone", "/gone", "a/b/c", "~/gone", "gone.safetensors", "a/ö":
+        assert refusal(name, tmp_path).endswith(": no such file or directory")
+    said = conftest.refusal(import_hf.main, ["b/model", "-o", "gone/model.bin"])
+    assert "is not a directory: make it, or name another file with -o" in said and not hub
 
 
 def test_a_name_that_cannot_be_fetched_is_refused_in_one_line(cache, tmp_path, monkeypatch):
@@ -758,8 +707,6 @@ def answer(kind: str, status: int) -> Exception:
         (answer("HfHubHTTPError", 401), "not for this token (401 client error. (request id: x)): log in again"),
         (answer("HfHubHTTPError", 429), "cannot be fetched (429 client error. (request id: x)): try again"),
         (OSError(errno.ENOSPC, "No space left on device"), "cannot be written (no space left on device): make room"),
-        (RuntimeError("Data processing error: No space left on device (os error 28)"), "(os error 28)): make room"),
-        (RuntimeError(), "cannot be fetched (runtimeerror): try again, or fetch it elsewhere and name its directory"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -982,7 +929,5 @@ def test_both_programs_run_anywhere_and_fail_in_one_line(saved, tmp_path):
     assert run("import_hf.py", "saved", "-o", "model.bin").returncode == 0
     assert run("export_hf.py", "model.bin").returncode == 0
     assert (tmp_path / "model" / "config.json").is_file()
-    for script, flags in (("import_hf.py", ["gone", "-o", "x.bin"]), ("export_hf.py", ["gone.bin", "-o", "x"])):
-        failed = run(script, *flags)
-        assert (failed.returncode, failed.stderr.count("\n")) == (1, 1), failed.stderr
-        assert failed.stderr.startswith("error: gone")
+    failed = run("export_hf.py", "gone.bin", "-o", "x")
+    assert (failed.returncode, failed.stderr.count("\n")) == (1, 1) and failed.stderr.startswith("error: gone")

@@ -123,24 +123,13 @@ def test_what_llm_c_can_express_is_written_so_that_it_computes_the_same(half_cha
     assert Llama3Config.from_header(np.frombuffer(header, "<i4"), "file") == config
 
 
-@pytest.mark.parametrize("other", [{"tied": True}, {"rope_scaling": 32.0}, {"norm_eps": 1e-6}], ids=str)
-def test_what_llm_c_cannot_express_gets_a_version_that_it_refuses(other, tmp_path, rng):
-    config = replace(UNTIED, **other)
-    params = random_parameters(config, rng)
-    write_model(tmp_path / "model.bin", config, params)
-    assert struct.unpack("<2i", (tmp_path / "model.bin").read_bytes()[:8]) == (20240803, 103)
-    read, tensors = read_model(tmp_path / "model.bin", Llama3Config)
-    assert read == config
-    assert ("lm_head" in tensors) == (not config.tied)
-
-
-@pytest.mark.parametrize("other", [{}, {"rope_scaling": 8.0}, {"tied": True, "norm_eps": 1e-6}], ids=str)
-def test_another_length_of_first_training_gets_a_version_that_reads_as_8192_nowhere(other, tmp_path, rng):
-    config = replace(UNTIED, original_length=512, **other)
-    header = config.header()
-    assert header[1] == 104 and header[12:15].tolist() == [config.tied, 20, 512]
-    write_model(tmp_path / "model.bin", config, random_parameters(config, rng))
-    assert read_model_header(tmp_path / "model.bin", Llama3Config) == config
+@pytest.mark.parametrize("version, other", [
+    (103, {"tied": True}), (103, {"rope_scaling": 32.0}), (103, {"norm_eps": 1e-6}), (104, {"original_length": 512}),
+    (104, {"original_length": 512, "rope_scaling": 8.0}),
+], ids=str)  # fmt: skip
+def test_what_llm_c_cannot_express_gets_a_version_that_it_refuses(version, other):
+    """Another length of the first training has its own: 103 would read as 8192."""
+    assert replace(UNTIED, **other).header()[:2].tolist() == [20240803, version]
 
 
 @pytest.mark.parametrize(("version", "config"), [(3, replace(UNTIED, rope_scaling=8.0)), (103, TINY)])
@@ -181,56 +170,35 @@ def test_a_model_is_read_back_exactly(config, tmp_path, rng):
             assert not tensor.any(), f"{name} is a bias, which Llama does not have"
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        (1, 4, "version 4 (unknown); version 3, 103 or 104 (fp32), or 5 (bf16), is needed"),
-        (2, 0, "max_seq_len is 0"),
-        (3, -1, "vocab_size is -1"),
-        (4, 0, "num_layers is 0"),
-        (4, 3, "truncated or damaged"),
-        (4, 2**31 - 1, "truncated or damaged"),
-        (5, 0, "num_heads is 0"),
-        (5, 6, "64 channels cannot be split among 6 heads"),
-        (5, 64, "heads of 64 / 64 channels are odd"),
-        (6, 0, "num_kv_heads is 0"),
-        (6, 3, "4 heads cannot share 3 key/value heads evenly"),
-        (6, 8, "4 heads cannot share 8 key/value heads evenly"),
-        (7, 0, "channels is 0"),
-        (7, -64, "channels is -64"),
-        (8, 0, "multiple_of 0"),
-        (8, -16, "multiple_of -16"),
-        (256, struct.unpack("<i", struct.pack("<f", float("nan")))[0], "ffn_dim_multiplier nan"),
-        (256, struct.unpack("<i", struct.pack("<f", float("inf")))[0], "ffn_dim_multiplier inf"),
-        (256, struct.unpack("<i", struct.pack("<f", 1e30))[0], "it must be at most 2147483647"),
-        (256, 0, "ffn_dim_multiplier 0"),
-        (257, 0, "norm_eps is 0"),
-        (258, struct.unpack("<i", struct.pack("<f", -5e5))[0], "rope_theta is -500000"),
-    ],
-)
-def test_a_header_that_makes_no_model_is_refused(field, value, words, llm_c):
-    with open(llm_c, "r+b") as file:
-        file.seek(4 * field)
-        file.write(struct.pack("<i", value))
-    assert words in refusal(llm_c)
+def bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        (13, 0, "hidden is 0"), (259, -1.0, "rope_scaling is -1"), (259, 0.5, "rope_scaling"),
-        (14, 0, "original_length is 0"), (14, -512, "original_length is -512"),
-    ],
-)  # fmt: skip
-def test_a_header_of_ours_that_makes_no_model_is_refused(field, value, words, tmp_path, rng):
-    write_model(tmp_path / "model.bin", replace(TINY, original_length=512), random_parameters(TINY, rng))
+LLM_C, OURS = llm_c_file()[0], replace(TINY, original_length=512)
+
+
+@pytest.mark.parametrize("ours, field, value, words", [
+    (False, 1, 4, "version 4 (unknown); version 3, 103 or 104 (fp32), or 5 (bf16), is needed"),
+    (False, 3, -1, "vocab_size is -1"), (False, 4, 2**31 - 1, "truncated or damaged"),
+    (False, 5, 6, "64 channels cannot be split among 6 heads"), (False, 5, 64, "heads of 64 / 64 channels are odd"),
+    (False, 6, 3, "4 heads cannot share 3 key/value heads evenly"), (False, 8, 0, "multiple_of 0"),
+    (False, 256, bits(float("nan")), "ffn_dim_multiplier nan"),
+    (False, 256, bits(1e30), "it must be at most 2147483647"), (False, 257, 0, "norm_eps is 0"),
+    (False, 258, bits(-5e5), "rope_theta is -500000"), (True, 13, 0, "hidden is 0"),
+    (True, 259, bits(-1.0), "rope_scaling is -1"), (True, 14, -512, "original_length is -512"),
+])  # fmt: skip
+def test_a_header_that_makes_no_model_is_refused(ours, field, value, words, tmp_path, rng):
+    if ours:
+        write_model(tmp_path / "model.bin", OURS, random_parameters(OURS, rng))
+    else:
+        (tmp_path / "model.bin").write_bytes(LLM_C)
     with open(tmp_path / "model.bin", "r+b") as file:
         file.seek(4 * field)
-        file.write(struct.pack("<f" if field >= 256 else "<i", value))
+        file.write(struct.pack("<i", value))
     assert words in refusal(tmp_path / "model.bin")
 
 
-@pytest.mark.parametrize("length", [0, 4, 1023, 1024, 2047, 2048, 5000, -1])
+@pytest.mark.parametrize("length", [0, 1023, 2048, -1])
 def test_a_truncated_file_is_refused(length, llm_c):
     llm_c.write_bytes(llm_c.read_bytes()[:length])
     message = refusal(llm_c)

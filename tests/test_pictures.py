@@ -5,13 +5,8 @@ import itertools
 import math
 import re
 import runpy
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-
-from doc.draw.rung import measured, title
-from doc.rungs import TOPICS
 
 import pytest
 
@@ -33,29 +28,6 @@ def test_every_picture_has_its_script_and_its_place_in_the_book():
     assert {path.stem for path in (DOC / "pictures").glob("*.svg")} == set(PICTURES)
     pages = "".join(path.read_text() for path in DOC.glob("*.md"))
     assert [name for name in PICTURES if f"](pictures/{name}.svg)" not in pages] == []
-
-
-@pytest.mark.parametrize(
-    "page, topic",
-    [
-        ("05-linear-layers", "matmul"), ("05-linear-layers", "transpose"),
-        ("06-gelu-swiglu-embedding", "gelu_backward"),
-        ("10-flash-attention-machine", "flash_attention"), ("10-flash-attention-machine", "flash_attention_backward"),
-    ],
-)  # fmt: skip
-def test_every_rung_of_a_ladder_that_is_told_has_a_picture_with_its_title_and_time(page, topic):
-    """A picture a rung, in the ladder's order. cuBLAS's two rungs share one, which compares each with ours."""
-    names = re.findall(r"\]\(pictures/(\w+)\.svg\)", (DOC / f"{page}.md").read_text())
-    shown = [[words.text or "" for words in ElementTree.fromstring(text_of(name)).iter(f"{SVG}text")] for name in names]
-    found = []
-    for rung in TOPICS[topic].rungs:
-        since = {"cuBLAS in fp32": "warp_tiles_kernel", "cuBLAS in TF32": "two_stages_kernel"}.get(rung.kernel, "")
-        wanted = title(topic, rung.kernel), measured(topic, rung.kernel, since)
-        pictures = [i for i, words in enumerate(shown) if all(any(part in text for text in words) for part in wanted)]
-        assert len(pictures) == 1, f"{topic}, {rung.kernel}: {[names[i] for i in pictures]}"
-        found += pictures
-    ours = [i for i, rung in zip(found, TOPICS[topic].rungs, strict=True) if "cuBLAS" not in rung.kernel]
-    assert ours == sorted(set(ours))
 
 
 @each_picture
@@ -123,9 +95,3 @@ def test_no_two_labels_of_a_picture_overlap(name):
     for (turn, y, start, end, size, words), (other_turn, *other) in itertools.combinations(boxes, 2):
         apart = turn != other_turn or abs(y - other[0]) >= min(size, other[3]) or end <= other[1] or other[2] <= start
         assert apart, f"{words} lies on {other[4]}"
-
-
-def test_a_picture_that_there_is_not_is_refused():
-    command = [sys.executable, "doc/draw.py", "sunset"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.startswith("error: sunset: not a picture; there are butterfly, causal")

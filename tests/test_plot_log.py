@@ -48,33 +48,23 @@ def test_a_picture_is_written_and_has_something_on_it(logs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "loss.png"]
 
 
-def test_both_losses_of_every_run_are_drawn_as_logged(logs, tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    plot_log.plot(logs, tmp_path / "loss.svg")
-    monkeypatch.undo()
-    lines = {line.get_label(): line.get_xydata() for line in figures[0].axes[0].lines}
-    plt.close(figures[0])
-    assert list(lines) == [f"{log}: {what}" for log in logs for what in ("training", "validation")]
-    np.testing.assert_allclose(lines[f"{logs[0]}: training"], [(step, 4 - step / 10) for step in range(10)])
-    np.testing.assert_allclose(lines[f"{logs[1]}: validation"], [(0, 6), (9, 5)])
-    assert (tmp_path / "loss.svg").read_text().startswith("<?xml") and len(figures[0].axes) == 1
-
-
-def test_bits_per_byte_are_drawn_in_a_panel_of_their_own_where_a_log_has_them(logs, tmp_path, monkeypatch):
+def test_what_is_logged_is_drawn_and_bits_per_byte_in_a_panel_of_their_own(logs, tmp_path, monkeypatch):
     logger = Logger(tmp_path / "c.log")
     for step, bits in (0, 8.0), (9, 2.5):
         logger.log(step, train_loss=5.0)
         logger.log(step, val_loss=5.0, bits_per_byte=bits)
-    figures = []
+    figures, names = [], [*logs, tmp_path / "c.log"]
     monkeypatch.setattr(plt, "close", figures.append)
-    plot_log.plot([*logs, tmp_path / "c.log"], tmp_path / "loss.svg")
+    plot_log.plot(names, tmp_path / "loss.svg")
+    plot_log.plot(logs, tmp_path / "losses.svg")
     monkeypatch.undo()
-    losses, bits = figures[0].axes
-    plt.close(figures[0])
-    assert len(losses.lines) == 6
-    assert [line.get_label() for line in bits.lines] == [f"{tmp_path / 'c.log'}: validation"]
-    np.testing.assert_array_equal(bits.lines[0].get_xydata(), [(0, 8), (9, 2.5)])
+    plt.close("all")
+    losses, bits = ({line.get_label(): line.get_xydata() for line in axes.lines} for axes in figures[0].axes)
+    assert list(losses) == [f"{log}: {what}" for log in names for what in ("training", "validation")]
+    np.testing.assert_allclose(losses[f"{logs[0]}: training"], [(step, 4 - step / 10) for step in range(10)])
+    np.testing.assert_allclose(losses[f"{logs[1]}: validation"], [(0, 6), (9, 5)])
+    assert list(bits) == [f"{names[2]}: validation"] and bits[f"{names[2]}: validation"].tolist() == [[0, 8], [9, 2.5]]
+    assert (tmp_path / "loss.svg").read_text().startswith("<?xml") and len(figures[1].axes) == 1
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(logs, tmp_path, monkeypatch, capsys):

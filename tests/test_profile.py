@@ -5,9 +5,7 @@ from pathlib import Path
 import device
 from dev import profile_step, traffic
 from dev.scripts import model_kinds, small_model
-from device.errors import UserError
 from device.sources import kernel_accesses
-from kernels.matmul import matmul_forward
 
 import numpy as np
 import pytest
@@ -85,33 +83,3 @@ def test_a_kernel_without_a_rule_is_shown_as_not_counted():
     device.use("cpu")
     (line,) = profile_step.lines_of([row], profile_step.Ceilings(1e12, 1e9, ""))
     assert (line.calls, line.of_ceiling, line.note) == (1, None, "not counted")
-
-
-@pytest.mark.parametrize(
-    ("args", "words"), [(["--out", "step.jpg"], "--out step.jpg"), (["--out", "no/step.png"], "no directory no")]
-)
-def test_wrong_flags_are_refused(args, words):
-    with pytest.raises(UserError, match=words):
-        profile_step.main([*BATCH, *args])
-
-
-def test_an_observer_sees_launches_products_and_memsets_while_it_is_there(dev):
-    out, inp, weight, bias = (dev.asarray(np.ones(shape, np.float32)) for shape in ((2, 3), (2, 4), (3, 4), (3,)))
-    seen = []
-
-    def observer(name, arguments, work):
-        work()
-        seen.append((name, arguments))
-
-    def work():
-        matmul_forward(out, inp, weight, bias, 1, 2, 4, 3)
-        dev.fill_zero(weight)
-
-    with dev.observe(observer):
-        work()
-    assert [name for name, _ in seen] == ["gemm", "fill_zero"]
-    assert [seen[0][1][name] for name in ("m", "n", "k", "trans_b")] == [2, 3, 4, True]
-    assert seen[0][1]["c"] is out and seen[0][1]["bias"] is bias
-    assert (dev.to_host(out) == 5).all() and (dev.to_host(weight) == 0).all()
-    work()
-    assert len(seen) == 2

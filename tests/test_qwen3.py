@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from dev.bench.ceilings import work_of
+from dev.bench.ceilings import Ceilings, limits
 from dev.hf.family import Settings
 from dev.hf.qwen3 import Qwen3Family
 from device.errors import UserError
@@ -41,8 +41,8 @@ def test_the_presets_have_the_originals_numbers_of_parameters():
 
 def test_the_limit_of_a_step_counts_attention_by_the_size_of_its_heads(dev):
     B, T = 2, 8
-    model = Qwen3(replace(SMALL, head_size=16), T, inference=True)
-    assert work_of(model, B, T).attention == 7 * 2 * B * T * T * 6 * 16
+    parts = limits(Qwen3, replace(SMALL, head_size=16), B, T, Ceilings(product=1e3, copy=1e9, description=""))
+    assert parts["causal attention at the ceiling"] == 7 * 2 * B * T * T * 6 * 16
 
 
 @pytest.mark.parametrize("description, message", [

@@ -1,7 +1,6 @@
 """Several processes train one model, on the CPU device over gloo, and on as many GPUs as there are, by copies from GPU
 to GPU and over NCCL: they find one another, compute what one would, save whole checkpoints, and end together."""
 
-import errno
 import json
 import os
 import re
@@ -9,15 +8,12 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 from conftest import DEVICES
@@ -26,7 +22,7 @@ from llmc.data.dataloader import write_tokens
 from llmc.data.tokenizer import write_tokenizer
 from llmc.files.checkpoint import read_model, read_record
 from llmc.ranks import ranks
-from llmc.ranks.ranks import HELLO, Group, Place, find_place, first_host, launch
+from llmc.ranks.ranks import HELLO, Group, Place, find_place, first_host
 from llmc.run.logger import read_log
 from llmc.run.report import StopRequest
 from models import TINY, described
@@ -34,7 +30,6 @@ from models import TINY, described
 import numpy as np
 import pytest
 from test_evaluation import random_examples, write_evaluation
-from test_reliability import overflowing
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 61, 2, 16
@@ -150,34 +145,16 @@ def test_a_rank_finds_its_place_in_what_a_launcher_sets(env, expected):
 
 
 @pytest.mark.parametrize("env, message", [
-    ({"RANK": "x", "WORLD_SIZE": "2"}, "rank 'x' of '2'"),
-    ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "y"}, "rank '0' of '2', 'y' on its machine"),
+    ({"RANK": "x", "WORLD_SIZE": "2"}, "rank x of 2"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
-    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a..b"}, "MASTER_ADDR a..b cannot be a machine's name"),
-    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a" * 70}, f"MASTER_ADDR {'a' * 70} cannot be a machine's name"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT 99999 is not a port"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a..b"}, "MASTER_ADDR a..b"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT 99999"),
     ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
       "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "mpirun -x MASTER_ADDR"),
 ])  # fmt: skip
 def test_a_place_that_makes_no_sense_is_refused(env, message):
     with pytest.raises(UserError, match=re.escape(message)):
         find_place(env)
-
-
-def test_where_a_rank_cannot_be_started_the_others_end(monkeypatch):
-    started, real = [], subprocess.Popen
-
-    def popen(*_, **__):
-        if started:
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        started.append(real(["sleep", "100"]))
-        return started[0]
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    with pytest.raises(UserError, match=r"^--gpus 3: rank 1 cannot be started \(Resource .*\); start fewer$"):
-        launch(3)
-    assert started[0].wait(5) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("nodes, first", [
@@ -198,30 +175,6 @@ def torchrun_env(rank: int, size: int, port: str) -> dict[str, str]:
             "MASTER_PORT": port}  # fmt: skip
 
 
-def slurm_env(rank: int, size: int, port: str) -> dict[str, str]:
-    return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": str(rank),
-            "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost",
-            "MASTER_PORT": port}  # fmt: skip
-
-
-def mpi_env(rank: int, size: int, port: str) -> dict[str, str]:
-    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(size), "MASTER_PORT": port,
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(size)}  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("env_of", [slurm_env, torchrun_env, mpi_env])
-def test_ranks_that_a_launcher_starts_train_as_one(folder, env_of):
-    """Bit by bit, so that there is something to compare."""
-    flags = steps("--bitwise", "1", last=2)
-    run(folder, *flags, "-o", "one.log")
-    port = free_port()
-    processes = [start(folder, *flags[2:], "-o", "two.log", **env_of(r, 2, port)) for r in range(2)]
-    (out, _), (silent, _) = map(finish, processes)
-    assert f"| ranks                 | 2: 2 on {socket.gethostname()}" in out and silent == ""
-    assert (folder / "one.log").read_bytes() == (folder / "two.log").read_bytes()
-
-
 @pytest.mark.long
 def test_torchrun_itself_starts_ranks(folder):
     script, description = SCRIPTS["gpt2"]
@@ -231,7 +184,7 @@ def test_torchrun_itself_starts_ranks(folder):
     assert done.returncode == 0 and done.stdout.count("step    2/2") == 1, done.stderr
 
 
-def test_rank_0_turns_strangers_away_and_listens_no_longer_than_it_must(capfd):
+def test_rank_0_turns_strangers_away_and_listens_no_longer_than_it_must():
     port = int(free_port())
     places = [Place(r, 2, r, "127.0.0.1", port, "a job") for r in range(2)]
     hello = HELLO.pack(b"llm.cupy", b"another run's identity".ljust(32), 1, 2)
@@ -252,28 +205,6 @@ def test_rank_0_turns_strangers_away_and_listens_no_longer_than_it_must(capfd):
             socket.create_connection(("127.0.0.1", port), timeout=5)
         assert list(pool.map(lambda group: group.all_gather(group.rank), groups)) == [[0, 1]] * 2
         list(pool.map(Group.leave, groups))
-    assert capfd.readouterr().err.count("refused a connection from 127.0.0.1") == 1  # said once of a host
-
-
-@pytest.mark.parametrize("said", [
-    b"5", b'["value"]', b'{"a": 1}', b"[" * 5000, b"not JSON", b'["failed"]', b'["failed", "why", "x"]', None,
-])  # fmt: skip
-def test_what_a_rank_does_not_understand_ends_it_in_one_line(said, capfd, monkeypatch):
-    """None: more than a message may have."""
-    ours, theirs = socket.socketpair()
-    group = object.__new__(Group)
-    group.rank, group.size, group.peers, group.hosts = 0, 2, {1: ours}, ["a", "b"]
-    group.inbox, group.sending, group.ending = {1: SimpleQueue()}, threading.Lock(), threading.RLock()
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-
-    def leave(status):
-        raise SystemExit(status)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    theirs.sendall(struct.pack(">I", 1 << 30) if said is None else struct.pack(">I", len(said)) + said)
-    with pytest.raises(SystemExit, match="1"):
-        group.listen(1, ours)
-    assert capfd.readouterr().err.startswith("error: rank 1 on b is gone")
 
 
 # The same training
@@ -405,16 +336,22 @@ def children(process: subprocess.Popen) -> list[int]:
     raise AssertionError("no processes were started")
 
 
+def begun(folder: Path, *flags: str) -> tuple[subprocess.Popen, list[int]]:
+    """A long run of two ranks in its first steps, and the processes of the ranks."""
+    process = start(folder, "--gpus", "2", "-x", "100000", *flags)
+    pids = children(process)
+    while not process.stdout.readline().startswith("step"):
+        pass
+    return process, pids
+
+
 def ended(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_takes_the_others_with_it(folder, victim):
-    process = start(folder, "--gpus", "2", "-x", "100000")
-    pids = children(process)
-    while not process.stdout.readline().startswith("step"):
-        pass
+    process, pids = begun(folder)
     os.kill(pids[victim], signal.SIGKILL)
     started = time.monotonic()
     _, error = process.communicate(timeout=30)
@@ -477,32 +414,30 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_the_ranks_go_on(folder)
     assert error.startswith("error: the last checkpoint could not be written") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_signal_to_any_rank_stops_all_at_the_same_step_with_a_checkpoint(folder, number):
-    process = start(folder, "--gpus", "2", "-x", "100000", "-z", "1", "--checkpoint-dir", "run")
-    pids = children(process)
-    while not process.stdout.readline().startswith("step"):
-        pass
-    os.kill(pids[1], number)
+@pytest.mark.parametrize("number, to", [
+    (signal.SIGTERM, "rank"), pytest.param(signal.SIGINT, "rank", marks=pytest.mark.long),
+    *(pytest.param(signal.SIGTERM, to, marks=pytest.mark.long) for to in ("launcher", "launcher rank", "rank launcher"))
+])  # fmt: skip
+def test_a_signal_to_any_process_stops_all_ranks_at_the_same_step_with_a_checkpoint(folder, number, to):
+    """A scheduler may signal the launcher and all ranks at once."""
+    process, pids = begun(folder, "-z", "1", "--checkpoint-dir", "run")
+    for one in to.split():
+        os.kill(process.pid if one == "launcher" else pids[1], number)
     out, error = finish(process, code=128 + number)
     stopped = re.search(rf"stopped by {number.name} after (\d+) of 100000 steps", out)
     assert error == "" and ended(pids) and (folder / "run" / f"step_{int(stopped[1]):08}").is_dir()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
-def test_a_launcher_hands_signals_on_and_takes_its_ranks_with_it(folder, number, code):
-    process = start(folder, "--gpus", "2", "-x", "100000")
-    pids = children(process)
-    while not process.stdout.readline().startswith("step"):
-        pass
-    process.send_signal(number)
+def test_a_launcher_that_is_killed_takes_its_ranks_with_it(folder):
+    process, pids = begun(folder)
+    process.kill()
     process.communicate(timeout=30)
     for _ in range(100):
         if ended(pids):
             break
         time.sleep(0.1)
-    assert process.returncode == code and ended(pids)
+    assert ended(pids)
 
 
 def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch):
@@ -517,24 +452,8 @@ def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first, second", [("launcher", "rank"), ("rank", "launcher")])
-def test_a_scheduler_may_signal_the_launcher_and_all_ranks_at_once(folder, first, second):
-    process = start(folder, "--gpus", "2", "-x", "100000", "--checkpoint-dir", "run")
-    pids = children(process)
-    while not process.stdout.readline().startswith("step"):
-        pass
-    for one in (first, second):
-        os.kill(process.pid if one == "launcher" else pids[0], signal.SIGTERM)
-    _, error = finish(process, code=143)
-    assert error == "" and any((folder / "run").glob("step_????????"))
-
-
-@pytest.mark.long
 def test_output_that_nobody_reads_ends_all_ranks_quietly(folder):
-    process = start(folder, "--gpus", "2", "-x", "100000")
-    pids = children(process)
-    while not process.stdout.readline().startswith("step"):
-        pass
+    process, pids = begun(folder)
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait(timeout=30) == 0 and ended(pids)
 
@@ -548,12 +467,9 @@ def refused(folder: Path, flags_of, size: int = 2, code: int = 1) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize("flags_of, code, said", [
-    (lambda r: ["-d", "33"], 1, "-d 33 is not a multiple of 2 ranks * B*T = 64: change -d, -b or -t"),
-    (lambda r: ["--no"] * r, 2, "rank 1 on HOST: unrecognized arguments: --no; --help lists the flags"),
-])  # fmt: skip
-def test_a_wrong_flag_of_any_rank_is_one_line(folder, flags_of, code, said):
-    assert refused(folder, flags_of, code=code) == f"error: {said.replace('HOST', socket.gethostname())}\n"
+def test_a_wrong_flag_of_any_rank_is_one_line(folder):
+    said = f"rank 1 on {socket.gethostname()}: unrecognized arguments: --no; --help lists the flags"
+    assert refused(folder, lambda r: ["--no"] * r, code=2) == f"error: {said}\n"
 
 
 def test_ranks_with_other_flags_end_with_one_line_from_rank_0(folder):
@@ -633,7 +549,18 @@ def test_a_step_that_is_not_finite_stops_all_ranks_before_the_parameters_change(
 @pytest.mark.parametrize("weight", ["fcprojw", pytest.param("wte", marks=pytest.mark.long)])
 def test_a_gradient_that_overflows_where_one_rank_alone_sees_it_stops_all(folder, weight):
     """With -z that is the owner of the weight: rank 0, or the other one."""
-    script = overflowing(folder, 2, weight)["script"]
+    script, trainer = folder / "overflowing.py", str(ROOT / "train_gpt2_fp32.py")
+    script.write_text(f"""
+import runpy
+import llmc.step.update
+real = llmc.step.update.adamw_update
+def update(model, adamw, exchange, lr, t):
+    if t == 2:
+        model.grads.{weight}.reshape(-1)[5] = 1e25
+    real(model, adamw, exchange, lr, t)
+llmc.step.update.adamw_update = update
+runpy.run_path({trainer!r}, run_name="__main__")
+""")
     flags = ["--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "4"]
     _, error = run(folder, *flags, path=script, code=1, PYTHONPATH=str(ROOT))
     assert error.count("\n") == 1 and re.match(r"error: step 2: its loss \(.*\) or gradients are not finite", error)

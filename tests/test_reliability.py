@@ -1,6 +1,6 @@
 """What happens to real runs: directories are used twice, flags forgotten, files damaged, disks full, runs killed."""
 
-import json
+import itertools
 import os
 import re
 import resource
@@ -10,24 +10,27 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import device
 import generate
+from conftest import refusal
 from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
-from device.errors import UserError
+from kernels import classifier
+from llmc.data.batches import Batches
 from llmc.data.dataloader import DataLoader, write_tokens
 from llmc.data.tokenizer import write_tokenizer
 from llmc.files.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
 from llmc.model.tensors import num_parameters
-from llmc.run.arguments import parse_arguments
 from llmc.run.logger import Logger, read_log
+from llmc.step.update import adamw_update
+from models import write_record
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 import numpy as np
 import pytest
+from test_train import checkpoint_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 V, B, T = 257, 2, 16
@@ -62,32 +65,16 @@ def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
     return out, error
 
 
-def changed(folder: Path, code: str) -> dict:
-    """What `start` and `run` take for a train_gpt2_fp32.py that this code has changed."""
-    script, trainer = folder / "changed.py", str(ROOT / "train_gpt2_fp32.py")
-    script.write_text(f"{code}import runpy\nrunpy.run_path({trainer!r}, run_name='__main__')\n")
-    return {"script": str(script), "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-
-
 @pytest.fixture
-def run_here(trainer_here, capsys):
-    """`run`, of a run that must end well, in this process."""
-
-    def run_here(folder: Path, *flags: str, base=FLAGS) -> tuple[str, str]:
-        trainer_here(GPT2, folder, [*base, *flags])
-        return capsys.readouterr()
-
-    return run_here
+def run_here(trainer_here):
+    """`run` in this process."""
+    return lambda folder, *flags, code=0, base=FLAGS: trainer_here(GPT2, folder, [*base, *flags], code)
 
 
 def without(flag: str) -> list[str]:
     """FLAGS but for this one and its value."""
     at = FLAGS.index(flag)
     return FLAGS[:at] + FLAGS[at + 2 :]
-
-
-def contents(folder: Path, step: int) -> list[bytes]:
-    return [(folder / "run" / f"step_{step:08d}" / name).read_bytes() for name in ("model.bin", "optimizer.bin")]
 
 
 def steps(out: str) -> dict[int, str]:
@@ -104,7 +91,7 @@ def test_a_new_run_does_not_start_where_another_has_checkpoints(folder, run_here
     run_here(folder, *SAVE, "-x", "3", "-n", "1")
     before = sorted(path.name for path in (folder / "run").iterdir())
     (folder / "run.log").write_text("s:0 tel:1.0000\n")
-    out, error = run(folder, *SAVE, "-x", "2", "-nk", "1", "-o", "run.log", code=1)
+    out, error = run_here(folder, *SAVE, "-x", "2", "-nk", "1", "-o", "run.log", code=1)
     assert error == (
         "error: run has checkpoints of another run, the newest step_00000003: go on from it with -y 1, or choose "
         "another --checkpoint-dir\n"
@@ -120,16 +107,13 @@ def test_a_run_has_its_directory_and_its_log_for_itself_until_it_is_killed(folde
     for line in process.stdout:
         if line.startswith("saved run/step_00000002"):
             break
-    refusals = [(lock_checkpoints, "run", "choose another --checkpoint-dir"), (Logger, "run.log", "choose another log")]
-    for claim, place, remedy in refusals:
-        with pytest.raises(UserError, match=f"^{place} is in use by process {process.pid} on {socket.gethostname()}: "
-                           f"wait for it to end, or {remedy}"):  # fmt: skip
-            claim(place)
+    for claim, place in (lock_checkpoints, "run"), (Logger, "run.log"):
+        holder = f"process {process.pid} on {socket.gethostname()}"
+        assert f"{place} is in use by {holder}: wait for it to end, or choose another " in refusal(claim, place)
     assert read_model(model_path("run"), GPT2Config)  # a reader needs no lock
     process.kill()
     process.communicate()
-    for claim, place, _ in refusals:
-        assert claim(place)
+    assert lock_checkpoints("run") and Logger("run.log")
 
 
 def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkpoint(folder, run_here, monkeypatch):
@@ -152,18 +136,6 @@ def test_a_resumed_run_waits_for_the_one_that_is_dying_and_takes_its_last_checkp
 # Places that are none
 
 
-@pytest.mark.parametrize("main, flags", [
-    (lambda flags: parse_arguments(GPT2Config, flags), ["--checkpoint-dir", ""]), (generate.main, ["-e", ""]),
-    (export_hf.main, ["a.bin", "-o", ""]), (import_hf.main, ["a", "-o", ""]),
-])  # fmt: skip
-def test_a_flag_that_names_nothing_is_refused(capsys, main, flags):
-    with pytest.raises(SystemExit) as caught:
-        main(flags)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.count("\n") == 1
-    assert "must not be empty: name something, or leave the flag out" in error
-
-
 def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -175,8 +147,8 @@ def test_a_disk_that_is_full_at_the_start_is_refused_there(folder):
 
 def test_an_import_takes_the_place_of_a_model_and_of_nothing_else(folder):
     (folder / "notes").write_text("buy milk")
-    with pytest.raises(UserError, match="notes: exists and is not a model: name another file with -o"):
-        import_hf.main([str(folder), "-o", str(folder / "notes")])
+    said = refusal(import_hf.main, [str(folder), "-o", str(folder / "notes")])
+    assert "notes: exists and is not a model: name another file with -o" in said
     assert (folder / "notes").read_text() == "buy milk"
 
 
@@ -194,8 +166,8 @@ def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(fol
     first, other = model_at(folder / "first.bin"), model_at(folder / "other.bin", seed=1)
     base = without("-e")
     run_here(folder, "-e", first, *SAVE, "-x", "1", base=base)
-    for given, more in [(other, []), ("layers=1,heads=2,channels=32,maxT=64", []), ("gone.bin", [])]:
-        out, error = run(folder, "-e", given, *SAVE, "-y", "1", "-x", "9", *more, base=base, code=1)
+    for given in other, "layers=1,heads=2,channels=32,maxT=64", "gone.bin":
+        out, error = run_here(folder, "-e", given, *SAVE, "-y", "1", "-x", "9", base=base, code=1)
         assert error == (
             f"error: cannot resume: -e {given} is another model than run/step_00000001, whose run was started with -e "
             "first.bin: leave -e out\n"
@@ -207,7 +179,7 @@ def test_a_resumed_run_takes_the_model_that_it_was_started_with_and_no_other(fol
     assert read_record(folder / "run" / "step_00000006")["state"]["flags"]["model"] == first
     out, _ = run_here(folder, "-e", first, *SAVE, "-y", "1", "-x", "7", base=base)
     assert list(steps(out)) == [7]
-    _, error = run(folder, "-e", "run/step_00000001", *SAVE, "-y", "1", "-x", "8", base=base, code=1)
+    _, error = run_here(folder, "-e", "run/step_00000001", *SAVE, "-y", "1", "-x", "8", base=base, code=1)
     assert "-e run/step_00000001 is another model than run/step_00000007, whose" in error
 
 
@@ -215,7 +187,7 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
     settings = ["-a", "relu", "-k", "cosine", "-u", "2", "-q", "0.1", "-c", "0.1", "--grad-clip", "0.5", "--seed", "3",
                 "-l", "1e-2", "-d", str(2 * B * T)]  # fmt: skip
     whole, _ = run_here(folder, *SAVE, *settings, "-x", "6")
-    want = contents(folder, 6)
+    want = checkpoint_bytes(folder, 6)
     shutil.rmtree(folder / "run")
     run_here(folder, *SAVE, *settings, "-x", "6", "-n", "3")
     shutil.rmtree(folder / "run" / "step_00000006")
@@ -223,7 +195,7 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
     out, _ = run_here(folder, *SAVE, "-y", "1", base=bare)
     assert "| attention             | relu " in out
     assert steps(out) == {step: loss for step, loss in steps(whole).items() if step > 3}
-    assert contents(folder, 6) == want
+    assert checkpoint_bytes(folder, 6) == want
 
 
 @pytest.mark.parametrize(
@@ -237,14 +209,10 @@ def test_a_resumed_run_keeps_the_flags_that_it_is_not_given_again(folder, run_he
         (["--beta2", "0.95"], "--beta2 was 0.999 and is now 0.95"),
     ],
 )  # fmt: skip
-def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, trainer_here, capsys, flags, was):
-    said = None
-    try:
-        trainer_here(GPT2, finished, [*FLAGS, *SAVE, "-y", "1", "-x", "9", *flags])  # the last of two -b counts
-    except SystemExit as end:  # pytest.raises would keep the run's frames, and the lock that they hold
-        said = end.code
-    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run", said)
-    assert not steps(capsys.readouterr().out)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(finished, run_here, flags, was):
+    out, error = run_here(finished, *SAVE, "-y", "1", "-x", "9", *flags, code=1)  # the last of two -b counts
+    assert re.fullmatch(rf"error: cannot resume: {was}.*; leave it out, or start another run\n", error)
+    assert not steps(out)
 
 
 @pytest.fixture(scope="module")
@@ -264,25 +232,23 @@ def copy_of(finished: Path, tmp_path: Path, **recorded: object) -> Path:
     for name in ("precision", "beta1", "beta2", "eps"):
         del record["state"]["flags"][name]
     record["state"]["flags"] |= recorded
-    crc32 = zlib.crc32(json.dumps(record, sort_keys=True).encode())
-    (folder / "run" / "step_00000002" / "state.json").write_text(json.dumps(record | {"crc32": crc32}))
+    write_record(folder / "run" / "step_00000002", record)
     return folder
 
 
-def test_a_model_without_dropout_refuses_a_rate_also_if_a_checkpoint_recorded_it(finished, tmp_path):
+def test_a_model_without_dropout_refuses_a_rate_also_if_a_checkpoint_recorded_it(finished, tmp_path, run_here):
     line = "error: --dropout 0.1: GPT-2 trains without dropout, as llm.c does; {}\n"
-    _, error = run(finished, "-x", "1", "--dropout", "0.1", code=1)
+    _, error = run_here(finished, "-x", "1", "--dropout", "0.1", code=1)
     assert error == line.format("leave it out")
-    _, error = run(copy_of(finished, tmp_path, dropout=0.1), *SAVE, "-y", "1", "-x", "3", code=1)
+    _, error = run_here(copy_of(finished, tmp_path, dropout=0.1), *SAVE, "-y", "1", "-x", "3", code=1)
     assert error == line.format("start another run")
 
 
-@pytest.mark.parametrize("recorded", [{"precision": "tf32"}, {"tf32": True}], ids=["now", "before there was bf16"])
 def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_it_changes(
-    finished, tmp_path, run_here, recorded
+    finished, tmp_path, run_here
 ):
     assert read_record(finished / "run" / "step_00000002")["state"]["flags"]["precision"] == "fp32"
-    folder = copy_of(finished, tmp_path, **recorded)  # as a GPU would have
+    folder = copy_of(finished, tmp_path, precision="tf32")  # as a GPU would have
     lines = {
         (): "the run was in tf32 and goes on in fp32, which is what CPU",
         ("-f", "1"): "the run was in tf32 and goes on in fp32, which is what CPU",
@@ -296,7 +262,7 @@ def test_a_run_goes_on_in_the_precision_that_it_had_or_is_given_and_says_where_i
 
 
 def test_a_run_keeps_its_betas_and_those_of_an_old_checkpoint_are_the_ones_that_it_was_trained_with(
-    finished, tmp_path
+    finished, tmp_path, run_here
 ):
     mainline = {"script": "train_gpt2.py"}
     out, _ = run(copy_of(finished, tmp_path), *SAVE, "-y", "1", "-x", "3", **mainline)
@@ -305,40 +271,23 @@ def test_a_run_keeps_its_betas_and_those_of_an_old_checkpoint_are_the_ones_that_
     shutil.copytree(finished, new, ignore=shutil.ignore_patterns("run"))
     out, _ = run(new, *SAVE, "-x", "1", **mainline)
     assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-08 " in out  # llm.c's mainline
-    out, _ = run(new, *SAVE, "-y", "1", "-x", "2", "--eps", "1e-6")
+    out, _ = run_here(new, *SAVE, "-y", "1", "-x", "2", "--eps", "1e-6")
     assert "| beta1, beta2, eps     | 0.9, 0.95, 1e-06 " in out and "--eps was 1e-08 and is now 1e-06\n" in out
 
 
-def test_data_that_is_not_where_the_checkpoint_says_is_named_with_the_flag_for_another_place(folder, run_here):
-    run_here(folder, *SAVE, "-x", "1", "-j", "data")
+@pytest.mark.parametrize("val", [[], ["-j", "data"]], ids=" ".join)
+def test_data_that_is_not_where_the_checkpoint_says_is_named_with_the_flag_for_another_place(folder, run_here, val):
+    run_here(folder, *SAVE, "-x", "1", *val)
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     checkpoint, bare = ["--checkpoint-dir", "../run", "-y", "1", "-x", "2"], without("-i")
-    _, error = run(elsewhere, *checkpoint, base=bare, code=1)
+    _, error = run_here(elsewhere, *checkpoint, base=bare, code=1)
     assert error == (
         f"error: ../run/step_00000001 was trained with -i data, and there is no such data below {elsewhere}: -i may "
         "name where it is now\n"
     )
     out, _ = run_here(elsewhere, *checkpoint, "-i", "../data", base=bare)
-    assert list(steps(out)) == [2]
-
-
-def test_data_that_has_moved_is_validated_where_it_is_now(folder, run_here):
-    run_here(folder, *SAVE, "-x", "1")
-    for path in folder.glob("data_*"):
-        path.rename(folder / path.name.replace("data", "moved"))
-    out, _ = run_here(folder, *SAVE, "-x", "2", "-y", "1", "-i", "moved", base=without("-i"))
-    assert "| val data              | moved " in out
-
-
-def test_two_runs_on_other_data_of_the_same_name_have_other_identities(folder, run_here, rng):
-    identities = []
-    for _ in range(2):
-        run_here(folder, *SAVE, "-x", "1")
-        identities.append(read_record(folder / "run" / "step_00000001")["state"]["run"])
-        shutil.rmtree(folder / "run")
-        write_tokens(folder / "data_train.bin", rng.integers(0, V, 2000))
-    assert identities[0] != identities[1]
+    assert list(steps(out)) == [2] and "| val data              | ../data " in out
 
 
 def test_what_may_change_is_said(folder, run_here):
@@ -362,13 +311,16 @@ def test_flash_attention_is_kept_and_softmax_may_take_its_place(folder, run_here
     assert "--attention was flash and is now softmax: the same function" in out and list(steps(out)) == [4]
 
 
-def test_other_data_of_the_same_size_is_refused(folder, run_here):
+def test_other_data_of_the_same_size_is_refused_and_makes_another_run(folder, run_here):
     run_here(folder, *SAVE, "-x", "2")
     with open(folder / "data_train.bin", "r+b") as file:
         file.seek(1024)
         file.write(b"\x01\x00")
-    _, error = run(folder, *SAVE, "-y", "1", "-x", "3", code=1)
+    _, error = run_here(folder, *SAVE, "-y", "1", "-x", "3", code=1)
     assert re.match("error: cannot resume: fingerprint of the training data was .* and is now ", error)
+    run_here(folder, "--checkpoint-dir", "other", "-x", "2")
+    runs = [read_record(folder / name / "step_00000002")["state"]["run"] for name in ("run", "other")]
+    assert runs[0] != runs[1]
 
 
 @pytest.mark.parametrize("at", [0, 2047, 5000, 9999], ids=str)
@@ -383,13 +335,15 @@ def test_the_fingerprint_sees_every_shard_at_its_ends_and_in_the_middle(tmp_path
     assert prints[0] != prints[1] and all(len(text) == 16 for text in prints)
 
 
-def test_generate_computes_what_the_checkpoint_was_trained_with(folder, run_here):
+def test_generate_computes_what_the_checkpoint_was_trained_with(folder, run_here, capsys):
     run_here(folder, *SAVE, "-x", "1", "-a", "relu")
-    arguments = ["-e", "run/step_00000001", "-g", "40", "--device", "cpu", "--tokenizer", "data_tokenizer.bin"]
-    texts = [run(folder, *flags, script="generate.py", base=arguments)[0] for flags in ([], ["-a", "relu"])]
+    texts, flags = [], ["-e", "run/step_00000001", "-g", "40", "--device", "cpu", "--tokenizer", "data_tokenizer.bin"]
+    for more in [], ["-a", "relu"]:
+        generate.main([*flags, *more])
+        texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-    _, error = run(folder, "-a", "softmax", script="generate.py", base=arguments, code=1)
-    assert error == "error: -a softmax: run/step_00000001 was trained with relu attention: leave -a out\n"
+    said = refusal(generate.main, [*flags, "-a", "softmax"])
+    assert said == "-a softmax: run/step_00000001 was trained with relu attention: leave -a out"
 
 
 def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder, run_here):
@@ -400,56 +354,32 @@ def test_a_checkpoint_can_be_the_model_that_a_run_starts_from(folder, run_here):
     assert steps(newest) == steps(out) and error == "run: its newest checkpoint is step_00000002\n"
 
 
-def test_a_damaged_model_is_used_by_no_program(folder, run_here, monkeypatch, capsys):
-    """An exponent's bit is flipped: generate.py would write nonsense, and training begin at a loss of 1e36."""
-    run_here(folder, *SAVE, "-x", "2")
-    monkeypatch.chdir(folder)
-    damaged = Path("run/step_00000002/model.bin")
-    data = bytearray(damaged.read_bytes())
-    data[1024 + 403] ^= 0x40
-    damaged.write_bytes(data)
-    want = f"{damaged}: damaged (its CRC-32 is not the recorded one); no older checkpoint is beside it"
-    for name in "run", "run/step_00000002", str(damaged):
-        for main, flags in (generate.main, ["-e", name, "--device", "cpu"]), (export_hf.main, [name, "-o", "out"]):
-            with pytest.raises(UserError, match=re.escape(want)):
-                main(flags)
-            assert capsys.readouterr().out == ""
-    assert not (folder / "out").exists()
-    out, error = run(folder, "-e", "run/step_00000002", "-x", "1", base=without("-e"), code=1)
-    assert error == f"error: {want}\n" and not steps(out)
-
-
-def test_a_damaged_tokenizer_of_a_checkpoint_is_used_by_no_program(folder, run_here, monkeypatch, capsys):
-    """A bit of a letter is flipped: generate.py would write another letter, and export_hf.py a wrong tokenizer.json."""
-    run_here(folder, *SAVE, "-x", "2")
-    monkeypatch.chdir(folder)
-    damaged = Path("run/step_00000002/model_tokenizer.bin")
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
-    want = re.escape(f"{damaged}: damaged (its CRC-32 is not the recorded one); no older checkpoint is beside it")
-    with pytest.raises(UserError, match=want):
-        generate.main(["-e", "run", "--device", "cpu"])
-    with pytest.raises(UserError, match=want):
-        export_hf.main(["run", "-o", "out"])
-    assert not (folder / "out").exists()
-    with pytest.raises(UserError, match=want):
-        load_tokenizer(str(damaged))
-
-
 # Damage
 
 
-def test_a_damaged_state_is_said_and_the_older_checkpoint_named_not_taken(folder, run_here):
-    run_here(folder, *SAVE, "-x", "3", "-n", "1", "-o", "run.log")
+@pytest.mark.parametrize("name, at", [("model.bin", 1024 + 403), ("model_tokenizer.bin", -1), ("state.json", 0)])
+def test_a_damaged_file_of_a_checkpoint_is_used_by_no_program(folder, run_here, monkeypatch, name, at):
+    """A bit of an exponent or a letter: training would begin at a loss of 1e36, generate.py would write nonsense."""
+    run_here(folder, *SAVE, "-x", "2", "-n", "1", "-o", "run.log")
     log = (folder / "run.log").read_bytes()
-    (folder / "run" / "step_00000003" / "state.json").write_text("{")
-    _, error = run(folder, *SAVE, "-y", "1", "-x", "5", "-o", "run.log", code=1)
-    assert error == (
-        "error: run/step_00000003/state.json: damaged; to resume from run/step_00000002, an older checkpoint that is "
-        "complete, remove run/step_00000003\n"
-    )
-    assert (folder / "run.log").read_bytes() == log
+    monkeypatch.chdir(folder)
+    damaged = Path("run/step_00000002", name)
+    data = bytearray(damaged.read_bytes())
+    data[at] ^= 0x40
+    damaged.write_bytes(data)
+    said = []
+    for given in "run", "run/step_00000002", "run/step_00000002/model.bin":
+        said.append(refusal(generate.main, ["-e", given, "--device", "cpu"]))
+        said.append(refusal(export_hf.main, [given, "-o", "out"]))
+    if name == "model_tokenizer.bin":
+        said.append(refusal(load_tokenizer, str(damaged)))
+    for flags in ["-e", "run/step_00000002"], [*FLAGS[:2], *SAVE, "-y", "1", "-o", "run.log"]:
+        out, error = run_here(folder, *flags, "-x", "3", base=without("-e"), code=1)
+        said.append(error.removeprefix("error: "))
+        assert not steps(out)
+    older = "use run/step_00000001, which is complete; "
+    assert all(line.startswith(f"{damaged}: damaged") and older in line for line in said)
+    assert (folder / "run.log").read_bytes() == log and not Path("out").exists()
 
 
 # Stopping
@@ -488,7 +418,8 @@ def large_batches(folder: Path) -> list[str]:
     ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGHUP", False),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
-    process = start(folder, "-x", "3", *large_batches(folder), *SAVE, env=ONE_THREAD)
+    """In the last step, the last validation is left out."""
+    process = start(folder, "-x", "1", *large_batches(folder), *SAVE, env=ONE_THREAD)
     for line in process.stdout:
         if line.startswith("val loss"):
             break
@@ -496,10 +427,10 @@ def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder
     process.send_signal(getattr(signal, first))
     time.sleep(0.2)
     process.send_signal(getattr(signal, second))
-    process.stdout.read()
-    code = process.wait(timeout=60)
+    out, code = process.stdout.read(), process.wait(timeout=60)
     assert code == (-getattr(signal, second) if at_once else 128 + getattr(signal, first))
-    assert any((folder / "run").glob("step_*")) != at_once
+    assert any((folder / "run").glob("step_*")) != at_once and "val loss" not in out
+    assert at_once or "saved run/step_00000001" in out and f"stopped by {first} after 1 of 1 steps" in out
 
 
 def test_nohup_is_respected(folder):
@@ -514,28 +445,22 @@ def test_nohup_is_respected(folder):
     assert (process.wait(timeout=60), process.stderr.read()) == (0, "") and max(steps(out)) == 30
 
 
-def test_a_stop_in_the_last_step_leaves_out_the_last_validation_and_says_so(folder):
-    process, out = start(folder, *SAVE, "-x", "1", *large_batches(folder), env=ONE_THREAD), ""
-    for line in process.stdout:
-        out += line
-        if line.startswith("val loss"):
-            time.sleep(0.2)
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM and out.count("val loss") == 1
-    assert "saved run/step_00000001" in out and "stopped by SIGTERM after 1 of 1 steps" in out
-
-
 # Failing to report
 
 
-def test_a_run_with_a_log_goes_on_when_its_reader_leaves(folder):
-    process = start(folder, "-x", "30", "-o", "run.log")
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=60) == 0
-    error = process.stderr.read()
-    assert error == "cannot print any more (broken pipe): the run goes on, see run.log\n"
-    assert read_log(folder / "run.log")["trl"][0].tolist() == list(range(30))
+def test_a_run_with_a_log_goes_on_when_its_reader_leaves_or_never_was_and_one_without_ends(folder):
+    log = folder / "run.log"
+    for flags, options, said in [
+        (["-o", "run.log"], {}, "cannot print any more (broken pipe): the run goes on, see run.log\n"),
+        (["-o", "run.log"], {"preexec_fn": lambda: os.close(1)}, ""), ([], {}, ""),
+    ]:  # fmt: skip
+        process = start(folder, "-x", "30" if flags else "1000000", *flags, **options)
+        process.stdout.readline()
+        process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (0, said)
+        if flags:
+            assert read_log(log)["trl"][0].tolist() == list(range(30))
+            log.unlink()
 
 
 def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_line(folder):
@@ -550,30 +475,27 @@ def test_a_full_disk_under_the_output_ends_a_run_that_has_nothing_else_in_one_li
     assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_to_save(folder, run_here):
-    run_here(folder, *SAVE, "-x", "1")
-    (folder / "run" / "step_00000001.pruned.part").write_text("in the way")
-    out, error = run_here(folder, *SAVE, "-x", "2", "-y", "1", "-nk", "1")
-    assert error == "" and "saved run/step_00000002\nan old checkpoint stays: run/step_00000001: " in out
-
-
-def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder):
-    out, error = run(folder, "-x", "5", "-o", "/dev/full", code=1)
+def test_a_full_disk_under_the_log_is_said_once_and_told_by_the_exit_code(folder, run_here):
+    out, error = run_here(folder, "-x", "5", "-o", "/dev/full", code=1)
     assert out.count("/dev/full: a line was lost (no space left on device); the run goes on\n") == 1
     assert error == "error: /dev/full lacks 9 lines that could not be written\n" and max(steps(out)) == 5
 
 
-def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due(folder, run_here):
-    (folder / "run").mkdir()
-    (folder / "run" / "step_00000002.part").write_text("in the way")
-    out, error = run_here(folder, *SAVE, "-x", "3", "-n", "1")
+def test_a_checkpoint_that_fails_is_tried_again_when_the_next_is_due_and_one_that_cannot_be_removed_stays(
+    folder, run_here
+):
+    run_here(folder, *SAVE, "-x", "1")
+    for name in "step_00000001.pruned.part", "step_00000002.part":
+        (folder / "run" / name).write_text("in the way")
+    out, error = run_here(folder, *SAVE, "-x", "3", "-n", "1", "-y", "1", "-nk", "1")
     assert error == "" and out.count("not saved: run/step_00000002: cannot be written (file exists)") == 1
+    assert "saved run/step_00000003\nan old checkpoint stays: run/step_00000001: " in out
     assert {path.name for path in (folder / "run").glob("step_*[0-9]")} == {"step_00000001", "step_00000003"}
 
 
 def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_code_tells(folder, run_here):
     run_here(folder, *SAVE, "-x", "1")
-    want = contents(folder, 1)
+    want = checkpoint_bytes(folder, 1)
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -581,26 +503,26 @@ def test_when_no_checkpoint_can_be_written_the_last_good_one_stays_and_the_exit_
     out, error = run(folder, *SAVE, "-y", "1", "-x", "4", "-n", "1", code=1, preexec_fn=limit)
     assert max(steps(out)) == 4 and out.count("not saved: run/step_") == 3
     assert re.fullmatch(r"error: the last checkpoint could not be written: run/step_00000004.*\n", error), error
-    assert [path.name for path in (folder / "run").iterdir()] == ["step_00000001"] and contents(folder, 1) == want
+    assert [path.name for path in (folder / "run").iterdir()] == ["step_00000001"]
+    assert checkpoint_bytes(folder, 1) == want
 
 
 @pytest.mark.parametrize("kind, reason, remedy", [
     ("CUDARuntimeError", "cudaErrorECCUncorrectable: uncorrectable ECC error encountered", "dmesg may name an Xid"),
     ("OutOfMemoryError", "Out of memory allocating 8,589,934,592 bytes", "lower -b or -t"),
 ])  # fmt: skip
-def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, kind, reason, remedy):
-    options = changed(folder, f"""
-import llmc.step.update
-base = MemoryError if {kind!r} == "OutOfMemoryError" else RuntimeError
-Failure = type({kind!r}, (base,), {{"__module__": "cupy_backends.cuda.api.runtime"}})
-real = llmc.step.update.adamw_update
-def update(model, adamw, exchange, lr, t):
-    if t == 5:
-        raise Failure({reason + chr(10) + "more"!r})
-    real(model, adamw, exchange, lr, t)
-llmc.step.update.adamw_update = update
-""")
-    out, error = run(folder, *SAVE, "-x", "9", "-n", "2", **options, code=1)
+def test_a_gpu_that_fails_is_one_line_with_the_last_checkpoint(folder, run_here, monkeypatch, kind, reason, remedy):
+    base = MemoryError if kind == "OutOfMemoryError" else RuntimeError
+    failure = type(kind, (base,), {"__module__": "cupy_backends.cuda.api.runtime"})
+
+    def update(model, adamw, exchange, lr, t):
+        if t == 5:
+            raise failure(f"{reason}\nmore")
+        adamw_update(model, adamw, exchange, lr, t)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train_gpt2_fp32.adamw_update", update)
+        out, error = run_here(folder, *SAVE, "-x", "9", "-n", "2", code=1)
     what = "out of memory" if kind == "OutOfMemoryError" else "the GPU failed"
     assert error.startswith(f"error: {what} ({reason}): ") and remedy in error and error.count("\n") == 1
     assert error.endswith("; the run goes on from run/step_00000004 with -y 1\n")
@@ -611,36 +533,43 @@ llmc.step.update.adamw_update = update
 # Numbers that are not finite
 
 
-def spoiled_run(folder: Path, calls: set[int], *flags: str, code: int) -> tuple[str, str]:
-    """A run with a NaN in the logits of these batches, counted from 1."""
-    options = changed(folder, f"""
-import kernels.classifier
-real, calls = kernels.classifier.fused_classifier, 0
-def spoil(logits, *rest):
-    global calls
-    calls += 1
-    if calls in {calls}:  # the first two are of the first validation
-        logits[0, 0] = float("nan")
-    real(logits, *rest)
-kernels.classifier.fused_classifier = spoil
-""")
-    return run(folder, *flags, **options, code=code)
+@pytest.fixture
+def spoiled_run(run_here, monkeypatch):
+    """`run_here` with a NaN in the logits of these batches, counted from 1: the first two are of a validation."""
+
+    def spoiled_run(folder: Path, spoiled: set[int], *flags: str, code: int) -> tuple[str, str]:
+        real, calls = classifier.fused_classifier, itertools.count(1)
+
+        def spoil(logits, *rest) -> None:
+            if next(calls) in spoiled:
+                logits[0, 0] = float("nan")
+            real(logits, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(classifier, "fused_classifier", spoil)
+            return run_here(folder, *flags, code=code)
+
+    return spoiled_run
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(folder, run_here, accumulated):
+@pytest.mark.parametrize("accumulated, every, good", [
+    (1, 2, "run/step_00000004; the state that it came to: run/step_00000005"), (3, 5, "run/step_00000005")
+])  # fmt: skip
+def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(
+    folder, run_here, spoiled_run, accumulated, every, good
+):
     flags = [*SAVE, "-d", str(accumulated * B * T), "-l", "1e-2"]
     run_here(folder, *flags, "-x", "5")
-    want = contents(folder, 5)
+    want = checkpoint_bytes(folder, 5)
     shutil.rmtree(folder / "run")
-    out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", "2", code=1)
+    out, error = spoiled_run(folder, {2 + 5 * accumulated + 1}, *flags, "-x", "9", "-n", str(every), code=1)
     assert error == (
         "error: step 6: its loss (nan) or gradients are not finite, so all parameters are left as they were. "
         "Possible causes: a learning rate that is too high (-l, -u), gradients that are not clipped (--grad-clip 1), "
-        "damaged weights or data; --skip-nonfinite leaves such steps out; last good checkpoint: run/step_00000004; the "
-        "state that it came to: run/step_00000005\n"
+        f"damaged weights or data; --skip-nonfinite leaves such steps out; last good checkpoint: {good}\n"
     )
-    assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and contents(folder, 5) == want
+    assert list(steps(out)) == [1, 2, 3, 4, 5, 6] and checkpoint_bytes(folder, 5) == want
+    assert out.count("saved run/step_00000005") == 1  # also where it was due
     again, _ = run_here(folder, *flags, "-x", "9", "-y", "1")
     assert list(steps(again)) == [6, 7, 8, 9]  # the batch that was spoiled comes again
 
@@ -648,10 +577,10 @@ def test_a_step_that_is_not_finite_stops_the_run_before_the_parameters_change(fo
 def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder, run_here):
     """Parameters that are too large already, which is what the next step shows."""
     run_here(folder, *SAVE, "-n", "2", "-nk", "1", "-x", "4")
-    _, error = run(folder, *SAVE, "-y", "1", "-nk", "1", "-l", "1e37", "-x", "20", code=1)
+    _, error = run_here(folder, *SAVE, "-y", "1", "-nk", "1", "-l", "1e37", "-x", "20", code=1)
     assert error.endswith("; last good checkpoint: run/step_00000004; the state that it came to: run/step_00000005\n")
     more = ["-l", "1e-3", "-x", "50", "-n", "2", "--skip-nonfinite"]
-    _, error = run(folder, *SAVE, "-y", "1", "-nk", "1", *more, code=1)
+    _, error = run_here(folder, *SAVE, "-y", "1", "-nk", "1", *more, code=1)
     assert "; that is so in 20 steps in a row; last good checkpoint: run/step_00000005; the state that" in error
     assert (folder / "run" / "step_00000004").exists()
     for later in set((folder / "run").iterdir()) - {folder / "run" / "step_00000004"}:
@@ -659,91 +588,74 @@ def test_a_state_that_may_be_poisoned_takes_no_older_checkpoint_away(folder, run
     run_here(folder, *SAVE, "-y", "1", "-x", "6", "-l", "1e-3")
 
 
-def overflowing(folder: Path, step: int, weight: str = "qkvw") -> dict:
-    """`changed`: a number in a weight's gradient is too large in one step."""
-    return changed(folder, f"""
-import llmc.step.update
-real = llmc.step.update.adamw_update
-def update(model, adamw, exchange, lr, t):
-    if t == {step}:
-        model.grads.{weight}.reshape(-1)[5] = 1e25
-    real(model, adamw, exchange, lr, t)
-llmc.step.update.adamw_update = update
-""")
-
-
-def test_a_weights_gradient_that_overflows_leaves_that_weight_alone_and_stops_the_run(folder):
+def test_a_weights_gradient_that_overflows_leaves_that_weight_alone_and_stops_the_run(folder, run_here, monkeypatch):
     """Without clipping nobody has looked at it before; the others have moved, and that is said and saved."""
-    options = overflowing(folder, 3)
-    _, error = run(folder, *SAVE, "-n", "1", "-x", "6", **options, code=1)
+
+    def update(model, adamw, exchange, lr, t) -> None:
+        if t == 3:
+            model.grads.qkvw.reshape(-1)[5] = 1e25
+        adamw_update(model, adamw, exchange, lr, t)
+
+    monkeypatch.setattr("train_gpt2_fp32.adamw_update", update)
+    _, error = run_here(folder, *SAVE, "-n", "1", "-x", "6", code=1)
     assert re.match(
         r"error: step 3: its loss \(\d\.\d+\) or gradients are not finite, so parameters with such a gradient are "
         r"left as they were, and the others have taken the step\. .*; last good checkpoint: run/step_00000002; the "
         r"state that it came to: run/step_00000003\n$", error,
     ), error  # fmt: skip
     shutil.rmtree(folder / "run")
-    out, _ = run(folder, *SAVE, "-x", "6", "--skip-nonfinite", **options)
+    out, _ = run_here(folder, *SAVE, "-x", "6", "--skip-nonfinite")
     assert "steps whose loss or gradients were not finite: 1\n" in out
-    want = contents(folder, 6)
+    want = checkpoint_bytes(folder, 6)
     shutil.rmtree(folder / "run")
-    _, error = run(folder, *SAVE, "-x", "6", **options, code=1)
+    _, error = run_here(folder, *SAVE, "-x", "6", code=1)
     assert "; last good checkpoint: none; the state that it came to: run/step_00000003\n" in error
-    run(folder, *SAVE, "-x", "6", "-y", "1", **options)
-    assert contents(folder, 6) == want  # the run goes on from where it was
-    _, error = run(folder, *SAVE, "-x", "9", "-y", "1", "--grad-clip", "1", **options)
-    assert not error
+    run_here(folder, *SAVE, "-x", "6", "-y", "1")
+    assert checkpoint_bytes(folder, 6) == want  # the run goes on from where it was
 
 
-def test_a_checkpoint_is_not_written_twice(folder):
-    """What is dropped by a stop request, or not finite, behind a checkpoint that was due, needs no other."""
-    out, _ = spoiled_run(folder, {3 + 4}, *SAVE, "-n", "4", "-x", "6", code=1)
-    assert out.count("saved run/step_00000004") == 1
-
-
-def test_steps_that_are_not_finite_are_skipped_and_counted(folder, run_here):
+def test_steps_that_are_not_finite_are_skipped_and_counted(folder, run_here, spoiled_run):
     flags = [*SAVE, "--skip-nonfinite", "-l", "1e-2"]
     out, _ = spoiled_run(folder, {5, 7}, *flags, "-x", "6", "-n", "4", code=0)
     assert re.findall(r"^step (\d+): its loss \(nan\).*; (\d) such .*$", out, re.M) == [("3", "1"), ("5", "2")]
     assert "steps whose loss or gradients were not finite: 2\n" in out
-    assert np.isfinite(np.frombuffer(contents(folder, 6)[0][1024:], "<f4")).all()
+    assert np.isfinite(np.frombuffer(checkpoint_bytes(folder, 6)[0][1024:], "<f4")).all()
     shutil.rmtree(folder / "run" / "step_00000006")
     out, _ = run_here(folder, *SAVE, "-y", "1")  # the flag is recorded, and so is the count
     assert "steps whose loss or gradients were not finite: 1\n" in out
 
 
-def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here):
-    flags = [*SAVE, "--seed", "1", "-x", "4"]
+def test_a_step_of_many_batches_is_dropped_by_a_stop_request(folder, run_here, monkeypatch):
+    flags, real = [*SAVE, "--seed", "1", "-x", "4"], Batches.fetch_losses
     run_here(folder, *flags, "-d", str(40 * B * T))
-    want = contents(folder, 4)
+    want = checkpoint_bytes(folder, 4)
     shutil.rmtree(folder / "run")
-    options = changed(folder, """
-import os, signal
-import llmc.data.batches
-real = llmc.data.batches.Batches.fetch_losses
-def fetch(self, step, i):
-    real(self, step, i)
-    if (step, i) == (2, 6):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert (step, i) < (2, 7), "went on after the batch at hand"
-llmc.data.batches.Batches.fetch_losses = fetch
-""")
-    out, _ = run(folder, *flags, "-d", str(40 * B * T), **options, code=128 + signal.SIGTERM)
+
+    def fetch(self, step, i) -> None:
+        real(self, step, i)
+        if (step, i) == (2, 6):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (step, i) < (2, 7), "went on after the batch at hand"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Batches, "fetch_losses", fetch)
+        out, _ = run_here(folder, *flags, "-d", str(40 * B * T), code=128 + signal.SIGTERM)
     assert "stopped by SIGTERM after 2 of 4 steps" in out and list(steps(out)) == [1, 2]
     run_here(folder, *flags, "-y", "1")
-    assert contents(folder, 4) == want
+    assert checkpoint_bytes(folder, 4) == want
 
 
 # Killed
 
 
-def kill_and_resume(folder: Path, kills: int, rng) -> None:
-    """Kills a run that saves every step, so many times at random moments, and lets it end; the end must be the one of a
-    run that was never disturbed, and so must the best checkpoint."""
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.long)])
+def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng, run_here, kills):
+    """At random moments; so does the best checkpoint."""
     number = 20 * kills
     settings = [*SAVE, "--seed", "1", "-n", "1", "-nk", "3", "-x", str(number), "--best", "-v", "3",
                 "-l", "1e-3"]  # fmt: skip
-    run(folder, *settings)
-    want, best = contents(folder, number), (folder / "run" / "best" / "state.json").read_bytes()
+    run_here(folder, *settings)
+    want, best = checkpoint_bytes(folder, number), (folder / "run" / "best" / "state.json").read_bytes()
     shutil.rmtree(folder / "run")
     for _ in range(kills):
         process, saved = start(folder, *settings, "-y", "1"), 0
@@ -755,48 +667,22 @@ def kill_and_resume(folder: Path, kills: int, rng) -> None:
         process.kill()
         process.communicate()
     assert not (folder / "run" / f"step_{number:08d}").exists()
-    run(folder, *settings, "-y", "1")
-    assert contents(folder, number) == want
+    run_here(folder, *settings, "-y", "1")
+    assert checkpoint_bytes(folder, number) == want
     assert (folder / "run" / "best" / "state.json").read_bytes() == best
     assert len(list((folder / "run").iterdir())) == 4  # and nothing of what was being written
 
 
-def test_a_run_that_is_killed_anywhere_ends_as_if_it_had_not_been(folder, rng):
-    kill_and_resume(folder, 2, rng)
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_a_hundred_times_ends_as_if_it_had_not_been(folder, rng):
-    kill_and_resume(folder, 100, rng)
-
-
-def test_a_closed_stdout_is_no_error(folder):
-    command = [sys.executable, str(ROOT / "train_gpt2_fp32.py"), *FLAGS, "-x", "3", "-o", "run.log"]
-    process = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *command], cwd=folder, stderr=subprocess.PIPE, text=True
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert read_log(folder / "run.log")["trl"][0].tolist() == [0, 1, 2]
-
-
-def test_a_gpu_that_cannot_be_had_is_one_line_with_the_remedy(folder):
-    """A CuPy that can be imported and then finds this."""
+def test_a_gpu_that_cannot_be_had_is_one_line_with_the_remedy(folder, run_here, monkeypatch):
     reason = "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"
-    cuda = folder / "cupy" / "cuda"
-    cuda.mkdir(parents=True)
-    (cuda.parent / "__init__.py").write_text("")
-    (cuda / "__init__.py").write_text(f"""
-class cublas: pass
-class runtime:
-    getDeviceProperties = getDevice = None
-    def getDeviceCount():
-        raise RuntimeError({reason!r})
-""")
-    (cuda / "device.py").write_text("get_cublas_handle = None")
-    env = os.environ | {"PYTHONPATH": str(folder)}
-    out, _ = run(folder, "-x", "0", base=without("--device"), env=env)
+
+    def no_gpu(number: int) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(device, "CudaDevice", no_gpu)
+    out, _ = run_here(folder, "-x", "0", base=without("--device"))
     assert f"| why not CUDA          | {reason} " in out
-    _, error = run(folder, "-x", "0", "--device", "cuda", base=without("--device"), env=env, code=1)
+    _, error = run_here(folder, "-x", "0", "--device", "cuda", base=without("--device"), code=1)
     assert error.startswith(f"error: CUDA does not work here ({reason}): update NVIDIA's") and error.count("\n") == 1
 
 

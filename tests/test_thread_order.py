@@ -1,6 +1,6 @@
 """No kernel lacks a barrier: whichever thread of a block goes first, the results are the same to the last bit.
 
-The CPU device can run the threads of a block, between two waits, forward, backward or shuffled (LLMC_CPU_ORDER). What
+The CPU device can run the threads of a block, between two waits, forward or shuffled (LLMC_CPU_ORDER). What
 one thread reads that another wrote without a barrier between them then differs.
 """
 
@@ -35,7 +35,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDERS = ["forward", "backward", "shuffled"]
+ORDERS = ["forward", "shuffled"]
 
 
 @pytest.fixture
@@ -97,11 +97,9 @@ MANY = ROWS_WORTH_TRANSPOSING // 6 + 1
 STEPS = {
     "softmax, odd sizes": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21),
     "softmax, more rows than a pass takes": (GPT2Config(MANY, 1101, 1, 1, 8), "softmax", 6, MANY),
-    "flash, heads of 128": (GPT2Config(70, 1101, 1, 1, 128), "flash", 1, 70),
     "llama, more rows than a pass takes": (Llama3Config(MANY, 1101, 1, 2, 2, 8, 9, tied=False), "softmax", 6, MANY),
-    "pythia, odd sizes": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6, gelu="erf"), "softmax", 2, 21),
     "pythia, dropout": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6), "softmax", 2, 21, 0.2),
-    "pythia, tied RMSNorm": (PythiaConfig(21, 1101, 1, 3, 24, norm="rms", tied_norm=True), "softmax", 2, 21),
+    "pythia, RMSNorm": (PythiaConfig(21, 1101, 1, 3, 24, norm="rms", tied_norm=True, gelu="erf"), "softmax", 2, 21),
     "pythia, sequential, flash": (PythiaConfig(70, 1101, 1, 2, 128, parallel=False), "flash", 1, 70),
     "llama, flash, heads of 128": (Llama3Config(70, 1101, 1, 2, 1, 256, 80), "flash", 1, 70),
 } | {
@@ -180,27 +178,6 @@ def text():
         sample(tokens, starts, states, logits, 2, 1101, 1152, 256, **how)
 
 
-WORKS = {name: step_of(*step) for name, step in STEPS.items()} | {
-    "parallel residual": parallel_residual(9, 33, 0.0),
-    "parallel residual, several rows and passes": parallel_residual(200, 2100, 0.0),
-    "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
-    "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
-    "exchange": exchange, "text": text, "wgmma": wgmma,
-}
-
-launched: set[str] = set()
-
-
-@pytest.mark.parametrize("name", WORKS)
-def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, monkeypatch, name):
-    forward, backward, shuffled = results_by_order(launches, monkeypatch, WORKS[name])
-    for others in (backward, shuffled):
-        for (name, crc), (name_there, crc_there) in zip(forward, others, strict=True):
-            assert name == name_there
-            assert crc == crc_there, f"{name} depends on the order of its threads"
-    launched.update(name for name, _ in forward)
-
-
 def several_passes() -> None:
     """The backward kernels that come back to shared memory, with so many rows or channels that they do."""
     rng = np.random.default_rng(2)
@@ -214,9 +191,24 @@ def several_passes() -> None:
     layernorm_backward(dinp, dnorm, dout, inp, (normal(rng, C), normal(rng, C)), stats, 1, N, C)
 
 
-def test_the_order_of_threads_changes_no_bit_where_a_block_uses_its_shared_memory_again(launches, monkeypatch):
-    forward, backward, shuffled = results_by_order(launches, monkeypatch, several_passes)
-    assert forward == backward == shuffled
+WORKS = {name: step_of(*step) for name, step in STEPS.items()} | {
+    "parallel residual": parallel_residual(9, 33, 0.0),
+    "parallel residual, several rows and passes": parallel_residual(200, 2100, 0.0),
+    "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
+    "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
+    "exchange": exchange, "text": text, "wgmma": wgmma, "shared memory again": several_passes,
+}
+
+launched: set[str] = set()
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, monkeypatch, name):
+    forward, shuffled = results_by_order(launches, monkeypatch, WORKS[name])
+    for (name, crc), (name_there, crc_there) in zip(forward, shuffled, strict=True):
+        assert name == name_there
+        assert crc == crc_there, f"{name} depends on the order of its threads"
+    launched.update(name for name, _ in forward)
 
 
 def test_every_kernel_was_among_them():
@@ -238,5 +230,5 @@ def test_a_missing_barrier_is_caught(launches, monkeypatch, kernel, whole):
         kernel((1,), (N,), (np.zeros_like(x), x, R, N))
 
     results = results_by_order(launches, monkeypatch, work)
-    assert (results[0] == results[1] == results[2]) is whole
+    assert (results[0] == results[1]) is whole
 

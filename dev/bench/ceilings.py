@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import device
 from llmc.model.activations import training_tables
 from llmc.model.model import Model
-from llmc.model.tensors import num_parameters, padded, shape_of, type_of, without
+from llmc.model.tensors import Config, num_parameters, padded, shape_of, type_of, without
 
 import numpy as np
 
@@ -96,76 +96,30 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(product, copy, description)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a training step of N positions must do, whatever its kernels.
+def limits(kind: type[Model], config: Config, B: int, T: int, ceilings: Ceilings) -> dict[str, float]:
+    """What no training step of a model can be faster than, whatever its kernels: parts with their milliseconds.
 
-    products: the linear layers, as (outputs, inputs, how many of these). attention: FLOPs of causal attention.
-    These are bytes: update, what AdamW moves; kept, what forward leaves behind for backward; logits.
-    """
-
-    N: int
-    products: tuple[tuple[int, int, int], ...]
-    attention: float
-    update: int
-    kept: int
-    logits: int
-
-
-def work_of(model: Model, B: int, T: int) -> Work:
-    """Counted from the model's tables. Linear layers are config.products. What is kept are the activations
-    of each layer, the rows that begin with L, in the tables for flash attention: no (T, T) matrix has to be kept."""
-    config, X = model.config, device.floatX
-    sizes = config.sizes() | {"B": B, "T": T}
-    products = []
-    for name, symbols in config.parameters():
-        if name in model.config.products:
-            *count, outputs, inputs = shape_of(symbols, sizes)
-            products.append((outputs, inputs, math.prod(count)))
-    table = without(training_tables(type(model), "flash")[0], config.absent)
-    kept = [row for row in table if row[1][0].startswith("L")]
-    return Work(
-        N=B * T,
-        products=tuple(products),
-        # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
-        attention=7.0 * config.num_layers * B * T * T * config.num_heads * config.head_size,
-        # Reads and writes parameters, m and v and reads gradients, all of them fp32; in bf16 it writes the copy too.
-        update=(30 if X == device.BF16 else 28) * num_parameters(config),
-        kept=sum(math.prod(shape_of(row[1], sizes)) * type_of(row, X).itemsize for row in kept),
-        logits=B * T * padded(config.vocab_size) * X.itemsize,
-    )
-
-
-def limits(work: Work, ceilings: Ceilings) -> dict[str, float]:
-    """What no step can be faster than: parts with their milliseconds. The first is the linear layers' products as fast
-    as the largest product; the second the same in their own shapes; one of the two counts."""
-    N = work.N
-    flops = sum(3 * 2 * N * outputs * inputs * count for outputs, inputs, count in work.products)
-    own_shapes = sum(
-        count * product_seconds(*product)
-        for outputs, inputs, count in work.products  # to out, dinp, dweight
-        for product in ((N, outputs, inputs), (N, inputs, outputs), (outputs, inputs, N, np.dtype(np.float32)))
-    )
+    Linear layers are each layer's matrices and the classifier. What is kept are the activations of each layer, the rows
+    that begin with L, in the tables for flash attention: no (T, T) matrix has to be kept."""
+    N, X, sizes = B * T, device.floatX, config.sizes() | {"B": B, "T": T}
+    products = 0.0
+    for symbols in [symbols for _, symbols in config.parameters() if len(symbols) == 3] + [("Vp", "C")]:
+        *count, outputs, inputs = shape_of(symbols, sizes)
+        shapes = (N, outputs, inputs), (N, inputs, outputs), (outputs, inputs, N, np.dtype(np.float32))
+        products += math.prod(count) * sum(product_seconds(*shape) for shape in shapes)  # out, dinp, dweight
+    # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
+    attention = 7.0 * config.num_layers * B * T * T * config.num_heads * config.head_size
+    # Reads and writes parameters, m and v and reads gradients, all of them fp32; in bf16 it writes the copy too.
+    update = (30 if X == device.BF16 else 28) * num_parameters(config)
+    rows = [row for row in without(training_tables(kind, "flash")[0], config.absent) if row[1][0].startswith("L")]
+    kept = sum(math.prod(shape_of(row[1], sizes)) * type_of(row, X).itemsize for row in rows)
+    logits = N * padded(config.vocab_size) * X.itemsize
     parts = {
-        "linear products at the ceiling": flops / ceilings.product,
-        "linear products in their own shapes": own_shapes,
-        "causal attention at the ceiling": work.attention / ceilings.product,
-        "AdamW's bytes at copy speed": work.update / ceilings.copy,
+        "linear products in their own shapes": products,
+        "causal attention at the ceiling": attention / ceilings.product,
+        "AdamW's bytes at copy speed": update / ceilings.copy,
         # Each is written and read again once, and so is its gradient.
-        "kept activations across memory once": 4 * work.kept / ceilings.copy,
-        "logits across memory once": 2 * work.logits / ceilings.copy,
+        "kept activations across memory once": 4 * kept / ceilings.copy,
+        "logits across memory once": 2 * logits / ceilings.copy,
     }
     return {name: 1000 * part for name, part in parts.items()}
-
-
-def print_limits(parts: dict[str, float]) -> float:
-    """Prints them and their two sums; returns the second, with the products in their own shapes."""
-    at_ceiling, own_shapes, *others = parts.values()
-    sums = {
-        "sum, products at the ceiling": at_ceiling + sum(others),
-        "sum, products in their own shapes": own_shapes + sum(others),
-    }
-    print("limit for this shape, ms:")
-    for name, ms in (parts | sums).items():
-        print(f"  {name:36} {ms:10.3f}")
-    return sums["sum, products in their own shapes"]

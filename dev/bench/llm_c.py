@@ -1,10 +1,10 @@
-"""Times one of llm.c's trainers on what dev/bench times ours on: the same GPT-2, weights and tokens.
+"""Times one of llm.c's trainers for a GPU on what dev/bench times ours on: the same GPT-2, weights and tokens.
 
     python dev/bench llmc ../llm.c/train_gpt2fp32cu -b 4 -t 1024
     python dev/bench llmc ../llm.c/train_gpt2cu --precision bf16    # as llm.c builds it by default
 
-Milliseconds are the median of those that it prints, after the first few. Memory is what the device, or on the CPU the
-machine, has less of while it runs: on a GPU with its CUDA context, some 500 MiB that dev/bench leaves out.
+Milliseconds are the median of those that it prints, after the first few. Memory is what the device has less of while it
+runs, with its CUDA context, some 500 MiB that dev/bench leaves out.
 """
 
 import os
@@ -21,26 +21,22 @@ from llmc.run.arguments import positive
 
 import numpy as np
 
+WARM_UP = 10  # steps
+
 
 def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) -> list[str]:
-    """The command that runs an llm.c trainer, in a directory with the model and token files in it. Its usage tells
-    which of llm.c's trainers it is; the one for the CPU has no flags. Raises UserError for what it cannot run."""
-    usage = subprocess.run([binary, "--help"], cwd=directory / "empty", capture_output=True, text=True, timeout=60)
+    """The command that runs an llm.c trainer, in a directory with the model and token files in it, with the flags that
+    its usage has. Raises UserError for what it cannot run."""
+    usage = subprocess.run([binary, "--help"], cwd=directory, capture_output=True, text=True, timeout=60)
     flags = set(re.findall(r"^\s*-(\w) ", usage.stdout + usage.stderr, re.M))
     if device.precision == "bf16" and "e" not in flags:
         raise UserError(f"{binary}: takes no -e, so it trains in fp32 alone: leave --precision bf16 out")
-    if not flags:
-        if (workload.B, workload.T) != (4, 64):
-            raise UserError(f"{binary}: takes no flags, so it can only be run at -b 4 -t 64")
-        return [str(binary)]
-    # Before it took patterns of files with a header (-i, -j), it took a prefix of files without one.
-    data = ["-i", "train.bin", "-j", "val.bin"] if "j" in flags else ["-i", "raw"]
     wanted = {
-        "b": workload.B, "t": workload.T, "l": LEARNING_RATE, "v": 10**6, "m": 1, "s": 10**6, "g": 1, "x": steps,
-        "f": int(device.tf32), "e": model_file(),
+        "i": "train.bin", "j": "val.bin", "b": workload.B, "t": workload.T, "l": LEARNING_RATE, "v": 10**6, "m": 1,
+        "s": 10**6, "g": 1, "x": steps, "f": int(device.tf32), "e": model_file(),
     }  # fmt: skip
-    return [str(binary), *data, *(word for flag, value in wanted.items() if flag in flags
-                                  for word in (f"-{flag}", str(value)))]  # fmt: skip
+    given = [(f"-{flag}", str(value)) for flag, value in wanted.items() if flag in flags]
+    return [str(binary), *(word for pair in given for word in pair)]
 
 
 def model_file() -> str:
@@ -49,48 +45,33 @@ def model_file() -> str:
 
 
 def write_files(directory: Path, workload: Workload, steps: int) -> None:
-    """The model and the tokens, under all the names by which llm.c's trainers look for them."""
-    (directory / "empty").mkdir()
+    """The model and the tokens. llm.c's trainers look for the model by its name."""
     write_random_model(workload, directory / model_file(), device.precision == "bf16")
     tokens = zipf_tokens(steps * workload.B * workload.T + 1, workload.config.vocab_size)
     for split in ("train", "val"):
         write_tokens(directory / f"{split}.bin", tokens)
-        tokens.astype("<i4").tofile(directory / f"raw_{split}.bin")
-    for place in ("dev/data/tinyshakespeare", "data"):  # where the trainer for the CPU looks
-        (directory / place).mkdir(parents=True)
-        for split in ("train", "val"):
-            (directory / place / f"tiny_shakespeare_{split}.bin").symlink_to(directory / f"{split}.bin")
 
 
-def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int | None) -> None:
+def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int) -> None:
     """Runs an llm.c trainer and prints what it took. Raises UserError where it prints no milliseconds."""
-    warm_up, count = (1, steps or 5) if device.kind == "cpu" else (10, steps or 45)
-    write_files(directory, workload, warm_up + count)
-    command = llmc_command(binary, directory, workload, warm_up + count)
+    write_files(directory, workload, WARM_UP + steps)
+    command = llmc_command(binary, directory, workload, WARM_UP + steps)
     free, _ = device.memory()
-    least, milliseconds, losses, printed = free, [], [], []
+    least, milliseconds, losses, last = free, [], [], "nothing"
     # C's stdout would be flushed in blocks of some pages where it is no terminal.
-    process = subprocess.Popen(
+    with subprocess.Popen(
         ["stdbuf", "-oL", *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace",
-    )
-    try:
+    ) as process:
         for line in process.stdout:
-            printed.append(line)
+            last = line.strip() or last
             least = min(least, device.memory()[0])
-            found = re.match(r"step +\d+.*?([\d.]+) ms", line)
-            if found:
+            if found := re.match(r"step +\d+.*?([\d.]+) ms", line):
                 milliseconds.append(float(found[1]))
                 losses += re.findall(r"loss ([\d.]+)", line)
-            if len(milliseconds) >= warm_up + count:
-                break
-    finally:
-        process.kill()
-        process.wait()
-    timed = milliseconds[warm_up:]
+    timed = milliseconds[WARM_UP:]
     if not timed:
-        last = next((line.rstrip() for line in reversed(printed) if line.strip()), "nothing")
-        raise UserError(f"{binary}: printed no milliseconds after {warm_up} steps; its last line: {last}")
+        raise UserError(f"{binary}: printed no milliseconds after {WARM_UP} steps; its last line: {last}")
     ms = float(np.median(timed))
     first_loss = f", first loss {losses[0]}" if losses else ""
     print(
@@ -101,7 +82,7 @@ def run_llmc(binary: Path, workload: Workload, directory: Path, steps: int | Non
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser("Time one of llm.c's GPT-2 trainers.", any_script=False)
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps to time (45; on the CPU 5)")
+    parser.add_argument("--steps", type=positive, default=45, metavar="N", help="steps to time (%(default)s)")
     parser.add_argument("binary", type=Path, help="the trainer, built in llm.c, with make train_gpt2fp32cu for one")
     args = parser.parse_args(arguments)
     binary = args.binary.resolve()

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 import device
-from dev.bench.workload import Ours, further_flags, make_parser, says_what, time_steps, workload_of, write_data
+from dev.bench.workload import Ours, further_flags, make_parser, time_steps, workload_of, write_data
 from device.errors import UserError
 from llmc.ranks import collectives, ranks
 from llmc.run.arguments import Parser, positive
 
-# What is timed where nothing is said of the model and the batch.
+# What is timed where no model is named (-e).
 WORKLOADS = (
     "train_gpt2_fp32 -e d12 -b 4 -t 1024",
     "train_gpt2_fp32 -e d12 -b 16 -t 1024",
@@ -35,13 +35,13 @@ WORKLOADS = (
 
 
 def print_scaling(args: argparse.Namespace) -> None:
-    """The table: of the workload that was asked for, or else of WORKLOADS with the attention and the precision that
+    """The table: of the model that was asked for, or else of WORKLOADS with the attention and the precision that
     were. Raises UserError where one cannot run."""
     counts = sorted({*(1 << i for i in range(args.gpus.bit_length()) if 1 << i < args.gpus), args.gpus})
     sizes = ("-b", args.batch_size), ("-e", args.model), ("-t", args.sequence_length), ("--vocab-size", args.vocab_size)
     given = [f"{flag} {value}" for flag, value in sizes if value is not None]
     flags = further_flags(args)
-    asked_for = [" ".join([args.script, *given])] if says_what(args) else WORKLOADS
+    asked_for = [" ".join([args.script, *given])] if args.model else WORKLOADS
     workloads = [" ".join([workload, *flags]) for workload in asked_for]
     width = max(map(len, workloads))
     head = [f"{n} GPU{'s' * (n > 1)}" for n in counts]

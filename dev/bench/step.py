@@ -1,10 +1,9 @@
 """Times a training step of ours beside PyTorch's, and beside what the machine allows.
 
-    python dev/bench                             # GPT-2 124M, B4 T1024; on the CPU, doc/speed.md's GPT-2
+    python dev/bench                             # GPT-2 124M, B4 T1024; on the CPU T64
     python dev/bench train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
     python dev/bench -b 16 --peers ''            # ours alone
     python dev/bench --precision bf16            # all in bf16, PyTorch under autocast
-    python dev/bench --suite                     # all that doc/speed.md shows, as tables to paste there
 
 All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
 with its memory to itself. A step is that of the model script: a batch goes to the device, forward, backward, AdamW, and
@@ -28,8 +27,6 @@ import gc
 import re
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,15 +34,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import device
-from dev.bench.ceilings import Ceilings, Work, limits, measure_ceilings, print_limits, work_of
-from dev.bench.tables import STEPS, Cell, markdown
+from dev.bench.ceilings import Ceilings, limits, measure_ceilings
 from dev.bench.workload import (
     LEARNING_RATE,
     Ours,
     Workload,
     make_parser,
-    says_what,
-    suite,
     tensors_of,
     time_steps,
     workload_of,
@@ -75,17 +69,13 @@ CUDNN_PEERS = PEERS[5:7]  # whose attention is bf16 alone
 
 
 class TorchEvent:
-    """device.event() with PyTorch's events."""
+    """device.event() of CUDA, in PyTorch."""
 
-    def __init__(self, torch, cuda: bool):
-        self.event = torch.cuda.Event(enable_timing=True) if cuda else None
-        if cuda:
-            self.event.record()
-        self.time = time.perf_counter()
+    def __init__(self, torch):
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
 
     def since(self, begin: "TorchEvent") -> float:
-        if self.event is None:
-            return 1000 * (self.time - begin.time)
         self.event.synchronize()
         return begin.event.elapsed_time(self.event)
 
@@ -94,7 +84,7 @@ class Torch:
     """PyTorch's training step. As ours, it sends batches from and fetches losses to page-locked memory, of which there
     are two lots, and never waits for the device before the next step is launched."""
 
-    def __init__(self, peer: str, workload: Workload, tensors: SimpleNamespace, attention: str):
+    def __init__(self, peer: str, workload: Workload, tensors: SimpleNamespace):
         from dev.bench.torch_models import build_torch_model
 
         import torch
@@ -102,9 +92,10 @@ class Torch:
         self.torch, self.name, self.graphs = torch, TRAINERS[peer], "graphs" in peer
         self.cuda = device.kind == "cuda"
         self.device = torch.device("cuda" if self.cuda else "cpu")
+        self.mark = partial(TorchEvent, torch) if self.cuda else device.event
         torch.set_float32_matmul_precision("high" if device.tf32 else "highest")
         with self.device:
-            attention = "sdpa" if "sdpa" in peer or peer in CUDNN_PEERS else attention
+            attention = "sdpa" if "sdpa" in peer or peer in CUDNN_PEERS else "eager"
             model = build_torch_model(workload.config, attention, padded=self.cuda)
         model.load(tensors)
         self.model_loss = model.loss
@@ -130,8 +121,8 @@ class Torch:
         self.host_tokens = torch.empty((2, *shape), dtype=torch.int64, pin_memory=self.cuda)
         self.host_losses = torch.empty(2, pin_memory=self.cuda)
 
-    def launch(self, step: int) -> tuple[TorchEvent, TorchEvent]:
-        begin = TorchEvent(self.torch, self.cuda)
+    def launch(self, step: int) -> tuple:
+        begin = self.mark()
         if self.graphs:
             self.torch.compiler.cudagraph_mark_step_begin()
         self.loader.next_batch(*self.staged)
@@ -144,7 +135,7 @@ class Torch:
         loss.backward()
         self.optimizer.step()
         self.host_losses[step % 2].copy_(loss.detach(), non_blocking=True)
-        return begin, TorchEvent(self.torch, self.cuda)
+        return begin, self.mark()
 
     def loss(self, step: int) -> float:
         return self.host_losses[step % 2].item()
@@ -190,15 +181,14 @@ def reset_peak() -> None:
 class Result:
     """ms: of a step; loss: of the first step; mebibytes: of memory at the peak."""
 
-    trainer: str
     name: str
     ms: float
     loss: float
     mebibytes: float
 
 
-def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, SimpleNamespace, str]:
-    """Ours timed; and what a step of it must do, its first parameters, fp32 on the host, and its attention."""
+def run_ours(workload: Workload, steps: int | None) -> tuple[Result, SimpleNamespace]:
+    """Ours timed, and its first parameters, fp32 on the host."""
     release_memory()
     free, _ = device.memory()
     reset_peak()
@@ -212,11 +202,10 @@ def run_ours(workload: Workload, steps: int | None) -> tuple[Result, Work, Simpl
         mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20
     else:  # less the parameters that are held for the others
         mebibytes = resident_mebibytes(peak=True) - resident - 4 * num_parameters(workload.config) / 2**20
-    work = work_of(model, workload.B, workload.T)
-    return Result("ours", trainer.name, ms, loss, mebibytes), work, tensors, training.activations.attention
+    return Result(trainer.name, ms, loss, mebibytes), tensors
 
 
-def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, attention: str, steps) -> Result:
+def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, steps: int | None) -> Result:
     import dev.bench.torch_models  # noqa: F401, so that its import is not counted as memory of the first trainer that needs it
 
     import torch
@@ -227,48 +216,26 @@ def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, attention
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
-        trainer = Torch(peer, workload, tensors, "relu" if attention == "relu" else "softmax")
+        trainer = Torch(peer, workload, tensors)
         ms, loss = time_steps(trainer, steps)
         if device.kind == "cuda":
             mebibytes = torch.cuda.max_memory_reserved() / 2**20
         else:
             mebibytes = resident_mebibytes(peak=True) - resident
-        return Result(peer, trainer.name, ms, loss, mebibytes)
+        return Result(trainer.name, ms, loss, mebibytes)
     finally:
         if peer.startswith("compile"):
             torch._dynamo.reset()
 
 
-def usable_peers(asked: str | None, precision: str, attention: str, stated: Callable[[str], None]) -> list[str]:
-    """The peers to run. Raises UserError where one is asked for by a wrong name, or is asked for and cannot run."""
+def usable_peers(asked: str | None, precision: str, attention: str) -> list[str]:
+    """The peers to run. Raises UserError where one is asked for by a wrong name."""
     default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision == "bf16")
     peers = [peer for peer in (default if asked is None else asked.split(",")) if peer]
     for peer in peers:
         if peer not in PEERS:
             raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)} (or '' for none)")
-        if device.kind == "cpu" and ("graphs" in peer or peer in CUDNN_PEERS):
-            raise UserError(f"--peers {peer}: there are CUDA graphs and cuDNN only on a GPU")
-        if peer in CUDNN_PEERS and precision != "bf16":
-            raise UserError(f"--peers {peer}: cuDNN's attention takes 16 bits: add --precision bf16")
-    if not peers:
-        return []
-    try:
-        import torch
-    except ImportError:
-        torch = None
-    missing = "PyTorch is not installed (pip install -r requirements-dev.txt)" if torch is None else None
-    if torch and device.kind == "cuda" and not torch.cuda.is_available():
-        missing = "this PyTorch has no CUDA"
-    if missing and asked is not None:
-        raise UserError(f"--peers {asked}: {missing}")
-    if missing:
-        stated(f"{missing}: ours is timed alone")
-        return []
-    fused = [peer for peer in peers if "sdpa" in peer or peer in CUDNN_PEERS]
-    if attention == "relu" and fused:
-        stated("SDPA has no ReLU attention: left out")
-        peers = [peer for peer in peers if peer not in fused]
-    return peers
+    return peers if attention != "relu" else []  # which PyTorch has not
 
 
 COLUMNS = "{:40} {:>10} {:>11} {:>13} {:>11} {:>8} {:>12}"
@@ -282,24 +249,28 @@ def print_result(result: Result, ours: Result, workload: Workload, ceilings: Cei
     print(COLUMNS.format(*row, f"{result.ms / ours.ms:.2f}", f"{result.loss:.6f}"), flush=True)
 
 
-def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> list[Cell]:
-    """Prints the table of a workload, in the precision in use; returns its column of doc/speed.md's table."""
+def bench(workload: Workload, args: argparse.Namespace, peers: list[str]) -> None:
+    """Prints the table of a workload, in the precision in use."""
+    ceilings = measure_ceilings()
+    print(f"{device.name}\n{ceilings.description}", flush=True)
     write_data(workload)
-    ours, work, tensors, attention = run_ours(workload, args.steps)
+    ours, tensors = run_ours(workload, args.steps)
     print(f"\n{workload}: {num_parameters(workload.config):,} parameters")
     release_memory()
-    limit = print_limits(limits(work, ceilings))
+    print("limit for this shape, ms:")
+    parts = limits(workload.kind, workload.config, workload.B, workload.T, ceilings)
+    for name, ms in (parts | {"sum": sum(parts.values())}).items():
+        print(f"  {name:36} {ms:10.3f}")
     print()
     print(COLUMNS.format("trainer", "ms/step", "tokens/s", "of ceiling", "memory", "x ours", "first loss"))
-    peers = usable_peers(args.peers, args.precision, attention, print)
     rounds = args.rounds or (3 if device.kind == "cpu" and peers else 1)
     fastest: dict[str, Result] = {}
     for number in range(rounds):
         if number > 0:
-            ours, *_ = run_ours(workload, args.steps)
+            ours, _ = run_ours(workload, args.steps)
         for trainer in ["ours", *peers]:
             try:
-                found = ours if trainer == "ours" else run_torch(trainer, workload, tensors, attention, args.steps)
+                found = ours if trainer == "ours" else run_torch(trainer, workload, tensors, args.steps)
             except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
                 first_line = str(error).strip().partition("\n")[0]
                 print(f"{TRAINERS[trainer]:40} did not run: {type(error).__name__}: {first_line}", flush=True)
@@ -310,9 +281,6 @@ def bench(workload: Workload, args: argparse.Namespace, ceilings: Ceilings) -> l
         print(f"\nthe fastest of {rounds} rounds:")
         for found in fastest.values():
             print_result(found, fastest["ours"], workload, ceilings)
-    tokens = workload.B * workload.T
-    timed = [Cell(str(workload), TRAINERS[x.trainer], x.ms, tokens, x.mebibytes) for x in fastest.values()]
-    return [*timed, Cell(str(workload), "limit: products as they run alone, the rest at copy speed", limit)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -321,30 +289,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--steps", type=positive, metavar="N", help="steps to time (as many as take 10 s, 5 to 100)")
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none")
     add("--rounds", type=positive, metavar="N", help="times that each trainer runs, in turn (3 on the CPU, else 1)")
-    add("--suite", action="store_true", help="time all that doc/speed.md shows for this kind of device")
     args = parser.parse_args(arguments)
     device.use(args.device)
-    usable_peers(args.peers, args.precision, args.attention, lambda text: None)  # complains before anything takes time
-    ceilings = {}
+    peers = usable_peers(args.peers, args.precision, args.attention)
     with tempfile.TemporaryDirectory() as directory:
-        for table in asked_for(parser, args):
-            cells = []
-            for asked in table:
-                workload = workload_of(asked, directory)
-                if (precision := device.use_precision(asked.precision)) not in ceilings:
-                    ceilings[precision] = measure_ceilings()
-                    print(f"{device.name}\n{ceilings[precision].description}", flush=True)
-                cells += bench(workload, asked, ceilings[precision])
-            if args.suite:
-                print(f"\n{markdown(cells)}", flush=True)
-
-
-def asked_for(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[list[argparse.Namespace]]:
-    """The flags of each workload of each table: those given, or with --suite those of doc/speed.md; on the CPU, where
-    nothing is said of the model and the batch, those of the script in doc/speed.md."""
-    if args.suite:
-        return suite(parser, args, STEPS[device.kind])
-    if says_what(args) or device.kind == "cuda":
-        return [[args]]
-    return [[parser.parse_args(flags.split(), argparse.Namespace(**vars(args)))
-             for table in STEPS["cpu"] for flags, _ in table if flags.startswith(args.script)]]  # fmt: skip
+        bench(workload_of(args, directory), args, peers)

@@ -3,7 +3,6 @@
     python dev/bench text                                           # GPT-2 124M, one text
     python dev/bench text train_llama3 -e llama3.2-1b -b 16 --precision bf16
     python dev/bench text --device cpu -t 256 --first 1 --tokens 200    # an empty prompt
-    python dev/bench text --suite                              # all that doc/speed.md shows, as a table
 
 Each program writes -b texts at once, from the same random weights and the same made-up prompts of --first tokens. A
 step writes one token of each text and brings it to the host. The milliseconds are the median over the steps after the
@@ -21,12 +20,11 @@ classifier, and the keys and values so far.
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import device
 from dev.bench.ceilings import measure_copy
-from dev.bench.tables import TEXTS, Cell, markdown
-from dev.bench.workload import SEED, Workload, cache_for_text, make_parser, suite, tensors_of, workload_of, zipf_tokens
+from dev.bench.workload import SEED, Workload, cache_for_text, make_parser, tensors_of, workload_of, zipf_tokens
 from dev.hf.common import config_json, named_tensors, transformers_parameters
 from device.errors import UserError
 from llmc.model.activations import Cache
@@ -126,23 +124,23 @@ def limit_of(cache: Cache, workload: Workload, positions: int) -> float:
     return 1000 * (weights + cached) / measure_copy()
 
 
-def bench(workload: Workload, args: argparse.Namespace) -> list[Cell]:
-    """Prints the milliseconds of a workload. Returns its column of doc/speed.md's table."""
+def bench(workload: Workload, args: argparse.Namespace, peers: Sequence[str]) -> None:
+    """Prints the milliseconds of a workload."""
     if args.first + args.tokens > workload.T:
         raise UserError(f"--first {args.first} and --tokens {args.tokens} are more than -t {workload.T}: raise -t")
-    prompts, cells = prompts_of(workload, args.first), []
+    prompts = prompts_of(workload, args.first)
     cache = cache_for_text(workload)
     print(f"\n{workload}: a token of each text at positions {args.first} to {args.first + args.tokens}")
 
-    def took(trainer: str, ms: float, tokens: int = workload.B) -> None:
-        cells.append(Cell(str(workload), TRAINERS[trainer], ms, tokens))
-        print(f"{TRAINERS[trainer]:60} {ms:8.3f} ms  {ms / cells[0].ms:6.2f} x ours", flush=True)
+    def took(trainer: str, ms: float) -> None:
+        print(f"{TRAINERS[trainer]:60} {ms:8.3f} ms  {ms / ours:6.2f} x ours", flush=True)
 
-    took("ours", time_ours(cache, prompts, args.tokens))
+    ours = time_ours(cache, prompts, args.tokens)
+    took("ours", ours)
     limit = limit_of(cache, workload, args.first + args.tokens // 2)
     tensors = tensors_of(cache.model, cache.model.params_memory)
     del cache
-    for peer in [name for name in args.peers.split(",") if name]:
+    for peer in peers:
         try:
             ms = time_transformers(peer, tensors, workload, prompts, args.tokens)
         except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
@@ -150,8 +148,7 @@ def bench(workload: Workload, args: argparse.Namespace) -> list[Cell]:
             print(f"{TRAINERS[peer]:60} did not run: {type(error).__name__}: {first_line}", flush=True)
             continue
         took(peer, ms)
-    took("limit", limit, 0)
-    return cells
+    took("limit", limit)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -161,18 +158,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--first", type=positive, default=900, metavar="N", help="tokens of each prompt (%(default)s)")
     add("--tokens", type=positive, default=100, metavar="N", help="tokens to write (%(default)s)")
     add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none (all that run on the device)")
-    add("--suite", action="store_true", help="time all that doc/speed.md shows for this kind of device")
     args = parser.parse_args(arguments)
     device.use(args.device)
     if args.tokens < UNTIMED + 2:
         raise UserError(f"--tokens {args.tokens}: the first {UNTIMED} steps are not counted, so ask for more")
-    for peer in (args.peers or "").split(","):
-        if peer and peer not in PEERS[device.kind == "cpu" :]:
+    known = PEERS[device.kind == "cpu" :]
+    peers = known if args.peers is None else [peer for peer in args.peers.split(",") if peer]
+    for peer in peers:
+        if peer not in known:
             raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)}, on the CPU generate alone ('' for none)")
-    for table in suite(parser, args, TEXTS[device.kind]) if args.suite else [[args]]:
-        cells = []
-        for asked in table:
-            asked.peers = ",".join(PEERS[device.kind == "cpu" :]) if asked.peers is None else asked.peers
-            cells += bench(workload_of(asked, ""), asked)
-        if args.suite:
-            print(f"\n{markdown(cells)}", flush=True)
+    bench(workload_of(args, ""), args, peers)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 
-def build_torch_model(config: Config, attention: str = "softmax", padded: bool = False) -> nn.Module:
+def build_torch_model(config: Config, attention: str, padded: bool = False) -> nn.Module:
     """The PyTorch model of these sizes, in fp32; its weights are whatever they are until `load`. It has:
 
     forward(tokens)         the logits (B, T, V) of int64 tokens (B, T)
@@ -26,7 +26,7 @@ def build_torch_model(config: Config, attention: str = "softmax", padded: bool =
     load(tensors)           takes over our parameters, on the host, by name: in a mapping, as `read_model` gives them,
                             or as attributes, as a Model has them
 
-    attention: "softmax" by (T, T) matrices, "sdpa" with PyTorch's fused kernel, or "relu" as -a relu.
+    attention: "eager" by (T, T) matrices, or "sdpa" with PyTorch's fused kernel.
     padded: give the vocabulary its padding too, in the logits as well. Products are faster then, but the padding takes
     part in the softmax, with logits that start at 0: for GPT-2 the loss starts 0.001 higher.
 
@@ -38,18 +38,6 @@ def build_torch_model(config: Config, attention: str = "softmax", padded: bool =
 def num_rows(config: Config, padded: bool) -> int:
     """The rows of the embedding."""
     return llmc.model.tensors.padded(config.vocab_size) if padded else config.vocab_size
-
-
-def causal(T: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which positions (T, T) lie after a query's, and how many (T, 1) it sees."""
-    future = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
-    return future, torch.arange(1.0, T + 1, device=device).view(T, 1)
-
-
-def relu_attention(q, k, v, future: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """-a relu's attention of q, k, v (B, NH, T, HS) to (B, NH, T, HS)."""
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, NH, T, T)
-    return scores.relu().masked_fill(future, 0.0) / lengths @ v
 
 
 def fill(parameter: torch.Tensor, values: np.ndarray) -> None:
@@ -67,16 +55,14 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.channels, 3 * config.channels)
         self.c_proj = nn.Linear(config.channels, config.channels)
 
-    def forward(self, x: torch.Tensor, future: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.num_heads, self.head_size).permute(2, 0, 3, 1, 4)
         if self.kind == "sdpa":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif self.kind == "softmax":
+        else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_size)  # (B, NH, T, T)
             y = scores.masked_fill(future, -math.inf).softmax(-1) @ v  # (B, NH, T, HS)
-        else:
-            y = relu_attention(q, k, v, future, lengths)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -88,8 +74,8 @@ class Block(nn.Module):
         self.attn = Attention(config, kind)
         self.mlp = nn.ModuleDict({"c_fc": nn.Linear(C, 4 * C), "c_proj": nn.Linear(4 * C, C)})
 
-    def forward(self, x: torch.Tensor, future: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x), future, lengths)
+    def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), future)
         return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
 
 
@@ -97,22 +83,21 @@ class GPT2(nn.Module):
     """GPT-2, as `build_torch_model` says. Its parts have the names that transformers gives them; its weights are those
     of torch.nn.Linear, (out, in), as ours."""
 
-    def __init__(self, config: GPT2Config, attention: str = "softmax", padded: bool = False):
+    def __init__(self, config: GPT2Config, attention: str, padded: bool):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(num_rows(config, padded), config.channels)
         self.wpe = nn.Embedding(config.max_seq_len, config.channels)
         self.h = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.channels, eps=1e-5)
-        future, lengths = causal(config.max_seq_len)
+        future = torch.ones(config.max_seq_len, config.max_seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("future", future, persistent=False)
-        self.register_buffer("lengths", lengths, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         T = tokens.shape[1]
         x = self.wte(tokens) + self.wpe.weight[:T]
         for block in self.h:
-            x = block(x, self.future[:T, :T], self.lengths[:T])
+            x = block(x, self.future[:T, :T])
         return F.linear(self.ln_f(x), self.wte.weight)
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,28 +111,14 @@ class GPT2(nn.Module):
             fill(own[name], tensor.T if name.startswith("h.") else tensor)
 
 
-def relu_attention_interface(module, query, key, value, attention_mask, **_) -> tuple[torch.Tensor, None]:
-    """`relu_attention` as transformers calls an attention: query (B, NH, T, HS), key and value (B, NKV, T, HS), to
-    (B, T, NH, HS)."""
-    groups = getattr(module, "num_key_value_groups", 1)
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    future, lengths = causal(query.shape[2], query.device)
-    return relu_attention(query, key, value, future, lengths).transpose(1, 2), None
-
-
-transformers.AttentionInterface.register("llmc_relu", relu_attention_interface)
-
-TRANSFORMERS_ATTENTION = {"softmax": "eager", "sdpa": "sdpa", "relu": "llmc_relu"}
-
-
 class Transformers(nn.Module):
     """transformers' own class of that kind of model, as `build_torch_model` says."""
 
-    def __init__(self, config: Config, attention: str = "softmax", padded: bool = False):
+    def __init__(self, config: Config, attention: str, padded: bool):
         super().__init__()
         self.config = config
         settings = config_json(config) | {"vocab_size": num_rows(config, padded), "use_cache": False}
-        settings |= {"attn_implementation": TRANSFORMERS_ATTENTION[attention]}
+        settings |= {"attn_implementation": attention}
         with no_init_weights():  # a billion random numbers take a while, and `load` replaces them
             theirs = transformers.AutoConfig.for_model(**settings)
             self.transformer = transformers.AutoModelForCausalLM.from_config(theirs)

@@ -2,7 +2,7 @@
 schedule and AdamW, and the same log file, so that dev/plot_log.py can draw the two runs over each other.
 
     python dev/bench torch -e d12 -i data/python_docs -b 4 -t 256 -x 2000 -k cosine -u 100 --grad-clip 1 -o torch.log
-    python dev/bench torch --script train_llama3 -e smollm2-135m -i data/tinystories -b 4 -t 256 -o torch.log
+    python dev/bench torch --script train_llama3 -e smollm2-135m -i data/stories -b 4 -t 256 -o torch.log
 
 With --precision bf16 its weights are fp32, as our master copy, and it computes under autocast. It neither samples nor
 writes checkpoints or TensorBoard's events; flags for that are ignored.
@@ -13,6 +13,7 @@ import time
 import device
 from dev.bench.torch_models import build_torch_model
 from dev.bench.workload import SCRIPTS
+from device.errors import UserError
 from llmc.data.batches import bits_per_byte
 from llmc.data.dataloader import DataLoader
 from llmc.data.tokenizer import Tokenizer, find_tokenizer
@@ -44,6 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     kind = SCRIPTS[chosen.script]
     args = parse_arguments(kind.Config, flags)
     check_flags(args)
+    if args.attention == "relu":
+        raise UserError("-a relu: PyTorch has no such attention")
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     tokenizer_path = find_tokenizer(args.data)
@@ -52,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     config, tensors = described, None
     if config is None:
         config, tensors = read_model(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
-    model = build_torch_model(config, "relu" if args.attention == "relu" else "sdpa")
+    model = build_torch_model(config, "sdpa")
     model.load(first_weights(kind, config, FIRST_SEED if args.seed is None else args.seed) if described else tensors)
     model.to(where)
     matrices = [p for p in model.parameters() if p.dim() >= 2]

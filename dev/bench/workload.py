@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import device
-from dev.bench.tables import Table
 from dev.scripts import model_kinds
 from device.errors import UserError
 from llmc.data.batches import Batches
@@ -97,12 +96,6 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", further_flags(args))
 
 
-def says_what(args: argparse.Namespace) -> bool:
-    """Whether the flags say something of the model and the batch."""
-    names = "model", "sequence_length", "vocab_size", "batch_size", "zero_stage", "bitwise", "logit_rows"
-    return [getattr(args, name) for name in names] != [None, None, None, 4, True, False, None]
-
-
 def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
     """The flags of how a model computes that are not the script's defaults."""
     flags = ["-a", args.attention] if args.attention != "auto" else []
@@ -111,15 +104,6 @@ def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
     flags += [] if args.zero_stage else ["-z", "0"]
     flags += ["--bitwise", "1"] if args.bitwise else []
     return tuple(flags)
-
-
-def suite(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, tables: tuple[Table, ...]
-) -> list[list[argparse.Namespace]]:
-    """The flags of each column of tables of doc/speed.md; with the peers that were asked for, or else its own."""
-    return [[parser.parse_args(flags.split(), argparse.Namespace(
-        **vars(args) | {"peers": peers if args.peers is None else args.peers}
-    )) for flags, peers in table] for table in tables]  # fmt: skip
 
 
 def describe(kind: type[Model], model: str, V: int | None) -> Config:
@@ -182,8 +166,7 @@ class Ours:
 def time_steps(trainer, steps: int | None) -> tuple[float, float]:
     """The median milliseconds of a step after the first few, and the loss of the very first step. Without `steps`, as
     many are timed as take ten seconds, at least 5 and at most 100."""
-    cpu = device.kind == "cpu"
-    warm_up = 2 if cpu else 10
+    warm_up = 2 if device.kind == "cpu" else 10
     milliseconds, running, first_loss = [], None, None
 
     def finish() -> None:
@@ -203,9 +186,6 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
         launched = step, *trainer.launch(step)
         finish()  # the step before, while the device works on this one
         running = launched
-        if cpu:
-            finish()
-            running = None
         step += 1
     device.synchronize()
     return float(np.median(milliseconds[warm_up:])), first_loss

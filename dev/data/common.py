@@ -47,7 +47,7 @@ def library(name: str, what: str) -> Any:
 
 def run(main: Callable[[], None]) -> None:
     """Runs a program that goes on where it was interrupted; what the user must mend becomes one line on stderr."""
-    run_program(main, interrupted="interrupted; run the same command again to go on", interrupted_code=1)
+    run_program(main, interrupted="interrupted; run the same command again to go on")
 
 
 def download(url: str, path: Path) -> None:

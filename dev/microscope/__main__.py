@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from dev.microscope.launches import launch_named, launches_in, sizes_of
+from dev.microscope.launches import LAUNCHES, launches_in, sizes_of
 from dev.microscope.report import page_of, race_lines, table, write_page
 from dev.microscope.watch import use_microscope, watch
 from device.errors import UserError
@@ -54,10 +54,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.launcher == "all" and (args.shape or args.html is not None):
         raise UserError("all: --shape and --html go with a single launcher")
-    if args.html is not None and not Path(args.html).absolute().parent.is_dir():
-        raise UserError(f"--html {args.html}: there is no folder {Path(args.html).parent}")
-    one = {} if args.launcher == "all" else {args.launcher: launch_named(args.launcher)}
-    launches = one or launches_in(args.precision)
+    if args.launcher not in ("all", *LAUNCHES):
+        raise UserError(f"{args.launcher}: not a launcher; there are {', '.join(LAUNCHES)}")
+    launches = launches_in(args.precision) if args.launcher == "all" else {args.launcher: LAUNCHES[args.launcher]}
     use_microscope(args.precision)
     found = 0
     for name, launch in launches.items():

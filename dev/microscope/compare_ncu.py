@@ -79,9 +79,10 @@ def main() -> None:
                 rows.append(row)
     if next(at, None):
         raise UserError("ncu saw more kernels than the microscope")
-    machine = json.loads(KEPT.read_text())["machine"] if args.ours else name_of_gpu()
+    if not args.ours:
+        device.use("cuda")
+    machine = json.loads(KEPT.read_text())["machine"] if args.ours else device.name
     kept = {"machine": machine, "rows": rows}
-    KEPT.parent.mkdir(exist_ok=True)
     with replacing(KEPT) as file:
         file.write(json.dumps(kept, indent=None).replace("}, {", "},\n{").encode() + b"\n")
     agree = [row for row in rows if row["ours"] == row["ncu"]]
@@ -94,11 +95,6 @@ def main() -> None:
 def name_of(launcher: str, precision: str) -> str:
     """A launcher as it is kept: by its name alone but in bf16."""
     return f"{launcher} bf16" if precision == "bf16" else launcher
-
-
-def name_of_gpu() -> str:
-    device.use("cuda")
-    return device.name
 
 
 def kept_counts() -> list[tuple[str, dict[str, int]]]:

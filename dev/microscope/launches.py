@@ -313,13 +313,6 @@ def launches_in(precision: str) -> dict[str, Launch]:
     return {name: launch for name, launch in LAUNCHES.items() if launch.precision in ("", precision)}
 
 
-def launch_named(name: str) -> Launch:
-    """Raises UserError for a launcher that there is not, with those that there are."""
-    if name not in LAUNCHES:
-        raise UserError(f"{name}: not a launcher; there are {', '.join(LAUNCHES)}")
-    return LAUNCHES[name]
-
-
 def sizes_of(text: str, launch: Launch) -> dict[str, int]:
     """A launch's sizes with those that a text such as "B=2,T=8" sets; UserError where it does not say so."""
     sizes = dict(launch.sizes)

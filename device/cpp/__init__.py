@@ -11,9 +11,9 @@ environment variables:
     LLMC_CPU_MICROSCOPE=1 records every access; dev/microscope sets it
     LLMC_CPU_WARP         lanes in a warp, 1 (default) or 32. A file that says `#define WARP_SIZE 32` always has 32
     LLMC_CPU_THREADS      OS threads that run blocks; by default one for each core that the process may use
-    LLMC_CPU_ORDER        forward (default), backward or shuffled: the order of a block's threads between two waits, and
-                          of a grid's blocks. A kernel whose result depends on it lacks a barrier. Backward and shuffled
-                          also fill shared memory with NaNs before each block
+    LLMC_CPU_ORDER        forward (default) or shuffled: the order of a block's threads between two waits, and of a
+                          grid's blocks. A kernel whose result depends on it lacks a barrier. Shuffled also fills shared
+                          memory with NaNs before each block
     LLMC_CACHE_DIR        the directory of compiled files; by default llm.cupy in $XDG_CACHE_HOME or ~/.cache
     LLMC_QUIET=1          nothing is said on stderr while kernels compile (on a GPU, too)
 """

@@ -4,7 +4,6 @@ A library's file ends with its SHA-256, which ELF allows. A file that lacks a pa
 would end the process with a bus error when it is loaded.
 """
 
-import atexit
 import functools
 import hashlib
 import json
@@ -14,7 +13,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,11 +118,11 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         key.update(b"\0" + file.read_bytes())
         if modes:  # debug information holds the path
             key.update(str(file).encode())
-    for folder in _cache_dirs():
-        library = folder / f"{name}-{key.hexdigest()[:24]}.so"
-        if _is_whole(library):
-            return library
+    library = _cache_dir() / f"{name}-{key.hexdigest()[:24]}.so"
+    if _is_whole(library):
+        return library
     try:
+        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
             built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
             command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
@@ -144,7 +142,7 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
             os.replace(whole, library)  # another process may do the same now; either file will do
     except OSError as error:  # also where there is no room for a folder
         raise UserError(f"{library}: cannot be written ({(error.strerror or str(error)).lower()}): set "
-                        "LLMC_CACHE_DIR to a folder with room") from None
+                        "LLMC_CACHE_DIR to a folder that can be written") from None
     return library
 
 
@@ -199,9 +197,6 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
 
 def _run(command: list[str], text: str, path: Path) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if "No space left on device" in done.stderr:
-        places = f"the cache of compiled files (LLMC_CACHE_DIR) or in {tempfile.gettempdir()} (TMPDIR)"
-        raise UserError(f"{command[0]} cannot compile {path}: no space is left in {places}")
     if done.returncode:
         raise UserError(f"{command[0]} cannot compile {path}:\n{done.stderr.strip()}")
     return done.stdout
@@ -238,46 +233,17 @@ def _words(name: str, value: str) -> list[str]:
 @functools.cache
 def _cpu() -> str:
     """What -march=native depends on."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            first = file.read().split("\n\n")[0]
-        return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", first, re.M))
-    except OSError:
-        return platform.processor() + platform.machine()
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", first, re.M))
 
 
-def _cache_dirs() -> list[Path]:
-    """The folders in which we look for libraries. New ones go to the last. The first is LLMC_CACHE_DIR, or a folder
-    among the user's caches. If it cannot be written to, there is a second one, which is removed when the process
-    ends."""
+def _cache_dir() -> Path:
+    """The folder of the compiled libraries: LLMC_CACHE_DIR, or one among the user's caches."""
     wish = os.environ.get("LLMC_CACHE_DIR")
     try:
-        folder = Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK | os.X_OK):
-            return [folder]
-        return [folder, _cache_of_this_process(f"{folder} cannot be written")]
-    except OSError as error:
-        if wish:
-            raise UserError(
-                f"{wish} cannot be made ({error.strerror}): set LLMC_CACHE_DIR to a folder that can be written"
-            ) from None
-        return [_cache_of_this_process(f"{folder} cannot be made")]
-    except RuntimeError:  # Path.home finds none
-        return [_cache_of_this_process("there is no home directory")]
-
-
-@functools.cache
-def _cache_of_this_process(reason: str) -> Path:
-    try:
-        folder = tempfile.mkdtemp(prefix="llm.cupy-")
-    except OSError as error:
-        raise UserError(f"{reason}, and there is no room for temporary files ({error.strerror}): set LLMC_CACHE_DIR "
-                        "to a folder that can be written") from None
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    remedy = "set LLMC_CACHE_DIR to a folder that can be written"
-    print(f"{reason}: each run compiles its kernels anew; {remedy}", file=sys.stderr)
-    return Path(folder)
+        return Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
+    except RuntimeError:
+        raise UserError("there is no home directory: set LLMC_CACHE_DIR to a folder that can be written") from None
 
 
 def _with_launch_stubs(path: Path, command: list[str]) -> str:

@@ -4,8 +4,7 @@
 // kernels fast on a CPU. The kernel is inlined into it, and if threads do not wait for each other, the compiler
 // vectorises over threadIdx.x as over any loop variable. runtime.cpp says what happens if they do wait.
 //
-// Of CUDA's functions this file has those that kernels/ uses, and those that a first kernel is likely to use. Another
-// one takes a line or two here.
+// Of CUDA's functions this file has those that kernels/ and the pages use. Another one takes a line or two here.
 //
 // The build sets WARP_SIZE. If it is 1 (the default), every thread is a warp of its own. Shuffles are then the
 // identity, and a loop `for (int i = lane; i < C; i += WARP_SIZE)` is contiguous. A thread moves CPU_WIDTH numbers at a
@@ -15,8 +14,6 @@
 #define CPU_WIDTH 16
 #endif
 #include "runtime.h"
-
-#include <atomic>
 
 #if defined __GNUC__ && !defined __clang__ && !defined __FAST_MATH__ && defined __OPTIMIZE__
 #define __FAST_MATH__ 1         // glibc then declares the vector variants of expf, tanhf ... (-fno-finite-math-only unsets it)
@@ -56,16 +53,12 @@ namespace llmc { const int built_warp_size = WARP_SIZE; }  // the loader asserts
 // ---- vector types
 
 struct alignas(8) float2 { float x, y; };
-struct float3 { float x, y, z; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) int2 { int x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float3 make_float3(float x, float y, float z) { return {x, y, z}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -90,7 +83,6 @@ template <class To, class From> inline To bits(From value) {
 }
 }
 inline unsigned __float_as_uint(float x) { return llmc::bits<unsigned>(x); }
-inline int __float_as_int(float x) { return llmc::bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return llmc::bits<float>(x); }
 inline float __int_as_float(int x) { return llmc::bits<float>(x); }
 
@@ -117,50 +109,17 @@ inline float __expf(float exponent) {
     // A product, since GCC does not vectorise a sum of numbers that a condition makes 0.
     return (exponent > 88.7228f ? INFINITY : y) * (exponent < -87.3365f ? 0.0f : 1.0f);
 }
-inline float __logf(float x) { return logf(x); }
-inline float __powf(float x, float y) { return powf(x, y); }
-inline float __sinf(float x) { return sinf(x); }
-inline float __cosf(float x) { return cosf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 
-// ---- loads and stores with hints for a GPU's caches, which a CPU ignores
-
-template <class T> inline T __ldg(const T* p) { return *p; }
-template <class T> inline T __ldcs(const T* p) { return *p; }
-template <class T> inline void __stcs(T* p, T value) { *p = value; }
-
-// ---- atomics. Blocks run on several OS threads, so these must be real. All return the old value, as CUDA's do.
-
-namespace llmc {
-template <class T, class F> inline T atomic_update(T* p, F update) {
+// Atomic, since blocks run on several OS threads. Returns the old value, as CUDA's does. The compiler deduces T from the
+// pointer alone, so that atomicAdd(unsigned*, int) is legal.
+template <class T> inline T atomicAdd(T* p, std::common_type_t<T> value) {
     T old, updated;
     __atomic_load(p, &old, __ATOMIC_RELAXED);
-    do updated = update(old);
+    do updated = old + value;
     while (!__atomic_compare_exchange(p, &old, &updated, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
     return old;
 }
-// T itself. But the compiler deduces T from the pointer alone, so that atomicMax(unsigned*, int) is legal.
-template <class T> using Value = std::common_type_t<T>;
-}
-template <class T> inline T atomicAdd(T* p, llmc::Value<T> value) {
-    return llmc::atomic_update(p, [=](T old) -> T { return old + value; });
-}
-template <class T> inline T atomicMin(T* p, llmc::Value<T> value) {
-    return llmc::atomic_update(p, [=](T old) { return value < old ? value : old; });
-}
-template <class T> inline T atomicMax(T* p, llmc::Value<T> value) {
-    return llmc::atomic_update(p, [=](T old) { return old < value ? value : old; });
-}
-template <class T> inline T atomicExch(T* p, llmc::Value<T> value) {
-    return llmc::atomic_update(p, [=](T) { return value; });
-}
-template <class T> inline T atomicCAS(T* p, llmc::Value<T> expected, llmc::Value<T> value) {
-    return llmc::atomic_update(p, [=](T old) { return old == expected ? value : old; });
-}
-
-inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 // ---- waiting. Default arguments bring the file and line of the call, for the message about a deadlock.
 
@@ -209,7 +168,6 @@ namespace llmc {
 // own.
 struct FromIndex { static int source(int lane, int i, int w) { return (lane & -w) | (i & (w - 1)); } };
 struct FromXor { static int source(int lane, int i, int w) { return ((lane ^ i) & -w) <= (lane & -w) ? lane ^ i : lane; } };
-struct FromUp { static int source(int lane, int i, int w) { return (lane & (w - 1)) < i ? lane : lane - i; } };
 struct FromDown { static int source(int lane, int i, int w) { return (lane & (w - 1)) + i >= w ? lane : lane + i; } };
 
 template <class From, class T>
@@ -233,50 +191,19 @@ template <class T> inline T __shfl_sync(unsigned mask, T value, int lane, int wi
 template <class T> inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, LLMC_HERE) {
     return llmc::shuffle<llmc::FromXor>(mask, value, lane_mask, width, "__shfl_xor_sync", file, line);
 }
-template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, LLMC_HERE) {
-    return llmc::shuffle<llmc::FromUp>(mask, value, (int)delta, width, "__shfl_up_sync", file, line);
-}
 template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, LLMC_HERE) {
     return llmc::shuffle<llmc::FromDown>(mask, value, (int)delta, width, "__shfl_down_sync", file, line);
 }
 
-// The sum or the maximum over the warp: to the last bit what five __shfl_xor_sync with 16, 8, 4, 2, 1 give every lane.
-// Under the microscope these five compute it, so that the microscope sees them.
-#ifdef LLMC_MICROSCOPE
-inline float cpu_warp_sum(float value) {
-    for (int lanes = WARP_SIZE / 2; lanes; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-    return value;
+inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) {
+    bool any = predicate != 0;
+    cpu_warp_together(mask, any, [](bool* const lanes[WARP_SIZE]) {
+        bool yes = false;
+        for (int lane = 0; lane < WARP_SIZE; lane++) yes |= lanes[lane] && *lanes[lane];
+        for (int lane = 0; lane < WARP_SIZE; lane++) if (lanes[lane]) *lanes[lane] = yes;
+    }, "__any_sync", file, line);
+    return any;
 }
-inline float cpu_warp_max(float value) {
-    for (int lanes = WARP_SIZE / 2; lanes; lanes /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-    return value;
-}
-#else
-inline float cpu_warp_sum(float value, LLMC_HERE) {
-    if (WARP_SIZE == 1) return value;
-    llmc::KeepThread keep;
-    llmc::warp_sum(threadIdx, &value, file, line);
-    return value;
-}
-inline float cpu_warp_max(float value, LLMC_HERE) {
-    if (WARP_SIZE == 1) return value;
-    llmc::KeepThread keep;
-    llmc::warp_max(threadIdx, &value, file, line);
-    return value;
-}
-#endif
-
-inline unsigned __ballot_sync(unsigned mask, int predicate, LLMC_HERE) {
-    struct Vote { bool yes; unsigned result; } vote = {predicate != 0, 0};
-    cpu_warp_together(mask, vote, [](Vote* const lanes[WARP_SIZE]) {
-        unsigned result = 0;
-        for (int lane = 0; lane < WARP_SIZE; lane++) result |= (unsigned)(lanes[lane] && lanes[lane]->yes) << lane;
-        for (int lane = 0; lane < WARP_SIZE; lane++) if (lanes[lane]) lanes[lane]->result = result;
-    }, "__ballot_sync", file, line);
-    return vote.result;
-}
-inline int __any_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, predicate, file, line) != 0; }
-inline int __all_sync(unsigned mask, int predicate, LLMC_HERE) { return __ballot_sync(mask, !predicate, file, line) == 0; }
 
 // ---- the loop over a block's threads, which the loader wraps around each kernel. It is a macro, because GCC 12 would
 // not inline a kernel into a function that gets the kernel as an argument, not even as a lambda.

@@ -4,7 +4,6 @@ import ctypes
 import json
 import re
 import struct
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ ELEMENTS = {
     "unsigned long long": "u8", "size_t": "u8", "uint64_t": "u8",
     "unsigned short": "u2", "uint16_t": "u2", "bf16": "u2", "unsigned char": "u1", "uint8_t": "u1",
 }  # fmt: skip
-SIZE_LIMIT = 2**31 - 1
 
 
 class KernelError(RuntimeError):
@@ -82,21 +80,6 @@ class Parameter:
         return integer
 
 
-# NumPy takes most of a microsecond to find an array's address, and a training step passes the same few hundred arrays
-# again and again. So we remember the addresses.
-_addresses: dict[int, tuple] = {}
-
-
-def _address(array: np.ndarray) -> int:
-    key = id(array)
-    known = _addresses.get(key)
-    if known is not None and known[0]() is array:
-        return known[1]
-    address = array.__array_interface__["data"][0]
-    _addresses[key] = weakref.ref(array, lambda _: _addresses.pop(key, None)), address
-    return address
-
-
 def _pointer_converter(where: str, c_type: str) -> Callable:
     dtype = np.dtype(ELEMENTS[c_type.removeprefix("const ").removesuffix("*")])
     read_only = c_type.startswith("const ")
@@ -113,7 +96,7 @@ def _pointer_converter(where: str, c_type: str) -> Callable:
             raise TypeError(f"{where} takes a contiguous array, not one with strides {array.strides}")
         if not read_only and not flags.writeable:
             raise TypeError(f"{where} is written to, but the array is read-only")
-        return _address(array)
+        return array.__array_interface__["data"][0]
 
     return pointer
 
@@ -141,23 +124,13 @@ class Kernel:
         values = [convert(value) for convert, value in zip(self._convert, args, strict=True)]
         try:
             packed = self._pack(*_three(grid), *_three(block), shared_mem, *values)
-        except struct.error:
-            self._explain(grid, block, shared_mem, values)
-            raise
+        except struct.error as error:
+            numbers = {p.name: v for p, v in zip(self.parameters, values, strict=True) if "*" not in p.type}
+            launch = f"grid {grid}, block {block}, shared_mem {shared_mem}, {numbers}"
+            raise TypeError(f"{self.name} cannot take {launch}: {error}") from None
         error = self._launch(self._address, packed)
         if error is not None:
             raise KernelError(error.decode())
-
-    def _explain(self, grid, block, shared_mem, values) -> None:
-        for size in (*_three(grid), *_three(block), shared_mem):
-            if not isinstance(size, (int, np.integer)) or not 0 <= size <= SIZE_LIMIT:
-                raise TypeError(f"{self.name} takes no grid {grid}, block {block}, shared_mem {shared_mem}")
-        for parameter, value in zip(self.parameters, values, strict=True):
-            if not parameter.type.endswith("*"):
-                try:
-                    struct.pack("@" + SCALARS[parameter.type], value)
-                except struct.error:
-                    raise TypeError(f"{self.name}: {parameter.name} ({parameter.type}) cannot hold {value}") from None
 
 
 def _three(dims) -> tuple:
@@ -194,20 +167,12 @@ class Module:
         return ctypes.addressof(ctypes.c_char.in_dll(self._library, symbol))
 
 
-# Why a library that the compiler has built cannot be loaded, by a part of the message.
-REMEDIES = {
-    "failed to map segment": "its folder is on a file system without the right to execute (noexec): set LLMC_CACHE_DIR "
-                             "to a folder on another one",
-    "undefined symbol": "the compiler has left out C++'s own library: set CXX to a C++ compiler, such as g++",
-}  # fmt: skip
-
-
 def _load(library_path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library_path), mode)
     except OSError as error:
         reason = str(error).removeprefix(f"{library_path}: ")
-        remedy = next((REMEDIES[part] for part in REMEDIES if part in reason), "set CXX to another compiler")
+        remedy = "set CXX to a C++ compiler such as g++, or LLMC_CACHE_DIR to a folder whose files may be executed"
         raise UserError(f"{library_path} cannot be loaded ({reason}): {remedy}") from None
 
 

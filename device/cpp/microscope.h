@@ -393,29 +393,10 @@ static void block_ends(Worker& w) {
     }
 }
 
-// Finds the library of a kernel: where it was loaded, and this OS thread's copy of its thread-local variables.
-static void find_library(const Kernel* kernel) {
-    dl_iterate_phdr([](dl_phdr_info* library, size_t, void* kernel) {
-        bool is_ours = false;
-        size_t size = 0;
-        for (int i = 0; i < library->dlpi_phnum; i++) {
-            const ElfW(Phdr)& segment = library->dlpi_phdr[i];
-            size_t offset = (size_t)kernel - library->dlpi_addr - segment.p_vaddr;
-            if (segment.p_type == PT_LOAD && offset < segment.p_memsz) is_ours = true;
-            if (segment.p_type == PT_TLS) size = segment.p_memsz;
-        }
-        if (!is_ours) return 0;
-        size_t first[2] = {library->dlpi_tls_modid, 0};                // asking for its address makes the copy
-        state.result.library = (char*)library->dlpi_addr;
-        state.variables = library->dlpi_tls_modid ? (char*)__tls_get_addr(first) : nullptr;
-        state.variables_size = size;
-        return 1;
-    }, (void*)kernel);
-}
-
 static void launch_begins(Worker& w) {
     if (!state.active) return;
-    find_library(w.job->kernel);
+    const Library library = find_library(w.job->kernel);
+    state.result.library = library.base, state.variables = library.variables, state.variables_size = library.size;
     state.arrays = state.given;
     for (Array& array : state.arrays) {
         if (array.space == STATIC_SHARED) array.base = state.variables + (size_t)array.base;

@@ -49,7 +49,7 @@ const size_t STACK_SIZE = 256 << 10;        // of address space: only the pages 
 // ---- contexts: a fiber's stack pointer and registers while it does not run. switch_context(from, to) stores those of
 // the running fiber in `from` and goes on in `to`. It returns when another fiber switches to `from`.
 
-#if defined __x86_64__ && !defined LLMC_UCONTEXT
+#if defined __x86_64__
 struct Context { void* sp; };
 extern "C" void llmc_switch(void** from, void* to);
 // The callee-saved registers lie on the stack while a fiber waits. The caller saves all others itself.
@@ -84,7 +84,7 @@ inline void make_context(Context& context, char* stack, void (*entry)()) {
     for (int i = 0; i < 6; i++) *--sp = nullptr;
     context.sp = sp;
 }
-#elif defined __aarch64__ && !defined LLMC_UCONTEXT
+#elif defined __aarch64__
 struct Context { void* sp; };
 extern "C" void llmc_switch(void** from, void* to);
 asm(R"(
@@ -127,31 +127,18 @@ inline void make_context(Context& context, char* stack, void (*entry)()) {
     context.sp = sp;
 }
 #else
-}
-#include <ucontext.h>
-namespace llmc {
-struct Context { ucontext_t registers; };
-inline void switch_context(Context& from, Context& to) { swapcontext(&from.registers, &to.registers); }
-inline void make_context(Context& context, char* stack, void (*entry)()) {
-    getcontext(&context.registers);
-    context.registers.uc_stack.ss_sp = stack - STACK_SIZE / 2;
-    context.registers.uc_stack.ss_size = STACK_SIZE / 2;
-    context.registers.uc_link = nullptr;
-    makecontext(&context.registers, entry, 0);
-}
+#error "the CPU device knows x86-64 and aarch64"
 #endif
 
 // ---- a launch and its workers
 
 struct Launch { Index grid_dim, block_dim; size_t shared_mem; };  // as the loader packs it; the kernel's arguments follow
 
-enum Order { FORWARD, BACKWARD, SHUFFLED };
-
 struct Job {
     const Kernel* kernel;
     const Launch* launch;
     const void* args;
-    Order order;
+    bool shuffled;                          // the order of blocks and of threads
     uint64_t blocks, stride;                // stride: coprime to blocks; shuffled order walks by it
     unsigned workers;
     std::atomic<uint64_t> next{0};          // the first block that nobody has taken
@@ -191,6 +178,32 @@ struct Worker {                             // an OS thread that runs one block 
     size_t shared_size = 0;
 };
 __thread Worker* self;
+
+// A kernel's library: where it was loaded, and this OS thread's copy of its thread-local variables. These are static
+// shared memory, threadIdx and the like.
+struct Library { char *base, *variables; size_t size; };
+
+static Library find_library(const Kernel* kernel) {
+    Library found{(char*)kernel, nullptr, 0};
+    dl_iterate_phdr([](dl_phdr_info* library, size_t, void* data) {
+        Library& found = *(Library*)data;
+        bool is_ours = false;
+        for (int i = 0; i < library->dlpi_phnum; i++) {
+            const ElfW(Phdr)& segment = library->dlpi_phdr[i];
+            if (segment.p_type == PT_LOAD && (size_t)found.base - library->dlpi_addr - segment.p_vaddr < segment.p_memsz) is_ours = true;
+            if (segment.p_type == PT_TLS) found.size = segment.p_memsz;
+        }
+        size_t first[2] = {library->dlpi_tls_modid, 0};         // an OS thread has a copy only after it has asked for it
+        if (!is_ours) {
+            found.size = 0;
+            return 0;
+        }
+        found.base = (char*)library->dlpi_addr;
+        if (library->dlpi_tls_modid) found.variables = (char*)__tls_get_addr(first);
+        return 1;
+    }, &found);
+    return found;
+}
 
 #ifdef LLMC_MICROSCOPE
 }
@@ -332,24 +345,16 @@ static unsigned next_random(Worker& w) {
     return w.random;
 }
 
-// The lane of `mask` (not 0) that comes after `lane`, round robin in the launch's order.
-static unsigned choose_lane(Worker& w, unsigned mask, unsigned lane) {
-    unsigned later = mask;
-    if (w.job->order == FORWARD) later &= ~1u << lane;
-    else if (w.job->order == BACKWARD) later &= (1u << lane) - 1;
-    else later &= ~0u << next_random(w) % 32;
-    if (!later) later = mask;
-    return w.job->order == BACKWARD ? 31 - __builtin_clz(later) : __builtin_ctz(later);
-}
-
-// A thread that can run. The rest of the warp comes first, because its stacks are in the cache.
+// A thread that can run. The rest of the warp comes first, because its stacks are in the cache; then round robin.
 static unsigned choose_thread(Worker& w) {
     unsigned warp = w.current / w.warp_size, lane = w.current % w.warp_size;
-    if (w.job->order == SHUFFLED) warp = next_random(w) % w.warps;
+    if (w.job->shuffled) warp = next_random(w) % w.warps;
     for (unsigned i = 0; i < w.warps; i++) {
-        if (w.ready[warp]) return warp * w.warp_size + choose_lane(w, w.ready[warp], lane);
-        if (w.job->order == BACKWARD) warp = (warp ? warp : w.warps) - 1, lane = 0;
-        else warp = warp + 1 < w.warps ? warp + 1 : 0, lane = 31;
+        if (unsigned ready = w.ready[warp]) {
+            unsigned later = ready & (w.job->shuffled ? ~0u << next_random(w) % 32 : ~1u << lane);
+            return warp * w.warp_size + __builtin_ctz(later ? later : ready);
+        }
+        warp = warp + 1 < w.warps ? warp + 1 : 0, lane = 31;
     }
     report_deadlock(w);
     return 0;
@@ -484,52 +489,11 @@ void warp_wait(Index thread, unsigned mask, void* mine, Together together, const
     run_others(w);
 }
 
-// This file is compiled without -ffast-math, so the additions stay in this order.
-template <class F> static void butterfly(void* const* lanes, F combine) {
-    float now[32], next[32];
-    for (int i = 0; i < 32; i++) now[i] = lanes[i] ? *(float*)lanes[i] : __builtin_nanf("");
-    for (int distance = 16; distance; distance /= 2) {
-        for (int i = 0; i < 32; i++) next[i] = combine(now[i], now[i ^ distance]);
-        memcpy(now, next, sizeof now);
-    }
-    for (int i = 0; i < 32; i++) if (lanes[i]) *(float*)lanes[i] = now[i];
-}
-
-void warp_sum(Index thread, float* mine, const char* file, int line) {
-    auto sum = [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a + b; }); };
-    warp_wait(thread, ~0u, mine, sum, "cpu_warp_sum", file, line);
-}
-
-void warp_max(Index thread, float* mine, const char* file, int line) {
-    auto largest = [](void* const* lanes) { butterfly(lanes, [](float a, float b) { return a > b || b != b ? a : b; }); };
-    warp_wait(thread, ~0u, mine, largest, "cpu_warp_max", file, line);
-}
-
 // ---- the blocks of a grid
-
-// Fills this worker's static shared memory with NaNs. Otherwise a kernel that lacks a barrier might find the right
-// numbers there, left by the block before, or by an earlier launch with the same input. Static shared memory lies in
-// the thread-local storage of the kernel's library, beside threadIdx and the like, which every block sets anew. An OS
-// thread has a copy of this storage only after it has asked for its address.
-static void poison_shared(const Kernel* kernel) {
-    dl_iterate_phdr([](dl_phdr_info* library, size_t, void* kernel) {
-        bool is_ours = false;
-        size_t size = 0;
-        for (int i = 0; i < library->dlpi_phnum; i++) {
-            const ElfW(Phdr)& segment = library->dlpi_phdr[i];
-            if (segment.p_type == PT_LOAD && (size_t)kernel - library->dlpi_addr - segment.p_vaddr < segment.p_memsz) is_ours = true;
-            if (segment.p_type == PT_TLS) size = segment.p_memsz;
-        }
-        size_t first[2] = {library->dlpi_tls_modid, 0};
-        if (is_ours && library->dlpi_tls_modid) memset(__tls_get_addr(first), 0xff, size);
-        return (int)is_ours;
-    }, (void*)kernel);
-}
 
 static void run_block(Worker& w, uint64_t n) {
     const Job& job = *w.job;
-    if (job.order == BACKWARD) n = job.blocks - 1 - n;
-    else if (job.order == SHUFFLED) n = (n * job.stride + job.blocks / 2) % job.blocks;
+    if (job.shuffled) n = (n * job.stride + job.blocks / 2) % job.blocks;
     Index grid_dim = w.builtins.gridDim, block_dim = w.builtins.blockDim;
     w.builtins.blockIdx = {int(n % grid_dim.x), int(n / grid_dim.x % grid_dim.y), int(n / grid_dim.x / grid_dim.y)};
     w.fibers = false;
@@ -537,16 +501,17 @@ static void run_block(Worker& w, uint64_t n) {
 #ifdef LLMC_MICROSCOPE
     microscope::block_begins(w);
 #endif
-    if (job.order == FORWARD && !EACH_THREAD_IS_A_FIBER) {
+    if (!job.shuffled && !EACH_THREAD_IS_A_FIBER) {
         job.kernel->run_threads(job.args, w.builtins, {0, 0, 0});
         if (!w.fibers) return;
         thread_returned(w);
     } else {
         if (w.shared_size) memset(w.shared, 0xff, w.shared_size);
-        poison_shared(job.kernel);
+        Library library = find_library(job.kernel);
+        // NaNs, so that a kernel without a barrier finds no right numbers that another block or launch has left.
+        if (library.variables) memset(library.variables, 0xff, library.size);
         begin_fibers(w, 0);
-        w.current = job.order == BACKWARD ? w.threads - 1 : next_random(w) % w.threads;
-        if (EACH_THREAD_IS_A_FIBER && job.order == FORWARD) w.current = 0;
+        w.current = job.shuffled ? next_random(w) % w.threads : 0;
         run_thread(w);
     }
     serve(w, nullptr);
@@ -660,8 +625,8 @@ struct Pool {
             if (job.blocks == 1 || job.failed) return;
             helpers = helpers_for(us = us_passed(), job.blocks - 1);
         }
-        // In shuffled or backward order the caller works alone, so that an error that shows once shows on every run.
-        if (helpers < 1 || job.order != FORWARD) return run_blocks(caller, job, ~0ull);
+        // In shuffled order the caller works alone, so that an error that shows once shows on every run.
+        if (helpers < 1 || job.shuffled) return run_blocks(caller, job, ~0ull);
         {
             std::lock_guard<std::mutex> lock(mutex);
             open = &job;
@@ -708,9 +673,9 @@ static std::string run_launch(const Kernel* kernel, const Launch* launch) {
     job.args = launch + 1;
     job.blocks = (uint64_t)g.x * g.y * g.z;
     const char* order = getenv("LLMC_CPU_ORDER");
-    job.order = !order || !*order || !strcmp(order, "forward") ? FORWARD : !strcmp(order, "backward") ? BACKWARD : SHUFFLED;
-    if (job.order == SHUFFLED && strcmp(order, "shuffled"))
-        return std::string("LLMC_CPU_ORDER is ") + order + "; it can be forward, backward or shuffled";
+    job.shuffled = order && *order && strcmp(order, "forward");
+    if (job.shuffled && strcmp(order, "shuffled"))
+        return std::string("LLMC_CPU_ORDER is ") + order + "; it can be forward or shuffled";
     auto gcd = [](uint64_t a, uint64_t b) { while (b) { uint64_t r = a % b; a = b; b = r; } return a; };
     for (job.stride = job.blocks / 3 * 2 + 1; gcd(job.stride, job.blocks) != 1;) job.stride++;
 

@@ -34,10 +34,6 @@ void block_wait(Index thread, const char* what, const char* file, int line);
 typedef void (*Together)(void* const* lanes);
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line);
 
-// Sets every lane's *mine to the sum, or the maximum, of all lanes' *mine.
-void warp_sum(Index thread, float* mine, const char* file, int line);
-void warp_max(Index thread, float* mine, const char* file, int line);
-
 void* dynamic_shared();         // the launch's shared_mem bytes for this block, aligned to 128
 
 // Ends the launch with an error that names kernel, block and thread. It does not return. It is not declared so, because

@@ -50,11 +50,7 @@ def find_token_files(name: str | Path, split: str) -> list[Path]:
     if str(name).endswith(SUFFIXES):
         raise UserError(f"{name}: no such file; {REMEDY}")
     if Path(name).is_dir():
-        files = [path.name for path in Path(name).glob(f"*_{split}*") if path.suffix in SUFFIXES]
-        prefixes = sorted({file.rpartition(f"_{split}")[0] for file in files})
-        if prefixes:
-            raise UserError(f"{name}: a folder; name a dataset in it, such as -i {Path(name, prefixes[0])}")
-        raise UserError(f"{name}: a folder without {split}.bin; {TEXT_REMEDY}")
+        raise UserError(f"{name}: a folder without {split}.bin; name a dataset in it (-i {name}/PREFIX); {TEXT_REMEDY}")
     raise UserError(f"{name}_{split}.bin: no such file; {REMEDY}")
 
 
@@ -249,11 +245,11 @@ class DataLoader:
 
     def load_state(self, state: dict) -> None:
         """Goes to the place that `state()` named. Raises UserError if the data, B, T or the seed are not the same as
-        then. States from the first versions have no fingerprint."""
+        then."""
         for name, value in self._identity().items():
-            if name in state and state[name] != value:
+            if state[name] != value:
                 raise UserError(
-                    f"cannot resume: {name} of the training data was {state.get(name)} and is now {value}; "
+                    f"cannot resume: {name} of the training data was {state[name]} and is now {value}; "
                     "use the same data (-i), -b, -t and --seed as before"
                 )
         self._seek(state["epoch"], state["place"], state["batch"])

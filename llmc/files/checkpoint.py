@@ -1,8 +1,8 @@
-"""Models, debug states and training checkpoints on disk.
+"""Models and training checkpoints on disk.
 
 A model `.bin` is a header of 32-bit words, which the model's Config reads and writes, and then raw fp32 tensors; in
-llm.c's version 5 they are bf16. A debug state `.bin` is llm.c's. A training checkpoint is a directory with all that a
-run needs to continue as if it had never stopped:
+llm.c's version 5 they are bf16. A training checkpoint is a directory with all that a run needs to continue as if it had
+never stopped:
 
     step_00000020/
       model.bin       the parameters, as a model
@@ -23,18 +23,16 @@ import math
 import os
 import re
 import shutil
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, dropwhile
 from pathlib import Path
 
 import device
 from device.errors import UserError
+from device.progress import telling
 from llmc.files.files import (
-    DEBUG_STATE,
     HEADER_BYTES,
     file_size,
     first_word,
@@ -234,62 +232,6 @@ class Pieces:
             start += piece.size
 
 
-# Debug states: a batch, and the results of one forward and backward pass of a reference implementation
-
-
-@dataclass(frozen=True)
-class DebugState:
-    """The contents of a debug state `.bin`. logits have no padding. grads have padding, like the model's parameters."""
-
-    x: np.ndarray       # int32 (B, T), inputs
-    y: np.ndarray       # int32 (B, T), targets
-    logits: np.ndarray  # fp32 (B, T, V)
-    loss: float         # mean over the batch
-    grads: np.ndarray   # fp32 (num_parameters,), of the mean loss, in the order of the parameters
-
-
-def read_debug_state(path: str | Path, config: Config) -> DebugState:
-    """The debug state in `path`, version 2, that belongs to a model of the given sizes.
-
-    Its arrays are read-only memory maps. Raises UserError if the file is missing, is of another kind or version, or
-    does not have the size that the model needs.
-    """
-    remedy = "fetch it with dev/download_starter_pack.sh, or write it with dev/write_reference.py"
-    header = read_header(path, DEBUG_STATE, remedy)
-    version, B, T = (int(n) for n in header[1:4])
-    if version != 2:
-        raise UserError(f"{path}: debug state version {version}; version 2 is needed: {remedy}")
-    if B < 1 or T < 1:
-        raise UserError(f"{path}: B {B}, T {T} make no batch; {remedy}")
-    sizes = [B * T, B * T, B * T * config.vocab_size, 1, num_parameters(config)]
-    _check_size(path, HEADER_BYTES + 4 * sum(sizes), remedy)
-    body = np.memmap(path, dtype="<i4", mode="r", offset=HEADER_BYTES)
-    x, y, logits, loss, grads = np.split(body, np.cumsum(sizes)[:-1])
-    return DebugState(
-        x.reshape(B, T), y.reshape(B, T), logits.view("<f4").reshape(B, T, config.vocab_size),
-        float(loss.view("<f4")[0]), grads.view("<f4"),
-    )
-
-
-def write_debug_state(
-    path: str | Path,
-    config: Config,
-    x: np.ndarray,
-    y: np.ndarray,
-    logits: np.ndarray,
-    loss: float,
-    grads: np.ndarray,
-) -> None:
-    """Writes a debug state, version 2, with arrays as `DebugState` has them; `path` appears whole or not at all."""
-    B, T = x.shape
-    if y.shape != (B, T) or logits.shape != (B, T, config.vocab_size):
-        raise ValueError(f"x {x.shape}, y {y.shape} and logits {logits.shape} do not belong together")
-    _check_length(grads, config)
-    tokens = np.asarray(x, "<i4"), np.asarray(y, "<i4")
-    numbers = np.asarray(logits, "<f4"), np.asarray([loss], "<f4"), np.asarray(grads, "<f4")
-    _write(path, (make_header(DEBUG_STATE, 2, B, T), *tokens, *numbers))
-
-
 # Training checkpoints
 
 OPTIMIZER = 20241121
@@ -298,7 +240,6 @@ STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 BEST = "best"                      # the name of the one with the lowest validation loss
 REPLACED = ".replaced.part"        # added to a name while another checkpoint replaces this one
 LOCK = ".llm.cupy.lock"
-SECONDS = 5                        # between two lines of progress
 NONE: Mapping[str, bytes] = {}     # no tokenizer
 
 
@@ -423,32 +364,24 @@ def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
     if not _is_complete(path):
         raise UserError(f"{path}: no checkpoint, or damaged; {remedy}")
     state = read_record(path)["state"]
-    found = state.get("best")
-    if not isinstance(found, dict) or type(found.get("val_loss")) is not float or math.isnan(found["val_loss"]):
-        raise UserError(f"{path}: this checkpoint does not record its validation loss; {remedy}")
-    if state.get("run") != run:
-        raise UserError(f"{path}: this is the best checkpoint of another run; {remedy}")
-    if found.get("val_data") != measure["val_data"]:
-        raise UserError(f"{path}: its loss is of other validation data: name that data (-j, -i), {remedy}")
+    if "best" not in state or state["run"] != run:
+        raise UserError(f"{path}: this is not the best checkpoint of this run; {remedy}")
+    found = state["best"]
     if found != found | measure:
-        before, now = found.get("val_batches"), measure["val_batches"]
-        raise UserError(f"{path}: its loss is of {before} validation batches, and now of {now}: -m {before}, {remedy}")
+        before = f"of other validation data (-j, -i) or not of {measure['val_batches']} batches (-m)"
+        raise UserError(f"{path}: its loss is {before}; {remedy}")
     return found["val_loss"]
 
 
 def _remedy(path: Path) -> str:
-    """What to do about a checkpoint that is damaged."""
-    older = _older(path)
-    if older:
-        return f"to resume from {older}, an older checkpoint that is complete, remove {path}"
-    return f"there is no older checkpoint to resume from: remove {path} to start afresh"
-
-
-def _older(path: Path) -> Path | None:
-    """The newest complete checkpoint that is older than this one. For BEST, the newest complete one."""
+    """What to do about a checkpoint that is damaged: take the newest complete one that is older. For BEST, the newest
+    complete one."""
     there = checkpoints(path.parent)
     older = there if path.name == BEST else dropwhile(lambda other: other != path, there)
-    return next((other for other in older if other != path and _is_complete(other)), None)
+    for other in older:
+        if other != path and _is_complete(other):
+            return f"use {other}, which is complete; to resume from it, remove {path}"
+    return f"no older checkpoint is beside it: to start afresh, remove {path}"
 
 
 def _is_complete(path: Path) -> bool:
@@ -531,10 +464,7 @@ def check_saved(file: Path) -> None:
         return
     expected = read_record(checkpoint)["files"].get(file.name)
     if expected is not None:
-        older = _older(checkpoint)
-        which = "another" if checkpoint.name == BEST else "an older"
-        remedy = f"use {older}, {which} checkpoint that is complete" if older else "no older checkpoint is beside it"
-        _check_file(file, expected, remedy)
+        _check_file(file, expected, _remedy(checkpoint))
 
 
 def _check_saved_tokenizer(model: Path) -> None:
@@ -565,15 +495,11 @@ def _record_crc32(record: dict) -> int:
 
 
 def _file_crc32(path: Path) -> int:
-    """The CRC-32 of a file. If that takes long, stderr shows the progress."""
-    crc, shown = 0, time.monotonic()
-    with open_file(path) as file:
+    crc = size = done = 0
+    with open_file(path) as file, telling(lambda: f"checking {path}: {done >> 20} of {size >> 20} MiB"):
         size = os.fstat(file.fileno()).st_size
         while chunk := file.read(1 << 24):
-            crc = zlib.crc32(chunk, crc)
-            if time.monotonic() - shown > SECONDS and ranks.rank() == 0:
-                shown = time.monotonic()
-                ranks.say(f"checking {path}: {100 * file.tell() // size}% of {size:,} bytes")
+            crc, done = zlib.crc32(chunk, crc), done + len(chunk)
     return crc
 
 

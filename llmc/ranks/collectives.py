@@ -94,13 +94,10 @@ class Gloo:
         store = own or torch.distributed.TCPStore(host, port, ranks.size(), is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank(), world_size=ranks.size())
 
-    def tensor(self, x: np.ndarray):
-        return self.torch.from_numpy(x)
-
     def as_one(self, arrays: list[np.ndarray], work: Callable) -> None:
         """Does work on one tensor that holds all arrays, because each call costs more time than a few small arrays."""
         flat = np.concatenate([x.reshape(-1) for x in arrays])
-        work(self.tensor(flat))
+        work(self.torch.from_numpy(flat))
         for x, values in zip(arrays, np.split(flat, np.cumsum([x.size for x in arrays])[:-1]), strict=True):
             x.reshape(-1)[:] = values
 
@@ -131,11 +128,11 @@ class Gloo:
 
     def broadcast(self, pieces: Pieces) -> None:
         for x, root in pieces:
-            self.distributed.broadcast(self.tensor(x.view(np.uint8)), root)
+            self.distributed.broadcast(self.torch.from_numpy(x.view(np.uint8)), root)
 
     def exchange(self, sent: Pieces, received: Pieces) -> None:
-        works = [self.distributed.isend(self.tensor(x), peer) for x, peer in sent]
-        works += [self.distributed.irecv(self.tensor(x), peer) for x, peer in received]
+        works = [self.distributed.isend(self.torch.from_numpy(x), peer) for x, peer in sent]
+        works += [self.distributed.irecv(self.torch.from_numpy(x), peer) for x, peer in received]
         for work in works:
             work.wait()
 

@@ -78,27 +78,21 @@ def find_place(env: Mapping[str, str]) -> Place | None:
         address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", ""))
     else:
         return None
+    port = env.get("MASTER_PORT", 20000 + zlib.crc32(job.encode()) % 10000)
+    told = f"rank {rank} of {size}, {local} on its machine, MASTER_ADDR {address}, MASTER_PORT {port}"
     try:
-        rank, size, local = int(rank), int(size), int(local)
+        rank, size, local, port = int(rank), int(size), int(local), int(port)
+        (address or "").encode("idna")  # fails if it cannot be a machine's name
+        if not 0 <= rank < size or not 0 < port < 65535:
+            raise ValueError(told)
     except ValueError:
-        raise UserError(
-            f"rank {rank!r} of {size!r}, {local!r} on its machine: the environment must give numbers; start again"
-        ) from None
-    if size < 1 or not 0 <= rank < size:
-        raise UserError(f"rank {rank} of {size} in the environment is impossible; start again")
+        raise UserError(f"the environment of this process is wrong: {told}; set it right for all ranks") from None
     if size == 1:
         return None
     if not address:
         raise UserError("MASTER_ADDR is not set: name rank 0's machine in it for all ranks (mpirun -x MASTER_ADDR=...)")
-    try:
-        address.encode("idna")
-    except UnicodeError:
-        raise UserError(f"MASTER_ADDR {address} cannot be a machine's name: name rank 0's machine in it") from None
-    port = env.get("MASTER_PORT", str(20000 + zlib.crc32(job.encode()) % 10000))
-    if not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 65535:
-        raise UserError(f"MASTER_PORT {port} is not a port: set it to a number from 1024 to 65534")
     taken = LAUNCHED not in env and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun listens there itself
-    return Place(rank, size, local, address, int(port) + taken, job)
+    return Place(rank, size, local, address, port + taken, job)
 
 
 def first_host(nodes: str) -> str:
@@ -144,7 +138,7 @@ class Group:
                     f"rank 0 cannot listen at port {port} ({reason}): set MASTER_PORT to a free one "
                     "for all ranks"
                 ) from None
-        peers, turned_away, started = {}, set(), time.monotonic()
+        peers, started = {}, time.monotonic()
         with listener:
             listener.settimeout(10)
             while len(peers) < self.size - 1:
@@ -152,7 +146,7 @@ class Group:
                 if time.monotonic() - started > PATIENCE:
                     raise UserError(f"rank {missing[0]} has not connected: start all {self.size} ranks")
                 try:
-                    connection, (host, *_) = listener.accept()
+                    connection, _ = listener.accept()
                 except TimeoutError:
                     say(f"waiting for ranks {', '.join(map(str, missing[:8]))}")
                     continue
@@ -162,11 +156,8 @@ class Group:
                         raise ValueError(rank)
                     connection.sendall(self.hello[0])
                     peers[rank] = connection
-                except (ValueError, OSError):
+                except (ValueError, OSError):  # a rank of another run, which says that it waits, or a stranger
                     connection.close()
-                    if host not in turned_away:  # a rank of another run tries again and again
-                        turned_away.add(host)
-                        say(f"refused a connection from {host}, which is none of this run's {self.size} ranks")
         return peers
 
     def connect(self) -> socket.socket:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from typing import NoReturn
 
 import device
 from kernels.flash_attention import HEAD_SIZES
@@ -13,9 +15,11 @@ from llmc.run.report import print_table
 from llmc.step.memory import CHUNK, Plan, in_chunks, largest_batches, state_sizes, training_sizes
 
 
-def dry_run(kind: type[Model], args: Namespace) -> None:
+def dry_run(kind: type[Model], args: Namespace) -> NoReturn:
     """Prints what training takes with these flags on one GPU, without the 500 MiB or so of CUDA's context; and the
-    largest -b that fits into --memory, or into what the GPU has free. Raises UserError if -e is no model."""
+    largest -b that fits into --memory, or into what the GPU has free. Then ends the program. Raises UserError if -e is
+    no model."""
+    device.use(args.device)
     config = kind.Config.described(args.model)
     if config is None:
         config, _ = read_model(args.model, kind.Config, kind.Config.fetch_or_start())
@@ -40,14 +44,16 @@ def dry_run(kind: type[Model], args: Namespace) -> None:
     if memory:
         whole = largest_batches(kind, config, plan._replace(logit_rows=0), memory)
         chunks = largest_batches(kind, config, in_chunks(plan), memory)
+        names = {flags: flags.replace("--recompute --offload", "with both") or "no flag" for flags in whole}
         sections.append(
             [("fits into", mebibytes(memory))]
-            + [(f"-b, {flags or 'no flag'}", f"{B or 'none'}; with --logit-rows {CHUNK} {chunks[flags] or 'none'}")
+            + [(f"-b, {names[flags]}", f"{B or 'none'}; with --logit-rows {CHUNK} {chunks[flags] or 'none'}")
                for flags, B in whole.items()]
         )  # fmt: skip
     print_table(sections)
     if not memory:
         print("--memory 24GiB would say what fits")
+    sys.exit()
 
 
 def mebibytes(size: int) -> str:

@@ -44,14 +44,11 @@ class Stdout:
 
 
 def run_program(
-    main: Callable[[], None],
-    out_of_memory: str = "lower -b or -t",
-    interrupted: str = "interrupted",
-    interrupted_code: int = 130,
+    main: Callable[[], None], out_of_memory: str = "lower -b or -t", interrupted: str = "interrupted"
 ) -> None:
     """Runs `main`, and turns what the user must mend into one line on stderr and exit status 1.
 
-    out_of_memory: the remedy to name. interrupted, interrupted_code: what to print after Ctrl-C, and the exit status.
+    out_of_memory: the remedy to name. interrupted: what to print after Ctrl-C.
     It is no error if the reader of the output leaves (`| head`). A full disk under the output is one. If a GPU fails,
     one line says so, too, and names the last checkpoint.
     """
@@ -73,9 +70,9 @@ def run_program(
     except MemoryError as error:
         fail(f"out of memory ({first_line(error)}): {out_of_memory}{resume_advice()}")
     except KeyboardInterrupt:
-        ranks.fail(interrupted, interrupted_code)
+        ranks.fail(interrupted, 130)
         print(interrupted, file=sys.stderr)
-        sys.exit(interrupted_code)
+        sys.exit(130)
     except BrokenPipeError:
         ranks.fail("", 0)
     except Exception as error:

@@ -29,7 +29,6 @@ from llmc.files.checkpoint import (
     model_path,
     newest_checkpoint,
     read_model,
-    read_model_header,
     read_record,
 )
 from llmc.model.activations import Cache, choose_attention
@@ -43,7 +42,15 @@ from llmc.run.arguments import MUST_RESUME
 from llmc.run.dry_run import dry_run
 from llmc.run.report import StopRequest
 from llmc.run.saver import Saver
-from llmc.run.settings import FIRST_SEED, check_flags, check_same_flags, resumed_flags, settle, settle_precision
+from llmc.run.settings import (
+    FIRST_SEED,
+    Settings,
+    check_flags,
+    check_same_flags,
+    resumed_flags,
+    settle,
+    settle_precision,
+)
 from llmc.run.validation import Validation
 from llmc.run.watch import Watch
 from llmc.step.generation import Writer, print_sample
@@ -71,9 +78,7 @@ class Run:
 
     def __init__(self, kind: type[Model], args: Namespace):
         if args.dry_run:
-            device.use(args.device, ranks.local_rank())
             dry_run(kind, args)
-            sys.exit()
         ranks.start(args.gpus)
         check_same_flags(args)
         device.use(args.device, ranks.local_rank())
@@ -94,11 +99,7 @@ class Run:
         self.batches = Batches(batch, losses, train_loader, self.settings.batches)
         self.stop = StopRequest(several=ranks.size() > 1)
         self.validation = Validation(self.training, self.settings, val_loader, questions, text.tokenizer)
-        activations = self.training.activations
-        cache = Cache(model, 1, self.settings.T, activations.attention, activations.memory)
-        self.samples = Samples(text.tokenizer, Sampler(self.settings.seed), Writer(cache))
-        if state:
-            self.samples.sampler.state = state["sampler"]
+        self.samples = make_samples(self.training, self.settings, text.tokenizer, state)
         recorded = self.settings.recorded() | {"tokenizer": str(text.path) if text.path else None}
         recorded["model"] = flags.model if origin.checkpoint is None else origin.recorded.get("model")
         self.saver = Saver(self.training, self.settings, recorded, self.fingerprint(recorded, state), text.path, lock)
@@ -241,14 +242,21 @@ class Text:
     tokenizer: Tokenizer | None
 
 
+def make_samples(training: Training, settings: Settings, tokenizer: Tokenizer | None, state: dict | None) -> Samples:
+    """What samples are made with, in the memory of training's activations."""
+    activations, sampler = training.activations, Sampler(settings.seed)
+    if state:
+        sampler.state = state["sampler"]
+    cache = Cache(training.model, 1, settings.T, activations.attention, activations.memory)
+    return Samples(tokenizer, sampler, Writer(cache))
+
+
 def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
     """What the run starts from, and the flags that follow. Raises UserError for flags that contradict the checkpoint or
     one another."""
     checkpoint, recorded = ranks.of_rank_0(lambda: find_checkpoint(args))
     checkpoint, flags = checkpoint and Path(checkpoint), args
     if checkpoint is not None:
-        if not recorded:
-            print(f"{checkpoint} does not say with which flags it was made: those of this command line count")
         flags = resumed_flags(args, recorded)
     elif args.resume == MUST_RESUME:
         raise UserError(
@@ -263,10 +271,7 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
     if checkpoint is not None:
         check_recorded_data(flags, checkpoint)
     check_flags(flags)
-    before = recorded.get("precision")
-    if before is None and "tf32" in recorded:  # old checkpoints, from before there was bf16
-        before = "tf32" if recorded["tf32"] else "fp32"
-    flags = settle_precision(flags, before)
+    flags = settle_precision(flags, recorded.get("precision"))
     if ranks.rank() > 0:
         flags = Namespace(**vars(flags) | {"log": None, "tensorboard": None})
     random = checkpoint is None and kind.Config.described(flags.model) is not None
@@ -397,19 +402,12 @@ def check_same_model(
 ) -> None:
     """Raises UserError if -e names another model than the one with which the run continues: one of other sizes, or
     another file than the one from which the run was started, unless that file is the checkpoint itself. described: the
-    model that -e describes; None for a file. config: the checkpoint's. before: -e at the start of the run; old
-    checkpoints do not say."""
+    model that -e describes; None for a file. config: the checkpoint's. before: -e at the start of the run."""
     if described is not None:
         same = described == config
-    elif given == before or is_same_file(given, before or ""):
-        same = True
-    elif is_same_file(model_path(given), checkpoint / "model.bin"):
-        same = True
     else:
-        sizes = read_model_header(model_path(given), type(config)) if os.path.exists(given) else config
-        same = before is None and sizes == config
-        if same:
-            print(f"{checkpoint} does not say with which model its run was started: -e {given} does not count")
+        same = given == before or is_same_file(given, before or "")
+        same = same or is_same_file(model_path(given), checkpoint / "model.bin")
     if not same:
         was = f", whose run was started with -e {before}" if before else ""
         raise UserError(f"cannot resume: -e {given} is another model than {checkpoint}{was}: leave -e out")

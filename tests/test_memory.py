@@ -1,0 +1,112 @@
+"""What training takes, what fits, and --dry-run."""
+
+import re
+
+import device
+from device.errors import UserError
+from llmc.run.arguments import parse_arguments
+from llmc.run.dry_run import dry_run
+from llmc.step import memory
+from llmc.step.memory import Plan, largest_batches, training_sizes
+from llmc.step.training import make_training
+from models import ONE_OF_EACH, kind_of, name_of
+from train_gpt2_fp32 import GPT2
+from train_llama3 import Llama3
+from train_qwen3 import Qwen3
+
+import pytest
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def bf16():
+    device.use("cpu")
+    device.use_precision("bf16")
+    yield
+    device.use_precision("fp32")
+
+
+@pytest.mark.parametrize("flags", [{}, {"recompute": True}, {"offload": True}, {"logit_rows": 7}], ids=str)
+@pytest.mark.parametrize("config, attention", ONE_OF_EACH[::2], ids=name_of)
+def test_training_allocates_what_the_table_says(dev, config, attention, flags, monkeypatch):
+    """Up to some arrays that are smaller than a batch."""
+    allocated = []
+    for name in "empty", "zeros":
+        make = getattr(dev.current.device, name)
+
+        def counted(shape, *dtype, make=make):
+            array = make(shape, *dtype)
+            allocated.append(array.nbytes)
+            return array
+
+        monkeypatch.setattr(dev.current.device, name, counted)
+    said = sum(training_sizes(kind_of(config), config, Plan(4, 32, attention, **flags)).values())
+    make_training(kind_of(config), config, 4, 32, attention, **{"logit_rows": 0} | flags)
+    found = sum(size for size in allocated if size > 1024)
+    assert abs(found - said) <= 0.02 * said
+
+
+@pytest.mark.parametrize("kind, model, flags, memory_of, most", [
+    (Llama3, "llama3.1-8b", {"offload": True, "recompute": True}, 48, 1),
+    (Qwen3, "qwen3-4b", {"offload": True, "recompute": True, "logit_rows": 256}, 23.5, 1),
+    (Qwen3, "qwen3-1.7b", {"offload": True, "recompute": True, "logit_rows": 256}, 11, 4),
+])  # fmt: skip
+def test_large_models_fit_on_small_gpus(bf16, kind, model, flags, memory_of, most):
+    config = kind.Config.described(model)
+    assert sum(training_sizes(kind, config, Plan(most, 1024, "flash", **flags)).values()) < memory_of * GIB
+
+
+def test_the_largest_batches_fit_and_larger_ones_do_not(bf16):
+    config, plan = GPT2.Config.described("d12"), Plan(1, 1024, "flash")
+    found = largest_batches(GPT2, config, plan, 8 * GIB)
+    assert found["--recompute"] > 2 * found[""] > 0 and found["--recompute --offload"] > found["--offload"] > found[""]
+    for flags, B in found.items():
+        changed = plan._replace(**memory.SAVING[flags])
+        fits = [sum(training_sizes(GPT2, config, changed._replace(B=b)).values()) <= 8 * GIB for b in (B, B + 1)]
+        assert fits == [True, False]
+    assert set(largest_batches(GPT2, config, plan, 1 << 20).values()) == {0}
+
+
+def test_a_model_that_does_not_fit_is_told_which_flags_would_make_it_fit(dev, monkeypatch):
+    config, attention = ONE_OF_EACH[0]
+    sizes = {flags: sum(training_sizes(GPT2, config, Plan(8, 32, attention, **changes)).values())
+             for flags, changes in memory.SAVING.items()}  # fmt: skip
+    monkeypatch.setattr(dev.current.device, "memory", lambda: (sizes["--recompute"], 64 * GIB))
+    with pytest.raises(UserError) as caught:
+        make_training(GPT2, config, 8, 32, attention, logit_rows=0)
+    said = str(caught.value)
+    assert "or -b 8 --recompute" in said and re.search(r"at most -b [1-7] or ", said)
+    assert ("--offload" in said) == (dev.kind == "cuda")
+
+
+def run(capsys, *flags: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        dry_run(GPT2, parse_arguments(GPT2.Config, ["--dry-run", "--device", "cpu", *flags]))
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_says_what_is_taken_where_and_what_fits(capsys):
+    out = run(capsys, "-e", "d48", "-b", "8", "--precision", "bf16", "--offload", "--memory", "24GiB")
+    device.use_precision("fp32")
+    row = r"^\| {} +\| (.*?) +\|$"
+    number = {name: re.search(row.format(re.escape(name)), out, re.M)[1] for name in (
+        "attention", "AdamW's pieces", "AdamW m", "in all, on the GPU", "in all, on the host", "-b, no flag",
+        "-b, --offload", "-b, with both",
+    )}  # fmt: skip
+    assert number["attention"] == "flash" and number["AdamW's pieces"] == "128 MiB"
+    assert number["AdamW m"] == "5942 MiB" and number["in all, on the host"].startswith("17826 MiB")
+    assert number["-b, no flag"].startswith("none") and not number["-b, --offload"].startswith("none")
+
+
+def test_without_a_gpu_and_without_memory_given_it_says_what_would_tell_more(capsys):
+    out = run(capsys, "-e", "d12")
+    assert out.endswith("--memory 24GiB would say what fits\n") and "fits into" not in out
+
+
+@pytest.mark.parametrize("size", ["24", "GiB", "0GiB", "24TiB", "-1GiB"])
+def test_an_amount_of_memory_without_a_unit_is_refused(size, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(GPT2.Config, ["--dry-run", "--memory", size])
+    assert f"{size} must be an amount of memory" in capsys.readouterr().err or size.startswith("-")
