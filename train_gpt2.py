@@ -1,9 +1,8 @@
 """Trains GPT-2 as llm.c's mainline, train_gpt2.cu, does: the model and the loop of train_gpt2_fp32.py, in bf16 unless
 --precision says otherwise, and with its beta2."""
 
-from llmc.run.arguments import parse_arguments
-from llmc.run.program import run_trainer
-from train_gpt2_fp32 import GPT2, GPT2Config, train
+from llmc.run.trainer import run_trainer
+from train_gpt2_fp32 import GPT2, train
 
 if __name__ == "__main__":
-    run_trainer(lambda: train(GPT2, parse_arguments(GPT2Config, script="train_gpt2.py", precision="bf16", beta2=0.95)))
+    run_trainer(train, GPT2, script="train_gpt2.py", precision="bf16", beta2=0.95)

@@ -23,9 +23,8 @@ from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config, padded
-from llmc.run.arguments import parse_arguments
-from llmc.run.program import run_trainer
 from llmc.run.run import Run
+from llmc.run.trainer import run_trainer
 from llmc.step.training import Training
 from llmc.step.update import adamw_update
 
@@ -277,4 +276,4 @@ def train(kind: type[Model], flags: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_trainer(lambda: train(GPT2, parse_arguments(GPT2Config)))
+    run_trainer(train, GPT2)

@@ -20,8 +20,7 @@ from llmc.model.batch import embedding_backward, embedding_forward
 from llmc.model.loss import cross_entropy_loss
 from llmc.model.model import Model
 from llmc.model.tensors import Config, Table, without
-from llmc.run.arguments import parse_arguments
-from llmc.run.program import run_trainer
+from llmc.run.trainer import run_trainer
 from train_gpt2_fp32 import train
 
 import numpy as np
@@ -293,4 +292,4 @@ class Llama3(Model):
 
 
 if __name__ == "__main__":
-    run_trainer(lambda: train(Llama3, parse_arguments(Llama3Config)))
+    run_trainer(train, Llama3)

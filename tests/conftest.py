@@ -23,7 +23,7 @@ from device.errors import UserError
 from llmc.model.model import Model
 from llmc.ranks import ranks
 from llmc.run import program
-from llmc.run.arguments import parse_arguments
+from llmc.run.trainer import run_trainer
 from train_gpt2_fp32 import train
 
 import hypothesis
@@ -179,7 +179,7 @@ def trainer_here(monkeypatch, capsys):
         capsys.readouterr()
         ended = 0
         try:
-            program.run_trainer(lambda: train(kind, parse_arguments(kind.Config)))
+            run_trainer(train, kind)
         except SystemExit as end:  # pytest.raises would keep the run's frames, and the lock that they hold
             ended = end.code
         out, error = capsys.readouterr()

@@ -9,10 +9,15 @@ from pathlib import Path
 
 from conftest import refusal
 from llmc.data import dataloader
-from llmc.data.dataloader import RAW_TOKENS, DataLoader, find_token_files, open_tokens, sort_by_token, write_tokens
-from llmc.run.arguments import parse_arguments
-from llmc.run.settings import check_flags
-from train_gpt2_fp32 import GPT2Config
+from llmc.data.dataloader import (
+    RAW_TOKENS,
+    DataLoader,
+    check_both_splits,
+    find_token_files,
+    open_tokens,
+    sort_by_token,
+    write_tokens,
+)
 
 import numpy as np
 import pytest
@@ -221,13 +226,13 @@ def test_whatever_is_no_token_file_by_its_first_bytes_is_refused_with_what_to_do
     assert message.startswith(f"{tmp_path}/x_train.bin: ")
     assert "--raw-tokens" in message and "python dev/data/text.py" in message
     named = str(tmp_path / "x_train.bin")
-    assert message == refusal(check_flags, parse_arguments(GPT2Config, ["-i", named]))
+    assert message == refusal(check_both_splits, named, None)
 
 
 def test_a_folder_without_a_dataset_and_two_datasets_of_one_name_are_asked_about(tmp_path):
     assert "python dev/data/text.py" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
     write_tokens(tmp_path / "mine_train_000000.bin", [1, 2, 3])
-    assert f"name a dataset in it, such as -i {tmp_path}/mine" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
+    assert f"name a dataset in it (-i {tmp_path}/PREFIX)" in refusal(DataLoader, tmp_path, "train", 1, 1, V)
     write_tokens(tmp_path / "x_train.bin", [1, 2, 3])
     np.save(tmp_path / "x_train.npy", np.arange(3))
     message = refusal(DataLoader, tmp_path / "x", "train", 1, 1, V)
@@ -291,8 +296,8 @@ def test_a_name_that_is_there_is_a_name_and_only_then_a_pattern(tmp_path, folder
         assert find_token_files(data / prefix, split) == find_token_files(shard, split) == [shard]
         assert find_token_files(data, split) == [data / f"{split}.bin"]
     for name in (data, data / prefix):
-        check_flags(parse_arguments(GPT2Config, ["-i", str(name)]))
-    assert "name those for validation with -j" in refusal(check_flags, parse_arguments(GPT2Config, ["-i", str(shard)]))
+        check_both_splits(name, None)
+    assert "name those for validation with -j" in refusal(check_both_splits, shard, None)
     assert find_token_files(tmp_path / "b[0-9]/[tv]*in.bin", "val") == [tmp_path / "b2/train.bin"]
 
 

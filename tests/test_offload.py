@@ -31,7 +31,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lazy import LazyDevice, Threads
 from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
-from test_reliability import SAVE, changed, contents, folder, run, run_here, steps  # noqa: F401  fixtures
+from test_reliability import ROOT, SAVE, folder, run, run_here, steps  # noqa: F401  fixtures
+from test_train import checkpoint_bytes
 
 T = 8
 DEVICES = [device.CpuDevice, LazyDevice, EagerDevice]
@@ -271,10 +272,10 @@ def test_a_run_can_be_resumed_with_and_without(N, sharded, precision, tmp_path, 
 def test_a_run_that_is_killed_in_the_middle_of_an_update_goes_on_to_the_same_bits(piece, folder, run_here):  # noqa: F811
     flags = [*SAVE, "-l", "1e-2", "-x", "6", "-n", "2", "--grad-clip", "1"]
     run_here(folder, *flags)
-    want = contents(folder, 6)
+    want = checkpoint_bytes(folder, 6)
     for path in sorted((folder / "run").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    options = changed(folder, f"""
+    (folder / "changed.py").write_text(f"""
 import os, signal
 import llmc.model.offload
 llmc.model.offload.PIECE = 1 << 14
@@ -286,20 +287,24 @@ def passed(self, piece, update, number, count):
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, piece, update, number, count)
 llmc.model.offload.Offload.pass_through = passed
+import runpy
+runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
 """)
+    options = {"script": str(folder / "changed.py"), "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     run(folder, *flags, "--offload", **options, code=-signal.SIGKILL)
     out, _ = run_here(folder, *flags, "--offload", "-y", "1")
-    assert min(steps(out)) == 5 and contents(folder, 6) == want
+    assert min(steps(out)) == 5 and checkpoint_bytes(folder, 6) == want
 
 
-def test_the_table_says_what_lies_where_and_the_flag_is_not_recorded(folder, run_here):  # noqa: F811
+def test_the_table_says_what_lies_where_and_a_resumed_run_keeps_the_flag(folder, run_here):  # noqa: F811
     out, _ = run_here(folder, *SAVE, "-x", "2", "--offload", "-v", "1", "-s", "1", "-g", "4")
     without, _ = run_here(folder, "-x", "2", "-v", "1", "-s", "1", "-g", "4")
     assert re.search(r"^\| AdamW's pieces +\| \d+ MiB", out, re.M) and "AdamW m" not in out
     assert re.search(r"^\| AdamW's state +\| 0 MiB of the host's memory", out, re.M) and "AdamW's pieces" not in without
     for lines in (r"^val loss .*$", r"^step +\d/2: train loss [\d.]+", r"^---\n[^-]*\n---$"):
         assert re.findall(lines, out, re.M) == re.findall(lines, without, re.M) != []
-    assert '"offload"' not in (folder / "run" / "step_00000002" / "state.json").read_text()
+    out, _ = run_here(folder, *SAVE, "-x", "3", "-y", "1")
+    assert re.search(r"^\| AdamW's pieces +\|", out, re.M)
 
 
 # Memory

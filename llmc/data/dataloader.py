@@ -54,9 +54,13 @@ def find_token_files(name: str | Path, split: str) -> list[Path]:
     raise UserError(f"{name}_{split}.bin: no such file; {REMEDY}")
 
 
-def is_of_one_split(name: str | Path) -> bool:
-    """Whether this names the same files for training and validation: a file or a pattern, no prefix or folder."""
-    return Path(name).is_file() or _is_pattern(name)
+def check_both_splits(name: str | Path, raw_tokens: str | None) -> None:
+    """Raises UserError if this names the same files for training and validation, by a file or a pattern. A prefix or a
+    folder names both. If the files hold no tokens, the message says what they are."""
+    if Path(name).is_file() or _is_pattern(name):
+        for file in find_token_files(name, "train"):
+            open_tokens(file, raw_tokens)
+        raise UserError(f"-i {name} names files of training data: name those for validation with -j")
 
 
 def _is_pattern(name: str | Path) -> bool:

@@ -31,9 +31,9 @@ from pathlib import Path
 
 import device
 from device.errors import UserError
-from device.progress import telling
 from llmc.files.files import (
     HEADER_BYTES,
+    crc32_of,
     file_size,
     first_word,
     make_header,
@@ -478,7 +478,7 @@ def _check_saved_tokenizer(model: Path) -> None:
 def _check_file(file: Path, expected: dict, remedy: str) -> None:
     """Raises UserError if a file does not have the recorded size and CRC-32."""
     _check_size(file, expected["bytes"], remedy)
-    if _file_crc32(file) != expected["crc32"]:
+    if crc32_of(file) != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
 
 
@@ -492,15 +492,6 @@ def _parse_record(path: Path) -> dict:
 
 def _record_crc32(record: dict) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-def _file_crc32(path: Path) -> int:
-    crc = size = done = 0
-    with open_file(path) as file, telling(lambda: f"checking {path}: {done >> 20} of {size >> 20} MiB"):
-        size = os.fstat(file.fileno()).st_size
-        while chunk := file.read(1 << 24):
-            crc, done = zlib.crc32(chunk, crc), done + len(chunk)
-    return crc
 
 
 def _optimizer_pieces(config: Config, m, v) -> Iterator[np.ndarray]:

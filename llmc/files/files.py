@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from device.errors import UserError
+from device.progress import telling
 
 import numpy as np
 
@@ -140,6 +142,16 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({str(error.strerror or error).lower()})") from error
+
+
+def crc32_of(path: Path) -> int:
+    """The CRC-32 of a file. If that takes long, stderr says how far it is."""
+    crc = size = done = 0
+    with open_file(path) as file, telling(lambda: f"checking {path}: {done >> 20} of {size >> 20} MiB"):
+        size = os.fstat(file.fileno()).st_size
+        while chunk := file.read(1 << 24):
+            crc, done = zlib.crc32(chunk, crc), done + len(chunk)
+    return crc
 
 
 def make_directory(directory: Path) -> list[Path]:

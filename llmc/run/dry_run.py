@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from typing import NoReturn
 
 import device
 from kernels.flash_attention import HEAD_SIZES
@@ -15,10 +13,9 @@ from llmc.run.report import print_table
 from llmc.step.memory import CHUNK, Plan, in_chunks, largest_batches, state_sizes, training_sizes
 
 
-def dry_run(kind: type[Model], args: Namespace) -> NoReturn:
+def dry_run(kind: type[Model], args: Namespace) -> None:
     """Prints what training takes with these flags on one GPU, without the 500 MiB or so of CUDA's context; and the
-    largest -b that fits into --memory, or into what the GPU has free. Then ends the program. Raises UserError if -e is
-    no model."""
+    largest -b that fits into --memory, or into what the GPU has free. Raises UserError if -e is no model."""
     device.use(args.device)
     config = kind.Config.described(args.model)
     if config is None:
@@ -53,7 +50,6 @@ def dry_run(kind: type[Model], args: Namespace) -> NoReturn:
     print_table(sections)
     if not memory:
         print("--memory 24GiB would say what fits")
-    sys.exit()
 
 
 def mebibytes(size: int) -> str:

@@ -94,17 +94,6 @@ def run_program(
         sys.stdout = stdout.stream
 
 
-def run_trainer(main: Callable[[], None]) -> None:
-    """run_program for a trainer. If several ranks have been started, they meet first, so that one of them speaks for
-    all. Once the run has begun, it handles Ctrl-C itself."""
-
-    def meet_and_train() -> None:
-        ranks.meet()
-        main()
-
-    run_program(meet_and_train, interrupted="interrupted before the first step")
-
-
 def fail(text: str) -> NoReturn:
     """Ends this program with one line, and all ranks if there are several."""
     ranks.fail(text)

@@ -10,20 +10,18 @@ import time
 from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict, dataclass
-from math import inf
 from pathlib import Path
 from types import TracebackType
 
 import device
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, find_token_files
+from llmc.data.dataloader import DataLoader, check_both_splits, find_token_files
 from llmc.data.evaluation import EvalLoader
 from llmc.data.tokenizer import Tokenizer, check_tokenizer, find_tokenizer, own_tokenizer
 from llmc.files.checkpoint import (
     checkpoints,
     conversion,
-    kept_loss,
     load_checkpoint,
     lock_checkpoints,
     model_path,
@@ -39,14 +37,12 @@ from llmc.model.weights import load_weights, randomize
 from llmc.ranks import collectives, ranks
 from llmc.run import program
 from llmc.run.arguments import MUST_RESUME
-from llmc.run.dry_run import dry_run
 from llmc.run.report import StopRequest
 from llmc.run.saver import Saver
 from llmc.run.settings import (
     FIRST_SEED,
     Settings,
     check_flags,
-    check_same_flags,
     resumed_flags,
     settle,
     settle_precision,
@@ -77,10 +73,6 @@ class Run:
     """
 
     def __init__(self, kind: type[Model], args: Namespace):
-        if args.dry_run:
-            dry_run(kind, args)
-        ranks.start(args.gpus)
-        check_same_flags(args)
         device.use(args.device, ranks.local_rank())
         # Lock first, then look: the run that has the directory may be writing its last checkpoint.
         lock = lock_checkpoints(args.checkpoint_dir) if args.checkpoint_dir and ranks.rank() == 0 else None
@@ -91,7 +83,7 @@ class Run:
         model, batch, losses = self.training.model, self.training.batch, self.training.acts.losses
         if text.tokenizer and origin.source:
             check_tokenizer(text.path, text.tokenizer, origin.source, model.config.vocab_size)
-        train_loader, val_loader, questions = open_data(flags, model.config.vocab_size)
+        train_loader, val_loader, questions = open_data(flags, model.config.vocab_size, origin.checkpoint)
         first_step = state["step"] if state else 0
         self.settings = settle(flags, first_step, train_loader.num_tokens, val_loader.num_batches if val_loader else 0)
         if state:
@@ -104,7 +96,7 @@ class Run:
         recorded["model"] = flags.model if origin.checkpoint is None else origin.recorded.get("model")
         self.saver = Saver(self.training, self.settings, recorded, self.fingerprint(recorded, state), text.path, lock)
         self.saver.good = program.last_checkpoint = origin.checkpoint
-        self.validation.lowest = self.lowest_before()
+        self.validation.lowest = self.saver.lowest_loss(self.validation.measure())
         self.watch = Watch(self.training, self.batches, self.settings, state.get("skipped", 0) if state else 0)
         self.watch.begin(run_table(self, text.path, origin.checkpoint))
 
@@ -200,13 +192,6 @@ class Run:
         if self.stop.heeded is not None:
             sys.exit(128 + self.stop.number)
 
-    def lowest_before(self) -> float:
-        """The validation loss of the checkpoint that --best has kept before this run was resumed."""
-        directory, run, validation = self.settings.flags.checkpoint_dir, self.saver.state["run"], self.validation
-        if not self.settings.flags.best:
-            return inf
-        return ranks.of_rank_0(lambda: kept_loss(directory, run, validation.measure()))
-
     def fingerprint(self, recorded: dict, state: dict | None) -> str:
         """Identifies this run, so that it leaves the checkpoints of other runs alone."""
         loader = self.batches.loader
@@ -268,8 +253,6 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
         remedy = "start another run" if recorded.get("dropout") else "leave it out"
         name = kind.Config.NAME
         raise UserError(f"--dropout {flags.dropout:g}: {name} trains without dropout, as llm.c does; {remedy}")
-    if checkpoint is not None:
-        check_recorded_data(flags, checkpoint)
     check_flags(flags)
     flags = settle_precision(flags, recorded.get("precision"))
     if ranks.rank() > 0:
@@ -289,11 +272,16 @@ def find_text(flags: Namespace, source: Path | None) -> Text:
     return Text(path, tokenizer)
 
 
-def open_data(flags: Namespace, V: int) -> tuple[DataLoader, DataLoader | None, EvalLoader | None]:
+def open_data(
+    flags: Namespace, V: int, checkpoint: Path | None
+) -> tuple[DataLoader, DataLoader | None, EvalLoader | None]:
     """The training data, the validation data unless it is not used, and HellaSwag's questions if a flag asks for them.
-    Raises UserError if
-    another rank has other data."""
+    Raises UserError if there is no such data, or if another rank has other data. checkpoint: of a resumed run."""
     B, T, remedy = flags.batch_size, flags.sequence_length, "use the same data on all machines"
+    if checkpoint is not None:
+        check_recorded_data(flags, checkpoint)
+    if flags.val_every and flags.val_data is None:
+        check_both_splits(flags.data, flags.raw_tokens)
     train = DataLoader(flags.data, "train", B, T, V, flags.seed, flags.raw_tokens)
     val = None
     if flags.val_every:

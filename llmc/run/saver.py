@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import chain
+from math import inf
 from pathlib import Path
 
 from device.errors import UserError
 from llmc.data.tokenizer import tokenizer_files
-from llmc.files.checkpoint import BEST, prune_checkpoints, save_checkpoint
+from llmc.files.checkpoint import BEST, kept_loss, prune_checkpoints, save_checkpoint
 from llmc.files.lock import Lock
 from llmc.ranks import ranks
 from llmc.run import program
@@ -35,6 +36,13 @@ class Saver:
         self.state = {"run": run, "flags": flags}
         self.tokenizer = tokenizer_files(tokenizer, "model_") if tokenizer else {}
         self.saved_step, self.unsaved, self.good = settings.first_step, {}, None
+
+    def lowest_loss(self, measure: dict) -> float:
+        """The validation loss of the checkpoint that --best has kept before this run was resumed; infinity if there is
+        none. measure: of which data and batches a loss is now."""
+        if not self.settings.flags.best:
+            return inf
+        return ranks.of_rank_0(lambda: kept_loss(self.settings.flags.checkpoint_dir, self.state["run"], measure))
 
     def save(self, step: int, position: dict, guard: Guard) -> None:
         """Writes a checkpoint of the run as it was before `step`, if it has trained since the last one and has a

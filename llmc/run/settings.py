@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import device
 from device.errors import UserError
-from llmc.data.dataloader import find_token_files, is_of_one_split, open_tokens
 from llmc.ranks import ranks
 from llmc.run.schedule import LearningRateSchedule
 
@@ -21,6 +20,7 @@ FIXED = (
 MAY_CHANGE = (
     "learning_rate", "weight_decay", "grad_clip", "eps", "skip_nonfinite", "max_steps", "data", "val_data",
     "raw_tokens", "zero_stage", "bitwise", "logit_rows", "recompute",
+    "offload",
 )  # fmt: skip
 
 # What old checkpoints, which do not record these flags, were trained with.
@@ -123,10 +123,6 @@ def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
 
 def check_flags(flags: Namespace) -> None:
     """Raises UserError for flags that do not fit together, or not to the number of ranks."""
-    if flags.val_every and flags.val_data is None and is_of_one_split(flags.data):
-        for file in find_token_files(flags.data, "train"):
-            open_tokens(file, flags.raw_tokens)  # says what the file is if it holds no tokens
-        raise UserError(f"-i {flags.data} names files of training data: name those for validation with -j")
     N, rows = ranks.size(), flags.batch_size * flags.sequence_length
     if flags.total_batch_size and flags.total_batch_size % (N * rows):
         product = "B*T" if N == 1 else f"{N} ranks * B*T"

@@ -23,9 +23,11 @@ MOST = 1 << 20  # sequences a batch, in a search for what fits
 
 # The flags that save memory, and what they change of a Plan.
 SAVING = {
-    "": {}, "--recompute": {"recompute": True}, "--offload": {"offload": True},
+    "": {"recompute": False, "offload": False},
+    "--recompute": {"recompute": True, "offload": False},
+    "--offload": {"recompute": False, "offload": True},
     "--recompute --offload": {"recompute": True, "offload": True},
-}  # fmt: skip
+}
 
 
 class Plan(NamedTuple):
