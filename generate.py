@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import device
+from dev.foreign import try_tokenizer
 from dev.hf.common import end_tokens
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
@@ -299,6 +300,8 @@ def main(arguments: list[str] | None = None) -> None:
     trained = training_flags(path)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
     prompts = prompts_of(args)
+    if args.tokenizer:
+        try_tokenizer(args.tokenizer)
     tokenizer = load_model_tokenizer(
         path, config.vocab_size, args.tokenizer, trained, any(f["prompt"] for _, f in prompts)
     )

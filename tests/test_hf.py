@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import conftest
 import generate
+from dev import foreign
+from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
 from dev.hf.common import end_tokens, families, named_tensors, transformers_parameters
 from dev.hf.family import Settings
@@ -21,7 +23,8 @@ from dev.hf.gpt2 import GPT2Family
 from dev.scripts import kind_of
 from device.errors import UserError
 from kernels.rope import rope_table
-from llmc.data.tokenizer import Tokenizer, load_model_tokenizer, write_tokenizer
+from llmc.data.dataloader import open_tokens
+from llmc.data.tokenizer import StreamDecoder, Tokenizer, load_model_tokenizer, write_tokenizer
 from llmc.files import checkpoint
 from llmc.files.checkpoint import read_model, write_model
 from llmc.model.tensors import Config, num_parameters
@@ -36,6 +39,7 @@ import torch
 from huggingface_hub import errors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
+from test_tokenizer import LIBRARIES
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 GPT2, LLAMA, PYTHIA, QWEN3 = GPT2S[0], LLAMAS[0], PYTHIAS[0], QWENS[0]
@@ -290,6 +294,9 @@ def test_a_model_is_exported_as_several_files_and_put_together(dtype, itemsize, 
         if indexed:
             (out / "model.safetensors.index.json").write_text("{}")
             assert "no weight_map" in refusal(out, tmp_path)
+            for name in "a" * 300 + ".safetensors", "../x.safetensors", "x\0.safetensors":
+                (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": name}}))
+                assert "is no name of a safetensors file beside it" in refusal(out, tmp_path)
             (out / "model.safetensors.index.json").unlink()
 
 
@@ -542,7 +549,7 @@ def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
     change(saved / "config.json", n_head=5)
     assert "24 channels cannot be split among 5 heads" in refusal(saved, tmp_path)
     (saved / "config.json").write_text("[")
-    assert "config.json: not a JSON object" in refusal(saved, tmp_path)
+    assert "config.json: not JSON, or damaged" in refusal(saved, tmp_path)
 
 
 def test_an_import_that_fails_leaves_the_model_that_was_there(saved, tmp_path, monkeypatch):
@@ -628,7 +635,7 @@ def test_only_what_the_import_reads_is_fetched(shard, terminal, with_tokenizer, 
     (with_tokenizer / "model.safetensors").unlink()
     theirs.save_pretrained(with_tokenizer.rename(tmp_path / "repository"), max_shard_size=shard)
     weights = sorted(path.name for path in (tmp_path / "repository").glob("model*.safetensors"))
-    for name in ("consolidated.safetensors", "pytorch_model.bin", "README.md", "tokenizer.model"):
+    for name in ("consolidated.safetensors", "pytorch_model.bin", "README.md", "tokenizer.model.v3"):
         (tmp_path / "repository" / name).write_text("of no use")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     assert_parameters(*imported("a/model", tmp_path), theirs)
@@ -637,8 +644,9 @@ def test_only_what_the_import_reads_is_fetched(shard, terminal, with_tokenizer, 
     first, second = hub
     assert first[:2] == ("a/model", None) and second[:2] == ("a/model", COMMIT)
     assert sorted(first[2]) == [
-        "adapter_config.json", "chat_template.jinja", "config.json", "generation_config.json",
-        "model.safetensors.index.json", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json",
+        "adapter_config.json", "additional_chat_templates/*", "chat_template.jinja", "config.json",
+        "generation_config.json", "merges.txt", "model.safetensors.index.json", "special_tokens_map.json",
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
     ]  # fmt: skip
     assert second[2] == weights and second[3] is (None if terminal else import_hf.RareBar)
     said = capsys.readouterr().out
@@ -889,7 +897,6 @@ def test_a_model_without_a_tokenizer_keeps_its_list_of_end_tokens(saved, tmp_pat
 def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(with_tokenizer, tmp_path, capsys, monkeypatch):
     def import_without_tokenizer() -> str:
         imported(with_tokenizer, tmp_path)
-        assert (tmp_path / "imported_tokenizer.json").is_file()
         assert not (tmp_path / "imported_tokenizer.bin").exists()
         said = capsys.readouterr().err
         assert said.count("\n") == 1
@@ -898,8 +905,10 @@ def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(with_tokenizer, 
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "tokenizers", None)
         assert "pip install tokenizers" in import_without_tokenizer()
+        assert (tmp_path / "imported_tokenizer.json").is_file()
     change(with_tokenizer / "tokenizer.json", decoder=None)
     assert "byte-level BPE is supported" in import_without_tokenizer()
+    assert not (tmp_path / "imported_tokenizer.json").is_file()
     exported(tmp_path / "imported.bin", tmp_path / "out")
     assert "no tokenizer is written" in capsys.readouterr().err
     assert not (tmp_path / "out" / "tokenizer.json").exists()
@@ -931,3 +940,123 @@ def test_both_programs_run_anywhere_and_fail_in_one_line(saved, tmp_path):
     assert (tmp_path / "model" / "config.json").is_file()
     failed = run("export_hf.py", "gone.bin", "-o", "x")
     assert (failed.returncode, failed.stderr.count("\n")) == (1, 1) and failed.stderr.startswith("error: gone")
+
+
+# Tokenizers from elsewhere
+
+
+def of_kind(kind: str, config: Config, folder: Path):
+    """Saves a model with as many rows as a tokenizer of test_tokenizer.py has tokens. Returns both."""
+    library = LIBRARIES[kind]
+    theirs = make_model(replace(config, vocab_size=library.get_vocab_size(), max_seq_len=64))
+    theirs.save_pretrained(folder)
+    library.save(str(folder / "tokenizer.json"))
+    return theirs, library
+
+
+@pytest.mark.parametrize("kind", ["llama2_like", "mistral_like"])
+def test_byte_fallback_is_imported_makes_data_writes_texts_and_is_exported(kind, tmp_path, monkeypatch, capsys):
+    theirs, library = of_kind(kind, LLAMA, tmp_path / "saved")
+    imported(tmp_path / "saved", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    binary = Tokenizer.load("imported_tokenizer.bin")
+    assert b"\n" in binary.tokens and b" the" in binary.tokens
+    assert "so a .bin cannot encode: use the .json" in conftest.refusal(binary.encode, "the")
+
+    (tmp_path / "in").mkdir()
+    texts = [f"{number} of the theatre\n ▁ naïve 你好 🙂 </s>" for number in range(30)]
+    for number, text in enumerate(texts):
+        (tmp_path / "in" / f"{number}.txt").write_text(text, encoding="utf-8")
+    command = [sys.executable, ROOT / "dev/data/text.py", "in", "-o", "mine", "--tokenizer", "imported_tokenizer.json"]
+    subprocess.run(command, check=True, capture_output=True)
+    data = np.concatenate([open_tokens(f"mine_{split}_000000.bin") for split in ("train", "val")])
+    documents = [part[1:].tolist() for part in np.split(data, np.flatnonzero(data == 1)[1:])]
+    library.encode_special_tokens = True
+    assert sorted(documents) == sorted(library.encode(text, add_special_tokens=False).ids for text in texts)
+    library.encode_special_tokens = False
+
+    capsys.readouterr()
+    for prompt in "the other 你", "":
+        ids = library.encode(prompt).ids or [1]
+        written = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=2)[0].tolist()
+        generate.main(["-e", "imported.bin", "--prompt", prompt, *"-g 20 --temperature 0 --device cpu".split()])
+        stream = StreamDecoder(Tokenizer.load("imported_tokenizer.json"), terminal=False)  # not all of it is UTF-8
+        wanted = "".join(map(stream.push, written[1:])) + stream.flush()
+        assert capsys.readouterr().out == wanted + "\n" and not wanted.startswith(" ")
+    out = exported(Path("imported.bin"), Path("out"))
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "saved" / "tokenizer.json").read_bytes()
+    (tmp_path / "imported_tokenizer.json").unlink()
+    exported(Path("imported.bin"), Path("without"))
+    assert "no tokenizer is written: " in capsys.readouterr().err and not Path("without/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("letter, memory, seconds", [("e", 1 << 28, 60), ("a", 1 << 40, 1)])
+def test_a_tokenizer_that_takes_too_much_is_tried_elsewhere_and_left_out(
+    letter, memory, seconds, with_tokenizer, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(foreign, "MEMORY", memory)
+    monkeypatch.setattr(foreign, "SECONDS", seconds)
+    longer = {"type": "Replace", "pattern": {"String": letter}, "content": letter * (1000 if seconds == 60 else 2)}
+    path = with_tokenizer / "tokenizer.json"
+    change(path, normalizer={"type": "Sequence", "normalizers": [longer] * (4 if seconds == 60 else 25)})
+    capfd.readouterr()
+    imported(with_tokenizer, tmp_path)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f": {path}: it takes more than" in said
+    assert not list(tmp_path.glob("imported_tokenizer.*")) and (tmp_path / "imported_tokenizer_config.json").is_file()
+    ask = ["-e", str(tmp_path / "imported.bin"), "--tokenizer", str(path)]
+    for open_it in lambda: generate.main([*ask, "--prompt", "e"]), lambda: load_tokenizer(path):
+        assert conftest.refusal(open_it).startswith(f"{path}: it takes more than")
+
+
+def test_a_panic_of_rust_is_one_line(with_tokenizer, tmp_path, capfd):
+    """The library prints its own lines, which the import keeps to itself."""
+    empty = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+    change(with_tokenizer / "tokenizer.json", normalizer=empty)
+    capfd.readouterr()
+    imported(with_tokenizer, tmp_path)
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "tokenizer.json: the tokenizers library cannot read it (index out of" in said
+
+
+def test_vocab_json_and_merges_txt_become_a_tokenizer_json(tmp_path, capsys):
+    of_kind("gpt2_like", GPT2, saved := tmp_path / "saved")
+    (saved / "tokenizer.json").unlink()
+    library = LIBRARIES["gpt2_like"]
+    library.model.save(str(saved))
+    change(saved / "vocab.json", **{"<|endoftext|>": library.token_to_id("<|endoftext|>")})
+    imported(saved, tmp_path)
+    assert "transformers has made a tokenizer.json of vocab.json and merges.txt" in capsys.readouterr().out
+    ours = Tokenizer.load(tmp_path / "imported_tokenizer.json")
+    for text in SAMPLES:
+        assert ours.encode(text) == library.encode(text).ids
+    assert ours.tokens[ours.eot] == b"<|endoftext|>" and (tmp_path / "imported_tokenizer.bin").is_file()
+    (saved / "merges.txt").write_text("no merges")
+    imported(saved, tmp_path)
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and f"{saved}: transformers makes no tokenizer.json for it" in said.err
+    assert f"removed {tmp_path / 'imported_tokenizer.bin'}" in said.out
+    assert not (tmp_path / "imported_tokenizer.json").exists()
+    for name in "merges.txt", "vocab.json":
+        (saved / name).unlink()
+    (saved / "tokenizer.model").write_text("no such")
+    imported(saved, tmp_path)
+    assert f"{saved}: transformers makes no tokenizer.json for it" in capsys.readouterr().err
+
+
+def test_files_of_the_model_that_was_there_go_and_others_are_in_the_way(with_tokenizer, tmp_path, capsys):
+    (with_tokenizer / "additional_chat_templates").mkdir()
+    (with_tokenizer / "additional_chat_templates" / "rag.jinja").write_text("")
+    imported(with_tokenizer, tmp_path)
+    assert capsys.readouterr().err.endswith("left out, an export will not have them: rag.jinja\n")
+    beside = {path.name for path in tmp_path.glob("imported_*")}
+    make_model(LLAMA).save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "generation_config.json").unlink()
+    imported(tmp_path / "bare", tmp_path)
+    assert {path.name for path in tmp_path.glob("imported_*")} == {"imported_config.json"} < beside
+    assert capsys.readouterr().out.count("removed ") == len(beside) - 1
+    assert end_tokens(tmp_path / "imported.bin") != {320, 7}
+    (tmp_path / "imported.bin").unlink()
+    (tmp_path / "imported_generation_config.json").write_text("{}")
+    message = refusal(tmp_path / "bare", tmp_path)
+    assert message.startswith(f"{tmp_path / 'imported_generation_config.json'} would be taken for a file of ")

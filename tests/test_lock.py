@@ -51,6 +51,14 @@ def test_the_second_waits_says_for_what_and_goes_on(tmp_path, capsys):
     assert (tmp_path / "lock").exists() and second
 
 
+def test_a_lock_whose_file_somebody_removed_leaves_the_next_ones_file(tmp_path):
+    first = take(tmp_path / "lock")
+    (tmp_path / "lock").unlink()
+    second = take(tmp_path / "lock")
+    first.release()
+    assert (tmp_path / "lock").exists() and second
+
+
 def test_who_waits_hears_ctrl_c(tmp_path, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without
     first = take(tmp_path / "lock")

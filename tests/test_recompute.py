@@ -2,6 +2,7 @@
 
 import device
 from llmc.data.batches import Batches
+from llmc.model import offload
 from llmc.model.activations import training_bytes
 from llmc.step.training import Training
 from models import ODD, ONE_OF_EACH, SOME, GivenBatches, build, flat_parameters, kind_of, make_batches, name_of
@@ -63,13 +64,16 @@ def test_a_device_that_lags_behind_ends_with_the_same_bits(config, attention):
     assert all(np.array_equal(found[1][name], values) for name, values in found[0].items())
 
 
-@pytest.mark.parametrize("precision, sharded", [("fp32", True), ("bf16", False)])
-def test_several_ranks_end_with_the_same_bits(precision, sharded, monkeypatch, rng):
+@pytest.mark.parametrize("precision, flags", [
+    ("fp32", {"sharded": True}), ("bf16", {}), ("bf16", {"sharded": True, "offload": True}),
+], ids=str)  # fmt: skip
+def test_several_ranks_end_with_the_same_bits(precision, flags, monkeypatch, rng):
     device.use("cpu")
+    monkeypatch.setattr(offload, "PIECE", 4800)
     batches, found = rng.integers(0, ODD.vocab_size, (3, 4, 2, B, RANKS_T), dtype=np.int32), []
-    flags = {"precision": precision, "sharded": sharded}
-    for recompute in (False, True):
-        work = lambda rank, on=recompute: train_rank(ODD, B, batches, 0.1, recompute=on, **flags)  # noqa: E731
+    for changes in ({}, {"recompute": True} | flags):
+        changes |= {"precision": precision, "sharded": flags.get("sharded", False)}
+        work = lambda rank, changes=changes: train_rank(ODD, B, batches, 0.1, **changes)  # noqa: E731
         found += Threads(2, monkeypatch).run(work, LazyDevice)
     assert all(np.array_equal(found[0], other) for other in found[1:])
 

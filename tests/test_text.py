@@ -137,17 +137,19 @@ def test_the_byte_is_right_wherever_it_is(prepare, monkeypatch):
 @given(st.lists(st.text(st.sampled_from("aé \n\r"), max_size=9)), st.integers(1, 9))
 def test_lines_and_cuts_lose_nothing_whatever_the_blocks(blocks, longest):
     parts = list(script.cut(blocks, longest))
-    assert "".join(parts) == "".join(lines_of(blocks)) == "".join(blocks) and max(map(len, parts)) <= longest
+    assert "".join(parts) == "".join(lines_of("x", blocks)) == "".join(blocks) and max(map(len, parts)) <= longest
     assert parts == list(script.cut(["".join(blocks)], longest))
 
 
-def test_bad_input_is_said_in_one_line_that_names_the_file(prepare):
+def test_bad_input_is_said_in_one_line_that_names_the_file(prepare, monkeypatch):
+    monkeypatch.setattr("dev.data.common.LONGEST", 99_999)
     write_texts(9)
     files = {
         "a.jsonl": b'{"text": "x"}\n{', "b.jsonl": b'{"text": 3}', "c.jsonl": b"[1]", "d.csv": b"text\n1,2\n",
         "e.parquet": b"PAR1 no", "f.txt.gz": b"no gzip", "g.jsonl": b'{"body": "x"}', "h.csv": b'text\n"open',
         "i.json": b"[1", "j.arrow": b"no", "k.jsonl": b"[" * 99999, "l.txt": b"zero \0", "m.jsonl": b"",
         "o.txt.gz": gzip.compress(b"broken off" * 999)[:40], "p.jsonl.zst": WRITTEN["a.jsonl.zst"][:20],
+        "q.jsonl": b"\n\n\n" + b"x" * 100_000, "r.json": b"[" + b" " * 99_999, "s.csv": b'text\nx\n"' + b"w\n" * 60_000,
     }  # fmt: skip
     for name, data in files.items():
         Path(name).write_bytes(data)
@@ -156,15 +158,15 @@ def test_bad_input_is_said_in_one_line_that_names_the_file(prepare):
     os.mkdir("empty")
     words = dict.fromkeys(files, "") | {
         "a.jsonl": "record 2", "b.jsonl": "record 1", "d.csv": "as many fields", "l.txt": "byte 5", "gone": "no such",
-        "g.jsonl": "no field text, but body: name one", "m.jsonl": "too little", "pipe.txt": "regular",
-        "empty": "no text", "link.txt": "no such", "owner/name": "cannot be loaded", "in/000.txt": "too little text",
+        "g.jsonl": "no field text, but body: name", "m.jsonl": "too little", "pipe.txt": "regular", "link.txt": "no",
+        "q.jsonl": ", line 4: longer than 99,999", "r.json": ": longer", "s.csv": "record 2: .* larger", "empty": "no",
+        "owner/name": "cannot be loaded", "in/000.txt": "too little text",
     }  # fmt: skip
     for name, word in words.items():
         assert re.match(f"{re.escape(name)}\\b.*{word}", refusal(prepare, name))
     chat_tokenizer("ascii.json", 128)
-    for workers in (1, 2):
-        message = refusal(prepare, "in", "--tokenizer", "ascii.json", "--workers", workers)
-        assert message.startswith("--tokenizer: it cannot spell '")
+    for more in ([], ["--workers", 2]):
+        assert refusal(prepare, "in", "--tokenizer", "ascii.json", *more).startswith("--tokenizer: it cannot spell '")
     assert "lower it" in conftest.refusal(prepare, "in", "-o", "x", "--train-tokenizer", "9999")
 
 

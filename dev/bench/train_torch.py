@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError("-a relu: PyTorch has no such attention")
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    tokenizer_path = find_tokenizer(args.data)
+    tokenizer_path = find_tokenizer(args.data, name=kind.Config.NAME)
     tokenizer = Tokenizer.load(tokenizer_path) if tokenizer_path else None
     described = kind.Config.described(args.model, tokenizer.vocab_size if tokenizer else None)
     config, tensors = described, None

@@ -6,12 +6,14 @@ import importlib
 import io
 import json
 import os
+import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dev.foreign import try_tokenizer
 from device.errors import UserError, first_line
 from llmc.data.dataloader import write_tokens
 from llmc.data.tokenizer import (
@@ -31,6 +33,7 @@ import numpy as np
 DATA = Path(__file__).resolve().parents[2] / "data"
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".lz4": "lz4"}  # suffix: what unpacks it
 BLOCK = 1 << 20  # bytes that are read at once
+LONGEST = 1 << 28  # characters of a line, or of a list, held in several copies; a .txt is read in parts
 
 
 class Unsuitable(UserError):
@@ -127,16 +130,25 @@ def blocks_of(path: str | Path, encoding: str, remedy: str = "save it as UTF-8")
         raise UserError(f"{path}: cannot be unpacked ({first_line(error)})") from None
 
 
-def lines_of(blocks: Iterable[str]) -> Iterator[str]:
-    """The lines of a text that comes in blocks."""
-    line: list[str] = []  # in parts, for it may be of many blocks
-    for block in blocks:
-        *ends, rest = block.split("\n")
-        for end in ends:
-            yield "".join([*line, end, "\n"])
-            line.clear()
-        line.append(rest)
-    yield "".join(line)
+def bounded(where: str | Path, parts: Iterable[str]) -> str:
+    """The parts of a text in one. Raises UserError if they are more than LONGEST characters."""
+    held, size = [], 0
+    for part in parts:
+        held.append(part)
+        if (size := size + len(part)) > LONGEST:
+            raise UserError(f"{where}: longer than {LONGEST:,} characters: split it, or save its text as .txt")
+    return "".join(held)
+
+
+def lines_of(path: str | Path, blocks: Iterable[str]) -> Iterator[str]:
+    """The lines of a text that comes in blocks. Raises UserError for one of more than LONGEST characters."""
+    line, number = [], 1  # its parts, for it may be of many blocks
+    for part in (part for block in blocks for part in re.findall("[^\n]*\n|[^\n]+", block)):
+        line.append(part)
+        if part.endswith("\n") or sum(map(len, line)) > LONGEST:
+            yield bounded(f"{path}, line {number}", line)
+            line, number = [], number + 1
+    yield bounded(f"{path}, line {number}", line)
 
 
 def read_text(path: Path) -> str:
@@ -149,18 +161,13 @@ def load_tokenizer(name: str | Path | None) -> Tokenizer:
     if name in ("bytes", "gpt2", None):
         return byte_tokenizer() if name == "bytes" else gpt2_tokenizer()
     check_saved(Path(name))
+    try_tokenizer(Path(name))
     tokenizer = Tokenizer.load(name)
-    if changes := changes_of(tokenizer):
+    if tokenizer.normalizer:
+        state = json.loads(tokenizer.normalizer.__getstate__())
+        changes = " + ".join(part["type"] for part in state.get("normalizers", [state]))
         print(f"{name}: its normalizer ({changes}) changes texts before they are encoded")
     return tokenizer
-
-
-def changes_of(tokenizer: Tokenizer) -> str:
-    """What the tokenizer's normalizer does to a text, in the tokenizers library's words; "" where it has none."""
-    if tokenizer.normalizer is None:
-        return ""
-    state = json.loads(tokenizer.normalizer.__getstate__())
-    return " + ".join(part["type"] for part in state.get("normalizers", [state]))
 
 
 def encode(
@@ -191,8 +198,7 @@ def _check_spelling(tokenizer: Tokenizer, text: str, ids: list[int], special: bo
     spelled = b"".join([tokenizer.tokens[token] for token in ids])
     if spelled == text.encode(errors="surrogatepass"):
         return
-    text = without_surrogates(text)
-    text = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+    text = tokenizer.normal(without_surrogates(text))
     wanted = text.encode()
     if spelled in (wanted, b" " + wanted) or (special and b"".join(spelled.split()) == b"".join(wanted.split())):
         return

@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 os.environ.setdefault("TQDM_MININTERVAL", "2")
 
-from dev.data.common import PACKED, blocks_of, encode_texts, library, lines_of, load_tokenizer, run, write_vocabulary
+from dev.data import common
 from dev.data.shards import ShardWriter, load_texts
 from device.errors import UserError, first_line
 from llmc.data.tokenizer import END_OF_TEXT, MOST_TOKENS, Tokenizer, without_surrogates
@@ -57,8 +57,8 @@ vocabulary = limited(whole_number, ((lambda n: 257 <= n < MOST_TOKENS), f"be fro
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(description="Make a dataset of files and folders of text.")
     add = parser.add_argument
-    add("paths", metavar="PATH", nargs="+", help=f"a file or folder of {' '.join(KINDS)}, also with {' '.join(PACKED)};"
-        " what datasets saved to disk; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
+    add("paths", metavar="PATH", nargs="+", help=f"a file or folder of {' '.join(KINDS)}, also packed as"
+        f" {' '.join(common.PACKED)}; what datasets saved; OWNER/NAME[:CONFIG] of the Hugging Face hub")  # fmt: skip
     add("-o", "--out", metavar="PREFIX", type=a_path, required=True, help="such as data/mine")
     tokenizers = parser.add_mutually_exclusive_group()
     tokenizers.add_argument("--tokenizer", metavar="NAME|FILE", default="gpt2", help="or bytes, .json, .bin (gpt2)")
@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
 def suffix_of(path: str) -> tuple[str, str]:
     """The suffix of a file's name, or "none", and the one that says how it is packed, or ""."""
     stem, last = os.path.splitext(path.lower())
-    return (os.path.splitext(stem)[1] or "none", last) if last in PACKED else (last or "none", "")
+    return (os.path.splitext(stem)[1] or "none", last) if last in common.PACKED else (last or "none", "")
 
 
 def find_files(args: argparse.Namespace, skipped: Counter) -> list[File]:
@@ -115,20 +115,20 @@ def find_files(args: argparse.Namespace, skipped: Counter) -> list[File]:
 def records_of(path: str, kind: str, fields: tuple[str, ...], blocks: Callable[[], Iterator[str]]) -> Iterator[Any]:
     """The records of a file. Raises what Python's modules and datasets do where it is damaged."""
     if kind in ("parquet", "arrow"):
-        datasets = library("datasets", path)
+        datasets = common.library("datasets", path)
         rows = datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True)
         check_fields(path, fields, rows.column_names)
         yield from rows.select_columns(list(fields))
     elif kind in (",", "\t"):
-        csv.field_size_limit(sys.maxsize)
-        for record in csv.DictReader(lines_of(blocks()), delimiter=kind, strict=True):
+        csv.field_size_limit(common.LONGEST)
+        for record in csv.DictReader(common.lines_of(path, blocks()), delimiter=kind, strict=True):
             if None in record or None in record.values():
                 raise ValueError("not as many fields as the first line names")
             yield record
     elif kind == "list" and next(filter(None, map(str.lstrip, blocks())), "")[:1] == "[":
-        yield from json.loads("".join(blocks()))
+        yield from json.loads(common.bounded(path, blocks()))
     else:
-        yield from map(json.loads, filter(str.strip, lines_of(blocks())))
+        yield from map(json.loads, filter(str.strip, common.lines_of(path, blocks())))
 
 
 def check_fields(path: str, fields: tuple[str, ...], names: Iterable[str]) -> None:
@@ -138,7 +138,7 @@ def check_fields(path: str, fields: tuple[str, ...], names: Iterable[str]) -> No
 
 def texts_of(path: str, kind: str, fields: tuple[str, ...], encoding: str) -> Iterator[Iterable[str]]:
     """The texts in a file, each in blocks. Raises UserError where a record has none."""
-    blocks = partial(blocks_of, path, encoding, "name the encoding of all files with --encoding")
+    blocks = partial(common.blocks_of, path, encoding, "name the encoding of all files with --encoding")
     if kind == "text":
         yield blocks()
         return
@@ -190,7 +190,7 @@ def read(args: argparse.Namespace, files: list[File], work: Path) -> Any:
     longest = args.longest or min(100_000, max(1000, sum(size for _, _, size, _ in files) // 50))
     what = {"files": files, "fields": tuple(args.field), "encoding": args.encoding, "longest": longest}
     try:
-        datasets = library("datasets", "all but plain text with --tokenizer bytes")
+        datasets = common.library("datasets", "all but plain text with --tokenizer bytes")
     except UserError:
         if args.tokenizer != "bytes" or args.train_tokenizer or {kind for _, kind, *_ in files} != {"text"}:
             raise
@@ -218,7 +218,7 @@ def for_validation(hashes: np.ndarray, sizes: np.ndarray, share: float, least: i
 def learn(size: int, rows: Any) -> str:
     """A tokenizer.json: byte-level BPE as GPT-2's (Radford et al., 2019), learned from texts. Raises UserError if too
     few pairs occur twice."""
-    tokenizers = library("tokenizers", "--train-tokenizer")
+    tokenizers = common.library("tokenizers", "--train-tokenizer")
     learned = tokenizers.Tokenizer(tokenizers.models.BPE())
     learned.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learned.decoder = tokenizers.decoders.ByteLevel()
@@ -242,7 +242,7 @@ def tokenizer_at(path: str) -> tuple[Tokenizer, re.Pattern]:
 def encode(batch: dict[str, list], path: str, special: bool) -> dict[str, list]:
     """The tokens of texts, how many they are, and the first name of a special token in each text, or ""."""
     tokenizer, names = tokenizer_at(path)
-    ids = [np.array(tokens, np.uint32) for tokens in encode_texts(tokenizer, batch["text"], 1, special)]
+    ids = [np.array(tokens, np.uint32) for tokens in common.encode_texts(tokenizer, batch["text"], 1, special)]
     return {"ids": ids, "count": list(map(len, ids)), "special": [(names.search(t) or [""])[0] for t in batch["text"]]}
 
 
@@ -280,7 +280,7 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
             some = (high < 2.0**64 * LEARNED / sizes.sum()) & ~for_validation(high, sizes, args.val, 16 * LEAST)
             with replacing(source) as file:
                 file.write(learn(args.train_tokenizer, rows.select(kept[some])).encode())
-        write_vocabulary(prefix, given or Tokenizer.load(source), Path(args.tokenizer))
+        common.write_vocabulary(prefix, given or Tokenizer.load(source), Path(args.tokenizer))
     path = str(source if source.is_file() else binary)
     done = encode_all(rows, kept, args.workers, prefix.parent, path=path, special=args.special_tokens)
     tokens, vocab_size = np.array(done["count"][:]), tokenizer_at(path)[0].vocab_size
@@ -303,7 +303,7 @@ def main() -> None:
     files = find_files(args, skipped)
     if not files:
         raise UserError(f"{args.paths[0]}: no text there; skipped {dict(skipped)}: --suffix .x reads files as text")
-    given = None if args.train_tokenizer else load_tokenizer(args.tokenizer)
+    given = None if args.train_tokenizer else common.load_tokenizer(args.tokenizer)
     lock = Lock(work / "lock", work, "-o", make=True)
     options = {name: value for name, value in vars(args).items() if name not in ("workers", "out")}
     known = [Path(name).read_bytes() for name in (__file__, args.tokenizer) if os.path.isfile(name)]
@@ -347,4 +347,4 @@ if __name__ == "__main__":
     os.register_at_fork(after_in_child=lambda: (signal.signal(signal.SIGINT, signal.SIG_IGN), kill()))
     said = b"\ninterrupted; run the same command again to go on\n"
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, said), os._exit(1)))
-    run(main)
+    common.run(main)

@@ -1,22 +1,24 @@
 """Our models as Hugging Face's transformers names, lays out and describes them: what is common to all of them. What is
 a model's own stands in its file beside this one; family.py says how. And the tokenizer that goes along with a .bin."""
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
+from dev.foreign import try_tokenizer
 from dev.hf.family import Family
 from device.errors import UserError
+from llmc.data import tokenizer
 from llmc.data.tokenizer import Tokenizer, tokenizer_files, write_tokenizer
 from llmc.files.files import replacing
 from llmc.model.tensors import Config
 
 SAVE_AGAIN = "save the model again with save_pretrained"
+read_json = partial(tokenizer.read_json, remedy=SAVE_AGAIN)
 
 
 @cache
@@ -74,17 +76,6 @@ def config_json(config: Config, eot: int | None = None, bos: int | None = None, 
     return common | {"model_type": family.TYPE} | family.config_json(config)
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises UserError where there is none."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object; {SAVE_AGAIN}")
-    return content
-
-
 def end_tokens(model: Path) -> set[int]:
     """The tokens that end a text as the generation_config.json beside a .bin names them, else its config.json; none if
     there are no such files. Raises UserError if one names something else."""
@@ -99,24 +90,31 @@ def end_tokens(model: Path) -> set[int]:
     return set()
 
 
-def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> None:
+def take_tokenizer_along(found: Path, model: Path, vocab_size: int) -> set[Path]:
     """Writes a tokenizer's files, and those that belong to it, beside the model, with the names that generate.py looks
-    for. A .json is written as a .bin, too; where that cannot be done, stderr says why. If the tokenizer itself is
-    missing, the others go along without it."""
-    for name, content in tokenizer_files(found, f"{model.stem}_").items():
-        beside = model.with_name(name)
-        with replacing(beside) as file:
-            file.write(content)
-        print(f"wrote {beside}")
-    if found.suffix == ".bin" or not found.is_file():
-        return
-    binary = model.with_name(f"{model.stem}_tokenizer.bin")
+    for. A .json is tried first, and written as a .bin, too; where that cannot be done, stderr says why. If it cannot be
+    used, or is missing, the others go along without it. Returns the files that it wrote."""
+    files = {model.with_name(name): data for name, data in tokenizer_files(found, f"{model.stem}_").items()}
+    own, binary = (model.with_name(f"{model.stem}_tokenizer{suffix}") for suffix in (".json", ".bin"))
     try:
-        tokenizer = Tokenizer.load(found)
-        if not tokenizer.fits(vocab_size, own=True):
-            raise UserError(f"{found} has {tokenizer.vocab_size} tokens and the model {vocab_size}")
-        tokenizer.say_rows(found, vocab_size)
-        write_tokenizer(binary, tokenizer.tokens[:vocab_size], tokenizer.eot)
+        try_tokenizer(found)
+    except UserError as error:
+        print(f"no {own}: {error}", file=sys.stderr)
+        del files[own]
+    for path, content in files.items():
+        with replacing(path) as file:
+            file.write(content)
+        print(f"wrote {path}")
+    if found.suffix == ".bin" or own not in files:
+        return set(files)
+    try:
+        read = Tokenizer.load(found)
+        if not read.fits(vocab_size, own=True):
+            raise UserError(f"{found} has {read.vocab_size} tokens and the model {vocab_size}")
+        read.say_rows(found, vocab_size)
+        write_tokenizer(binary, read.tokens[:vocab_size], read.eot)
         print(f"wrote {binary}")
+        return {*files, binary}
     except UserError as error:
         print(f"no {binary}: {error}", file=sys.stderr)
+        return set(files)

@@ -20,6 +20,7 @@ from pathlib import Path
 if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from dev.foreign import try_tokenizer
 from dev.hf.common import config_json, named_tensors, read_json, take_tokenizer_along
 from dev.scripts import NEEDED, find_model, kind_of
 from device.errors import UserError
@@ -53,7 +54,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
 
     letters = byte_letters()
     spell = lambda token: "".join(letters[byte] for byte in token)  # noqa: E731
-    ranks = {token: rank for rank, token in enumerate(tokenizer.tokens) if rank != tokenizer.eot}
+    ranks = tokenizer.ranks
     pairs = [merged_from(token, ranks) for token in ranks if len(token) > 1]
     merges = [tuple(map(spell, pair)) for pair in pairs if all(part in ranks for part in pair)]
     vocab = {spell(token): rank for token, rank in ranks.items()} | {END_OF_TEXT: tokenizer.eot}
@@ -89,8 +90,11 @@ def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Pa
         print(f"no tokenizer is written: none is beside {model}; name its file with --tokenizer", file=sys.stderr)
     for path in [given] if given else [path for path in found if path.suffix == ".json"] or found:
         try:
+            if given:
+                try_tokenizer(path)
             tokenizer = Tokenizer.load(path)
-            if tokenizer.fits(vocab_size, own=path in own):
+            encodes = path.suffix == ".json" or tokenizer.ranks
+            if encodes and tokenizer.fits(vocab_size, own=path in own):
                 return path, tokenizer
             raise UserError(
                 f"{path} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: use the model's own tokenizer"

@@ -12,8 +12,12 @@ A Mistral whose attention has no sliding window is imported as the Llama that it
 
 Weights of 16 or 64 bits become fp32. They go into the new file one tensor at a time, so a model may be larger than the
 memory. A tokenizer.json goes along: as model_tokenizer.json beside the model, and as model_tokenizer.bin, which shows
-text without the tokenizers library. So do the files that an export gives back, such as generation_config.json, which
-names the tokens that end a text, and the chat template.
+text without the tokenizers library. transformers makes one of vocab.json with merges.txt, or of tokenizer.model. The
+files that an export gives back go along, too, such as generation_config.json, which names the tokens that end a text,
+and the chat template. Files of the model that was there before are removed.
+
+A process that may take 4 GiB of memory and a minute tries the tokenizer first. If it fails there, it is left out.
+Nothing bounds what a tokenizer takes later, for example for a prompt of generate.py.
 
 All but the number of heads of a GPT-2 can be seen in the tensors themselves. Where no config.json says it, --heads
 does; without either the import takes heads to be 64 channels wide, as in all four of GPT-2's sizes, and says so.
@@ -22,13 +26,16 @@ does; without either the import takes heads to be 64 channels wide, as in all fo
 import errno
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 if not __package__:  # run as a program: look in the repository, not in dev/hf/, whose modules could hide others
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from dev.foreign import try_tokenizer
 from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read_json, take_tokenizer_along
 from dev.hf.family import Family, Settings
 from dev.scripts import kind_of_magic
@@ -54,6 +61,8 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+")  # what DistributedDataParallel and torch.compile put before a name
 ADAPTER = "adapter_config.json"
+OLDER = ("tokenizer.model", "vocab.json", "merges.txt")  # from before there was tokenizer.json
+TEMPLATES = "additional_chat_templates"  # a folder
 HEAD = "lm_head.weight"
 BELOW = ("*", "snapshots/*", "*/snapshots/*")  # where a model lies in a Trainer's output and in the hub's cache
 
@@ -109,6 +118,9 @@ def indexed_files(index: Path) -> list[str]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index}: it has no weight_map, which says which file holds which tensor; {SAVE_AGAIN}")
+    for name in names.values():
+        if not re.fullmatch(r"[\w.-]{1,240}\.safetensors", name, re.ASCII):
+            raise UserError(f"{index}: {name[:80]!r} is no name of a safetensors file beside it; {SAVE_AGAIN}")
     return sorted(set(names.values()))
 
 
@@ -259,6 +271,42 @@ def write_model(path: Path, config: Config, tensors: dict[str, object]) -> list[
     return nonfinite
 
 
+def files_of(place: Path) -> set[str]:
+    """The names of the files that an import may write beside the model."""
+    names = {name for name in ("tokenizer.json", *NEIGHBOURS) if (place / name).is_file()}
+    with_tokenizer = "tokenizer.json" in names or any((place / name).is_file() for name in OLDER)
+    return names | ({"tokenizer.json", "tokenizer.bin"} if with_tokenizer else set())
+
+
+def files_beside(model: Path) -> set[Path]:
+    """The files that are there and would be taken for the model's tokenizer, or for what belongs to it."""
+    places = (model.with_name(f"{model.stem}_{name}") for name in ("tokenizer.json", "tokenizer.bin", *NEIGHBOURS))
+    return {path for path in places if path.is_file()}
+
+
+def import_tokenizer(place: Path, model: Path, vocab_size: int) -> set[Path]:
+    """Writes the tokenizer of a model's directory beside the model, and what belongs to it. transformers makes a
+    tokenizer.json of OLDER files. Returns the files that it wrote. Says in a line what it leaves out."""
+    if (place / TEMPLATES).is_dir():
+        names = ", ".join(sorted(path.name for path in (place / TEMPLATES).iterdir()))
+        print(f"{place / TEMPLATES}: left out, an export will not have them: {names}", file=sys.stderr)
+    found = place / "tokenizer.json"
+    older = [name for name in OLDER if (place / name).is_file()]
+    if found.is_file() or not older:
+        return take_tokenizer_along(found, model, vocab_size)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / found.name
+        for name in NEIGHBOURS:
+            if (place / name).is_file():
+                shutil.copy(place / name, folder)
+        try:
+            try_tokenizer(place, made)
+            print(f"{place}: transformers has made a tokenizer.json of {' and '.join(older)}")
+        except UserError as error:
+            print(f"no tokenizer: {error}", file=sys.stderr)
+        return take_tokenizer_along(made, model, vocab_size)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser(description="Turn a model of transformers into a model .bin.")
     what = "a directory with config.json and safetensors, such a file, or a model's name at Hugging Face"
@@ -273,7 +321,8 @@ def main(arguments: list[str] | None = None) -> None:
     place, named = Path(args.source), not os.path.lexists(args.source) and NAME.fullmatch(args.source)
     if named:
         print(f"fetching {args.source} from Hugging Face", flush=True)
-        place = fetch(args.source, [INDEX, ADAPTER, "tokenizer.json", *NEIGHBOURS])  # config.json is a neighbour
+        files = [INDEX, ADAPTER, "tokenizer.json", *NEIGHBOURS]  # config.json is a neighbour
+        place = fetch(args.source, [*files, *OLDER, f"{TEMPLATES}/*"])
     refuse_what_is_no_model(place)
     path = (place.parent if place.is_file() else place) / "config.json"
     settings = read_json(path) if path.is_file() else {}
@@ -297,6 +346,11 @@ def main(arguments: list[str] | None = None) -> None:
     config = family.read_config(Settings(args.source, settings, shapes, args.heads))
     config.check(args.source)
     check_tensors(args.source, config, tensors)
+    coming = {args.out.with_name(f"{args.out.stem}_{name}") for name in files_of(place)}
+    if (others := files_beside(args.out) - coming) and not os.path.lexists(args.out):
+        raise UserError(
+            f"{min(others)} would be taken for a file of {args.out}: remove it, or name another file with -o"
+        )
     rows = "; ".join(f"{name} {value}" for name, value in config.rows())
     print(
         f"importing {args.source}: {config.NAME}, {rows}; {config.vocab_size} tokens, sequences of "
@@ -314,7 +368,10 @@ def main(arguments: list[str] | None = None) -> None:
     if nonfinite:
         others = f" and in {len(nonfinite) - 1} other tensors" if nonfinite[1:] else ""
         print(f"{args.source}: weights are not finite (NaN or infinity) in {nonfinite[0]}{others}", file=sys.stderr)
-    take_tokenizer_along(place / "tokenizer.json", args.out, config.vocab_size)
+    written = import_tokenizer(place, args.out, config.vocab_size)
+    for path in files_beside(args.out) - written:  # of the model that was there
+        path.unlink()
+        print(f"removed {path}, a file of the model that {args.out} was before")
 
 
 if __name__ == "__main__":

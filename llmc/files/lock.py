@@ -78,6 +78,7 @@ def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
 
 def _release(file, path: Path, made: list[Path]) -> None:
     with suppress(OSError):
-        path.unlink()  # while it is locked, so that it is not the file of another run
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # not another run's, if somebody has removed ours
+            path.unlink()  # while it is locked
     file.close()
     remove_directories(made)

@@ -77,7 +77,7 @@ class Run:
         # Lock first, then look: the run that has the directory may be writing its last checkpoint.
         lock = lock_checkpoints(args.checkpoint_dir) if args.checkpoint_dir and ranks.rank() == 0 else None
         origin, flags = find_origin(kind, args)
-        text = find_text(flags, origin.source)
+        text = find_text(kind, flags, origin.source)
         collectives.start()  # after the checks that fail soon: gloo takes two seconds to import
         self.training, flags, state = build_training(kind, flags, text.tokenizer, origin)
         model, batch, losses = self.training.model, self.training.batch, self.training.acts.losses
@@ -96,7 +96,7 @@ class Run:
         recorded["model"] = flags.model if origin.checkpoint is None else origin.recorded.get("model")
         self.saver = Saver(self.training, self.settings, recorded, self.fingerprint(recorded, state), text.path, lock)
         self.saver.good = program.last_checkpoint = origin.checkpoint
-        self.validation.lowest = self.saver.lowest_loss(self.validation.measure())
+        self.validation.lowest = self.saver.lowest_loss(self.validation.measure)
         self.watch = Watch(self.training, self.batches, self.settings, state.get("skipped", 0) if state else 0)
         self.watch.begin(run_table(self, text.path, origin.checkpoint))
 
@@ -261,10 +261,10 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
     return Origin(checkpoint, recorded, None if random else model_path(checkpoint or flags.model)), flags
 
 
-def find_text(flags: Namespace, source: Path | None) -> Text:
+def find_text(kind: type[Model], flags: Namespace, source: Path | None) -> Text:
     """The tokenizer of the data. source: the model's file, if there is one. Raises UserError if the validation data has
     another tokenizer, or if other ranks have another one."""
-    path = find_tokenizer(flags.data, model=source)
+    path = find_tokenizer(flags.data, source, kind.Config.NAME)
     tokenizer = Tokenizer.load(path) if path else None
     seen = path and hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     ranks.check_same("the fingerprint of the tokenizer", seen, "have the data's tokenizer on all machines")

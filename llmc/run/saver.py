@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -37,12 +37,12 @@ class Saver:
         self.tokenizer = tokenizer_files(tokenizer, "model_") if tokenizer else {}
         self.saved_step, self.unsaved, self.good = settings.first_step, {}, None
 
-    def lowest_loss(self, measure: dict) -> float:
+    def lowest_loss(self, measure: Callable[[], dict]) -> float:
         """The validation loss of the checkpoint that --best has kept before this run was resumed; infinity if there is
-        none. measure: of which data and batches a loss is now."""
+        none. measure: says of which data and batches a loss is now."""
         if not self.settings.flags.best:
             return inf
-        return ranks.of_rank_0(lambda: kept_loss(self.settings.flags.checkpoint_dir, self.state["run"], measure))
+        return ranks.of_rank_0(lambda: kept_loss(self.settings.flags.checkpoint_dir, self.state["run"], measure()))
 
     def save(self, step: int, position: dict, guard: Guard) -> None:
         """Writes a checkpoint of the run as it was before `step`, if it has trained since the last one and has a
