@@ -31,9 +31,9 @@ from llmc.step.update import adamw_update
 import numpy as np
 
 # The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer, one that begins with L+1 a further part behind the last. The words: "fp32", in every precision;
-# "head", the classifier's weight; the name of an earlier tensor, whose memory this one takes over; "recomputed",
-# backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
+# precision; "head": the classifier's weight; "recomputed": backward computes it again; the name of an earlier tensor:
+# this one takes over its memory. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C"), "head"),             # token embedding, and the weight of the classifier
@@ -141,7 +141,7 @@ def gpt2_forward(model: Model, acts, batch) -> None:
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l, from acts.residual[l] and acts.ln, its norm, up to acts.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to acts.gelu: all that its backward pass reads."""
     params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -154,8 +154,8 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. That of the
-    classifier's weight, which is also wte, already has the loss's part.
+    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
+    the classifier's weight, which is also wte, already has the loss's part.
 
     Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. It goes
     from the last layer to the first. It recomputes the outputs of layernorm and GELU that a weight's gradient needs.
@@ -168,7 +168,7 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         dbias2=grads.layer[L - 1].fcprojb,
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # the layers share memory, which has another layer's activations
+        if acts.recompute:  # layers share memory, which holds another layer's activations by now
             layernorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
             gpt2_layer_forward(model, acts, batch, l)
         gpt2_layer_backward(model, acts, batch, l, accumulate)
@@ -177,7 +177,7 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
 
 def gpt2_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
     """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
-    gradients of the layer's parameters but for fcprojb, which norm l + 1 has added, and of fcprojb of layer l - 1."""
+    gradients of the layer's parameters. That of fcprojb norm l + 1 has added, so this adds that of layer l - 1."""
     params, grads, B, T, (_, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
     p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
 

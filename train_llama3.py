@@ -26,9 +26,9 @@ from train_gpt2_fp32 import train
 import numpy as np
 
 # The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer, one that begins with L+1 a further part behind the last. The words: "fp32", in every precision;
-# "head", the classifier's weight; the name of an earlier tensor, whose memory this one takes over; "recomputed",
-# backward computes it again. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
+# precision; "head": the classifier's weight; "recomputed": backward computes it again; the name of an earlier tensor:
+# this one takes over its memory. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C"), "head"),            # token embedding, and where `tied` the weight of the classifier
@@ -205,7 +205,7 @@ def llama3_forward(model: Model, acts, batch) -> None:
 
 
 def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l, from acts.residual[l] and acts.ln, its norm, up to acts.swiglu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to acts.swiglu: all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
@@ -220,8 +220,8 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. That of the
-    classifier's weight already has the loss's part.
+    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
+    the classifier's weight already has the loss's part.
 
     Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
     follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
@@ -235,7 +235,7 @@ def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None
         acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # the layers share memory, which has another layer's activations
+        if acts.recompute:  # layers share memory, which holds another layer's activations by now
             rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
             llama3_layer_forward(model, acts, batch, l)
         llama3_layer_backward(model, acts, batch, l, accumulate)

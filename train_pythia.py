@@ -28,9 +28,9 @@ from train_gpt2_fp32 import train
 import numpy as np
 
 # The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer, one that begins with L+1 a further part behind the last. The words: "fp32", in every precision;
-# "head", the classifier's weight; the name of an earlier tensor, whose memory this one takes over, and the tensor that
-# it follows there; "recomputed", backward computes it again. llmc/model/activations.py adds the tensors of attention.
+# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
+# precision; "head": the classifier's weight; "recomputed": backward computes it again; an earlier tensor's name: this
+# one takes over its memory, behind that of a second name. llmc/model/activations.py adds the tensors of attention.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
@@ -174,8 +174,8 @@ def pythia_forward(model: Model, acts, batch) -> None:
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Layer l, from acts.residual[l] and the outputs of the norms in front of it, acts.ln1 and, where there are two,
-    acts.ln2, up to acts.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and the outputs of its norms, acts.ln1 and, if there are two, acts.ln2, up to
+    acts.gelu: all that its backward pass reads."""
     config, params, B, T, (_, C, NH, HS, R) = model.config, model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -207,8 +207,8 @@ def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
 
 
 def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. That of the
-    classifier's weight already has the loss's part.
+    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
+    the classifier's weight already has the loss's part.
 
     Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
     follow in the reverse order of forward. The outputs of norms and GELU are recomputed, from what went into
@@ -223,7 +223,7 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
         branches=branches_before(model, acts, batch, L),
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # the layers share memory, which has another layer's activations
+        if acts.recompute:  # layers share memory, which holds another layer's activations by now
             parallel_residual_forward(
                 None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C, branches=[]
             )  # fmt: skip

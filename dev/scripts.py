@@ -38,7 +38,7 @@ def script_configs() -> dict[str, type]:
     """For each script by name the class of its model's sizes, also for a script that takes its model from another."""
     modules = {path.name: import_module(path.stem) for path in sorted(ROOT.glob("train_*.py"))}
     return {
-        name: next(each for each in vars(module).values() if isinstance(each, type) and hasattr(each, "PRESETS"))
+        name: next(each.Config for each in vars(module).values() if isinstance(each, type) and hasattr(each, "Config"))
         for name, module in modules.items()
     }
 

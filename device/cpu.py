@@ -187,7 +187,7 @@ class CpuDevice:
 
     def on(self, stream: Any):
         """A context: within it, work goes to this stream. `stream` is the present one. main_stream and side_stream are
-        a recording's; fetch_stream, update_stream and store_stream are for what passes through the device."""
+        a recording's; fetch_stream, update_stream and store_stream are for numbers that lie on the host."""
         return nullcontext()
 
     def mark(self, stream: Any) -> Any:

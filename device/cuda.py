@@ -48,8 +48,8 @@ class CudaDevice:
         self.opened: dict[str, int] = {}
         # Streams of our own, because the default stream cannot be captured into a graph. The main stream has priority
         # over the side stream, because more work waits for it. The next two are for communication between GPUs: work
-        # for which other ranks wait comes first of all, and the rest when there is room. With the last three, numbers
-        # of the host pass through the GPU, and are changed on their way.
+        # for which other ranks wait comes first of all, and the rest when there is room. The last three
+        # fetch, update and store numbers that lie on the host.
         self.main_stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.side_stream = cupy.cuda.Stream(non_blocking=True)
         self.urgent_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)
@@ -87,8 +87,10 @@ class CudaDevice:
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
     def large_pinned(self, shape, dtype=np.float32) -> np.ndarray:
-        size, register = int(np.prod(shape)) * np.dtype(dtype).itemsize, self.cupy.cuda.runtime.hostRegister
-        memory = page_locked(size, self.identity, lambda address, size: register(address, size, 0))
+        size, runtime = int(np.prod(shape)) * np.dtype(dtype).itemsize, self.cupy.cuda.runtime
+        memory = page_locked(
+            size, self.identity, lambda address, size: runtime.hostRegister(address, size, 0), runtime.hostUnregister
+        )
         return memory.view(dtype).reshape(shape)
 
     def copy_in(self, dst, src: np.ndarray) -> None:

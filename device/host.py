@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from weakref import finalize
 
 from device.cpu import host_memory
 from device.errors import UserError, first_line
@@ -19,9 +20,12 @@ import numpy as np
 STRETCH = 1 << 28  # bytes that a thread touches at a time
 
 
-def page_locked(size: int, identity: str, lock: Callable[[int, int], None]) -> np.ndarray:
+def page_locked(
+    size: int, identity: str, lock: Callable[[int, int], None], unlock: Callable[[int], None]
+) -> np.ndarray:  # fmt: skip
     """Page-locked memory of zeros, uint8 (size,), on the NUMA node of a GPU, where the system says which that is.
-    identity: of the GPU, as CudaDevice has it. lock(address, size): page-locks memory that is there.
+    identity: of the GPU, as CudaDevice has it. lock(address, size): page-locks memory that is there. unlock(address):
+    undoes this, before the memory goes back to the system; at the end of the process the system does it.
 
     Threads touch all pages first, in parallel. CUDA alone would do that one page after another, which takes many times
     as long. A page lies on the node of the thread that touches it first.
@@ -42,11 +46,12 @@ def page_locked(size: int, identity: str, lock: Callable[[int, int], None]) -> n
             return start + STRETCH
 
         with ThreadPoolExecutor(min(32, len(cpus)), initializer=stay_on, initargs=(cpus,)) as pool, telling(
-            lambda: f"page-locked memory: {done >> 30} of {size / 2**30:.1f} GiB are there"
+            lambda: f"page-locked memory: {done >> 30} of {size / 2**30:.1f} GiB are ready"
         ):
             for end in pool.map(touch, range(0, size, STRETCH)):
                 done = min(end, size)
             lock(array.ctypes.data, size)
+            finalize(array, unlock, array.ctypes.data).atexit = False
     except (OSError, RuntimeError) as error:  # of the system, or of CUDA
         raise UserError(
             f"--offload: this machine refuses {size >> 20} MiB of page-locked memory ({first_line(error)}); "

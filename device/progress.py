@@ -17,7 +17,7 @@ def quiet() -> bool:
 
 @contextmanager
 def telling(how_far: Callable[[], str]) -> Iterator[None]:
-    """Within it something is done that may take long. how_far: what a line says, but for the seconds."""
+    """Within it work runs that may take long. how_far: the text of a line, without the seconds."""
     over, begun = threading.Event(), time.monotonic()
 
     def tell() -> None:

@@ -10,8 +10,8 @@ constexpr float LARGEST = 1.8446743e19f;  // its square is just finite
 // the square of a gradient would not be finite, its thread leaves its parameters as they are and sets norm[3] = 1.
 // The host computes complement = 1 - beta and correction = 1 - beta^t in double precision. In fp32 the difference
 // 1 - 0.999 would be off by 1e-5 of itself.
-// rounded: the copy in bf16, or null. rates: lr, correction1 and correction2, where a step that is replayed would have
-// those of another step as arguments; or null.
+// rounded: the copy in bf16, or null. rates: lr, correction1 and correction2, for a launch that is replayed in later
+// steps with the same arguments; or null.
 extern "C" __global__ void adamw_kernel(float* params, bf16* rounded, const float* grads, float* m, float* v,
                                         float* norm, const float* rates, size_t n, float lr, float beta1,
                                         float beta2, float complement1, float complement2, float correction1,

@@ -18,7 +18,7 @@ def adamw(
     norm (4) comes from global_norm. norm[1] multiplies every gradient; if it is NaN, nothing changes. If the square of
     a gradient is not finite, the parameters of its thread (four of them on a GPU) stay as they are in params and in
     rounded, and norm[3] becomes 1. t counts steps from 1. rates (3): on the device lr and the corrections
-    1 - beta1^t and 1 - beta2^t, which then count in place of lr and t; None: they do not.
+    1 - beta1^t and 1 - beta2^t, which replace lr and t; or None.
     """
     block = 256  # on an H200 64 to 512 take as long, 1024 18% longer
     scalars = (lr, beta1, beta2, 1.0 - beta1, 1.0 - beta2, 1.0 - beta1**t, 1.0 - beta2**t, eps, weight_decay)

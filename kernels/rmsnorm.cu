@@ -14,10 +14,10 @@
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
 // The block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with several warps for one long
-// row. A thread has loads of 32 numbers in flight. Shared memory: C floats, rounded up to a multiple of WIDTH, for each
-// row; a thread reads only what it wrote itself. x = inp1, or, if inp2 is given, x = residual = inp1 + inp2. Writes out
-// (N,C), rstd (N) and, if inp2 is given, residual (N,C). rstd and out are computed from x as it is stored, rounded in
-// bf16, because backward reads the stored x. The weight is a parameter, whose address need not be a multiple of 16.
+// row. A thread has loads of 16 numbers of each input in flight. Shared memory: C floats, rounded up to a multiple of
+// WIDTH, for each row; a thread reads only what it wrote itself. x = inp1, or, if inp2 is given, x = residual = inp1 +
+// inp2. Writes out (N,C), rstd (N) and, if inp2 is given, residual (N,C). rstd and out are computed from the stored x,
+// rounded in bf16, because backward reads it. The weight is a parameter, whose address need not be a multiple of 16.
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(floatX* __restrict__ residual, floatX* __restrict__ out,
                                                                float* __restrict__ rstd,
                                                                const floatX* __restrict__ inp1,

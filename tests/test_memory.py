@@ -3,8 +3,11 @@
 import re
 
 import device
+from conftest import refusal
 from device.errors import UserError
 from llmc.data.batches import Batches
+from llmc.files.checkpoint import write_model
+from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.run.arguments import parse_arguments
 from llmc.run.dry_run import dry_run
@@ -72,12 +75,26 @@ def test_a_model_that_does_not_fit_is_told_which_flags_would_make_it_fit(dev, mo
     config, attention = ONE_OF_EACH[0]
     sizes = {flags: sum(training_sizes(GPT2, config, Plan(8, 32, attention, **changes)).values())
              for flags, changes in memory.SAVING.items()}  # fmt: skip
+    monkeypatch.setattr(memory, "BESIDE", 0)
     monkeypatch.setattr(dev.current.device, "memory", lambda: (sizes["--recompute"], 64 * GIB))
     with pytest.raises(UserError) as caught:
         make_training(GPT2, config, 8, 32, attention, logit_rows=0)
     said = str(caught.value)
     assert "or -b 8 --recompute" in said and re.search(r"at most -b [1-7] or ", said)
-    assert ("--offload" in said) == (dev.kind == "cuda")
+    assert "--offload" not in said  # its buffers alone take more
+
+
+def test_on_a_gpu_what_would_fit_leaves_room_for_kernels_and_goes_with_what_the_host_has(monkeypatch):
+    device.use("cpu")
+    config, attention = ONE_OF_EACH[0]
+    state = sum(memory.state_sizes(config, None).values())
+    fitting = sum(training_sizes(GPT2, config, Plan(2, 32, attention, offload=True)).values())
+    monkeypatch.setattr(device.current.device, "memory", lambda: (fitting + memory.BESIDE, 64 * GIB), raising=False)
+    monkeypatch.setattr(device.current.device, "kind", "cuda", raising=False)
+    for free, named in (state, True), (state - 1, False):
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        said = refusal(make_training, GPT2, config, 1 << 20, 32, attention, logit_rows=0)
+        assert ("-b 2 --offload" in said) == ("--offload" in said) == named
 
 
 def run(capsys, *flags: str) -> str:
@@ -98,6 +115,37 @@ def test_a_dry_run_says_what_is_taken_where_and_what_fits(capsys):
     assert number["-b, no flag"].startswith("none") and not number["-b, --offload"].startswith("none")
 
 
+def test_a_dry_run_takes_all_flags_and_models_that_a_run_takes(capsys, tmp_path):
+    plain, bitwise = (run(capsys, "-e", "d12", *flags) for flags in ([], ["--bitwise"]))
+    assert "| sums of batches       | 475 MiB " in bitwise and "sums of batches" not in plain
+    assert "on the host" not in plain and "for one GPU" not in plain
+    assert "the table is for one GPU: of several" in run(capsys, "-e", "d12", "--gpus", "2")
+    config = GPT2.Config.described("layers=1,heads=1,channels=16", vocab_size=300)
+    folder = tmp_path / "run" / "step_00000002"
+    folder.mkdir(parents=True)
+    write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+    for model in folder / "model.bin", folder:
+        assert "| vocabulary            | 300 " in run(capsys, "-e", str(model), "-t", "64")
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["-e", "d12", "-t", "2048"], "-t 2048 is above the model's longest sequence, 1024: lower -t"),
+    (["-e", "tiny", "-a", "flash"], "-a flash takes heads of 64 or 128 channels, this model's have 32: use -a softmax"),
+    (["-e", "d12", "-a", "flash", "--precision", "fp32"], "-a flash computes in TF32 or bf16: leave"),
+    (["-e", "d12", "--dropout", "0.1"], "--dropout 0.1: GPT-2 trains without dropout"),
+    (["-e", "d12", "-d", "5000"], "-d 5000 is not a multiple of B*T = 4096"),
+    (["--checkpoint-dir", "run", "-y", "1"], "--dry-run does not read a checkpoint's flags: leave -y out"),
+], ids=str)  # fmt: skip
+def test_a_dry_run_refuses_what_a_run_refuses_and_to_resume(capsys, flags, said):
+    with pytest.raises(UserError, match="^" + re.escape(said)):
+        run(capsys, *flags)
+
+
+def test_memory_is_of_a_dry_run_alone():
+    with pytest.raises(UserError, match="--memory is the amount for which --dry-run computes"):
+        parse_arguments(GPT2.Config, ["--memory", "24GiB"])
+
+
 def test_without_a_gpu_and_without_memory_given_it_says_what_would_tell_more(capsys):
     out = run(capsys, "-e", "d12")
     assert out.endswith("--memory 24GiB would say what fits\n") and "fits into" not in out
@@ -110,8 +158,10 @@ def test_an_amount_of_memory_without_a_unit_is_refused(size, capsys):
     assert f"{size} must be an amount of memory" in capsys.readouterr().err or size.startswith("-")
 
 
+@pytest.mark.long
 def test_a_gpu_has_less_memory_by_what_the_table_says(dev):
-    """After CUDA's context, kernels and cuBLAS's workspaces, which a small model has brought there."""
+    """After CUDA's context, kernels and cuBLAS's workspaces, which a small model has brought there. No other process
+    may use the GPU meanwhile."""
     if dev.kind != "cuda":
         pytest.skip("no GPU")
     tiny, config = GPT2.Config.described("tiny"), GPT2.Config.described("d6")

@@ -26,6 +26,7 @@ from llmc.model.tensors import (
     without,
 )
 from llmc.model.weights import model_for_inference, randomize
+from llmc.step import memory
 from llmc.step.generation import Writer, print_sample
 from llmc.step.memory import Plan, training_sizes
 from llmc.step.sampler import Sampler
@@ -309,6 +310,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
     def no_allocation(*args):
         raise AssertionError("allocated")
 
+    monkeypatch.setattr(memory, "BESIDE", 0)
     monkeypatch.setattr(dev.current.device, "memory", lambda: (5 << 20, 64 << 30))
     for name in ("empty", "asarray"):
         monkeypatch.setattr(dev.current.device, name, no_allocation)

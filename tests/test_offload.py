@@ -2,6 +2,7 @@
 that is recorded. All bits are those of a run that keeps it on the device. tests/test_happens_before.py has the order of
 what several streams do with it."""
 
+import ctypes
 import os
 import re
 import signal
@@ -338,13 +339,23 @@ def test_a_host_that_has_too_little_memory_is_told_in_one_line(monkeypatch):
     assert all("of 2 ranks, and" in one for one in Threads(2, monkeypatch).run(of_rank))
 
 
-def test_pages_are_touched_on_all_threads_and_locked_once(monkeypatch):
-    locked = []
+def test_pages_are_touched_on_all_threads_locked_once_and_unlocked_before_they_go(monkeypatch):
+    locked, unlocked = [], []
     monkeypatch.setattr(host, "STRETCH", 1 << 16)
-    array = host.page_locked(1_000_001, "no:such:gpu", lambda address, size: locked.append((address, size)))
-    assert array.shape == (1_000_001,) and not array.any() and array.flags.writeable
-    assert locked == [(array.ctypes.data, 1_000_001)]
-    assert host.page_locked(0, "", lambda address, size: 1 / 0).size == 0
+
+    def unlock(address: int) -> None:
+        unlocked.append((address, ctypes.string_at(address, 2)))  # the memory is still there
+
+    array = host.page_locked(1_000_004, "no:such:gpu", lambda address, size: locked.append((address, size)), unlock)
+    assert array.shape == (1_000_004,) and not array.any() and array.flags.writeable
+    assert locked == [(array.ctypes.data, 1_000_004)]
+    array[:2] = 1, 2
+    part = array.view(np.float32).reshape(-1, 1)[7:]
+    del array
+    assert unlocked == []
+    del part
+    assert unlocked == [(locked[0][0], b"\1\2")]
+    assert host.page_locked(0, "", lambda address, size: 1 / 0, unlock).size == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("cudaErrorMemoryAllocation: out of memory"),
@@ -355,20 +366,21 @@ def test_a_machine_that_refuses_page_locked_memory_is_told_in_one_line(error, mo
 
     monkeypatch.setattr(host, "free_memory", lambda: 3 << 30)
     monkeypatch.setattr(host, "locked_limit", lambda: "64 KiB")
-    assert refusal(host.page_locked, 5 << 20, "0:1:0", refuse) == (
+    assert refusal(host.page_locked, 5 << 20, "0:1:0", refuse, None) == (
         f"--offload: this machine refuses 5 MiB of page-locked memory ({error}); 3072 MiB are free, and ulimit -l is "
         "64 KiB: raise the limit, or leave --offload out"
     )
-    assert "refuses 4398046511104 MiB" in refusal(host.page_locked, 1 << 62, "0:1:0", refuse)  # no such address space
+    huge = refusal(host.page_locked, 1 << 62, "0:1:0", refuse, None)  # there is no such address space
+    assert "refuses 4398046511104 MiB" in huge
 
 
 def test_a_line_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setenv("LLMC_QUIET", "0")
     monkeypatch.setattr(progress, "PATIENCE", 0.01)
     monkeypatch.setattr(progress, "INTERVAL", 0.01)
-    host.page_locked(1 << 20, "0:1:0", lambda address, size: time.sleep(0.1))
+    host.page_locked(1 << 20, "0:1:0", lambda address, size: time.sleep(0.1), lambda address: None)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 1 and set(lines) == {"page-locked memory: 0 of 0.0 GiB are there after 0 s"}
+    assert len(lines) > 1 and set(lines) == {"page-locked memory: 0 of 0.0 GiB are ready after 0 s"}
 
 
 def test_memory_lies_on_the_gpus_node(monkeypatch):

@@ -362,7 +362,7 @@ VALUES = [
     (["-e", "nonsense"], r"nonsense: no such file or directory; .*-e d12"),
     (["-e", "layers=2,heads=3"], r"-e layers=2,heads=3: channels=… is missing; .*channels=768"),
     (["-e", "."], r"\.: neither a model.bin nor a checkpoint in it; name a .bin or a --checkpoint-dir"),
-    (["-b", "1000000000000"], r"needs \d+ MiB of memory, .*at most -b \d+ or -b \d+ --recompute fits"),
+    (["-b", "1000000000000"], r"needs \d+ MiB of memory, .*at most -b \d+ or -b \d+ --recompute( or .*)? fits"),
     (["-a", "flash"], r"-a flash takes heads of 64 or 128 channels, this model's have 16: use -a softmax"),
     (["-o", "."], r"\.: cannot be written .*\(-o\)"),
     (["-n", "5"], r"-y, -n and --best need.*--checkpoint-dir"),

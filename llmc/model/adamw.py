@@ -37,8 +37,8 @@ class AdamW:
     master (length,)      in bf16 the parameters as AdamW updates them, fp32. It is needed because learning rates are so
                           small that most bf16 parameters would never change. In fp32 None.
     first                 the place of the shard's first parameter among all of them
-    offload               with `--offload` m, v and master lie in page-locked memory of the host, and this has what it
-                          takes to update them. Else None
+    offload               with `--offload`: m, v and master lie in page-locked memory of the host, and pass through this
+                          for their updates. Else None
     norm (4,)             the norm of the gradients; the factor that clips them; how many steps were not finite; and
                           whether a parameter of this rank was left out (kernels/adamw.py), which the next step tells
                           all ranks
@@ -78,7 +78,7 @@ class AdamW:
         ]
 
     def pass_through(self, model: Model, wanted: list[Range]) -> None:
-        """Does the same with `offload`, for the step for which offload.set_rates was called."""
+        """The same with `--offload`, with the rates that offload.set_rates has set."""
         pieces = self.pieces(model, wanted)
 
         def work(_) -> None:

@@ -1,8 +1,8 @@
 """AdamW's state on the host, and how it passes through the GPU (`--offload`).
 
 It passes in pieces of PIECE bytes, through two buffers. While one piece is updated and stored, the next one is fetched
-into the other buffer. Fetches, updates and stores have a stream each, so bytes move in both directions at a time. A
-large tensor has many pieces, and small tensors share one.
+into the other buffer. Fetches, updates and stores have a stream each, so bytes move in both directions at the same
+time. A large tensor has many pieces, and small tensors share one.
 
 Updates may begin once the norm of all gradients is known. They run beside the next step's forward pass if this follows
 a plan (llmc/ranks/exchange.py), else at once.
@@ -17,9 +17,9 @@ import device
 
 import numpy as np
 
-# Of m, v and the master copy together. To copy a third of it takes 0.4 ms at 50 GB/s.
+# Bytes of m, v and the master copy together. To copy a third of them takes 0.4 ms at 50 GB/s.
 PIECE = 1 << 26
-VECTOR = 16  # numbers; a part begins at the same place modulo VECTOR in all buffers, so all are aligned alike
+VECTOR = 16  # numbers; a part begins at the same place modulo VECTOR in all buffers, so all arrays are aligned alike
 
 
 class Part(NamedTuple):
@@ -40,7 +40,7 @@ def buffer_bytes() -> int:
 
 
 class Offload:
-    """What passes through the GPU, and what that takes.
+    """AdamW's state on the host, and the buffers on the device through which it passes.
 
     arrays            m, v and, in bf16, the master copy of this rank's parameters, in page-locked memory of the host
     first             the place of the first of these among all parameters
@@ -48,7 +48,7 @@ class Offload:
     free              for each buffer, a mark behind the last store from it
     rates (3,)        on the device: a step's learning rate and its corrections of m and v (kernels/adamw.py)
     staged (2, 3)     the same on the host, for two steps in flight
-    pending           the ranges of the parameters whose last update is still to come
+    pending           the ranges of the parameters that still lack the last step's update
     """
 
     def __init__(self, arrays: list[np.ndarray], first: int):
@@ -88,10 +88,9 @@ class Offload:
         return pieces
 
     def pass_through(self, piece: Piece, update: Callable[..., None], number: int, count: int) -> None:
-        """Fetches a piece, calls update(start, end, decay, *arrays) for each of its parts, and stores the piece. It is
-        called in the work of device.communicate, once for each of `count` pieces in a row; `number` counts them from 0.
-        The stream of device.communicate then waits until the piece is updated. At the last piece it also waits until
-        all pieces are stored."""
+        """Fetches a piece, calls update(start, end, decay, *arrays) for each of its parts, and stores the piece. Call
+        it in the work of device.communicate, once for each of `count` pieces; `number` counts them from 0. The stream
+        of device.communicate then waits until the piece is updated, and after the last one until all are stored."""
         caller, fetches, updates, stores = device.stream, device.fetch_stream, device.update_stream, device.store_stream
         if number == 0:
             self.free = [device.mark(caller)] * 2

@@ -12,8 +12,8 @@ shard of the flat buffers and updates the parameters of this shard. The other ra
 forward reads first at the end of the update (`gather_first`), the rest beside the next step's forward pass. In a
 bitwise run every batch is summed by itself, in the order that one GPU would follow (`add_batch`).
 
-With `--offload` (llmc/model/offload.py) most updates are made beside the next step's forward pass, too: on a single
-rank and without -z each before the first launch that needs it, with -z each before its gather.
+With `--offload` (llmc/model/offload.py) most updates run beside the next step's forward pass, too. On a single rank and
+without -z, each comes before the first launch that needs it; with -z, each comes before its gather.
 
 GPUs with peer access do all this by copies, and by the kernels of kernels/exchange.cu, which slow the step down less
 than NCCL's kernels do. Other devices use llmc/ranks/collectives.py. All devices use it for the few numbers of the norm
@@ -62,7 +62,7 @@ def shards_of(n: int) -> list[Range]:
 
 
 def exchange_bytes(config: Config, B: int, T: int, bitwise: bool) -> dict[str, int]:
-    """The buffers that an Exchange allocates, all of fp32, by the name of what they hold, in bytes."""
+    """The bytes of each buffer that an Exchange allocates, by name. All hold fp32."""
     n, peers = num_parameters(config), collectives.peer_access()
     lengths = {"sums of batches": shard_length(n)} if bitwise else {}
     if peers and not bitwise:
@@ -154,8 +154,9 @@ class Exchange:
         return forward_backward
 
     def insertions(self, arguments: tuple[bool, bool, bool], launches: list[Launch]) -> list[Insertion]:
-        """What is done beside these launches of a batch that is the first, or the last, of its step: what ranks
-        exchange, and the updates that the step before has left to this batch, if it has."""
+        """The work that is done beside these launches of a batch: the exchange between ranks, and the updates that the
+        step before has left to this one. arguments: whether the batch is the first of its step, whether it is the last,
+        and whether there are such updates."""
         first, last, updates = arguments
         found: list[Insertion] = []
         if updates and not self.sharded:
@@ -263,7 +264,7 @@ class Exchange:
 
     def insertions_of_update(self, launches: list[Launch]) -> list[Insertion]:
         """With `--offload`, the insertions that update all parameters. Each comes before the first launch that reads
-        one of its parameters, or reads or writes the gradient of one."""
+        one of its parameters, or that reads or writes one of their gradients."""
         params, grads, config = self.model.params_memory, self.model.grads_memory, self.model.config
         touched = [parts_in(params, one.reads) + parts_in(grads, one.reads + one.writes) for one in launches]
         first = {one: next((i for i, parts in enumerate(touched) if device.touch([one], parts)), len(launches))
@@ -272,7 +273,7 @@ class Exchange:
         pieces = self.adamw.pieces(self.model, order)
 
         def before(piece: Piece) -> int | None:
-            """The first launch that needs a piece. It needs the first part, because parts are in that order."""
+            """The first launch that needs a piece: it needs the first part, because the ranges are in that order."""
             launch = next(first[one] for one in order if one[0] <= piece[0].start < one[1])
             return launch if launch < len(launches) else None
 
@@ -364,9 +365,9 @@ class Exchange:
     # Parameters
 
     def gather_parameters(self) -> None:
-        """Does what is left of the last update, with `--offload`. With -z, it then gives every rank all parameters. All
-        ranks must call it before anything reads parameters. Only a recorded step need not, because it does both in the
-        order of its reads."""
+        """With `--offload`, first makes the pending updates. With -z, then gives every rank all parameters. All
+        ranks must call it before anything reads parameters. Only a recorded step need not, because it does both by
+        itself, in the order of its reads."""
         if self.pending:
             self.adamw.pass_through(self.model, self.pending)
             self.adamw.offload.pending = []
@@ -395,8 +396,8 @@ class Exchange:
 
     def update_and_gather(self, ranges: list[Range], pieces: list[tuple[int, Piece]], count: int) -> None:
         """With `--offload`, in the work of device.communicate: updates this rank's part of some ranges, and then gets
-        the rest from the ranks that have updated it. pieces: this rank's part, with the numbers of the pieces, of which
-        there are `count` in all."""
+        the rest from the ranks that have updated it. pieces: of this rank's part, each with its number; there are
+        `count` in all."""
         for number, piece in pieces:
             self.adamw.pass_piece(self.model, piece, number, count)
         if self.peers:
@@ -510,7 +511,7 @@ class Rows:
     def share_overflow(self) -> None:
         """Tells all ranks whether a gradient of the step before has overflowed (norm[3] of `adamw`). With -z only the
         owner of its parameter has seen that. No rank reads or writes this number before AdamW, and all ranks meet again
-        in front of AdamW. So one rank can sum it for all. With `--offload` the norm tells of every gradient."""
+        in front of AdamW. So one rank can sum it for all. With `--offload` the norm covers every gradient."""
         exchange = self.exchange
         if not exchange.sharded or exchange.adamw.offload:
             return
@@ -560,7 +561,7 @@ class StepPlan:
 
     def gathers(self, exchange: Exchange, launches: list[Launch], updates: bool = False) -> list[Insertion]:
         """Learns which parameters a step's launches read first. Returns the insertions that gather them. updates:
-        whether these also update them, with `--offload`."""
+        with `--offload`, they also update these."""
         model, embedding = exchange.model, exchange.rows.embedding
         vectors = without(model.added_to, embedding)
         reads = [parts_in(model.params_memory, launch.reads) for launch in launches]

@@ -180,9 +180,9 @@ token (N parameters, L layers, NH heads of size HS), as a share of what its tens
         ("-b --batch-size", positive, 4, "B", "sequences a batch (%(default)s)"),
         ("-t --sequence-length", positive, 1024, "T", "tokens a sequence (%(default)s)"),
         ("-d --total-batch-size", positive, None, "TOKENS", "tokens an update, by accumulating gradients (GPUs*B*T)"),
-        ("--recompute", on_off, False, "0|1", "keep of each layer only its input, and run it again in backward (0)"),
+        ("--recompute", on_off, False, "0|1", "keep only each layer's input, and run the layer again in backward (0)"),
         ("--logit-rows", natural, None, "N", "positions with logits at a time (all; 1024 if those do not fit)"),
-        ("--offload", on_off, False, "0|1", "AdamW's state in the host's memory: it passes through the GPU (0)"),
+        ("--offload", on_off, False, "0|1", "keep AdamW's state in the host's memory (0)"),
         ("-x --max-steps", natural, None, "N", "steps (one epoch)"),
         ("--seed", seed, None, "N", "seed of initial weights, sampling and dropout; also shuffles the data"),
     )
@@ -226,8 +226,8 @@ token (N parameters, L layers, NH heads of size HS), as a share of what its tens
     )
     group(
         "what fits",
-        ("--dry-run", on_off, False, "0|1", "print what memory it would take and what fits, then exit"),
-        ("--memory", memory_size, None, "SIZE", "with --dry-run: of the GPU, such as 24GiB (what is free on this one)"),
+        ("--dry-run", on_off, False, "0|1", "print what memory training takes and what fits, then exit"),
+        ("--memory", memory_size, None, "SIZE", "with --dry-run: the GPU's memory, as 24GiB (what this one has free)"),
     )
     add_device_arguments(parser.add_argument_group("how it computes"), precision)
     return parser
@@ -249,6 +249,10 @@ def parse_arguments(
     config.described(args.model)  # refuses a wrong description before anything takes time
     if (args.resume or args.checkpoint_every or args.best) and not args.checkpoint_dir:
         raise UserError("-y, -n and --best need to know where checkpoints are: add --checkpoint-dir")
+    if args.resume and args.dry_run:
+        raise UserError("--dry-run does not read a checkpoint's flags: leave -y out, and name the checkpoint with -e")
+    if args.memory and not args.dry_run:
+        raise UserError("--memory is the amount for which --dry-run computes what fits: add --dry-run")
     if not args.val_every and (args.best or args.hellaswag):
         raise UserError("-v 0 switches validation off, and --best and --hellaswag need it: leave them out")
     return args

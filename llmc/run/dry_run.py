@@ -6,26 +6,34 @@ from argparse import Namespace
 
 import device
 from kernels.flash_attention import HEAD_SIZES
-from llmc.files.checkpoint import read_model
+from llmc.files.checkpoint import model_path, read_model_header
+from llmc.model.activations import choose_attention
 from llmc.model.model import Model
 from llmc.model.tensors import num_parameters
+from llmc.ranks import ranks
 from llmc.run.report import print_table
+from llmc.run.settings import check_flags, check_length, check_model_flags
 from llmc.step.memory import CHUNK, Plan, in_chunks, largest_batches, state_sizes, training_sizes
 
 
 def dry_run(kind: type[Model], args: Namespace) -> None:
     """Prints what training takes with these flags on one GPU, without the 500 MiB or so of CUDA's context; and the
-    largest -b that fits into --memory, or into what the GPU has free. Raises UserError if -e is no model."""
+    largest -b that fits into --memory, or into what the GPU has free. Raises UserError for flags that a run on one GPU
+    would refuse, too."""
     device.use(args.device)
+    check_flags(args)
+    check_model_flags(kind, args, recorded={})
     config = kind.Config.described(args.model)
     if config is None:
-        config, _ = read_model(args.model, kind.Config, kind.Config.fetch_or_start())
+        config = read_model_header(model_path(args.model), kind.Config, kind.Config.fetch_or_start())
+    check_length(args, config)
     device.use_precision(args.precision)
-    attention = args.attention
-    if attention == "auto":  # on a GPU, whatever this machine has
+    attention = choose_attention(args.attention, config.head_size)
+    if args.attention == "auto":  # as on a GPU, whatever this machine has
         attention = "flash" if config.head_size in HEAD_SIZES and args.precision != "fp32" else "softmax"
     plan = Plan(
-        args.batch_size, args.sequence_length, attention, args.logit_rows or 0, args.recompute, args.offload
+        args.batch_size, args.sequence_length, attention, args.logit_rows or 0, args.recompute, args.offload,
+        args.bitwise,
     )  # fmt: skip
     memory = args.memory or (device.memory()[0] if device.kind == "cuda" else None)
     if args.logit_rows is None and memory and sum(training_sizes(kind, config, plan).values()) > memory:
@@ -33,11 +41,13 @@ def dry_run(kind: type[Model], args: Namespace) -> None:
     sizes, host = training_sizes(kind, config, plan), state_sizes(config, None) if plan.offload else {}
     logits = f"{plan.logit_rows or 'all'} positions at a time"
     sections = [
-        [("model", args.model), ("parameters", f"{num_parameters(config):,}")],
+        [("model", args.model), ("vocabulary", config.vocab_size), ("parameters", f"{num_parameters(config):,}")],
         [("B, T", f"{plan.B}, {plan.T}"), ("precision", args.precision), ("attention", attention), ("logits", logits)],
         [(name, mebibytes(size)) for name, size in sizes.items()] + [("in all, on the GPU", total(sizes))],
-        [(name, mebibytes(size)) for name, size in host.items()] + [("in all, on the host", total(host))],
     ]
+    if host:
+        sections.append([(name, mebibytes(size)) for name, size in host.items()])
+        sections[-1].append(("in all, on the host", total(host)))
     if memory:
         whole = largest_batches(kind, config, plan._replace(logit_rows=0), memory)
         chunks = largest_batches(kind, config, in_chunks(plan), memory)
@@ -50,6 +60,8 @@ def dry_run(kind: type[Model], args: Namespace) -> None:
     print_table(sections)
     if not memory:
         print("--memory 24GiB would say what fits")
+    if max(args.gpus or 1, ranks.size()) > 1:
+        print("the table is for one GPU: of several, each keeps its shard of AdamW's state (-z), and some buffers")
 
 
 def mebibytes(size: int) -> str:

@@ -43,6 +43,8 @@ from llmc.run.settings import (
     FIRST_SEED,
     Settings,
     check_flags,
+    check_length,
+    check_model_flags,
     resumed_flags,
     settle,
     settle_precision,
@@ -249,11 +251,8 @@ def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
         )
     elif args.resume:
         print(f"no checkpoint in {args.checkpoint_dir} yet: starting from the beginning")
-    if flags.dropout and not kind.DROPS:
-        remedy = "start another run" if recorded.get("dropout") else "leave it out"
-        name = kind.Config.NAME
-        raise UserError(f"--dropout {flags.dropout:g}: {name} trains without dropout, as llm.c does; {remedy}")
     check_flags(flags)
+    check_model_flags(kind, flags, recorded)
     flags = settle_precision(flags, recorded.get("precision"))
     if ranks.rank() > 0:
         flags = Namespace(**vars(flags) | {"log": None, "tensorboard": None})
@@ -315,10 +314,7 @@ def build_training(
         converted = conversion(origin.source, kind.Config)
         if converted:
             print(converted, flush=True)
-    if flags.sequence_length > config.max_seq_len:
-        raise UserError(
-            f"-t {flags.sequence_length} is above the model's longest sequence, {config.max_seq_len}: lower -t"
-        )
+    check_length(flags, config)
     attention = choose_attention(flags.attention, config.head_size)
     B, T, seed = flags.batch_size, flags.sequence_length, FIRST_SEED if flags.seed is None else flags.seed
     training = make_training(

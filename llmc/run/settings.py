@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import device
 from device.errors import UserError
+from llmc.model.model import Model
+from llmc.model.tensors import Config
 from llmc.ranks import ranks
 from llmc.run.schedule import LearningRateSchedule
 
@@ -19,8 +21,7 @@ FIXED = (
 )  # fmt: skip
 MAY_CHANGE = (
     "learning_rate", "weight_decay", "grad_clip", "eps", "skip_nonfinite", "max_steps", "data", "val_data",
-    "raw_tokens", "zero_stage", "bitwise", "logit_rows", "recompute",
-    "offload",
+    "raw_tokens", "zero_stage", "bitwise", "logit_rows", "recompute", "offload",
 )  # fmt: skip
 
 # What old checkpoints, which do not record these flags, were trained with.
@@ -29,7 +30,6 @@ OF_OLD_CHECKPOINTS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 # Flags that need not be the same on all ranks. They name something that may lie in another place on each machine, or
 # that only rank 0 uses.
 OF_A_RANK = ("data", "val_data", "model", "log", "hellaswag", "tensorboard", "gpus", "given")
-
 
 FIRST_SEED = 1337  # of weights and samples, unless a seed is given
 
@@ -131,6 +131,22 @@ def check_flags(flags: Namespace) -> None:
         )
     if flags.attention == "flash" and "precision" in flags.given and flags.precision == "fp32":
         raise UserError("-a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax")
+
+
+def check_model_flags(kind: type[Model], flags: Namespace, recorded: dict[str, object]) -> None:
+    """Raises UserError for a flag that this kind of model does not have. recorded: the flags of the checkpoint."""
+    if flags.dropout and not kind.DROPS:
+        remedy = "start another run" if recorded.get("dropout") else "leave it out"
+        name = kind.Config.NAME
+        raise UserError(f"--dropout {flags.dropout:g}: {name} trains without dropout, as llm.c does; {remedy}")
+
+
+def check_length(flags: Namespace, config: Config) -> None:
+    """Raises UserError if the sequences are too long for the model."""
+    if flags.sequence_length > config.max_seq_len:
+        raise UserError(
+            f"-t {flags.sequence_length} is above the model's longest sequence, {config.max_seq_len}: lower -t"
+        )
 
 
 def settle_precision(flags: Namespace, before: str | None) -> Namespace:

@@ -20,6 +20,7 @@ from llmc.ranks.exchange import exchange_bytes
 
 CHUNK = 1024  # positions whose logits exist at a time, if those of a whole batch do not fit
 MOST = 1 << 20  # sequences a batch, in a search for what fits
+BESIDE = 1 << 28  # bytes that kernels, libraries and graphs may take on a GPU after we have asked how many are free
 
 # The flags that save memory, and what they change of a Plan.
 SAVING = {
@@ -31,7 +32,7 @@ SAVING = {
 
 
 class Plan(NamedTuple):
-    """What the memory of training depends on, beside the model.
+    """What the memory of training depends on, besides the model.
 
     B, T          a batch has B sequences of T tokens
     attention     its kind
@@ -102,25 +103,23 @@ def largest_batches(kind: type[Model], config: Config, plan: Plan, memory: int) 
 
 
 def check_memory(kind: type[Model], config: Config, plan: Plan) -> dict[str, int]:
-    """The MiB of each buffer on the device. Raises UserError if the device has too little memory, or with offload the
-    host. The message says what would fit. All ranks must call it."""
+    """The MiB of each buffer on the device. Raises UserError if the device has too little memory or, with offload, if
+    the host has. The message says what would fit. All ranks must call it."""
     sizes, (free, _) = training_sizes(kind, config, plan), device.memory()
     if sum(sizes.values()) > free:
-        found = largest_batches(kind, config, plan, free)
+        room = free - BESIDE if device.kind == "cuda" else free
+        found = largest_batches(kind, config, plan, room)
         if plan != in_chunks(plan):
-            chunks = largest_batches(kind, config, in_chunks(plan), free)
+            chunks = largest_batches(kind, config, in_chunks(plan), room)
             found |= {f"{flags} --logit-rows {CHUNK}": B for flags, B in chunks.items() if B > found[flags]}
-        fits = [f"-b {B} {flags}".strip() for flags, B in found.items() if B and may_offload(flags)]
+        host = sum(state_sizes(config, plan.shard).values()) * ranks.hosts().count(socket.gethostname())
+        offloads = device.kind == "cuda" and host <= free_memory()  # on the CPU there is no other memory
+        fits = [f"-b {B} {flags}".strip() for flags, B in found.items() if B and (offloads or "--offload" not in flags)]
         remedy = f"at most {' or '.join(fits)} fits" if fits else "no flag makes -b 1 fit, so lower -t"
         raise does_not_fit(plan.B, plan.T, sum(sizes.values()), free, remedy)
     if plan.offload:
         check_host_memory(sum(state_sizes(config, plan.shard).values()))
     return {name: round(size / 2**20) for name, size in sizes.items()}
-
-
-def may_offload(flags: str) -> bool:
-    """Whether it makes sense to name these flags: on the CPU there is no other memory."""
-    return device.kind == "cuda" or "--offload" not in flags
 
 
 def check_text_memory(kind: type[Model], config: Config, B: int, T: int) -> None:

@@ -20,7 +20,7 @@ def adamw_update(model: Model, adamw: AdamW, exchange: Exchange, lr: float, t: i
     adds. These are few: of norms, of biases, and of embeddings that no classifier shares. A NaN on its way through the
     layers reaches them, too. One case remains: a weight's gradient overflows by itself. Then AdamW leaves its parameter
     as it is. With `--offload` the norm always covers all gradients, so there is no such case: most parameters are
-    updated beside the next step, and by then it would be late to learn of it.
+    updated beside the next step, when it is too late to learn of it.
 
     With several ranks, `exchange` brings the gradients' sums that are still missing, and says which parameters this
     rank can update next. All ranks must call this function.
