@@ -39,14 +39,12 @@ def in_an_empty_folder(monkeypatch, tmp_path):
 def prepare(monkeypatch, capsys):  # runs text.py in this process; returns what it prints
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["text.py", "--workers", "1", *map(str, args)])
-        script.main()
-        return capsys.readouterr().out
+        return script.main() or capsys.readouterr().out
 
     return run
 
 
 def refusal(prepare, *args):
-    """What text.py says where it refuses; it leaves nothing."""
     message = conftest.refusal(prepare, *args, "-o", "no", *([] if "--tokenizer" in args else BYTES))
     assert not list(Path().glob("no*")) and "\n" not in message
     return message
