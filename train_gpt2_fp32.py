@@ -168,11 +168,17 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         dbias2=grads.layer[L - 1].fcprojb,
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # layers share memory, which holds another layer's activations by now
-            layernorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
-            gpt2_layer_forward(model, acts, batch, l)
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
         gpt2_layer_backward(model, acts, batch, l, accumulate)
     embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
+
+
+def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
+    params, B, T, C = model.params, batch.B, batch.T, model.config.channels
+
+    layernorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
+    gpt2_layer_forward(model, acts, batch, l)
 
 
 def gpt2_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
@@ -210,6 +216,7 @@ class GPT2(Model):
     Config = GPT2Config
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS")
     forward, loss, backward = gpt2_forward, cross_entropy_loss, gpt2_backward
+    layer_recompute = gpt2_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: GPT2Config) -> None:

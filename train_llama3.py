@@ -228,18 +228,23 @@ def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None
     them, where a weight's gradient needs them.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
-    eps = model.config.norm_eps
 
     device.fill_zero(acts.dresidual)
     rmsnorm_backward(
         acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # layers share memory, which holds another layer's activations by now
-            rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
-            llama3_layer_forward(model, acts, batch, l)
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
         llama3_layer_backward(model, acts, batch, l, accumulate)
     embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
+
+
+def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
+    params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
+
+    rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
+    llama3_layer_forward(model, acts, batch, l)
 
 
 def llama3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
@@ -274,6 +279,7 @@ class Llama3(Model):
     Config = Llama3Config
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "NKV", "HS", "H")
     forward, loss, backward = llama3_forward, cross_entropy_loss, llama3_backward
+    layer_recompute = llama3_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: Llama3Config) -> None:

@@ -215,7 +215,6 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
     them, where a weight's gradient needs them.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
-    eps = model.config.norm_eps
 
     device.fill_zero(acts.dresidual)
     parallel_residual_backward(
@@ -223,14 +222,20 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
         branches=branches_before(model, acts, batch, L),
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # layers share memory, which holds another layer's activations by now
-            parallel_residual_forward(
-                None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C, branches=[]
-            )  # fmt: skip
-            pythia_layer_forward(model, acts, batch, l)
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
         pythia_layer_backward(model, acts, batch, l, accumulate)
     dencoded = acts.dresidual if batch.random is None else acts.dproj
     embedding_backward(grads.wte, None, dencoded, batch, B, T, C)
+
+
+def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets norm[l] and lns of acts."""
+    params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
+
+    parallel_residual_forward(
+        None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C, branches=[]
+    )  # fmt: skip
+    pythia_layer_forward(model, acts, batch, l)
 
 
 def pythia_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
@@ -278,6 +283,7 @@ class Pythia(Model):
     Config, DROPS = PythiaConfig, True
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS", "R")
     forward, loss, backward = pythia_forward, cross_entropy_loss, pythia_backward
+    layer_recompute = pythia_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: PythiaConfig) -> None:

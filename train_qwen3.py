@@ -170,18 +170,23 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
     qkv is recomputed too, from qkvproj: to keep both would take Qwen3-0.6B 0.9 GB more at B 2, T 1024.
     """
     params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
-    eps = model.config.norm_eps
 
     device.fill_zero(acts.dresidual)
     rmsnorm_backward(
         acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
     )  # fmt: skip
     for l in reversed(range(L)):
-        if acts.recompute:  # layers share memory, which holds another layer's activations by now
-            rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
-            qwen3_layer_forward(model, acts, batch, l)
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
         qwen3_layer_backward(model, acts, batch, l, accumulate)
     embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
+
+
+def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
+    params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
+
+    rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
+    qwen3_layer_forward(model, acts, batch, l)
 
 
 def qwen3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
@@ -221,6 +226,7 @@ class Qwen3(Model):
     Config = Qwen3Config
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "NKV", "HS", "H")
     forward, loss, backward = qwen3_forward, cross_entropy_loss, qwen3_backward
+    layer_recompute = qwen3_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: Qwen3Config) -> None:

@@ -70,7 +70,8 @@ class Row:
 
 
 def event_overhead() -> float:
-    """Seconds that two events around a kernel that does nothing measure beyond what it takes in a recorded step."""
+    """Seconds that two events add to the time of the kernel between them. We launch a kernel that does nothing between
+    two events, and subtract its time in a recorded step."""
     if device.kind == "cpu":
         return 0.0
     import cupy

@@ -47,9 +47,9 @@ class CudaDevice:
         self.regions: dict[str, list] = defaultdict(list)  # of device.scratch
         self.opened: dict[str, int] = {}
         # Streams of our own, because the default stream cannot be captured into a graph. The main stream has priority
-        # over the side stream, because more work waits for it. The next two are for communication between GPUs: work
-        # for which other ranks wait comes first of all, and the rest when there is room. The last three
-        # fetch, update and store numbers that lie on the host.
+        # over the side stream, because more work waits for it. The next two are for communication between GPUs. The
+        # urgent one does what other ranks need soon, before everything else; the patient one does what they need later.
+        # The last three fetch, update and store numbers that lie on the host.
         self.main_stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self.side_stream = cupy.cuda.Stream(non_blocking=True)
         self.urgent_stream = cupy.cuda.Stream(non_blocking=True, priority=-2)

@@ -230,7 +230,7 @@ def test_a_damaged_model_of_a_checkpoint_is_refused_by_whatever_name_it_is_read(
         assert "model.bin: damaged (its CRC-32 is not the recorded one); use " in message
         assert "run/step_00000005, which is complete; " in message
     shutil.copy(saved, "copy.bin")
-    read_model("copy.bin", GPT2Config)  # of which nothing is recorded
+    read_model("copy.bin", GPT2Config)  # no state.json records its checksum
 
 
 

@@ -68,7 +68,7 @@ def on(kind: type[device.CpuDevice], *arguments, **flags) -> np.ndarray:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD, QWEN_ODD], ids=lambda config: config.NAME)
 def test_a_run_has_the_bits_of_one_that_keeps_its_state_on_the_device(config, precision, grad_clip, count, rng):
-    """Five steps of one batch or two, of which three have the update before them beside their forward pass."""
+    """Five steps of one batch or two. In three of them the last step's update runs beside the forward pass."""
     batches = drawn(rng, config, 5, count)
     want = on(device.CpuDevice, config, 2, batches, grad_clip, precision=precision)
     for kind in DEVICES:

@@ -15,7 +15,7 @@ from llmc.run.arguments import Parser, positive
 
 import numpy as np
 
-RUNS = 50  # of which the median counts
+RUNS = 50  # we report their median
 LAYERS = 3  # sets of arrays, used in turn: a training step does not find a layer's arrays in the cache either
 
 

@@ -86,12 +86,13 @@ class Activations:
 
     def views(self, b: int | None = None, t: int | None = None) -> SimpleNamespace:
         """The tensors for a batch of (b, t), at most (B, T), as a pass takes them: by the names of the tables, as
-        `group_activations` groups them, and in each layer `attention`, what its attention keeps."""
+        `group_activations` groups them, and in each layer `attention`, what its attention keeps. recompute_layer is
+        what backward calls before it goes back through a layer."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
         activations, gradients = training_tables(type(model), self.attention)
         sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
         acts = named(self.memory, activations, config, sizes)
-        acts.recompute = self.recompute
+        acts.recompute_layer = type(model).layer_recompute if self.recompute else kept
         for a in acts.layer:
             a.attention = Flash(a.lse) if self.attention == "flash" else Matrices(a.qkvr, a.att, relu)
             a.qkv = getattr(a, "qkv", acts.qkv)  # the layer's own, or the one that all layers share
@@ -99,6 +100,10 @@ class Activations:
         vars(acts).update((name, view) for name, view in of_gradients.items() if name != "layer")
         model.group_activations(acts, config)
         return acts
+
+
+def kept(model: Model, acts: SimpleNamespace, batch: Batch, l: int) -> None:
+    """Recomputes nothing: each layer's activations are still there."""
 
 
 class Cache:

@@ -34,7 +34,10 @@ class Model:
                               gradient of the classifier's weight; or sets it, without accumulate.
     backward(acts, batch, accumulate)
                               adds the gradients of all other parameters, from what forward and loss left in acts.
-                              Without accumulate it sets those of config.products.
+                              Without accumulate it sets those of config.products. It calls acts.recompute_layer
+                              before the backward pass of each layer.
+    layer_recompute(acts, batch, l)
+                              runs the forward pass of layer l again, from acts.residual[l], as far as backward needs it
     group_parameters, first_weights, and where it needs them, group_activations and constants
     """
 
@@ -46,6 +49,7 @@ class Model:
     forward: Callable[..., None]
     loss: Callable[..., None]
     backward: Callable[..., None]
+    layer_recompute: Callable[..., None]
 
     def __init__(self, config: Config, T: int, inference: bool = False):
         self.config = config
