@@ -50,7 +50,9 @@ def try_tokenizer(path: Path, out: Path | None = None) -> None:
 
 def limit(memory: int, seconds: int) -> None:
     """From here on this process takes at most so many bytes and seconds more."""
-    memory += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # Linux; elsewhere what the process has already counts, too
+        memory += int(statm.read_text().split()[0]) * resource.getpagesize()
     seconds += int(time.process_time())
     for what, most in (resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0):
         before = resource.getrlimit(what)[1]  # nobody may raise that

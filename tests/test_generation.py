@@ -91,7 +91,8 @@ def test_logits_from_every_position_on_are_those_of_the_definition(each_product,
     B, T = 3, min(config.max_seq_len, 21 if config.head_size < 64 else 67)
     texts, flat = random_texts(config, B, T), flat_parameters(config)
     want, _ = oracle.forward(config, oracle.table_of(config, flat), texts, texts, attention)
-    allowed = 0.05 if device.floatX == device.BF16 else oracle.model_tolerance(device)
+    # In fp32, 1e-5: where keys and values are kept, nothing may be rounded that a whole text does not round.
+    allowed = 0.05 if device.floatX == device.BF16 else oracle.model_tolerance(device) if device.tf32 else 1e-5
     writer, seen = Writer(writing(config, attention, B, T)), np.array([1, 5, T // 2])
     found = forward_from(writer, texts, [0] * B, seen)
     while True:

@@ -73,7 +73,7 @@ def state_sizes(config: Config, shard: Range | None) -> dict[str, int]:
 
 
 def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[str, int]:
-    """The same for a model that writes B texts of up to T tokens."""
+    """The bytes of each buffer of a model that writes B texts of up to T tokens, by name."""
     return {
         "parameters": device.floatX.itemsize * num_parameters(config),
         "activations": cache_bytes(kind, config, B, T),
