@@ -96,8 +96,10 @@ def measure_ceilings() -> Ceilings:
     return Ceilings(product, copy, description)
 
 
-def limits(kind: type[Model], config: Config, B: int, T: int, ceilings: Ceilings) -> dict[str, float]:
-    """What no training step of a model can be faster than, whatever its kernels: parts with their milliseconds.
+def limits(
+    kind: type[Model], config: Config, B: int, T: int, ceilings: Ceilings, batches: int = 1
+) -> dict[str, float]:
+    """What no training step of so many batches can be faster than, whatever its kernels: parts with their milliseconds.
 
     Linear layers are each layer's matrices and the classifier. What is kept are the activations of each layer, the rows
     that begin with L, in the tables for flash attention: no (T, T) matrix has to be kept."""
@@ -115,11 +117,11 @@ def limits(kind: type[Model], config: Config, B: int, T: int, ceilings: Ceilings
     kept = sum(math.prod(shape_of(row[1], sizes)) * type_of(row, X).itemsize for row in rows)
     logits = N * padded(config.vocab_size) * X.itemsize
     parts = {
-        "linear products in their own shapes": products,
-        "causal attention at the ceiling": attention / ceilings.product,
+        "linear products in their own shapes": batches * products,
+        "causal attention at the ceiling": batches * attention / ceilings.product,
         "AdamW's bytes at copy speed": update / ceilings.copy,
         # Each is written and read again once, and so is its gradient.
-        "kept activations across memory once": 4 * kept / ceilings.copy,
-        "logits across memory once": 2 * logits / ceilings.copy,
+        "kept activations across memory once": batches * 4 * kept / ceilings.copy,
+        "logits across memory once": batches * 2 * logits / ceilings.copy,
     }
     return {name: 1000 * part for name, part in parts.items()}

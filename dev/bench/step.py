@@ -4,6 +4,7 @@
     python dev/bench train_llama3 -e llama3.2-1b -b 2 --peers compile,compile-sdpa
     python dev/bench -b 16 --peers ''            # ours alone
     python dev/bench --precision bf16            # all in bf16, PyTorch under autocast
+    python dev/bench -b 32 -d 524288             # steps of half a million tokens, by accumulating gradients
 
 All train the same model, from the same weights, on the same made-up tokens, one after the other in one process, each
 with its memory to itself. A step is that of the model script: a batch goes to the device, forward, backward, AdamW, and
@@ -49,6 +50,7 @@ from device.cublas import WORKSPACE
 from device.errors import UserError
 from llmc.model.tensors import flops_per_token, num_parameters
 from llmc.run.arguments import positive
+from llmc.run.report import percent_of_peak
 
 import numpy as np
 
@@ -115,30 +117,32 @@ class Torch:
         )
         if not self.cuda:
             self.name += ", fused AdamW" if fused else ", default AdamW"
-        self.loader = workload.loader()
+        self.loader, self.count = workload.loader(), workload.batches
         shape = (2, workload.B, workload.T)
         self.staged = np.empty(shape, np.int32)
-        self.host_tokens = torch.empty((2, *shape), dtype=torch.int64, pin_memory=self.cuda)
-        self.host_losses = torch.empty(2, pin_memory=self.cuda)
+        self.host_tokens = torch.empty((2, self.count, *shape), dtype=torch.int64, pin_memory=self.cuda)
+        self.host_losses = torch.empty((2, self.count), pin_memory=self.cuda)
 
     def launch(self, step: int) -> tuple:
         begin = self.mark()
-        if self.graphs:
-            self.torch.compiler.cudagraph_mark_step_begin()
-        self.loader.next_batch(*self.staged)
-        host = self.host_tokens[step % 2]
-        host.copy_(self.torch.from_numpy(self.staged))
-        tokens, targets = host.to(self.device, non_blocking=True)
-        with self.autocast, self.attention():
-            loss = self.model_loss(tokens, targets)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        for i in range(self.count):
+            if self.graphs:
+                self.torch.compiler.cudagraph_mark_step_begin()
+            self.loader.next_batch(*self.staged)
+            host = self.host_tokens[step % 2, i]
+            host.copy_(self.torch.from_numpy(self.staged))
+            tokens, targets = host.to(self.device, non_blocking=True)
+            with self.autocast, self.attention():
+                loss = self.model_loss(tokens, targets)
+            if i == 0:
+                self.optimizer.zero_grad(set_to_none=True)
+            (loss / self.count).backward()
+            self.host_losses[step % 2, i].copy_(loss.detach(), non_blocking=True)
         self.optimizer.step()
-        self.host_losses[step % 2].copy_(loss.detach(), non_blocking=True)
         return begin, self.mark()
 
     def loss(self, step: int) -> float:
-        return self.host_losses[step % 2].item()
+        return self.host_losses[step % 2].mean().item()
 
 
 # Memory
@@ -187,8 +191,8 @@ class Result:
     mebibytes: float
 
 
-def run_ours(workload: Workload, steps: int | None) -> tuple[Result, SimpleNamespace]:
-    """Ours timed, and its first parameters, fp32 on the host."""
+def run_ours(workload: Workload, steps: int | None, keep: bool) -> tuple[Result, SimpleNamespace | None]:
+    """Ours timed, and with `keep` its first parameters, fp32 on the host."""
     release_memory()
     free, _ = device.memory()
     reset_peak()
@@ -196,12 +200,13 @@ def run_ours(workload: Workload, steps: int | None) -> tuple[Result, SimpleNames
     trainer = Ours(workload)
     training = trainer.training
     model, master = training.model, training.adamw.master
-    tensors = tensors_of(model, model.params_memory if master is None else master)
+    tensors = tensors_of(model, model.params_memory if master is None else master) if keep else None
     ms, loss = time_steps(trainer, steps)
     if device.kind == "cuda":
         mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20
     else:  # less the parameters that are held for the others
-        mebibytes = resident_mebibytes(peak=True) - resident - 4 * num_parameters(workload.config) / 2**20
+        held = 4 * num_parameters(workload.config) if keep else 0
+        mebibytes = resident_mebibytes(peak=True) - resident - held / 2**20
     return Result(trainer.name, ms, loss, mebibytes), tensors
 
 
@@ -238,14 +243,16 @@ def usable_peers(asked: str | None, precision: str, attention: str) -> list[str]
     return peers if attention != "relu" else []  # which PyTorch has not
 
 
-COLUMNS = "{:40} {:>10} {:>11} {:>13} {:>11} {:>8} {:>12}"
+COLUMNS = "{:40} {:>10} {:>11} {:>11} {:>7} {:>11} {:>8} {:>12}"
 
 
 def print_result(result: Result, ours: Result, workload: Workload, ceilings: Ceilings) -> None:
-    rate = 1000 * workload.B * workload.T / result.ms
-    share = rate * flops_per_token(workload.config, workload.T) / ceilings.product
+    rate = 1000 * workload.step_tokens / result.ms
+    flops = flops_per_token(workload.config, workload.T)
+    mfu = percent_of_peak(flops * workload.step_tokens, result.ms)
     memory = f"{result.mebibytes:.0f} MiB" if np.isfinite(result.mebibytes) else "-"
-    row = (result.name, f"{result.ms:.2f}", f"{rate:.0f}", f"{100 * share:.1f}%", memory)
+    shares = (f"{100 * rate * flops / ceilings.product:.1f}%", "-" if mfu is None else f"{mfu:.1f}%")
+    row = (result.name, f"{result.ms:.2f}", f"{rate:.0f}", *shares, memory)
     print(COLUMNS.format(*row, f"{result.ms / ours.ms:.2f}", f"{result.loss:.6f}"), flush=True)
 
 
@@ -254,20 +261,20 @@ def bench(workload: Workload, args: argparse.Namespace, peers: list[str]) -> Non
     ceilings = measure_ceilings()
     print(f"{device.name}\n{ceilings.description}", flush=True)
     write_data(workload)
-    ours, tensors = run_ours(workload, args.steps)
+    ours, tensors = run_ours(workload, args.steps, bool(peers))
     print(f"\n{workload}: {num_parameters(workload.config):,} parameters")
     release_memory()
     print("limit for this shape, ms:")
-    parts = limits(workload.kind, workload.config, workload.B, workload.T, ceilings)
+    parts = limits(workload.kind, workload.config, workload.B, workload.T, ceilings, workload.batches)
     for name, ms in (parts | {"sum": sum(parts.values())}).items():
         print(f"  {name:36} {ms:10.3f}")
     print()
-    print(COLUMNS.format("trainer", "ms/step", "tokens/s", "of ceiling", "memory", "x ours", "first loss"))
+    print(COLUMNS.format("trainer", "ms/step", "tokens/s", "of ceiling", "MFU", "memory", "x ours", "first loss"))
     rounds = args.rounds or (3 if device.kind == "cpu" and peers else 1)
     fastest: dict[str, Result] = {}
     for number in range(rounds):
         if number > 0:
-            ours, _ = run_ours(workload, args.steps)
+            ours, _ = run_ours(workload, args.steps, bool(peers))
         for trainer in ["ours", *peers]:
             try:
                 found = ours if trainer == "ours" else run_torch(trainer, workload, tensors, args.steps)

@@ -16,6 +16,7 @@ from llmc.model.activations import Cache, choose_attention
 from llmc.model.model import Model
 from llmc.model.tensors import Config, name_tensors
 from llmc.model.weights import randomize
+from llmc.ranks import ranks
 from llmc.run.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
 from llmc.run.run import Origin, build_training
 from llmc.step.training import Training
@@ -30,14 +31,15 @@ SEED = 1337
 
 @dataclass(frozen=True)
 class Workload:
-    """What every trainer is given: a kind of model and one of it (-e) with its sizes, a batch (B, T), and the prefix of
-    token files. flags: further flags of the model script."""
+    """What every trainer is given: a kind of model and one of it (-e) with its sizes, a batch (B, T), how many batches
+    a step has on each rank, and the prefix of token files. flags: further flags of the model script."""
 
     kind: type[Model]
     model: str
     config: Config
     B: int
     T: int
+    batches: int
     data: str
     flags: tuple[str, ...]
 
@@ -46,6 +48,11 @@ class Workload:
         script, V = self.kind.Config.SCRIPT.removesuffix(".py"), self.config.vocab_size
         vocabulary = [] if V == describe(self.kind, self.model, None).vocab_size else ["--vocab-size", str(V)]
         return " ".join([script, "-e", self.model, "-b", str(self.B), "-t", str(self.T), *vocabulary, *self.flags])
+
+    @property
+    def step_tokens(self) -> int:
+        """On this rank."""
+        return self.batches * self.B * self.T
 
     def script_flags(self) -> list[str]:
         """The flags of the model script, but for the model."""
@@ -74,13 +81,16 @@ def make_parser(description: str, any_script: bool = True, trains: bool = True) 
     add("-e", "--model", metavar="MODEL", help="a model that the script can start from random weights")
     add("-b", "--batch-size", type=positive, default=4, metavar="B", help="sequences a batch (%(default)s)")
     add("-t", "--sequence-length", type=positive, metavar="T", help="tokens (1024; on the CPU 64)")
+    add("-d", "--total-batch-size", type=positive, metavar="D", help="tokens a step, as the scripts' -d (B T a rank)")
     add("--vocab-size", type=positive, metavar="V", help="tokens in the vocabulary (the model's)")
     if trains:
         add("--logit-rows", type=natural, metavar="N", help="positions with logits at a time (all if they fit)")
         add("-z", "--zero-stage", type=on_off, default=True, metavar="0|1", help="shard AdamW's moments (1)")
         add("--bitwise", type=on_off, default=False, metavar="0|1", help="the same bits on any number of GPUs (0)")
+        add("--recompute", type=on_off, default=False, metavar="0|1", help="run each layer again in backward (0)")
+        add("--offload", type=on_off, default=False, metavar="0|1", help="keep AdamW's state on the host (0)")
     else:
-        parser.set_defaults(logit_rows=None, zero_stage=True, bitwise=False)
+        parser.set_defaults(logit_rows=None, zero_stage=True, bitwise=False, recompute=False, offload=False)
     add_device_arguments(parser)
     return parser
 
@@ -93,7 +103,12 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     T = args.sequence_length or (1024 if device.kind == "cuda" else 64)
     device.use_precision(args.precision)
     choose_attention(args.attention, config.head_size)  # refuses what the model cannot have
-    return Workload(kind, model, config, args.batch_size, T, f"{directory}/tokens", further_flags(args))
+    of_ranks = ranks.size() * args.batch_size * T
+    tokens = args.total_batch_size or of_ranks
+    if tokens % of_ranks:
+        raise UserError(f"-d {tokens} must be a multiple of {of_ranks}, the tokens of a batch on each rank")
+    flags = further_flags(args)
+    return Workload(kind, model, config, args.batch_size, T, tokens // of_ranks, f"{directory}/tokens", flags)
 
 
 def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
@@ -102,7 +117,9 @@ def further_flags(args: argparse.Namespace) -> tuple[str, ...]:
     flags += ["--precision", args.precision] if args.precision != "tf32" else []
     flags += [] if args.logit_rows is None else ["--logit-rows", str(args.logit_rows)]
     flags += [] if args.zero_stage else ["-z", "0"]
-    flags += ["--bitwise", "1"] if args.bitwise else []
+    for name in ("bitwise", "recompute", "offload"):
+        flags += [f"--{name}", "1"] if getattr(args, name) else []
+    flags += ["-d", str(args.total_batch_size)] if args.total_batch_size else []
     return tuple(flags)
 
 
@@ -142,16 +159,16 @@ def tensors_of(model: Model, memory) -> SimpleNamespace:
 
 
 # A trainer's launch(step) returns the events of the step's begin and end. end.since(begin), in milliseconds, waits for
-# the end; then loss(step) is known.
+# the end; then loss(step) is known. count: how many batches a step has.
 
 
 class Ours:
     """The training step of the model script."""
 
     def __init__(self, workload: Workload):
-        self.training = workload.build()
+        self.training, self.count = workload.build(), workload.batches
         self.name = f"llm.cupy ({' '.join((self.training.activations.attention, *workload.flags))})"
-        self.batches = Batches(self.training.batch, self.training.acts.losses, workload.loader())
+        self.batches = Batches(self.training.batch, self.training.acts.losses, workload.loader(), workload.batches)
         device.compile_all()
         self.train_step = training_step(self.training, self.batches)
 
@@ -166,7 +183,7 @@ class Ours:
 def time_steps(trainer, steps: int | None) -> tuple[float, float]:
     """The median milliseconds of a step after the first few, and the loss of the very first step. Without `steps`, as
     many are timed as take ten seconds, at least 5 and at most 100."""
-    warm_up = 2 if device.kind == "cpu" else 10
+    warm_up = 2 if device.kind == "cpu" or trainer.count > 1 else 10
     milliseconds, running, first_loss = [], None, None
 
     def finish() -> None:

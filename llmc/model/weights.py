@@ -16,7 +16,7 @@ from llmc.model.tensors import layout
 
 import numpy as np
 
-STAGED = 1 << 24  # floats that the host has of a tensor at a time
+STAGED = 1 << 20  # floats that the host has of a tensor at a time; these stay in its caches
 
 
 def put(model: Model, adamw: AdamW | None, start: int, values: np.ndarray) -> None:
