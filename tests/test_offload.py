@@ -1,4 +1,4 @@
-"""--offload: AdamW's state lies on the host, and passes through two buffers on the device, beside the next step where
+"""--offload: AdamW's state lies on the host, and passes through buffers on the device, beside the next step where
 that is recorded. All bits are those of a run that keeps it on the device. tests/test_happens_before.py has the order of
 what several streams do with it."""
 
@@ -312,7 +312,7 @@ def test_the_table_says_what_lies_where_and_a_resumed_run_keeps_the_flag(folder,
 
 
 @pytest.mark.parametrize("precision, numbers", [("fp32", 2), ("bf16", 3)])
-def test_the_state_takes_two_buffers_on_the_device_and_the_rest_on_the_host(precision, numbers):
+def test_the_state_takes_buffers_on_the_device_and_the_rest_on_the_host(precision, numbers):
     device.use("cpu")
     device.use_precision(precision)
     n, usual, offloaded = num_parameters(ODD), *(
@@ -320,10 +320,10 @@ def test_the_state_takes_two_buffers_on_the_device_and_the_rest_on_the_host(prec
     state = state_sizes(ODD, None)
     assert sum(state.values()) == 4 * numbers * n
     assert {name: usual[name] for name in usual if name not in offloaded} == state
-    assert {name: offloaded[name] for name in offloaded if name not in usual} == {"AdamW's pieces": 2 * offload.PIECE}
+    assert {name: offloaded[name] for name in offloaded if name not in usual} == {"AdamW's pieces": offload.buffer_bytes()}
     found = offload.Offload([np.zeros(n, np.float32)] * numbers, 0)
     assert found.bytes == 4 * numbers * n
-    assert sum(x.nbytes for x in found.buffers) <= 2 * offload.PIECE
+    assert sum(x.nbytes for x in found.buffers) <= offload.buffer_bytes()
 
 
 def test_a_host_that_has_too_little_memory_is_told_in_one_line(monkeypatch):
