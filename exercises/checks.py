@@ -17,6 +17,7 @@ import resource
 import shlex
 import sys
 import traceback
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -981,6 +982,56 @@ def reduced(
 
     lab.call("all_reduce", rank, RANKS, x, send_copy, wait_for)
     return x, sent
+
+
+def tanh_layers(weights: np.ndarray) -> tuple[list[tuple[Callable, Callable]], list[int]]:
+    """Layers x + w tanh(x), forward and backward, which make one array each; and how often each has run forward."""
+    runs = [0] * len(weights)
+
+    def layer(l: int, w: float) -> tuple[Callable, Callable]:
+        def forward(x: np.ndarray) -> np.ndarray:
+            runs[l] += 1
+            out = np.tanh(x)
+            out *= w
+            out += x
+            return out
+
+        def backward(x: np.ndarray, dout: np.ndarray) -> np.ndarray:
+            dx = np.tanh(x)
+            dx *= dx
+            dx -= 1
+            dx *= -w
+            dx += 1
+            dx *= dout
+            return dx
+
+        return forward, backward
+
+    return [layer(l, w) for l, w in enumerate(weights)], runs
+
+
+def check_segments(lab: Lab) -> None:
+    for L in 1, 2, 7, 16, 61:
+        case, right = f"with {L} layer{'s' * (L > 1)}", f"with {L} layer{'s' * (L > 1)}: the gradient is right, but"
+        x, want = normal(2, 512, 64).astype(np.float64)
+        layers, runs = tanh_layers(normal(L).astype(np.float64))
+        arguments, inputs = (x.copy(), want.copy(), layers), [x]
+        for forward, _ in layers[:-1]:
+            inputs.append(forward(inputs[-1]))
+        for _, backward in reversed(layers):
+            want = backward(inputs.pop(), want)
+        runs[:] = [0] * L
+        tracemalloc.start()
+        try:
+            got = lab.call("backward_through", *arguments, case=case)
+            arrays = tracemalloc.get_traced_memory()[1] // x.nbytes
+        finally:
+            tracemalloc.stop()
+        expect_matrix(f"{case}: the gradient of x", got, want)
+        if max(runs) > 2:
+            raise Wrong(f"{right} layer {np.argmax(runs)} has run forward {max(runs)} times; 2 are enough")
+        if arrays > (enough := int(2 * L**0.5) + 3):
+            raise Wrong(f"{right} {arrays} arrays were in memory at a time; {enough} are enough")
 
 
 if __name__ == "__main__":

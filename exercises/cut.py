@@ -343,4 +343,5 @@ const Head head(out, lse, qkv, T, NH);
 """,
         microscope=True,
     ),
+    Exercise("segments", (function("backward_through: every = max"),), kind="py"),
 )

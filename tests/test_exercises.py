@@ -115,6 +115,12 @@ FAULTS = [
      r"^swizzled_kernel: out\[\d+\] was written by thread \d+ of block \(\d, 1\): that is past the end"),
     ("flash_attention", "p[k][0], p[k][2], p[k][1], p[k][3]", "p[k][0], p[k][1], p[k][2], p[k][3]",
      r"with B=1, T=69, NH=2, out of query \d+ of head 0, channel 0: expected"),
+    ("segments", "max(1, math.isqrt(len(layers)))", "1",
+     r"^with 16 layers: the gradient is right, but 1\d arrays were in memory at a time; 11 are enough"),
+    ("segments", "        x = forward(x)\n", "        forward(x)\n        x = forward(x)\n",
+     r"^with 7 layers: the gradient is right, but layer 0 has run forward 3 times; 2 are enough"),
+    ("segments", "forward(inputs[-1])", "forward(inputs[0])",
+     r"^with 16 layers: the gradient of x\[\d+, \d+\]: expected"),
 ]  # fmt: skip
 
 # What the checks say of an exercise in which nothing is written but a comment.

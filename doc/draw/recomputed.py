@@ -1,0 +1,48 @@
+"""How much of the activations of six layers lies in memory during a forward and a backward pass: if every layer keeps
+its own, and if it keeps its input only. A layer is that of page 17: an input of C numbers a row, and 8 C inside it."""
+
+from doc.draw.figure import Figure
+
+LAYERS, INPUT, INSIDE = 6, 1, 8
+FORWARD, AGAIN, BACKWARD = 2, 1, 4  # products
+LEFT, SCALE, HIGH, TOP = 110, 15.5, 3, 52
+Column = tuple[int, int, int, str]  # products, numbers kept, numbers of the layer at hand, colour of the latter
+
+
+def columns(recompute: bool) -> list[Column]:
+    """What lies in memory from one moment to the next."""
+    found, kept = [], 0
+    for _ in range(LAYERS):
+        kept += INPUT if recompute else INPUT + INSIDE
+        found.append((FORWARD, kept, INSIDE if recompute else 0, "a"))
+    for _ in range(LAYERS):
+        if recompute:
+            found.append((AGAIN, kept, INSIDE, "b"))
+        found.append((BACKWARD, kept, INSIDE if recompute else 0, "c"))
+        kept -= INPUT if recompute else INPUT + INSIDE
+    return found
+
+
+def draw() -> str:
+    figure = Figure(880, 372, "Activations in memory, kept and recomputed")
+    y = TOP - 48
+    for recompute, name in (False, "all kept"), (True, "inputs kept"):
+        x, most = LEFT, max(kept + inside for _, kept, inside, _ in columns(recompute))
+        y += 48 + most * HIGH
+        figure.text(8, y - 24, name, 15, bold=True)
+        figure.text(8, y - 5, f"at most {most} C", 13, colour="faint")
+        for products, kept, inside, colour in columns(recompute):
+            width = products * SCALE
+            figure.rect(x, y - kept * HIGH, width - 1, kept * HIGH, colour if not recompute else "f", "rule")
+            if inside:
+                figure.rect(x, y - (kept + inside) * HIGH, width - 1, inside * HIGH, colour)
+            x += width
+        figure.line(LEFT, y, x, y)
+        figure.text(x + 8, y - 4, f"{sum(p for p, *_ in columns(recompute))} products", 14)
+    y += 40
+    figure.text(8, 22, "Numbers in memory for each row of x; six layers; time to the right", 16, bold=True)
+    legend = ("forward", "a"), ("forward again", "b"), ("backward", "c"), ("inputs kept", "f")
+    for i, (words, colour) in enumerate(legend):
+        figure.rect(LEFT + 170 * i, y - 8, 18, 14, colour, "rule")
+        figure.text(LEFT + 170 * i + 26, y + 4, words, 13)
+    return figure.svg()

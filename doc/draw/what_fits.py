@@ -1,0 +1,43 @@
+"""What training Qwen3-4B takes on a GPU in bf16, with one sequence of 1024 tokens a batch, without and with the flags
+that save memory. `python train_qwen3.py -e qwen3-4b -b 1 --precision bf16 --dry-run` prints the sizes."""
+
+from doc.draw.figure import Figure
+
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, OTHER = "abcde"
+NAMES = {
+    PARAMETERS: "parameters", GRADIENTS: "gradients", STATE: "master copy, m, v", ACTIVATIONS: "activations",
+    OTHER: "the rest",
+}  # fmt: skip
+WEIGHTS = {PARAMETERS: 7672, GRADIENTS: 15344}  # MiB
+WAYS = {
+    "no flag": WEIGHTS | {STATE: 3 * 15344, ACTIVATIONS: 2796, OTHER: 149},
+    "--recompute": WEIGHTS | {STATE: 3 * 15344, ACTIVATIONS: 586, OTHER: 149},
+    "--offload": WEIGHTS | {STATE: 128, ACTIVATIONS: 2796, OTHER: 149},
+    "both": WEIGHTS | {STATE: 128, ACTIVATIONS: 586, OTHER: 149},
+}
+CARDS = {24: "a card of 24 GiB", 80: "80 GiB"}
+LEFT, SCALE, ROW, HIGH = 118, 8.8, 46, 30  # of the names; of a GiB; of a bar
+
+
+def draw() -> str:
+    bottom = 56 + ROW * len(WAYS)
+    figure = Figure(890, bottom + 66, "What Qwen3-4B takes on a GPU")
+    figure.text(8, 22, "Qwen3-4B in bf16, B 1, T 1024: GiB on the GPU", 16, bold=True)
+    for row, (flags, sizes) in enumerate(WAYS.items()):
+        x, y = LEFT, 50 + ROW * row
+        figure.text(LEFT - 10, y + 20, flags, 14, "end")
+        for colour, size in sizes.items():
+            width = size / 1024 * SCALE
+            figure.rect(x, y, width, HIGH, colour)
+            x += width
+        figure.text(x + 10, y + 20, f"{sum(sizes.values()) / 1024:.1f}", 14, bold=True)
+    for card, name in CARDS.items():
+        x = LEFT + card * SCALE
+        figure.line(x, 36, x, bottom, "ink", 1.5, dashed=True)
+        figure.text(x - 6, bottom + 16, name, 13, "middle")
+    x = LEFT
+    for colour, name in NAMES.items():
+        figure.rect(x, bottom + 38, 18, 14, colour)
+        figure.text(x + 25, bottom + 50, name, 13)
+        x += 70 + 7 * len(name)
+    return figure.svg()
