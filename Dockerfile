@@ -7,7 +7,7 @@
 # from run to run: the virtual environment, outside of the repository, where the host may have one that fits the host
 # only, and the CPU device's kernels. `make test` installs there what the tests need. On Linux, `--user "$(id -u):$(id -g)"`
 # makes what is written to the repository yours instead of root's.
-FROM debian:bookworm-slim
+FROM debian:bookworm-slim@sha256:96e378d7e6531ac9a15ad505478fcc2e69f371b10f5cdf87857c4b8188404716
 
 # g++ brings binutils, with which the microscope finds an access's line. Versions are the newest of this Debian release.
 # hadolint ignore=DL3008

@@ -49,6 +49,7 @@ from llmc.run.arguments import (
     seed,
 )
 from llmc.run.program import run_program
+from llmc.run.settings import recorded_flags
 from llmc.step.generation import NOT_FINITE, Writer
 from llmc.step.memory import check_text_memory
 from llmc.step.sampler import samplers_of
@@ -57,13 +58,13 @@ MOST_TEXTS = 65535  # at once: a grid's second dimension
 share = limited(number, ((lambda x: 0 < x <= 1), "be above 0 and at most 1"))
 
 
-def context_of(trained: object, asked: int | None, longest: int) -> int:
+def context_of(trained: int | None, asked: int | None, longest: int) -> int:
     """How many tokens the model sees: as many as the user asked for, else as many as it was trained with, else as many
     as it can. trained: what a checkpoint says. Raises UserError for more than it can. Prints a line for more than it
     was trained with."""
     if asked and asked > longest:
         raise UserError(f"-t {asked} is above the model's longest sequence, {longest}: lower -t")
-    if not isinstance(trained, int) or not 0 < trained <= longest:
+    if trained is None or trained > longest:
         return asked or longest
     if asked and asked > trained:
         print(f"-t {asked} goes beyond the {trained} tokens at which the model was trained", file=sys.stderr)
@@ -297,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
     path = find_model(args.model)
     kind = kind_of(path)
     config = read_model_header(path, kind.Config, f"{NEEDED}; dev/download_starter_pack.sh fetches gpt2_124M.bin")
-    trained = training_flags(path)
+    trained = recorded_flags(kind.Config, training_flags(path), path.parent)
     context = context_of(trained.get("sequence_length"), args.context, config.max_seq_len)
     prompts = prompts_of(args)
     if args.tokenizer:

@@ -234,10 +234,11 @@ class GPT2(Model):
 
 
 def training_step(
-    training: Training, batches: Batches, stopped: Callable[[], bool] = lambda: False
+    training: Training, batches: Batches, stopped: Callable[[], bool] | None = None
 ) -> Callable[[int, float], bool]:
     """Returns train_step(step, learning_rate), which trains for one step; the first step is 0. It returns False if
-    `stopped` before the last batch. Then the step has changed no parameter."""
+    `stopped` before the last batch. Then the step has changed no parameter. Without `stopped`, raises UserError if a
+    batch cannot be read."""
     model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
 
     def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
@@ -247,10 +248,11 @@ def training_step(
         model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
         model.backward(acts, batch, accumulate=not first)
 
-    forward_backward = exchange.record(forward_backward)
+    forward_backward, stopped = exchange.record(forward_backward), stopped or batches.stopped
 
     def train_step(step: int, learning_rate: float) -> bool:
         for i in range(batches.count):                        # this rank's batches
+            batches.read(step, i)
             if stopped():                                     # all ranks get the same answer
                 return False
             batches.send(step, i)

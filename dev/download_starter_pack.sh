@@ -4,12 +4,15 @@
 #   bash dev/download_starter_pack.sh
 #
 # About 1.05 GB. Models go to the repository's root, tokens to data/. A file grows as NAME.part and gets its name only
-# when it has come whole and its magic number is right; run this again to go on after an interruption. Exit status: 0 all
-# files are there, 1 one could not be fetched. LLMC_STARTER_PACK_URL names another place to fetch from.
+# when its SHA-256 is the one below; run this again to go on after an interruption. Exit status: 0 all files are there, 1
+# one could not be fetched. LLMC_STARTER_PACK_URL names another place to fetch from. Only https is used, also after a
+# redirect, unless that other place begins with http:.
 
 set -euo pipefail
 
 url=${LLMC_STARTER_PACK_URL:-https://huggingface.co/datasets/karpathy/llmc-starter-pack/resolve/main}
+schemes=https
+case $url in http:*) schemes=http,https ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() {
@@ -17,22 +20,22 @@ fail() {
     exit 1
 }
 
-# begins_with FILE MAGIC: whether this is a file's first integer.
-begins_with() {
-    [ "$(od -An -v -t d4 -N 4 "$1" | tr -d ' ')" = "$2" ]
+# sha256 FILE
+sha256() {
+    if command -v sha256sum >/dev/null; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d ' ' -f 1
 }
 
-# fetch FOLDER NAME MAGIC
+# fetch FOLDER NAME SHA256
 fetch() {
-    local file=$1/$2 part=$1/$2.part status=0 code
+    local file=$1/$2 part=$1/$2.part status=0 code resumed
     if [ -f "$file" ]; then
         echo "$file is there already; to fetch it anew, remove it"
         return
     fi
     mkdir -p "$1" || fail "$1: cannot be made"
-    [ ! -s "$part" ] || begins_with "$part" "$3" || rm -f "$part"
+    resumed=$([ -s "$part" ] && echo yes || true)
     echo "fetching $file"
-    code=$(curl --fail --location --progress-bar --retry 2 --connect-timeout 20 --speed-limit 1000 --speed-time 60 \
+    code=$(curl --fail --location --proto "=$schemes" --proto-redir "=$schemes" --progress-bar --retry 2 --connect-timeout 20 --speed-limit 1000 --speed-time 60 \
         --continue-at - --write-out '%{http_code}' --output "$part" "$url/$2") || status=$?
     case $status in
         0) ;;
@@ -46,15 +49,21 @@ fetch() {
             ;;
         *) fail "$url/$2: cannot be fetched (curl exit status $status); check the connection and run this again" ;;
     esac
-    begins_with "$part" "$3" || { rm -f "$part" && fail "$url/$2: what the server sent is bad; try again later"; }
+    if [ "$(sha256 "$part")" != "$3" ]; then
+        rm -f "$part"
+        [ "$resumed" ] || fail "$url/$2: what the server sent is bad: its SHA-256 is not $3; try again later"
+        echo "$part was of another file or version: fetching all of it again"
+        fetch "$@"
+        return
+    fi
     mv "$part" "$file"
     echo "$file: $(wc -c <"$file" | tr -d ' ') bytes"
 }
 
 command -v curl >/dev/null || fail "curl is not installed; install it with the system's package manager"
 
-fetch "$root/data" tiny_shakespeare_val.bin 20240520
-fetch "$root/data" tiny_shakespeare_train.bin 20240520
-fetch "$root" gpt2_tokenizer.bin 20240328
-fetch "$root" gpt2_124M.bin 20240326
-fetch "$root" gpt2_124M_debug_state.bin 20240327
+fetch "$root/data" tiny_shakespeare_val.bin fe99db720dc7c83e694806d4e047a952909411da1daccde4ccc2e55f40882a62
+fetch "$root/data" tiny_shakespeare_train.bin 8a70606be574040c26d225694f5f9759973b419852d22f7fe5c118e1b359dcc8
+fetch "$root" gpt2_tokenizer.bin 6f3abc21e444e4e8300e225f4e03da48ea121cf17e30f67009b8dad7a66c2f13
+fetch "$root" gpt2_124M.bin 3da8b207584030bcdcd207cf7a99952e3421dce92da218b351071857511bf162
+fetch "$root" gpt2_124M_debug_state.bin a80c4448eed47c561314a2189e62c49b2c7477c265fc2f15c8470d18401693d9

@@ -124,7 +124,9 @@ def can_go_on(directory: Path, flags: list[str], config: type[Config]) -> bool:
         if newest:
             sizes, *_, state = load_checkpoint(newest, config)
             shape = args.batch_size, args.sequence_length, sizes.vocab_size
-            DataLoader(args.data, "train", *shape, args.seed, args.raw_tokens).load_state(state["loader"])
+            loader = DataLoader(args.data, "train", *shape, args.seed, args.raw_tokens)
+            loader.load_state(state["loader"])
+            loader.identify()
     except UserError as error:
         print(f"{directory} is left as it is: {error}")
         return False

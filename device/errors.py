@@ -20,8 +20,18 @@ ROOT = Path(__file__).resolve().parents[1]
 class UserError(ValueError):
     """A wrong flag, file or value: its message is one line that names the thing and the remedy.
 
-    The command line prints it as `error: message` and exits with status 1.
+    The command line prints it as `error: message` and exits with status 1. Its message is `escaped`, because it may
+    quote a file.
     """
+
+    def __init__(self, message: str):
+        super().__init__(escaped(message))
+
+
+def escaped(text: object) -> str:
+    """A text in one line that no terminal obeys: line breaks, control characters and all others that do not show are
+    backslash escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def first_line(error: Exception) -> str:

@@ -91,7 +91,7 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[Path], object], list[byte
     found["debug state"] = (lambda path: read_debug_state(path, gpt2).grads.sum(), [state])
 
     def read_tokens(path: Path) -> None:
-        open_tokens(path).sum()
+        open_tokens(path)[:].sum()
         loader, batch = DataLoader(path, "train", 2, 3, 70_000), np.empty((2, 2, 3), np.int32)
         for _ in range(4):
             loader.next_batch(*batch)

@@ -41,6 +41,7 @@ def losses_and_gradients(config, attention: str, batch_size: int, parameters: np
     model, acts, batch = training.model, training.acts, training.batch
     device.copy_in(model.params_memory, parameters)
     batches = Batches(batch, acts.losses, OneBatch(config.vocab_size))
+    batches.read(0, 0)
     batches.send(0, 0)
     model.zero_grad()
     model.forward(acts, batch)

@@ -68,7 +68,7 @@ NOT_RUN = {
         "pip install *", "apt-get *", "bash dev/download_starter_pack.sh", "docker *", "git clone *",
         "python dev/data/*",
     ],
-    "long": ["python doc/planted.py"],
+    "long": ["python doc/planted.py", "python -m timeit *"],
     "shown in full in page 14, where it is run": ["LLMC_CPU_DEBUG=1 *gdb *"],
     "has tests of its own": [
         "python dev/microscope *", "python doc/draw.py*", "python doc/*.py --write", "python doc/ladder.py*",

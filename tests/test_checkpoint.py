@@ -97,6 +97,14 @@ def test_llm_cs_bf16_file_is_written_and_read(tmp_path, model, params):
     assert "truncated or damaged" in refusal(read_model, path, GPT2Config)
 
 
+def test_a_weight_that_bf16_cannot_hold_is_not_written_as_infinity(tmp_path, params):
+    params[[5, 6]] = np.inf, np.nan  # which bf16 has, too
+    write_model(tmp_path / "model.bin", TINY, params, bf16=True)
+    params[7] = -3.4e38  # the largest of bf16 is 3.39e38
+    assert "a weight is -3.4e+38" in refusal(write_model, tmp_path / "other.bin", TINY, params, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
+
+
 @pytest.mark.parametrize("precision, bf16, line", [
     ("fp32", False, ""), ("fp32", True, "its weights are bf16 and become fp32"), ("bf16", True, ""),
     ("bf16", False, "its weights are fp32; forward and backward take them rounded to bf16"),
@@ -339,7 +347,8 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(tmp_path, params, 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "1", '{"crc32": 0}', "\ud800"], ids=lambda text: text[:9])
 def test_a_state_that_is_no_record_is_damaged(checkpoint, text):
     (checkpoint / "state.json").write_bytes(text.encode(errors="surrogatepass"))
-    assert "state.json: damaged; no older checkpoint" in refusal(newest_checkpoint, checkpoint.parent)
+    message = refusal(newest_checkpoint, checkpoint.parent)
+    assert "state.json: damaged: not what was written; no older checkpoint" in message
 
 
 def test_pruning_keeps_the_newest_and_what_other_runs_have(tmp_path, params):

@@ -1,15 +1,18 @@
 """The dataset scripts, run as programs on small files of the formats that they download."""
 
+import hashlib
 import json
 import struct
 import subprocess
 import sys
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from conftest import refusal
 from dev.data import shards
-from dev.data.common import download, encode, load_tokenizer
+from dev.data.common import NoWayBack, download, encode, load_tokenizer
 from device.errors import UserError
 from llmc.data.dataloader import DataLoader, open_tokens, write_tokens
 from llmc.data.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_tokenizer, write_tokenizer
@@ -58,7 +61,7 @@ def run(script, *args, fails=False):
 
 def decoded(path):
     """The texts of a byte-level token file; end-of-text tokens stand before each."""
-    tokens = open_tokens(path)
+    tokens = open_tokens(path)[:]
     assert tokens[0] == EOT
     return [bytes(text.astype(np.uint8)[1:]).decode() for text in np.split(tokens, np.flatnonzero(tokens == EOT)[1:])]
 
@@ -71,7 +74,7 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
 
     prefix = tmp_path / "data" / "python_docs"
     run("python_docs.py", "--out", prefix)
-    train, val = (open_tokens(f"{prefix}_{split}.bin") for split in ("train", "val"))
+    train, val = (open_tokens(f"{prefix}_{split}.bin")[:] for split in ("train", "val"))
     assert 0.095 < val.size / (train.size + val.size) < 0.105
     write_tokens(tmp_path / "all.bin", np.concatenate([train, val]))
     assert decoded(tmp_path / "all.bin") == [topics[name] for name in sorted(topics)]
@@ -114,18 +117,28 @@ def test_a_download_arrives_whole_and_is_not_repeated(server, tmp_path):
     body = bytes(range(256)) * 1000
     for length in (len(body), None):
         server.answers = [(200, body, length)]
-        download(server.url, path)
+        download(server.url, path, hashlib.sha256(body).hexdigest())
         assert path.read_bytes() == body
-        download(server.url, path)
+        download(server.url, path, hashlib.sha256(body).hexdigest())
         path.unlink()
 
 
-@pytest.mark.parametrize("status, body, length", [(404, b"page", 4), (500, b"", 0), (200, b"x" * 500, 1000)])
-def test_a_download_that_fails_or_breaks_off_leaves_nothing(server, tmp_path, status, body, length):
+@pytest.mark.parametrize("status, body, length", [
+    (404, b"page", 4), (500, b"", 0), (200, b"x" * 500, 1000), (200, b"x", 1),
+])  # fmt: skip
+def test_a_download_that_fails_breaks_off_or_is_of_another_file_leaves_nothing(server, tmp_path, status, body, length):
     server.answers = [(status, body, length)]
     with pytest.raises(UserError, match="again"):
-        download(server.url, tmp_path / "text.txt")
+        download(server.url, tmp_path / "text.txt", hashlib.sha256(b"y").hexdigest())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_redirect_never_leaves_https():
+    redirect = NoWayBack().redirect_request
+    arguments = urllib.request.Request("https://a.example/"), None, 302, "Found", {}
+    assert redirect(*arguments, "https://b.example/").full_url == "https://b.example/"
+    for to in "http://a.example/", "ftp://a.example/":
+        assert "only https is used" in refusal(redirect, *arguments, to)
 
 
 # HellaSwag
@@ -224,7 +237,7 @@ def contents(folder):
 def test_shards_of_any_size_hold_all_texts_in_order(texts, tmp_path, shard_tokens):
     out = tmp_path / "out" / "web"
     write_shards(texts, out, shard_tokens)
-    found = [open_tokens(path) for path in sorted(out.parent.glob("web_train_*.bin"))]
+    found = [open_tokens(path)[:] for path in sorted(out.parent.glob("web_train_*.bin"))]
     assert [len(tokens) for tokens in found[:-1]] == [shard_tokens] * (len(found) - 1)
     assert 0 < found[-1].size <= shard_tokens
     assert np.concatenate(found).tolist() == np.concatenate(texts).tolist()

@@ -1,6 +1,8 @@
-"""The starter pack's download, from a local server that also misbehaves as real ones do."""
+"""The starter pack's download, from a local server that also misbehaves as real ones do; and what else is pinned."""
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -27,7 +29,17 @@ PACK = {
     "gpt2_124M_debug_state.bin": ".",
 }
 
+ROOT = SCRIPT.parents[1]
+
 pytestmark = pytest.mark.skipif(not (shutil.which("curl") and shutil.which("bash")), reason="needs bash and curl")
+
+
+def test_the_base_image_and_the_actions_are_pinned_and_the_workflow_may_only_read():
+    assert re.findall(r"^FROM \S+@sha256:[0-9a-f]{64}$", (ROOT / "Dockerfile").read_text(), re.M)
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        text = path.read_text()
+        assert "\npermissions:\n  contents: read\n" in text
+        assert all(re.fullmatch(r"\S+@[0-9a-f]{40} # v[\d.]+", used) for used in re.findall("uses: (.*)", text))
 
 
 class Server(ThreadingHTTPServer):
@@ -99,10 +111,15 @@ def server(pack):
 
 
 @pytest.fixture
-def root(tmp_path):
-    """A repository with nothing but the script in it."""
+def root(tmp_path, pack):
+    """A repository with nothing but the script in it, which expects the SHA-256 of the small files."""
     (tmp_path / "repository" / "dev").mkdir(parents=True)
-    shutil.copy(SCRIPT, tmp_path / "repository" / "dev")
+    text = SCRIPT.read_text()
+    for name in PACK:
+        own = hashlib.sha256((pack / name).read_bytes()).hexdigest()
+        text, count = re.subn(rf"( {re.escape(name)}) [0-9a-f]{{64}}\n", rf"\1 {own}\n", text)
+        assert count == 1
+    (tmp_path / "repository" / "dev" / SCRIPT.name).write_text(text)
     return tmp_path / "repository"
 
 
@@ -218,3 +235,36 @@ def test_a_server_without_ranges_sends_all_again(root, server):
     result = run(root, server.url)
     assert result.returncode == 0, result.stderr
     assert files(root) == whole_pack(server)
+
+
+def test_a_part_of_another_version_is_not_mixed_with_this_one(root, server):
+    """It begins like the file and is shorter, so only the checksum tells."""
+    part = bytearray(server.files["gpt2_124M.bin"][:2000])
+    part[1500] ^= 1
+    (root / "gpt2_124M.bin.part").write_bytes(part)
+    result = run(root, server.url)
+    assert result.returncode == 0 and "of another file or version" in result.stdout, result.stderr
+    assert files(root) == whole_pack(server)
+
+
+def changed(whole, start):
+    return 200, whole[:-1] + bytes([whole[-1] ^ 1]), None
+
+
+def test_a_file_with_another_byte_is_refused(root, server):
+    server.answers["gpt2_124M.bin"] = [changed]
+    result = run(root, server.url)
+    assert result.returncode == 1 and "its SHA-256 is not" in last_line(result)
+    assert not any("124M" in file for file in files(root))
+
+
+def test_only_https_is_used_also_after_a_redirect(root, tmp_path):
+    """A curl that notes what it is called with: there is no server with a certificate here."""
+    (tmp_path / "curl").write_text('#!/bin/sh\necho "$*" >&2\nexit 7\n')
+    (tmp_path / "curl").chmod(0o755)
+    for url, schemes in ("", "=https"), ("https://a.example", "=https"), ("http://a.example", "=http,https"):
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LLMC_STARTER_PACK_URL": url}
+        command = ["bash", "dev/download_starter_pack.sh"]
+        result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        assert result.returncode == 1
+        assert f"--proto {schemes} --proto-redir {schemes} " in result.stderr

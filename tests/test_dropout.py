@@ -173,6 +173,7 @@ def dropping(monkeypatch, config: PythiaConfig, random) -> None:
 def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(dev, monkeypatch, config, attention):
     training, batches = training_with(config, attention, 0.25)
     model, acts, batch = training.model, training.acts, training.batch
+    batches.read(6, 0)
     batches.send(6, 0)
     model.zero_grad()
     model.forward(acts, batch)

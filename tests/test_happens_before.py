@@ -157,7 +157,7 @@ def program(training: Training, count: int, record: bool) -> None:
     """Four steps of so many batches, as a rank: of a step the first is not recorded."""
     device.use_recording(record)
     nothing = SimpleNamespace(at_hand=training.batch, count=count, step_tokens=1, **dict.fromkeys(
-        ("send", "fetch_losses"), lambda step, i: None))  # fmt: skip
+        ("read", "send", "fetch_losses"), lambda step, i: None), stopped=lambda: False)  # fmt: skip
     train_step = training_step(training, nothing)
     for step in range(4):
         train_step(step, 1e-2)

@@ -380,7 +380,7 @@ def test_ranks_that_are_killed_at_random_moments_leave_none_behind(folder, seed)
         assert "raise -x" in error
 
 
-def test_a_rank_that_meets_an_error_in_mid_run_is_named_and_no_other(folder):
+def test_a_rank_that_cannot_read_its_data_is_named_and_no_other_and_the_run_is_saved(folder):
     """What the others notice of its end says nothing."""
     (folder / "sitecustomize.py").write_text(f"""
 import os, sys
@@ -396,8 +396,11 @@ if os.environ.get("RANK") == "1":
         next_batch(self, inputs, targets)
     DataLoader.next_batch = fails
 """)
-    out, error = run(folder, "--gpus", str(most(folder)), "-x", "100000", code=1, PYTHONPATH=str(folder))
-    assert error == f"error: rank 1 on {socket.gethostname()}: a bad token here\n" and "step    2/" in out
+    flags = "--gpus", str(most(folder)), "-x", "100000", "--checkpoint-dir", "run"
+    out, error = run(folder, *flags, code=1, PYTHONPATH=str(folder))
+    saved = max((folder / "run").glob("step_*"))
+    line = f"rank 1 on {socket.gethostname()}: a bad token here; the run goes on from run/{saved.name} with -y 1\n"
+    assert error == f"error: {line}" and "step    2/" in out
 
 
 @pytest.mark.long
@@ -448,7 +451,7 @@ def test_a_signal_that_comes_while_ranks_ask_one_another_is_not_lost(monkeypatch
         return [value, None]
 
     monkeypatch.setattr(ranks, "all_gather", all_gather)
-    assert [StopRequest.told(stop), StopRequest.told(stop)] == [False, True]
+    assert [StopRequest.told(stop, ""), StopRequest.told(stop, "")] == [False, True]
 
 
 @pytest.mark.long

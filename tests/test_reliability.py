@@ -19,7 +19,7 @@ from dev.data.common import load_tokenizer
 from dev.hf import export_hf, import_hf
 from kernels import classifier
 from llmc.data.batches import Batches
-from llmc.data.dataloader import DataLoader, write_tokens
+from llmc.data.dataloader import DataLoader, Tokens, write_tokens
 from llmc.data.tokenizer import write_tokenizer
 from llmc.files.checkpoint import lock_checkpoints, model_path, read_model, read_record, write_model
 from llmc.model.tensors import num_parameters
@@ -236,6 +236,19 @@ def copy_of(finished: Path, tmp_path: Path, **recorded: object) -> Path:
     return folder
 
 
+def test_weights_beyond_what_bf16_holds_stop_a_run_before_another_parameter_changes(folder, run_here):
+    """Its copy of them is infinite, and the master copy, which a checkpoint holds, is not."""
+    flags = "--precision", "bf16", "-l", "3.4e38", "-c", "0", "-v", "0", "-x", "4"
+    _, error = run_here(folder, *SAVE, *flags, code=1)
+    assert error.startswith("error: step 2: its loss (nan) or gradients are not finite, so all parameters are left as")
+    saved = {path.name: path.read_bytes() for path in (folder / "run" / "step_00000001").iterdir()}
+    _, tensors = read_model(folder / "run" / "step_00000001" / "model.bin", GPT2Config)
+    assert 3.39e38 < max(np.abs(tensor).max() for tensor in tensors.values()) < np.inf
+    _, error = run_here(folder, *SAVE, "-y", "1", code=1)
+    assert error.startswith("error: step 2: ") and error.count("\n") == 1
+    assert saved == {path.name: path.read_bytes() for path in (folder / "run" / "step_00000001").iterdir()}
+
+
 def test_a_model_without_dropout_refuses_a_rate_also_if_a_checkpoint_recorded_it(finished, tmp_path, run_here):
     line = "error: --dropout 0.1: GPT-2 trains without dropout, as llm.c does; {}\n"
     _, error = run_here(finished, "-x", "1", "--dropout", "0.1", code=1)
@@ -321,6 +334,64 @@ def test_other_data_of_the_same_size_is_refused_and_makes_another_run(folder, ru
     run_here(folder, "--checkpoint-dir", "other", "-x", "2")
     runs = [read_record(folder / name / "step_00000002")["state"]["run"] for name in ("run", "other")]
     assert runs[0] != runs[1]
+
+
+def test_tokens_that_the_fingerprint_does_not_see_are_noticed_and_hashed_only_if_the_file_has_changed(
+    folder, run_here, rng, monkeypatch
+):
+    tokens, hashed, sha256 = rng.integers(0, V, 20_000), [], Tokens.sha256
+    monkeypatch.setattr(Tokens, "sha256", lambda of: (hashed.append(of.path), sha256(of))[1])
+    write_tokens(folder / "data_train.bin", tokens)
+    os.utime(folder / "data_train.bin", (-5, -5))  # a time before 1970
+    run_here(folder, *SAVE, "-x", "2")
+    run_here(folder, *SAVE, "-y", "1", "-x", "3")
+    assert len(hashed) == 1  # the second run believes size, time and inode
+    write_tokens(folder / "data_train.bin", np.r_[tokens[:5000], (tokens[5000:6000] + 1) % V, tokens[6000:]])
+    _, error = run_here(folder, *SAVE, "-y", "1", "-x", "4", code=1)
+    assert error.startswith("error: cannot resume: data_train.bin has other tokens than when the checkpoint was saved")
+    write_tokens(folder / "data_train.bin", tokens)  # another file with the same tokens
+    run_here(folder, *SAVE, "-y", "1", "-x", "4")
+    record = read_record(folder / "run" / "step_00000004")
+    del record["state"]["loader"]["files"]  # as older checkpoints
+    write_record(folder / "run" / "step_00000004", record)
+    run_here(folder, *SAVE, "-y", "1", "-x", "5")
+    assert len(hashed) == 4 and read_record(folder / "run" / "step_00000005")["state"]["loader"]["files"]
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 1100)
+
+
+def write_one(file: Path) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        opened.write(b"\1\0")
+
+
+@pytest.mark.parametrize("change", [cut, write_one])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_data_that_change_under_a_run_end_it_with_a_line_and_a_checkpoint(folder, run_here, monkeypatch, split, change):
+    whole, _ = run_here(folder, "-x", "6", "-v", "2")
+    file, calls, next_batch = folder / f"data_{split}.bin", [], DataLoader.next_batch
+    before = file.read_bytes()
+
+    def changing(loader, *arrays) -> None:
+        if loader.files[0].name == file.name and len(calls) < 5:
+            calls.append(loader)
+            if len(calls) == 5:  # in the fifth step, or in the third validation, which is in front of it
+                change(file)
+        next_batch(loader, *arrays)
+
+    monkeypatch.setattr(DataLoader, "next_batch", changing)
+    out, error = run_here(folder, *SAVE, "-x", "6", "-v", "2", code=1)
+    assert list(steps(out)) == [1, 2, 3, 4] and "stopped by data that cannot be read after 4 of 6 steps" in out
+    assert error == (
+        f"error: data_{split}.bin: it has changed since it was opened, so its tokens are not what they were; the run "
+        "goes on from run/step_00000004 with -y 1\n"
+    )
+    file.write_bytes(before)
+    out, _ = run_here(folder, *SAVE, "-y", "1", "-v", "2")
+    assert steps(out) == {n: loss for n, loss in steps(whole).items() if n > 4}
 
 
 @pytest.mark.parametrize("at", [0, 2047, 5000, 9999], ids=str)

@@ -51,7 +51,7 @@ def refusal(prepare, *args):
 
 
 def documents(prefix, split):
-    tokens = np.concatenate([open_tokens(path) for path in find_token_files(prefix, split)])
+    tokens = np.concatenate([open_tokens(path)[:] for path in find_token_files(prefix, split)])
     return [bytes(text.astype(np.uint8)[1:]).decode() for text in np.split(tokens, np.flatnonzero(tokens == EOT)[1:])]
 
 
@@ -231,7 +231,7 @@ def test_names_of_special_tokens_are_text_unless_the_flag_says_otherwise(prepare
     args = ["in", "--tokenizer", tokenizer, "-o"]
     assert f"special tokens {name} 30\n" in (said := prepare(*args, "text")) and "--special-tokens encodes" in said
     assert "--special-tokens encodes" not in prepare(*args, "special", "--special-tokens")
-    plain, special = (open_tokens(f"{prefix}_train_000000.bin").tolist() for prefix in ("text", "special"))
+    plain, special = (open_tokens(f"{prefix}_train_000000.bin")[:].tolist() for prefix in ("text", "special"))
     texts = plain.count(EOT)  # one stands before each
     assert [tokens.count(token) - texts * (token == EOT) for tokens in (plain, special)] == [0, 2 * texts]
 

@@ -1,6 +1,7 @@
 """What the dataset scripts share: fetching, encoding, writing, and how a program of theirs ends."""
 
 import codecs
+import hashlib
 import http.client
 import importlib
 import io
@@ -53,26 +54,40 @@ def run(main: Callable[[], None]) -> None:
     run_program(main, interrupted="interrupted; run the same command again to go on")
 
 
-def download(url: str, path: Path) -> None:
-    """Fetches a file, unless it is there, showing how far it is. Raises UserError where that fails or stops halfway."""
+def download(url: str, path: Path, sha256: str) -> None:
+    """Fetches a file, unless it is there, showing how far it is. Raises UserError where that fails or stops halfway, or
+    where the file does not have this SHA-256."""
     if path.exists():
         print(f"{path} is there already")
         return
     make_folder(path.parent)
+    found = hashlib.sha256()
     with replacing(path) as file:
         shown = time.monotonic()
         for chunk, total in receive(url):
             file.write(chunk)
+            found.update(chunk)
             if time.monotonic() - shown > 1:
                 shown = time.monotonic()
                 print(f"{path.name}: {file.tell():,}{'' if total is None else f' of {total:,}'} bytes", flush=True)
+        if found.hexdigest() != sha256:
+            raise UserError(f"{url}: what the server sent is bad: its SHA-256 is not {sha256}; try again later")
     print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+class NoWayBack(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect from https to anything else."""
+
+    def redirect_request(self, request, file, code, message, headers, url):
+        if request.type == "https" and not url.startswith("https:"):
+            raise UserError(f"{request.full_url}: it leads to {url}, and only https is used; try again later")
+        return super().redirect_request(request, file, code, message, headers, url)
 
 
 def receive(url: str) -> Iterator[tuple[bytes, int | None]]:
     """The pieces of what a URL stands for, each with the size of the whole, or None where the server does not say."""
     try:
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.build_opener(NoWayBack).open(url, timeout=60) as response:
             done, total = 0, response.length
             while chunk := response.read(1 << 16):
                 done += len(chunk)

@@ -20,7 +20,9 @@ from llmc.run.arguments import Parser, a_path
 
 import numpy as np
 
-URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
+URL = f"https://raw.githubusercontent.com/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
+SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 
 
 def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int]:
@@ -53,7 +55,7 @@ def main() -> None:
         )
     if args.jsonl is None:
         args.jsonl = args.out.with_suffix(".jsonl")
-        download(URL, args.jsonl)
+        download(URL, args.jsonl, SHA256)
     examples = []
     for number, line in enumerate(read_text(args.jsonl).splitlines()):
         try:

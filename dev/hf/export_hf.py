@@ -33,9 +33,10 @@ from llmc.data.tokenizer import (
     tokenizer_files,
 )
 from llmc.files.checkpoint import in_bf16, read_model, training_flags, write_model
-from llmc.model.tensors import num_parameters
+from llmc.model.tensors import Config, num_parameters
 from llmc.run.arguments import Parser, a_path
 from llmc.run.program import run_program
+from llmc.run.settings import recorded_flags
 
 import numpy as np
 
@@ -79,13 +80,14 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Path | None, Tokenizer | None]:
+def find_tokenizer(model: Path, config: Config, given: Path | None) -> tuple[Path | None, Tokenizer | None]:
     """The tokenizer file that is given, or one of the model or of the data that it was trained on, and what it holds: a
     .json, or where there is none a .bin, which is taken to split text as GPT-2 does.
 
-    Raises UserError where the given one is not for a model of vocab_size tokens; one that is found is left out then.
+    Raises UserError where the given one is not for a model of these sizes; one that is found is left out then.
     """
-    found, own = model_tokenizers(model, training_flags(model)), model_tokenizers(model)
+    trained = recorded_flags(type(config), training_flags(model), model.parent)
+    found, own = model_tokenizers(model, trained), model_tokenizers(model)
     if not given and not found:
         print(f"no tokenizer is written: none is beside {model}; name its file with --tokenizer", file=sys.stderr)
     for path in [given] if given else [path for path in found if path.suffix == ".json"] or found:
@@ -94,10 +96,11 @@ def find_tokenizer(model: Path, vocab_size: int, given: Path | None) -> tuple[Pa
                 try_tokenizer(path)
             tokenizer = Tokenizer.load(path)
             encodes = path.suffix == ".json" or tokenizer.ranks
-            if encodes and tokenizer.fits(vocab_size, own=path in own):
+            if encodes and tokenizer.fits(config.vocab_size, own=path in own):
                 return path, tokenizer
             raise UserError(
-                f"{path} has {tokenizer.vocab_size} tokens and {model} {vocab_size}: use the model's own tokenizer"
+                f"{path} has {tokenizer.vocab_size} tokens and {model} {config.vocab_size}: use the model's own "
+                "tokenizer"
             )
         except UserError as error:
             if given:
@@ -171,7 +174,7 @@ def export(path: Path, out: Path, given: Path | None, dtype: str = "fp32") -> No
     model's, or `out` cannot be written or holds something already.
     """
     config, params = read_model(path, kind_of(path).Config, NEEDED)
-    tokenizer_path, tokenizer = find_tokenizer(path, config.vocab_size, given)
+    tokenizer_path, tokenizer = find_tokenizer(path, config, given)
     eot = tokenizer.eot if tokenizer else {50257: 50256, 257: 256}.get(config.vocab_size)
     as_file = out.suffix == ".bin"
     source = tokenizer_path or path.with_name(f"{path.stem}_tokenizer.json")  # or only what lies beside that

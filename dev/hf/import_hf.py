@@ -24,6 +24,7 @@ does; without either the import takes heads to be 64 channels wide, as in all fo
 """
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -39,7 +40,7 @@ from dev.foreign import try_tokenizer
 from dev.hf.common import SAVE_AGAIN, config_json, families, named_tensors, read_json, take_tokenizer_along
 from dev.hf.family import Family, Settings
 from dev.scripts import kind_of_magic
-from device.errors import UserError, first_line
+from device.errors import UserError, escaped, first_line
 from llmc.data.tokenizer import NEIGHBOURS
 from llmc.files.checkpoint import new_model
 from llmc.files.files import check_no_pointer, first_word
@@ -56,10 +57,12 @@ WITHOUT_CONFIG = "gpt2"  # the model_type whose tensors say all but the heads
 PRECISIONS = ("F32", "F16", "BF16", "F64")
 CLASSIFIERS = re.compile(r"(.*\.)?((score|classifier|qa_outputs|multiple_choice_head)\..*)")  # the heads of classifiers
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors", re.ASCII)
 NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.safetensors)", re.ASCII)  # of a model at Hugging Face
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)  # what a disk says
 BUFFERS = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")  # no weights, in old files
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+")  # what DistributedDataParallel and torch.compile put before a name
+LITTLE = 1 << 20  # parameters
 ADAPTER = "adapter_config.json"
 OLDER = ("tokenizer.model", "vocab.json", "merges.txt")  # from before there was tokenizer.json
 TEMPLATES = "additional_chat_templates"  # a folder
@@ -92,14 +95,14 @@ def find_files(source: Path) -> list[Path]:
     if not source.is_dir():
         raise UserError(f"{source}: no such file or directory")
     whole, index = source / WHOLE, source / INDEX
-    shards = sorted(source.glob("model-*-of-*.safetensors"))
+    shards = sorted(path for path in source.glob("model-*.safetensors") if SHARD.fullmatch(path.name))
     if whole.is_file():
         return [whole]
     if index.is_file():
         names = indexed_files(index)
     elif shards:
         count = shards[0].stem.rpartition("-")[2]
-        names = [f"model-{n:0{len(count)}}-of-{count}.safetensors" for n in range(1, int(count) + 1)]
+        names = (f"model-{n:0{len(count)}}-of-{count}.safetensors" for n in range(1, int(count) + 1))
     else:
         below = {path.parent for place in BELOW for path in source.glob(f"{place}/*.safetensors")}
         if below:
@@ -107,10 +110,12 @@ def find_files(source: Path) -> list[Path]:
             name = f"the newest of {len(below)} is {first}" if others else f"it is in {first}"
             raise UserError(f"{source}: no {WHOLE} there; {name}: name that directory")
         raise UserError(f"{source}: no {WHOLE} there; save the model with save_pretrained")
-    for name in names:
+    found = []
+    for name in names:  # there may be more of them than anybody can count
         if not (source / name).is_file():
             raise UserError(f"{source / name} is missing, and it holds a part of the model; fetch it, or {SAVE_AGAIN}")
-    return [source / name for name in names]
+        found.append(source / name)
+    return found
 
 
 def indexed_files(index: Path) -> list[str]:
@@ -234,6 +239,12 @@ def check_tensors(source: str, config: Config, tensors: dict[str, object]) -> No
     if head:
         kind = config_json(config)["architectures"][0]
         raise UserError(f"{source}: tensor {head[2]} is the head of a classifier; a language model, {kind}, is needed")
+    asked, there = num_parameters(config), sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
+    if config.num_layers > len(tensors) or asked > 8 * there + LITTLE:  # to name them all would take long
+        raise UserError(
+            f"{source}: {config.num_layers:,} layers of {asked:,} parameters, and in its files are {len(tensors):,} "
+            f"tensors of {there:,} numbers; {SAVE_AGAIN}"
+        )
     wanted = shapes_of(config)
     for name, shape in wanted.items():
         found = tuple(tensors[name].get_shape()) if name in tensors else None
@@ -289,7 +300,7 @@ def import_tokenizer(place: Path, model: Path, vocab_size: int) -> set[Path]:
     tokenizer.json of OLDER files. Returns the files that it wrote. Says in a line what it leaves out."""
     if (place / TEMPLATES).is_dir():
         names = ", ".join(sorted(path.name for path in (place / TEMPLATES).iterdir()))
-        print(f"{place / TEMPLATES}: left out, an export will not have them: {names}", file=sys.stderr)
+        print(escaped(f"{place / TEMPLATES}: left out, an export will not have them: {names}"), file=sys.stderr)
     found = place / "tokenizer.json"
     older = [name for name in OLDER if (place / name).is_file()]
     if found.is_file() or not older:

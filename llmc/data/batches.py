@@ -24,6 +24,8 @@ class Batches:
     first batch is rank 0's first, the next is rank 1's first, and so on. The page-locked arrays exist twice, for two
     steps in flight. A step may fill its array after the losses of the step before the last have been read.
 
+    failure: why a batch could not be read, or nothing.
+
     begin: the device's event in front of the last step's first batch. What the device does before it is not the step's.
 
     Raises UserError if a step has more batches than the host has memory for.
@@ -31,7 +33,7 @@ class Batches:
 
     def __init__(self, at_hand: Batch, losses, loader: DataLoader | EvalLoader, count: int = 1):
         self.at_hand, self.losses_there, self.loader, self.count = at_hand, losses, loader, count
-        self.begin = device.event()
+        self.failure, self.begin = "", device.event()
         self.ends = deque(maxlen=2)  # of the step's last two batches
         needed, (free, _) = 2 * 4 * count * (at_hand.memory.size + losses.size), device.host_memory()
         if count > 1 and needed > free:
@@ -50,24 +52,38 @@ class Batches:
         """Inputs, targets, order and count (4,B,T) of batch i of a step, on the host."""
         return self.batches[step % 2, i, :-RANDOM_WORDS].reshape(4, self.at_hand.B, self.at_hand.T)
 
+    def read(self, step: int, i: int) -> None:
+        """Reads the batches i of all ranks, this rank's into page-locked memory, for `send`. If that fails, `failure`
+        says why: all ranks must hear of it before they go on."""
+        for r in range(ranks.size()):
+            self.read_next(step, i) if r == ranks.rank() else self.loader.skip()
+
+    def read_next(self, step: int, i: int) -> None:
+        """Reads the loader's next batch, as batch i of a step."""
+        batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
+        try:
+            self.loader.next_batch(tokens[0], tokens[1])
+        except UserError as error:
+            self.failure = str(error)
+            tokens[:2] = 0
+        tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, *tokens[0].shape))
+        batch[-RANDOM_WORDS:] = random_words(self.at_hand.dropout, step, i * ranks.size() + ranks.rank())
+
+    def stopped(self) -> bool:
+        """False. Raises UserError if a batch could not be read. For whoever has nothing else that may stop a step."""
+        if self.failure:
+            raise UserError(self.failure)
+        return False
+
     def send(self, step: int, i: int) -> None:
-        """Sends this rank's batch i of a step to the device. At most two batches are in flight, so that a step ends
-        soon after a request to stop."""
+        """Sends batch i of a step, which has been read, to the device. At most two batches are in flight, so that a
+        step ends soon after a request to stop."""
         if i == 0:
             self.begin = device.event()
             self.ends.clear()
         if len(self.ends) == 2:
             self.ends[0].wait()
-        for r in range(ranks.size()):
-            self.put(step, i) if r == ranks.rank() else self.loader.skip()
-
-    def put(self, step: int, i: int) -> None:
-        """Sends the loader's next batch to the device, as batch i of a step."""
-        batch, tokens = self.batches[step % 2, i], self.tokens(step, i)
-        self.loader.next_batch(tokens[0], tokens[1])
-        tokens[2:] = np.reshape(sort_by_token(tokens[0]), (2, *tokens[0].shape))
-        batch[-RANDOM_WORDS:] = random_words(self.at_hand.dropout, step, i * ranks.size() + ranks.rank())
-        device.copy_in(self.at_hand.memory, batch)
+        device.copy_in(self.at_hand.memory, self.batches[step % 2, i])
 
     def fetch_losses(self, step: int, i: int) -> None:
         """Starts to copy the losses of batch i of a step to the host."""
@@ -82,16 +98,18 @@ class Batches:
         return sum(means) / len(means)
 
     def run(self, forward_loss: Callable[[], None]) -> np.ndarray:
-        """The losses (B,T) of the next batch, by itself."""
-        self.put(0, 0)
+        """The losses (B,T) of the next batch, by itself; of no use if there is a `failure`."""
+        self.read_next(0, 0)
+        device.copy_in(self.at_hand.memory, self.batches[0, 0])
         forward_loss()
         self.fetch_losses(0, 0)
         device.synchronize()
         return self.losses[0, 0]
 
-    def each(self, num_batches: int, work: Callable[[], object], stopped: Callable[[], bool]) -> list | None:
+    def each(self, num_batches: int, work: Callable[[], object], stopped: Callable[[], bool] | None) -> list | None:
         """Calls work once for each of the loader's first num_batches batches, which the ranks share out among
-        themselves. Returns a list of what it returned; None if `stopped` before the end."""
+        themselves. Returns a list of what it returned; None if `stopped` before the end or at it."""
+        stopped = stopped or self.stopped
         self.loader.reset()
         own = []
         for i in range(num_batches):
@@ -101,6 +119,8 @@ class Batches:
                 own.append(work())
             else:
                 self.loader.skip()
+        if stopped():
+            return None
         of_ranks = ranks.all_gather(own)
         return [of_ranks[i % ranks.size()][i // ranks.size()] for i in range(num_batches)]
 
@@ -110,11 +130,12 @@ def validate(
     forward_loss: Callable[[], None],
     num_batches: int,
     text_bytes: np.ndarray | None = None,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] | None = None,
 ) -> tuple[float, float | None] | None:
     """The mean loss over the first num_batches of the validation data, in nats a token, and the same in bits per byte
     (`bits_per_byte`). text_bytes (V,) says how many bytes of text each token stands for; without it the second is None.
-    Returns None in place of the pair if `stopped` before the end."""
+    Returns None in place of the pair if `stopped` before the end. Without `stopped`, raises UserError if a batch cannot
+    be read."""
     def work() -> list:
         loss = float(batches.run(forward_loss).mean(dtype=np.float64))
         return [loss, 0 if text_bytes is None else int(text_bytes[batches.tokens(0, 0)[1]].sum())]
@@ -139,7 +160,7 @@ def bits_per_byte(loss: float, num_tokens: int, num_bytes: int) -> float | None:
 
 
 def evaluate(
-    batches: Batches, forward_loss: Callable[[], None], stopped: Callable[[], bool] = lambda: False
+    batches: Batches, forward_loss: Callable[[], None], stopped: Callable[[], bool] | None = None
 ) -> float | None:
     """The share of multiple-choice questions whose right completion has the lowest mean loss. None if `stopped` before
     the end."""

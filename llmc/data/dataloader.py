@@ -12,18 +12,32 @@ way. With a shuffle seed the order of shards, and of the windows in each, is dra
 """
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from glob import escape, glob
 from pathlib import Path
 
 from device.errors import UserError, first_line
-from llmc.files.files import HEADER_BYTES, TOKENS, TOKENS_32, contents, file_size, make_header, read_header, replacing
+from device.progress import telling
+from llmc.files.files import (
+    HEADER_BYTES,
+    TOKENS,
+    TOKENS_32,
+    contents,
+    file_size,
+    make_header,
+    open_file,
+    read_header,
+    replacing,
+)
 
 import numpy as np
 
 REMEDY = "get data with dev/download_starter_pack.sh or make it with a script in dev/data/"
 TEXT_REMEDY = "to make tokens of text: python dev/data/text.py TEXT -o PREFIX; then train with -i PREFIX"
 CHECKED_AT_OPENING = 1 << 28  # bytes; larger files are checked for bad tokens when they are read
+MOST_TOKENS = 2**31 - 1       # of a file; its header counts them in 32 bits
+AT_ONCE = 1 << 23             # tokens of a file that is read whole
 FINGERPRINTED = 2048          # tokens, at the beginning, the middle and the end of a shard
 
 NPY = b"\x93NUMPY"  # NumPy's files begin with it
@@ -80,9 +94,66 @@ def _files_of_split(name: str | Path, split: str) -> list[Path]:
     return []
 
 
-def open_tokens(path: str | Path, raw_tokens: str | None = None) -> np.ndarray:
-    """The tokens of one file, a read-only memory map (N,): uint16 or uint32, of a `.npy` its integers, or without a
-    header raw_tokens.
+class Tokens:
+    """The tokens of a file, `size` of them: `tokens[5:9]` reads four. They are read and not mapped, because the system
+    ends a process whose mapped file is cut. The file is open from the first read until `close`.
+
+    identity: the file's size, time of change and inode, when it was first opened. Raises UserError if it cannot be
+    read, or is not what it was then.
+    """
+
+    def __init__(self, path: str | Path, dtype: np.dtype, offset: int, size: int):
+        self.path, self.dtype, self.offset, self.size, self.file = path, np.dtype(dtype), offset, size, -1
+        self.identity = identity_of(os.stat(path))
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, _ = places.indices(self.size)
+        itemsize = self.dtype.itemsize
+        try:
+            if self.file < 0:
+                with open_file(self.path) as file:
+                    self.file = os.dup(file.fileno())
+            wanted = max(0, stop - start) * itemsize
+            data = os.pread(self.file, wanted, self.offset + start * itemsize)
+            whole = len(data) == wanted and identity_of(os.fstat(self.file)) == self.identity
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror.lower()}, so its tokens cannot be read") from None
+        if not whole:
+            raise UserError(f"{self.path}: it has changed since it was opened, so its tokens are not what they were")
+        return np.frombuffer(data, self.dtype)
+
+    def close(self) -> None:
+        """Closes the file, until something is read from it again."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """All tokens, a few at a time."""
+        for start in range(0, self.size, AT_ONCE):
+            yield self[start : start + AT_ONCE]
+        self.close()
+
+    def sha256(self) -> str:
+        """Of all tokens, as they are stored. If that takes long, stderr says how far it is."""
+        found, done = hashlib.sha256(), 0
+        with telling(lambda: f"hashing {self.path}: {done >> 20} of {self.size >> 20} million tokens"):
+            for piece in self.pieces():
+                found.update(piece)
+                done += piece.size
+        return found.hexdigest()
+
+
+def identity_of(status: os.stat_result) -> list[int]:
+    """What changes if a file is written to or replaced: its size, the time of its last change in ns, and its inode."""
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def open_tokens(path: str | Path, raw_tokens: str | None = None) -> Tokens:
+    """The tokens of one file: uint16 or uint32, of a `.npy` its integers, or without a header raw_tokens.
 
     Raises UserError if the file is missing, empty, of another kind or version, or not as long as its header says.
     """
@@ -93,7 +164,8 @@ def open_tokens(path: str | Path, raw_tokens: str | None = None) -> np.ndarray:
         return _open_npy(path, size)
     magic = int.from_bytes(head[:4], "little")
     if contents(magic) is None:
-        return np.memmap(path, dtype=_raw_type(path, size, raw_tokens), mode="r")
+        dtype = _raw_type(path, size, raw_tokens)
+        return Tokens(path, dtype, 0, size // dtype.itemsize)
     header = read_header(path, magic if magic in FORMATS else TOKENS, REMEDY)
     version, dtype = FORMATS[magic]
     if header[1] != version:
@@ -103,10 +175,10 @@ def open_tokens(path: str | Path, raw_tokens: str | None = None) -> np.ndarray:
     expected = HEADER_BYTES + dtype.itemsize * int(header[2])
     if size != expected:
         raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {REMEDY}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
+    return Tokens(path, dtype, HEADER_BYTES, int(header[2]))
 
 
-def _open_npy(path: str | Path, size: int) -> np.ndarray:
+def _open_npy(path: str | Path, size: int) -> Tokens:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many kinds for a damaged header
@@ -117,7 +189,7 @@ def _open_npy(path: str | Path, size: int) -> np.ndarray:
         raise UserError(f"{path}: {shape} of {tokens.dtype}; tokens are one row of integers")
     if tokens.size == 0 or size != tokens.offset + tokens.nbytes:
         raise UserError(f"{path}: {size} bytes, but its header asks for {tokens.size} tokens of {tokens.dtype}")
-    return tokens
+    return Tokens(path, tokens.dtype, tokens.offset, tokens.size)
 
 
 def _raw_type(path: str | Path, size: int, raw_tokens: str | None) -> np.dtype:
@@ -137,9 +209,11 @@ def write_tokens(path: str | Path, tokens: Iterable[int] | np.ndarray, vocab_siz
     """Writes tokens, each 0..vocab_size-1, as a token file with a header; `path` appears whole or not at all.
 
     The vocabulary decides how a token is stored, not the tokens themselves, so that all shards of a dataset are alike.
-    Raises UserError for a token that is not in the vocabulary.
+    Raises UserError for a token that is not in the vocabulary, and for more tokens than a header can count.
     """
     tokens = tokens if isinstance(tokens, np.ndarray) else np.fromiter(tokens, dtype=np.int64)
+    if tokens.size > MOST_TOKENS:
+        raise UserError(f"{path}: {tokens.size} tokens, and a token file has at most {MOST_TOKENS}: write shards")
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
         raise UserError(f"{path}: tokens {tokens.min()}..{tokens.max()} are not all within 0..{vocab_size - 1}")
     magic, version, dtype = token_format(vocab_size)
@@ -168,7 +242,7 @@ def sort_by_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, count
 
 
-def fingerprint(shards: Iterable[np.ndarray]) -> str:
+def fingerprint(shards: Iterable[Tokens]) -> str:
     """16 hexadecimal digits that identify these tokens, computed from the shards' sizes and a few blocks of each."""
     seen = hashlib.sha256()
     for tokens in shards:
@@ -176,6 +250,7 @@ def fingerprint(shards: Iterable[np.ndarray]) -> str:
         seen.update(tokens.size.to_bytes(8, "little"))
         for start in (0, middle, max(0, tokens.size - FINGERPRINTED)):
             seen.update(tokens[start : start + FINGERPRINTED].astype("<u4").tobytes())
+        tokens.close()
     return seen.hexdigest()[:16]
 
 
@@ -190,7 +265,8 @@ class DataLoader:
     files: the files of the data that have at least one batch. num_tokens: tokens in all of them. num_batches:
     num_tokens // (B*T), which llm.c calls an epoch. (The walk itself starts again after the last whole batch of the
     last shard, which may come a little sooner. So if num_tokens is a multiple of B*T, validation over all batches takes
-    the first one twice, as in llm.c.) fingerprint: of the data (`fingerprint`).
+    the first one twice, as in llm.c.) fingerprint: of the data (`fingerprint`). hashes: of each file its identity and
+    the SHA-256 of its tokens, if they are known (`identify`).
 
     Raises UserError, with the name of the file, if one cannot be read, if all are shorter than a batch (B*T + 1
     tokens), or if one has a token that is not below vocab_size. `next_batch` checks large files for such tokens, batch
@@ -204,8 +280,9 @@ class DataLoader:
         self.B, self.T, self.vocab_size, self.shuffle_seed = B, T, vocab_size, shuffle_seed
         files = {file: open_tokens(file, raw_tokens) for file in find_token_files(name, split)}
         for file, tokens in files.items():
-            if tokens.nbytes <= CHECKED_AT_OPENING:
-                self._check_tokens(file, tokens)
+            if tokens.size * tokens.dtype.itemsize <= CHECKED_AT_OPENING:
+                for piece in tokens.pieces():
+                    self._check_tokens(file, piece)
         longest = max(files, key=lambda file: files[file].size)
         if files[longest].size < B * T + 1:
             raise UserError(
@@ -215,7 +292,7 @@ class DataLoader:
         self.files, self.shards = zip(*((f, t) for f, t in files.items() if t.size >= B * T + 1), strict=True)
         self.num_tokens = sum(tokens.size for tokens in self.shards)
         self.num_batches = self.num_tokens // (B * T)
-        self.fingerprint = fingerprint(self.shards)
+        self.fingerprint, self.hashes, self._shard = fingerprint(self.shards), None, 0
         self.reset()
 
     def reset(self) -> None:
@@ -245,7 +322,8 @@ class DataLoader:
 
     def state(self) -> dict:
         """The place of the next batch, and what identifies the data and the order to which it belongs, for JSON."""
-        return {"epoch": self._epoch, "place": self._place, "batch": self._batch} | self._identity()
+        hashes = {"files": self.hashes} if self.hashes else {}
+        return {"epoch": self._epoch, "place": self._place, "batch": self._batch} | self._identity() | hashes
 
     def load_state(self, state: dict) -> None:
         """Goes to the place that `state()` named. Raises UserError if the data, B, T or the seed are not the same as
@@ -256,7 +334,28 @@ class DataLoader:
                     f"cannot resume: {name} of the training data was {state[name]} and is now {value}; "
                     "use the same data (-i), -b, -t and --seed as before"
                 )
-        self._seek(state["epoch"], state["place"], state["batch"])
+        if state["place"] < len(self.shards):
+            self._seek(state["epoch"], state["place"], batch=0)
+        if state["place"] >= len(self.shards) or state["batch"] >= self._batches_in(self._shard):
+            raise UserError("cannot resume: the checkpoint goes on at a batch that the data does not have: damaged")
+        self._batch, self.hashes = state["batch"], state.get("files")
+
+    def identify(self) -> None:
+        """Computes the SHA-256 of each file, if it is not known or the file has changed since. Raises UserError if a
+        checkpoint has recorded another one. Older checkpoints have recorded none."""
+        known, now = self.hashes, []
+        if known is not None and len(known) != len(self.shards):
+            raise UserError(f"cannot resume: the training data had {len(known)} files and now has {len(self.shards)}")
+        for n, tokens in enumerate(self.shards):
+            *before, recorded = known[n] if known else (None, None)
+            found = recorded if before == tokens.identity else tokens.sha256()
+            if recorded not in (None, found):
+                raise UserError(
+                    f"cannot resume: {tokens.path} has other tokens than when the checkpoint was saved; use the same "
+                    "data (-i) as before"
+                )
+            now.append([*tokens.identity, found])
+        self.hashes = now
 
     def _identity(self) -> dict:
         same = {"num_tokens": self.num_tokens, "B": self.B, "T": self.T, "shuffle_seed": self.shuffle_seed}
@@ -267,6 +366,7 @@ class DataLoader:
 
     def _seek(self, epoch: int, place: int, batch: int) -> None:
         """Goes to a batch of the shard at `place` in an epoch. Draws the epoch's order of its windows."""
+        self.shards[self._shard].close()  # there may be more files than a process can have open
         self._epoch, self._place, self._batch = epoch, place, batch
         self._shard = int(self._order(len(self.shards), epoch, 0)[place])
         num_windows = (self.shards[self._shard].size - 1) // self.T

@@ -22,7 +22,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from device.errors import UserError, first_line
+from device.errors import UserError, escaped, first_line
 from llmc.files.files import HEADER_BYTES, TOKENIZER, check_no_pointer, make_header, open_file, read_header, replacing
 
 import numpy as np
@@ -313,7 +313,7 @@ def _open_library(path: str | Path):
 @cache
 def _say(line: str) -> None:
     """A line on stderr, once; programs open a tokenizer several times."""
-    print(line, file=sys.stderr)
+    print(escaped(line), file=sys.stderr)
 
 
 def _end_of_text(path: Path, tokens: list[bytes]) -> int:
@@ -406,7 +406,8 @@ def find_tokenizer(data: str | Path, model: Path | None = None, name: str = "") 
     if found is None and STARTER.is_file():
         if name == "GPT-2" and model is None:
             return STARTER
-        print(f"{data}: no tokenizer is beside it or the model; if {STARTER} is its, copy it to <prefix>_tokenizer.bin")
+        what = f"{data}: no tokenizer is beside it or the model; if {STARTER} is its, copy it to <prefix>_tokenizer.bin"
+        print(escaped(what))
     return found
 
 
@@ -497,7 +498,7 @@ def load_model_tokenizer(
         raise UserError(f"{sizes}: name the model's own tokenizer with --tokenizer")
     tokenizer.say_rows(file, vocab_size)
     if not own and file in files:
-        print(f"tokenizer: {file}, which lies where the data of {model} was", file=sys.stderr)
+        print(f"tokenizer: {escaped(file)}, which lies where the data of {model} was", file=sys.stderr)
     return tokenizer
 
 

@@ -31,13 +31,13 @@ from pathlib import Path
 
 import device
 from device.errors import UserError
+from llmc.files import record as records
 from llmc.files.files import (
     HEADER_BYTES,
     crc32_of,
     file_size,
     first_word,
     make_header,
-    open_file,
     read_header,
     replacing,
     script_of,
@@ -152,11 +152,17 @@ def write_model(path: str | Path, config: Config, params, bf16: bool = False) ->
 
 
 def in_bf16(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Contiguous fp32 arrays, rounded to bf16 a few numbers at a time."""
-    for piece in pieces:
-        flat = piece.reshape(-1)
+    """Contiguous fp32 arrays, rounded to bf16 a few numbers at a time. Raises UserError if a number that is finite
+    would become infinity."""
+    for whole in pieces:
+        flat = whole.reshape(-1)
         for at in range(0, flat.size, ROUNDED):
-            yield device.to_bf16(flat[at : at + ROUNDED])
+            piece = flat[at : at + ROUNDED]
+            rounded = device.to_bf16(piece)
+            infinite = (rounded & 0x7FFF) == 0x7F80
+            if (lost := piece[infinite & np.isfinite(piece)]).size:
+                raise UserError(f"a weight is {lost[0]:g}, and bf16 ends before that: leave --dtype bf16 out")
+            yield rounded
 
 
 @contextmanager
@@ -235,7 +241,6 @@ class Pieces:
 # Training checkpoints
 
 OPTIMIZER = 20241121
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # errors from a state.json that is not ours
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 BEST = "best"                      # the name of the one with the lowest validation loss
 REPLACED = ".replaced.part"        # added to a name while another checkpoint replaces this one
@@ -294,7 +299,7 @@ def save_checkpoint(
                 files[name] = _write(part / name, [np.frombuffer(content, np.uint8)])
             record = json.loads(json.dumps({"step": step, "files": files, "state": state}))  # as a reader will see it
             with replacing(part / "state.json") as file:
-                file.write(json.dumps(record | {"crc32": _record_crc32(record)}, indent=1).encode())
+                file.write(json.dumps(record | {"crc32": records.crc32(record)}, indent=1).encode())
             _sync_directory(part)
             if final.exists():
                 os.rename(final, replaced)
@@ -364,7 +369,7 @@ def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
     if not _is_complete(path):
         raise UserError(f"{path}: no checkpoint, or damaged; {remedy}")
     state = read_record(path)["state"]
-    if "best" not in state or state["run"] != run:
+    if "best" not in state or state.get("run") != run:
         raise UserError(f"{path}: this is not the best checkpoint of this run; {remedy}")
     found = state["best"]
     if found != found | measure:
@@ -387,8 +392,9 @@ def _remedy(path: Path) -> str:
 def _is_complete(path: Path) -> bool:
     """Whether all its files are there, in full length."""
     try:
-        return all((path / name).stat().st_size == of["bytes"] for name, of in _parse_record(path)["files"].items())
-    except (*DAMAGE, OSError):
+        files = records.read_record(path)["files"]
+        return all((path / name).stat().st_size == expected["bytes"] for name, expected in files.items())
+    except (ValueError, OSError):
         return False
 
 
@@ -421,7 +427,7 @@ def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
     Raises UserError if the system refuses.
     """
     own = [path for path in checkpoints(directory) if STEP.match(path.name) and _is_complete(path)] if keep > 0 else []
-    own = [path for path in own if _parse_record(path)["state"].get("run") == run]
+    own = [path for path in own if records.read_record(path)["state"].get("run") == run]
     for path in own[keep:]:
         doomed = path.with_name(f"{path.name}.pruned.part")  # so no half-removed directory has the name of a checkpoint
         try:
@@ -433,17 +439,16 @@ def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
 
 
 def read_record(path: Path) -> dict:
-    """The contents of a checkpoint's state.json: its "step", its "files", and the "state" that `save_checkpoint` got.
-    Raises UserError if the file is missing or damaged."""
+    """The record of a checkpoint (record.py). Raises UserError if the file is missing or damaged."""
     name = path / "state.json"
     try:
-        return _parse_record(path)
+        return records.read_record(path)
     except OSError as error:
         raise UserError(
             f"{name}: {error.strerror.lower()}; {path} is not a complete checkpoint; {_remedy(path)}"
         ) from None
-    except DAMAGE:
-        raise UserError(f"{name}: damaged; {_remedy(path)}") from None
+    except ValueError as error:
+        raise UserError(f"{name}: damaged: {error}; {_remedy(path)}") from None
 
 
 def training_flags(model: Path) -> dict:
@@ -480,18 +485,6 @@ def _check_file(file: Path, expected: dict, remedy: str) -> None:
     _check_size(file, expected["bytes"], remedy)
     if crc32_of(file) != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
-
-
-def _parse_record(path: Path) -> dict:
-    with open_file(path / "state.json") as file:
-        record = json.loads(file.read())
-    if record.pop("crc32") != _record_crc32(record) or not {"step", "files", "state"} <= record.keys():
-        raise ValueError("not what was written")
-    return record
-
-
-def _record_crc32(record: dict) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _optimizer_pieces(config: Config, m, v) -> Iterator[np.ndarray]:

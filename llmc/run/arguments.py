@@ -17,6 +17,7 @@ from llmc.run.schedule import SCHEDULES
 # The types of flags. Each raises argparse.ArgumentTypeError, which says what the value must be.
 
 LARGEST = 2**63 - 1  # of counts: NumPy, files and operating systems count no further
+LONGEST_NAME, LONGEST_PATH = 230, 3000  # file systems allow 255 and 4095 bytes; our suffixes are added
 SMALLEST_FP32, LARGEST_FP32 = 1.2e-38, 3.4e38
 
 
@@ -100,6 +101,9 @@ def a_name(text: str) -> str:
     """The name of a file, a directory or a model, which may not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty: name something, or leave the flag out")
+    longest = max(len(part.encode(errors="surrogatepass")) for part in text.split("/"))
+    if "\0" in text or longest > LONGEST_NAME or len(text) > LONGEST_PATH:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is too long or has a zero byte: nothing has such a name")
     return text
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import device
-from device.errors import UserError
+from device.errors import UserError, escaped
 from llmc.ranks import ranks
 from llmc.run.program import Stdout
 
@@ -66,7 +66,7 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
     print(rule)
     for section in sections:
         for parameter, value in section:
-            print(row.format(parameter, str(value)))
+            print(row.format(parameter, escaped(value)))
         print(rule, flush=True)
 
 
@@ -130,6 +130,7 @@ class StopRequest:
     def __init__(self, several: bool = False):
         self.number, self.signals, self.several, self.received = None, [signal.SIGINT, signal.SIGTERM], several, None
         self.heeded: int | None = None  # the step before which the run has stopped
+        self.failure = ""  # why data could not be read, which stops a run, too
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.signals.append(signal.SIGHUP)
         for number in self.signals:
@@ -137,17 +138,22 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        return signal.Signals(self.number).name
+        return "data that cannot be read" if self.failure else signal.Signals(self.number).name
 
     def requested(self) -> bool:
         return self.number is not None
 
-    def told(self) -> bool:
-        """Whether any rank has been told to stop. All ranks must ask alike."""
-        heard = next((number for number in ranks.all_gather(self.number) if number), None)
+    def told(self, failure: str) -> bool:
+        """Whether any rank has been told to stop, or could not read its data. All ranks must ask alike. failure: of
+        this rank's data."""
+        of_ranks = ranks.all_gather(failure or self.number)
+        r, heard = next(((r, heard) for r, heard in enumerate(of_ranks) if heard), (0, None))
         if heard is None:  # a signal that comes now counts next time
             return False
-        self.number = heard
+        if isinstance(heard, str):
+            self.failure = f"rank {r} on {ranks.hosts()[r]}: {heard}" if ranks.size() > 1 else heard
+        else:
+            self.number = heard
         return True
 
     def receive(self, number, frame) -> None:

@@ -45,6 +45,7 @@ from llmc.run.settings import (
     check_flags,
     check_length,
     check_model_flags,
+    recorded_flags,
     resumed_flags,
     settle,
     settle_precision,
@@ -70,8 +71,9 @@ class Run:
 
     To make a Run compiles the kernels and prints the start-up table. Raises UserError for anything that is wrong with
     flags and files, before anything is written. Use it in a with block; the reader of the block's output may leave. The
-    end of the block ends the run: with UserError if the last checkpoint, lines of the log or events for TensorBoard
-    could not be written, and with SystemExit(128 + the signal's number) if the run was told to stop.
+    end of the block ends the run: with UserError if data could not be read, or if the last checkpoint, lines of the log
+    or events for TensorBoard could not be written, and with SystemExit(128 + the signal's number) if the run was told
+    to stop.
     """
 
     def __init__(self, kind: type[Model], args: Namespace):
@@ -90,6 +92,8 @@ class Run:
         self.settings = settle(flags, first_step, train_loader.num_tokens, val_loader.num_batches if val_loader else 0)
         if state:
             train_loader.load_state(state["loader"])
+        if args.checkpoint_dir:
+            ranks.of_rank_0(train_loader.identify)
         self.batches = Batches(batch, losses, train_loader, self.settings.batches)
         self.stop = StopRequest(several=ranks.size() > 1)
         self.validation = Validation(self.training, self.settings, val_loader, questions, text.tokenizer)
@@ -144,8 +148,8 @@ class Run:
             self.watch.logs.log_sample(step, text)
 
     def told_to_stop(self) -> bool:
-        """Whether any rank has been told to stop. All ranks must ask alike."""
-        return self.stop.told()
+        """Whether any rank has been told to stop, or could not read its data. All ranks must ask alike."""
+        return self.stop.told(self.batches.failure or self.validation.batches.failure)
 
     def report(self, step: int, position: dict) -> None:
         """Call it when the device has been given all of a step; it may still be working on it. Reports the step before.
@@ -191,6 +195,10 @@ class Run:
         ranks.finish()
         self.saver.raise_what_is_unsaved(speaks)
         self.watch.logs.raise_what_is_lost()
+        if self.stop.failure and speaks:
+            raise UserError(f"{self.stop.failure}{program.resume_advice()}")
+        if self.stop.failure:
+            sys.exit(1)
         if self.stop.heeded is not None:
             sys.exit(128 + self.stop.number)
 
@@ -241,7 +249,7 @@ def make_samples(training: Training, settings: Settings, tokenizer: Tokenizer | 
 def find_origin(kind: type[Model], args: Namespace) -> tuple[Origin, Namespace]:
     """What the run starts from, and the flags that follow. Raises UserError for flags that contradict the checkpoint or
     one another."""
-    checkpoint, recorded = ranks.of_rank_0(lambda: find_checkpoint(args))
+    checkpoint, recorded = ranks.of_rank_0(lambda: find_checkpoint(kind, args))
     checkpoint, flags = checkpoint and Path(checkpoint), args
     if checkpoint is not None:
         flags = resumed_flags(args, recorded)
@@ -303,6 +311,8 @@ def build_training(
     if origin.checkpoint is not None:
         if ranks.rank() == 0:  # the others need not have it on their machines
             config, tensors, *moments, state = load_checkpoint(origin.checkpoint, kind.Config)
+            if not {"loader", "sampler"} <= state.keys():
+                raise UserError(f"{origin.checkpoint}: it does not say where a run goes on: start a new one with -e")
         sizes, state = ranks.of_rank_0(lambda: (asdict(config), state))
         config = kind.Config(**sizes)
         if "model" in flags.given and ranks.rank() == 0:
@@ -336,14 +346,17 @@ def build_training(
     return training, flags, state
 
 
-def find_checkpoint(args: Namespace) -> tuple[str | None, dict]:
+def find_checkpoint(kind: type[Model], args: Namespace) -> tuple[str | None, dict]:
     """The checkpoint from which the run continues, if any, and the flags that it recorded. Raises UserError if it is
-    damaged, or if a new run would mix its checkpoints with those of another run in the directory."""
+    damaged or no run's, or if a new run would mix its checkpoints with those of another run in the directory."""
     if not args.checkpoint_dir:
         return None, {}
     if args.resume:
         newest = newest_checkpoint(args.checkpoint_dir)
-        return (str(newest), read_record(newest)["state"].get("flags", {})) if newest else (None, {})
+        if newest is None:
+            return None, {}
+        recorded = read_record(newest)["state"].get("flags", {})
+        return str(newest), recorded_flags(kind.Config, recorded, newest)
     there = checkpoints(args.checkpoint_dir)
     if there:
         raise UserError(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 import device
-from device.errors import UserError
+from device.errors import UserError, escaped
+from llmc.files.record import MOST_STEPS
 from llmc.model.model import Model
 from llmc.model.tensors import Config
 from llmc.ranks import ranks
+from llmc.run.arguments import make_parser
 from llmc.run.schedule import LearningRateSchedule
 
 # The flags that a checkpoint records, beside the precision. A resumed run keeps them unless it is given new ones. The
@@ -102,6 +107,28 @@ def check_same_flags(flags: Namespace) -> None:
         ranks.check_same("--" + name.replace("_", "-"), value, "start all ranks with the same flags")
 
 
+def recorded_flags(config: type[Config], recorded: dict[str, object], checkpoint: Path) -> dict[str, object]:
+    """The flags that a checkpoint has recorded, as the command line's parser takes them; also the names of the model
+    and the tokenizer. Leaves out what is no flag. Raises UserError for a value that the parser refuses."""
+    parser = make_parser(config)
+
+    def refuse(why: str) -> NoReturn:
+        raise UserError(f"{checkpoint / 'state.json'}: damaged: {why}; use another checkpoint")
+
+    parser.error = refuse
+    known = [name for name in (*FIXED, *MAY_CHANGE, "precision", "model", "tokenizer") if name in recorded]
+    none = [name for name in known if recorded[name] is None]
+    for name in known:
+        optional = name in ("model", "tokenizer") or parser.get_default(name) is None
+        if type(recorded[name]) not in (bool, int, float, str) and not (name in none and optional):
+            refuse(f"{name} is {json.dumps(recorded[name])[:80]}")
+    spelled = {name: recorded[name] for name in known if name not in none}
+    tokenizer = {"tokenizer": str(spelled.pop("tokenizer"))} if "tokenizer" in spelled else {}
+    words = [f"--{name.replace('_', '-')}={int(x) if type(x) is bool else x}" for name, x in spelled.items()]
+    taken = parser.parse_args(words)
+    return {name: getattr(taken, name) for name in spelled} | tokenizer | dict.fromkeys(none)
+
+
 def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
     """The flags of a resumed run. Flags that were not given get the values that its checkpoint has recorded. Prints
     which flags have changed. Raises UserError for a flag that must not change."""
@@ -115,7 +142,7 @@ def resumed_flags(flags: Namespace, recorded: dict[str, object]) -> Namespace:
         elif name == "attention" and "relu" not in (before, now):
             print(f"{flag} was {before} and is now {now}: the same function, rounded in another way")
         elif name in MAY_CHANGE:
-            print(f"{flag} was {before} and is now {now}")
+            print(escaped(f"{flag} was {before} and is now {now}"))
         else:
             raise UserError(f"cannot resume: {flag} was {before} and is now {now}; leave it out, or start another run")
     return Namespace(**merged)
@@ -174,6 +201,8 @@ def settle(flags: Namespace, first_step: int, train_tokens: int, val_batches: in
             f"-d {step_tokens} is more than the {train_tokens} tokens of {flags.data}, so an epoch has no step: lower "
             "-d, or set the number of steps with -x"
         )
+    if steps > MOST_STEPS:
+        raise UserError(f"{steps} steps are more than the {MOST_STEPS} that a run may have: lower -x, or raise -d")
     if first_step > steps:
         raise UserError(
             f"the checkpoint in {flags.checkpoint_dir} has already done step {first_step}, and -x is {steps}: raise -x"

@@ -1,0 +1,88 @@
+"""The record of a checkpoint, state.json, and what may stand in it. A file with the right checksum may still be
+hostile: whoever changes a number can compute the checksum, too.
+
+What a run has recorded about its flags, `flags`, is for the command line's parser (llmc/run/settings.py).
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from llmc.files.files import open_file
+
+MOST_STEPS = 2**32 - 1  # kernels/dropout.cuh has 32 bits for a step
+MOST = 2**63 - 1        # of counts: NumPy, files and operating systems count no further
+
+
+def whole(low: int, high: int) -> Callable[[object], bool]:
+    """Whether something is a whole number in this range."""
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+count = whole(0, MOST)
+
+# A dict: an object with these keys; those with "?" may be missing, and others may be there. A list: any number of its
+# one element. A tuple: as many elements, each as said.
+LOADER = {
+    "epoch": whole(0, 2**32 - 1), "place": count, "batch": count, "num_tokens": count, "B": count, "T": count,
+    "shuffle_seed": lambda value: value is None or type(value) is int and value >= 0, "fingerprint": text,
+    "files?": [(count, whole(-MOST, MOST), whole(0, 2**64 - 1), text)],  # size, ns since 1970, inode, SHA-256
+}  # fmt: skip
+BEST = {"val_loss": lambda x: type(x) in (int, float) and abs(x) < 2**127, "val_batches": count, "val_data": text}
+STATE = {
+    "loader?": LOADER, "sampler?": whole(1, 2**64 - 1), "run?": text, "flags?": {}, "skipped?": count, "best?": BEST,
+}  # fmt: skip
+FILE = {"bytes": count, "crc32": whole(0, 2**32 - 1)}
+RECORD = {"step": whole(0, MOST_STEPS), "files": {"model.bin": FILE, "optimizer.bin": FILE}, "state": STATE}
+
+
+def read_record(checkpoint: Path) -> dict:
+    """The contents of a checkpoint's state.json: its "step", its "files", and the "state" that `save_checkpoint` got.
+    Raises OSError if there is no such file, and ValueError, which says why, if it is not what was written."""
+    with open_file(checkpoint / "state.json") as file:
+        data = file.read()
+    try:
+        record = json.loads(data)
+        if not isinstance(record, dict) or record.pop("crc32", None) != crc32(record):
+            raise ValueError("not what was written")
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not what was written") from error
+    check(record, RECORD, "")
+    for name, entry in record["files"].items():
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(f"it lists a file named {name[:80]!r}")
+        check(entry, FILE, f"files.{name}")
+    return record
+
+
+def crc32(record: dict) -> int:
+    """The checksum of a record without its checksum."""
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def check(value: object, schema, where: str) -> None:
+    """Raises ValueError unless the value is as the schema says. where: its name."""
+    fits = type(value) is type(schema) or isinstance(schema, tuple) and isinstance(value, list)
+    if callable(schema):
+        fits = schema(value)
+    elif fits and isinstance(schema, dict):
+        for key, inner in schema.items():
+            name = key.removesuffix("?")
+            if name in value:
+                check(value[name], inner, f"{where}.{name}".lstrip("."))
+            elif name == key:
+                raise ValueError(f"{where}.{name} is missing".lstrip("."))
+    elif fits and isinstance(schema, list):
+        for each in value:
+            check(each, schema[0], where)
+    elif fits := fits and len(value) == len(schema):
+        for each, inner in zip(value, schema, strict=True):
+            check(each, inner, where)
+    if not fits:
+        raise ValueError(f"{where} is {json.dumps(value)[:80]}")
