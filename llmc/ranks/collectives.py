@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import device
 from device.errors import UserError, first_line
 from llmc.ranks import ranks
+from llmc.ranks.handshake import listen
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class Gloo:
     """gloo through PyTorch, which only this needs. All is done when a call returns."""
 
     def __init__(self):
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # if a rank ends, its warning has fifty lines
         try:
             import torch
             import torch.distributed
@@ -85,11 +87,16 @@ class Gloo:
                 f"several processes on the CPU need PyTorch's gloo ({first_line(error)}): pip install torch"
             ) from None
         self.torch, self.distributed = torch, torch.distributed
-        host, own = ranks.hosts()[0], None
+        own, host = None, ranks.address()
         if len(set(ranks.hosts())) == 1:
             host = "127.0.0.1"
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if ranks.rank() == 0:
-            own = torch.distributed.TCPStore(host, 0, ranks.size(), is_master=True, wait_for_workers=False)
+            listener = listen(host, 0)  # its own would listen at all addresses of this machine
+            own = torch.distributed.TCPStore(
+                host, listener.getsockname()[1], ranks.size(), is_master=True, wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
         port = ranks.of_rank_0(lambda: own.port)
         store = own or torch.distributed.TCPStore(host, port, ranks.size(), is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=ranks.rank(), world_size=ranks.size())
@@ -237,18 +244,21 @@ def all_reduce(arrays: list) -> None:
     the device has been given. As with all functions here, later work must wait for it with
     `device.join_communication`."""
     if _collectives and arrays:
+        ranks.progress()
         _collectives.all_reduce(arrays)
 
 
 def reduce(pieces: Pieces) -> None:
     """The same for arrays that only one rank each needs. On the other ranks they are then undefined."""
     if _collectives and pieces:
+        ranks.progress()
         _collectives.reduce(pieces)
 
 
 def broadcast(pieces: Pieces) -> None:
     """Starts copying each array, contiguous and of any type, from one rank to all others."""
     if _collectives and pieces:
+        ranks.progress()
         _collectives.broadcast(pieces)
 
 
@@ -256,6 +266,7 @@ def exchange(sent: Pieces, received: Pieces) -> None:
     """Starts to send each of some arrays to a rank, and to receive each of others from a rank. What one rank sends to
     another, the other must receive: as many arrays, of the same sizes, in the same order."""
     if _collectives and sent + received:
+        ranks.progress()
         _collectives.exchange(sent, received)
 
 

@@ -115,7 +115,8 @@ class Run:
     def save(self, step: int, position: dict) -> None:
         """Writes a checkpoint of the run as it was before `step`, at this position."""
         self.finish_steps(position)
-        self.saver.save(step, position, self.watch.guard)
+        with ranks.long_work():
+            self.saver.save(step, position, self.watch.guard)
 
     def validate(self, step: int) -> float | None:
         """Prints and logs the validation loss, and the score on HellaSwag if a flag asks for it. Returns the loss.
@@ -133,8 +134,9 @@ class Run:
         `step`, at this position. It replaces the best one so far."""
         if self.settings.flags.best and loss is not None and loss < self.validation.lowest:
             found = {"val_loss": loss} | self.validation.measure()
-            if self.saver.save_best(step, position, self.watch.guard, found):
-                self.validation.lowest = loss
+            with ranks.long_work():
+                saved = self.saver.save_best(step, position, self.watch.guard, found)
+            self.validation.lowest = loss if saved else self.validation.lowest
 
     def sample(self, step: int) -> None:
         """Prints and logs a sample, unless the run is told to stop."""
@@ -143,7 +145,8 @@ class Run:
         self.finish_steps(self.position())
         if ranks.rank() == 0:
             count, stopped, started = self.settings.flags.sample_tokens, self.stop.requested, time.perf_counter()
-            text = print_sample(self.samples.writer, self.samples.tokenizer, self.samples.sampler, count, stopped)
+            with ranks.long_work():
+                text = print_sample(self.samples.writer, self.samples.tokenizer, self.samples.sampler, count, stopped)
             self.watch.logs.log(step, sample_seconds=time.perf_counter() - started if count else None)
             self.watch.logs.log_sample(step, text)
 

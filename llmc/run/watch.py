@@ -49,6 +49,7 @@ class Watch:
         s, (step, before, begin, end) = self.settings, self.running
         ms = end.since(begin)
         self.timer.add(ms)
+        ranks.step_took(ms / 1000)
         norm, _, _, own_overflow = map(float, self.norms[step % 2])
         overflow = any(ranks.all_gather(own_overflow))  # with -z a rank knows only of its own shard
         self.running, loss = None, self.batches.mean_loss(step)
@@ -62,11 +63,13 @@ class Watch:
         )
         if isfinite(norm) and not overflow:
             self.guard.in_a_row = 0
-        elif overflow:
-            kept = "parameters with such a gradient are left as they were, and the others have taken the step"
-            self.guard.not_finite(step, loss, kept, step + 1, after, saver)
-        else:
-            self.guard.not_finite(step, loss, "all parameters are left as they were", step, before, saver)
+            return
+        with ranks.long_work():  # it may save a checkpoint
+            if overflow:
+                kept = "parameters with such a gradient are left as they were, and the others have taken the step"
+                self.guard.not_finite(step, loss, kept, step + 1, after, saver)
+            else:
+                self.guard.not_finite(step, loss, "all parameters are left as they were", step, before, saver)
 
     def end(self, stop: StopRequest) -> None:
         """Prints how the run has ended."""
