@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from device.bf16 import DEFINES, floatX_of
+from device.cache import private_folder
 from device.cublas import Cublas
 from device.errors import UserError
 from device.host import page_locked
@@ -34,6 +36,7 @@ class CudaDevice:
 
         self.cupy = cupy
         count = runtime.getDeviceCount()
+        check_cupys_cache()
         cupy.cuda.Device(number % count).use()
         self.properties = runtime.getDeviceProperties(runtime.getDevice())
         self.name = self.properties["name"].decode()
@@ -357,6 +360,15 @@ class CudaEvent:
 def driver() -> ctypes.CDLL:
     """CUDA's driver. If CuPy works, the library is there."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+def check_cupys_cache() -> None:
+    """Makes the folder in which CuPy keeps compiled kernels this user's alone. Raises UserError as private_folder."""
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    try:
+        os.close(private_folder(folder, "CUPY_CACHE_DIR"))
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror.lower()}: set CUPY_CACHE_DIR to a folder of your own") from None
 
 
 def call_driver(function: str, *arguments) -> None:

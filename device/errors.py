@@ -34,12 +34,6 @@ def escaped(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
-def escaped(text: object) -> str:
-    """A text in one line that no terminal obeys: line breaks, control characters and all others that do not show are
-    backslash escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its type if there is no message."""
     return next(filter(None, (line.strip(" =") for line in str(error).splitlines())), type(error).__name__)

@@ -1,6 +1,7 @@
 """--best keeps the checkpoint with the lowest validation loss beside the newest ones. Runs in this process, whose
 validations give the losses that a test names."""
 
+import errno
 import math
 import os
 import shutil
@@ -10,8 +11,10 @@ from pathlib import Path
 import generate
 from conftest import refusal
 from dev.hf import export_hf
+from device.errors import UserError
 from llmc.data.dataloader import write_tokens
 from llmc.files.checkpoint import checkpoints, model_path, newest_checkpoint, read_record
+from llmc.files.directory import Directory
 from models import TINY, described, write_record
 
 import pytest
@@ -201,6 +204,32 @@ def test_a_best_that_cannot_be_written_is_said_and_the_one_before_stays(train):
     Path("run/best.part").unlink()
     train("-x", "4", "-y", "1", losses=(7.0, 4.5))  # the lowest of those that are kept
     assert best() == (4, 4.5)
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_after_a_sync_that_failed_no_worse_model_replaces_a_better_one(train, monkeypatch, unreadable):
+    """The new best is in its place by then, and perhaps not on disk; the old one stays beside it."""
+    real, put_in_place = Directory.sync, []
+
+    def sync(directory: Directory) -> None:
+        if directory.path.name == "run" and "best.replaced.part" in directory.names() and not put_in_place:
+            put_in_place.append(directory.names())
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(directory)
+
+    def read(path: Path) -> dict:
+        if put_in_place and unreadable:
+            raise UserError(f"{path}: input/output error")
+        return read_record(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "sync", sync)
+        patch.setattr("llmc.files.checkpoint.read_record", read)
+        out = train("-x", "3", losses=(5.0, 3.0, 4.0, 4.5), code=1)
+    assert put_in_place == [[".llm.cupy.lock", "best", "best.replaced.part"]]
+    assert out.count("not saved: run/best: cannot be written (input/output error)") == 1
+    assert ("not read back: run/best: input/output error" in out) == unreadable
+    assert best() == (1, 3.0) and names() == ["best", "step_00000003"]
 
 
 def test_a_run_that_fails_before_its_first_checkpoint_names_the_best(train, monkeypatch):

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -307,7 +308,7 @@ def test_a_kernel_that_a_file_has_not_is_named():
 def cache_with_the_runtime(folder: Path) -> Path:
     """A new folder for libraries, which has the runtime already: to build that takes seconds."""
     folder.mkdir()
-    shutil.copy(compiler._build_runtime(), folder)
+    shutil.copy(compiler._build_runtime().path, folder)
     return folder
 
 
@@ -351,9 +352,57 @@ def test_a_damaged_library_in_the_cache_is_built_anew(tmp_path):
     ):  # fmt: skip
         (library,) = cache.glob(f"{name}-*.so")
         library.write_bytes(damage(library.read_bytes()))
-        assert not compiler._is_whole(library)
+        assert not is_whole(library)
         use_cache(cache)
-        assert compiler._is_whole(library)
+        assert is_whole(library)
+
+
+def is_whole(library: Path) -> bool:
+    found = compiler._whole(library, os.open(library.parent, os.O_RDONLY))
+    return found is not None and found.path == library
+
+
+@pytest.mark.parametrize("what", ["loose folder", "loose file", "another's folder", "another's file", "link"])
+def test_only_our_own_kernels_run(tmp_path, monkeypatch, what):
+    """os.geteuid stands in for the other user, whom a test cannot be."""
+    cache = cache_with_the_runtime(tmp_path / "cache")
+    (file,) = cache.iterdir()
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(cache))
+    cache.chmod(0o777)
+    if what == "loose file":
+        file.chmod(0o666)
+    elif what == "link":  # it is built anew, and the target stays
+        file.rename(tmp_path / "target")
+        file.symlink_to(tmp_path / "target")
+    elif what != "loose folder":
+        real, us = os.fstat, os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: us + 1)
+        if what == "another's file":
+            monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((*real(fd)[:4], us + 1, *real(fd)[5:])))
+    if what in ("loose folder", "link"):
+        assert compiler._build_runtime().path == file and not file.is_symlink()
+    else:
+        refused = cache if what == "another's folder" else file
+        with pytest.raises(UserError, match=f"^{re.escape(str(refused))} belongs to another user, .*LLMC_CACHE_DIR"):
+            compiler._build_runtime()
+    assert stat.S_IMODE(os.stat(cache).st_mode) == (0o777 if what == "another's folder" else 0o700)
+
+
+def test_what_is_loaded_is_what_was_checked(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMC_CACHE_DIR", str(cache_with_the_runtime(tmp_path / "cache")))
+    library = compiler._build_runtime()
+    library.path.unlink()
+    library.path.write_bytes(b"another's")
+    assert launch._load(library).llmc_launch
+
+
+def test_users_who_share_a_home_have_a_folder_each(tmp_path, monkeypatch):
+    for name in "LLMC_CACHE_DIR", "XDG_CACHE_HOME":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler._cache_dir() == tmp_path / ".cache" / "llm.cupy"
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    assert compiler._cache_dir() == tmp_path / ".cache-4321" / "llm.cupy"
 
 
 def test_one_line_says_why_a_compiler_or_its_cache_is_of_no_use(tmp_path, monkeypatch):
@@ -395,7 +444,7 @@ except UserError as error:
 
 def test_a_library_that_may_not_be_executed_is_refused_in_a_line(tmp_path):
     library = tmp_path / "library.so"
-    library.write_bytes(compiler._build_runtime().read_bytes())
+    library.touch()
     with pytest.MonkeyPatch.context() as patch:  # as dlopen says it of a file on a file system mounted noexec
 
         def load(name: str, mode: int):
@@ -403,7 +452,7 @@ def test_a_library_that_may_not_be_executed_is_refused_in_a_line(tmp_path):
 
         patch.setattr(launch.ctypes, "CDLL", load)
         with pytest.raises(UserError, match=r"library.so cannot be loaded \(failed .*set CXX .* LLMC_CACHE_DIR"):
-            launch.Module(library, CU / "basics.cu", 1)
+            launch.Module(launch.Library(library, os.open(library, os.O_RDONLY)), CU / "basics.cu", 1)
 
 
 def test_a_compiler_below_a_path_with_a_space_is_found(tmp_path, monkeypatch):

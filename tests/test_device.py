@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import device
-from device import ceil_div, cpu, current, from_bf16, to_bf16
+from device import ceil_div, cpu, cuda, current, from_bf16, to_bf16
 from device.cublaslt import CublasLt, Plan
 from device.errors import UserError
 from kernels import gelu
@@ -316,3 +316,16 @@ def test_scratch_that_is_reserved_is_not_allocated_in_a_step(dev, monkeypatch):
 def extent(array) -> tuple[int, int]:
     """The addresses of an array's bytes."""
     return device.address(array), device.address(array) + array.nbytes
+
+
+def test_cupys_folder_becomes_ours_alone_or_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cupy" / "cache"))
+    cuda.check_cupys_cache()
+    assert (tmp_path / "cupy" / "cache").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "cupy" / "cache" / "kernel.cubin").touch()
+    (tmp_path / "cupy" / "cache" / "kernel.cubin").chmod(0o666)
+    with pytest.raises(UserError, match="kernel.cubin belongs to another user, or can be written by one: remove it"):
+        cuda.check_cupys_cache()
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/proc/none")
+    with pytest.raises(UserError, match="/proc/none: no such file or directory: set CUPY_CACHE_DIR"):
+        cuda.check_cupys_cache()

@@ -116,6 +116,28 @@ def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monke
     assert said.startswith("the place: cannot be locked (") and said.count("\n") == 1 and taken
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "notes"])
+def test_what_is_no_lock_is_refused_and_stays(tmp_path, kind):
+    precious, path = tmp_path / "precious", tmp_path / "Run" / ".lock"
+    path.parent.mkdir()
+    precious.write_text("thesis")
+    if kind == "link":
+        path.symlink_to(precious)
+    elif kind == "dangling link":
+        path.symlink_to(tmp_path / "new")
+    elif kind == "hard link":
+        os.link(precious, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text("thesis")
+    with pytest.raises(UserError) as caught:
+        take(path)
+    assert re.fullmatch(r"the place: cannot be written \(.lock [^\n]*\); choose another --flag", str(caught.value))
+    assert precious.read_text() == "thesis" and not (tmp_path / "new").exists()
+    assert kind != "notes" or path.read_text() == "thesis"
+
+
 # Directories of checkpoints
 
 

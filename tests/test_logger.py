@@ -53,26 +53,54 @@ def test_what_is_no_log_is_left_alone(tmp_path, content, first_step):
 
 @pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
 def test_one_run_at_a_time_logs_to_a_file(tmp_path, monkeypatch, capsys, first_step):
-    """Also by another name, and after the first has replaced the file, as a resumed run does."""
+    """Also by another name of the directory, and after the first has replaced the file, as a resumed run does."""
     monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
-    path, other = tmp_path / "main.log", tmp_path / "other.log"
-    other.symlink_to(path)
+    path, other = tmp_path / "runs" / "main.log", tmp_path / "other" / "main.log"
+    path.parent.mkdir()
+    other.parent.symlink_to("runs")
     path.write_text("s:1 trl:2.0000\ns:7 trl:1.0000\n")
     first = Logger(path, first_step=5)
     first.log(5, train_loss=1.5)
     message = refusal(Logger, other, first_step)
-    assert f"other.log is in use by process {os.getpid()} on {socket.gethostname()}: " in message
+    assert f"other/main.log is in use by process {os.getpid()} on {socket.gethostname()}: " in message
     assert "choose another log file (-o)" in message
     first.close()
     assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\n"
     Logger(other, first_step=6).log(6, train_loss=1.25)
-    assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\ns:6 trl:1.2500\n" and other.is_symlink()
-    assert sorted(os.listdir(tmp_path)) == ["main.log", "other.log"]
+    assert path.read_text() == "s:1 trl:2.0000\ns:5 trl:1.5000\ns:6 trl:1.2500\n" and other.parent.is_symlink()
+    assert os.listdir(path.parent) == ["main.log"]
 
 
-def test_a_log_that_leads_nowhere_is_refused(tmp_path):
-    (tmp_path / "main.log").symlink_to(tmp_path / "missing" / "main.log")
-    assert "main.log: cannot be written (no such file or directory)" in refusal(Logger, tmp_path / "main.log")
+@pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
+@pytest.mark.parametrize("kind", ["link", "link to nowhere", "link to what is missing", "hard link"])
+def test_a_log_that_is_a_link_is_refused_and_stays(tmp_path, kind, first_step):
+    log, other = tmp_path / "main.log", tmp_path / "other.log"
+    other.write_text("s:1 trl:2.0000\n")
+    targets = {"link": other, "link to nowhere": tmp_path / "missing" / "log", "link to what is missing": "new"}
+    if kind == "hard link":
+        os.link(other, log)
+    else:
+        log.symlink_to(targets[kind])
+    before = sorted(os.listdir(tmp_path))
+    what = "not a regular file with a single name" if kind == "hard link" else "a symbolic link"
+    assert f"cannot be written (main.log is {what}); choose another" in refusal(Logger, log, first_step)
+    assert other.read_text() == "s:1 trl:2.0000\n" and sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
+def test_stdout_a_device_and_a_pipe_take_a_log(tmp_path, first_step, capfd):
+    (tmp_path / "null").symlink_to("/dev/null")
+    Logger(tmp_path / "null", first_step).log(5, train_loss=1.0)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    Logger(tmp_path / "pipe", first_step).log(5, train_loss=1.0)
+    assert os.read(reader, 99) == b"s:5 trl:1.0000\n"
+    os.close(reader)
+    print("before", flush=True)
+    Logger("/dev/stdout", first_step).log(5, train_loss=1.0)  # here it is a file
+    print("behind", flush=True)
+    assert capfd.readouterr().out == "before\ns:5 trl:1.0000\nbehind\n"
+    assert sorted(os.listdir(tmp_path)) == ["null", "pipe"]
 
 
 def test_a_resumed_run_leaves_the_log_of_one_that_never_stopped(tmp_path):
@@ -108,6 +136,12 @@ def test_a_full_disk_is_said_once_and_counted(capsys):
         logger.log(step, train_loss=1.0)
     assert capsys.readouterr().out == "/dev/full: a line was lost (no space left on device); the run goes on\n"
     assert logger.lost == 3
+
+
+def test_a_power_cut_may_leave_zeros_in_a_log(tmp_path):
+    (tmp_path / "run.log").write_bytes(b"s:0 trl:1.0000\ns:1 tr" + bytes(9) + b"s:2 trl:3.0000\n")
+    Logger(tmp_path / "run.log", first_step=3).close()
+    assert (tmp_path / "run.log").read_text() == "s:0 trl:1.0000\ns:2 trl:3.0000\n"
 
 
 @pytest.mark.parametrize("step", ["-1", "1.5", "99999999999999999999", "9" * 5000])

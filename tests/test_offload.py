@@ -320,7 +320,8 @@ def test_the_state_takes_buffers_on_the_device_and_the_rest_on_the_host(precisio
     state = state_sizes(ODD, None)
     assert sum(state.values()) == 4 * numbers * n
     assert {name: usual[name] for name in usual if name not in offloaded} == state
-    assert {name: offloaded[name] for name in offloaded if name not in usual} == {"AdamW's pieces": offload.buffer_bytes()}
+    pieces = {"AdamW's pieces": offload.buffer_bytes()}
+    assert {name: offloaded[name] for name in offloaded if name not in usual} == pieces
     found = offload.Offload([np.zeros(n, np.float32)] * numbers, 0)
     assert found.bytes == 4 * numbers * n
     assert sum(x.nbytes for x in found.buffers) <= offload.buffer_bytes()

@@ -15,6 +15,7 @@ environment variables:
                           grid's blocks. A kernel whose result depends on it lacks a barrier. Shuffled also fills shared
                           memory with NaNs before each block
     LLMC_CACHE_DIR        the directory of compiled files; by default llm.cupy in $XDG_CACHE_HOME or ~/.cache
+                          (~/.cache-UID, if the home directory is not this user's)
     LLMC_QUIET=1          nothing is said on stderr while kernels compile (on a GPU, too)
 """
 

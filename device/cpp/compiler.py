@@ -1,7 +1,8 @@
 """Builds a .cu file into a shared library with the system's C++ compiler, once for each content.
 
 A library's file ends with its SHA-256, which ELF allows. A file that lacks a part, after a power cut or on a full disk,
-would end the process with a bus error when it is loaded.
+would end the process with a bus error when it is loaded. The folder is this user's alone (device/cache.py), and the
+file that is loaded is the open one that was checked.
 """
 
 import functools
@@ -12,13 +13,16 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from device.cpp.launch import Module, Parameter, load_runtime
+from device.cache import own_folder, private_folder
+from device.cpp.launch import Library, Module, Parameter, load_runtime
 from device.errors import UserError
 from device.progress import progress
 
@@ -87,7 +91,7 @@ def compile_all(paths, *defines: str) -> list[Module]:
         return list(pool.map(lambda path: compile_source(path, *defines), paths))
 
 
-def _build_runtime() -> Path:
+def _build_runtime() -> Library:
     # Never sanitised, because it moves stacks about; never with -ffast-math, because its sums have a fixed order.
     files = [HERE / "runtime.cpp", HERE / "runtime.h", *([HERE / "microscope.h"] if "MICROSCOPE" in _modes() else [])]
     return _cached("runtime", files, None, lambda command: f'#include "{HERE / "runtime.cpp"}"\n')
@@ -104,7 +108,7 @@ def _included(path: Path) -> list[Path]:
     return files
 
 
-def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: Callable[[list[str]], str]) -> Path:
+def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: Callable[[list[str]], str]) -> Library:
     """The shared library built from the C++ text that `make_text` returns for the compiler's command. The text includes
     the files.
 
@@ -119,10 +123,11 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
         if modes:  # debug information holds the path
             key.update(str(file).encode())
     library = _cache_dir() / f"{name}-{key.hexdigest()[:24]}.so"
-    if _is_whole(library):
-        return library
+    folder_descriptor = None
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
+        folder_descriptor = private_folder(library.parent, "LLMC_CACHE_DIR")
+        if found := _whole(library, folder_descriptor):
+            return found
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
             built, object_file = os.path.join(folder, "built.so"), os.path.join(folder, "built.o")
             command = [*cxx, *flags, f"-I{HERE}", "-x", "c++", "-c", "-", "-o", object_file]
@@ -135,26 +140,36 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
                 raise UserError(f"{' '.join(cxx)} has made no library of {files[0]}: set CXX to a C++ compiler")
             content = Path(built).read_bytes()
             whole = Path(folder) / "whole.so"
-            with open(whole, "wb") as file:
+            with open(whole, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(content + hashlib.sha256(content).digest())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(whole, library)  # another process may do the same now; either file will do
+        if found := _whole(library, folder_descriptor):
+            return found
+        raise UserError(f"{library} has changed since it was written: set LLMC_CACHE_DIR to another folder")
     except OSError as error:  # also where there is no room for a folder
         raise UserError(f"{library}: cannot be written ({(error.strerror or str(error)).lower()}): set "
                         "LLMC_CACHE_DIR to a folder that can be written") from None
-    return library
+    finally:
+        if folder_descriptor is not None:
+            os.close(folder_descriptor)
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether a library is there as it was built."""
-    if not library.is_file():  # also for a pipe, where a read would wait
-        return False
+def _whole(path: Path, folder: int) -> Library | None:
+    """The library of this name in an open folder, if it is there as it was built."""
     try:
-        content = library.read_bytes()
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
-        return False
-    return content[-32:] == hashlib.sha256(content[:-32]).digest()
+        return None
+    library = Library(path, descriptor)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # from a pipe a read would wait
+        with suppress(OSError), open(descriptor, "rb", closefd=False) as file:
+            content = file.read()
+            if content[-32:] == hashlib.sha256(content[:-32]).digest():
+                return library
+    os.close(descriptor)
+    return None
 
 
 def _modes() -> list[str]:
@@ -241,7 +256,7 @@ def _cache_dir() -> Path:
     """The folder of the compiled libraries: LLMC_CACHE_DIR, or one among the user's caches."""
     wish = os.environ.get("LLMC_CACHE_DIR")
     try:
-        return Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm.cupy"
+        return Path(wish) if wish else Path(os.environ.get("XDG_CACHE_HOME") or own_folder()) / "llm.cupy"
     except RuntimeError:
         raise UserError("there is no home directory: set LLMC_CACHE_DIR to a folder that can be written") from None
 

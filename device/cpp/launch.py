@@ -2,11 +2,13 @@
 
 import ctypes
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from device.errors import UserError
 
@@ -139,13 +141,27 @@ def _three(dims) -> tuple:
     return (*dims, 1, 1)[:3] if 1 <= len(dims) <= 3 else dims
 
 
+class Library(NamedTuple):
+    """A compiled file, open. The descriptor stays open as long as the process lives, so no other file gets its name in
+    /proc."""
+
+    path: Path
+    descriptor: int
+
+    @property
+    def name(self) -> str:
+        """The open file's name, for this process and for gdb; the path where there is no /proc."""
+        name = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return name if os.path.exists(name) else str(self.path)
+
+
 class Module:
     """A compiled .cu file, `path`, and the library made of it, `library_path`. `warp_size` is the number of lanes in
     its warps, `kernels` the names of its kernels."""
 
-    def __init__(self, library_path: Path, path: Path, warp_size: int):
-        self.library_path, self.path, self.warp_size = library_path, path, warp_size
-        self._library = _load(library_path)
+    def __init__(self, library: Library, path: Path, warp_size: int):
+        self.library_path, self.path, self.warp_size = library.path, path, warp_size
+        self._library = _load(library)
         manifest = json.loads(ctypes.string_at(self._address("llmc_manifest")))
         self._parameters = {name: [Parameter(*p) for p in parameters] for name, parameters in manifest.items()}
         self._kernels: dict[str, Kernel] = {}
@@ -167,23 +183,23 @@ class Module:
         return ctypes.addressof(ctypes.c_char.in_dll(self._library, symbol))
 
 
-def _load(library_path: Path, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+def _load(library: Library, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(library_path), mode)
+        return ctypes.CDLL(library.name, mode)
     except OSError as error:
-        reason = str(error).removeprefix(f"{library_path}: ")
+        reason = str(error).removeprefix(f"{library.name}: ")
         remedy = "set CXX to a C++ compiler such as g++, or LLMC_CACHE_DIR to a folder whose files may be executed"
-        raise UserError(f"{library_path} cannot be loaded ({reason}): {remedy}") from None
+        raise UserError(f"{library.path} cannot be loaded ({reason}): {remedy}") from None
 
 
 _runtime: ctypes.CDLL | None = None
 
 
-def load_runtime(library_path: Path) -> None:
+def load_runtime(library: Library) -> None:
     """Loads the runtime, once. The kernels' libraries find its functions by name."""
     global _runtime
     if _runtime is None:
-        _runtime = _load(library_path, ctypes.RTLD_GLOBAL)
+        _runtime = _load(library, ctypes.RTLD_GLOBAL)
         _runtime.llmc_launch.argtypes = ctypes.c_void_p, ctypes.c_char_p
         _runtime.llmc_launch.restype = ctypes.c_char_p
 

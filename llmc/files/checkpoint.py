@@ -22,16 +22,17 @@ import json
 import math
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, dropwhile
 from pathlib import Path
+from typing import BinaryIO
 
 import device
 from device.errors import UserError
 from llmc.files import record as records
+from llmc.files.directory import Directory, make_directory, why
 from llmc.files.files import (
     HEADER_BYTES,
     crc32_of,
@@ -148,7 +149,8 @@ def write_model(path: str | Path, config: Config, params, bf16: bool = False) ->
             raise UserError(f"{path}: llm.c has no file in bf16 for such a {config.NAME}: leave --dtype bf16 out")
         header[1] = config.BF16_VERSION
         pieces = chain([header], in_bf16(pieces))
-    _write(path, pieces)
+    with replacing(path) as file:
+        _write(file, pieces)
 
 
 def in_bf16(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -244,13 +246,15 @@ OPTIMIZER = 20241121
 STEP = re.compile(r"step_\d{8,}")  # the name of a checkpoint
 BEST = "best"                      # the name of the one with the lowest validation loss
 REPLACED = ".replaced.part"        # added to a name while another checkpoint replaces this one
+PRUNED = ".pruned.part"            # added to a name before the checkpoint is removed
+LEFT = re.compile(r"(step_\d{8,}|best)(\.replaced|\.pruned)?\.part")  # a directory that a killed run may leave
 LOCK = ".llm.cupy.lock"
 NONE: Mapping[str, bytes] = {}     # no tokenizer
 
 
 def lock_checkpoints(directory: str | Path) -> Lock:
     """Locks a directory of checkpoints for this process's run. Makes the directory if it is missing. If a killed run
-    was replacing checkpoints, gives these their names back.
+    was replacing checkpoints, gives these their names back. Removes what else such a run has left.
 
     Raises UserError if another run has the lock for longer than a `Lock` waits, if nothing can be written there, or if
     the directory is itself a checkpoint.
@@ -261,17 +265,15 @@ def lock_checkpoints(directory: str | Path) -> Lock:
         raise UserError(f"{directory} is a checkpoint, not a directory of checkpoints: use --checkpoint-dir {above}")
     lock = Lock(directory / LOCK, directory, "--checkpoint-dir", make=True)
     try:
-        _put_back(directory)
+        _clean(lock.directory)
     except OSError as error:
         lock.release()
-        raise UserError(
-            f"{directory}: cannot be written ({error.strerror.lower()}); choose another --checkpoint-dir"
-        ) from None
+        raise UserError(f"{directory}: cannot be written ({why(error)}); choose another --checkpoint-dir") from None
     return lock
 
 
 def save_checkpoint(
-    directory: str | Path, step: int, config: Config, params, m, v, state: dict,
+    directory: Directory | str | Path, step: int, config: Config, params, m, v, state: dict,
     tokenizer: Mapping[str, bytes] = NONE, name: str | None = None,
 ) -> Path:  # fmt: skip
     """Writes the checkpoint `directory/step_<step>`, or `directory/<name>`, and returns its path.
@@ -279,53 +281,67 @@ def save_checkpoint(
     params, m and v are fp32 (num_parameters,), on the host or the device, or iterators over the pieces of such an array
     on the host. `state` is anything JSON can hold. `tokenizer` has the tokenizer's files by name, each of at least a
     byte. All is written and synced in a directory beside, which is then renamed, so the checkpoint appears complete or
-    not at all. It replaces one of the same name. Raises UserError if the system refuses to write.
+    not at all. It replaces one of the same name, which is removed when the new one is on disk and not before. Raises
+    UserError if the system refuses to write, and if a directory that is open is no longer at its path.
     """
-    directory = Path(directory)
-    final = directory / (name or f"step_{step:08d}")
-    part = directory / f"{final.name}.part"
-    replaced = directory / f"{final.name}{REPLACED}"
+    place = directory.path if isinstance(directory, Directory) else Path(directory)
+    final = name or f"step_{step:08d}"
+    part, replaced = f"{final}.part", f"{final}{REPLACED}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _put_back(directory)
-        _remove(*_named(directory, ".part"), *_named(directory, REPLACED))  # from a run that was killed
-        part.mkdir()
+        where = _opened(directory)
+        where.check_in_place()
+        _clean(where)
+        inside = where.make(part)
         try:
-            files = {
-                "model.bin": _write(part / "model.bin", _model_pieces(config, params)),
-                "optimizer.bin": _write(part / "optimizer.bin", _optimizer_pieces(config, m, v)),
-            }
-            for name, content in tokenizer.items():
-                files[name] = _write(part / name, [np.frombuffer(content, np.uint8)])
+            pieces = {
+                "model.bin": _model_pieces(config, params),
+                "optimizer.bin": _optimizer_pieces(config, m, v),
+            } | {name: [np.frombuffer(content, np.uint8)] for name, content in tokenizer.items()}
+            files = {}
+            for file_name, contents in pieces.items():
+                with inside.new_file(file_name) as file:
+                    files[file_name] = _write(file, contents)
             record = json.loads(json.dumps({"step": step, "files": files, "state": state}))  # as a reader will see it
-            with replacing(part / "state.json") as file:
+            with inside.new_file("state.json") as file:
                 file.write(json.dumps(record | {"crc32": records.crc32(record)}, indent=1).encode())
-            _sync_directory(part)
-            if final.exists():
-                os.rename(final, replaced)
+            inside.sync()
+            if final in where.names():
+                where.rename(final, replaced)
             try:
-                os.rename(part, final)
+                where.rename(part, final)
             finally:
-                _put_back(directory)
-            _sync_directory(directory)
-        finally:
-            _remove(part, replaced)
+                _put_back(where)
+        except BaseException:
+            _remove(where, part)
+            raise
+        where.sync()
+        _remove(where, replaced)
     except OSError as error:
-        raise UserError(f"{final}: cannot be written ({error.strerror.lower()})") from error
-    return final
+        raise UserError(f"{place / final}: cannot be written ({why(error)})") from error
+    return place / final
 
 
-def _named(directory: Path, suffix: str) -> list[Path]:
-    """The paths whose names are those of checkpoints, followed by this suffix."""
-    return [*directory.glob(f"step_*{suffix}"), *directory.glob(f"{BEST}{suffix}")]
+def _opened(directory: Directory | str | Path) -> Directory:
+    if isinstance(directory, Directory):
+        return directory
+    make_directory(Path(directory))
+    return Directory(directory)
 
 
-def _put_back(directory: Path) -> None:
-    """Gives checkpoints their names back, if a run was replacing them and did not finish."""
-    for replaced in _named(directory, REPLACED):
-        final = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if not final.exists():
-            os.rename(replaced, final)
+def _clean(where: Directory) -> None:
+    """Gives checkpoints their names back, if a run was replacing them and did not finish. Then removes what it left."""
+    if any(LEFT.fullmatch(name) for name in where.names()):
+        _put_back(where)
+        where.sync()  # a replaced checkpoint goes when the other one is on disk
+        _remove(where, *(name for name in where.names() if LEFT.fullmatch(name)))
+
+
+def _put_back(where: Directory) -> None:
+    names = where.names()
+    for name in names:
+        final = name.removesuffix(REPLACED)
+        if LEFT.fullmatch(name) and name != final not in names:
+            where.rename(name, final)
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
@@ -363,6 +379,8 @@ def kept_loss(directory: str | Path, run: str, measure: dict) -> float:
     that replaces it need not be better.
     """
     path = Path(directory) / BEST
+    if not os.path.lexists(path):
+        path = Path(directory) / f"{BEST}{REPLACED}"  # as a save that failed may leave it
     if not os.path.lexists(path):
         return math.inf
     remedy = f"move {path} away, or leave --best out"
@@ -411,31 +429,36 @@ def load_checkpoint(
     record = read_record(path)
     for name, expected in record["files"].items():
         _check_file(path / name, expected, _remedy(path))
-    config = read_model_header(path / "model.bin", kind)
-    tensors = _tensors(path / "model.bin", config)
+    try:
+        config = read_model_header(path / "model.bin", kind)
+        tensors = _tensors(path / "model.bin", config)
+        moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({why(error)}); {_remedy(path)}") from None
     n = num_parameters(config)
-    moments = np.memmap(path / "optimizer.bin", dtype="<f4", mode="r", offset=HEADER_BYTES)
     if moments.size != 2 * n:
         raise UserError(f"{path / 'optimizer.bin'}: belongs to another model than model.bin beside it; {_remedy(path)}")
     return config, tensors, moments[:n], moments[n:], record["state"] | {"step": record["step"]}
 
 
-def prune_checkpoints(directory: str | Path, keep: int, run: str) -> list[Path]:
+def prune_checkpoints(directory: Directory | str | Path, keep: int, run: str) -> list[Path]:
     """Removes the complete checkpoints whose state says that they are of this run, except the `keep` newest. Returns
     what it removed. 0 keeps all. BEST does not count, and stays.
 
-    Raises UserError if the system refuses.
+    Raises UserError if the system refuses, or as `save_checkpoint` and `read_record` do.
     """
-    own = [path for path in checkpoints(directory) if STEP.match(path.name) and _is_complete(path)] if keep > 0 else []
-    own = [path for path in own if records.read_record(path)["state"].get("run") == run]
-    for path in own[keep:]:
-        doomed = path.with_name(f"{path.name}.pruned.part")  # so no half-removed directory has the name of a checkpoint
+    where = _opened(directory)
+    own = [path for path in checkpoints(where.path) if STEP.match(path.name) and _is_complete(path)] if keep > 0 else []
+    doomed = [path for path in own if read_record(path)["state"].get("run") == run][keep:]
+    for path in doomed:
         try:
-            os.rename(path, doomed)
+            where.check_in_place()
+            where.rename(path.name, path.name + PRUNED)  # so no half-removed directory has the name of a checkpoint
+            where.sync()
         except OSError as error:
-            raise UserError(f"{path}: cannot be removed ({error.strerror.lower()})") from None
-        _remove(doomed)
-    return own[keep:]
+            raise UserError(f"{path}: cannot be removed ({why(error)})") from None
+        _remove(where, path.name + PRUNED)
+    return doomed
 
 
 def read_record(path: Path) -> dict:
@@ -498,15 +521,14 @@ def _optimizer_pieces(config: Config, m, v) -> Iterator[np.ndarray]:
             yield from device.pieces(moment)
 
 
-def _write(path: str | Path, pieces: Iterable[np.ndarray]) -> dict:
+def _write(file: BinaryIO, pieces: Iterable[np.ndarray]) -> dict:
     """Writes arrays one after the other. Returns what a checkpoint records about the file."""
     crc = size = 0
-    with replacing(path) as file:
-        for array in pieces:
-            data = memoryview(np.ascontiguousarray(array)).cast("B")
-            file.write(data)
-            crc = zlib.crc32(data, crc)
-            size += len(data)
+    for array in pieces:
+        data = memoryview(np.ascontiguousarray(array)).cast("B")
+        file.write(data)
+        crc = zlib.crc32(data, crc)
+        size += len(data)
     return {"bytes": size, "crc32": crc}
 
 
@@ -521,14 +543,9 @@ def _check_size(path: str | Path, expected: int, remedy: str) -> None:
         raise UserError(f"{path}: {size} bytes, but its header asks for {expected}: truncated or damaged; {remedy}")
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(*directories: Path) -> None:
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+def _remove(where: Directory, *names: str) -> None:
+    """Removes directories, as far as the system lets us. Files, which no run of ours makes, stay."""
+    for name in names:
+        if where.is_directory(name):
+            with suppress(OSError):
+                where.remove(name)

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from device.errors import UserError
 from device.progress import telling
+from llmc.files.directory import Directory, make_directory, remove_directories, why
 
 import numpy as np
 
@@ -130,18 +131,11 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     system refuses to write.
     """
     path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        try:
-            with open(part, "w+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with Directory(path.parent).replacing(path.name) as file:
+            yield file
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({str(error.strerror or error).lower()})") from error
+        raise UserError(f"{path}: cannot be written ({why(error)})") from error
 
 
 def crc32_of(path: Path) -> int:
@@ -152,27 +146,6 @@ def crc32_of(path: Path) -> int:
         while chunk := file.read(1 << 24):
             crc, done = zlib.crc32(chunk, crc), done + len(chunk)
     return crc
-
-
-def make_directory(directory: Path) -> list[Path]:
-    """Makes a directory if it is missing. Returns the directories that it made, the innermost first. Raises OSError if
-    it cannot."""
-    missing = []
-    for place in (directory, *directory.parents):
-        if place.is_dir():
-            break
-        if os.path.lexists(place):
-            raise NotADirectoryError(errno.ENOTDIR, "a link to nowhere" if not place.exists() else "not a directory")
-        missing.append(place)
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def remove_directories(directories: list[Path]) -> None:
-    """Removes the directories that are empty, in their order."""
-    for directory in directories:
-        with suppress(OSError):
-            directory.rmdir()
 
 
 def check_directory(directory: str | Path, contents: str, flag: str) -> None:

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from device.errors import UserError
-from llmc.files.files import make_directory, remove_directories
+from llmc.files.directory import Directory, make_directory, remove_directories, why
 from llmc.ranks import ranks
 
 PATIENCE = 30  # seconds; a job that is queued again may start while the old one is still ending
+BEGINNING = b"process "  # of what is in a lock's file; a power cut may leave a part of it, or zeros
 TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
@@ -24,7 +25,10 @@ class Lock:
 
     The lock is an flock on a file of its own, `path`. The other files of the place are replaced by renames, and a lock
     on them would not survive this. The file names process and host, and `release` removes it. If a killed process has
-    left the file behind, it is not locked, and the next run takes it over.
+    left the file behind, it is not locked, and the next run takes it over. A link, or a file with something else in it,
+    stays as it is, and the lock is refused.
+
+    directory: the open directory of `path`. The holder of the lock writes below it.
 
     place and flag: the name of the place in messages, and the flag that names it. make: make the directory of `path` if
     it is missing; `release` removes it again if it is empty.
@@ -41,10 +45,16 @@ class Lock:
             while True:
                 if make:
                     made += make_directory(path.parent)  # again, if the other run has removed it
-                file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-                if _lock(file.fileno(), path, place):
+                self.directory = Directory(path.parent)
+                file = os.fdopen(self.directory.open(path.name, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+                content = os.pread(file.fileno(), 400, 0)
+                text = content.strip(b"\0")
+                if text[: len(BEGINNING)] != BEGINNING[: len(text)]:
+                    file.close()
+                    raise OSError(errno.EEXIST, f"{path.name} there is no lock of ours")
+                if _lock(file.fileno(), self.directory, path.name, place):
                     break
-                holder = os.pread(file.fileno(), 200, 0).decode(errors="replace").strip() or "another process"
+                holder = content.decode(errors="replace").strip() or "another process"
                 file.close()
                 if time.monotonic() - started > PATIENCE:
                     raise UserError(f"{place} is in use by {holder}: wait for it to end, or choose another {flag}")
@@ -52,33 +62,33 @@ class Lock:
                     said = True
                     ranks.say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
                 time.sleep(0.2)
-            self.release = undo = weakref.finalize(self, _release, file, path, made)
+            self.release = undo = weakref.finalize(self, _release, file, self.directory, path.name, made)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
             undo()
-            raise UserError(f"{place}: cannot be written ({error.strerror.lower()}); choose another {flag}") from None
+            raise UserError(f"{place}: cannot be written ({why(error)}); choose another {flag}") from None
 
 
-def _lock(descriptor: int, path: Path, place: str | Path) -> bool:
-    """Whether this process now has the lock on an open file, and the file is still the one at `path`."""
+def _lock(descriptor: int, directory: Directory, name: str, place: str | Path) -> bool:
+    """Whether this process now has the lock on an open file, and the file still has its name and its place."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in TAKEN:
             return False
-        reason = error.strerror.lower()
-        ranks.say(f"{place}: cannot be locked ({reason}): make sure that no other run writes there")
+        ranks.say(f"{place}: cannot be locked ({why(error)}): make sure that no other run writes there")
         return True
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:  # the run that had the lock has just removed the file
+        directory.check_in_place()
+        return os.path.samestat(os.fstat(descriptor), directory.stat(name))
+    except OSError:  # the run that had the lock has just removed the file, or the directory
         return False
 
 
-def _release(file, path: Path, made: list[Path]) -> None:
+def _release(file, directory: Directory, name: str, made: list[Path]) -> None:
     with suppress(OSError):
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # not another run's, if somebody has removed ours
-            path.unlink()  # while it is locked
+        if os.path.samestat(os.fstat(file.fileno()), directory.stat(name)):  # not another's, if somebody removed ours
+            directory.remove(name)  # while it is locked
     file.close()
     remove_directories(made)

@@ -17,9 +17,9 @@ import device
 
 import numpy as np
 
-# Bytes of m, v and the master copy together, and the number of buffers. On an H100 a pass over Llama 3.2 1B's state then
-# takes 303 ms, 49 GB/s in each direction. PCIe gives no more: large copies both ways at once reach 46. Two buffers of
-# 64 MiB take 310 ms, three of 64 MiB 300.
+# Bytes of m, v and the master copy together, and the number of buffers. On an H100 a pass over Llama 3.2 1B's state
+# then takes 303 ms, 49 GB/s in each direction. PCIe gives no more: large copies both ways at once reach 46. Two buffers
+# of 64 MiB take 310 ms, three of 64 MiB 300.
 PIECE = 1 << 25
 BUFFERS = 3
 VECTOR = 16  # numbers; a part begins at the same place modulo VECTOR in all buffers, so all arrays are aligned alike

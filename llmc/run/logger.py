@@ -22,7 +22,8 @@ from typing import BinaryIO
 
 import device
 from device.errors import UserError, first_line
-from llmc.files.files import check_directory, open_file, replacing
+from llmc.files.directory import why
+from llmc.files.files import check_directory, open_file
 from llmc.files.lock import Lock
 from llmc.run.report import Output
 from llmc.run.settings import Settings
@@ -40,6 +41,8 @@ FIGURES = {  # the figures of a step: their names in the log, if they go there, 
     "tokens_per_second": (None, "speed/tokens_per_second"),
     "percent_of_peak": (None, "speed/MFU_percent"),
 }
+
+STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}  # to be opened anew, a file would be written from its beginning
 
 
 class Reports:
@@ -69,8 +72,8 @@ class Logger(Reports):
     first_step: the first step that this run will log. If the file exists, lines of this step and of later ones are
     removed from it. So a new run (0) begins with an empty log, and a resumed run continues from its checkpoint. Raises
     UserError if the file cannot be opened, is a pipe that nobody reads, or holds something else than a log (it then
-    stays as it is), or if another run logs to it for longer than a `Lock` waits. A line that cannot be written later is
-    lost.
+    stays as it is), if it is a link to a file or has a second name, or if another run logs to it for longer than a
+    `Lock` waits. A line that cannot be written later is lost.
     """
 
     def __init__(self, path: str | Path | None, first_step: int = 0) -> None:
@@ -78,21 +81,28 @@ class Logger(Reports):
         self._lock = None
         if path is None:
             return
-        file = Path(os.path.realpath(path))  # the target of a link
-        if file.is_file() or not file.exists():  # several runs may write to a pipe or a device
-            self._lock = Lock(file.with_name(f".{file.name}.lock"), path, "log file (-o)")
+        path = Path(path)
         try:
-            if file.is_file():
-                kept = [line for line in _lines(path) if _parse(path, line)[0] < first_step]
-                if first_step > 0:
-                    with replacing(file) as replaced:
-                        replaced.write("".join(kept).encode())
-            self._file = open(path, "ab" if first_step > 0 else "wb", buffering=0, opener=_open)
+            if str(path) in STREAMS:
+                self._file = os.fdopen(os.dup(STREAMS[str(path)]), "ab", buffering=0)
+                return
+            if path.exists() and not path.is_file():  # several runs may write to a pipe or a device
+                self._file = open(path, "ab", buffering=0, opener=_open)
+                return
+            self._lock = Lock(path.with_name(f".{path.name}.lock"), path, "log file (-o)")
+            where = self._lock.directory
+            os.close(where.open(path.name, os.O_WRONLY | os.O_CREAT))  # raises, for example for a link
+            kept = [line for line in _lines(path) if _parse(path, line)[0] < first_step]
+            if first_step > 0:
+                with where.replacing(path.name) as replaced:
+                    replaced.write("".join(kept).encode())
+            descriptor = where.open(path.name, os.O_WRONLY | os.O_APPEND)
+            self._file = os.fdopen(descriptor, "ab", buffering=0)
+            if first_step == 0:
+                self._file.truncate(0)
         except OSError as error:
             self.close()
-            raise UserError(
-                f"{path}: cannot be written ({error.strerror.lower()}); choose another log file (-o)"
-            ) from None
+            raise UserError(f"{path}: cannot be written ({why(error)}); choose another log file (-o)") from None
         except UserError:
             self.close()
             raise
@@ -204,8 +214,8 @@ class Logs:
 
 
 def _open(path: str, flags: int) -> int:
-    """Opens a log for writing. Raises OSError for a pipe that nobody reads; a plain open would wait."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    """Opens a pipe or a device for writing. Raises OSError for a pipe that nobody reads; a plain open would wait."""
+    descriptor = os.open(path, flags & ~os.O_CREAT | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     return descriptor
 
@@ -238,7 +248,8 @@ def read_log(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def _lines(path: str | Path) -> list[str]:
     try:
         with open_file(path) as file:
-            *lines, unfinished = file.read().decode().split("\n")
+            text = re.sub(r"[^\n]*\0", "", file.read().decode())  # a power cut may leave zeros in the place of lines
+            *lines, unfinished = text.split("\n")
         if not re.fullmatch(r"(s(:\d*( .*)?)?)?", unfinished):
             _parse(path, unfinished)
         return [line + "\n" for line in lines if line.strip()]

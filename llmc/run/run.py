@@ -133,10 +133,10 @@ class Run:
         """With --best, if this validation loss is the lowest so far: writes a checkpoint of the run as it is before
         `step`, at this position. It replaces the best one so far."""
         if self.settings.flags.best and loss is not None and loss < self.validation.lowest:
-            found = {"val_loss": loss} | self.validation.measure()
             with ranks.long_work():
-                saved = self.saver.save_best(step, position, self.watch.guard, found)
-            self.validation.lowest = loss if saved else self.validation.lowest
+                self.validation.lowest = self.saver.save_best(
+                    step, position, self.watch.guard, loss, self.validation.measure
+                )
 
     def sample(self, step: int) -> None:
         """Prints and logs a sample, unless the run is told to stop."""

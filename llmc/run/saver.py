@@ -62,29 +62,36 @@ class Saver:
         if ranks.rank() > 0:
             return
         try:
-            prune_checkpoints(flags.checkpoint_dir, flags.keep, self.state["run"])
+            prune_checkpoints(self.lock.directory, flags.keep, self.state["run"])
         except UserError as error:
             print(f"an old checkpoint stays: {error}", flush=True)
 
-    def save_best(self, step: int, position: dict, guard: Guard, found: dict) -> bool:
-        """Writes the checkpoint BEST, of the run as it is before `step`, in the place of the old BEST. found: its
-        validation loss, and of which data. Returns whether it could be written. All ranks must call it alike."""
-        state = position | self.state | {"skipped": guard.skipped, "best": found}
-        path = self.write("best", step, state, BEST)
+    def save_best(self, step: int, position: dict, guard: Guard, loss: float, measure: Callable[[], dict]) -> float:
+        """Writes the checkpoint BEST, of the run as it is before `step`, in the place of the old BEST. loss, measure:
+        its validation loss, and of which data. Returns the loss of the BEST that is there then, old or new. All ranks
+        must call it alike."""
+        found = {"val_loss": loss} | measure()
+        path = self.write("best", step, position | self.state | {"skipped": guard.skipped, "best": found}, BEST)
         if path is not None:  # if there is no other checkpoint yet, a run resumes from this one
             self.good, program.last_checkpoint = self.good or path, program.last_checkpoint or path
-        return path is not None
+        try:
+            return self.lowest_loss(measure)
+        except UserError as error:  # unknown; a loss that is not below this one cannot be the lowest
+            print(f"not read back: {error}", flush=True)
+            return loss
 
     def write(self, what: str, step: int, state: dict, name: str | None = None) -> Path | None:
         """Writes a checkpoint under this name, or the name of its step. Returns its path; None if that fails. what: its
         key in `unsaved`."""
-        directory, config = self.settings.flags.checkpoint_dir, self.training.model.config
+        config = self.training.model.config
         params, m, v = self.training.exchange.whole_state(self.training.adamw)
 
         def write() -> tuple[str, str]:
             """The path, and what went wrong."""
             try:
-                path = save_checkpoint(directory, step, config, params, m, v, state, self.tokenizer, name)
+                path = save_checkpoint(
+                    self.lock.directory, step, config, params, m, v, state, self.tokenizer, name
+                )
                 return str(path), ""
             except UserError as error:
                 return "", str(error)
