@@ -504,9 +504,13 @@ def _check_saved_tokenizer(model: Path) -> None:
 
 
 def _check_file(file: Path, expected: dict, remedy: str) -> None:
-    """Raises UserError if a file does not have the recorded size and CRC-32."""
+    """Raises UserError if a file does not have the recorded size and CRC-32, or cannot be read."""
     _check_size(file, expected["bytes"], remedy)
-    if crc32_of(file) != expected["crc32"]:
+    try:
+        found = crc32_of(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({why(error)}); {remedy}") from None
+    if found != expected["crc32"]:
         raise UserError(f"{file}: damaged (its CRC-32 is not the recorded one); {remedy}")
 
 
