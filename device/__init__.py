@@ -18,12 +18,13 @@ from device.errors import UserError, first_line
 from device.observing import accesses, observe, observed_operation
 from device.recording import Insertion, Launch, Recording, touch
 from device.sources import Source, architecture_of, cuda_source, imported, kernel_declarations, source
+from device.tma import TensorMap
 
 import numpy as np
 
 __all__ = [
-    "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "accesses", "architecture_of", "ceil_div",
-    "compile_all", "constant", "copy", "copy_in", "cuda_source", "fill_zero", "from_bf16", "gemm",
+    "BF16", "CpuDevice", "CudaDevice", "Insertion", "Launch", "Source", "TensorMap", "accesses", "architecture_of",
+    "ceil_div", "compile_all", "constant", "copy", "copy_in", "cuda_source", "fill_zero", "from_bf16", "gemm",
     "gemm_strided_batched", "host_memory", "kernel_declarations", "observe", "pieces", "record", "reserve", "scratch",
     "source", "to_bf16", "to_floatX", "to_floats", "touch", "use", "use_precision", "use_recording", "why_not_cuda",
     "width", "zeros",

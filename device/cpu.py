@@ -19,6 +19,7 @@ from typing import Any
 
 from device import cpp
 from device.bf16 import BF16, DEFINES, floatX_of, from_bf16, to_bf16
+from device.tma import TensorMap
 
 import numpy as np
 
@@ -120,6 +121,15 @@ class CpuDevice:
     def address(self, array) -> int:
         """The address at which a device array begins, as kernels see it."""
         return array.__array_interface__["data"][0]
+
+    def tensor_map(self, array, shape: tuple[int, ...], box: tuple[int, int, int]) -> TensorMap:
+        """A map of a bf16 array that has three axes (shape: their sizes), for copies of boxes: 64 numbers of the last
+        axis, and at most 256 of each other one. In shared memory a row of a box has 128 bytes, and chunk c of 16 bytes
+        of row r lies where chunk c ^ r % 8 would. Numbers of a box outside the array become zeros. The array, and each
+        of its rows, begins at a multiple of 16 bytes."""
+        made = TensorMap.of(array)
+        made.view(np.int64)[:4] = self.address(array), *shape  # the kernel knows the box
+        return made
 
     # Kernels
 

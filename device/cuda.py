@@ -19,6 +19,7 @@ from device.errors import UserError
 from device.host import page_locked
 from device.progress import progress
 from device.sources import architecture_of, cuda_source, programmatic_kernels
+from device.tma import TensorMap
 
 import numpy as np
 
@@ -142,6 +143,18 @@ class CudaDevice:
 
     def address(self, array) -> int:
         return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+    def tensor_map(self, array, shape: tuple[int, ...], box: tuple[int, int, int]) -> TensorMap:
+        made = TensorMap.of(array)
+        rows, columns = shape[1:]
+        sizes, strides = (ctypes.c_uint64 * 3)(*shape[::-1]), (ctypes.c_uint64 * 2)(2 * columns, 2 * columns * rows)
+        boxes, steps = (ctypes.c_uint32 * 3)(*box[::-1]), (ctypes.c_uint32 * 3)(1, 1, 1)
+        # 9: bf16, 0: not interleaved, 3: swizzled by 128 bytes, 2: L2 fetches 128 bytes, 0: zeros outside the array.
+        call_driver(
+            "cuTensorMapEncodeTiled", ctypes.c_void_p(made.ctypes.data), 9, 3, ctypes.c_void_p(array.data.ptr), sizes,
+            strides, boxes, steps, 0, 3, 2, 0,
+        )  # fmt: skip
+        return made
 
     # Kernels
 

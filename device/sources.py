@@ -7,6 +7,7 @@ from pathlib import Path
 
 from device import current
 from device.observing import ACCESSES, READS, SETS, UPDATES, observed
+from device.tma import TensorMap
 
 imported: list["Source"] = []  # the files beside the modules of launchers that have been imported
 
@@ -28,8 +29,8 @@ class Source:
 
     def launch(self, name: str, grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
         """Launches the kernel of this name on the device in use. grid and block have one to three sizes. args are
-        device arrays for pointers, Python ints for integers and np.float32 for floats. shared_mem: bytes of dynamic
-        shared memory."""
+        device arrays for pointers, Python ints for integers, np.float32 for floats and what device.tensor_map returns
+        for tensor maps. shared_mem: bytes of dynamic shared memory."""
         device = current.device
         key = self.path, name, device.floatX
         kernel = device.kernels.get(key)
@@ -37,7 +38,8 @@ class Source:
             kernel = device.kernels[key] = device.kernel(self.path, name)
         if current.observers:
             ACCESSES[name] = parameters = kernel_accesses(self.path)[name]
-            arguments = dict(zip(parameters, args, strict=True))
+            seen = (one.array if isinstance(one, TensorMap) else one for one in args)
+            arguments = dict(zip(parameters, seen, strict=True))
             observed(name, arguments, functools.partial(kernel, grid, block, args, shared_mem))
         else:
             kernel(grid, block, args, shared_mem)
@@ -112,10 +114,12 @@ def programmatic_kernels(path: Path) -> set[str]:
 def kernel_accesses(path: Path) -> dict[str, dict[str, str | None]]:
     """For each kernel of a .cu file, what it does with each of its parameters, in their order. It READS the array
     behind a const pointer. If the declaration says SETS, it SETS the whole array without reading it. Else it UPDATES
-    the array. None for a parameter that is no pointer."""
+    the array. It READS what lies behind a tensor map. None for a parameter that is neither."""
 
     def access(declaration: str) -> str | None:
         words = re.findall(r"\w+|\*", declaration)
+        if "TensorMap" in words:
+            return READS
         if "*" not in words:
             return None
         return READS if "const" in words[: words.index("*")] else SETS if "SETS" in words else UPDATES

@@ -16,14 +16,15 @@ hopper = device.source(Path(__file__).with_name("flash_attention_hopper.cu"), ne
 HEAD_SIZES = (64, 128)
 THREADS = 128
 ROWS = {64: 128, 128: 64}  # of a block, as in flash_attention.cu, by the size of heads; forward in bf16 always has 128
-# For the kernels of flash_attention_hopper.cu, by the size of heads: rows of a block, and how many tiles it holds of
-# each array that it streams.
+TILE = 64  # rows of the tiles that a block of flash_attention_hopper.cu streams
+# For these kernels, by the size of heads: how many warpgroups of a block compute, each for 64 rows, and how many tiles
+# the block holds of each of the two arrays that it streams.
 WGMMA = {
-    "forward": {64: (128, 3), 128: (64, 3)},
-    "backward_query": {64: (64, 3), 128: (128, 3)},
-    "backward_key": {64: (64, 4), 128: (128, 3)},
+    "forward": {64: (4, 4), 128: (3, 3)},
+    "backward_query": {64: (3, 3), 128: (2, 3)},
+    "backward_key": {64: (2, 3), 128: (2, 2)},
 }
-WGMMA_TILE = 64  # rows of a tile
+L2_BYTES = 32 << 20  # that a group of heads may fill
 
 
 class Flash(NamedTuple):
@@ -50,7 +51,8 @@ def flash_attention_forward(
     check(HS)
     arguments = out, lse, qkv, T, NH, NKV
     if wgmma or wgmma is None and has_wgmma():
-        launch_wgmma("forward", 1, B, T, NH, HS, arguments)
+        qkv_map = tensor_map(qkv, B, T, (NH + 2 * NKV) * HS)
+        launch_wgmma("forward", 1, B, T, NH, NKV, HS, (out, lse, qkv_map))
         return
     rows, operands = (128, 1) if device.floatX == device.BF16 else (ROWS[HS], 0)
     launch("forward", rows, operands, B, T, NH, HS, arguments)
@@ -68,15 +70,15 @@ def flash_attention_backward(
     dkv_heads = None
     if NKV < NH:  # each query head's share of the gradients of its key and value head
         dkv_heads = device.scratch("dkv_heads", (B, T, 2, NH, HS), np.float32)
-    of_queries = dqkv, dsum, dout, out, lse, qkv, T, NH, NKV
-    of_keys = dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV
     if wgmma or wgmma is None and has_wgmma():
-        launch_wgmma("backward_query", 2, B, T, NH, HS, of_queries)
-        launch_wgmma("backward_key", 2, B, T, NH, HS, of_keys, floats=2)
+        qkv_map, dout_map = tensor_map(qkv, B, T, (NH + 2 * NKV) * HS), tensor_map(dout, B, T, NH * HS)
+        launch_wgmma("backward_query", 2, B, T, NH, NKV, HS, (dqkv, dsum, dout_map, dout, out, lse, qkv_map))
+        launch_wgmma("backward_key", 2, B, T, NH, NKV, HS, (dqkv, dkv_heads, dsum, dout_map, lse, qkv_map), floats=2)
     else:
         operands = 3 if device.floatX == device.BF16 else 1
-        launch("backward_query", ROWS[HS], operands, B, T, NH, HS, of_queries)
-        launch("backward_key", ROWS[HS], 2, B, T, NH, HS, of_keys)
+        sizes = T, NH, NKV
+        launch("backward_query", ROWS[HS], operands, B, T, NH, HS, (dqkv, dsum, dout, out, lse, qkv, *sizes))
+        launch("backward_key", ROWS[HS], 2, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, *sizes))
     if NKV < NH:
         heads = B * T * 2 * NKV
         block = HS // cu.width, cu.width * THREADS // HS
@@ -98,14 +100,24 @@ def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int
 
 
 def launch_wgmma(
-    name: str, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple, floats: int = 0
+    name: str, operands: int, B: int, T: int, NH: int, NKV: int, HS: int, arrays: tuple, floats: int = 0
 ) -> None:  # fmt: skip
-    """The same with a warpgroup for each 64 rows. In shared memory a block also has tiles of two more arrays, and
-    `floats` fp32 numbers for each row of a tile."""
-    rows, tiles = WGMMA[name][HS]
-    shared = (operands * rows + 2 * tiles * WGMMA_TILE) * HS * device.floatX.itemsize + floats * tiles * WGMMA_TILE * 4
-    kernel, grid = f"flash_attention_{name}_wgmma_kernel_{HS}", (B * NH, ceil_div(T, rows))
-    hopper.launch(kernel, grid, (2 * rows,), arguments, shared_mem=shared)
+    """Launches a kernel of flash_attention_hopper.cu: a block for each head and tile, of warpgroups that compute and
+    one that loads. In shared memory it also has tiles of two more arrays, `floats` fp32 numbers for each of their rows,
+    and mbarriers."""
+    warpgroups, stages = WGMMA[name][HS]
+    rows, heads = 64 * warpgroups, B * NH
+    shared = (operands * rows + 2 * stages * TILE) * HS * 2 + floats * stages * TILE * 4 + 8 * (4 * stages + 1)
+    # So many heads at a time: L2 holds the keys and values, or queries and dout, of them all.
+    group = max(1, L2_BYTES // (2 * T * HS * 2)) * (NH // NKV)
+    grid, block = (heads * ceil_div(T, rows),), (128 * (warpgroups + 1),)
+    arguments = *arrays, T, NH, NKV, heads, group
+    hopper.launch(f"flash_attention_{name}_wgmma_kernel_{HS}", grid, block, arguments, shared_mem=shared)
+
+
+def tensor_map(array, B: int, T: int, columns: int) -> device.TensorMap:
+    """For copies of boxes of an array (B, T, columns)."""
+    return device.tensor_map(array, (B, T, columns), (1, TILE, TILE))
 
 
 def check(HS: int) -> None:

@@ -1,20 +1,41 @@
-// Causal attention as in flash_attention.cu, in bf16, by Hopper's own matrix product: for GPUs of compute capability
-// 9.0.
+// Causal attention as in flash_attention.cu, in bf16, by Hopper's own instructions: for GPUs of compute capability 9.0.
 //
 // A warp issues mma.sync, after it has loaded the operands into registers. A warpgroup issues wgmma: four warps, which
 // have 64 rows together. This instruction reads a whole tile of keys or of values from shared memory by itself. The
-// warps go on, and wait for the result later. So only the softmax is left to the warps: a warpgroup starts the scores
-// of its next tile and the sum over the values of its last one, and computes exponentials while the tensor cores work
-// on the sum.
+// warps go on, and wait for the result later. The tensor memory accelerator (TMA) copies tiles to shared memory by
+// itself, too: one thread asks for a tile, and names a tensor map, which describes the array, and an mbarrier, which
+// tells when the tile is there. So a block needs no __syncthreads in its loop, and its warpgroups have roles.
+//
+//   The producer, the last warpgroup: one thread waits until a stage is empty, and asks for the next tile. It keeps a
+//   few registers, and leaves the others to the warpgroups that compute. In backward_key a second warp loads lse and D.
+//   The others compute, each for 64 rows of the block. Each waits until a stage is full, starts its products, and says
+//   when it has read the stage. No warpgroup waits for another one: while one computes exponentials, the tensor cores
+//   work on the products of the others.
+//
+// Between them lie two rings of STAGES tiles in shared memory: of keys and of values (in backward_key: of queries and
+// of dout). Each tile has two mbarriers, "full" and "empty".
+//
+// A tile's time in forward, for one warpgroup:
+//
+//   tensor cores    scores of tile j | values of tile j + 1 added to the sum |               | scores of tile j - 1 ...
+//   warps           wait             | softmax of tile j: exponentials, p rounded to bf16    | wait ...
+//   the keys' stage                  | empty: the producer may copy the keys of tile j - STAGES
+//   the values' stage                                                        | empty
+//
+// backward_query starts the scores, the sum of the tile before, and dout v^T, in this order, and waits for all three
+// before the exponentials. backward_key has registers for one of s and dp less: the scores and dk of the tile before;
+// the exponentials; then dout v^T and the sum for dv, beside which ds is computed.
 //
 // Backward has the two kernels of flash_attention.cu, with the same products. A block's own rows are operand a of the
 // scores: queries and dout, or keys and values. ds or p, computed from the scores, are operand a of the sums, from
-// registers, as p is in forward. The assembler puts each wait as early as it may: before the exponentials that should
-// run beside the product. So the kernels make it look as if a wait needed the results of these exponentials.
+// registers, as p is in forward. Where exponentials should run beside a product, the kernels make it look as if the
+// wait for the product needed their results, because the assembler puts each wait as early as it may.
 #define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
 #define floatX bf16       // in runs of any precision
 #include "flash_attention.cuh"
+
+constexpr int TILE_ROWS = 64;  // of the tiles that a block streams
 
 // ---- tiles in shared memory
 
@@ -122,23 +143,23 @@ inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b
 
 // d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 8 or 16. The 128 threads of a warpgroup compute it
 // together. Warp w has rows 16w .. 16w + 15 of a and of d. They are spread over its lanes as in mma_bf16: d[n] as its
-// d, for columns 8n .. 8n + 7, and a as its a. a may also lie in shared memory. b always does, column by column, or row
-// by row if ROWS. The instruction only starts the product: until wgmma_wait nobody may touch a, d, or the operands in
+// d, for columns 8n .. 8n + 7, and a as its a. b lies in shared memory, row by row. a may lie there, too: then b lies
+// column by column. The instruction only starts the product: until wgmma_wait nobody may touch a, d, or the operands in
 // shared memory.
-template <bool ROWS, int N>
+template <int N>
 __device__ inline void wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
 #ifdef LLMC_CPU
-    emulate_wgmma<ROWS>(d, a, b, add);
+    emulate_wgmma<true>(d, a, b, add);
 #else
     if constexpr (N == 8)
         asm volatile("{.reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            NUMBERS_OF_8 ", {%32, %33, %34, %35}, %36, add, 1, 1, %38;}"
-            : EIGHT_FOURS(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ROWS));
+            NUMBERS_OF_8 ", {%32, %33, %34, %35}, %36, add, 1, 1, 1;}"
+            : EIGHT_FOURS(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
     else
         asm volatile("{.reg .pred add; setp.ne.b32 add, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            NUMBERS_OF_16 ", {%64, %65, %66, %67}, %68, add, 1, 1, %70;}"
+            NUMBERS_OF_16 ", {%64, %65, %66, %67}, %68, add, 1, 1, 1;}"
             : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ROWS));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 #endif
 }
 
@@ -192,39 +213,207 @@ __device__ inline void wgmma_wait() {
 #endif
 }
 
-// Makes a group of the copies that the thread has started since the last call.
-__device__ inline void copies_commit() {
-#ifndef LLMC_CPU
-    asm volatile("cp.async.commit_group;" ::: "memory");
+// ---- the tensor memory accelerator (TMA), and mbarriers
+
+// An mbarrier's phase ends when `count` threads have arrived and all bytes that they expect have come. barrier_wait
+// waits until the phase of this parity has ended; phases count from 0, so a new barrier's phase of parity 1 has ended.
+#ifdef LLMC_CPU
+using Barrier = llmc::MBarrier;
+struct TensorMap { const bf16* array; long long sequences, rows, columns, rest[12]; };  // as cpu.py packs it
+#else
+using Barrier = unsigned long long;
+struct __align__(64) TensorMap { char bytes[128]; };  // a CUtensorMap
+
+__device__ inline unsigned address_of(Barrier& barrier) { return (unsigned)__cvta_generic_to_shared(&barrier); }
+#endif
+
+__device__ inline void barrier_init(Barrier& barrier, int count) {
+#ifdef LLMC_CPU
+    llmc::mbarrier_init(barrier, count);
+#else
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(address_of(barrier)), "r"(count) : "memory");
 #endif
 }
 
-// Waits for all groups of the thread's copies except the last PENDING. After the next barrier wgmma may read them. The
-// fence is for wgmma, which reads shared memory by another path (the async proxy) than a thread.
-template <int PENDING>
-__device__ inline void copies_arrive() {
+// After this and a __syncthreads, all threads and the TMA see the barriers that the thread has initialised.
+__device__ inline void barriers_ready() {
 #ifndef LLMC_CPU
-    asm volatile("cp.async.wait_group %0; fence.proxy.async.shared::cta;" :: "n"(PENDING) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// ---- copies
+__device__ inline void barrier_arrive(Barrier& barrier) {
+#ifdef LLMC_CPU
+    llmc::mbarrier_add(barrier, 1, 0);
+#else
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(address_of(barrier)) : "memory");
+#endif
+}
 
-// Starts to copy rows row0 .. row0 + ROWS - 1 of an array; rows from T on become zeros.
-template <int HS, int ROWS, int THREADS>
-__device__ inline void copy_rows(bf16* to, const bf16* rows, int row0, int T, int stride) {
-    const int down = threadIdx.x / 8, column = threadIdx.x % 8 * 8;
-    const bf16* from = rows + ((long long)(row0 + down) * stride + column);
-    to += place<ROWS>(down, column);
-    #pragma unroll
-    for (int i = 0; i < ROWS; i += THREADS / 8) {
-        #pragma unroll
-        for (int slab = 0; slab < HS / 64; slab++) {
-            if (ROWS % (THREADS / 8) == 0 || down + i < ROWS)
-                copy_four(to + (slab * ROWS + i) * 64, from + (long long)i * stride + slab * 64, row0 + down + i < T);
+// Arrives, too: the phase then waits for so many bytes of copy_box.
+__device__ inline void barrier_expect(Barrier& barrier, int bytes) {
+#ifdef LLMC_CPU
+    llmc::mbarrier_add(barrier, 1, -bytes);
+#else
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+        :: "r"(address_of(barrier)), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ inline void barrier_wait(Barrier& barrier, int parity) {
+#ifdef LLMC_CPU
+    cpu_mbarrier_wait(barrier, parity);
+#else
+    asm volatile("{.reg .pred ended; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1; "
+        "@!ended bra AGAIN;}" :: "r"(address_of(barrier)), "r"(parity) : "memory");
+#endif
+}
+
+// A warp arrives, when all its lanes are here: none still waits for the barrier's phase before, or reads.
+__device__ inline void warp_arrive(Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// Starts to copy 64 columns of TILE_ROWS rows to shared memory, swizzled. Rows outside the array become zeros.
+__device__ inline void copy_box(bf16* to, const TensorMap& map, int column, int row, int sequence, Barrier& barrier) {
+#ifdef LLMC_CPU
+    for (int i = 0; i < TILE_ROWS; i++) {
+        for (int chunk = 0; chunk < 8; chunk++) {
+            const bool inside = row + i < map.rows;
+            const bf16* from = map.array + (sequence * map.rows + row + i) * map.columns + column + chunk * 8;
+            *(uint4*)(to + i * 64 + (chunk ^ i % 8) * 8) = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
         }
     }
+    llmc::mbarrier_add(barrier, 0, TILE_ROWS * 128);
+#else
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];"
+        :: "r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(sequence), "r"(address_of(barrier))
+        : "memory");
+#endif
 }
+
+// Starts to copy a tile of ROWS rows and HS columns.
+template <int HS, int ROWS>
+__device__ inline void copy_tile(bf16* to, const TensorMap& map, int column, int row, int sequence, Barrier& barrier) {
+    #pragma unroll
+    for (int i = 0; i < HS / 64 * ROWS; i += TILE_ROWS)
+        copy_box(to + i * 64, map, column + i / ROWS * 64, row + i % ROWS, sequence, barrier);
+}
+
+// A multiprocessor has 65536 registers. At first all threads of a block have as many of them. The producer's warpgroup
+// keeps a few, and the others, which compute, take what it gives back.
+template <int WARPGROUPS, int REGISTERS>
+__device__ inline void give_registers() {
+    constexpr int FIRST = 65536 / (128 * (WARPGROUPS + 1)) / 8 * 8;
+    constexpr int LEFT = FIRST * (WARPGROUPS + 1) - REGISTERS * WARPGROUPS;
+    static_assert(LEFT >= 24 && LEFT % 8 == 0, "else a warpgroup would wait forever for registers");
+#ifndef LLMC_CPU
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(LEFT));
+#endif
+}
+
+template <int REGISTERS>
+__device__ inline void take_registers() {
+#ifndef LLMC_CPU
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#endif
+}
+
+// The query head that a block works on. In a sequence, qkv and its gradient have rows of `stride` numbers. There the
+// head's queries, keys and values begin at these columns; in out and dout, which have C columns, at query_column, too.
+template <int HS>
+struct Head {
+    int C, stride, sequence, query_column, key_column, value_column;
+
+    __device__ Head(int NH, int NKV, int head)
+        : C(NH * HS), stride(C + 2 * NKV * HS), sequence(head / NH), query_column(head % NH * HS),
+          key_column(C + head % NH / (NH / NKV) * HS), value_column(key_column + NKV * HS) {}
+
+    // Where the head's rows begin in an array (B, T, NH, HS), and where the sequence begins in qkv.
+    __device__ long long rows(int T) const { return (long long)sequence * T * C + query_column; }
+    __device__ long long position(int T) const { return (long long)sequence * T * stride; }
+};
+
+// A place in a ring of STAGES, and the parity of the phase in which it is filled.
+template <int STAGES>
+struct Place {
+    int stage = 0, parity = 0;
+    __device__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ int before() const { return stage > 0 ? stage - 1 : STAGES - 1; }
+};
+
+// Tiles of two arrays on their way from the producer to the warps that compute: 0 keys and 1 values, or 0 queries and 1
+// dout. Each array has a ring of STAGES tiles. A tile's barrier `full` waits for the `writers` of array 0 (for array 1
+// that is the TMA alone), and `empty` for the `readers`, which are warps.
+template <int HS, int STAGES>
+struct Stream {
+    static_assert(STAGES >= 2, "one is read, one comes");
+    static constexpr int TILE = TILE_ROWS * HS;
+    bf16* tiles;
+    Barrier* barriers;
+
+    __device__ Stream(bf16* tiles, void* barriers) : tiles(tiles), barriers(static_cast<Barrier*>(barriers)) {}
+    __device__ Barrier* end() const { return barriers + 4 * STAGES; }
+    __device__ Barrier& full(int array, int stage) const { return barriers[(2 * array) * STAGES + stage]; }
+    __device__ Barrier& empty(int array, int stage) const { return barriers[(2 * array + 1) * STAGES + stage]; }
+    __device__ void init(int writers, int readers) const {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full(0, stage), writers);
+            barrier_init(full(1, stage), 1);
+            barrier_init(empty(0, stage), readers);
+            barrier_init(empty(1, stage), readers);
+        }
+    }
+    __device__ void copy(int array, const Place<STAGES>& at, const TensorMap& map, int column, int row,
+                         int sequence) const {
+        barrier_wait(empty(array, at.stage), at.parity ^ 1);
+        barrier_expect(full(array, at.stage), TILE * 2);
+        bf16* const to = tiles + (2 * at.stage + array) * TILE;
+        copy_tile<HS, TILE_ROWS>(to, map, column, row, sequence, full(array, at.stage));
+    }
+    __device__ void wait(int array, const Place<STAGES>& at) const { barrier_wait(full(array, at.stage), at.parity); }
+    __device__ void wait_before(int array, const Place<STAGES>& at) const {  // for the tile before
+        barrier_wait(full(array, at.before()), at.parity ^ (at.stage == 0));
+    }
+    __device__ void release(int array, int stage) const { warp_arrive(empty(array, stage)); }
+    __device__ void skip(Place<STAGES>& at) const {
+        for (int array = 0; array < 2; array++) {
+            wait(array, at);
+            release(array, at.stage);
+        }
+        at.advance();
+    }
+    __device__ Descriptor tile(int array, int stage) const {
+        return further(descriptor(tiles, TILE_ROWS * 128), (2 * stage + array) * TILE);
+    }
+};
+
+// What the producer of a block of queries does: it copies the tiles of keys and values, the last one first.
+template <int HS, int STAGES>
+__device__ inline void copy_keys_and_values(const Stream<HS, STAGES>& stream, const TensorMap& qkv,
+                                            const Head<HS>& head, int last) {
+    Place<STAGES> at;
+    for (int tile = last; tile >= 0; tile--, at.advance()) {
+        stream.copy(0, at, qkv, head.key_column, tile * TILE_ROWS, head.sequence);
+        stream.copy(1, at, qkv, head.value_column, tile * TILE_ROWS, head.sequence);
+    }
+}
+
+// What a block works on: one of `heads` heads, and one of its tiles. All tiles of `group` heads come before the next
+// heads: what their blocks stream stays in L2.
+struct Work {
+    int head, tile;
+    __device__ Work(int tiles, int heads, int group) {
+        const int first = blockIdx.x / (group * tiles) * group, at = blockIdx.x % (group * tiles);
+        const int together = min(group, heads - first);
+        head = first + at % together;
+        tile = at / together;
+    }
+};
 
 // ---- products of tiles
 
@@ -244,37 +433,16 @@ struct Is {
 };
 
 // The thread's warpgroup. The shuffle tells the compiler that all lanes of a warp have the same one.
-template <int WARPGROUPS>
-__device__ inline int warpgroup_of() {
-    return WARPGROUPS == 1 ? 0 : __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
-}
+__device__ inline int warpgroup_of() { return __shfl_sync(ALL_LANES, threadIdx.x / 128, 0); }
 
-// A warpgroup's own 64 rows as operand a of scores. They lie in shared memory, in a tile of ROWS rows. If KEPT, `fetch`
-// takes them to registers.
-template <int HS, int ROWS, bool KEPT>
-struct Operand {
-    Descriptor rows;
-    unsigned a[KEPT ? HS / 16 : 1][4];
-
-    // The caller has passed a barrier after the tile has arrived.
-    __device__ void fetch(const bf16* tile) {
-        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16;
-        #pragma unroll
-        for (int i = 0; i < (KEPT ? HS / 16 : 0); i++)
-            load_matrices<false>(a[i], tile + place<ROWS>(row, 16 * i + threadIdx.x % 32 / 16 * 8));
-    }
-};
-
-// Starts s = a b^T, a sum over HS, for the N * 8 rows of tile b. Each product takes 16 columns, which begin within the
-// 128 bytes of a row.
-template <int HS, int ROWS, bool KEPT, int N>
-__device__ inline void start_scores(float (&s)[N][4], const Operand<HS, ROWS, KEPT>& a, Descriptor b) {
+// Starts s = a b^T, a sum over HS, or s += a b^T if `add`. a: a warpgroup's 64 rows of a tile of ROWS rows. b: a tile
+// of N * 8 rows. Each product takes 16 columns, which begin within the 128 bytes of a row.
+template <int HS, int ROWS, int N>
+__device__ inline void start_scores(float (&s)[N][4], Descriptor a, Descriptor b, bool add = false) {
     #pragma unroll
     for (int i = 0; i < HS / 16; i++) {
         const int at = i % 4 * 16;
-        const Descriptor columns = further(b, i / 4 * N * 8 * 64 + at);
-        if constexpr (KEPT) wgmma<false>(s, a.a[i], columns, i > 0);
-        else wgmma(s, further(a.rows, i / 4 * ROWS * 64 + at), columns, i > 0);
+        wgmma(s, further(a, i / 4 * ROWS * 64 + at), further(b, i / 4 * N * 8 * 64 + at), add || i > 0);
     }
 }
 
@@ -282,7 +450,7 @@ __device__ inline void start_scores(float (&s)[N][4], const Operand<HS, ROWS, KE
 template <int K, int N>
 __device__ inline void start_sum(float (&sum)[N][4], const unsigned (&p)[K][4], Descriptor b, bool add) {
     #pragma unroll
-    for (int i = 0; i < K; i++) wgmma<true>(sum, p[i], further(b, i * 16 * 64), add || i > 0);
+    for (int i = 0; i < K; i++) wgmma(sum, p[i], further(b, i * 16 * 64), add || i > 0);
 }
 
 // Packs results of start_scores into words. Two neighbouring results become one operand p of start_sum.
@@ -380,85 +548,91 @@ __device__ inline bool softmax(float (&s)[N][4], float (&sum)[2], float (&refere
     return moved && !DIAGONAL;
 }
 
-// Grid (B * NH, tiles of 64 WARPGROUPS queries). Shared memory: the queries, then STAGES times a tile of KEYS keys and
-// one of values.
-template <int HS, int WARPGROUPS, int KEYS, int STAGES, bool Q_KEPT>
-__device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    static_assert(KEYS % 64 == 0 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
-    constexpr int THREADS = 128 * WARPGROUPS, QUERIES = 64 * WARPGROUPS, TILE = KEYS * HS;
+// Shared memory: the queries, tiles of keys and values, and the barriers.
+template <int HS, int WARPGROUPS, int STAGES, int REGISTERS>
+__device__ inline void forward(bf16* out, float* lse, const TensorMap& qkv, int T, int NH, int NKV, int heads,
+                               int group) {
+    constexpr int QUERIES = 64 * WARPGROUPS, KEYS = TILE_ROWS;
     SHARED_TILES(shared);
-    bf16 *const queries = shared, *const tiles = shared + QUERIES * HS;
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
-    const int warpgroup = warpgroup_of<WARPGROUPS>();
-    const Head<HS> head(qkv, T, NH, NKV);
-    const int block0 = (gridDim.y - 1 - blockIdx.y) * QUERIES, row0 = block0 + 64 * warpgroup;  // most work comes first
-    const int last = (min(block0 + QUERIES, T) - 1) / KEYS, diagonal = row0 < T ? row0 / KEYS : -1;
+    bf16 *const queries = shared, *const tiles = queries + QUERIES * HS;
+    const Stream<HS, STAGES> stream(tiles, tiles + 2 * STAGES * KEYS * HS);
+    Barrier* const arrived = stream.end();
+    const Work work(ceil_div(T, QUERIES), heads, group);
+    const Head<HS> head(NH, NKV, work.head);
+    const int block0 = (ceil_div(T, QUERIES) - 1 - work.tile) * QUERIES;  // most work comes first
+    const int last = (min(block0 + QUERIES, T) - 1) / KEYS, warpgroup = warpgroup_of();
 
-    const auto start = [&](int tile, int stage) {
-        if (tile >= 0) {
-            copy_rows<HS, KEYS, THREADS>(tiles + 2 * stage * TILE, head.key, tile * KEYS, T, head.stride);
-            copy_rows<HS, KEYS, THREADS>(tiles + (2 * stage + 1) * TILE, head.value, tile * KEYS, T, head.stride);
-        }
-        copies_commit();
-    };
-    float acc[HS / 8][4], sum[2] = {}, reference[2] = {}, factor[2] = {};
-    unsigned p[KEYS / 16][4];
-    Operand<HS, QUERIES, Q_KEPT> q = {descriptor(queries + 64 * warpgroup * 64, 0)};
-    const Descriptor first = descriptor(tiles, KEYS * 128);
-    const auto keys = [&](int stage) { return further(first, 2 * stage * TILE); };
-    const auto values = [&](int stage) { return further(first, (2 * stage + 1) * TILE); };
-
-    copy_rows<HS, QUERIES, THREADS>(queries, head.query, block0, T, head.stride);
-    #pragma unroll
-    for (int i = 0; i < STAGES - 2; i++) start(last - i, i);
-    int stage = 0, before = 0;
-    for (int tile = last; tile >= 0; tile--) {
-        copies_arrive<STAGES - 3>();
-        __syncthreads();  // all threads see the tile, and none still reads the tile before the last
-        start(tile - (STAGES - 2), stage + STAGES - 2 < STAGES ? stage + STAGES - 2 : stage - 2);
-        if (tile <= diagonal) {
-            float s[KEYS / 8][4];
-            if (tile == diagonal) {
-                q.fetch(queries);
-                wgmma_fence();
-                start_scores(s, q, keys(stage));
-                wgmma_commit();
-                wgmma_wait<0>();
-                settle(s);
-                softmax<HS, true>(s, sum, reference, factor, tile * KEYS - row0);
-            } else {
-                wgmma_fence();
-                start_scores(s, q, keys(stage));
-                wgmma_commit();
-                start_sum(acc, p, values(before), tile + 1 < diagonal);
-                wgmma_commit();
-                wgmma_wait<1>();
-                settle(s);
-                const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
-                // No sum is negative. The compiler does not know: so the wait stays behind all exponentials.
-                if (moved || fminf(sum[0], sum[1]) < 0.0f) {
-                    wgmma_wait<0>();
-                    settle(acc);
-                    #pragma unroll
-                    for (int i = 0; i < HS / 8 * 4; i++) acc[i / 4][i % 4] *= factor[i % 4 / 2];
-                }
-                wgmma_wait<0>();
-                settle(acc);
-            }
-            pack(p, s);
-        }
-        before = stage;
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    if (threadIdx.x == 0) {
+        barrier_init(*arrived, 1);
+        stream.init(1, 4 * WARPGROUPS);
+        barriers_ready();
     }
-    if (diagonal >= 0) {
+    __syncthreads();
+    if (warpgroup == WARPGROUPS) {
+        give_registers<WARPGROUPS, REGISTERS>();
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            barrier_expect(*arrived, QUERIES * HS * 2);
+            copy_tile<HS, QUERIES>(queries, qkv, head.query_column, block0, head.sequence, *arrived);
+            copy_keys_and_values(stream, qkv, head, last);
+        }
+        return;
+    }
+    take_registers<REGISTERS>();
+
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
+    const int row0 = block0 + 64 * warpgroup, diagonal = row0 < T ? row0 / KEYS : -1;
+    float acc[HS / 8][4], s[KEYS / 8][4], sum[2] = {}, reference[2] = {}, factor[2] = {};
+    unsigned p[KEYS / 16][4];
+    const Descriptor q = descriptor(queries + 64 * warpgroup * 64, 0);
+    Place<STAGES> at;
+    int tile = last;
+
+    barrier_wait(*arrived, 0);
+    for (; tile > diagonal; tile--) stream.skip(at);
+    if (diagonal < 0) return;
+
+    stream.wait(0, at);
+    wgmma_fence();
+    start_scores<HS, QUERIES>(s, q, stream.tile(0, at.stage));
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(s);
+    stream.release(0, at.stage);
+    softmax<HS, true>(s, sum, reference, factor, tile * KEYS - row0);
+    pack(p, s);
+    at.advance();
+    for (tile--; tile >= 0; tile--) {
+        stream.wait(0, at);
         wgmma_fence();
-        start_sum(acc, p, values(before), diagonal > 0);
+        start_scores<HS, QUERIES>(s, q, stream.tile(0, at.stage));
         wgmma_commit();
+        stream.wait_before(1, at);
+        start_sum(acc, p, stream.tile(1, at.before()), tile + 1 < diagonal);
+        wgmma_commit();
+        wgmma_wait<1>();
+        settle(s);
+        stream.release(0, at.stage);
+        const bool moved = softmax<HS, false>(s, sum, reference, factor, 0);
+        // No sum is negative. The compiler does not know: so the wait stays behind all exponentials.
+        if (moved || fminf(sum[0], sum[1]) < 0.0f) {
+            wgmma_wait<0>();
+            settle(acc);
+            #pragma unroll
+            for (int i = 0; i < HS / 8 * 4; i++) acc[i / 4][i % 4] *= factor[i % 4 / 2];
+        }
         wgmma_wait<0>();
         settle(acc);
+        stream.release(1, at.before());
+        pack(p, s);
+        at.advance();
     }
+    stream.wait_before(1, at);
+    wgmma_fence();
+    start_sum(acc, p, stream.tile(1, at.before()), diagonal > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(acc);
 
-    __syncthreads();  // no product reads queries any more
     float inverse[2];
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -466,54 +640,62 @@ __device__ inline void forward(bf16* out, float* lse, const bf16* qkv, int T, in
         sum[h] += __shfl_xor_sync(ALL_LANES, sum[h], 2);
         inverse[h] = 1.0f / sum[h];
         const int row = block0 + warp * 16 + h * 8 + g;
-        if (t == 0 && row < T) lse[(long long)blockIdx.x * T + row] = LN2 * reference[h] + logf(sum[h]);
+        if (t == 0 && row < T) lse[(long long)work.head * T + row] = LN2 * reference[h] + logf(sum[h]);
     }
     store_rows<HS, QUERIES>(out + head.rows(T), queries, acc, inverse, block0 + warp * 16, T, head.C);
 }
 
 // ---- backward
 
-// s has the scores of a warpgroup's 64 queries with a tile of keys, dp is dout v^T. s becomes ds = p (dp - D).
+// s has the scores of a warpgroup's 64 queries with a tile of keys. It becomes p.
 template <int HS, bool DIAGONAL, int N>
-__device__ inline void query_gradients(float (&s)[N][4], const float (&dp)[N][4], const float (&log2_sum)[2],
-                                       const float (&D)[2], int ahead) {
+__device__ inline void query_probabilities(float (&s)[N][4], const float (&log2_sum)[2], int ahead) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + ahead;
     #pragma unroll
     for (int n = 0; n < N; n++) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const bool hidden = DIAGONAL && 8 * n + column + i % 2 > row + i / 2 * 8;
-            const float x = hidden ? 0.0f : exp2_approx(s[n][i] * to_exponent<HS>() - log2_sum[i / 2]);
-            s[n][i] = x * (dp[n][i] - D[i / 2]);
+            const float x = exp2_approx(s[n][i] * to_exponent<HS>() - log2_sum[i / 2]);
+            s[n][i] = hidden ? 0.0f : x;
         }
     }
 }
 
-// s has the scores of a warpgroup's 64 keys with a tile of queries, transposed. It becomes p. lse is the tile's.
+// p becomes ds = p (dp - D).
+template <int N>
+__device__ inline void query_gradients(float (&p)[N][4], const float (&dp)[N][4], const float (&D)[2]) {
+    #pragma unroll
+    for (int i = 0; i < N * 4; i++) p[i / 4][i % 4] *= dp[i / 4][i % 4] - D[i % 4 / 2];
+}
+
+// s has the scores of a warpgroup's 64 keys with a tile of queries, transposed. It becomes p. log2_sums:
+// lse * log2(e) of the tile's queries.
 template <int HS, bool DIAGONAL, int N>
-__device__ inline void key_probabilities(float (&s)[N][4], const float* lse, int ahead) {
+__device__ inline void key_probabilities(float (&s)[N][4], const float* log2_sums, int ahead) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     #pragma unroll
     for (int n = 0; n < N; n++) {
-        const float2 two = *reinterpret_cast<const float2*>(lse + 8 * n + column);
+        const float2 two = *reinterpret_cast<const float2*>(log2_sums + 8 * n + column);
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const bool hidden = DIAGONAL && ahead + 8 * n + column + i % 2 < row + i / 2 * 8;
-            const float log2_sum = LOG2E * (i % 2 == 0 ? two.x : two.y);
-            s[n][i] = hidden ? 0.0f : exp2_approx(s[n][i] * to_exponent<HS>() - log2_sum);
+            const float x = exp2_approx(s[n][i] * to_exponent<HS>() - (i % 2 == 0 ? two.x : two.y));
+            s[n][i] = hidden ? 0.0f : x;
         }
     }
 }
 
-// dp becomes ds = p (dp - D).
+// Sets each column of x, the sums of a warpgroup's 64 rows, to a number.
 template <int N>
-__device__ inline void key_gradients(float (&dp)[N][4], const float (&p)[N][4], const float* D) {
+__device__ inline void broadcast(float (&x)[N][4], const float* numbers) {
     #pragma unroll
     for (int n = 0; n < N; n++) {
-        const float2 two = *reinterpret_cast<const float2*>(D + 8 * n + threadIdx.x % 4 * 2);
+        const float2 two = *reinterpret_cast<const float2*>(numbers + 8 * n + threadIdx.x % 4 * 2);
         #pragma unroll
-        for (int i = 0; i < 4; i++) dp[n][i] = p[n][i] * (dp[n][i] - (i % 2 == 0 ? two.x : two.y));
+        for (int i = 0; i < 4; i++) x[n][i] = i % 2 == 0 ? two.x : two.y;
     }
+    settle(x);
 }
 
 // D = rowsum(dout * out) for rows g and g + 8 of the warp's 16, from row0 on; NaN if lse is not finite. Each lane loads
@@ -547,170 +729,188 @@ __device__ inline void find_D(float (&D)[2], float* dsum, const bf16* dout, cons
     }
 }
 
-// Grid (B * NH, tiles of 64 WARPGROUPS queries). Sets dq, and D for the kernel that follows. Shared memory: the
-// queries, their dout, then STAGES times a tile of KEYS keys and one of values.
-template <int HS, int WARPGROUPS, int KEYS, int STAGES, bool KEPT>
-__device__ inline void backward_query(bf16* dqkv, float* dsum, const bf16* dout, const bf16* out, const float* lse,
-                                      const bf16* qkv, int T, int NH, int NKV) {
-    static_assert(KEYS % 64 == 0 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
-    constexpr int THREADS = 128 * WARPGROUPS, QUERIES = 64 * WARPGROUPS, TILE = KEYS * HS;
+// Sets dq, and D for the kernel that follows. Shared memory: the queries, their dout, tiles of keys and values, and the
+// barriers.
+template <int HS, int WARPGROUPS, int STAGES, int REGISTERS>
+__device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& dout_map, const bf16* dout,
+                                      const bf16* out, const float* lse, const TensorMap& qkv, int T, int NH, int NKV,
+                                      int heads, int group) {
+    constexpr int QUERIES = 64 * WARPGROUPS, KEYS = TILE_ROWS;
     SHARED_TILES(shared);
     bf16 *const queries = shared, *const douts = queries + QUERIES * HS, *const tiles = douts + QUERIES * HS;
-    const int warpgroup = warpgroup_of<WARPGROUPS>(), warp = threadIdx.x / 32;
-    const Head<HS> head(qkv, T, NH, NKV);
-    const int block0 = (gridDim.y - 1 - blockIdx.y) * QUERIES, row0 = block0 + 64 * warpgroup;
-    const int last = (min(block0 + QUERIES, T) - 1) / KEYS, diagonal = row0 < T ? row0 / KEYS : -1;
+    const Stream<HS, STAGES> stream(tiles, tiles + 2 * STAGES * KEYS * HS);
+    Barrier* const arrived = stream.end();
+    const Work work(ceil_div(T, QUERIES), heads, group);
+    const Head<HS> head(NH, NKV, work.head);
+    const int block0 = (ceil_div(T, QUERIES) - 1 - work.tile) * QUERIES;  // most work comes first
+    const int last = (min(block0 + QUERIES, T) - 1) / KEYS, warpgroup = warpgroup_of();
+
+    if (threadIdx.x == 0) {
+        barrier_init(*arrived, 1);
+        stream.init(1, 4 * WARPGROUPS);
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warpgroup == WARPGROUPS) {
+        give_registers<WARPGROUPS, REGISTERS>();
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            barrier_expect(*arrived, 2 * QUERIES * HS * 2);
+            copy_tile<HS, QUERIES>(queries, qkv, head.query_column, block0, head.sequence, *arrived);
+            copy_tile<HS, QUERIES>(douts, dout_map, head.query_column, block0, head.sequence, *arrived);
+            copy_keys_and_values(stream, qkv, head, last);
+        }
+        return;
+    }
+    take_registers<REGISTERS>();
+
+    const int warp = threadIdx.x / 32, row0 = block0 + 64 * warpgroup, diagonal = row0 < T ? row0 / KEYS : -1;
+    float dq[HS / 8][4] = {}, s[KEYS / 8][4], dp[KEYS / 8][4], log2_sum[2], D[2];
+    unsigned ds[KEYS / 16][4];
+    const Descriptor q = descriptor(queries + 64 * warpgroup * 64, 0), d = further(q, QUERIES * HS);
+
     out += head.rows(T);
     dout += head.rows(T);
-    lse += (long long)blockIdx.x * T;
-    dsum += (long long)blockIdx.x * T;
-
-    const auto start = [&](int tile, int stage) {
-        if (tile >= 0) {
-            copy_rows<HS, KEYS, THREADS>(tiles + 2 * stage * TILE, head.key, tile * KEYS, T, head.stride);
-            copy_rows<HS, KEYS, THREADS>(tiles + (2 * stage + 1) * TILE, head.value, tile * KEYS, T, head.stride);
-        }
-        copies_commit();
-    };
-    float dq[HS / 8][4] = {}, s[KEYS / 8][4] = {}, dp[KEYS / 8][4], log2_sum[2], D[2];
-    unsigned ds[KEYS / 16][4];
-    Operand<HS, QUERIES, KEPT> q = {descriptor(queries + 64 * warpgroup * 64, 0)};
-    Operand<HS, QUERIES, KEPT> d = {descriptor(douts + 64 * warpgroup * 64, 0)};
-    const Descriptor first = descriptor(tiles, KEYS * 128);
-    const auto keys = [&](int stage) { return further(first, 2 * stage * TILE); };
-    const auto values = [&](int stage) { return further(first, (2 * stage + 1) * TILE); };
-
-    copy_rows<HS, QUERIES, THREADS>(queries, head.query, block0, T, head.stride);
-    copy_rows<HS, QUERIES, THREADS>(douts, dout, block0, T, head.C);
-    #pragma unroll
-    for (int i = 0; i < STAGES - 2; i++) start(last - i, i);
-    find_D<HS>(D, dsum, dout, out, lse, block0 + warp * 16, T, head.C);
+    lse += (long long)work.head * T;
+    find_D<HS>(D, dsum + (long long)work.head * T, dout, out, lse, block0 + warp * 16, T, head.C);
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int row = block0 + warp * 16 + h * 8 + threadIdx.x % 32 / 4;
         log2_sum[h] = row < T ? LOG2E * lse[row] : 0.0f;
     }
-    int tile = last, stage = 0;
-    // Waits until the tile before the last has been added to dq. Then ds of the last tile may take the registers of
-    // that one's. At the head of a loop this wait stays behind the exponentials.
-    const auto finish = [&] {
-        wgmma_wait<0>();
-        settle(dq);
-        pack(ds, s);
-    };
-    // After this all threads see the tile, and none still reads the tile before the last.
-    const auto arrive = [&] {
-        copies_arrive<STAGES - 3>();
-        __syncthreads();
-        start(tile - (STAGES - 2), stage + STAGES - 2 < STAGES ? stage + STAGES - 2 : stage - 2);
-    };
-    const auto before = [&] { return stage > 0 ? stage - 1 : STAGES - 1; };
+    barrier_wait(*arrived, 0);
+    Place<STAGES> at;
+    int tile = last;
+    for (; tile > diagonal; tile--) stream.skip(at);
+    if (diagonal < 0) return;
+
     const auto attend = [&](auto masked) {
+        stream.wait(0, at);
         wgmma_fence();
-        start_scores(s, q, keys(stage));
-        start_scores(dp, d, values(stage));
+        start_scores<HS, QUERIES>(s, q, stream.tile(0, at.stage));
         wgmma_commit();
-        start_sum(dq, ds, keys(masked.value && tile == diagonal ? stage : before()), true);  // ds begins as 0
-        wgmma_commit();
-        wgmma_wait<1>();
-        settle(s);
-        settle(dp);
-        query_gradients<HS, masked.value>(s, dp, log2_sum, D, tile * KEYS - row0);
-    };
-    const auto leave = [&] {
-        tile--;
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
-    };
-    for (; tile >= block0 / KEYS; leave()) {
-        finish();
-        arrive();
-        if (tile == diagonal) {
-            q.fetch(queries);
-            d.fetch(douts);
+        if (!masked.value) {
+            start_sum(dq, ds, stream.tile(0, at.before()), true);
+            wgmma_commit();
         }
-        if (tile <= diagonal) attend(Is<true>());
+        stream.wait(1, at);
+        start_scores<HS, QUERIES>(dp, d, stream.tile(1, at.stage));
+        wgmma_commit();
+        wgmma_wait<masked.value ? 1 : 2>();
+        settle(s);
+        query_probabilities<HS, masked.value>(s, log2_sum, tile * KEYS - row0);
         wgmma_wait<0>();
         settle(dq);
-    }
-    for (; tile >= 0; leave()) {
-        finish();
-        arrive();
-        attend(Is<false>());
-    }
-    finish();
+        settle(dp);
+        if (!masked.value) stream.release(0, at.before());
+        stream.release(1, at.stage);
+        query_gradients(s, dp, D);
+        pack(ds, s);
+        at.advance();
+        tile--;
+    };
+    attend(Is<true>());
+    while (tile >= 0) attend(Is<false>());
     wgmma_fence();
-    start_sum(dq, ds, keys(before()), true);
+    start_sum(dq, ds, stream.tile(0, at.before()), true);
     wgmma_commit();
     wgmma_wait<0>();
     settle(dq);
 
-    __syncthreads();  // no product reads queries any more
-    const Head<HS> same(qkv, T, anew(NH), NKV);
     const float scale[2] = {rsqrtf((float)HS), rsqrtf((float)HS)};
-    store_rows<HS, QUERIES>(dqkv + (same.query - qkv), queries, dq, scale, block0 + warp * 16, T, same.stride);
+    bf16* const gradient = dqkv + head.position(T) + head.query_column;
+    store_rows<HS, QUERIES>(gradient, queries, dq, scale, block0 + warp * 16, T, head.stride);
 }
 
-// Grid (B * NH, tiles of 64 WARPGROUPS keys). Reads D from dsum. Sets dk and dv of dqkv. If query heads share keys, it
-// sets this head's share in dkv_heads instead, which is null otherwise. Shared memory: the keys, the values, STAGES
-// times a tile of QUERIES queries and one of dout, and STAGES times lse and D of a tile.
-template <int HS, int WARPGROUPS, int QUERIES, int STAGES, bool KEPT>
-__device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* dsum, const bf16* dout, const float* lse,
-                                    const bf16* qkv, int T, int NH, int NKV) {
-    static_assert(QUERIES == 64 && STAGES >= 3, "a warpgroup meets its diagonal in one tile; one is read, one comes");
-    constexpr int THREADS = 128 * WARPGROUPS, KEYS = 64 * WARPGROUPS, TILE = QUERIES * HS;
+// Reads D from dsum. Sets dk and dv of dqkv. If query heads share keys, it sets this head's share in dkv_heads instead,
+// which is null otherwise. Shared memory: the keys, the values, tiles of queries and of dout, lse * log2(e) and -D of
+// each tile, and the barriers.
+template <int HS, int WARPGROUPS, int STAGES, int REGISTERS>
+__device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* dsum, const TensorMap& dout,
+                                    const float* lse, const TensorMap& qkv, int T, int NH, int NKV, int heads,
+                                    int group) {
+    constexpr int KEYS = 64 * WARPGROUPS, QUERIES = TILE_ROWS;
     SHARED_TILES(shared);
     bf16 *const keys = shared, *const values = keys + KEYS * HS, *const tiles = values + KEYS * HS;
-    float* const terms = reinterpret_cast<float*>(tiles + 2 * STAGES * TILE);
-    const int warpgroup = warpgroup_of<WARPGROUPS>(), warp = threadIdx.x / 32;
-    const Head<HS> head(qkv, T, NH, NKV);
-    const int block0 = blockIdx.y * KEYS, row0 = block0 + 64 * warpgroup;  // most work comes first
-    const int end = ceil_div(T, QUERIES), diagonal = row0 / QUERIES;
-    const float* const term = (threadIdx.x < QUERIES ? lse : dsum) + (long long)blockIdx.x * T;
-    dout += head.rows(T);
+    float* const terms = reinterpret_cast<float*>(tiles + 2 * STAGES * QUERIES * HS);
+    const Stream<HS, STAGES> stream(tiles, terms + 2 * STAGES * QUERIES);
+    Barrier* const arrived = stream.end();
+    const Work work(ceil_div(T, KEYS), heads, group);
+    const Head<HS> head(NH, NKV, work.head);
+    const int block0 = work.tile * KEYS, warpgroup = warpgroup_of();
+    Place<STAGES> at;
+    int tile = block0 / QUERIES;
 
-    const auto start = [&](int tile, int stage) {
-        if (tile < end) {
-            copy_rows<HS, QUERIES, THREADS>(tiles + 2 * stage * TILE, head.query, tile * QUERIES, T, head.stride);
-            copy_rows<HS, QUERIES, THREADS>(tiles + (2 * stage + 1) * TILE, dout, tile * QUERIES, T, head.C);
+    if (threadIdx.x == 0) {
+        barrier_init(*arrived, 1);
+        stream.init(2, 4 * WARPGROUPS);  // queries are full when they, lse and D have come
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warpgroup == WARPGROUPS) {
+        give_registers<WARPGROUPS, REGISTERS>();
+        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+        if (warp == 0 && lane == 0) {
+            barrier_expect(*arrived, 2 * KEYS * HS * 2);
+            copy_tile<HS, KEYS>(keys, qkv, head.key_column, block0, head.sequence, *arrived);
+            copy_tile<HS, KEYS>(values, qkv, head.value_column, block0, head.sequence, *arrived);
+            #pragma unroll 1
+            for (; tile < ceil_div(T, QUERIES); tile++, at.advance()) {
+                stream.copy(0, at, qkv, head.query_column, tile * QUERIES, head.sequence);
+                stream.copy(1, at, dout, head.query_column, tile * QUERIES, head.sequence);
+            }
+        } else if (warp == 1) {
+            lse += (long long)work.head * T;
+            dsum += (long long)work.head * T;
+            float x[2][2];
             // From row T on queries, dout, lse and D are zeros, and add zeros.
-            const int row = tile * QUERIES + threadIdx.x % QUERIES;
-            if (threadIdx.x < 2 * QUERIES)
-                copy_one(terms + 2 * stage * QUERIES + threadIdx.x, term + (row < T ? row : 0), row < T);
+            const auto load = [&](int row0) {
+                #pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int row = row0 + i * 32 + lane;
+                    x[0][i] = row < T ? LOG2E * lse[row] : 0.0f;
+                    x[1][i] = row < T ? -dsum[row] : 0.0f;
+                }
+            };
+            load(tile * QUERIES);
+            #pragma unroll 1
+            for (; tile < ceil_div(T, QUERIES); tile++, at.advance()) {
+                barrier_wait(stream.empty(0, at.stage), at.parity ^ 1);
+                #pragma unroll
+                for (int i = 0; i < 4; i++)
+                    terms[(2 * at.stage + i / 2) * QUERIES + i % 2 * 32 + lane] = x[i / 2][i % 2];
+                warp_arrive(stream.full(0, at.stage));
+                load((tile + 1) * QUERIES);
+            }
         }
-        copies_commit();
-    };
-    float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
-    unsigned p[QUERIES / 16][4], ds[QUERIES / 16][4] = {};
-    Operand<HS, KEYS, KEPT> k = {descriptor(keys + 64 * warpgroup * 64, 0)};
-    Operand<HS, KEYS, KEPT> v = {further(k.rows, KEYS * HS)};
-    const Descriptor first = descriptor(tiles, QUERIES * 128);
-    const auto queries = [&](int stage) { return further(first, 2 * stage * TILE); };
-    const auto douts = [&](int stage) { return further(first, (2 * stage + 1) * TILE); };
+        return;
+    }
+    take_registers<REGISTERS>();
 
-    copy_rows<HS, KEYS, THREADS>(keys, head.key, block0, T, head.stride);
-    copy_rows<HS, KEYS, THREADS>(values, head.value, block0, T, head.stride);
-    int tile = block0 / QUERIES, stage = 0;
-    #pragma unroll
-    for (int i = 0; i < STAGES - 2; i++) start(tile + i, i);
-    // After this all threads see the tile, and none still reads the tile before the last.
-    const auto arrive = [&] {
-        copies_arrive<STAGES - 3>();
-        __syncthreads();
-        start(tile + STAGES - 2, stage + STAGES - 2 < STAGES ? stage + STAGES - 2 : stage - 2);
-    };
-    const auto before = [&] { return stage > 0 ? stage - 1 : STAGES - 1; };
+    const int row0 = block0 + 64 * warpgroup, diagonal = row0 / QUERIES;
+    float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
+    unsigned p[QUERIES / 16][4], ds[QUERIES / 16][4];
+    const Descriptor k = descriptor(keys + 64 * warpgroup * 64, 0), v = further(k, KEYS * HS);
+
+    barrier_wait(*arrived, 0);
+    for (; tile < min(diagonal, ceil_div(T, QUERIES)); tile++) stream.skip(at);
+    if (row0 >= T) return;
+
     const auto attend = [&](auto masked) {
-        const float *const log_sums = terms + 2 * stage * QUERIES, *const D = log_sums + QUERIES;
+        const float* const term = terms + 2 * at.stage * QUERIES;
         float s[QUERIES / 8][4], dp[QUERIES / 8][4];
+        stream.wait(0, at);
         wgmma_fence();
-        start_scores(s, k, queries(stage));
+        start_scores<HS, KEYS>(s, k, stream.tile(0, at.stage));
         wgmma_commit();
-        // ds of the tile before; it begins as 0.
-        start_sum(dk, ds, queries(masked.value && tile == diagonal ? stage : before()), true);
-        wgmma_commit();
-        wgmma_wait<1>();  // for the scores, and for dv of the tile before
+        if (!masked.value) {
+            start_sum(dk, ds, stream.tile(0, at.before()), true);
+            wgmma_commit();
+        }
+        wgmma_wait<!masked.value>();  // for the scores, and for dv of the tile before
         settle(s);
-        key_probabilities<HS, masked.value>(s, log_sums, tile * QUERIES - row0);
+        settle(dv);
+        if (!masked.value) stream.release(1, at.before());
+        key_probabilities<HS, masked.value>(s, term, tile * QUERIES - row0);
         pack(p, s);
         // No p is negative. The compiler does not know: so the wait stays behind all exponentials.
         unsigned signs = 0;
@@ -719,94 +919,97 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
         if (signs >> 31) wgmma_wait<0>();
         wgmma_wait<0>();  // for dk of the tile before: this tile's ds takes the registers of that one's
         settle(dk);
+        if (!masked.value) stream.release(0, at.before());
+        stream.wait(1, at);
+        broadcast(dp, term + QUERIES);
         wgmma_fence();
-        start_scores(dp, v, douts(stage));
+        start_scores<HS, KEYS>(dp, v, stream.tile(1, at.stage), true);
         wgmma_commit();
-        start_sum(dv, p, douts(stage), true);
+        start_sum(dv, p, stream.tile(1, at.stage), true);
         wgmma_commit();
         wgmma_wait<1>();
         settle(dp);
-        key_gradients(dp, s, D);
+        #pragma unroll
+        for (int i = 0; i < QUERIES / 2; i++) dp[i / 4][i % 4] *= s[i / 4][i % 4];
         pack(ds, dp);
-    };
-    const auto leave = [&] {
+        at.advance();
         tile++;
-        stage = stage + 1 < STAGES ? stage + 1 : 0;
     };
-    for (const int behind = min(tile + WARPGROUPS, end); tile < behind; leave()) {
-        arrive();
-        if (tile == diagonal) {
-            k.fetch(keys);
-            v.fetch(values);
-        }
-        if (tile >= diagonal) attend(Is<true>());
-        wgmma_wait<0>();
-        settle(dk);
-        settle(dv);
-    }
-    for (; tile < end; leave()) {
-        arrive();
-        attend(Is<false>());
-    }
+    attend(Is<true>());
+    wgmma_wait<0>();
+    settle(dv);
+    settle(dk);
+    while (tile < ceil_div(T, QUERIES)) attend(Is<false>());
     wgmma_fence();
-    start_sum(dk, ds, queries(before()), true);
+    start_sum(dk, ds, stream.tile(0, at.before()), true);
     wgmma_commit();
     wgmma_wait<0>();
     settle(dv);
     settle(dk);
 
-    __syncthreads();  // no product reads keys and values any more
-    const int row = block0 + warp * 16;
+    // These are computed again: the loop has no registers for them.
+    const Work same(ceil_div(T, KEYS), heads, anew(group));
+    const Head<HS> mine(anew(NH), NKV, same.head);
+    const int row = same.tile * KEYS + anew(threadIdx.x) / 32 * 16;
     const bool inside = row + threadIdx.x % 16 < T;
-    dsum += (long long)blockIdx.x * T + row + threadIdx.x % 16;
-    const float nan = warp_sum(inside ? 0.0f * *dsum : 0.0f);  // 0, or NaN if D is not finite
+    const float D = inside ? dsum[(long long)same.head * T + row + threadIdx.x % 16] : 0.0f;
+    const float nan = warp_sum(0.0f * D);  // 0, or NaN if D is not finite
     const float scale[2] = {rsqrtf((float)HS) + nan, rsqrtf((float)HS) + nan}, one[2] = {1.0f + nan, 1.0f + nan};
-    const Head<HS> same(qkv, T, anew(NH), NKV);
     if (NKV < NH) {  // in both arrays dv lies C numbers behind dk
-        float* const share = dkv_heads + same.rows(2 * T);
-        store_floats<HS>(share, dk, scale[0], row, T, 2 * same.C);
-        store_floats<HS>(share + same.C, dv, one[0], row, T, 2 * same.C);
+        float* const share = dkv_heads + mine.rows(2 * T);
+        store_floats<HS>(share, dk, scale[0], row, T, 2 * mine.C);
+        store_floats<HS>(share + mine.C, dv, one[0], row, T, 2 * mine.C);
     } else {
-        bf16* const gradient = dqkv + (same.key - qkv);
-        store_rows<HS, KEYS>(gradient, keys, dk, scale, row, T, same.stride);
-        store_rows<HS, KEYS>(gradient + same.C, values, dv, one, row, T, same.stride);
+        bf16* const gradient = dqkv + mine.position(T);
+        store_rows<HS, KEYS>(gradient + mine.key_column, keys, dk, scale, row, T, mine.stride);
+        store_rows<HS, KEYS>(gradient + mine.value_column, values, dv, one, row, T, mine.stride);
     }
 }
 
-// The template arguments are HS, warpgroups, rows of a tile, stages, and whether the block's own rows go to registers.
-// kernels/flash_attention.py knows the rows of a block, 64 for each warpgroup, and the stages, too. While some
-// warpgroups of a multiprocessor compute exponentials, others keep the tensor cores busy: there are four in forward
-// (two if HS is 128), three in backward_query (two), and two in backward_key, whose sums leave no registers for more.
-extern "C" __global__ void __launch_bounds__(256, 2)
-flash_attention_forward_wgmma_kernel_64(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    forward<64, 2, 64, 3, true>(out, lse, qkv, T, NH, NKV);
+// The template arguments are HS, warpgroups that compute, stages, and registers of a thread that computes.
+// kernels/flash_attention.py knows the first three, too. There are as many warpgroups as the registers allow: while one
+// computes exponentials, the others keep the tensor cores busy.
+extern "C" __global__ void __launch_bounds__(640, 1)
+flash_attention_forward_wgmma_kernel_64(bf16* out, float* lse, const __grid_constant__ TensorMap qkv, int T, int NH,
+                                        int NKV, int heads, int group) {
+    forward<64, 4, 4, 112>(out, lse, qkv, T, NH, NKV, heads, group);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 2)
-flash_attention_forward_wgmma_kernel_128(bf16* out, float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    forward<128, 1, 64, 3, false>(out, lse, qkv, T, NH, NKV);
+extern "C" __global__ void __launch_bounds__(512, 1)
+flash_attention_backward_query_wgmma_kernel_64(bf16* dqkv, SETS float* dsum, const __grid_constant__ TensorMap dout_map,
+                                               const bf16* dout, const bf16* out, const float* lse,
+                                               const __grid_constant__ TensorMap qkv, int T, int NH, int NKV, int heads,
+                                               int group) {
+    backward_query<64, 3, 3, 160>(dqkv, dsum, dout_map, dout, out, lse, qkv, T, NH, NKV, heads, group);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 3)
-flash_attention_backward_query_wgmma_kernel_64(bf16* dqkv, SETS float* dsum, const bf16* dout, const bf16* out,
-                                               const float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    backward_query<64, 1, 64, 3, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
+extern "C" __global__ void __launch_bounds__(384, 1)
+flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, SETS float* dkv_heads, const float* dsum,
+                                             const __grid_constant__ TensorMap dout, const float* lse,
+                                             const __grid_constant__ TensorMap qkv, int T, int NH, int NKV, int heads,
+                                             int group) {
+    backward_key<64, 2, 3, 240>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 2)
-flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, SETS float* dkv_heads, const float* dsum, const bf16* dout,
-                                             const float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    backward_key<64, 1, 64, 4, true>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+extern "C" __global__ void __launch_bounds__(512, 1)
+flash_attention_forward_wgmma_kernel_128(bf16* out, float* lse, const __grid_constant__ TensorMap qkv, int T, int NH,
+                                         int NKV, int heads, int group) {
+    forward<128, 3, 3, 160>(out, lse, qkv, T, NH, NKV, heads, group);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-flash_attention_backward_query_wgmma_kernel_128(bf16* dqkv, SETS float* dsum, const bf16* dout, const bf16* out,
-                                                const float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    backward_query<128, 2, 64, 3, false>(dqkv, dsum, dout, out, lse, qkv, T, NH, NKV);
+extern "C" __global__ void __launch_bounds__(384, 1)
+flash_attention_backward_query_wgmma_kernel_128(bf16* dqkv, SETS float* dsum,
+                                                const __grid_constant__ TensorMap dout_map, const bf16* dout,
+                                                const bf16* out, const float* lse,
+                                                const __grid_constant__ TensorMap qkv, int T, int NH, int NKV,
+                                                int heads, int group) {
+    backward_query<128, 2, 3, 240>(dqkv, dsum, dout_map, dout, out, lse, qkv, T, NH, NKV, heads, group);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, SETS float* dkv_heads, const float* dsum, const bf16* dout,
-                                              const float* lse, const bf16* qkv, int T, int NH, int NKV) {
-    backward_key<128, 2, 64, 3, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV);
+extern "C" __global__ void __launch_bounds__(384, 1)
+flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, SETS float* dkv_heads, const float* dsum,
+                                              const __grid_constant__ TensorMap dout, const float* lse,
+                                              const __grid_constant__ TensorMap qkv, int T, int NH, int NKV, int heads,
+                                              int group) {
+    backward_key<128, 2, 2, 240>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
 }

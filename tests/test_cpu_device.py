@@ -231,6 +231,14 @@ def test_a_deadlock_is_reported_with_all_who_wait(monkeypatch, order):
     assert "39 threads wait at __syncthreads (failures.cu:12, first thread (0, 0, 0))" in str(error.value)
 
 
+def test_a_phase_of_an_mbarrier_that_does_not_end_is_reported(monkeypatch, order):
+    monkeypatch.setenv("LLMC_CPU_WARP", "32")
+    launch = kernel("failures.cu", "mbarrier_kernel")
+    launch(1, 40, (2,))
+    with pytest.raises(cpp.KernelError, match="deadlock: 39 threads wait at mbarrier_wait .failures.cu:"):
+        launch(1, 40, (1,))
+
+
 def test_lanes_that_meet_at_different_instructions_are_reported(monkeypatch, order):
     monkeypatch.setenv("LLMC_CPU_WARP", "32")
     with pytest.raises(cpp.KernelError, match="lanes of a warp meet at"):

@@ -233,6 +233,33 @@ def test_wgmma_is_taken_where_the_gpu_its_compiler_and_the_precision_have_it(mon
     assert not flash_attention.has_wgmma()
 
 
+def test_observers_see_the_array_behind_a_tensor_map():
+    device.use("cpu")
+    device.use_precision("bf16")
+    qkv, out = device.zeros((1, 3, 3, 64), device.BF16), device.zeros((1, 3, 1, 64), device.BF16)
+    seen = []
+
+    def observer(name: str, arguments: dict, work) -> None:
+        work()
+        seen.append((arguments["qkv"], device.accesses(name, arguments)))
+
+    with device.observe(observer):
+        flash_attention_forward(out, device.zeros((1, 1, 3)), qkv, 1, 3, 1, 1, 64, wgmma=True)
+    assert len(seen) == 1 and seen[0][0] is qkv
+    assert seen[0][1]["qkv"] == "reads"
+
+
+def test_a_tensor_map_on_cuda_has_the_fastest_axis_first(monkeypatch):
+    calls = []
+    monkeypatch.setattr("device.cuda.call_driver", lambda *arguments: calls.append(arguments))
+    array = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+    made = device.CudaDevice.tensor_map(None, array, (2, 100, 192), (1, 64, 64))
+    ((name, at, kind, rank, address, sizes, strides, box, steps, *_),) = calls
+    assert (name, kind, rank, address.value) == ("cuTensorMapEncodeTiled", 9, 3, 4096)
+    assert (*sizes,) == (192, 100, 2) and (*strides,) == (384, 38400) and (*box,) == (64, 64, 1) and (*steps,) == (1, 1, 1)
+    assert at.value == made.ctypes.data and at.value % 64 == 0 and made.nbytes == 128 and made.array is array
+
+
 @pytest.mark.parametrize("HS, NH", [(96, 1), (32, 24), (33, 3), (256, 4)])
 def test_other_head_sizes_are_refused(dev, HS, NH):
     x = dev.zeros((1, 1, 3 * NH, HS))

@@ -52,7 +52,7 @@ def launches(monkeypatch) -> list:
         run(kernel, grid, block, args, shared_mem)
         checksum = 0
         for array in args:
-            if isinstance(array, np.ndarray):
+            if type(array) is np.ndarray:  # a tensor map has an address
                 checksum = zlib.crc32(array, checksum)
         seen.append((kernel.name, checksum))
 

@@ -30,6 +30,7 @@
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 // A worker runs one block at a time, so each worker has its own shared memory. AddressSanitizer puts red zones around
 // ordinary variables only, so its builds run with one worker.
@@ -135,6 +136,11 @@ struct KeepThread {             // while one thread waits, others run and set th
 inline void __syncthreads(LLMC_HERE) {
     llmc::KeepThread keep;
     llmc::block_wait(threadIdx, "__syncthreads", file, line);
+}
+
+inline void cpu_mbarrier_wait(const llmc::MBarrier& barrier, int parity, LLMC_HERE) {
+    llmc::KeepThread keep;
+    llmc::mbarrier_wait(threadIdx, barrier, parity, file, line);
 }
 
 inline void* cpu_dynamic_shared() { return llmc::dynamic_shared(); }

@@ -19,7 +19,7 @@ import numpy as np
 SCALARS = {
     "int": "i", "int32_t": "i", "unsigned": "I", "unsigned int": "I", "uint32_t": "I",
     "long": "l", "unsigned long": "L", "long long": "q", "int64_t": "q", "unsigned long long": "Q", "uint64_t": "Q",
-    "size_t": "N", "float": "f", "double": "d",
+    "size_t": "N", "float": "f", "double": "d", "TensorMap": "0q128s",
 }  # fmt: skip
 ELEMENTS = {
     "float": "f4", "float2": "f4", "float3": "f4", "float4": "f4", "double": "f8",
@@ -48,7 +48,7 @@ class Parameter:
 
     @classmethod
     def parse(cls, declaration: str, kernel: str, path: Path) -> "Parameter":
-        declaration = " ".join(re.sub(r"__restrict__|__restrict", " ", declaration).split())
+        declaration = " ".join(re.sub(r"__restrict__|__restrict|__grid_constant__", " ", declaration).split())
         words = re.findall(r"\w+|\*", declaration)
         name, words = words[-1], words[:-1]
         pointer = words.count("*") == 1
@@ -64,6 +64,8 @@ class Parameter:
         where = f"{kernel}: {self.name} ({self.type})"
         if self.type.endswith("*"):
             return _pointer_converter(where, self.type)
+        if self.type == "TensorMap":
+            return np.ndarray.tobytes
         if self.type in ("float", "double"):
             wanted = np.float32 if self.type == "float" else np.float64
 

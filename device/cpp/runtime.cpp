@@ -165,8 +165,9 @@ struct Worker {                             // an OS thread that runs one block 
     bool fibers;                            // its threads are fibers; what follows is valid only then
     Fiber fiber[MAX_THREADS];
     unsigned current;                       // the running thread
-    // For each warp: the lanes that have not returned, those that can run, those at a barrier, and those at a meeting.
-    unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS];
+    // For each warp: the lanes that have not returned, those that can run, those at a barrier, those at a meeting, and
+    // those that wait for an mbarrier.
+    unsigned alive[MAX_THREADS], ready[MAX_THREADS], at_barrier[MAX_THREADS], at_meeting[MAX_THREADS], at_mbarrier[MAX_THREADS];
     unsigned alive_count, at_barrier_count; // threads, in all warps
 
     bool running = false;                   // a kernel, at this moment
@@ -311,7 +312,7 @@ static void begin_fibers(Worker& w, unsigned current) {
     for (unsigned warp = 0; warp < w.warps; warp++) {
         unsigned rest = w.threads - warp * w.warp_size;
         w.alive[warp] = 0xffffffffu >> (32 - (rest < w.warp_size ? rest : w.warp_size));
-        w.at_barrier[warp] = w.at_meeting[warp] = 0;
+        w.at_barrier[warp] = w.at_meeting[warp] = w.at_mbarrier[warp] = 0;
     }
     for (unsigned t = 0; t < current; t++) w.alive[t / w.warp_size] &= ~(1u << t % w.warp_size);
     memcpy(w.ready, w.alive, w.warps * sizeof(unsigned));
@@ -487,6 +488,30 @@ void warp_wait(Index thread, unsigned mask, void* mine, Together together, const
     w.at_meeting[warp] |= 1u << lane;
     try_meeting(w, warp, lane);
     run_others(w);
+}
+
+void mbarrier_init(MBarrier& barrier, int count) { barrier = {(signed char)count, (signed char)count, false, 0}; }
+
+// All that wait for an mbarrier are woken. Those whose phase has not ended wait again.
+void mbarrier_add(MBarrier& barrier, int arrivals, int bytes) {
+    Worker& w = *self;
+    barrier.missing -= arrivals, barrier.bytes -= bytes;
+    if (barrier.missing || barrier.bytes) return;
+    barrier.missing = barrier.count, barrier.parity = !barrier.parity;
+#ifdef LLMC_MICROSCOPE
+    microscope::barrier_passed();           // so a race between threads that no mbarrier orders may go unseen
+#endif
+    for (unsigned warp = 0; warp < (w.fibers ? w.warps : 0); warp++)
+        w.ready[warp] |= w.at_mbarrier[warp], w.at_mbarrier[warp] = 0;
+}
+
+void mbarrier_wait(Index thread, const MBarrier& barrier, bool parity, const char* file, int line) {
+    Worker& w = *self;
+    while (barrier.parity == parity) {
+        wait_at(w, thread, "mbarrier_wait", file, line);
+        w.at_mbarrier[w.current / w.warp_size] |= 1u << w.current % w.warp_size;
+        run_others(w);
+    }
 }
 
 // ---- the blocks of a grid

@@ -34,6 +34,16 @@ void block_wait(Index thread, const char* what, const char* file, int line);
 typedef void (*Together)(void* const* lanes);
 void warp_wait(Index thread, unsigned mask, void* mine, Together together, const char* what, const char* file, int line);
 
+// An mbarrier in shared memory. A phase ends when no arrival and no byte is missing; phases have parity 0, 1, 0 ...
+struct MBarrier {
+    signed char count, missing;     // arrivals of a phase, and those still missing
+    bool parity;                    // of the phase that has not ended
+    int bytes;                      // missing
+};
+void mbarrier_init(MBarrier& barrier, int count);
+void mbarrier_add(MBarrier& barrier, int arrivals, int bytes);      // bytes that come; those to wait for are negative
+void mbarrier_wait(Index thread, const MBarrier& barrier, bool parity, const char* file, int line);  // for a phase's end
+
 void* dynamic_shared();         // the launch's shared_mem bytes for this block, aligned to 128
 
 // Ends the launch with an error that names kernel, block and thread. It does not return. It is not declared so, because

@@ -62,3 +62,11 @@ extern "C" __global__ void recursion_kernel(int* out, int depth) {
     out[0] = big[depth % 1024];
 }
 
+// The first thread arrives at an mbarrier that expects two, and ends. The others wait.
+extern "C" __global__ void mbarrier_kernel(int arrivals) {
+    __shared__ llmc::MBarrier barrier;
+    if (threadIdx.x == 0) llmc::mbarrier_init(barrier, 2);
+    __syncthreads();
+    if (threadIdx.x == 0) llmc::mbarrier_add(barrier, arrivals, 0);
+    else cpu_mbarrier_wait(barrier, 0);
+}
