@@ -49,7 +49,7 @@ def guard() -> None:
 
 
 def matrix() -> None:
-    """5 x 10 elements; a block has 4 x 2 threads, so the grid has 3 x 3 blocks."""
+    """5 rows of 10 numbers; a block has 2 rows of 4 threads, so the grid has 3 rows of 3 blocks."""
     N, C = 5, 10
     who = device.zeros((N, C), np.int32)
     cu.launch("matrix_kernel", (device.ceil_div(C, 4), device.ceil_div(N, 2)), (4, 2), (who, N, C))

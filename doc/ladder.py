@@ -294,6 +294,17 @@ def title_and_idea(name: str, rung: Rung) -> tuple[str, str]:
     return title, idea[0].upper() + idea[1:] + "."
 
 
+def linked(name: str, rung: Rung) -> str:
+    """A rung's title for a table: a link to its kernel's line, or to the file of kernels/ that it is of."""
+    title, _ = title_and_idea(name, rung)
+    if rung.in_file:
+        text = (LADDER / f"{name}.cu").read_text()
+        line = 1 + text.count("\n", 0, re.search(rf"\b{rung.kernel}\(", text).start())
+        return f"[{title}](ladder/{name}.cu#L{line})"
+    _, _, file = rung.kernel.partition(" of ")
+    return f"[{title}](../{file})" if file else title
+
+
 def ceiling_of(topic: Topic, ceilings: dict[str, float]) -> str:
     """Which of a machine's ceilings a topic is compared with: "copy", or the type of the product."""
     return "copy" if not topic.flops else "bf16" if topic.bf16 else "TF32" if "TF32" in ceilings else "fp32"
@@ -365,7 +376,7 @@ def short(machine: str) -> str:
 def rows_of(name: str, kept: dict, others: list[dict]) -> Iterator[tuple[str, ...]]:
     """The table of a topic, without its head; microseconds and shares of other machines are its last columns."""
     for rung in TOPICS[name].rungs:
-        title, idea = title_and_idea(name, rung)
+        _, idea = title_and_idea(name, rung)
         timed = kept["times"].get(name, {}).get(rung.kernel, {})
         counted = kept["counts"].get(name, {}).get(rung.kernel, {})
         if timed.get("differ"):
@@ -373,7 +384,7 @@ def rows_of(name: str, kept: dict, others: list[dict]) -> Iterator[tuple[str, ..
         sectors = f"{counted['sectors']:.2f}" if "sectors" in counted else ""
         conflicts = f"{counted['worst']:.2g} / {counted['mean']:.2f}" if "worst" in counted else ""
         beside = [cell for other in others for cell in figures_of(name, rung.kernel, other)[::2]]
-        yield title, idea, *figures_of(name, rung.kernel, kept), sectors, conflicts, *beside
+        yield linked(name, rung), idea, *figures_of(name, rung.kernel, kept), sectors, conflicts, *beside
 
 
 def table(name: str, kept: dict, others: list[dict]) -> str:

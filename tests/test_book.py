@@ -36,10 +36,10 @@ NAMES = (
     "01-eight-kernels", "02-what-bounds-a-kernel", "03-sums", "04-layernorm", "05-linear-layers",
     "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
     "11-the-step", "12-two-bytes", "13-a-token-at-a-time", "14-trusting-it", "15-several-gpus",
-    "16-our-exchange", "17-when-the-model-does-not-fit",
+    "17-when-the-model-does-not-fit",
 )  # fmt: skip
 # All that the book has: its pages, their answers, and what holds them together.
-BOOK = [DOC / f"{name}.md" for name in ("cpp", *NAMES, "glossary", "answers", "index")]
+BOOK = [DOC / f"{name}.md" for name in ("cpp", *NAMES, "exchange", "glossary", "answers", "index")]
 BOOK += [DOC / "answers" / f"{name[:2]}.md" for name in NAMES]
 TEXTS = sorted({ROOT / "README.md", *DOC.rglob("*.md"), *(ROOT / "exercises").rglob("*.md")})
 

@@ -32,7 +32,7 @@ import pytest
 from lazy import LazyDevice, Threads
 
 T = 8
-PAGE = Path(__file__).resolve().parents[1] / "doc" / "16-our-exchange.md"
+PAGE = Path(__file__).resolve().parents[1] / "doc" / "exchange.md"
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -188,7 +188,7 @@ def test_moments_that_are_shared_out_change_no_bit(precision, bitwise, peers, mo
 
 
 def test_a_step_of_gpt2_has_the_plan_that_the_book_shows(monkeypatch, rng):
-    """Page 16's, of GPT-2 124M, here with 32 times fewer channels."""
+    """That of doc/exchange.md, of GPT-2 124M, here with 32 times fewer channels."""
     page = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
         exec(block, page)

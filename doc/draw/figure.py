@@ -12,8 +12,16 @@ DARK = {
 }  # fmt: skip
 
 
-def variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+def scheme(colours: dict[str, str]) -> str:
+    """Rules of CSS for the classes of all shapes: `name` is filled with the colour, `on-name` drawn with it."""
+    return " ".join(f".{name} {{ fill: {c} }} .on-{name} {{ stroke: {c} }}" for name, c in colours.items())
+
+
+def paint(fill: str = "", stroke: str = "") -> str:
+    """Attributes of a shape: its light colours, which every program shows, and classes, which the dark rules name."""
+    names = [fill] * bool(fill) + [f"on-{stroke}"] * bool(stroke)
+    inside, edge = LIGHT[fill] if fill else "none", f' stroke="{LIGHT[stroke]}"' if stroke else ""
+    return f'class="{" ".join(names)}" fill="{inside}"{edge}'
 
 
 class Figure:
@@ -23,9 +31,8 @@ class Figure:
         self.width, self.height, self.title, self.shapes = width, height, title, []
 
     def rect(self, x: float, y: float, w: float, h: float, fill: str = "f", stroke: str = "") -> None:
-        edge = f' stroke="var(--{stroke})"' if stroke else ""
         place = f'x="{x:.4g}" y="{y:.4g}" width="{w:.4g}" height="{h:.4g}"'
-        self.shapes.append(f'<rect {place} fill="var(--{fill})"{edge}/>')
+        self.shapes.append(f"<rect {place} {paint(fill, stroke)}/>")
 
     def text(
         self, x: float, y: float, words: str, size: float = 14, anchor: str = "start", colour: str = "ink",
@@ -34,7 +41,7 @@ class Figure:
         turn = f' transform="rotate({turned} {x:.4g} {y:.4g})"' if turned else ""
         weight = ' font-weight="bold"' if bold else ""
         self.shapes.append(
-            f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size}" text-anchor="{anchor}" fill="var(--{colour})"'
+            f'<text x="{x:.4g}" y="{y:.4g}" font-size="{size}" text-anchor="{anchor}" {paint(colour)}'
             f"{weight}{turn}>{escape(words)}</text>"
         )
 
@@ -43,21 +50,23 @@ class Figure:
         arrow: bool = False,
     ) -> None:  # fmt: skip
         more = (' stroke-dasharray="4 3"' if dashed else "") + (' marker-end="url(#arrow)"' if arrow else "")
-        self.shapes.append(
-            f'<line x1="{x1:.4g}" y1="{y1:.4g}" x2="{x2:.4g}" y2="{y2:.4g}" stroke="var(--{colour})" '
-            f'stroke-width="{width}"{more}/>'
-        )
+        place = f'x1="{x1:.4g}" y1="{y1:.4g}" x2="{x2:.4g}" y2="{y2:.4g}"'
+        self.shapes.append(f'<line {place} {paint("", colour)} stroke-width="{width}"{more}/>')
+
+    def path(self, points: list[tuple[float, float]], colour: str, width: float) -> None:
+        """Straight lines from point to point."""
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.shapes.append(f'<polyline points="{places}" {paint("", colour)} stroke-width="{width}"/>')
 
     def dot(self, x: float, y: float, radius: float, fill: str) -> None:
-        self.shapes.append(f'<circle cx="{x:.4g}" cy="{y:.4g}" r="{radius}" fill="var(--{fill})" stroke="var(--ink)"/>')
+        self.shapes.append(f'<circle cx="{x:.4g}" cy="{y:.4g}" r="{radius}" {paint(fill, "ink")}/>')
 
     def svg(self) -> str:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'font-family="sans-serif" role="img">\n<title>{escape(self.title)}</title>\n<style>\n'
-            f"svg {{ {variables(LIGHT)} }}\n"
-            f"@media (prefers-color-scheme: dark) {{ svg {{ {variables(DARK)} }} }}\n</style>\n"
+            f"@media (prefers-color-scheme: dark) {{ {scheme(DARK)} }}\n</style>\n"
             '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-            '<path d="M0 0 L8 4 L0 8 z" fill="var(--ink)"/></marker>\n'
+            f'<path d="M0 0 L8 4 L0 8 z" {paint("ink")}/></marker>\n'
         )
         return head + "\n".join(self.shapes) + "\n</svg>\n"

@@ -30,12 +30,10 @@ def difference(x: float) -> float:
 def draw() -> str:
     figure = Figure(620, 320, "GELU and its derivative")
 
-    def curve(function: Callable, colour: str, dashes: str = "") -> None:
+    def curve(function: Callable, colour: str) -> None:
         points = [(x / 50, function(x / 50)) for x in range(-200, 201)]
-        path = " ".join(f"{LEFT + UNIT * x:.1f},{BASE - UNIT * y:.1f}" for x, y in points if y <= HIGHEST)
-        figure.shapes.append(
-            f'<polyline points="{path}" fill="none" stroke="var(--{colour})" stroke-width="3"{dashes}/>'
-        )
+        shown = [(LEFT + UNIT * x, BASE - UNIT * y) for x, y in points if y <= HIGHEST]
+        figure.path(shown, colour, 3)
 
     for y in (1, 2, 3):
         figure.line(LEFT - 4.2 * UNIT, BASE - y * UNIT, LEFT + 4.2 * UNIT, BASE - y * UNIT, "rule", dashed=True)

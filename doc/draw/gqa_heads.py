@@ -31,7 +31,7 @@ def draw() -> str:
     for i, (name, group) in enumerate(row):
         head(LEFT + i * NH * W / len(row), 276, name, group, NH * W / len(row) - 2)
 
-    figure.text(LEFT, 350, "A group's queries lie one below the other: a product takes them for one head.", 15)
+    figure.text(LEFT, 350, "A product takes a group's queries for one head:", 15)
     for j in range(NKV):
         x = LEFT + j * 244
         for h in range(G):

@@ -3,16 +3,19 @@
 from doc.draw.figure import Figure
 from doc.draw.launches import MULTIPROCESSORS
 
-BLOCKS, WARPS, LANES = 7, 3, 32
+BLOCKS, WARPS, LANES = 300, 3, 32
 CELL = 24
 
 
 def draw() -> str:
     figure = Figure(880, 424, "Grid, blocks, warps, lanes, and multiprocessors")
     figure.text(16, 24, f"A launch: a grid of {BLOCKS} blocks, of {WARPS * LANES} threads each", 16, bold=True)
-    for b in range(BLOCKS):
-        figure.rect(16 + 76 * b, 38, 68, 44, "a" if b == 2 else "f")
-        figure.text(50 + 76 * b, 65, f"block {b}", 14, "middle")
+    for place, b in enumerate((0, 1, 2, 3, 4, None, BLOCKS - 1)):
+        if b is None:
+            figure.text(50 + 76 * place, 65, "…", 16, "middle")
+            continue
+        figure.rect(16 + 76 * place, 38, 68, 44, "a" if b == 2 else "f")
+        figure.text(50 + 76 * place, 65, f"block {b}", 13, "middle")
     figure.text(560, 56, "blockIdx.x says which,", 14, colour="faint")
     figure.text(560, 75, f"gridDim.x is {BLOCKS}", 14, colour="faint")
     figure.line(16 + 76 * 2, 82, 16, 128, "rule")
@@ -34,15 +37,15 @@ def draw() -> str:
     figure.text(86 + 22 * 16, 160 + 18, "… each thread by its threadIdx.x …", 13, "middle")
     figure.text(86 + 22 * 16, 194 + 18, "… 32 lanes run one instruction together …", 13, "middle")
 
-    says = f"The GPU: {MULTIPROCESSORS} multiprocessors (H200), each with blocks of its own"
+    says = f"The GPU: {MULTIPROCESSORS} multiprocessors (H200), each with blocks of its own, for example these"
     figure.text(16, 302, says, 16, bold=True)
-    for m, blocks in enumerate(((0, 4), (1, 5), (2, 6), (3,))):
-        x = 16 + 190 * m
-        figure.rect(x, 316, 180, 92, "f")
+    for place, m in enumerate((0, 1, 2, MULTIPROCESSORS - 1)):
+        x = 16 + 204 * place + 26 * (place > 2)
+        figure.rect(x, 316, 196, 92, "f")
         figure.text(x + 10, 335, f"multiprocessor {m}", 13, colour="faint")
-        for i, b in enumerate(blocks):
-            figure.rect(x + 10 + 82 * i, 344, 76, 28, "a" if b == 2 else "paper")
-            figure.text(x + 48 + 82 * i, 363, f"block {b}", 13, "middle")
+        for i, b in enumerate(range(m, BLOCKS, MULTIPROCESSORS)):
+            figure.rect(x + 8 + 61 * i, 344, 57, 28, "a" if b == 2 else "paper")
+            figure.text(x + 36 + 61 * i, 363, f"block {b}", 11, "middle")
         figure.text(x + 10, 396, "registers, shared memory", 12, colour="faint")
-    figure.text(786, 366, f"… {MULTIPROCESSORS - 1}", 16)
+    figure.text(16 + 204 * 3 + 8, 366, "…", 16, "middle")
     return figure.svg()

@@ -43,5 +43,5 @@ def draw() -> str:
         "HS from head to head, and T · 3C from sequence to sequence. In q there is one, T · HS.",
         "Keys and values are arrays of the same kind, k and v.",
     )):  # fmt: skip
-        figure.text(12, bottom + H + 26 + 20 * i, words, 14)
+        figure.text(12, bottom + H + 26 + 20 * i, words, 13)
     return figure.svg()

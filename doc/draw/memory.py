@@ -10,7 +10,8 @@ from llmc.step.memory import Plan, training_sizes
 from train_gpt2_fp32 import GPT2, GPT2Config
 
 B, T, ATTENTION = 4, 1024, "flash"
-WIDTH, LEFT, BAR, STEP = 640, 10, 34, 72
+WIDTH, LEFT, BAR, STEP = 640, 10, 30, 84
+SMALLEST = 4  # MiB of a tensor that is named
 COLOURS = "abcde"
 
 
@@ -33,20 +34,24 @@ def draw() -> str:
         "activation gradients": parts(gradients, sizes, ALIGNMENT, config.absent),
         "scratch": [(name, n / 2**20) for name, n in training_scratch(config, B, T, ATTENTION).items()],
     }
-    figure = Figure(WIDTH, 40 + STEP * len(sizes_of), "The six buffers of GPT-2 124M, and scratch, to scale")
-    scale = (WIDTH - 2 * LEFT) / max(n / 2**20 for n in sizes_of.values())
+    equal = [name for name, size in sizes_of.items() if name != "parameters" and size == sizes_of["parameters"]]
+    drawn = {name: size / 2**20 for name, size in sizes_of.items() if name not in equal}
+    figure = Figure(WIDTH, 40 + STEP * len(drawn), "The six buffers of GPT-2 124M, and scratch, to scale")
+    scale = (WIDTH - 2 * LEFT) / max(drawn.values())
     total = sum(n / 2**20 for n in sizes_of.values())
     figure.text(LEFT, 22, f"GPT-2 124M, B {B}, T {T}, flash attention: {total:.0f} MiB", 16, bold=True)
-    for i, (name, size_in_bytes) in enumerate(sizes_of.items()):
+    for i, (name, size_of_all) in enumerate(drawn.items()):
         y = 62 + i * STEP
-        figure.text(LEFT, y - 7, f"{name}: {size_in_bytes / 2**20:.0f} MiB", 15)
-        x = LEFT
+        more = f" each: {', '.join((name, *equal))}" if name == "parameters" else f": {name}"
+        figure.text(LEFT, y - 7, f"{size_of_all:.0f} MiB{more}", 15)
+        x, label = LEFT, LEFT
         for k, (tensor, size) in enumerate(tables.get(name, parameters)):
-            w = size * scale
-            figure.rect(x, y, w, BAR, COLOURS[k % len(COLOURS)] if w > 1 else "f", "paper" if w > 3 else "")
-            if w > 8 * len(tensor):
-                figure.text(x + w / 2, y + 22, tensor, 13, "middle")
-            elif w > 16 and name in tables:
-                figure.text(x + w / 2 + 4, y + BAR + 11, tensor, 10, "middle", "faint")
-            x += w
+            colour = COLOURS[k % len(COLOURS)]
+            figure.rect(x, y, size * scale, BAR, colour, "paper" if size * scale > 3 else "")
+            x += size * scale
+            if size >= SMALLEST:
+                figure.rect(label, y + BAR + 6, 10, 10, colour)
+                words = f"{tensor} {size:.0f}"
+                figure.text(label + 13, y + BAR + 15, words, 10.5)
+                label += 22 + 5.4 * len(words)
     return figure.svg()

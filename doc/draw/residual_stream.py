@@ -15,16 +15,21 @@ from train_gpt2_fp32 import GPT2, GPT2Config
 import numpy as np
 
 LAYERS, LAYER, B, T = 3, 1, 1, 1024
-WIDTH, LEFT, TOP, ROW = 660, 100, 132, 24
+WIDTH, LEFT, TOP, ROW = 660, 100, 122, 24
 # Rows from top to bottom; of a place that several tensors share, the name that it has first.
 KEPT = ("residual", "qkv", "lse", "atty", "residual2", "fch", "next residual")
 SCRATCH = ("ln", "proj", "gelu", "dresidual", "dln", "dfch", "weight_T", "input_T")
-WORDS = {
-    "fused_residual": "layernorm", "layernorm_forward_kernel": "layernorm", "gemm": "product",
-    "flash_attention_forward_kernel": "attention", "gelu_forward": "GELU", "gelu_backward": "GELU",
-    "layernorm_backward": "layernorm", "norm_transposed": "layernorm, T", "flash_attention_backward": "attention",
-    "transpose_kernel": "transpose", "column_partials": "bias gradient",
+LETTERS = {
+    "fused_residual": "N", "layernorm_forward_kernel": "N", "gemm": "P", "flash_attention_forward_kernel": "A",
+    "gelu_forward": "G", "gelu_backward": "G", "layernorm_backward": "N", "norm_transposed": "R",
+    "flash_attention_backward": "A", "transpose_kernel": "T", "column_partials": "S",
 }  # fmt: skip
+MEANING = (
+    "blue: kept from forward to backward; orange: scratch, the same for all layers",
+    "filled: written, or added to; hollow: read",
+    "launches: N layernorm, P product, A attention, G GELU, T transpose, S sum for a bias's gradient,",
+    "R layernorm once more, for a weight's gradient",
+)
 WRITTEN = {"gemm": {"c"}, "fill_zero": {"array"}} | {
     name: {one.split()[-1].lstrip("*") for one in parameters if "*" in one and "const" not in one}
     for path in (Path(__file__).resolve().parents[2] / "kernels").glob("*.cu")
@@ -90,8 +95,8 @@ def draw() -> str:
     for i in chosen:
         if i is not None:
             name = all_launches[i][1]
-            word = next((words for start, words in WORDS.items() if name.startswith(start)), "")
-            figure.text(x_of[i] + 4, TOP - 12, word, 11, turned=-90)
+            letter = next((letter for start, letter in LETTERS.items() if name.startswith(start)), "")
+            figure.text(x_of[i], TOP - 12, letter, 13, "middle")
     split = x_of[None]
     figure.line(split, TOP - 4, split, TOP + ROW * (len(KEPT) + len(SCRATCH)), "rule", 1, dashed=True)
     for r, row in enumerate((*KEPT, *SCRATCH)):
@@ -114,6 +119,6 @@ def draw() -> str:
     bottom = TOP + ROW * (len(KEPT) + len(SCRATCH)) + 32
     figure.text((LEFT + split) / 2, bottom - 8, "forward", 13, "middle", bold=True)
     figure.text((split + WIDTH) / 2, bottom - 8, "backward", 13, "middle", bold=True)
-    figure.text(6, 20, "blue: kept from forward to backward; orange: scratch, the same for all layers", 13)
-    figure.text(6, 38, "filled: written, or added to; hollow: read; T: transposed", 13)
+    for i, words in enumerate(MEANING):
+        figure.text(6, 20 + 18 * i, words, 13)
     return figure.svg()

@@ -44,10 +44,11 @@ KERNELS = (
 )
 
 BESIDE = {
-    1: (9, -1), 2: (9, 2), 3: (9, 7), 4: (-17, 0), 5: (-20, 5), 6: (-4, 20), 8: (9, 12), 9: (9, 12), 11: (-1, 20),
+    1: (9, -1), 2: (-17, 5), 3: (9, 7), 4: (-17, 0), 5: (-10, -7), 6: (-16, 6), 8: (9, 12), 9: (9, 12), 11: (-1, 20),
     12: (-25, 0),
 }  # fmt: skip
 X, Y, W, H = 62, 40, 500, 470      # of the plot
+LEGEND = Y + 52
 LOW_X, HIGH_X, LOW_Y, HIGH_Y = -1.1, 2.85, -1.05, 2.9  # powers of ten
 
 
@@ -77,13 +78,17 @@ def draw() -> str:
     x, y = place(1.6, 1.6 * copy)
     figure.text(x - 8, y - 8, f"copy: {copy:.2f} TB/s", 14, "middle", turned=-45 if W == H else -43)
     figure.text(place(ridge, 1)[0] + 6, Y + H - 8, f"{ridge:.0f}", 14, colour="faint")
+    for row, colour, words in ((Y - 18, "a", "% of the TF32 product's FLOP/s"),
+                               (Y + 8, "b", "% of the copy's bytes/s")):  # fmt: skip
+        figure.rect(X + W + 16, row - 10, 20, 14, colour)
+        figure.text(X + W + 42, row + 2, words, 14)
     for number, (name, flops, size, share, multiplies) in enumerate(KERNELS, 1):
         rate = share * (most if multiplies else copy * flops / size)
         x, y = place(flops / size, rate)
         figure.dot(x, y, 5, "a" if multiplies else "b")
         dx, dy = BESIDE.get(number, (9, 5))
         figure.text(x + dx, y + dy, str(number), 13)
-        row = Y + 4 + 33 * (number - 1)
+        row = LEGEND + 30 * (number - 1)
         figure.dot(X + W + 26, row, 10, "a" if multiplies else "b")
         figure.text(X + W + 26, row + 4, str(number), 11, "middle")
         figure.text(X + W + 42, row + 5, f"{name}: {share:.0%}", 14)

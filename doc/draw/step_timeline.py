@@ -35,7 +35,7 @@ def draw() -> str:
     events = lanes(kept["timeline"])
     end = max(begin + duration for _, _, begin, duration in events)
     host_ms = kept["times"]["B 4, T 1024"]["recorded, two streams"][1]
-    figure = Figure(WIDTH, 400, "A training step on an H200")
+    figure = Figure(WIDTH, 408, "A training step on an H200")
     title = f"One step of GPT-2 124M, B 4, T 1024: {len(events)} kernels and copies, {end / 1000:.1f} ms"
     figure.text(8, 20, title, 15, bold=True)
 
@@ -55,36 +55,36 @@ def draw() -> str:
     figure.rect(LEFT, 36, x_of(1000 * host_ms) - LEFT, 24, "e")
     figure.text(x_of(1000 * host_ms) + 6, 53, f"launches a step in {host_ms:.2f} ms, then waits", 13)
     figure.text(8, 101, "kernels", 14)
-    figure.text(8, 137, "beside", 14)
+    figure.text(8, 137, "second", 14)
     for name, lane, begin, duration in events:
         if begin + duration > 0 and lane < 2:
             figure.rect(x_of(begin), 84 + 36 * lane, max(0.4, duration * (x_of(1) - x_of(0))), 26, KINDS[kind_of(name)])
     loss = next(begin for name, _, begin, _ in events if name.startswith("fused_classifier"))
     for t, words, anchor in ((0, "forward", "start"), (loss, "| loss, backward", "start"), (end, "AdamW", "end")):
         figure.text(x_of(t), 78, words, 12, anchor, "faint")
-    x = LEFT
-    for kind, colour in KINDS.items():
-        figure.rect(x, 194, 13, 13, colour)
-        figure.text(x + 18, 205, kind, 13)
-        x += 34 + 7.2 * len(kind)
     gelu = [begin for name, _, begin, _ in events if name.startswith("gelu_backward")]
     middle = len(gelu) // 2
     first, last = gelu[middle], gelu[middle + 1]
     before = 20
-    figure.text(8, 240, "A layer's backward pass, from one GELU to the next", 15, bold=True)
+    figure.text(8, 236, "A layer's backward pass, from one GELU to the next", 15, bold=True)
     for x1, x2 in ((x_of(first), LEFT), (x_of(last), WIDTH - RIGHT)):
-        figure.line(x1, 144, x1, 160, "ink")
-        figure.line(x1, 160, x2, 262, "rule", dashed=True)
-    x_of = axis(352, first - before, last, 100)
-    figure.text(8, 289, "kernels", 14)
-    figure.text(8, 329, "beside", 14)
+        figure.line(x1, 148, x1, 166, "faint")
+        figure.line(x1, 190, x2, 218, "rule", dashed=True)
+    x_of = axis(330, first - before, last, 100)
+    figure.text(8, 269, "kernels", 14)
+    figure.text(8, 309, "second", 14)
     for name, lane, begin, duration in events:
         if first - before <= begin < last and lane < 2:
             x, w = x_of(begin), min(x_of(begin + duration), WIDTH - RIGHT) - x_of(begin)
-            figure.rect(x, 268 + 40 * lane, w, 32, KINDS[kind_of(name)], "paper" if w > 4 else "")
+            figure.rect(x, 248 + 40 * lane, w, 32, KINDS[kind_of(name)], "paper" if w > 4 else "")
             word = next((short for start, short in SHORT.items() if name.startswith(start)), "")
             if w > 6.6 * len(word):
-                figure.text(x + w / 2, 288 + 40 * lane, word, 12, "middle")
-    meaning = "dq, dk, dv: flash attention; ln: layernorm; lnT: its output once more, transposed"
-    figure.text(8, 392, meaning, 13, colour="faint")
+                figure.text(x + w / 2, 268 + 40 * lane, word, 12, "middle")
+    x = 8
+    for kind, colour in KINDS.items():
+        figure.rect(x, 360, 13, 13, colour)
+        figure.text(x + 18, 371, kind, 13)
+        x += 46 + 7.2 * len(kind)
+    meaning = "second: what runs at the same time. dq, dk, dv: flash attention. ln: layernorm. lnT: it, transposed"
+    figure.text(8, 396, meaning, 11.5, colour="faint")
     return figure.svg()

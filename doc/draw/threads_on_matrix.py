@@ -50,7 +50,7 @@ def draw() -> str:
     ):
         figure.rect(x, 8, 18, 18, colour)
         figure.text(x + 24, 22, words, 14)
-    figure.text(394, 22, f"N = {N} rows go down (of which some are shown), columns across", 14, colour="faint")
+    figure.text(394, 22, f"N = {N} rows go down (some are shown), columns across", 14, colour="faint")
     y = [96 + i * STEP for i in range(3)]
 
     columns = 4 * C

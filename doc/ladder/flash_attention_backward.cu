@@ -222,7 +222,7 @@ __device__ inline void by_warps(float (&firsts)[KEYS * HS], float (&seconds)[KEY
 }
 
 // Tensor cores: a warp has 16 rows, its operands and sums stay in registers, and tiles are swizzled, as in forward's
-// swizzled_kernel.
+// rung "Swizzled tiles".
 extern "C" __global__ void __launch_bounds__(128)
 mma_kernel(float* dqkv, const float* dsum, const float* dout, const float* lse, const float* qkv, int T, int NH) {
     __shared__ __align__(16) float firsts[KEYS * HS], seconds[KEYS * HS];
