@@ -21,11 +21,11 @@ class UserError(ValueError):
     """A wrong flag, file or value: its message is one line that names the thing and the remedy.
 
     The command line prints it as `error: message` and exits with status 1. Its message is `escaped`, because it may
-    quote a file.
+    quote a file. output: of a compiler, whose lines follow the message.
     """
 
-    def __init__(self, message: str):
-        super().__init__(escaped(message))
+    def __init__(self, message: str, output: str = ""):
+        super().__init__("\n".join(map(escaped, [message, *output.splitlines()])))
 
 
 def escaped(text: object) -> str:

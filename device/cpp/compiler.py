@@ -213,7 +213,7 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
 def _run(command: list[str], text: str, path: Path) -> str:
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{command[0]} cannot compile {path}:\n{done.stderr.strip()}")
+        raise UserError(f"{command[0]} cannot compile {path}:", done.stderr.strip())
     return done.stdout
 
 
