@@ -110,14 +110,12 @@ class GPT2Config(Config):
 
     @classmethod
     def from_header(cls, header: np.ndarray, source: str) -> "GPT2Config":
-        version, *sizes, Vp = map(int, header[1:8])
+        version, maxT, V, L, NH, C, Vp = map(int, header[1:8])
         if version != 3:  # the caller has turned 5 into 3
             raise UserError(f"{source}: model version {version}; 3 (fp32) or 5 (bf16) is needed: {cls.FETCH}")
-        config = cls(*sizes)
-        if Vp != padded(config.vocab_size):
-            needed = f"{padded(config.vocab_size)}, vocab_size rounded up to a multiple of 128"
-            raise UserError(f"{source}: padded_vocab_size is {Vp}; it must be {needed}")
-        return config
+        if Vp != padded(V):
+            raise UserError(f"{source}: padded_vocab_size is {Vp}; for vocab_size {V} it must be {padded(V)}")
+        return cls(maxT, V, L, NH, C)
 
 
 # The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd). norm[L]
@@ -153,26 +151,6 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_gelu_forward(acts.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
-def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
-    the classifier's weight, which is also wte, already has the loss's part.
-
-    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. It goes
-    from the last layer to the first. It recomputes the outputs of layernorm and GELU that a weight's gradient needs.
-    """
-    params, grads, B, T, (L, C, _, _) = model.params, model.grads, batch.B, batch.T, model.sizes
-
-    device.fill_zero(acts.dresidual)
-    layernorm_backward(
-        acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C,
-        dbias2=grads.layer[L - 1].fcprojb,
-    )  # fmt: skip
-    for l in reversed(range(L)):
-        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
-        gpt2_layer_backward(model, acts, batch, l, accumulate)
-    embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
-
-
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
     params, B, T, C = model.params, batch.B, batch.T, model.config.channels
@@ -181,33 +159,39 @@ def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
     gpt2_layer_forward(model, acts, batch, l)
 
 
-def gpt2_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
-    gradients of the layer's parameters. That of fcprojb norm l + 1 has added, so this adds that of layer l - 1."""
-    params, grads, B, T, (_, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
-    p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
+    its part of wte's. In a step's first batch, without accumulate, sets those of the layers' matrices instead. Goes
+    from the last layer to the first, and recomputes the outputs of layernorm and GELU that a weight's gradient needs.
+    """
+    params, grads, B, T, (L, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
 
-    matmul_backward_inp(acts.dfch, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
-    gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C)
-    matmul_backward_weight(g.fcprojw, acts.dresidual, acts.gelu_again, B, T, 4 * C, C, accumulate)
-    matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 4 * C)
-    layernorm_recompute(acts.ln_again, a.residual2, p.norm2, a.norm2, B, T, C)
-    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
-    layernorm_backward(
-        acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb
-    )  # fmt: skip
+    device.fill_zero(acts.dresidual)
+    for l in reversed(range(L)):
+        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+        layernorm_backward(
+            acts.dresidual, grads.norm[l + 1], acts.dln, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
+            B, T, C, dbias2=g.fcprojb,
+        )  # fmt: skip
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-    matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
-    matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
-    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-    matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
-    matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, 3 * C)
-    layernorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
-    layernorm_backward(
-        acts.dresidual, grads.norm[l], acts.dln, acts.residual[l], params.norm[l], acts.norm[l], B, T, C,
-        dbias2=grads.layer[l - 1].fcprojb if l > 0 else None,
-    )  # fmt: skip
+        matmul_backward_inp(acts.dfch, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C)
+        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.gelu_again, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 4 * C)
+        layernorm_recompute(acts.ln_again, a.residual2, p.norm2, a.norm2, B, T, C)
+        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+        layernorm_backward(acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb)
+
+        matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
+        matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
+        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+        matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
+        matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, 3 * C)
+        layernorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
+    layernorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
+    embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
 
 
 class GPT2(Model):
@@ -236,11 +220,11 @@ class GPT2(Model):
 def training_step(
     training: Training, batches: Batches, stopped: Callable[[], bool] | None = None
 ) -> Callable[[int, float], bool]:
-    """Returns train_step(step, learning_rate), which trains for one step; the first step is 0. It returns False if
-    `stopped` before the last batch. Then the step has changed no parameter. Without `stopped`, raises UserError if a
-    batch cannot be read."""
+    """Returns train_step(step, learning_rate), which trains for one step, counted from 0. It returns False, and changes
+    no parameter, if `stopped` before the last batch. Without it, a batch that cannot be read raises UserError."""
     model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
 
+    @exchange.record
     def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
         if first:
             model.zero_grad()
@@ -248,12 +232,10 @@ def training_step(
         model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
         model.backward(acts, batch, accumulate=not first)
 
-    forward_backward, stopped = exchange.record(forward_backward), stopped or batches.stopped
-
     def train_step(step: int, learning_rate: float) -> bool:
         for i in range(batches.count):                        # this rank's batches
             batches.read(step, i)
-            if stopped():                                     # all ranks get the same answer
+            if (stopped or batches.stopped)():                # all ranks get the same answer
                 return False
             batches.send(step, i)
             forward_backward(first=i == 0, last=i + 1 == batches.count)

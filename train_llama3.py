@@ -1,9 +1,8 @@
 """Trains Llama 3 in fp32: RMSNorm, rotary positions, grouped-query attention and SwiGLU, on an NVIDIA GPU or the CPU.
 
-The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
-and last the loop over steps. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH
-the query heads and NKV the heads of keys and values, HS = C / NH their size, QKV = (NH + 2 NKV) HS, H the hidden
-channels, V the vocabulary and Vp the same padded. Query head h attends to key and value head h // (NH / NKV).
+The file has the order and the letters of train_gpt2_fp32.py, which also has the loop over steps. NH are the query
+heads and NKV the heads of keys and values, HS = C / NH their size, QKV = (NH + 2 NKV) HS, H the hidden channels. Query
+head h attends to key and value head h // (NH / NKV).
 """
 
 from dataclasses import dataclass
@@ -25,10 +24,8 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
-# precision; "head": the classifier's weight; "recomputed": backward computes it again; the name of an earlier tensor:
-# this one takes over its memory. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# The tensors: name, shape, further words, as train_gpt2_fp32.py explains them. llmc/model/activations.py adds those of
+# attention, such as qkv.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C"), "head"),            # token embedding, and where `tied` the weight of the classifier
@@ -219,26 +216,6 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
     swiglu_forward(acts.swiglu, a.fch, B * T, H)
 
 
-def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
-    the classifier's weight already has the loss's part.
-
-    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
-    follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
-    them, where a weight's gradient needs them.
-    """
-    params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
-
-    device.fill_zero(acts.dresidual)
-    rmsnorm_backward(
-        acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
-    )  # fmt: skip
-    for l in reversed(range(L)):
-        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
-        llama3_layer_backward(model, acts, batch, l, accumulate)
-    embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
-
-
 def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
     params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
@@ -247,30 +224,41 @@ def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
     llama3_layer_forward(model, acts, batch, l)
 
 
-def llama3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
-    gradients of the layer's parameters."""
-    params, grads, B, T, (_, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
-    p, g, a, rope = params.layer[l], grads.layer[l], acts.layer[l], model.constant.rope
+def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
+    its part of the head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead.
+    Goes from the last layer to the first, and recomputes the outputs of RMSNorm and SwiGLU that a weight's gradient
+    needs.
+    """
+    params, grads, B, T, (L, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
+    rope = model.constant.rope
 
-    matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
-    swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
-    matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
-    matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
-    rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
-    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
-    rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
+    device.fill_zero(acts.dresidual)
+    for l in reversed(range(L)):
+        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+        rmsnorm_backward(
+            acts.dresidual, grads.norm[l + 1], acts.dln, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
+            B, T, C,
+        )  # fmt: skip
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-    matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
-    matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
-    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
-    rope_backward(acts.dqkv, rope, B, T, NH, NKV, HS)
-    matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
-    rmsnorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
-    rmsnorm_backward(
-        acts.dresidual, grads.norm[l], acts.dln, acts.residual[l], params.norm[l], acts.norm[l], B, T, C
-    )  # fmt: skip
+        matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
+        swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
+        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
+        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
+        rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
+        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
+        rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
+
+        matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
+        matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
+        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
+        rope_backward(acts.dqkv, rope, B, T, NH, NKV, HS)
+        matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
+        rmsnorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
+    rmsnorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
+    embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
 
 
 class Llama3(Model):

@@ -1,10 +1,8 @@
 """Trains Pythia in fp32: attention and MLP side by side on one residual stream, rotary positions in a part of a head.
 
-The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
-and last the loop over steps. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH
-the heads, HS = C / NH their size, R the rotary channels of a head, V the vocabulary and Vp the same padded. A block is
-x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP reads ln1(x) too, as in GPT-J; where it
-is sequential, it is GPT-2's.
+The file has the order and the letters of train_gpt2_fp32.py, which also has the loop over steps. R are the rotary
+channels of a head. A block is x = x + attention(ln1(x)) + mlp(ln2(x)), as in GPT-NeoX; with tied_norm the MLP reads
+ln1(x) too, as in GPT-J; where it is sequential, it is GPT-2's.
 """
 
 from dataclasses import dataclass
@@ -27,10 +25,8 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
-# precision; "head": the classifier's weight; "recomputed": backward computes it again; an earlier tensor's name: this
-# one takes over its memory, behind that of a second name. llmc/model/activations.py adds the tensors of attention.
+# The tensors, as in train_gpt2_fp32.py. One that names an earlier tensor takes over its memory, behind that of a
+# second name. llmc/model/activations.py adds the tensors of attention.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C")),                     # token embedding
@@ -90,10 +86,8 @@ GRADIENTS = (
 class PythiaConfig(Config):
     """The sizes of a Pythia, and what else fixes the function that it computes.
 
-    Its file is our own (Config.header): int32[256]: 20230403 (the day of Pythia's paper), version 1, maxT, V, L, NH, C,
-    norm (0 layer, 1 rms), tied_norm, parallel, gelu (0 tanh, 1 erf); float64[128]: rotary, theta, eps; then those of
-    PARAMETERS that the model has, the vocabulary padded. Rows of q and k are in the order in which RoPE turns channels
-    2i and 2i + 1 of a head.
+    Its file is our own: the header of Config.header, then those of PARAMETERS that the model has, the vocabulary
+    padded. Rows of q and k are in the order in which RoPE turns channels 2i and 2i + 1 of a head.
     """
 
     max_seq_len: int     # (maxT) longest sequence
@@ -109,7 +103,7 @@ class PythiaConfig(Config):
     parallel: bool = True  # the MLP reads what the attention reads, and not what it adds
     gelu: str = "tanh"   # or "erf"
 
-    NAME, SCRIPT, MAGIC, PARAMETERS = "Pythia", "train_pythia.py", 20230403, PARAMETERS
+    NAME, SCRIPT, MAGIC, PARAMETERS = "Pythia", "train_pythia.py", 20230403, PARAMETERS  # the day of Pythia's paper
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "channels": "channels", "maxT": "max_seq_len",
         "rotary": "rotary", "theta": "rope_theta", "eps": "norm_eps", "norm": "norm", "tied_norm": "tied_norm",
@@ -130,21 +124,16 @@ class PythiaConfig(Config):
 
     @property
     def absent(self) -> frozenset[str]:
-        absent = super().absent
-        absent |= {"ln1b", "ln2b", "lnfb", "mean", "mean2"} if self.norm == "rms" else set()
+        absent = {"ln1b", "ln2b", "lnfb", "mean", "mean2"} if self.norm == "rms" else set()
         absent |= {"ln2w", "ln2b"} if self.tied_norm else set()
-        return absent | ({"residual2", "mean2", "rstd2"} if self.parallel else set())
-
-    @property
-    def rotary_channels(self) -> int:
-        return int(self.rotary * self.head_size)
+        return frozenset(absent | ({"residual2", "mean2", "rstd2"} if self.parallel else set()))
 
     def sizes(self) -> dict[str, int]:
-        return super().sizes() | {"R": self.rotary_channels}
+        return super().sizes() | {"R": int(self.rotary * self.head_size)}
 
     def check(self, source: str) -> None:
         super().check(source)
-        R, HS = self.rotary_channels, self.head_size
+        R, HS = self.sizes()["R"], self.head_size
         if self.rotary > 1 or R < 2 or R % 2:
             raise UserError(f"{source}: rotary {self.rotary:g} is {R} of a head's {HS} channels; it must be 2, 4, …")
         if self.tied_norm and not self.parallel:
@@ -156,26 +145,23 @@ def pythia_forward(model: Model, acts, batch) -> None:
     config, params, B, T, (L, C, *_) = model.config, model.params, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
-    parallel_residual_forward(
-        None, acts.lns, acts.norm[0], acts.residual[0], params.norm[0], config.norm_eps, B, T, C, branches=[]
-    )  # fmt: skip
+    parallel_residual_forward(None, acts.lns, acts.norm[0], acts.residual[0], params.norm[0], config.norm_eps, B, T, C)
     for l in range(L):
         pythia_layer_forward(model, acts, batch, l)
         p, a = params.layer[l], acts.layer[l]
         matmul_forward(acts.fcproj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        residual, branches = a.residual2, [(acts.fcproj, dropout_at(batch.random, 2 + 2 * l))]
+        branches = [(acts.fcproj, dropout_at(batch.random, 2 + 2 * l))]
         if config.parallel:
             matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-            residual, branches = acts.residual[l], [(acts.proj, dropout_at(batch.random, 1 + 2 * l)), *branches]
+            branches = [(acts.proj, dropout_at(batch.random, 1 + 2 * l)), *branches]
         parallel_residual_forward(
-            acts.residual[l + 1], acts.lns, acts.norm[l + 1], residual, params.norm[l + 1], config.norm_eps, B, T, C,
+            acts.residual[l + 1], acts.lns, acts.norm[l + 1], a.residual2, params.norm[l + 1], config.norm_eps, B, T, C,
             branches=branches,
         )  # fmt: skip
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and the outputs of its norms, acts.ln1 and, if there are two, acts.ln2, up to
-    acts.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norms, acts.lns, up to acts.gelu: all that its backward pass reads."""
     config, params, B, T, (_, C, NH, HS, R) = model.config, model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -189,92 +175,66 @@ def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
             branches=[(acts.proj, dropout_at(batch.random, 1 + 2 * l))],
         )  # fmt: skip
 
-    ln2 = acts.ln1 if config.tied_norm else acts.ln2
-    matmul_gelu_forward(acts.gelu, a.fch, ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
-
-
-def branches_before(model: Model, acts, batch, l: int) -> list[tuple]:
-    """The branches whose sum with the stream made acts.residual[l]: for each (dproj (B,T,C), dbias (C), dropout), as
-    parallel_residual_backward takes them. Without dropout dproj is the stream's gradient itself."""
-    random = batch.random
-    dproj, dfcproj = (acts.dresidual, acts.dresidual) if random is None else (acts.dproj, acts.dfcproj)
-    if l == 0:
-        return [(dproj, None, dropout_at(random, 0))]
-    k = l - 1  # the layer that added them
-    attention = dproj, model.grads.layer[k].attprojb, dropout_at(random, 1 + 2 * k)
-    mlp = dfcproj, model.grads.layer[k].fcprojb, dropout_at(random, 2 + 2 * k)
-    return [attention, mlp] if model.config.parallel else [mlp]
-
-
-def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
-    the classifier's weight already has the loss's part.
-
-    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
-    follow in the reverse order of forward. The outputs of norms and GELU are recomputed, from what went into
-    them, where a weight's gradient needs them.
-    """
-    params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
-
-    device.fill_zero(acts.dresidual)
-    parallel_residual_backward(
-        acts.dresidual, grads.norm[L], [acts.dln], acts.residual[L], params.norm[L], acts.norm[L], B, T, C,
-        branches=branches_before(model, acts, batch, L),
-    )  # fmt: skip
-    for l in reversed(range(L)):
-        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
-        pythia_layer_backward(model, acts, batch, l, accumulate)
-    dencoded = acts.dresidual if batch.random is None else acts.dproj
-    embedding_backward(grads.wte, None, dencoded, batch, B, T, C)
+    matmul_gelu_forward(acts.gelu, a.fch, acts.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
 
 
 def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets norm[l] and lns of acts."""
     params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
 
-    parallel_residual_forward(
-        None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C, branches=[]
-    )  # fmt: skip
+    parallel_residual_forward(None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
     pythia_layer_forward(model, acts, batch, l)
 
 
-def pythia_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
-    gradients of the layer's parameters, but for the biases of the branches that made acts.residual[l + 1], which the
-    next norm has added; and those of the branches that made acts.residual[l]."""
-    params, grads, B, T, (_, C, NH, HS, R) = model.params, model.grads, batch.B, batch.T, model.sizes
-    p, g, a, residual = params.layer[l], grads.layer[l], acts.layer[l], acts.residual[l]
-    norms, stats, parallel, tied = params.norm[l], acts.norm[l], model.config.parallel, model.config.tied_norm
-    erf = model.config.gelu == "erf"
-    dproj, dfcproj = (acts.dresidual, acts.dresidual) if batch.random is None else (acts.dproj, acts.dfcproj)
+def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
+    its part of lm_head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead.
+    Goes from the last layer to the first, and recomputes the outputs of norms and GELU that a weight's gradient needs.
+    Without dropout, the gradient of a branch is that of the stream.
+    """
+    params, grads, B, T, (L, C, NH, HS, R) = model.params, model.grads, batch.B, batch.T, model.sizes
+    config, random = model.config, batch.random
+    dproj, dfcproj = (acts.dresidual, acts.dresidual) if random is None else (acts.dproj, acts.dfcproj)
+    douts = [acts.dln]  # of the outputs of the norms behind layer l
 
-    matmul_backward_inp(acts.dfch, dfcproj, p.fcprojw, B, T, 4 * C, C)
-    gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C, erf)
-    matmul_backward_weight(g.fcprojw, dfcproj, acts.gelu_again, B, T, 4 * C, C, accumulate)
-    matmul_backward_inp(acts.dln2, acts.dfch, p.fcw, B, T, C, 4 * C)
-    if parallel:
-        recompute_norm(acts.ln_again, residual, norms[-1], stats, B, T, C)
-    else:
-        recompute_norm(acts.ln_again, a.residual2, p.norm2[0], a.norm2, B, T, C)
-    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
-    if not parallel:
+    device.fill_zero(acts.dresidual)
+    for l in reversed(range(L)):
+        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+        branches = [(dfcproj, g.fcprojb, dropout_at(random, 2 + 2 * l))]
+        if config.parallel:
+            branches = [(dproj, g.attprojb, dropout_at(random, 1 + 2 * l)), *branches]
         parallel_residual_backward(
-            acts.dresidual, g.norm2, [acts.dln2], a.residual2, p.norm2, a.norm2, B, T, C,
-            branches=[(dproj, g.attprojb, dropout_at(batch.random, 1 + 2 * l))],
+            acts.dresidual, grads.norm[l + 1], douts, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
+            B, T, C, branches=branches,
         )  # fmt: skip
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-    matmul_backward_inp(acts.datty, dproj, p.attprojw, B, T, C, C)
-    matmul_backward_weight(g.attprojw, dproj, a.atty, B, T, C, C, accumulate)
-    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-    rope_backward(acts.dqkv, model.constant.rope, B, T, NH, NH, HS, R)
-    matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
-    matmul_backward_inp(acts.dln2 if tied else acts.dln1, acts.dqkv, p.qkvw, B, T, C, 3 * C, accumulate=tied)
-    recompute_norm(acts.ln_again, residual, norms[0], stats, B, T, C)
-    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
+        matmul_backward_inp(acts.dfch, dfcproj, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
+        matmul_backward_weight(g.fcprojw, dfcproj, acts.gelu_again, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(acts.dln2, acts.dfch, p.fcw, B, T, C, 4 * C)
+        recompute_norm(acts.ln_again, a.residual2, p.norm2[0], a.norm2, B, T, C)
+        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+        if not config.parallel:
+            parallel_residual_backward(
+                acts.dresidual, g.norm2, [acts.dln2], a.residual2, p.norm2, a.norm2, B, T, C,
+                branches=[(dproj, g.attprojb, dropout_at(random, 1 + 2 * l))],
+            )  # fmt: skip
+
+        matmul_backward_inp(acts.datty, dproj, p.attprojw, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dproj, a.atty, B, T, C, C, accumulate)
+        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+        rope_backward(acts.dqkv, model.constant.rope, B, T, NH, NH, HS, R)
+        matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
+        matmul_backward_inp(acts.dln1, acts.dqkv, p.qkvw, B, T, C, 3 * C, accumulate=config.tied_norm)
+        recompute_norm(acts.ln_again, acts.residual[l], params.norm[l][0], acts.norm[l], B, T, C)
+        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
+        douts = [acts.dln1, acts.dln2]
     parallel_residual_backward(
-        acts.dresidual, grads.norm[l], [acts.dln2] if tied else [acts.dln1, acts.dln2], residual, norms, stats, B, T, C,
-        branches=branches_before(model, acts, batch, l),
+        acts.dresidual, grads.norm[0], douts, acts.residual[0], params.norm[0], acts.norm[0], B, T, C,
+        branches=[(dproj, None, dropout_at(random, 0))],
     )  # fmt: skip
+    embedding_backward(grads.wte, None, dproj, batch, B, T, C)
 
 
 class Pythia(Model):
@@ -292,13 +252,18 @@ class Pythia(Model):
         tensors.norm = [[(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][:count] for t in tensors.layer]
         tensors.norm += [[(tensors.lnfw, tensors.lnfb)]]
         for t in tensors.layer:
-            t.norm2 = [(t.ln2w, t.ln2b)]
+            t.norm2 = [(t.ln1w, t.ln1b) if config.tied_norm else (t.ln2w, t.ln2b)]
 
     @staticmethod
     def group_activations(acts, config: PythiaConfig) -> None:
+        """residual2, norm2: what the MLP's norm reads, and its statistics. lns: the outputs of a residual's norms."""
         acts.norm = list(zip(acts.mean or [None] * len(acts.rstd), acts.rstd, strict=True))
-        for a in acts.layer:
+        for a, residual, norm in zip(acts.layer, acts.residual, acts.norm, strict=False):
             a.norm2 = a.mean2, a.rstd2
+            if config.parallel:
+                a.residual2, a.norm2 = residual, norm
+        if config.tied_norm:  # both branches read one norm's output, and add to its gradient
+            acts.ln2, acts.dln1 = acts.ln1, acts.dln2
         acts.lns, acts.ln = (acts.ln1, acts.ln2), acts.ln1
 
     @classmethod
@@ -312,7 +277,7 @@ class Pythia(Model):
     @classmethod
     def constants(cls, config: PythiaConfig, T: int) -> dict[str, np.ndarray]:
         """rope (T, R/2, 2): the cosine and the sine of each pair's angle at each position."""
-        return {"rope": rope_table(T, config.rotary_channels, config.rope_theta)}
+        return {"rope": rope_table(T, config.sizes()["R"], config.rope_theta)}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """Trains Qwen3, on an NVIDIA GPU or the CPU: Llama 3's block, with heads of a size of their own and an RMSNorm of each
 head of queries and keys.
 
-The file reads from top to bottom, in the order of train_gpt2_fp32.py: the tensors, the model's file, forward, backward,
-and last the loop over steps. In shapes, B is the batch size, T the sequence length, C the channels, L the layers, NH
-the query heads and NKV the heads of keys and values, QK = NH + NKV, HS the size of a head, Q = NH HS, QKV =
-(NH + 2 NKV) HS, H the hidden channels, V the vocabulary and Vp the same padded. Query head h attends to key and value
-head h // (NH / NKV).
+The file has the order and the letters of train_gpt2_fp32.py, which also has the loop over steps. NH are the query
+heads and NKV the heads of keys and values, QK = NH + NKV, HS the size of a head, Q = NH HS, QKV = (NH + 2 NKV) HS, H
+the hidden channels. Query head h attends to key and value head h // (NH / NKV).
 """
 
 from dataclasses import dataclass
@@ -27,10 +25,8 @@ from train_gpt2_fp32 import train
 
 import numpy as np
 
-# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
-# precision; "head": the classifier's weight; "recomputed": backward computes it again; the name of an earlier tensor:
-# this one takes over its memory. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# The tensors: name, shape, further words, as train_gpt2_fp32.py explains them. llmc/model/activations.py adds those of
+# attention, such as qkv.
 
 PARAMETERS = (
     ("wte",         ("Vp", "C"), "head"),            # token embedding, and where `tied` the weight of the classifier
@@ -80,10 +76,9 @@ GRADIENTS = (
 class Qwen3Config(Config):
     """The sizes of a Qwen3, and what else fixes the function that it computes.
 
-    Its file is our own (Config.header): int32[256]: 20250505 (the day of Qwen3's report), version 1, maxT, V, L, NH,
-    NKV, C, H, HS, tied; float64[128]: theta, eps; then those of PARAMETERS that the model has, the vocabulary padded.
-    Rows of q and k, and the weights of their norms, are in the order in which RoPE turns channels 2i and 2i + 1 of a
-    head.
+    Its file is our own: the header of Config.header, then those of PARAMETERS that the model has, the vocabulary
+    padded. Rows of q and k, and the weights of their norms, are in the order in which RoPE turns channels 2i and 2i + 1
+    of a head.
     """
 
     max_seq_len: int     # (maxT) longest sequence
@@ -98,7 +93,7 @@ class Qwen3Config(Config):
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
 
-    NAME, SCRIPT, MAGIC, PARAMETERS = "Qwen3", "train_qwen3.py", 20250505, PARAMETERS
+    NAME, SCRIPT, MAGIC, PARAMETERS = "Qwen3", "train_qwen3.py", 20250505, PARAMETERS  # the day of Qwen3's report
     DESCRIPTION = {
         "layers": "num_layers", "heads": "num_heads", "kv_heads": "num_kv_heads", "channels": "channels",
         "hidden": "hidden", "head_size": "head_size", "maxT": "max_seq_len", "theta": "rope_theta", "eps": "norm_eps",
@@ -160,27 +155,6 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
     swiglu_forward(acts.swiglu, a.fch, B * T, H)
 
 
-def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
-    """Adds the gradients of all parameters to model.grads. Reads what forward and loss left in acts. The gradient of
-    the classifier's weight already has the loss's part.
-
-    Without accumulate, in a step's first batch, backward sets the gradients of the layers' matrices instead. The layers
-    follow in the reverse order of forward. The outputs of RMSNorm and SwiGLU are recomputed, from what went into
-    them, where a weight's gradient needs them.
-    qkv is recomputed too, from qkvproj: to keep both would take Qwen3-0.6B 0.9 GB more at B 2, T 1024.
-    """
-    params, grads, B, T, (L, C, *_) = model.params, model.grads, batch.B, batch.T, model.sizes
-
-    device.fill_zero(acts.dresidual)
-    rmsnorm_backward(
-        acts.dresidual, grads.norm[L], acts.dln, acts.residual[L], params.norm[L], acts.norm[L], B, T, C
-    )  # fmt: skip
-    for l in reversed(range(L)):
-        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
-        qwen3_layer_backward(model, acts, batch, l, accumulate)
-    embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
-
-
 def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
     """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
     params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
@@ -189,35 +163,47 @@ def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
     qwen3_layer_forward(model, acts, batch, l)
 
 
-def qwen3_layer_backward(model: Model, acts, batch, l: int, accumulate: bool) -> None:
-    """Layer l: turns acts.dresidual from the gradient of acts.residual[l + 1] into that of acts.residual[l]. Adds the
-    gradients of the layer's parameters."""
-    params, grads, B, T, (_, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
-    p, g, a, rope = params.layer[l], grads.layer[l], acts.layer[l], model.constant.rope
+def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
+    """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
+    its part of the head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead.
+    Goes from the last layer to the first, and recomputes the outputs of RMSNorm and SwiGLU that a weight's gradient
+    needs.
+    Qwen3's qkv is recomputed, too, from qkvproj: to keep both would take Qwen3-0.6B 0.9 GB more at B 2, T 1024.
+    """
+    params, grads, B, T, (L, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
+    rope = model.constant.rope
 
-    matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
-    swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
-    matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
-    matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
-    rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
-    matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
-    rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
+    device.fill_zero(acts.dresidual)
+    for l in reversed(range(L)):
+        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+        rmsnorm_backward(
+            acts.dresidual, grads.norm[l + 1], acts.dln, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
+            B, T, C,
+        )  # fmt: skip
+        acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-    matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)
-    matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, NH * HS, C, accumulate)
-    qk_norm_forward(
-        acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, model.config.norm_eps, B, T, NH, NKV, HS
-    )  # fmt: skip
-    attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
-    qk_norm_backward(
-        acts.dqkv, g.qnormw, g.knormw, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope, B, T, NH, NKV, HS
-    )  # fmt: skip
-    matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
-    rmsnorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-    matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
-    rmsnorm_backward(
-        acts.dresidual, grads.norm[l], acts.dln, acts.residual[l], params.norm[l], acts.norm[l], B, T, C
-    )  # fmt: skip
+        matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
+        swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
+        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
+        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
+        rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
+        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
+        rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
+
+        matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)
+        matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, NH * HS, C, accumulate)
+        qk_norm_forward(
+            acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, model.config.norm_eps, B, T, NH, NKV, HS
+        )  # fmt: skip
+        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
+        qk_norm_backward(
+            acts.dqkv, g.qnormw, g.knormw, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope, B, T, NH, NKV, HS
+        )  # fmt: skip
+        matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
+        rmsnorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
+    rmsnorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
+    embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
 
 
 class Qwen3(Model):

@@ -1,5 +1,7 @@
 """Norms of a residual stream to which up to two branches are added first: the launchers of parallel_residual.cu."""
 
+from collections.abc import Sequence
+
 import device
 from device import ceil_div
 from kernels.dropout import Dropout
@@ -12,7 +14,7 @@ cu = device.source(__file__)
 
 
 def parallel_residual_forward(
-    residual, outs, stats, inp, norms, eps: float, B: int, T: int, C: int, *, branches
+    residual, outs, stats, inp, norms, eps: float, B: int, T: int, C: int, *, branches=()
 ) -> None:  # fmt: skip
     """residual (B,T,C) = inp + the sum of dropout(proj) over up to two branches (proj (B,T,C), dropout). Let n be its
     normalised rows: then out (B,T,C) = n * weight + shift for each out of outs and its norm (weight (C), shift (C)).
@@ -38,7 +40,7 @@ def parallel_residual_forward(
         cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
 
 
-def pair(given: list, absent=None) -> list:
+def pair(given: Sequence, absent=None) -> list:
     """The one or two that are given, and `absent` in the place of each that is missing."""
     return [*given, absent, absent][:2]
 

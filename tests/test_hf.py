@@ -481,7 +481,7 @@ def test_positions_are_turned_as_transformers_turns_them(config, settings, their
     read = families()[theirs.config.model_type].read_config(
         Settings(saved, json.loads((saved / "config.json").read_text()))
     )
-    R, scaling = getattr(read, "rotary_channels", read.head_size), getattr(read, "rope_scaling", 0) or None
+    R, scaling = read.sizes().get("R", read.head_size), getattr(read, "rope_scaling", 0) or None
     ours = rope_table(2, R, read.rope_theta, scaling, getattr(read, "original_length", 8192))[1]
     np.testing.assert_allclose(np.arctan2(ours[:, 1], ours[:, 0]), theirs.rotary_emb.inv_freq.numpy(), rtol=1e-4)
 

@@ -140,7 +140,7 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
             # that, AdamW scales up to whole steps in any direction.
             # RoPE turns part of it differently for every key, and then moves not all scores alike.
             C, HS = config.channels, config.head_size
-            blind = np.arange(C, 2 * C)[np.arange(C) % HS >= getattr(config, "rotary_channels", 0)]
+            blind = np.arange(C, 2 * C)[np.arange(C) % HS >= config.sizes().get("R", 0)]
             ours, theirs = (np.delete(values, blind, axis=1) for values in (ours, theirs))
         assert_close(f"{name} after ten steps", ours, theirs, oracle.after_steps(allowed))
 

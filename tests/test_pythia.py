@@ -35,7 +35,7 @@ def test_a_pythia_is_transformers_in_logits_loss_gradients_and_ten_steps(product
     def zero_what_softmax_is_blind_to(flat: np.ndarray) -> None:
         qkvb = name_tensors(flat, config.parameters(), config.sizes(), align=1).qkvb
         keys = qkvb.reshape(config.num_layers, 3, config.num_heads, -1)[:, 1]  # a bias that all keys have alike
-        keys[..., config.rotary_channels :] = 0
+        keys[..., config.sizes()["R"] :] = 0
 
     assert_is_transformers(product_dev, config, blind=zero_what_softmax_is_blind_to)
 
@@ -51,7 +51,7 @@ SUITE = {
 def test_the_suite_has_the_sizes_of_the_originals(name):
     C, NH, L, R = SUITE[name]
     config = PythiaConfig.described(name)
-    assert config == PythiaConfig(2048, 50304, L, NH, C) and config.rotary_channels == R
+    assert config == PythiaConfig(2048, 50304, L, NH, C) and config.sizes()["R"] == R
     with torch.device("meta"):
         theirs = GPTNeoXForCausalLM(GPTNeoXConfig(
             vocab_size=50304, hidden_size=C, intermediate_size=4 * C, num_attention_heads=NH, num_hidden_layers=L,

@@ -43,7 +43,7 @@ class PythiaFamily(Family):
         """Theirs has the rows of a head's q, k and v one after the other, then those of the next head."""
         if name not in ("qkvw", "qkvb"):
             return [tensor]
-        NH, R = config.num_heads, config.rotary_channels
+        NH, R = config.num_heads, config.sizes()["R"]
         rows = np.arange(3 * config.channels).reshape(3, NH, -1)  # of q, k, v; of a head; of a channel
         turned = rows[:2, :, :R].reshape(2, NH, R // 2, 2).swapaxes(2, 3).reshape(2, NH, R)  # from pairs to halves
         rows[:2, :, :R] = turned.copy()
