@@ -22,14 +22,14 @@
 //   the keys' stage                  | empty: the producer may copy the keys of tile j - STAGES
 //   the values' stage                                                        | empty
 //
-// backward_query starts the scores, the sum of the tile before, and dout v^T, in this order, and waits for all three
-// before the exponentials. backward_key has registers for one of s and dp less: the scores and dk of the tile before;
-// the exponentials; then dout v^T and the sum for dv, beside which ds is computed.
-//
 // Backward has the two kernels of flash_attention.cu, with the same products. A block's own rows are operand a of the
 // scores: queries and dout, or keys and values. ds or p, computed from the scores, are operand a of the sums, from
-// registers, as p is in forward. Where exponentials should run beside a product, the kernels make it look as if the
-// wait for the product needed their results, because the assembler puts each wait as early as it may.
+// registers, as p is in forward. backward_query starts the scores, the sum of the tile before, and dout v^T. So does
+// backward_key with the scores, dp and the sum for dk of the tile before; the sum for dv runs beside ds, and on beside
+// the next scores. For heads of 128 it has no registers for s and dp while these run: there dp follows later.
+//
+// The assembler puts each wait as early as it may, before exponentials that could run beside the product. In forward we
+// make it look as if the wait needed their results. In backward that is slower: other warpgroups fill the tensor cores.
 #define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
 #define floatX bf16       // in runs of any precision
@@ -824,7 +824,8 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& 
 // Reads D from dsum. Sets dk and dv of dqkv. If query heads share keys, it sets this head's share in dkv_heads instead,
 // which is null otherwise. Shared memory: the keys, the values, tiles of queries and of dout, lse * log2(e) and -D of
 // each tile, and the barriers.
-template <int HS, int WARPGROUPS, int STAGES, int REGISTERS>
+// EARLY: dp is started before the exponentials.
+template <int HS, int WARPGROUPS, int STAGES, int REGISTERS, bool EARLY>
 __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* dsum, const TensorMap& dout,
                                     const float* lse, const TensorMap& qkv, int T, int NH, int NKV, int heads,
                                     int group) {
@@ -899,36 +900,44 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
         const float* const term = terms + 2 * at.stage * QUERIES;
         float s[QUERIES / 8][4], dp[QUERIES / 8][4];
         stream.wait(0, at);
+        if (EARLY) broadcast(dp, term + QUERIES);
         wgmma_fence();
         start_scores<HS, KEYS>(s, k, stream.tile(0, at.stage));
         wgmma_commit();
+        if (EARLY) {
+            stream.wait(1, at);
+            start_scores<HS, KEYS>(dp, v, stream.tile(1, at.stage), true);
+            wgmma_commit();
+        }
         if (!masked.value) {
             start_sum(dk, ds, stream.tile(0, at.before()), true);
             wgmma_commit();
         }
-        wgmma_wait<!masked.value>();  // for the scores, and for dv of the tile before
+        wgmma_wait<EARLY + !masked.value>();  // for the scores, and for dv of the tile before
         settle(s);
         settle(dv);
         if (!masked.value) stream.release(1, at.before());
         key_probabilities<HS, masked.value>(s, term, tile * QUERIES - row0);
         pack(p, s);
-        // No p is negative. The compiler does not know: so the wait stays behind all exponentials.
-        unsigned signs = 0;
-        #pragma unroll
-        for (int i = 0; i < QUERIES / 4; i++) signs |= p[i / 4][i % 4];
-        if (signs >> 31) wgmma_wait<0>();
         wgmma_wait<0>();  // for dk of the tile before: this tile's ds takes the registers of that one's
         settle(dk);
+        if (EARLY) settle(dp);
         if (!masked.value) stream.release(0, at.before());
-        stream.wait(1, at);
-        broadcast(dp, term + QUERIES);
+        if (!EARLY) {
+            stream.wait(1, at);
+            broadcast(dp, term + QUERIES);
+        }
         wgmma_fence();
-        start_scores<HS, KEYS>(dp, v, stream.tile(1, at.stage), true);
-        wgmma_commit();
+        if (!EARLY) {
+            start_scores<HS, KEYS>(dp, v, stream.tile(1, at.stage), true);
+            wgmma_commit();
+        }
         start_sum(dv, p, stream.tile(1, at.stage), true);
         wgmma_commit();
-        wgmma_wait<1>();
-        settle(dp);
+        if (!EARLY) {
+            wgmma_wait<1>();
+            settle(dp);
+        }
         #pragma unroll
         for (int i = 0; i < QUERIES / 2; i++) dp[i / 4][i % 4] *= s[i / 4][i % 4];
         pack(ds, dp);
@@ -966,7 +975,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     }
 }
 
-// The template arguments are HS, warpgroups that compute, stages, and registers of a thread that computes.
+// The template arguments are HS, warpgroups that compute, stages, registers of a thread that computes, and EARLY.
 // kernels/flash_attention.py knows the first three, too. There are as many warpgroups as the registers allow: while one
 // computes exponentials, the others keep the tensor cores busy.
 extern "C" __global__ void __launch_bounds__(640, 1)
@@ -988,7 +997,7 @@ flash_attention_backward_key_wgmma_kernel_64(bf16* dqkv, SETS float* dkv_heads, 
                                              const __grid_constant__ TensorMap dout, const float* lse,
                                              const __grid_constant__ TensorMap qkv, int T, int NH, int NKV, int heads,
                                              int group) {
-    backward_key<64, 2, 3, 240>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
+    backward_key<64, 2, 3, 240, true>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1)
@@ -1011,5 +1020,5 @@ flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, SETS float* dkv_heads,
                                               const __grid_constant__ TensorMap dout, const float* lse,
                                               const __grid_constant__ TensorMap qkv, int T, int NH, int NKV, int heads,
                                               int group) {
-    backward_key<128, 2, 2, 240>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
+    backward_key<128, 2, 2, 240, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
 }
