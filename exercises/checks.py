@@ -536,10 +536,10 @@ def check_bias_gradient(lab: Lab) -> None:
     )  # fmt: skip
     expect(
         "out", dbias, before + padded.sum(0),
-        lambda i: f"add_partials_kernel's thread ({i % 32}, 0) of block {i // 32}", KERNEL_FP32 * 10,
+        lambda i: f"add_partials_kernel's thread ({i % 8}, 0) of block {i // 8}", KERNEL_FP32 * 10,
     )  # fmt: skip
     out, sums = given(before.astype(np.float32)), given(partials)
-    with lab.in_place_of(kernels.reduce.cu):  # with other blocks than those of 32 x 32
+    with lab.in_place_of(kernels.reduce.cu):  # with other blocks than those of 8 x 64
         args = out, *[None] * 5, sums, chunks, C, 1
         kernels.reduce.cu.launch("add_partials_kernel", (ceil_div(C, 32), 1), (32, 8), args)
     expect(

@@ -155,9 +155,10 @@ EXERCISES = (
 Vec sum = {};
 // Write here: sum.x[0] to sum.x[3] = the sums of columns i to i + 3 over the rows from `begin` to `end` - 1.
 // memory.load(p, C - i) gives the four floats from p on, with 0 for those past the end of the row."""),
-            Hole("add_partials_kernel: of_row[threadIdx.y]", "out[i] =", """\
+            Hole("add_partials_kernel: for (int offset", "out[i] =", """\
 // Write here: thread (x, y) has column i's `sum` over every blockDim.y-th of the P chunks. Bring the blockDim.y sums
-// of a column together through of_row; the thread that `adds` needs their total.
+// of a column together; the thread that `adds` needs their total. `thread` counts the block's threads: lanes of a warp
+// that are blockDim.x apart have the same column, so shuffles add these up. of_warp brings the warps together.
 if (!adds) return;
 float total = 0.0f;"""),
         ),

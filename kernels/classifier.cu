@@ -4,9 +4,25 @@
 // gradient is 0. If a loss is not finite, its row's gradient is NaN, and so the norm of the gradients shows it. If
 // dloss is 0, the caller wants only the loss, and x stays.
 // Memory-bound: the block reads the row once, for the running maximum and sum (online softmax, Milakov & Gimelshein
-// 2018). The row waits in shared memory until the block writes its gradient. If shared memory is too small for a whole
-// row, the block reads the rest a second time.
+// 2018). The row waits in shared memory until the block writes its gradient. All of it is on its way there before a
+// thread uses its first number. If shared memory is too small for a whole row, the block reads the rest twice.
 #include "common.cuh"
+
+// Starts to copy four words (16 bytes) to shared memory. A thread calls copies_wait before it reads what it has copied.
+__device__ inline void copy_four(floatX* to, const floatX* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+#else
+    Aligned::store(to, Aligned::load(from, WIDTH), WIDTH);
+#endif
+}
+
+__device__ inline void copies_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
 
 __device__ inline float largest_of(Vec v) {
     for (int half = WIDTH / 2; half > 0; half /= 2) {
@@ -26,13 +42,14 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     // Each thread reads it before another overwrites it: the barriers of the two reductions come first.
     const float target_logit = to_float(row[target]);
 
+    for (int i = WIDTH * threadIdx.x; i < V && i < cached; i += WIDTH * blockDim.x) copy_four(cache + i, row + i);
+    copies_wait();
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's numbers
     for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {
-        Vec x = Aligned::load(row + i, WIDTH);
+        Vec x = Aligned::load(i < cached ? cache + i : row + i, WIDTH);
         if (i + WIDTH > V) {
             for (int k = 0; k < WIDTH; k++) x.x[k] = i + k < V ? x.x[k] : -INFINITY;
         }
-        if (i < cached) Aligned::store(cache + i, x, WIDTH);
         const float vector_largest = largest_of(x);
         if (vector_largest > largest) {
             sum *= __expf(largest - vector_largest);

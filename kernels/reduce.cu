@@ -20,15 +20,15 @@ extern "C" __global__ void column_partials_kernel(SETS float* partials, const fl
 }
 
 // out_y[i] += sum over p of partials[p, y, i], for partials (P, S, C) and up to six outputs (C), one for each grid row
-// y. An output may be null. If there are more than S outputs, the rest get the last sum, too. Block: (WARP_SIZE
-// columns, rows of threads over p).
+// y. An output may be null. If there are more than S outputs, the rest get the last sum, too. Block: (columns, rows of
+// threads over p), at most WARP_SIZE columns, a power of two: a warp has several rows of few columns.
 extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* out2, float* out3, float* out4,
                                                float* out5, const float* partials, int P, int C, int S) {
-    __shared__ float of_row[32][WARP_SIZE];
-    const int y = blockIdx.y, s = min(y, S - 1);
+    __shared__ float of_warp[32][WARP_SIZE];
+    const int y = blockIdx.y, s = min(y, S - 1), thread = threadIdx.y * blockDim.x + threadIdx.x;
     float* out = y == 0 ? out0 : y == 1 ? out1 : y == 2 ? out2 : y == 3 ? out3 : y == 4 ? out4 : out5;
     if (out == nullptr) return;
-    const int i = blockIdx.x * WARP_SIZE + threadIdx.x;
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const bool adds = threadIdx.y == 0 && i < C;
     const float before = adds ? out[i] : 0.0f;  // loads while the block sums up
     float sum = 0.0f;
@@ -36,11 +36,14 @@ extern "C" __global__ void add_partials_kernel(float* out0, float* out1, float* 
 #pragma unroll 8
         for (int p = threadIdx.y; p < P; p += blockDim.y) sum += partials[((size_t)p * S + s) * C + i];
     }
-    of_row[threadIdx.y][threadIdx.x] = sum;
+    for (int offset = WARP_SIZE / 2; offset >= blockDim.x; offset /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    if (thread % WARP_SIZE < blockDim.x) of_warp[thread / WARP_SIZE][threadIdx.x] = sum;
     __syncthreads();
     if (!adds) return;
     float total = 0.0f;
-    for (int row = 0; row < blockDim.y; row++) total += of_row[row][threadIdx.x];
+    for (int warp = 0; warp < ceil_div(blockDim.x * blockDim.y, WARP_SIZE); warp++) total += of_warp[warp][threadIdx.x];
     out[i] = before + total;
 }
 

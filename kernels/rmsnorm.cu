@@ -70,80 +70,101 @@ extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(floatX* __restric
     });
 }
 
-// A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of
-// columns. It leaves its dout and x in shared memory while the block sums up g * x of each row, and then finishes the
-// same columns. The kernel adds to dinp (N,C). It writes the columns' sums of dout * n to partials (gridDim.x, C).
-// Shared memory: 2 * rows rows of C floats, rounded up to a multiple of WIDTH. In bf16 a thread has twice as many
-// numbers, and blocks have half as many threads.
-constexpr int MOST_ROWS = 4, MOST_THREADS = 1024 / WIDTH;
+// The block is (threads of a row, groups). Each group takes AT_ONCE rows at a time, then all groups advance together.
+// Each thread takes vectors of columns. It reads dout and inp twice, for the sums along the rows and for dx; the second
+// time they are in the first-level cache. The kernel adds to dinp (N,C). It writes the columns' sums of dout * n to
+// partials (gridDim.x, C). Until the last row is done each group keeps its sums in shared memory (groups, C); or, if
+// that is too small (keep = 0), the only group keeps them in partials.
+constexpr int AT_ONCE = 2, MOST_THREADS = 512;
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
 rmsnorm_backward_kernel(floatX* __restrict__ dinp, SETS float* __restrict__ partials,
                         const floatX* __restrict__ dout, const floatX* __restrict__ inp,
-                        const floatX* __restrict__ weight, const float* __restrict__ rstd, int N, int C, int rows) {
-    __shared__ float of_warp[MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_gx[MOST_ROWS];
-    DYNAMIC_SHARED(float, rows_d);
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    const int width = WIDTH * ceil_div(C, WIDTH), step = WIDTH * blockDim.x;
-    float* rows_x = rows_d + rows * width;
-    float* sums = partials + (size_t)blockIdx.x * C;
+                        const floatX* __restrict__ weight, const float* __restrict__ rstd, int N, int C, int keep) {
+    __shared__ float of_warp[2][AT_ONCE][MOST_THREADS / WARP_SIZE];
+    DYNAMIC_SHARED(float, of_group);
+    const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;  // of a row
+    const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x, stride = gridDim.x * blockDim.y * AT_ONCE;
+    const float one_of_row = 1.0f / C;
+    float* block_sums = partials + (size_t)blockIdx.x * C;
+    float* sums = keep ? of_group + threadIdx.y * C : block_sums;
 
     by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
-        for (int begin = blockIdx.x * rows; begin < N; begin += gridDim.x * rows) {
+        int turn = 0;
+        for (int block_begin = blockIdx.x * blockDim.y * AT_ONCE; block_begin < N; block_begin += stride, turn++) {
+            const int begin = block_begin + threadIdx.y * AT_ONCE;
             const size_t start = (size_t)begin * C;
-            const int count = min(rows, N - begin);
-            float sum_gx[MOST_ROWS] = {};
-            for (int i = WIDTH * threadIdx.x; i < C; i += step) {
+            float s[AT_ONCE] = {}, mean_gn[AT_ONCE] = {};
+            Vec dx[AT_ONCE];
+            // A vector of row r of this turn; 0 if there is no such row.
+            auto load = [&](const floatX* p, int r, int i) {
+                return begin + r < N ? memory.load(p + start + (size_t)r * C + i, C - i) : Vec();
+            };
+            auto load_dx = [&](int i) {
+#pragma unroll
+                for (int r = 0; r < AT_ONCE; r++) {
+                    if (i < C) dx[r] = load(dinp, r, i);
+                }
+            };
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; r++) {
+                if (begin + r < N) s[r] = rstd[begin + r];
+            }
+#pragma unroll 1
+            for (int i = first; i < C; i += step) {
                 const Vec w = memory.load(weight + i, C - i);
-                Vec d[MOST_ROWS] = {}, x[MOST_ROWS] = {};
+                Vec d[AT_ONCE], x[AT_ONCE];
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
-                    if (r < count) d[r] = memory.load(dout + start + (size_t)r * C + i, C - i);
-                    if (r < count) x[r] = memory.load(inp + start + (size_t)r * C + i, C - i);
+                for (int r = 0; r < AT_ONCE; r++) {
+                    d[r] = load(dout, r, i);
+                    x[r] = load(inp, r, i);
                 }
+                if (i == first) load_dx(i);  // which comes while the block sums up
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
-                    for (int k = 0; k < WIDTH; k++) sum_gx[r] += d[r].x[k] * w.x[k] * x[r].x[k];
-                    if (r < count) Aligned::store(rows_d + r * width + i, d[r], WIDTH);
-                    if (r < count) Aligned::store(rows_x + r * width + i, x[r], WIDTH);
+                for (int r = 0; r < AT_ONCE; r++) {
+                    for (int k = 0; k < WIDTH; k++) mean_gn[r] += d[r].x[k] * w.x[k] * (x[r].x[k] * s[r]);
                 }
             }
 #pragma unroll
-            for (int r = 0; r < MOST_ROWS; r++) {
-                const float warp_total = warp_sum(sum_gx[r]);
-                if (lane == 0) of_warp[warp][r] = warp_total;
+            for (int r = 0; r < AT_ONCE; r++) {
+                const float gn = warp_sum(mean_gn[r]);
+                if (lane == 0) of_warp[turn % 2][r][threadIdx.y * warps + threadIdx.x / WARP_SIZE] = gn;
             }
-            __syncthreads();
-            for (int r = threadIdx.x; r < count; r += blockDim.x) {
-                float total = 0.0f;
-                for (int w = 0; w < warps; w++) total += of_warp[w][r];
-                mean_gx[r] = total / C;
+            __syncthreads();  // there is another one before the turn after the next overwrites of_warp
+#pragma unroll
+            for (int r = 0; r < AT_ONCE; r++) {
+                float gn = 0.0f;
+#pragma unroll 1
+                for (int w = lane; w < warps; w += WARP_SIZE) gn += of_warp[turn % 2][r][threadIdx.y * warps + w];
+                mean_gn[r] = warp_sum(gn) * one_of_row;
             }
-            __syncthreads();
 
-            for (int i = WIDTH * threadIdx.x; i < C; i += step) {
+#pragma unroll 1
+            for (int i = first; i < C; i += step) {
                 const Vec w = memory.load(weight + i, C - i);
-                Vec sum = {}, dx[MOST_ROWS];
-                if (begin >= gridDim.x * rows) sum = memory.load(sums + i, C - i);  // of the rows before
+                Vec sum = {};
+                if (turn > 0) sum = memory.load(sums + i, C - i);  // of the rows before
 #pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
-                    if (r < count) dx[r] = memory.load(dinp + start + (size_t)r * C + i, C - i);
-                }
-#pragma unroll
-                for (int r = 0; r < MOST_ROWS; r++) {
-                    if (r >= count) continue;
-                    const Vec d = Aligned::load(rows_d + r * width + i, WIDTH);
-                    const Vec x = Aligned::load(rows_x + r * width + i, WIDTH);
-                    const float s = rstd[begin + r];
+                for (int r = 0; r < AT_ONCE; r++) {
+                    if (begin + r >= N) continue;
+                    const Vec d = load(dout, r, i), x = load(inp, r, i);
                     for (int k = 0; k < WIDTH; k++) {
-                        const float n = x.x[k] * s;
-                        dx[r].x[k] += s * (d.x[k] * w.x[k] - n * s * mean_gx[r]);
+                        const float n = x.x[k] * s[r];
+                        dx[r].x[k] += s[r] * (d.x[k] * w.x[k] - n * mean_gn[r]);
                         sum.x[k] += d.x[k] * n;
                     }
                     memory.store(dinp + start + (size_t)r * C + i, dx[r], C - i);
                 }
+                load_dx(i + step);
                 memory.store(sums + i, sum, C - i);
             }
         }
     });
+    if (!keep) return;
+    __syncthreads();
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C; i += blockDim.x * blockDim.y) {
+        float total = 0.0f;
+        for (int group = 0; group < blockDim.y; group++) total += of_group[group * C + i];
+        block_sums[i] = total;
+    }
 }

@@ -49,20 +49,20 @@ def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: 
     The new dinp is also the gradient of what forward added in front. dout (B,T,C) is the gradient of the output, inp
     the input, rstd what forward set.
     """
-    width = cu.width
-    vectors, row_bytes = ceil_div(C, width), 2 * 4 * width * ceil_div(C, width)
-    passes = ceil_div(C, 1024)  # over the columns; the block has as few whole warps as these take
-    block = cu.block(32 * ceil_div(vectors, 32 * passes))
-    # Three blocks share a multiprocessor. In fp32 an H200 took 7% longer with two rows at once, 36% with one.
-    rows = max(1, min(4, (device.shared_memory // 3 - 1024) // row_bytes))
-    chunks = min(ceil_div(B * T, rows), 4 * device.multiprocessors, MOST_PARTIALS)
+    # A thread has one vector of a row, if MOST_THREADS of rmsnorm.cu allow that. A block has as many groups as make 256
+    # threads, so that there are fewer partial sums. 512 threads share a multiprocessor: each needs some 110 registers.
+    threads = min(512, 32 * ceil_div(C, 32 * cu.width))
+    groups = cu.block(max(1, 256 // threads))
+    keep = 4 * groups * C <= device.shared_memory - 4096
+    groups = groups if keep else 1
+    chunks = min(ceil_div(B * T, 2 * groups), 512 // (threads * groups) * device.multiprocessors, MOST_PARTIALS)
     partials = partials_of(chunks * C)
     cu.launch(
         "rmsnorm_backward_kernel",
         (chunks,),
-        (block,),
-        (dinp, partials, dout, inp, weight, rstd, B * T, C, rows),
-        shared_mem=rows * row_bytes,
+        (cu.block(threads), groups),
+        (dinp, partials, dout, inp, weight, rstd, B * T, C, int(keep)),
+        shared_mem=4 * groups * C * keep,
     )
     add_partials([dweight], partials, chunks, C)
 
