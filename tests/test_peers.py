@@ -103,7 +103,7 @@ def on_host(values) -> np.ndarray:
 def save(training: Training, directory: Path, step: int) -> None:
     """As a run does."""
     settings = SimpleNamespace(flags=SimpleNamespace(checkpoint_dir=directory, keep=0), first_step=0)
-    saver = Saver(training, settings, {}, "run", None, None)
+    saver = Saver(training, settings, {}, "run", None, SimpleNamespace(directory=directory))
     saver.save(step, {}, SimpleNamespace(skipped=0, in_a_row=0))
     assert saver.unsaved == {}
 

@@ -248,8 +248,9 @@ def read_log(path: str | Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def _lines(path: str | Path) -> list[str]:
     try:
         with open_file(path) as file:
-            text = re.sub(r"[^\n]*\0", "", file.read().decode())  # a power cut may leave zeros in the place of lines
-            *lines, unfinished = text.split("\n")
+            text = file.read().decode()
+        # A power cut may leave zeros in the place of lines.
+        *lines, unfinished = (line.rpartition("\0")[2] for line in text.split("\n"))
         if not re.fullmatch(r"(s(:\d*( .*)?)?)?", unfinished):
             _parse(path, unfinished)
         return [line + "\n" for line in lines if line.strip()]
