@@ -41,8 +41,10 @@ def check(dev, logits: np.ndarray, targets: np.ndarray, Vp: int) -> tuple[np.nda
     logits64 = leaf(logits)
     want = F.cross_entropy(logits64.flatten(0, 1), leaf(targets).long().flatten(), reduction="none").view(B, T)
     (DLOSS * want.sum()).backward()
-    assert_close("losses", losses, want, KERNEL_FP32)
-    assert_close("dlogits", dlogits[..., :V], logits64.grad, KERNEL_FP32)
+    # On the CPU one thread adds up a whole row: the error of such a sum grows with the root of its length.
+    tolerance = KERNEL_FP32 * max(1.0, (V / 16384) ** 0.5)
+    assert_close("losses", losses, want, tolerance)
+    assert_close("dlogits", dlogits[..., :V], logits64.grad, tolerance)
     assert not dlogits[..., V:].any(), "the padding's gradient must be exactly 0"
     return losses, to_numpy(dlogits)
 

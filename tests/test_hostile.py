@@ -44,7 +44,7 @@ NASTY = [
     "9" * 5000, [], {}, [[]], [1, None], {"a": -1}, {"": {"": []}},
 ]  # fmt: skip
 SECONDS = 20  # for a case; most take a fifth of one
-FEW = 15      # cases of each kind in an ordinary run of the tests
+FEW = 8      # cases of each kind in an ordinary run of the tests
 MOST = 4      # elements of a list or an object that are replaced; a vocabulary has many that are alike
 
 

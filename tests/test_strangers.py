@@ -282,7 +282,8 @@ def test_a_deadline_that_is_none_is_refused(wish):
     assert hang_after({}) == 30 and hang_after({"LLMC_HANG_AFTER": "2.5"}) == 2.5
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [1, 0])
 def test_stopping_all_ranks_for_a_while_ends_nothing_and_stopping_one_ends_all(folder, victim):
     deadline = 2 if folder.name == "cpu" else 10
     process, pids = begun(folder, "--checkpoint-dir", "run", "-n", "1", LLMC_HANG_AFTER=str(deadline))
