@@ -8,22 +8,6 @@
 // thread uses its first number. If shared memory is too small for a whole row, the block reads the rest twice.
 #include "common.cuh"
 
-// Starts to copy four words (16 bytes) to shared memory. A thread calls copies_wait before it reads what it has copied.
-__device__ inline void copy_four(floatX* to, const floatX* from) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-#else
-    Aligned::store(to, Aligned::load(from, WIDTH), WIDTH);
-#endif
-}
-
-__device__ inline void copies_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
 __device__ inline float largest_of(Vec v) {
     for (int half = WIDTH / 2; half > 0; half /= 2) {
         for (int k = 0; k < half; k++) v.x[k] = fmaxf(v.x[k], v.x[k + half]);
@@ -42,7 +26,10 @@ extern "C" __global__ void __launch_bounds__(1024) fused_classifier_kernel(float
     // Each thread reads it before another overwrites it: the barriers of the two reductions come first.
     const float target_logit = to_float(row[target]);
 
-    for (int i = WIDTH * threadIdx.x; i < V && i < cached; i += WIDTH * blockDim.x) copy_four(cache + i, row + i);
+    for (int i = WIDTH * threadIdx.x; i < V && i < cached; i += WIDTH * blockDim.x) {
+        // One copy on a GPU. On the CPU WIDTH numbers take several.
+        for (int k = 0; k < WIDTH; k += 16 / sizeof(floatX)) copy_four(cache + i + k, row + i + k);
+    }
     copies_wait();
     float largest = -INFINITY, sum = 0.0f;  // sum of exp(x - largest) over this thread's numbers
     for (int i = WIDTH * threadIdx.x; i < V; i += WIDTH * blockDim.x) {

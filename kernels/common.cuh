@@ -222,6 +222,25 @@ __device__ inline void by_alignment(bool aligned, Body body) {
 
 __device__ inline bool is_aligned(const void* p, int bytes = 16) { return reinterpret_cast<size_t>(p) % bytes == 0; }
 
+// copy_four starts to copy four words (16 bytes) to shared memory, or zeros if not `inside`, and does not wait. Before a
+// thread reads what it has copied, it calls copies_wait.
+template <class X>
+__device__ inline void copy_four(X* to, const X* from, bool inside = true) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+#else
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : zero;
+#endif
+}
+
+__device__ inline void copies_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // A weight's gradient needs its layer's input, which backward recomputes. In fp32 and TF32 the product is faster if
 // this input is transposed. In bf16 it is not, so there the input is written as it is (kernels/matmul.py).
 constexpr bool TRANSPOSES = sizeof(floatX) == 4;

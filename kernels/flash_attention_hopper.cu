@@ -302,8 +302,8 @@ __device__ inline void copy_tile(bf16* to, const TensorMap& map, int column, int
         copy_box(to + i * 64, map, column + i / ROWS * 64, row + i % ROWS, sequence, barrier);
 }
 
-// A multiprocessor has 65536 registers. At first all threads of a block have as many of them. The producer's warpgroup
-// keeps a few, and the others, which compute, take what it gives back.
+// A multiprocessor has 65536 registers. At first each thread of a block has the same number of them. The producer needs
+// few, so its warpgroup gives most of its registers back. The warpgroups that compute then take these.
 template <int WARPGROUPS, int REGISTERS>
 __device__ inline void give_registers() {
     constexpr int FIRST = 65536 / (128 * (WARPGROUPS + 1)) / 8 * 8;

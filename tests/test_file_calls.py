@@ -220,7 +220,8 @@ def operations(lines: list[str], root: str) -> list[tuple]:
 
 
 def disk(done: list[tuple], missing: tuple = (), torn: bool = False) -> dict:
-    """What is on the disk after these operations, of which some are missing, or torn: names, and bytes or names."""
+    """What is on the disk after these operations, but for those that are missing. torn: half of a missing write is
+    there. A folder is a dict of what has each name, a file is its bytes."""
     folders, files = {0: {}}, {}
     for number, (what, *rest) in enumerate(done):
         if what == "link" and rest[3]:

@@ -1,4 +1,4 @@
-"""AdamW's state passes through two buffers of the GPU: what the three streams do when, and which wait for which."""
+"""AdamW's state passes through two buffers of the GPU. When each of the three streams works, and what it waits for."""
 
 from doc.draw.figure import Figure
 

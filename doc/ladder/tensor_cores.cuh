@@ -111,22 +111,3 @@ __device__ inline void load_matrices(unsigned (&r)[4], const bf16* row) {
     for (int i = 0; i < 4; i++) r[i] = mine.r[i];
 #endif
 }
-
-// Starts to copy 16 bytes from device to shared memory, past the registers; zeros if not `inside`. The thread goes on at
-// once, and finds them there after copies_wait.
-template <class X>
-__device__ inline void copy_four(X* to, const X* from, bool inside) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-        :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
-#else
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : zero;
-#endif
-}
-
-__device__ inline void copies_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}

@@ -108,7 +108,10 @@ def listen(address: str, port: int) -> socket.socket:
 
 @dataclass
 class Stranger:
-    """Who has connected and has not proved anything yet: what was sent to it, what it has said, when it came."""
+    """A connection that has proved nothing yet.
+
+    challenge: the random bytes that rank 0 has sent to it. said: what has come from it. came: when it connected.
+    """
 
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(RANDOM))
     said: bytes = b""
