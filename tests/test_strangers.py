@@ -282,6 +282,13 @@ def test_a_deadline_that_is_none_is_refused(wish):
     assert hang_after({}) == 30 and hang_after({"LLMC_HANG_AFTER": "2.5"}) == 2.5
 
 
+def test_a_wrong_deadline_is_refused_before_ranks_are_started(monkeypatch):
+    monkeypatch.setenv("LLMC_HANG_AFTER", "x")
+    monkeypatch.setattr(ranks.subprocess, "Popen", lambda *_, **__: pytest.fail("a rank was started"))
+    with pytest.raises(UserError, match="LLMC_HANG_AFTER is x"):
+        ranks.launch(2)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [1, 0])
 def test_stopping_all_ranks_for_a_while_ends_nothing_and_stopping_one_ends_all(folder, victim):

@@ -412,6 +412,7 @@ def launch(count: int) -> int:
     """
     if count > MOST:
         raise UserError(f"--gpus {count}: no machine has that many GPUs; it must be at most {MOST}")
+    hang_after(os.environ)  # else each rank would refuse a wrong number
     listener = handshake.listen("127.0.0.1", 0)
     watched, held = os.pipe()
     env = os.environ | {
