@@ -186,7 +186,7 @@ def listening() -> set[str]:
 
 
 def test_ranks_of_one_machine_listen_on_the_loopback_alone(folder):
-    """Also gloo."""
+    """Also gloo and NCCL."""
     before = listening()
     process, _ = begun(folder)
     new = listening() - before

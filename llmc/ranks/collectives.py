@@ -37,6 +37,8 @@ class Nccl:
     def __init__(self):
         for name, value in REPEATABLE.items():
             os.environ.setdefault(name, value)
+        if len(set(ranks.hosts())) == 1:  # NCCL takes any connection: on one machine, from this machine alone
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy's warning has many lines if NCCL is missing
             from cupy.cuda import nccl  # here, because one GPU needs no NCCL
