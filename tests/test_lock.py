@@ -14,7 +14,7 @@ from pathlib import Path
 
 from device.errors import UserError
 from llmc.files.checkpoint import checkpoints, lock_checkpoints, model_path
-from llmc.files.lock import Lock
+from llmc.files.directory import Lock
 
 import pytest
 
@@ -28,7 +28,7 @@ def take(path: Path) -> Lock:
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
+    monkeypatch.setattr("llmc.files.directory.PATIENCE", 0)
 
 
 def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, at_once, capsys):
@@ -72,7 +72,7 @@ def test_who_waits_hears_ctrl_c(tmp_path, capsys):
 def test_a_killed_process_holds_nothing(tmp_path, at_once):
     code = f"""
 from pathlib import Path
-from llmc.files.lock import Lock
+from llmc.files.directory import Lock
 lock = Lock(Path({str(tmp_path / "lock")!r}), "the place", "--flag")
 print("taken", flush=True)
 input()

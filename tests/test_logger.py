@@ -54,7 +54,7 @@ def test_what_is_no_log_is_left_alone(tmp_path, content, first_step):
 @pytest.mark.parametrize("first_step", [0, 5], ids=["new", "resumed"])
 def test_one_run_at_a_time_logs_to_a_file(tmp_path, monkeypatch, capsys, first_step):
     """Also by another name of the directory, and after the first has replaced the file, as a resumed run does."""
-    monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
+    monkeypatch.setattr("llmc.files.directory.PATIENCE", 0)
     path, other = tmp_path / "runs" / "main.log", tmp_path / "other" / "main.log"
     path.parent.mkdir()
     other.parent.symlink_to("runs")

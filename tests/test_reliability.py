@@ -101,7 +101,7 @@ def test_a_new_run_does_not_start_where_another_has_checkpoints(folder, run_here
 
 
 def test_a_run_has_its_directory_and_its_log_for_itself_until_it_is_killed(folder, monkeypatch):
-    monkeypatch.setattr("llmc.files.lock.PATIENCE", 0)
+    monkeypatch.setattr("llmc.files.directory.PATIENCE", 0)
     monkeypatch.chdir(folder)
     process = start(folder, *SAVE, "-x", "100000", "-n", "1", "-nk", "2", "-o", "run.log")
     for line in process.stdout:

@@ -34,8 +34,8 @@ from dev.data import common
 from dev.data.shards import ShardWriter, load_texts
 from device.errors import UserError, first_line
 from llmc.data.tokenizer import END_OF_TEXT, MOST_TOKENS, Tokenizer, without_surrogates
+from llmc.files.directory import Lock
 from llmc.files.files import file_size, replacing
-from llmc.files.lock import Lock
 from llmc.run.arguments import Parser, a_path, limited, number, positive, whole_number
 
 import numpy as np

@@ -32,7 +32,7 @@ from typing import BinaryIO
 import device
 from device.errors import UserError
 from llmc.files import record as records
-from llmc.files.directory import Directory, make_directory, why
+from llmc.files.directory import Directory, Lock, make_directory, why
 from llmc.files.files import (
     HEADER_BYTES,
     crc32_of,
@@ -43,7 +43,6 @@ from llmc.files.files import (
     replacing,
     script_of,
 )
-from llmc.files.lock import Lock
 from llmc.model.tensors import Config, layout, num_parameters
 from llmc.ranks import ranks
 

@@ -1,4 +1,5 @@
-"""A directory that a user has named, and how we write below it: to no link, and to no other directory.
+"""A directory that a user has named: how we write below it, to no link and to no other directory; and its lock, which
+one run at a time can have.
 
 Whoever can put a file into a directory, or into an archive that we unpack, can put a link there. If we followed it, we
 would write to any file of the user's. So a directory is opened once, and everything below it is named relative to the
@@ -6,17 +7,28 @@ open directory.
 """
 
 import errno
+import fcntl
 import os
+import socket
 import stat
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from device.errors import UserError
+from llmc.ranks import ranks
+
+PATIENCE = 30  # seconds; a job that is queued again may start while the old one is still ending
+BEGINNING = b"process "  # of what is in a lock's file; a power cut may leave a part of it, or zeros
+TAKEN = (errno.EAGAIN, errno.EACCES)
+
 
 class Directory:
-    """An open directory. The path of it may contain links. Below it, no link is followed.
+    """An open directory. Its path may contain links. Below it, no link is followed.
 
     above: the open directory that has this one; then the path's last part must be no link. Raises OSError, as all
     methods do, if the system refuses.
@@ -149,3 +161,78 @@ def remove_directories(directories: list[Path]) -> None:
     for directory in directories:
         with suppress(OSError):
             directory.rmdir()
+
+
+class Lock:
+    """This process's claim to a place to which one run at a time may write. It lasts until `release` is called, until
+    this object is gone, or until the process ends, in any way.
+
+    The lock is an flock on a file of its own, `path`. The other files of the place are replaced by renames, and a lock
+    on them would not survive this. The file names process and host, and `release` removes it. If a killed process has
+    left the file behind, it is not locked, and the next run takes it over. A link, or a file with something else in it,
+    stays as it is, and the lock is refused.
+
+    directory: the open directory of `path`. The holder of the lock writes below it.
+
+    place and flag: the name of the place in messages, and the flag that names it. make: make the directory of `path` if
+    it is missing; `release` removes it again if it is empty.
+
+    While another process has the lock, this one waits, at most PATIENCE seconds, and says so on stderr. Raises
+    UserError if the wait was in vain, or if the file cannot be written. On a file system without locks it says that
+    there is none, and goes on.
+    """
+
+    def __init__(self, path: Path, place: str | Path, flag: str, make: bool = False) -> None:
+        started, said, made = time.monotonic(), False, []
+        undo = partial(remove_directories, made)
+        try:
+            while True:
+                if make:
+                    made += make_directory(path.parent)  # again, if the other run has removed it
+                self.directory = Directory(path.parent)
+                file = os.fdopen(self.directory.open(path.name, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+                content = os.pread(file.fileno(), 400, 0)
+                text = content.strip(b"\0")
+                if text[: len(BEGINNING)] != BEGINNING[: len(text)]:
+                    file.close()
+                    raise OSError(errno.EEXIST, f"{path.name} there is no lock of ours")
+                if _lock(file.fileno(), self.directory, path.name, place):
+                    break
+                holder = content.decode(errors="replace").strip() or "another process"
+                file.close()
+                if time.monotonic() - started > PATIENCE:
+                    raise UserError(f"{place} is in use by {holder}: wait for it to end, or choose another {flag}")
+                if not said:
+                    said = True
+                    ranks.say(f"{place} is in use by {holder}: waiting up to {PATIENCE} s for it to end")
+                time.sleep(0.2)
+            self.release = undo = weakref.finalize(self, _release, file, self.directory, path.name, made)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except OSError as error:
+            undo()
+            raise UserError(f"{place}: cannot be written ({why(error)}); choose another {flag}") from None
+
+
+def _lock(descriptor: int, directory: Directory, name: str, place: str | Path) -> bool:
+    """Whether this process now has the lock on an open file, and the file still has its name and its place."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            return False
+        ranks.say(f"{place}: cannot be locked ({why(error)}): make sure that no other run writes there")
+        return True
+    try:
+        directory.check_in_place()
+        return os.path.samestat(os.fstat(descriptor), directory.stat(name))
+    except OSError:  # the run that had the lock has just removed the file, or the directory
+        return False
+
+
+def _release(file, directory: Directory, name: str, made: list[Path]) -> None:
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(file.fileno()), directory.stat(name)):  # not another's, if somebody removed ours
+            directory.remove(name)  # while it is locked
+    file.close()
+    remove_directories(made)

@@ -22,9 +22,8 @@ from typing import BinaryIO
 
 import device
 from device.errors import UserError, first_line
-from llmc.files.directory import why
+from llmc.files.directory import Lock, why
 from llmc.files.files import check_directory, open_file
-from llmc.files.lock import Lock
 from llmc.run.report import Output
 from llmc.run.settings import Settings
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from device.errors import UserError
 from llmc.data.tokenizer import tokenizer_files
 from llmc.files.checkpoint import BEST, kept_loss, prune_checkpoints, save_checkpoint
-from llmc.files.lock import Lock
+from llmc.files.directory import Lock
 from llmc.ranks import ranks
 from llmc.run import program
 from llmc.run.settings import Settings
