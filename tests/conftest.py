@@ -37,11 +37,17 @@ MODULES: dict[tuple, dict] = {}
 
 def make_cpu_device(self, make=cpu.CpuDevice.__init__) -> None:
     make(self)
-    asked = tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith("LLMC_CPU_")))
+    asked = tuple(sorted(pair for pair in os.environ.items() if pair[0].startswith(("LLMC_CPU_", "CXX"))))
     self.modules = MODULES.setdefault(asked, {})
 
 
-cpu.CpuDevice.__init__ = make_cpu_device
+def compile_missing(self, paths: list[Path], compile_all=cpu.CpuDevice.compile_all) -> None:
+    missing = [path for path in paths if (path, self.floatX) not in self.modules]
+    if missing:
+        compile_all(self, missing)
+
+
+cpu.CpuDevice.__init__, cpu.CpuDevice.compile_all = make_cpu_device, compile_missing
 
 DEVICES = ["cpu", "cpu-warp32"]
 try:
@@ -128,6 +134,7 @@ def dev(request, monkeypatch):
     yield from switched(request, monkeypatch)
 
 
+LONG_WARPS = pytest.param("cpu-warp32", marks=pytest.mark.long)
 TYPES = [*DEVICES, "cpu-bf16", pytest.param("cpu-warp32-bf16", marks=pytest.mark.long)]
 TYPES += ["cuda-bf16"] * ("cuda" in DEVICES)
 
@@ -142,6 +149,24 @@ def each_type(request, monkeypatch):
 @pytest.fixture(params=DEVICES + ["cuda-tf32"] * ("cuda" in DEVICES))
 def product_dev(request, monkeypatch):
     """`dev` for what multiplies matrices: also with TF32 products, where there is a GPU that can."""
+    yield from switched(request, monkeypatch)
+
+
+@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]])
+def one_dev(request, monkeypatch):
+    """`dev` for what bears on kernels no more than other tests do: with warps of 32 on a CPU in make test-all alone."""
+    yield from switched(request, monkeypatch)
+
+
+@pytest.fixture(params=["cpu", LONG_WARPS, *DEVICES[2:]] + ["cuda-tf32"] * ("cuda" in DEVICES))
+def model_dev(request, monkeypatch):
+    """`product_dev` in this way: for whole models."""
+    yield from switched(request, monkeypatch)
+
+
+@pytest.fixture(params=["cpu", LONG_WARPS, *TYPES[2:]] + ["cuda-tf32"] * ("cuda" in DEVICES))
+def each_model_dev(request, monkeypatch):
+    """`each_product` in this way: for whole models."""
     yield from switched(request, monkeypatch)
 
 

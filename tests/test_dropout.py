@@ -170,7 +170,7 @@ def dropping(monkeypatch, config: PythiaConfig, random) -> None:
 
 
 @each_model
-def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(dev, monkeypatch, config, attention):
+def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(model_dev, monkeypatch, config, attention):
     training, batches = training_with(config, attention, 0.25)
     model, acts, batch = training.model, training.acts, training.batch
     batches.read(6, 0)
@@ -179,18 +179,18 @@ def test_loss_and_every_gradient_of_a_model_with_dropout_equal_autograds(dev, mo
     model.forward(acts, batch)
     model.loss(acts, batch, dloss=1 / (B * T))
     model.backward(acts, batch)
-    dev.synchronize()
+    model_dev.synchronize()
     dropping(monkeypatch, config, batch.random)
     params = oracle.table_of(config, flat_parameters(config))
     _, loss, want = oracle.gradients(config, params, *batches.tokens(6, 0)[:2], attention)
-    tolerance = oracle.MODEL_TF32 if attention == "flash" else model_tolerance(dev)
-    assert_close("loss", dev.to_host(acts.losses).mean(dtype=np.float64), loss, tolerance)
+    tolerance = oracle.MODEL_TF32 if attention == "flash" else model_tolerance(model_dev)
+    assert_close("loss", model_dev.to_host(acts.losses).mean(dtype=np.float64), loss, tolerance)
     for name, gradient in want.items():
         assert_close(f"d{name}", getattr(model.grads, name), gradient, tolerance)
 
 
 @each_model
-def test_only_training_drops(dev, config, attention):
+def test_only_training_drops(model_dev, config, attention):
     losses = []
     for rate in 0.0, 0.5:
         training, batches = training_with(config, attention, rate)
@@ -205,12 +205,12 @@ def test_only_training_drops(dev, config, attention):
 
 
 @each_model
-def test_each_step_and_each_batch_of_it_drops_anew_and_a_repeated_step_drops_the_same(dev, config, attention):
+def test_each_step_and_each_batch_of_it_drops_anew_and_a_repeated_step_drops_the_same(model_dev, config, attention):
     training, batches = training_with(config, attention, 0.5, count=3)
     step_of, seen = training_step(training, batches), []
     for step in [0, 1, 2, 3, 4, 2]:  # on a GPU the later ones are replayed
         step_of(step, 0.0)
-        dev.synchronize()
+        model_dev.synchronize()
         seen.append([batches.losses[step % 2, i].mean(dtype=np.float64) for i in range(3)])
     assert len(np.unique(seen[:5])) == 15  # the batch and the weights are always the same
     assert seen[5] == seen[2]

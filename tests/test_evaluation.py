@@ -68,8 +68,8 @@ def answers(model, examples, normalised: bool = True) -> list[int]:
     return chosen
 
 
-def test_answers_are_those_of_transformers(dev, tmp_path, rng):
-    dev.use_precision("fp32")  # which may tell two completions that are about as likely apart the other way
+def test_answers_are_those_of_transformers(one_dev, tmp_path, rng):
+    one_dev.use_precision("fp32")  # which may tell two completions that are about as likely apart the other way
     B, T = 10, 19
     config = GPT2Config(24, V, 2, 2, 32)
     theirs = transformers_model(config)

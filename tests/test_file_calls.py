@@ -37,7 +37,7 @@ FAILURES = {  # the error, and whether all later calls fail, too
     "killed": (0, False), "EIO": (errno.EIO, False), "ENOSPC": (errno.ENOSPC, False),
     "full disk": (errno.ENOSPC, True), "quota": (errno.EDQUOT, True), "mounted read-only": (errno.EROFS, True),
 }  # fmt: skip
-FEW = 5  # cases of each kind in `make test`
+FEW = 3  # cases of each kind in `make test`
 
 
 def measure() -> dict:

@@ -67,6 +67,11 @@ def text_of(tokens: list[int]) -> str:
 
 
 @pytest.fixture
+def dev(one_dev):
+    return one_dev
+
+
+@pytest.fixture
 def written(request, capsys):
     """written(*flags) is what generate.py writes, run in this process on the test's device, which is the CPU if it has
     none."""

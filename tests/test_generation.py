@@ -3,7 +3,6 @@
 
 import device
 import oracle
-from conftest import DEVICES, switched
 from kernels.encoder import encoder_forward
 from llmc.data.batches import Batches
 from llmc.model.activations import Activations, Cache
@@ -37,12 +36,6 @@ from test_peers import EagerDevice
 
 some_models = pytest.mark.parametrize("config, attention", SOME, ids=name_of)
 one_of_each = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
-
-
-@pytest.fixture(params=[name for name in DEVICES if name != "cpu-warp32"])
-def one_dev(request, monkeypatch):
-    """`dev` for what bears on kernels no more than other tests here do: without warps of 32 lanes on a CPU."""
-    yield from switched(request, monkeypatch)
 
 
 def writing(config, attention: str, B: int, T: int, flat: np.ndarray | None = None) -> Cache:

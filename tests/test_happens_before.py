@@ -280,10 +280,18 @@ CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CON
 CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("precision, config, count, record", CASES, ids=str)
+def assert_no_race(logs: list[list], places: dict) -> None:
+    found = races(logs, places)
+    assert not found
+
+
+# The exchange knows no model: in the ordinary run the first case has all flags, and the others have some.
+@pytest.mark.parametrize("precision, config, count, record, flags", [
+    pytest.param(*case, flags, marks=[] if case is CASES[0] or flags in FLAGS[2::3] else pytest.mark.long)
+    for case in CASES for flags in FLAGS
+], ids=str)  # fmt: skip
 def test_what_streams_and_ranks_do_to_the_same_bytes_has_an_order(precision, config, count, record, flags, monkeypatch):
-    assert not races(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
+    assert_no_race(*logs_of(config, monkeypatch, count, record=record, precision=precision, **flags))
 
 
 def without_meeting(which: str):
@@ -308,7 +316,7 @@ def without_waits(name: str, other: str):
 def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch):
     logs, places = logs_of(CONFIGS[0], monkeypatch, record=record, sharded=sharded)
     with pytest.raises(AssertionError):
-        assert not races(list(map(change, logs)), places)
+        assert_no_race(list(map(change, logs)), places)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -323,7 +331,7 @@ def test_a_wait_that_is_missing_is_noticed(change, record, sharded, monkeypatch)
 def test_a_wait_of_what_passes_through_the_device_that_is_missing_is_noticed(name, other, sharded, monkeypatch):
     logs, places = logs_of(CONFIGS[0], monkeypatch, sharded=sharded, offload=True)
     with pytest.raises(AssertionError):
-        assert not races(list(map(without_waits(name, other), logs)), places)
+        assert_no_race(list(map(without_waits(name, other), logs)), places)
 
 
 @pytest.mark.parametrize("config", [
@@ -353,4 +361,4 @@ def test_rows_of_the_embedding_that_are_not_waited_for_are_noticed(monkeypatch):
     monkeypatch.setattr(exchange.Rows, "gather", lambda self, wte, C: setattr(
         self, "embedding", [exchange.range_in(wte, self.exchange.model.params_memory)]))  # fmt: skip
     with pytest.raises(AssertionError):
-        assert not races(*logs_of(CONFIGS[0], monkeypatch, sharded=True))
+        assert_no_race(*logs_of(CONFIGS[0], monkeypatch, sharded=True))

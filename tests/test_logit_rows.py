@@ -10,13 +10,15 @@ from llmc.ranks import ranks
 from llmc.step import memory
 from llmc.step.memory import Plan, training_sizes
 from llmc.step.training import make_training
-from models import ONE_OF_EACH, build, flat_parameters, kind_of, make_batches, name_of, send
+from models import ODD, ONE_OF_EACH, build, flat_parameters, kind_of, make_batches, name_of, send
 from oracle import BF16, assert_close, model_tolerance
 
 import numpy as np
 import pytest
-from lazy import LazyDevice
-from test_train import checkpoint_bytes, make_folder, run, steps_of
+from lazy import LazyDevice, Threads
+from test_peers import T as RANKS_T
+from test_peers import train as train_rank
+from test_train import checkpoint_bytes, here, make_folder, run_here, steps_of  # noqa: F401
 
 B, T, ROWS = 2, 11, 5  # chunks of 5, 5, 5, 5 and 2 positions
 each_model = pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
@@ -51,8 +53,8 @@ def trained(config, attention: str, logit_rows: int, kind=None) -> dict[str, np.
 
 
 @each_model
-def test_chunks_give_the_losses_and_gradients_of_the_whole(each_product, config, attention):
-    if attention == "flash" and each_product.precision == "fp32" and each_product.kind == "cuda":
+def test_chunks_give_the_losses_and_gradients_of_the_whole(each_model_dev, config, attention):
+    if attention == "flash" and each_model_dev.precision == "fp32" and each_model_dev.kind == "cuda":
         pytest.skip("flash attention is in TF32 or bf16")
     whole, chunks = (trained(config, attention, rows) for rows in (0, ROWS))
     allowed = BF16 if device.floatX == device.BF16 else model_tolerance(device)
@@ -96,28 +98,31 @@ def test_where_the_whole_does_not_fit_on_every_rank_all_take_chunks(monkeypatch,
         assert not asked and training.activations.logit_rows == 7
 
 
-def test_a_run_says_and_keeps_its_chunks_and_may_change_them(tmp_path):
+def test_a_run_says_and_keeps_its_chunks_and_may_change_them(tmp_path, run_here):  # noqa: F811
     folder = make_folder(tmp_path / "cpu.gpt2")
     common = "-g", "0", "-n", "2", "-x", "4", "--checkpoint-dir", "run"
-    plain = run(folder, "-g", "0", "-x", "4")
-    whole = run(folder, *common, "--logit-rows", "7")
+    plain = run_here(folder, "-g", "0", "-x", "4")
+    whole = run_here(folder, *common, "--logit-rows", "7")
     assert re.search(r"^\| logits +\| of 7 positions at a time +\|$", whole, re.M) and "positions" not in plain
     want, losses = checkpoint_bytes(folder, 4), steps_of(whole)
     assert losses == pytest.approx(steps_of(plain), rel=1e-5)
     (folder / "run" / "step_00000004").rename(folder / "step_00000004")
-    out = run(folder, *common, "-y", "1")
+    out = run_here(folder, *common, "-y", "1")
     assert steps_of(out) == {step: losses[step] for step in (3, 4)} and checkpoint_bytes(folder, 4) == want
     (folder / "run" / "step_00000004").rename(folder / "again")
-    out = run(folder, *common, "-y", "1", "--logit-rows", "0")
+    out = run_here(folder, *common, "-y", "1", "--logit-rows", "0")
     assert "--logit-rows was 7 and is now 0" in out and steps_of(out) == pytest.approx(
         {step: losses[step] for step in (3, 4)}, rel=1e-5
     )
 
 
-def test_ranks_train_by_chunks_as_one_does(tmp_path):
-    folder = make_folder(tmp_path / "cpu.gpt2")
-    flags = "-g", "0", "-x", "3", "--logit-rows", "7", "--bitwise", "1", "-d", "64", "--checkpoint-dir", "run"
-    losses = steps_of(run(folder, *flags))
-    want = checkpoint_bytes(folder, 3)
-    (folder / "run").rename(folder / "one")
-    assert steps_of(run(folder, *flags, "--gpus", "2")) == losses and checkpoint_bytes(folder, 3) == want
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_train_by_chunks_as_one_does(precision, monkeypatch, rng):
+    flags = {"logit_rows": 7, "bitwise": True, "precision": precision}
+    batches = rng.integers(0, ODD.vocab_size, (3, 2, 2, B, RANKS_T), dtype=np.int32)
+
+    def trained(N: int) -> list[np.ndarray]:
+        return Threads(N, monkeypatch).run(lambda rank: train_rank(ODD, B, batches, 0.1, **flags))
+
+    (one,) = trained(1)
+    assert all(np.array_equal(one, other) for other in trained(2))

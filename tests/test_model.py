@@ -120,21 +120,21 @@ def trained_by_pytorch(config: Config, attention: str, weight_decay: float) -> t
     + [pytest.param(*each, 0.1, marks=pytest.mark.long) for each in VARIANTS if each not in ONE_OF_EACH],
     ids=name_of,
 )
-def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weight_decay):
+def test_ten_steps_of_adamw_equal_pytorchs(model_dev, config, attention, weight_decay):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     batches = make_batches(config, 10, B, T)
-    training = build(product_dev, config, B, T, attention, flat, weight_decay=weight_decay)
+    training = build(model_dev, config, B, T, attention, flat, weight_decay=weight_decay)
     sent = Batches(training.batch, training.acts.losses, GivenBatches(batches))
     step_of, losses = training_step(training, sent), []
     for step in range(len(batches)):
         step_of(step, 1e-3)
-        product_dev.synchronize()
+        model_dev.synchronize()
         losses.append(sent.mean_loss(step))
     want_losses, want = trained_by_pytorch(config, attention, weight_decay)
-    allowed = tolerance(product_dev, attention)
+    allowed = tolerance(model_dev, attention)
     assert_close("losses of ten steps", np.array(losses), np.array(want_losses), allowed)
     for name in names_of(config):
-        ours, theirs = product_dev.to_host(getattr(training.model.params, name)), want[name].numpy()
+        ours, theirs = model_dev.to_host(getattr(training.model.params, name)), want[name].numpy()
         if name == "qkvb" and attention != "relu":
             # Softmax is blind to what moves all scores of a row: the key bias has gradient 0. What rounding makes of
             # that, AdamW scales up to whole steps in any direction.
@@ -146,30 +146,30 @@ def test_ten_steps_of_adamw_equal_pytorchs(product_dev, config, attention, weigh
 
 
 @some_models
-def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(product_dev, config, attention):
+def test_accumulated_gradients_of_small_batches_are_those_of_one_large_batch(model_dev, config, attention):
     flat, (B, T), count = flat_parameters(config), batch_shape(config), 3
     batches = make_batches(config, count, B, T)
-    training = build(product_dev, config, B, T, attention, flat)
+    training = build(model_dev, config, B, T, attention, flat)
     for i, (inputs, targets) in enumerate(batches):
-        forward_backward(product_dev, training, inputs, targets, 1 / (count * B * T), accumulate=i > 0)
+        forward_backward(model_dev, training, inputs, targets, 1 / (count * B * T), accumulate=i > 0)
     inputs, targets = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
     _, _, want = oracle.gradients(config, oracle.table_of(config, flat), inputs, targets, attention)
-    for name, gradient in gradients_of(product_dev, training.model).items():
-        assert_close(f"accumulated d{name}", gradient, want[name], tolerance(product_dev, attention))
+    for name, gradient in gradients_of(model_dev, training.model).items():
+        assert_close(f"accumulated d{name}", gradient, want[name], tolerance(model_dev, attention))
 
 
 @some_models
-def test_an_update_is_by_the_recipe_with_gradients_clipped_to_the_given_norm(product_dev, config, attention):
+def test_an_update_is_by_the_recipe_with_gradients_clipped_to_the_given_norm(model_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)
-    training = build(product_dev, config, B, T, attention, flat, beta1=0.8, beta2=0.96, eps=0.5)
+    training = build(model_dev, config, B, T, attention, flat, beta1=0.8, beta2=0.96, eps=0.5)
     model, adamw = training.model, training.adamw
-    forward_backward(product_dev, training, inputs, targets, 1 / (B * T))
-    grads = product_dev.to_host(model.grads_memory).astype(np.float64)
+    forward_backward(model_dev, training, inputs, targets, 1 / (B * T))
+    grads = model_dev.to_host(model.grads_memory).astype(np.float64)
     norm = np.linalg.norm(grads)
     adamw.recipe = adamw.recipe._replace(grad_clip=0.5 * norm)
     adamw_update(model, adamw, training.exchange, 0.1, 1)
-    assert_close("norm of all gradients", product_dev.to_host(adamw.norm)[:1], np.array([norm]), 1e-5)
+    assert_close("norm of all gradients", model_dev.to_host(adamw.norm)[:1], np.array([norm]), 1e-5)
     grads *= 0.5
     assert_close("m", adamw.m, 0.2 * grads, 1e-5)
     assert_close("v", adamw.v, 0.04 * grads**2, 1e-5)
@@ -180,37 +180,37 @@ def test_an_update_is_by_the_recipe_with_gradients_clipped_to_the_given_norm(pro
     (*ONE_OF_EACH[0], False), *((*each, True) for each in ONE_OF_EACH),
     *(pytest.param(*each, False, marks=pytest.mark.long) for each in ONE_OF_EACH[1:]),
 ], ids=name_of)  # fmt: skip
-def test_a_step_that_is_not_finite_changes_no_parameter(product_dev, config, attention, skip):
+def test_a_step_that_is_not_finite_changes_no_parameter(model_dev, config, attention, skip):
     B, T, steps = 1, 5, 6
-    training = build(product_dev, config, B, T, attention, flat_parameters(config), skip_nonfinite=skip)
+    training = build(model_dev, config, B, T, attention, flat_parameters(config), skip_nonfinite=skip)
     model, adamw = training.model, training.adamw
     sent = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, steps, B, T)))
     step_of, buffers = training_step(training, sent), (model.params_memory, adamw.m, adamw.v)
     weight, changes = model.params.lnfw[:1], []
     for step in range(steps):
-        kept = product_dev.to_host(weight)
+        kept = model_dev.to_host(weight)
         if step == 3:
-            product_dev.copy_in(weight, np.full(1, np.nan, np.float32))
-        before = [product_dev.to_host(buffer) for buffer in buffers]
+            model_dev.copy_in(weight, np.full(1, np.nan, np.float32))
+        before = [model_dev.to_host(buffer) for buffer in buffers]
         step_of(step, 1e-3)
-        product_dev.synchronize()
-        after = [product_dev.to_host(buffer) for buffer in buffers]
+        model_dev.synchronize()
+        after = [model_dev.to_host(buffer) for buffer in buffers]
         changes.append([not np.array_equal(*pair, equal_nan=True) for pair in zip(before, after, strict=True)])
         assert np.isfinite(sent.mean_loss(step)) == (step != 3)
         if step == 3:
-            product_dev.copy_in(weight, kept)
-            product_dev.synchronize()
+            model_dev.copy_in(weight, kept)
+            model_dev.synchronize()
     assert changes == [[step < 3 or skip and step > 3] * 3 for step in range(steps)]
-    assert product_dev.to_host(adamw.norm)[2] == 1
+    assert model_dev.to_host(adamw.norm)[2] == 1
 
 
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
-def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config, attention):
+def test_what_is_not_finite_in_backward_alone_is_noticed_too(model_dev, config, attention):
     """A NaN in something that forward has kept for backward, a layer at a time."""
     B, T, flat = 1, 5, flat_parameters(config)
-    training = build(product_dev, config, B, T, attention, flat)
+    training = build(model_dev, config, B, T, attention, flat)
     model, acts, batch, adamw = training.model, training.acts, training.batch, training.adamw
-    send(product_dev, batch, *make_batches(config, 1, B, T)[0])
+    send(model_dev, batch, *make_batches(config, 1, B, T)[0])
     table, _ = training_tables(kind_of(config), attention)
     kept = [row[0] for row in without(table, config.absent) if row[1][0] == "L"]
     for name in kept:
@@ -219,42 +219,42 @@ def test_what_is_not_finite_in_backward_alone_is_noticed_too(product_dev, config
             model.forward(acts, batch)
             model.loss(acts, batch, 1 / (B * T))
             spoiled = getattr(acts.layer[layer], name).reshape(-1)[:1]
-            product_dev.copy_in(spoiled, np.full(1, np.nan, np.float32))
+            model_dev.copy_in(spoiled, np.full(1, np.nan, np.float32))
             model.backward(acts, batch)
             adamw_update(model, adamw, training.exchange, 1e-3, 1)
-            norm, _, _, left_out = product_dev.to_host(adamw.norm)
-            params = product_dev.to_host(model.params_memory)
+            norm, _, _, left_out = model_dev.to_host(adamw.norm)
+            params = model_dev.to_host(model.params_memory)
             assert np.isfinite(params).all()
             if np.isfinite(norm):
                 assert left_out, (name, layer)
             else:
                 assert np.array_equal(params, flat), (name, layer)
-            product_dev.copy_in(model.params_memory, flat)
+            model_dev.copy_in(model.params_memory, flat)
             for buffer in (adamw.m, adamw.v, adamw.norm):
-                assert np.isfinite(product_dev.to_host(buffer)[2:]).all()
-                product_dev.fill_zero(buffer)
-            product_dev.synchronize()
+                assert np.isfinite(model_dev.to_host(buffer)[2:]).all()
+                model_dev.fill_zero(buffer)
+            model_dev.synchronize()
 
 
 @pytest.mark.parametrize("config, attention", ONE_OF_EACH, ids=name_of)
-def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(product_dev, config, attention):
+def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(model_dev, config, attention):
     flat, (B, T) = flat_parameters(config), batch_shape(config)
     ((inputs, targets),) = make_batches(config, 1, B, T)
-    large = build(product_dev, config, B, T, attention, flat)
-    forward_backward(product_dev, large, inputs, targets, 1 / (B * T))
+    large = build(model_dev, config, B, T, attention, flat)
+    forward_backward(model_dev, large, inputs, targets, 1 / (B * T))
     for b, t in [(1, 1), (1, 5), (B, T - 1), (B, T)]:
         results = []
-        for training in (large, build(product_dev, config, b, t, attention, flat)):
-            logits, _ = forward_backward(product_dev, training, inputs[:b, :t], targets[:b, :t], 1 / (b * t))
-            results.append((logits, product_dev.to_host(training.model.grads_memory)))
+        for training in (large, build(model_dev, config, b, t, attention, flat)):
+            logits, _ = forward_backward(model_dev, training, inputs[:b, :t], targets[:b, :t], 1 / (b * t))
+            results.append((logits, model_dev.to_host(training.model.grads_memory)))
         (logits, grads), (fresh_logits, fresh_grads) = results
         assert np.array_equal(logits, fresh_logits), (b, t)
         assert np.array_equal(grads, fresh_grads), (b, t)
 
 
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=name_of)
-def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(dev, capsys, config):
-    training = build(dev, config, 2, 11, "softmax", flat_parameters(config))
+def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(model_dev, capsys, config):
+    training = build(model_dev, config, 2, 11, "softmax", flat_parameters(config))
     cache = Cache(training.model, 1, 11, "softmax", training.activations.memory)
     tokenizer = Tokenizer([bytes([32 + i]) for i in range(94)] + [b"the"] * 7, eot=100)
     texts = []
@@ -305,15 +305,15 @@ def test_an_update_covers_every_parameter_once_and_decays_only_matrices(config):
 @pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=name_of)
 @pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
 def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocated(
-    dev, monkeypatch, config, attention
+    model_dev, monkeypatch, config, attention
 ):
     def no_allocation(*args):
         raise AssertionError("allocated")
 
     monkeypatch.setattr(memory, "BESIDE", 0)
-    monkeypatch.setattr(dev.current.device, "memory", lambda: (5 << 20, 64 << 30))
+    monkeypatch.setattr(model_dev.current.device, "memory", lambda: (5 << 20, 64 << 30))
     for name in ("empty", "asarray"):
-        monkeypatch.setattr(dev.current.device, name, no_allocation)
+        monkeypatch.setattr(model_dev.current.device, name, no_allocation)
     kind, needed = kind_of(config), r"needs \d+ MiB.* MiB are free on .*: "
     message = rf"B=640, T=32 {needed}at most -b \d+ or .* fits, or choose .*\(-e\)$"
     with pytest.raises(UserError, match=message) as caught:
@@ -323,7 +323,7 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
         sum(training_sizes(kind, config, Plan(B, 32, attention)).values()) for B in (fitting, fitting + 1)
     ]
     assert bytes_of[0] <= 5 << 20 < bytes_of[1]
-    monkeypatch.setattr(dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
+    monkeypatch.setattr(model_dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
     with pytest.raises(UserError, match=f"B=640, T=32 {needed}no flag makes -b 1 fit, so lower -t"):
         make_training(kind, config, 640, 32, attention, logit_rows=0)
 
@@ -331,11 +331,11 @@ def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocat
 @pytest.mark.parametrize(
     "config", [replace(EVEN, num_layers=4, vocab_size=250), LLAMA_ODD, PYTHIA_HEADS_OF_64], ids=name_of
 )
-def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatch, config):
+def test_random_weights_are_the_originals_and_depend_on_the_seed(model_dev, monkeypatch, config):
     def parameters(seed: int) -> np.ndarray:
         model = kind_of(config)(config, 8, inference=True)
         randomize(model, None, seed)
-        return dev.to_host(model.params_memory)
+        return model_dev.to_host(model.params_memory)
 
     params, again, other = (parameters(seed) for seed in (1, 1, 2))
     assert np.array_equal(params, again) and not np.array_equal(params, other)
@@ -358,12 +358,12 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(dev, monkeypatc
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, replace(LLAMA_ODD, tied=True)], ids=name_of)
-def test_a_model_file_is_built_into_the_model_it_holds(dev, tmp_path, config):
+def test_a_model_file_is_built_into_the_model_it_holds(model_dev, tmp_path, config):
     flat = flat_parameters(config)
     write_model(tmp_path / "model.bin", config, flat)
     model = model_for_inference(kind_of(config), tmp_path / "model.bin", 11)
     assert model.config == config
-    assert np.array_equal(dev.to_host(model.params_memory), flat)
+    assert np.array_equal(model_dev.to_host(model.params_memory), flat)
     write_model(tmp_path / "again.bin", config, model.params_memory)  # from the device
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()
 

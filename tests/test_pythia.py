@@ -31,13 +31,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_pythia_is_transformers_in_logits_loss_gradients_and_ten_steps(product_dev, config):
+def test_a_pythia_is_transformers_in_logits_loss_gradients_and_ten_steps(model_dev, config):
     def zero_what_softmax_is_blind_to(flat: np.ndarray) -> None:
         qkvb = name_tensors(flat, config.parameters(), config.sizes(), align=1).qkvb
         keys = qkvb.reshape(config.num_layers, 3, config.num_heads, -1)[:, 1]  # a bias that all keys have alike
         keys[..., config.sizes()["R"] :] = 0
 
-    assert_is_transformers(product_dev, config, blind=zero_what_softmax_is_blind_to)
+    assert_is_transformers(model_dev, config, blind=zero_what_softmax_is_blind_to)
 
 
 # (channels, heads, layers) and the parameters that transformers counts

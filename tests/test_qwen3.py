@@ -23,13 +23,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_qwen3_is_transformers_in_logits_loss_gradients_and_ten_steps(product_dev, config):
-    assert_is_transformers(product_dev, config)
+def test_a_qwen3_is_transformers_in_logits_loss_gradients_and_ten_steps(model_dev, config):
+    assert_is_transformers(model_dev, config)
 
 
-def test_qwen3_0_6b_is_transformers_in_logits_loss_and_every_gradient(product_dev):
+def test_qwen3_0_6b_is_transformers_in_logits_loss_and_every_gradient(model_dev):
     config = replace(Qwen3Config.described("qwen3-0.6b"), vocab_size=20_000)  # PyTorch's logits are in float64
-    assert_a_large_one_is_transformers(product_dev, Qwen3, config, B=1, T=129)
+    assert_a_large_one_is_transformers(model_dev, Qwen3, config, B=1, T=129)
 
 
 def test_the_presets_have_the_originals_numbers_of_parameters():

@@ -13,7 +13,7 @@ import pytest
 from lazy import LazyDevice, Threads
 from test_peers import T as RANKS_T
 from test_peers import train as train_rank
-from test_train import checkpoint_bytes, make_folder, run, steps_of
+from test_train import checkpoint_bytes, here, make_folder, run_here, steps_of  # noqa: F401
 
 B, T, DROPOUT = 2, 11, (0.1, 3)
 
@@ -46,8 +46,8 @@ def trained(training: Training) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("config, attention", SOME, ids=name_of)
-def test_it_changes_no_bit(each_product, config, attention):
-    if attention == "flash" and each_product.precision == "fp32" and each_product.kind == "cuda":
+def test_it_changes_no_bit(each_model_dev, config, attention):
+    if attention == "flash" and each_model_dev.precision == "fp32" and each_model_dev.kind == "cuda":
         pytest.skip("flash attention is in TF32 or bf16")
     without, recomputed = (trained(training) for training in build_twice(config, attention))
     assert all(np.array_equal(recomputed[name], values) for name, values in without.items())
@@ -112,15 +112,15 @@ def test_no_product_runs_again_whose_output_nobody_needs(config, attention, monk
     assert recomputing - backward == config.num_layers * (of_a_layer - not_again)
 
 
-def test_a_run_goes_on_with_or_without_it(tmp_path):
+def test_a_run_goes_on_with_or_without_it(tmp_path, run_here):  # noqa: F811
     folder = make_folder(tmp_path / "cpu.gpt2")
     flags = "-g", "4", "-n", "2", "-x", "4", "--checkpoint-dir", "run"
-    plain = run(folder, *flags)
+    plain = run_here(folder, *flags)
     want = checkpoint_bytes(folder, 4)
     (folder / "run").rename(folder / "plain")
-    recomputed = run(folder, *flags, "--recompute")
+    recomputed = run_here(folder, *flags, "--recompute")
     assert "recomputed, but for each layer's input" in recomputed and "recomputed" not in plain
     assert steps_of(recomputed) == steps_of(plain) and checkpoint_bytes(folder, 4) == want
     (folder / "run" / "step_00000004").rename(folder / "step_00000004")
-    resumed = run(folder, *flags, "-y", "1", "--recompute", "0")
+    resumed = run_here(folder, *flags, "-y", "1", "--recompute", "0")
     assert "--recompute was True and is now False" in resumed and checkpoint_bytes(folder, 4) == want

@@ -150,7 +150,7 @@ def test_every_weights_gradient_is_computed_beside_the_rest_of_backward(config, 
 
 @pytest.mark.parametrize("config, attention, rate", with_dropout(ONE_OF_EACH), ids=name_of)
 def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, rate):
-    """Steps of three batches, the next given to the device while it has the one before."""
+    """Steps of two batches, the next given to the device while it has the one before."""
 
     def trained(kind: type[device.CpuDevice]) -> list[np.ndarray]:
         device.current.device = kind()
@@ -160,8 +160,8 @@ def test_a_device_that_lags_behind_trains_to_the_same_bits(config, attention, ra
         )  # fmt: skip
         model, adamw = training.model, training.adamw
         randomize(model, adamw, seed=1)
-        given = GivenBatches(make_batches(config, 12, 2, 11))
-        batches, losses = Batches(training.batch, training.acts.losses, given, count=3), []
+        given = GivenBatches(make_batches(config, 8, 2, 11))
+        batches, losses = Batches(training.batch, training.acts.losses, given, count=2), []
         step_of, ends = training_step(training, batches), []
         for step in range(4):
             step_of(step, 1e-2)

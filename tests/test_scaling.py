@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.long
 def test_bench_prints_a_table_of_steps_on_one_process_and_several():
     flags = "--gpus 2 --device cpu -e layers=1,heads=2,channels=16 -b 2 -t 16 --vocab-size 100 --steps 3 --bitwise 1"
     command = [sys.executable, str(ROOT / "dev" / "bench"), "scaling", *flags.split()]

@@ -30,6 +30,7 @@ from test_ranks import (
     folder,
     free_port,
     most,
+    on,
     run,
     start,
     torchrun_env,
@@ -179,22 +180,7 @@ def test_the_secret_is_the_environments_or_in_a_file_that_nobody_else_can_read(t
         find_secret({"HOME": "/proc/none"})
 
 
-def listening() -> set[str]:
-    """The addresses and ports, as in /proc/net, of all that listens on this machine."""
-    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    return {line[1] for line in lines if line[3] == "0A"}
-
-
-def test_ranks_of_one_machine_listen_on_the_loopback_alone(folder):
-    """Also gloo and NCCL."""
-    before = listening()
-    process, _ = begun(folder)
-    new = listening() - before
-    process.terminate()
-    finish(process, 128 + signal.SIGTERM)
-    assert new and all(re.match("0100007F:|0{24}01000000:|0{16}FFFF00000100007F:", place) for place in new), new
-
-
+@on("cpu", long="cuda")
 def test_the_words_of_a_peer_are_escaped_and_set_no_exit_status(folder):
     port = free_port()
     env = torchrun_env(0, 2, port)
@@ -226,6 +212,7 @@ runpy.run_path({str(ROOT / "train_gpt2_fp32.py")!r}, run_name="__main__")
     return path
 
 
+@on("cpu", long="cuda")
 def test_a_rank_with_another_version_of_the_code_is_named(folder):
     path = patched(folder, """
 from llmc.ranks import handshake

@@ -111,9 +111,11 @@ def test_a_folders_texts_are_read_in_order_and_what_is_skipped_is_counted_by_suf
     assert "--suffix .pdf reads such files as text" in refusal(prepare, "in/e.pdf")
 
 
-@pytest.mark.parametrize("name, data", [("a.jsonl", '{"text": "naïve"}\n'), ("a.csv", "text\nnaïve\n"),
-                                        ("a.json", '["naïve"]'), ("a.txt", "naïve")])  # fmt: skip
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "cp1252", "cp437"])
+@pytest.mark.parametrize("name, data, encoding", [
+    ("a.jsonl", '{"text": "naïve"}\n', "utf-16"), ("a.csv", "text\nnaïve\n", "cp1252"),
+    ("a.json", '["naïve"]', "cp437"),
+    *(("a.txt", "naïve", encoding) for encoding in ("utf-16", "utf-16-le", "cp1252", "cp437")),
+])  # fmt: skip
 def test_what_is_not_utf_8_is_refused_by_its_byte_and_right_in_the_encoding_named(prepare, name, data, encoding):
     Path(name).write_bytes(data.encode(encoding))
     Path("b.txt").write_bytes("second".encode(encoding))

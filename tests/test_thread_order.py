@@ -72,10 +72,13 @@ def results_by_order(launches: list, monkeypatch, work) -> list[list]:
 
 
 class OneBatch:
-    """A loader of one random batch in which many positions hold the same token."""
+    """A loader of one random batch, of V tokens, in which many positions hold the same one."""
+
+    def __init__(self, V: int):
+        self.V = V
 
     def next_batch(self, inputs: np.ndarray, targets: np.ndarray) -> None:
-        inputs[:], targets[:] = np.random.default_rng(1).integers(0, 1101, (2, *inputs.shape), dtype=np.int32)
+        inputs[:], targets[:] = np.random.default_rng(1).integers(0, self.V, (2, *inputs.shape), dtype=np.int32)
         inputs.reshape(-1)[: inputs.size // 2] = 5
 
 
@@ -88,16 +91,16 @@ def step_of(config: Config, attention: str, B: int, T: int, rate: float = 0.0):
             dropout=(rate, 1) if rate else None,
         )  # fmt: skip
         randomize(training.model, training.adamw, seed=1)
-        training_step(training, Batches(training.batch, training.acts.losses, OneBatch()))(0, 1e-3)
+        training_step(training, Batches(training.batch, training.acts.losses, OneBatch(config.vocab_size)))(0, 1e-3)
 
     return work
 
 
-MANY = ROWS_WORTH_TRANSPOSING // 6 + 1
+MANY = ROWS_WORTH_TRANSPOSING // 32 + 1
 STEPS = {
     "softmax, odd sizes": (GPT2Config(21, 1101, 1, 3, 33), "softmax", 2, 21),
-    "softmax, more rows than a pass takes": (GPT2Config(MANY, 1101, 1, 1, 8), "softmax", 6, MANY),
-    "llama, more rows than a pass takes": (Llama3Config(MANY, 1101, 1, 2, 2, 8, 9, tied=False), "softmax", 6, MANY),
+    "softmax, more rows than a pass takes": (GPT2Config(MANY, 101, 1, 1, 8), "softmax", 32, MANY),
+    "llama, more rows than a pass takes": (Llama3Config(MANY, 101, 1, 2, 2, 8, 9, tied=False), "softmax", 32, MANY),
     "pythia, dropout": (PythiaConfig(21, 1101, 1, 3, 33, rotary=0.6), "softmax", 2, 21, 0.2),
     "pythia, RMSNorm": (PythiaConfig(21, 1101, 1, 3, 24, norm="rms", tied_norm=True, gelu="erf"), "softmax", 2, 21),
     "pythia, sequential, flash": (PythiaConfig(70, 1101, 1, 2, 128, parallel=False), "flash", 1, 70),

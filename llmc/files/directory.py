@@ -1,9 +1,8 @@
-"""A directory that a user has named: how we write below it, to no link and to no other directory; and its lock, which
-one run at a time can have.
+"""A directory that a user has named: how it is made, how we write below it, and how one run at a time has it.
 
 Whoever can put a file into a directory, or into an archive that we unpack, can put a link there. If we followed it, we
-would write to any file of the user's. So a directory is opened once, and everything below it is named relative to the
-open directory.
+would write to any file of the user's. So a directory is opened once, and everything below it, its lock too, is named
+relative to the open directory.
 """
 
 import errno
@@ -22,13 +21,13 @@ from typing import BinaryIO
 from device.errors import UserError
 from llmc.ranks import ranks
 
-PATIENCE = 30  # seconds; a job that is queued again may start while the old one is still ending
+PATIENCE = 30  # seconds for a lock; a job that is queued again may start while the old one is still ending
 BEGINNING = b"process "  # of what is in a lock's file; a power cut may leave a part of it, or zeros
 TAKEN = (errno.EAGAIN, errno.EACCES)
 
 
 class Directory:
-    """An open directory. Its path may contain links. Below it, no link is followed.
+    """An open directory. The path of it may contain links. Below it, no link is followed.
 
     above: the open directory that has this one; then the path's last part must be no link. Raises OSError, as all
     methods do, if the system refuses.
