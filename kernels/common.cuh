@@ -140,6 +140,10 @@ struct Floats {
     float x[FLOATS];
 };
 
+struct Halves {  // 16 bits as they are in memory, not turned into fp32
+    unsigned x[FLOATS];
+};
+
 struct Ragged {
     template <class T>
     __device__ static Vec load(const T* p, int left) {
@@ -161,6 +165,14 @@ struct Ragged {
     __device__ static void store_floats(T* p, const Floats& v, int left) {
         for (int k = 0; k < FLOATS && k < left; k++) set(p[k], v.x[k]);
     }
+    __device__ static Halves load_halves(const bf16* p, int left) {
+        Halves v;
+        for (int k = 0; k < FLOATS; k++) v.x[k] = k < left ? p[k].bits : 0u;
+        return v;
+    }
+    __device__ static void store_halves(bf16* p, const Halves& v, int left) {
+        for (int k = 0; k < FLOATS && k < left; k++) p[k].bits = (unsigned short)v.x[k];
+    }
 };
 
 struct Aligned {
@@ -169,6 +181,8 @@ struct Aligned {
     template <class T> static void store(T* p, const Vec& v, int) { Ragged::store(p, v, WIDTH); }
     template <class T> static Floats load_floats(const T* p, int) { return Ragged::load_floats(p, FLOATS); }
     template <class T> static void store_floats(T* p, const Floats& v, int) { Ragged::store_floats(p, v, FLOATS); }
+    static Halves load_halves(const bf16* p, int) { return Ragged::load_halves(p, FLOATS); }
+    static void store_halves(bf16* p, const Halves& v, int) { Ragged::store_halves(p, v, FLOATS); }
 #else
     __device__ static Vec load(const float* p, int left) {
         Vec v;
@@ -211,6 +225,13 @@ struct Aligned {
     }
     __device__ static void store_floats(bf16* p, const Floats& v, int left) {
         *reinterpret_cast<uint2*>(p) = make_uint2(to_bf16(v.x[0], v.x[1]), to_bf16(v.x[2], v.x[3]));
+    }
+    __device__ static Halves load_halves(const bf16* p, int left) {
+        const uint2 u = *reinterpret_cast<const uint2*>(p);
+        return {{u.x & 0xffffu, u.x >> 16, u.y & 0xffffu, u.y >> 16}};
+    }
+    __device__ static void store_halves(bf16* p, const Halves& v, int left) {
+        *reinterpret_cast<uint2*>(p) = make_uint2(v.x[0] | v.x[1] << 16, v.x[2] | v.x[3] << 16);
     }
 #endif
 };

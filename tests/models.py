@@ -141,7 +141,7 @@ def build(dev, config: Config, B: int, T: int, attention: str, flat: np.ndarray,
     activations = training.activations
     for memory in activations.memory, activations.grads_memory, training.model.grads_memory:
         memory.view(np.uint8).fill(255)  # which is NaN in any type
-    put(training.model, training.adamw, 0, flat)
+    put(training.model, training.adamw, 0, dev.asarray(flat))
     return training
 
 
@@ -151,6 +151,11 @@ def build_from_file(kind: type[Model], path: Path, B: int, T: int, attention: st
     training = make_training(kind, config, B, T, attention, **options)
     load_weights(training.model, training.adamw, tensors)
     return training
+
+
+def state_of(training: Training) -> list[np.ndarray]:
+    """The parameters, fp32, as AdamW updates them, and its m and v, as a checkpoint has them."""
+    return [np.concatenate(list(pieces)) for pieces in training.exchange.whole_state(training.adamw)]
 
 
 def write_record(checkpoint: Path, record: dict) -> None:

@@ -8,7 +8,7 @@ from llmc.data.batches import Batches
 from llmc.files.checkpoint import read_model, write_model
 from llmc.model.tensors import Config
 from llmc.model.weights import model_for_inference
-from models import GivenBatches, build, forward_backward, kind_of, make_batches, name_parameters
+from models import GivenBatches, build, forward_backward, kind_of, make_batches, name_parameters, state_of
 from train_gpt2_fp32 import GPT2Config, training_step
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
@@ -88,10 +88,10 @@ def test_training_is_repeated_to_the_bit_and_the_copy_is_the_master_rounded(dev,
             step_of(step, 1e-3)
             dev.synchronize()
         params, adamw = training.model.params_memory, training.adamw
-        memories = adamw.master, params, adamw.m, adamw.v
+        memories = adamw.low, params, adamw.m, adamw.v
         results.append([dev.to_host(memory).tobytes() for memory in memories])
     assert results[0] == results[1]
-    master, copy = dev.to_host(adamw.master), dev.to_host(params)
+    master, copy = state_of(training)[0], dev.to_host(params)
     assert np.array_equal(copy, torch.from_numpy(master).bfloat16().view(torch.int16).numpy().view(np.uint16))
     assert not np.array_equal(master, flat) and np.abs(master - flat).max() < 5e-3
 
@@ -100,7 +100,7 @@ def test_a_file_of_a_bf16_model_has_its_master_copy(dev, tmp_path):
     config, _ = MODELS["GPT-2"]
     flat = oracle.flat_parameters_of(oracle.transformers_model(config), config).astype(np.float32)
     training = build(dev, config, B, T, "softmax", flat)
-    write_model(tmp_path / "model.bin", config, training.adamw.master)
+    write_model(tmp_path / "model.bin", config, state_of(training)[0])
     _, tensors = read_model(tmp_path / "model.bin", GPT2Config)
     assert np.array_equal(np.concatenate([tensor.ravel() for tensor in tensors.values()]), flat)
     read = model_for_inference(kind_of(config), tmp_path / "model.bin", T)

@@ -25,7 +25,7 @@ import pytest
 
 N, B, T = 2, 2, 8
 OF_PARTS = {
-    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "master", "norm"), "exchange": ("received", "sums"),
+    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "norm"), "exchange": ("received", "sums"),
 }  # fmt: skip
 OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one
 SPARSE = ("wte_values", "wte_indices")
@@ -202,7 +202,8 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         arrays = {name: getattr(parts[part], name) for part, names in OF_PARTS.items() for name in names}
         arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
         if flags.get("offload"):
-            arrays |= {f"buffer {i}": x for i, x in enumerate(parts["adamw"].offload.buffers)}
+            buffers = parts["adamw"].offload.buffers
+            arrays |= {f"row {k} of buffer {i}": x for i, rows in enumerate(buffers) for k, x in enumerate(rows)}
             arrays["rates"] = parts["adamw"].offload.rates
         places |= {f"{name} of rank {rank[0]}": span(x) for name, x in arrays.items() if x is not None}
     gpu = Gpu()

@@ -6,7 +6,6 @@ Ranks are threads on devices that do nothing before they must (lazy.py). tests/t
 import re
 import sys
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ import device
 from device.errors import UserError
 from llmc.data.batches import Batches
 from llmc.files.checkpoint import load_checkpoint, read_model
+from llmc.model import weights
 from llmc.model.model import Model
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
@@ -24,7 +24,7 @@ from llmc.run import program
 from llmc.run.saver import Saver
 from llmc.step.training import Training, make_training
 from llmc.step.update import adamw_update
-from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, kind_of
+from models import EVEN, LLAMA_ODD, ODD, ONE_OF_EACH, kind_of, state_of
 from train_gpt2_fp32 import training_step
 
 import numpy as np
@@ -58,7 +58,8 @@ def train(
         zeros = np.arange(of.params_memory.size) % 5 == 0  # -0 has the bits of 0 no more once 0 is added
         of.params_memory[zeros] = 0x8000 if of.has_copy else -0.0
         if of.has_copy:
-            adamw.master[zeros[adamw.first :][: adamw.master.size]] = -0.0
+            own = zeros[adamw.first :][: adamw.low.size]
+            adamw.low[own], adamw.v[own] = 0, 0
     loader, loss = InOrder(batches), of.loss
     if spoilt is not None:
         of.loss = lambda acts, batch, dloss, accumulate: loss(
@@ -75,7 +76,7 @@ def train(
     training.exchange.gather_parameters()
     if directory:
         save(training, directory, last)
-    found = on_host(training.exchange.whole_state(adamw)[0])
+    found, *_ = state_of(training)
     assert not of.has_copy or np.array_equal(device.to_host(of.params_memory), device.to_bf16(found))
     return found.view(np.uint32)  # all bits: -0 == 0
 
@@ -93,11 +94,6 @@ class InOrder:
 
     def skip(self) -> None:
         self.given += 1
-
-
-def on_host(values) -> np.ndarray:
-    """A part of Exchange.whole_state."""
-    return np.concatenate(list(values)) if isinstance(values, Iterator) else device.to_host(values)
 
 
 def save(training: Training, directory: Path, step: int) -> None:
@@ -225,7 +221,7 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not_stopped(
 ):
     """On the same ranks, or of a bitwise run on any. A checkpoint holds the fp32 parameters, with which a run in
     another precision goes on."""
-    monkeypatch.setattr(collectives, "PIECE", 3000)  # of 4,800 or more on a rank
+    monkeypatch.setattr(weights, "STAGED", 3000)  # of 4,800 or more on a rank
     batches = rng.integers(0, ODD.vocab_size, (4, 6, 2, 1, T), dtype=np.int32)
 
     def trained(N: int, batches, **more) -> list[np.ndarray]:
@@ -248,7 +244,7 @@ def test_what_is_shared_out_is_saved_and_loaded_without_a_whole_copy_on_any_rank
     """To save, all ranks together, which are threads here, take the memory of a few pieces; to save or load, none makes
     room for more than a piece."""
     config, N, sizes, empty = replace(EVEN, num_layers=4), 3, [], device.CpuDevice.empty
-    monkeypatch.setattr(collectives, "PIECE", 500)
+    monkeypatch.setattr(weights, "STAGED", 500)
 
     def counted(self, shape, *dtype):
         sizes.append(np.prod(shape))

@@ -329,7 +329,7 @@ real, calls = collectives.whole, []
 def whole(*arguments):
     calls.append(0)
     for i, piece in enumerate(real(*arguments)):
-        if len(calls) > 2 and i == 1 and RANK == "{victim}":  # m of the second checkpoint
+        if len(calls) > 4 and i == 1 and RANK == "{victim}":  # m of the second checkpoint
             os.kill(os.getpid(), signal.SIGKILL)
         yield piece
 collectives.whole = whole

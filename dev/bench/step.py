@@ -199,8 +199,10 @@ def run_ours(workload: Workload, steps: int | None, keep: bool) -> tuple[Result,
     resident = resident_mebibytes(peak=False)
     trainer = Ours(workload)
     training = trainer.training
-    model, master = training.model, training.adamw.master
-    tensors = tensors_of(model, model.params_memory if master is None else master) if keep else None
+    tensors = None
+    if keep:
+        params, *_ = training.exchange.whole_state(training.adamw)
+        tensors = tensors_of(training.model, np.concatenate(list(params)))
     ms, loss = time_steps(trainer, steps)
     if device.kind == "cuda":
         mebibytes = (free - device.memory()[0] + 2 * WORKSPACE) / 2**20

@@ -5,15 +5,15 @@ from doc.draw.figure import Figure
 
 PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, OTHER = "abcde"
 NAMES = {
-    PARAMETERS: "parameters", GRADIENTS: "gradients", STATE: "master copy, m, v", ACTIVATIONS: "activations",
+    PARAMETERS: "parameters", GRADIENTS: "gradients", STATE: "AdamW's state", ACTIVATIONS: "activations",
     OTHER: "the rest",
 }  # fmt: skip
 WEIGHTS = {PARAMETERS: 7672, GRADIENTS: 15344}  # MiB
 WAYS = {
-    "no flag": WEIGHTS | {STATE: 3 * 15344, ACTIVATIONS: 2796, OTHER: 149},
-    "--recompute": WEIGHTS | {STATE: 3 * 15344, ACTIVATIONS: 586, OTHER: 149},
-    "--offload": WEIGHTS | {STATE: 128, ACTIVATIONS: 2796, OTHER: 149},
-    "both": WEIGHTS | {STATE: 128, ACTIVATIONS: 586, OTHER: 149},
+    "no flag": WEIGHTS | {STATE: 7672 + 2 * 15344, ACTIVATIONS: 2796, OTHER: 149},
+    "--recompute": WEIGHTS | {STATE: 7672 + 2 * 15344, ACTIVATIONS: 586, OTHER: 149},
+    "--offload": WEIGHTS | {STATE: 96, ACTIVATIONS: 2796, OTHER: 149},
+    "both": WEIGHTS | {STATE: 96, ACTIVATIONS: 586, OTHER: 149},
 }
 CARDS = {24: "a card of 24 GiB", 80: "80 GiB"}
 LEFT, SCALE, ROW, HIGH = 118, 8.8, 46, 30  # of the names; of a GiB; of a bar

@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import device
 from kernels.adamw import adamw as adamw_launch
+from kernels.adamw import join, split
 from llmc.model.model import Model
 from llmc.model.offload import Offload, Piece
 from llmc.model.ranges import Range, overlaps
 from llmc.model.tensors import ranges
+
+import numpy as np
 
 
 class Recipe(NamedTuple):
@@ -33,11 +36,15 @@ class Recipe(NamedTuple):
 class AdamW:
     """The state of AdamW for the parameters of a model, or for a rank's shard of them, and its recipe.
 
-    m, v (length,)        the moments, fp32
-    master (length,)      in bf16 the parameters as AdamW updates them, fp32. It is needed because learning rates are so
-                          small that most bf16 parameters would never change. In fp32 None.
+    In bf16 AdamW updates a master copy of the parameters, which is fp32. It is needed because learning rates are so
+    small that most bf16 parameters would never change. The first 16 bits of a master copy are its parameter's, or, if
+    that was rounded up, the number before these. So only the last 16 bits are kept beside the parameter, and the sign
+    of v, which is never negative, says whether it was rounded up. All of this is exact.
+
+    m, v (length,)        the moments, fp32; in bf16 v with signs
+    low (length,)         in bf16 the last 16 bits of the master copy, uint16; in fp32 None
     first                 the place of the shard's first parameter among all of them
-    offload               with `--offload`: m, v and master lie in page-locked memory of the host, and pass through this
+    offload               with `--offload`: m, v and low lie in page-locked memory of the host, and pass through this
                           for their updates. Else None
     norm (4,)             the norm of the gradients; the factor that clips them; how many steps were not finite; and
                           whether a parameter of this rank was left out (kernels/adamw.py), which the next step tells
@@ -50,8 +57,8 @@ class AdamW:
         length = end - self.first
         zeros, empty = (device.large_pinned, device.large_pinned) if offload else (device.zeros, device.empty)
         self.m, self.v, self.norm = zeros((length,)), zeros((length,)), device.zeros((4,))
-        self.master = empty((length,)) if model.has_copy else None
-        there = [x for x in (self.m, self.v, self.master) if x is not None]
+        self.low = empty((length,), np.uint16) if model.has_copy else None
+        there = [x for x in (self.m, self.v, self.low) if x is not None]
         self.offload = Offload(there, self.first) if offload else None
 
     @property
@@ -63,8 +70,8 @@ class AdamW:
         for start, end, decay in self.decayed(model):
             for begin, stop in overlaps([(start, end)], wanted):
                 own = slice(begin - self.first, stop - self.first)
-                master = self.master[own] if self.master is not None else None
-                self.launch(model, begin, stop, decay, self.m[own], self.v[own], master, lr, t)
+                low = self.low[own] if self.low is not None else None
+                self.launch(model, begin, stop, decay, self.m[own], self.v[own], low, lr, t)
 
     def decayed(self, model: Model) -> list[tuple[int, int, float]]:
         """The ranges of the shard: (start, end, their weight decay)."""
@@ -98,17 +105,44 @@ class AdamW:
     def pass_piece(self, model: Model, piece: Piece, number: int, count: int) -> None:
         """Updates a piece (Offload.pass_through)."""
 
-        def update(start: int, end: int, decay: float, m, v, master=None) -> None:
-            self.launch(model, start, end, decay, m, v, master, rates=self.offload.rates)
+        def update(start: int, end: int, decay: float, m, v, low=None) -> None:
+            self.launch(model, start, end, decay, m, v, low, rates=self.offload.rates)
 
         self.offload.pass_through(piece, update, number, count)
 
-    def launch(self, model: Model, start: int, end: int, decay: float, m, v, master, lr=0.0, t=1, rates=None) -> None:
-        """Launches the kernel on a range of the parameters. m, v and, in bf16, master: the range's state."""
-        params, recipe, rounded = model.params_memory[start:end], self.recipe, None
-        if master is not None:
-            params, rounded = master, params
+    def launch(self, model: Model, start: int, end: int, decay: float, m, v, low, lr=0.0, t=1, rates=None) -> None:
+        """Launches the kernel on a range of the parameters. m, v and, in bf16, low: the range's state."""
+        recipe = self.recipe
         adamw_launch(
-            params, model.grads_memory[start:end], m, v, self.norm, end - start, lr, recipe.beta1, recipe.beta2,
-            recipe.eps, decay, t, rounded=rounded, rates=rates,
+            model.params_memory[start:end], model.grads_memory[start:end], m, v, self.norm, end - start, lr,
+            recipe.beta1, recipe.beta2, recipe.eps, decay, t, low=low, rates=rates,
         )  # fmt: skip
+
+    def set_master(self, model: Model, start: int, values) -> None:
+        """In bf16: sets those of consecutive parameters that are in the shard, from the start-th on, to fp32 values on
+        the device."""
+        for begin, stop in overlaps([(start, start + values.size)], [self.shard]):
+            there, (low, v) = self.of_master(begin, stop)
+            own = model.params_memory[begin:stop], values[begin - start : stop - start]
+            split(*own, stop - begin, low=low, v=v)
+            for x, copy in zip(there, (low, v), strict=True):
+                device.copy(x, copy)
+
+    def get_master(self, model: Model, start: int, values) -> None:
+        """Sets fp32 values on the device to consecutive parameters of the shard, from the start-th on, as AdamW
+        updates them."""
+        end = start + values.size
+        if self.low is None:
+            device.copy(values, model.params_memory[start:end])
+        else:
+            _, (low, v) = self.of_master(start, end)
+            join(values, model.params_memory[start:end], low, v, end - start)
+
+    def of_master(self, start: int, end: int) -> tuple[list, list]:
+        """low and v of a range of the shard, and copies of both on the device, because with `--offload` they lie on the
+        host."""
+        there = [x[start - self.first : end - self.first] for x in (self.low, self.v)]
+        here = [device.empty(x.shape, x.dtype) for x in there]
+        for copy, x in zip(here, there, strict=True):
+            device.copy(copy, x)
+        return there, here

@@ -16,8 +16,8 @@ class Model:
     """A model of one kind. Each of its two buffers is allocated once, in the order of the table of parameters:
 
     params_memory (num_parameters,)   the parameters, of the type `floatX` that the device has when the model is made.
-                                      In bf16, AdamW updates a master copy in fp32 (llmc/model/adamw.py) and rounds
-                                      these from it.
+                                      In bf16, AdamW rounds these from a master copy in fp32, whose last 16 bits it
+                                      has (llmc/model/adamw.py).
     grads_memory (num_parameters,)    their gradients, fp32. A model for inference has none.
     params, grads                     the tensors in them, as name_tensors and `group_parameters` name them
     constant                          arrays that never change, for sequences of up to T
@@ -70,7 +70,7 @@ class Model:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the parameters are rounded to bf16 from a master copy, which AdamW has."""
+        """Whether the parameters are rounded to bf16 from a master copy."""
         return self.params_memory.dtype == device.BF16
 
     @property

@@ -17,7 +17,7 @@ import device
 
 import numpy as np
 
-# Bytes of m, v and the master copy together, and the number of buffers. On an H100 a pass over Llama 3.2 1B's state
+# Bytes of m, v and, in bf16, low together, and the number of buffers. On an H100 a pass over Llama 3.2 1B's state
 # then takes 303 ms, 49 GB/s in each direction. PCIe gives no more: large copies both ways at once reach 46. Two buffers
 # of 64 MiB take 310 ms, three of 64 MiB 300.
 PIECE = 1 << 25
@@ -45,9 +45,9 @@ def buffer_bytes() -> int:
 class Offload:
     """AdamW's state on the host, and the buffers on the device through which it passes.
 
-    arrays            m, v and, in bf16, the master copy of this rank's parameters, in page-locked memory of the host
+    arrays            m, v and, in bf16, low of this rank's parameters (AdamW), in page-locked memory of the host
     first             the place of the first of these among all parameters
-    buffers           on the device, (arrays, numbers) each
+    buffers           on the device, each a row (numbers,) for each of the arrays
     free              for each buffer, a mark behind the last store from it
     rates (3,)        on the device: a step's learning rate and its corrections of m and v (kernels/adamw.py)
     staged (2, 3)     the same on the host, for two steps in flight
@@ -55,9 +55,9 @@ class Offload:
     """
 
     def __init__(self, arrays: list[np.ndarray], first: int):
-        room = max(VECTOR, PIECE // (4 * len(arrays)) // VECTOR * VECTOR)
+        room = max(VECTOR, PIECE // sum(x.itemsize for x in arrays) // VECTOR * VECTOR)
         self.arrays, self.first, self.pending = arrays, first, []
-        self.buffers, self.free = [device.empty((len(arrays), room)) for _ in range(BUFFERS)], []
+        self.buffers, self.free = [[device.empty((room,), x.dtype) for x in arrays] for _ in range(BUFFERS)], []
         self.rates, self.staged = device.empty((3,)), device.pinned((2, 3), np.float32)
 
     @property
@@ -73,7 +73,7 @@ class Offload:
 
     def pieces(self, ranges: Iterable[tuple[int, int, float]]) -> list[Piece]:
         """Cuts ranges, each with its weight decay, into pieces, in their order."""
-        room, pieces, used = self.buffers[0].shape[1], [], 0
+        room, pieces, used = self.buffers[0][0].size, [], 0
         for start, end, decay in ranges:
             while start < end:
                 last = pieces[-1][-1] if pieces else None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
 import device
+from kernels.adamw import split
 from llmc.files.checkpoint import conversion, read_model
 from llmc.model.adamw import AdamW
 from llmc.model.model import Model
@@ -16,36 +17,51 @@ from llmc.model.tensors import layout
 
 import numpy as np
 
-STAGED = 1 << 20  # floats that the host has of a tensor at a time; these stay in its caches
+STAGED = 1 << 20  # floats of a tensor that go to the device at a time; these stay in the host's caches
 
 
-def put(model: Model, adamw: AdamW | None, start: int, values: np.ndarray) -> None:
-    """Sets consecutive parameters, from the start-th on, to fp32 values on the host; in bf16 also those of AdamW's
+def on_device(values: np.ndarray | None, n: int) -> Iterator[tuple[int, object]]:
+    """The pieces of a flat fp32 array (n,) of the host, one after another on the device, each with the place of its
+    first number. None: the pieces are uninitialised."""
+    staged = device.empty((min(STAGED, n),))
+    for at in range(0, n, STAGED):
+        piece = staged[: min(STAGED, n - at)]
+        if values is not None:
+            device.copy_in(piece, values[at : at + piece.size])
+        yield at, piece
+        device.synchronize()  # from now on the caller may change the values
+
+
+def put(model: Model, adamw: AdamW | None, start: int, values) -> None:
+    """Sets consecutive parameters, from the start-th on, to fp32 values on the device; in bf16 also those of AdamW's
     master copy. adamw: None for inference."""
-    if not values.size:
+    params = model.params_memory[start : start + values.size]
+    if not model.has_copy:
+        device.copy(params, values)
         return
-    device.copy_in(model.params_memory[start:], device.to_bf16(values) if model.has_copy else values)
-    if adamw and adamw.master is not None:
-        begin, end = max(start, adamw.first), min(start + values.size, adamw.first + adamw.master.size)
-        if begin < end:
-            device.copy_in(adamw.master[begin - adamw.first :], values[begin - start : end - start])
-    device.synchronize()  # from now on the caller may change the values
+    split(params, values, values.size)
+    if adamw:
+        adamw.set_master(model, start, values)
 
 
 def zero(model: Model, adamw: AdamW | None) -> None:
+    """Sets all parameters to 0. In bf16 AdamW's v must have no signs yet."""
     device.fill_zero(model.params_memory)
-    if adamw and adamw.master is not None:
-        device.fill_zero(adamw.master)
+    if adamw and adamw.low is not None:
+        device.fill_zero(adamw.low)
 
 
-def load_weights(model: Model, adamw: AdamW | None, tensors: Mapping[str, np.ndarray]) -> None:
-    """Sets the parameters to those of a file, which `read_model` gives. Rows that the file lacks become 0."""
+def load_weights(
+    model: Model, adamw: AdamW | None, tensors: Mapping[str, np.ndarray] | None, pieces: Callable = on_device
+) -> None:  # fmt: skip
+    """Sets the parameters to those of a file, which `read_model` gives. Rows that the file lacks become 0. In bf16
+    AdamW's v may hold something already, without signs. pieces: what brings the numbers to the device."""
     starts, _ = layout(model.config.parameters(), model.config.sizes(), align=1)
+    in_file, _ = layout(model.config.file_tensors(), model.config.sizes(), align=1)
     zero(model, adamw)
     for name, _ in model.config.parameters():
-        values = tensors[name].reshape(-1)
-        for at in range(0, values.size, STAGED):
-            put(model, adamw, starts[name][0] + at, values[at : at + STAGED])
+        for at, piece in pieces(tensors and tensors[name].reshape(-1), prod(in_file[name][1])):
+            put(model, adamw, starts[name][0] + at, piece)
 
 
 def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
@@ -77,7 +93,9 @@ def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
                 piece.fill(constants[name])
             else:
                 break
-            put(model, adamw, first + start, piece[: max(0, used - start)])
+            kept = piece[: max(0, used - start)]
+            for _, values in on_device(kept, kept.size):
+                put(model, adamw, first + start, values)
             done += piece.size
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()

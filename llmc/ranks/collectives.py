@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError, first_line
+from llmc.model import weights
 from llmc.ranks import ranks
 from llmc.ranks.handshake import listen
 
@@ -25,8 +26,6 @@ import numpy as np
 # Fixed, because NCCL otherwise chooses an algorithm by what it measures, and a sum's bits depend on the algorithm.
 REPEATABLE = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 UINT8, FLOAT32, SUM = 1, 7, 0  # NCCL's numbers for them
-
-PIECE = 1 << 24  # floats of AdamW's m or v that ranks exchange at a time, for a checkpoint
 
 Pieces = list[tuple[object, int]]  # device arrays, each with a rank
 
@@ -272,40 +271,25 @@ def exchange(sent: Pieces, received: Pieces) -> None:
         _collectives.exchange(sent, received)
 
 
-def whole(shard, shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The pieces of a flat array, one after another on the host. Each rank has its shard of the array; shards are the
-    ranges. All ranks must ask for all pieces."""
-    staged = device.empty((min(PIECE, shards[0][1]),))
+def whole(read: Callable[[int, object], None], shards: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The pieces of a flat fp32 array, one after another on the host. shards: the range that each rank has of it, and
+    then all ranks must ask for all pieces; or the only range, which every rank has. read(start, piece): sets a piece on
+    the device to this rank's numbers, from the start-th on."""
+    staged = device.empty((min(weights.STAGED, shards[0][1]),))
     for r, (start, end) in enumerate(shards):
-        for at in range(0, end - start, PIECE):
-            length = min(PIECE, end - start - at)
-            piece = staged[:length]
-            if r == ranks.rank():
-                own = shard[at : at + length]
-                if isinstance(own, np.ndarray):  # it may be on the host
-                    device.copy(piece, own)
-                else:
-                    piece = own
-            broadcast([(piece, r)])
-            device.join_communication()
+        for at in range(start, end, weights.STAGED):
+            piece = staged[: min(weights.STAGED, end - at)]
+            if r == ranks.rank() or len(shards) == 1:
+                read(at, piece)
+            if len(shards) > 1:
+                broadcast([(piece, r)])
+                device.join_communication()
             yield device.to_host(piece)
 
 
-def scatter(own, start: int, n: int, values: np.ndarray | None) -> None:
-    """Sets own, the part of a flat array (n,) from `start` on, to the same part of values (n,). These are on the host
-    of rank 0 only."""
-    if ranks.size() == 1:
-        device.copy_in(own, values[start : start + own.size])
-        device.synchronize()
-        return
-    staged = device.empty((min(PIECE, n),))
-    for at in range(0, n, PIECE):
-        piece = staged[: min(PIECE, n - at)]
-        if values is not None:
-            device.copy_in(piece, values[at : at + piece.size])
+def shared(values: np.ndarray | None, n: int) -> Iterator[tuple[int, object]]:
+    """`weights.on_device` of values (n,) on the host of rank 0, on the devices of all ranks. The others give None."""
+    for at, piece in weights.on_device(values, n):
         broadcast([(piece, 0)])
         device.join_communication()
-        begin, end = max(at, start), min(at + piece.size, start + own.size)
-        if begin < end:
-            device.copy(own[begin - start : end - start], piece[begin - at : end - at])
-        device.synchronize()
+        yield at, piece

@@ -443,39 +443,32 @@ class Exchange:
     ) -> None:  # fmt: skip
         """Gives all ranks a checkpoint that rank 0 has read: the parameters, as `read_model` gives them, and AdamW's m
         and v of all of them, (num_parameters,) each. All ranks must call it, the others with None."""
-        model = self.model
-        if tensors is not None:
-            load_weights(model, adamw, tensors)
-        collectives.broadcast([(model.params_memory, 0)])
-        device.join_communication()
-        if model.has_copy and ranks.size() > 1:
-            self.scatter_master(adamw, tensors)
+        model, first = self.model, adamw.first
         for own, values in zip((adamw.m, adamw.v), moments or (None, None), strict=True):
-            collectives.scatter(own, adamw.first, model.params_memory.size, values)
+            for at, piece in collectives.shared(values, model.params_memory.size):
+                for start, end in overlaps([(at, at + piece.size)], [adamw.shard]):
+                    device.copy(own[start - first : end - first], piece[start - at : end - at])
+        load_weights(model, adamw, tensors, collectives.shared)
 
-    def scatter_master(self, adamw: AdamW, tensors: Mapping[str, np.ndarray] | None) -> None:
-        """Gives each rank its part of the master copy, from the parameters of a file that rank 0 has."""
-        config, begin = self.model.config, adamw.first
-        device.fill_zero(adamw.master)
-        starts, _ = layout(config.parameters(), config.sizes(), align=1)
-        in_file, _ = layout(config.file_tensors(), config.sizes(), align=1)
-        for name, _ in config.parameters():
-            start, count = starts[name][0], math.prod(in_file[name][1])
-            ((first, end),) = overlaps([(start, start + count)], [adamw.shard]) or [(start, start)]
-            own = adamw.master[max(0, first - begin) : max(0, end - begin)]
-            collectives.scatter(own, first - start, count, tensors[name].reshape(-1) if tensors else None)
-
-    def whole_state(self, adamw: AdamW) -> tuple:
-        """The parameters, fp32, and AdamW's m and v of all of them, (num_parameters,) each, for save_checkpoint. If a
-        rank has only its shard, they are pieces. Every rank must then ask for all pieces, in this order."""
-        params = self.model.params_memory if adamw.master is None else adamw.master
+    def whole_state(self, adamw: AdamW) -> tuple[Iterator, Iterator, Iterator]:
+        """The parameters, fp32, and AdamW's m and v of all of them, for save_checkpoint: the pieces of each, on the
+        host. With -z every rank must ask for all pieces, in this order."""
         if adamw.offload:
             device.synchronize()  # until all pieces are stored
+        model, everything = self.model, [(0, self.model.params_memory.size)]
+        shards = self.shards if self.sharded else everything
 
-        def whole(own):
-            return collectives.whole(own, self.shards) if own.size < self.model.params_memory.size else own
+        def moment(own) -> Iterator:
+            def read(start: int, piece) -> None:
+                device.copy(piece, own[start - adamw.first :][: piece.size])
 
-        return whole(params), whole(adamw.m), whole(adamw.v)
+            return collectives.whole(read, shards)
+
+        def read_params(start: int, piece) -> None:
+            adamw.get_master(model, start, piece)
+
+        params = collectives.whole(read_params, everything if adamw.low is None else shards)
+        return params, moment(adamw.m), map(np.abs, moment(adamw.v))  # in bf16 v has signs
 
 
 class Rows:

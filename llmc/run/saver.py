@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -98,8 +98,7 @@ class Saver:
 
         written = write() if ranks.rank() == 0 else ("", "")
         if self.training.exchange.sharded:
-            pieces = [each for each in (params, m, v) if isinstance(each, Iterator)]
-            for _ in chain(*pieces):  # all ranks must come to the end of the pieces
+            for _ in chain(params, m, v):  # all ranks must come to the end of the pieces
                 pass
         path, why = ranks.all_gather(written)[0]
         self.unsaved.pop(what, None)

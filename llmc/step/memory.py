@@ -67,9 +67,9 @@ def training_sizes(kind: type[Model], config: Config, plan: Plan) -> dict[str, i
 
 def state_sizes(config: Config, shard: Range | None) -> dict[str, int]:
     """The bytes of AdamW's state for a shard, or for all parameters, by name."""
-    length = 4 * (shard[1] - shard[0] if shard else num_parameters(config))
-    master = {"master copy": length} if device.floatX == device.BF16 else {}
-    return master | {"AdamW m": length, "AdamW v": length}
+    length = shard[1] - shard[0] if shard else num_parameters(config)
+    low = {"master copy, low half": 2 * length} if device.floatX == device.BF16 else {}
+    return low | {"AdamW m": 4 * length, "AdamW v": 4 * length}
 
 
 def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[str, int]:
