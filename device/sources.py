@@ -73,19 +73,27 @@ class Source:
 
 
 def cuda_source(path: Path) -> str:
-    """The text of a .cu file, with the files themselves in place of the `#include "..."` lines.
+    """The text of a .cu file, with the files themselves in place of the `#include "..."` lines, each once.
 
     So NVRTC needs no include path, and CuPy's cache sees a change in an included file. #line keeps the line numbers in
     the compiler's messages right.
     """
+    seen = set()
 
-    def inline(match: re.Match) -> str:
-        included = path.parent / match[1]
-        line = text.count("\n", 0, match.start()) + 2
-        return f'#line 1 "{included.name}"\n{cuda_source(included)}\n#line {line} "{path.name}"'
+    def text_of(path: Path) -> str:
+        if path.resolve() in seen:
+            return ""
+        seen.add(path.resolve())
+        text = path.read_text().replace("#pragma once", "")
 
-    text = path.read_text().replace("#pragma once", "")
-    return re.sub(r'^#include "([^"]+)".*$', inline, text, flags=re.MULTILINE)
+        def inline(match: re.Match) -> str:
+            included = path.parent / match[1]
+            line = text.count("\n", 0, match.start()) + 2
+            return f'#line 1 "{included.name}"\n{text_of(included)}\n#line {line} "{path.name}"'
+
+        return re.sub(r'^#include "([^"]+)".*$', inline, text, flags=re.MULTILINE)
+
+    return text_of(path)
 
 
 @functools.cache
@@ -114,12 +122,12 @@ def programmatic_kernels(path: Path) -> set[str]:
 def kernel_accesses(path: Path) -> dict[str, dict[str, str | None]]:
     """For each kernel of a .cu file, what it does with each of its parameters, in their order. It READS the array
     behind a const pointer. If the declaration says SETS, it SETS the whole array without reading it. Else it UPDATES
-    the array. It READS what lies behind a tensor map. None for a parameter that is neither."""
+    the array. It READS what lies behind a tensor map, or SETS it. None for a parameter that is neither."""
 
     def access(declaration: str) -> str | None:
         words = re.findall(r"\w+|\*", declaration)
         if "TensorMap" in words:
-            return READS
+            return SETS if "SETS" in words else READS
         if "*" not in words:
             return None
         return READS if "const" in words[: words.index("*")] else SETS if "SETS" in words else UPDATES

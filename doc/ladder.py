@@ -2,6 +2,7 @@
 
     python doc/ladder.py layernorm_forward         # one topic; without one, all of them
     python doc/ladder.py layernorm_forward --keep  # and keeps what was measured
+    python doc/ladder.py matmul_hopper --sizes M=4096,N=3072,K=768  # at other sizes than the book's
     python doc/ladder.py --write                   # fills the tables of doc/*.md from doc/ladder/measured.json
 
 The rungs of a topic are the kernels of doc/ladder/<topic>.cu and, last, the launcher of kernels/ itself (doc/rungs.py).
@@ -16,11 +17,11 @@ whose name ends in _bf16 have arrays of that type, and are given numbers that it
   that its accesses touch, for each byte that the topic has to move; and in shared memory the passes of an access for
   each that it needs, at worst and on average. Times of a CPU would teach nothing about a GPU, and there are none.
 
-The tables of the pages show the GPU that doc/ladder/measured.json names. There --keep puts a topic's times into this
-file, and on a CPU its counts. On any other GPU it puts them into a file of that GPU beside it, measured-<name>.json,
-which git ignores. On such a GPU the command prints the book's times beside its own, and the book that `make book` makes
-shows what was kept in columns of its own. The pictures of rungs show the book's times: `python doc/draw.py` draws them
-again.
+The tables of the pages show the GPU that doc/ladder/measured.json names, or the topic itself. There --keep puts a
+topic's times into this file, and on a CPU its counts. On any other GPU it puts them into a file of that GPU beside it,
+measured-<name>.json, which git ignores. On such a GPU the command prints the book's times beside its own, and the book
+that `make book` makes shows what was kept in columns of its own. The pictures of rungs show the book's times: `python
+doc/draw.py` draws them again.
 """
 
 import sys
@@ -83,6 +84,8 @@ def lacking(capability: int) -> str:
 
 def lacks(name: str, rung: Rung) -> str:
     """What the device in use lacks to run a rung, in words; empty where it lacks nothing."""
+    if rung.in_file and device.why_not_kernels(LADDER / f"{name}.cu"):  # of a file for a single architecture
+        return "needs 9.0 and CUDA 13"
     return lacking(BF16_FROM if TOPICS[name].bf16 else TF32_FROM if rung.tf32 else 0)
 
 
@@ -355,11 +358,13 @@ def kept_elsewhere() -> list[dict]:
 def keep(name: str, measured: dict, ceilings: dict[str, float]) -> Path:
     """Keeps a topic's times, if there are ceilings, or its counts. Returns the file."""
     path, book = MEASURED, kept_measurement()
-    if ceilings and device.name != book.get("machine", device.name):
+    if ceilings and device.name != machine_of(name, book):
         path = MEASURED.with_name(f"measured-{re.sub('[^a-z0-9]+', '-', device.name.lower()).strip('-')}.json")
     kept = load(path)
     if ceilings:
-        kept["machine"], kept["times"][name], kept["ceilings"][name] = device.name, measured, ceilings
+        if path != MEASURED or not TOPICS[name].gpu:
+            kept["machine"] = device.name
+        kept["times"][name], kept["ceilings"][name] = measured, ceilings
     else:
         kept["counts"][name] = measured
     for key in "times", "ceilings", "counts":
@@ -367,6 +372,11 @@ def keep(name: str, measured: dict, ceilings: dict[str, float]) -> Path:
     with replacing(path) as file:
         file.write((json.dumps(kept, indent=1) + "\n").encode())
     return path
+
+
+def machine_of(name: str, book: dict) -> str:
+    """The GPU of which the book shows a topic's times."""
+    return TOPICS[name].gpu or book.get("machine", device.name)
 
 
 def short(machine: str) -> str:
@@ -403,7 +413,7 @@ def table(name: str, kept: dict, others: list[dict]) -> str:
     if ceilings:
         best = "a copy of 1 GiB, " if kind == "copy" else f"a product of 8192 x 8192 matrices in {kind}, "
         best += speed(ceilings, kind)
-        caption += f"Times: {kept['machine']}, {text_of(topic.bench)}; the ceiling: {best}, in the same run. "
+        caption += f"Times: {machine_of(name, kept)}, {text_of(topic.bench)}; the ceiling: {best}, in the same run. "
     for other in others:
         ceilings = other["ceilings"][name]
         kind = ceiling_of(topic, ceilings)
@@ -475,9 +485,9 @@ def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, 
     seen, nothing = {name: measured}, {"times": {}, "counts": {}}
     kept = nothing | ({"times": seen, "ceilings": {name: ceilings}} if ceilings else {"counts": seen})
     book = kept_measurement()
-    others = [book] if ceilings and name in book["times"] and book["machine"] != device.name else []
+    others = [book] if ceilings and name in book["times"] and machine_of(name, book) != device.name else []
     rows = [("rung", "error", "us", "TFLOP/s" if topic.flops else "GB/s", "ceiling", "sectors", "conflicts")]
-    rows[0] += tuple(head for other in others for head in (f"us, {short(other['machine'])}", "ceiling"))
+    rows[0] += (f"us, {short(machine_of(name, book))}", "ceiling") if others else ()
     for error, (title, _, *figures) in zip(errors, rows_of(name, kept, others), strict=True):
         rows.append((title, error, *figures))
     shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
@@ -489,20 +499,33 @@ def climb(name: str, ceilings: dict[str, float], counting: bool) -> tuple[dict, 
     return measured, races
 
 
+def sizes_from(text: str, wanted: dict[str, int]) -> dict[str, int]:
+    """The sizes that --sizes gives: as many, and of the same names, as the topic has."""
+    found = dict(re.findall(r"(\w+)=([1-9]\d*)(?:,|$)", text))
+    if text != ",".join(f"{name}={size}" for name, size in found.items()) or found.keys() != wanted.keys():
+        raise UserError(f"--sizes {text}: give the topic's sizes, as in {text_of(wanted).replace(' ', '')}")
+    return {name: int(found[name]) for name in wanted}
+
+
 def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("topic", nargs="?", help="one of " + ", ".join(TOPICS))
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works")
     parser.add_argument("--keep", action="store_true", help="keep the figures in doc/ladder/, in the file of this GPU")
+    parser.add_argument("--sizes", help="time one topic at these sizes, for example M=4096,N=3072,K=768")
     parser.add_argument("--write", action="store_true", help="only fill the tables of doc/*.md, from measured.json")
     args = parser.parse_args()
     if args.topic and args.topic not in TOPICS:
         raise UserError(f"{args.topic}: not a topic; there are {', '.join(TOPICS)}")
     if args.write:
-        if args.topic or args.keep:
+        if args.topic or args.keep or args.sizes:
             raise UserError("--write takes nothing else: it fills all tables from what was kept")
         write_tables()
         return
+    if args.sizes:
+        if args.keep or not args.topic:
+            raise UserError("--sizes goes with one topic and without --keep: the book has the sizes of doc/rungs.py")
+        TOPICS[args.topic].bench = sizes_from(args.sizes, TOPICS[args.topic].bench)
     ceilings, counting = {}, device.use(args.device) == "cpu"
     if counting:
         try:

@@ -1,11 +1,13 @@
 """Measures on a GPU how long its memories take to answer, and what a copy makes of few warps and of many.
 
-    python doc/latency.py             # prints both tables
+    python doc/latency.py             # prints the tables
     python doc/latency.py --keep      # and keeps them in doc/latency.json, from which page 2's picture is drawn
 
 Latency: one thread follows a chain in random order through 8 KiB, which L1 or shared memory hold, 16 MiB, which L2
 holds, and 512 MiB, of which it meets no place twice; a step takes the time from asking to having. Copy: 512 MiB with 1
-to 64 warps on each multiprocessor, one load of 16 bytes on its way for each thread.
+to 64 warps on each multiprocessor, one load of 16 bytes on its way for each thread. Last, on Hopper, two rungs of the
+copy's ladder (doc/ladder/copy.cu), with one load a thread and with four. They ask for shared memory that they do not
+use, so that a multiprocessor holds only so many blocks. --keep does not keep these.
 """
 
 import sys
@@ -24,12 +26,15 @@ from llmc.run.program import run_program
 import numpy as np
 
 cu = device.source(__file__)
+ladder = device.Source(Path(__file__).with_name("ladder") / "copy.cu")
 KEPT = Path(__file__).with_name("latency.json")
 
 CHAINS = {"shared memory": 8 << 10, "L1": 8 << 10, "L2": 16 << 20, "device memory": 512 << 20}  # bytes
 STEPS = 20_000
 COPIED = 512 << 20  # bytes
 WARPS = (1, 2, 4, 8, 16, 32, 48, 64)
+RUNGS = {"float4_a_thread_kernel": 1, "four_loads_kernel": 4}  # of the ladder, and their loads a thread
+BLOCKS = (1, 2, 3, 4, 6, 8)  # of 256 threads, on a multiprocessor
 
 
 def chain(places: int, stride: int) -> np.ndarray:
@@ -63,6 +68,14 @@ def copy_speed(warps: int) -> float:
     return 2 * COPIED / seconds(lambda: cu.launch("copy_kernel", (blocks,), (threads,), (out, inp, inp.size)), calls=2)
 
 
+def rung_speed(kernel: str, blocks: int, floats: int) -> float:
+    """Bytes a second, read and written, of a rung of the copy's ladder with so many blocks on each multiprocessor."""
+    inp, out = device.zeros((floats,)), device.zeros((floats,))
+    shared = 0 if blocks == 8 else (228 << 10) // blocks - (2 << 10)  # of a multiprocessor's 228 KiB; 9.0
+    arguments = (floats // (1024 * RUNGS[kernel]),), (256,), (out, inp, floats), shared
+    return 8 * floats / seconds(lambda: ladder.launch(kernel, *arguments), calls=4)
+
+
 def main() -> None:
     parser = Parser(description="Measure a GPU's latencies.")
     parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
@@ -79,6 +92,12 @@ def main() -> None:
         speed = kept["GB/s"][str(warps)] = round(copy_speed(warps) / 1e9)
         asked_for = device.multiprocessors * warps * 32 * 16 / 1e6
         print(f"{warps:2} warps a multiprocessor, {asked_for:5.2f} MB asked for: {speed:5} GB/s", flush=True)
+    for floats in (1 << 26, 1 << 28) if device.compute_capability == 90 else ():
+        for kernel, loads in RUNGS.items():
+            print(f"{kernel}, {floats} floats", flush=True)
+            for blocks in BLOCKS:
+                speed = rung_speed(kernel, blocks, floats) / 1e9
+                print(f"{blocks:2} blocks a multiprocessor, {4 * blocks * loads:3} KiB asked for: {speed:5.0f} GB/s")
     if args.keep:
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 

@@ -63,6 +63,7 @@ class Topic:
     flops: Callable[[SimpleNamespace], float] | None = None
     others: Callable[[SimpleNamespace, dict], dict] = lambda size, given: {}  # arrays that are not just random
     bf16: tuple[str, ...] = ()
+    gpu: str = ""               # whose times the book shows, if it is another one than that of most topics
 
 
 def grid(n: int, *others: int, block: int = 256) -> tuple:
@@ -628,6 +629,42 @@ TOPICS["matmul_bf16"] = Topic(
         product_rung("two_stages_kernel", (256,), 128, 128, fours=True),
         Rung("cuBLAS in bf16", lambda cu, a: device.gemm(a.c, a.a, a.b, a.M, a.N, a.K),
              "NVIDIA's own, which training uses."),
+    ],
+)  # fmt: skip
+
+def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0) -> Rung:
+    """A block makes 128 x columns elements. It holds `stages` pairs of tiles in shared memory, mbarriers, and `buffer`
+    bytes. blocks: of a cluster, where blocks stay and take one tile after the other."""
+
+    def launch(cu: device.Source, a: SimpleNamespace) -> None:
+        arrays, block = (a.c, a.a, a.b), (256 if stages == 1 else 384,)
+        if kernel != "wgmma_kernel":
+            in_a, in_b = (1, 128, 64), (1, 64, 64)
+            arrays = a.c, device.tensor_map(a.a, (1, a.M, a.K), in_a), device.tensor_map(a.b, (1, a.K, a.N), in_b)
+        if buffer:
+            arrays = device.tensor_map(a.c, (1, a.M, a.N), (1, 16, 64)), *arrays[1:]
+        grid = (device.multiprocessors // blocks * blocks,) if blocks else (ceil_div(a.N, columns), ceil_div(a.M, 128))
+        shared = stages * ((128 + columns) * 64 * 2 + 16) + buffer
+        cu.launch(kernel, grid, block, (*arrays, a.M, a.N, a.K), shared_mem=shared)
+
+    return Rung(kernel, launch, fours=True)
+
+
+TOPICS["matmul_hopper"] = Topic(
+    reads="a=M,K b=K,N", sets="c=M,N", adds="", scratch="", bf16=("a", "b", "c"),
+    odd={"M": 37, "N": 41, "K": 35}, fours={"M": 261, "N": 520, "K": 328},
+    round={"M": 256, "N": 256, "K": 256}, bench={"M": 8192, "N": 8192, "K": 8192},
+    reference=TOPICS["matmul_bf16"].reference, bytes=TOPICS["matmul_bf16"].bytes, flops=TOPICS["matmul_bf16"].flops,
+    gpu="NVIDIA H100 80GB HBM3",
+    rungs=[
+        hopper_rung("wgmma_kernel", 128, 1),
+        hopper_rung("tma_kernel", 128, 1),
+        hopper_rung("ring_kernel", 128, 4),
+        hopper_rung("wide_kernel", 256, 4),
+        hopper_rung("persistent_kernel", 256, 4, blocks=1),
+        hopper_rung("cluster_kernel", 256, 4, blocks=2),
+        hopper_rung("store_kernel", 256, 4, blocks=2, buffer=8 * 2 * 16 * 64 * 2),
+        TOPICS["matmul_bf16"].rungs[-1],
     ],
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -1032,6 +1033,143 @@ def check_segments(lab: Lab) -> None:
             raise Wrong(f"{right} layer {np.argmax(runs)} has run forward {max(runs)} times; 2 are enough")
         if arrays > (enough := int(2 * L**0.5) + 3):
             raise Wrong(f"{right} {arrays} arrays were in memory at a time; {enough} are enough")
+
+
+class Block:
+    """A producer and two consumers. They take turns in a random order, in which copies come and products end, too.
+    Wrong where one reads or overwrites what it must not, or nobody can go on."""
+
+    def __init__(self, lab: Lab, case: str, tiles: int, steps: int, stages: int):
+        self.lab, self.case, self.steps, self.total = lab, case, steps, tiles * steps
+        self.stages = [Stage() for _ in range(stages)]
+        self.roles = {"the producer": "producer", "consumer 0": "consumer", "consumer 1": "consumer"}
+        self.turns = {who: lab.call(role, tiles, steps, stages, case=case) for who, role in self.roles.items()}
+        self.state = {who: Turn() for who in self.roles}
+
+    def wrong(self, text: str) -> Wrong:
+        return Wrong(f"{self.case}: {text}")
+
+    def run(self, rng: np.random.Generator, actors: tuple[str, ...]) -> None:
+        """Until nobody of the actors can go on. Copies come and products end at random times in between."""
+        while True:
+            able = [(self.step, who) for who in actors if self.can_go_on(who)]
+            able += [(self.arrives, stage) for stage in self.stages if stage.coming]
+            able += [(self.ends, who) for who in actors if self.state[who].under_way]
+            if not able:
+                return
+            act, on = able[rng.integers(len(able))]
+            act(on)
+
+    def can_go_on(self, who: str) -> bool:
+        turn = self.state[who]
+        if turn.instruction is None and not turn.over:
+            turn.instruction = self.lab.run(next, self.turns[who], None, case=self.case)
+            turn.over = turn.instruction is None
+        match turn.instruction:
+            case None:
+                return False
+            case "wait", "full" | "empty" as name, int(stage), 0 | 1 as parity if 0 <= stage < len(self.stages):
+                return self.stages[stage].phases[name] % 2 != parity
+            case "finish", int(pending) if pending >= 0:
+                return len(turn.under_way) <= pending
+            case ("copy" | "start" | "arrive", int(stage)) if 0 <= stage < len(self.stages):
+                return True
+            case ("store",):
+                return True
+        raise self.wrong(f"{who} yields {turn.instruction!r}, which is no instruction")
+
+    def step(self, who: str) -> None:
+        turn, (what, *of) = self.state[who], self.state[who].instruction
+        turn.instruction = None
+        if what == "copy":
+            self.copy(self.stages[of[0]], of[0])
+        elif what == "start":
+            stage = self.stages[of[0]]
+            if stage.coming or stage.pair != turn.started:
+                there = "which is still coming" if stage.coming else f"where pair {stage.pair} is"
+                raise self.wrong(f"{who} starts the product of pair {turn.started} in stage {of[0]}, {there}")
+            turn.under_way.append(of[0])
+            turn.started, turn.most = turn.started + 1, max(turn.most, len(turn.under_way))
+        elif what == "arrive":
+            if of[0] in turn.under_way:
+                raise self.wrong(f"{who} arrives at empty[{of[0]}] while its product still reads this stage")
+            self.stages[of[0]].arrived += 1
+            if self.stages[of[0]].arrived == 2:
+                self.stages[of[0]].arrived = 0
+                self.stages[of[0]].phases["empty"] += 1
+        elif what == "store":
+            turn.stored += 1
+            if turn.under_way or turn.started != turn.stored * self.steps:
+                done = turn.started - len(turn.under_way)
+                raise self.wrong(f"{who} stores tile {turn.stored - 1} when {done} products are done")
+
+    def copy(self, stage: "Stage", number: int) -> None:
+        pair = self.state["the producer"].started
+        if pair == self.total:
+            raise self.wrong(f"the producer asks for pair {pair}: there are {self.total}")
+        for who in "consumer 0", "consumer 1":
+            turn = self.state[who]
+            if stage.pair is not None and turn.started - len(turn.under_way) <= stage.pair:
+                before = f"pair {stage.pair} in stage {number}, which {who} has not read"
+                raise self.wrong(f"pair {pair} overwrites {before}")
+        stage.pair, stage.coming = pair, True
+        self.state["the producer"].started += 1
+
+    def arrives(self, stage: "Stage") -> None:
+        stage.coming = False
+        stage.phases["full"] += 1
+
+    def ends(self, who: str) -> None:
+        self.state[who].under_way.pop(0)
+
+    def finished(self) -> None:
+        """Wrong if somebody waits, or has left something undone."""
+        waiting = [f"{who} at {turn.instruction}" for who, turn in self.state.items() if turn.instruction]
+        if waiting:
+            raise self.wrong("nobody can go on: " + ", ".join(waiting))
+        for who, turn in self.state.items():
+            if turn.started < self.total or (turn.stored * self.steps < self.total and who != "the producer"):
+                raise self.wrong(f"{who} ends after {turn.started} of {self.total} pairs and {turn.stored} tiles")
+
+
+@dataclass
+class Stage:
+    """pair: the number of the one that is in it or is coming. arrived: of the consumers, in this phase of "empty"."""
+
+    pair: int | None = None
+    coming: bool = False
+    arrived: int = 0
+    phases: dict[str, int] = field(default_factory=lambda: {"full": 0, "empty": 0})
+
+
+@dataclass
+class Turn:
+    """A producer or consumer: what it wants to do next, and how many pairs it has started. under_way: stages that its
+    products read, and the most at a time."""
+
+    instruction: tuple | None = None
+    over: bool = False
+    started: int = 0
+    stored: int = 0
+    under_way: list[int] = field(default_factory=list)
+    most: int = 0
+
+
+def check_stages(lab: Lab) -> None:
+    for tiles, steps, stages in (1, 4, 4), (1, 7, 2), (3, 5, 4), (2, 6, 3), (3, 1, 2):
+        case = f"with {tiles} tile{'s' * (tiles > 1)} of {steps} pair{'s' * (steps > 1)} and {stages} stages"
+        most = [0, 0]  # products under way, of each consumer
+        for seed in range(40):
+            block = Block(lab, case, tiles, steps, stages)
+            block.run(np.random.default_rng(seed), tuple(block.roles))
+            block.finished()
+            most = [max(m, block.state[f"consumer {i}"].most) for i, m in enumerate(most)]
+        if min(most) < min(2, steps):
+            raise Wrong(f"{case}: the sums are right, but a consumer has only one product under way at a time")
+        block = Block(lab, case, tiles, steps, stages)
+        block.run(np.random.default_rng(0), ("the producer",))
+        if (ahead := block.state["the producer"].started) < min(stages, block.total):
+            raise Wrong(f"{case}: the sums are right, but the producer copies only {ahead} of {stages} stages ahead")
 
 
 if __name__ == "__main__":

@@ -345,4 +345,12 @@ const Head head(out, lse, qkv, T, NH);
         microscope=True,
     ),
     Exercise("segments", (function("backward_through: every = max"),), kind="py"),
+    Exercise(
+        "stages",
+        (
+            Hole("producer: for i in range", "", "raise NotImplementedError  # Write here."),
+            function("consumer: for i in range"),
+        ),
+        kind="py",
+    ),
 )

@@ -34,291 +34,18 @@
 #define WARP_SIZE 32
 #define floatX bf16       // in runs of any precision
 #include "flash_attention.cuh"
+#include "hopper.cuh"
 
 constexpr int TILE_ROWS = 64;  // of the tiles that a block streams
 
-// ---- tiles in shared memory
-
-#ifdef LLMC_CPU
-#define SHARED_TILES(name) bf16* const name = (bf16*)cpu_dynamic_shared()
-#else
-#define SHARED_TILES(name) extern __shared__ __align__(1024) bf16 name[]
-#endif
-
-// A tile lies in shared memory as wgmma wants it, in slabs of 64 columns. A row of a slab is 128 bytes, eight rows are
-// 1024, and the tile begins at a multiple of 1024. The chunks of 16 bytes of row r are swizzled: chunk c lies where c ^
-// (r % 8) would. wgmma reads queries and keys along the sum (HS), and values across it. One order serves both.
-template <int ROWS>
-__device__ inline int place(int row, int column) {
-    return column / 64 * ROWS * 64 + row * 64 + (column % 64 ^ row % 8 * 8);
-}
-
-__device__ inline unsigned shared_address(const bf16* p) {
-#ifdef LLMC_CPU
-    return (unsigned)((const char*)p - (const char*)cpu_dynamic_shared());
-#else
-    return (unsigned)__cvta_generic_to_shared(p);
-#endif
-}
-
-// A descriptor tells wgmma where an operand lies in shared memory, in units of 16 bytes: from bit 0 on, where it
-// begins; from bit 16 on, for values, how far apart slabs are; from bit 32 on, how far apart groups of eight rows are.
-// Bit 62 says that rows of 128 bytes are swizzled.
-using Descriptor = unsigned long long;
-__device__ inline Descriptor descriptor(const bf16* tile, int slab_bytes) {
-    return (Descriptor)(shared_address(tile) >> 4) | (Descriptor)(slab_bytes >> 4) << 16 | (Descriptor)64 << 32 |
-           (Descriptor)1 << 62;
-}
-
-// The descriptor of an operand that begins `numbers` numbers further on.
-__device__ inline Descriptor further(Descriptor operand, int numbers) { return operand + (numbers * 2 >> 4); }
-
-// ---- instructions
-
-#ifdef LLMC_CPU
-// swizzled: where a byte of an operand lies; bits 7 to 9 of its address flip bits 4 to 6. operand_at: where 16 bytes, a
-// chunk of a row of queries or keys, lie. values_at: the same for values, whose rows go on in the next slab.
-inline const char* swizzled(Descriptor operand, int at) {
-    at += (int)(operand & 0x3fff) << 4;
-    return (const char*)cpu_dynamic_shared() + (at ^ (at >> 7) % 8 << 4);
-}
-inline const char* operand_at(Descriptor operand, int row, int chunk) {
-    return swizzled(operand, row / 8 * ((int)(operand >> 32 & 0x3fff) << 4) + row % 8 * 128 + chunk * 16);
-}
-inline const char* values_at(Descriptor operand, int row, int chunk) {
-    return operand_at(operand + (chunk / 8 * (operand >> 16 & 0x3fff)), row, chunk % 8);
-}
-
-// Does on a CPU what wgmma does, for a warp's 16 rows. The lanes fetch b together, in chunks.
-template <bool ROWS, int N>
-inline void emulate_wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
-    struct Lane { unsigned a[4]; uint4 b[N / 2]; float d[N][4]; } mine;
-    for (int i = 0; i < 4; i++) mine.a[i] = a[i];
-    for (int i = 0; i < N / 2; i++) {
-        const int chunk = i * 32 + threadIdx.x % 32;
-        mine.b[i] = *(const uint4*)(ROWS ? values_at(b, chunk / N, chunk % N)
-                                         : operand_at(b, chunk % (8 * N), chunk / (8 * N)));
-    }
-    for (int i = 0; i < N * 4; i++) mine.d[i / 4][i % 4] = add ? d[i / 4][i % 4] : 0.0f;
-    cpu_warp_together(ALL_LANES, mine, [](Lane* const lanes[32]) {
-        float A[16][16], B[16][8 * N];
-        for (int lane = 0; lane < 32; lane++) {
-            const int g = lane / 4, t = lane % 4;
-            for (int i = 0; i < 8; i++) {
-                const bf16 x = {(unsigned short)(lanes[lane]->a[i / 2] >> i % 2 * 16)};
-                A[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = to_float(x);
-            }
-            for (int i = 0; i < N / 2 * 8; i++) {
-                const int chunk = i / 8 * 32 + lane;
-                const float x = to_float(((const bf16*)&lanes[lane]->b[i / 8])[i % 8]);
-                if (ROWS) B[chunk / N][chunk % N * 8 + i % 8] = x;
-                else B[chunk / (8 * N) * 8 + i % 8][chunk % (8 * N)] = x;
-            }
-        }
-        for (int lane = 0; lane < 32; lane++) {
-            for (int i = 0; i < N * 4; i++) {
-                const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                for (int k = 0; k < 16; k++) lanes[lane]->d[i / 4][i % 4] += A[row][k] * B[k][column];
-            }
-        }
-    }, "wgmma");
-    for (int i = 0; i < N * 4; i++) d[i / 4][i % 4] = mine.d[i / 4][i % 4];
-}
-#endif
-
-// NUMBERS_OF_8 and NUMBERS_OF_16 name all d[n][i] in the text of an instruction. FOUR and EIGHT_FOURS list them for the
-// compiler.
-#define NUMBERS_OF_8 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define NUMBERS_OF_16 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
-    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, " \
-    "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, " \
-    "%61, %62, %63}"
-#define FOUR(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define EIGHT_FOURS(d, n) \
-    FOUR(d, n), FOUR(d, n + 1), FOUR(d, n + 2), FOUR(d, n + 3), FOUR(d, n + 4), FOUR(d, n + 5), FOUR(d, n + 6), \
-    FOUR(d, n + 7)
-
-// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 8 or 16. The 128 threads of a warpgroup compute it
-// together. Warp w has rows 16w .. 16w + 15 of a and of d. They are spread over its lanes as in mma_bf16: d[n] as its
-// d, for columns 8n .. 8n + 7, and a as its a. b lies in shared memory, row by row. a may lie there, too: then b lies
-// column by column. The instruction only starts the product: until wgmma_wait nobody may touch a, d, or the operands in
-// shared memory.
-template <int N>
-__device__ inline void wgmma(float (&d)[N][4], const unsigned (&a)[4], Descriptor b, bool add) {
-#ifdef LLMC_CPU
-    emulate_wgmma<true>(d, a, b, add);
-#else
-    if constexpr (N == 8)
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            NUMBERS_OF_8 ", {%32, %33, %34, %35}, %36, add, 1, 1, 1;}"
-            : EIGHT_FOURS(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-    else
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            NUMBERS_OF_16 ", {%64, %65, %66, %67}, %68, add, 1, 1, 1;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#endif
-}
-
-template <int N>
-__device__ inline void wgmma(float (&d)[N][4], Descriptor a, Descriptor b, bool add) {
-#ifdef LLMC_CPU
-    unsigned mine[4];
-    for (int i = 0; i < 4; i++) {
-        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i % 2 * 8;
-        mine[i] = *(const unsigned*)(operand_at(a, row, i / 2) + threadIdx.x % 4 * 4);
-    }
-    emulate_wgmma<false>(d, mine, b, add);
-#else
-    if constexpr (N == 8)
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            NUMBERS_OF_8 ", %32, %33, add, 1, 1, 0, 0;}" : EIGHT_FOURS(d, 0) : "l"(a), "l"(b), "r"((int)add));
-    else
-        asm volatile("{.reg .pred add; setp.ne.b32 add, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            NUMBERS_OF_16 ", %64, %65, add, 1, 1, 0, 0;}"
-            : EIGHT_FOURS(d, 0), EIGHT_FOURS(d, 8) : "l"(a), "l"(b), "r"((int)add));
-#endif
-}
-
-// wgmma_fence comes between writes to registers of a product and the product. wgmma_commit ends a group of products.
-// wgmma_wait waits until all groups but the last PENDING are done.
-__device__ inline void wgmma_fence() {
-#ifndef LLMC_CPU
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-
-__device__ inline void wgmma_commit() {
-#ifndef LLMC_CPU
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-
-// Tells the compiler that d is written here. So it moves no read of d before this line, and no write behind it.
-template <int N>
-__device__ inline void settle(float (&d)[N][4]) {
-#ifndef LLMC_CPU
-    #pragma unroll
-    for (int n = 0; n < N; n++) asm volatile("" : FOUR(d, n) :: "memory");
-#endif
-}
-
-template <int PENDING>
-__device__ inline void wgmma_wait() {
-#ifndef LLMC_CPU
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-#endif
-}
-
-// ---- the tensor memory accelerator (TMA), and mbarriers
-
-// An mbarrier's phase ends when `count` threads have arrived and all bytes that they expect have come. barrier_wait
-// waits until the phase of this parity has ended; phases count from 0, so a new barrier's phase of parity 1 has ended.
-#ifdef LLMC_CPU
-using Barrier = llmc::MBarrier;
-struct TensorMap { const bf16* array; long long sequences, rows, columns, rest[12]; };  // as cpu.py packs it
-#else
-using Barrier = unsigned long long;
-struct __align__(64) TensorMap { char bytes[128]; };  // a CUtensorMap
-
-__device__ inline unsigned address_of(Barrier& barrier) { return (unsigned)__cvta_generic_to_shared(&barrier); }
-#endif
-
-__device__ inline void barrier_init(Barrier& barrier, int count) {
-#ifdef LLMC_CPU
-    llmc::mbarrier_init(barrier, count);
-#else
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(address_of(barrier)), "r"(count) : "memory");
-#endif
-}
-
-// After this and a __syncthreads, all threads and the TMA see the barriers that the thread has initialised.
-__device__ inline void barriers_ready() {
-#ifndef LLMC_CPU
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-__device__ inline void barrier_arrive(Barrier& barrier) {
-#ifdef LLMC_CPU
-    llmc::mbarrier_add(barrier, 1, 0);
-#else
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(address_of(barrier)) : "memory");
-#endif
-}
-
-// Arrives, too: the phase then waits for so many bytes of copy_box.
-__device__ inline void barrier_expect(Barrier& barrier, int bytes) {
-#ifdef LLMC_CPU
-    llmc::mbarrier_add(barrier, 1, -bytes);
-#else
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-        :: "r"(address_of(barrier)), "r"(bytes) : "memory");
-#endif
-}
-
-__device__ inline void barrier_wait(Barrier& barrier, int parity) {
-#ifdef LLMC_CPU
-    cpu_mbarrier_wait(barrier, parity);
-#else
-    asm volatile("{.reg .pred ended; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1; "
-        "@!ended bra AGAIN;}" :: "r"(address_of(barrier)), "r"(parity) : "memory");
-#endif
-}
-
-// A warp arrives, when all its lanes are here: none still waits for the barrier's phase before, or reads.
-__device__ inline void warp_arrive(Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-
-// Starts to copy 64 columns of TILE_ROWS rows to shared memory, swizzled. Rows outside the array become zeros.
-__device__ inline void copy_box(bf16* to, const TensorMap& map, int column, int row, int sequence, Barrier& barrier) {
-#ifdef LLMC_CPU
-    for (int i = 0; i < TILE_ROWS; i++) {
-        for (int chunk = 0; chunk < 8; chunk++) {
-            const bool inside = row + i < map.rows;
-            const bf16* from = map.array + (sequence * map.rows + row + i) * map.columns + column + chunk * 8;
-            *(uint4*)(to + i * 64 + (chunk ^ i % 8) * 8) = inside ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
-        }
-    }
-    llmc::mbarrier_add(barrier, 0, TILE_ROWS * 128);
-#else
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4}], [%5];"
-        :: "r"(shared_address(to)), "l"(&map), "r"(column), "r"(row), "r"(sequence), "r"(address_of(barrier))
-        : "memory");
-#endif
-}
+// ---- tiles
 
 // Starts to copy a tile of ROWS rows and HS columns.
 template <int HS, int ROWS>
 __device__ inline void copy_tile(bf16* to, const TensorMap& map, int column, int row, int sequence, Barrier& barrier) {
     #pragma unroll
     for (int i = 0; i < HS / 64 * ROWS; i += TILE_ROWS)
-        copy_box(to + i * 64, map, column + i / ROWS * 64, row + i % ROWS, sequence, barrier);
-}
-
-// A multiprocessor has 65536 registers. At first each thread of a block has the same number of them. The producer needs
-// few, so its warpgroup gives most of its registers back. The warpgroups that compute then take these.
-template <int WARPGROUPS, int REGISTERS>
-__device__ inline void give_registers() {
-    constexpr int FIRST = 65536 / (128 * (WARPGROUPS + 1)) / 8 * 8;
-    constexpr int LEFT = FIRST * (WARPGROUPS + 1) - REGISTERS * WARPGROUPS;
-    static_assert(LEFT >= 24 && LEFT % 8 == 0, "else a warpgroup would wait forever for registers");
-#ifndef LLMC_CPU
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(LEFT));
-#endif
-}
-
-template <int REGISTERS>
-__device__ inline void take_registers() {
-#ifndef LLMC_CPU
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-#endif
+        copy_box<TILE_ROWS>(to + i * 64, map, column + i / ROWS * 64, row + i % ROWS, sequence, barrier);
 }
 
 // The query head that a block works on. In a sequence, qkv and its gradient have rows of `stride` numbers. There the
@@ -334,16 +61,6 @@ struct Head {
     // Where the head's rows begin in an array (B, T, NH, HS), and where the sequence begins in qkv.
     __device__ long long rows(int T) const { return (long long)sequence * T * C + query_column; }
     __device__ long long position(int T) const { return (long long)sequence * T * stride; }
-};
-
-// A place in a ring of STAGES, and the parity of the phase in which it is filled.
-template <int STAGES>
-struct Place {
-    int stage = 0, parity = 0;
-    __device__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    __device__ int before() const { return stage > 0 ? stage - 1 : STAGES - 1; }
 };
 
 // Tiles of two arrays on their way from the producer to the warps that compute: 0 keys and 1 values, or 0 queries and 1
@@ -431,9 +148,6 @@ template <bool X>
 struct Is {
     static constexpr bool value = X;
 };
-
-// The thread's warpgroup. The shuffle tells the compiler that all lanes of a warp have the same one.
-__device__ inline int warpgroup_of() { return __shfl_sync(ALL_LANES, threadIdx.x / 128, 0); }
 
 // Starts s = a b^T, a sum over HS, or s += a b^T if `add`. a: a warpgroup's 64 rows of a tile of ROWS rows. b: a tile
 // of N * 8 rows. Each product takes 16 columns, which begin within the 128 bytes of a row.

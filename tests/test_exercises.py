@@ -121,6 +121,25 @@ FAULTS = [
      r"^with 7 layers: the gradient is right, but layer 0 has run forward 3 times; 2 are enough"),
     ("segments", "forward(inputs[-1])", "forward(inputs[0])",
      r"^with 16 layers: the gradient of x\[\d+, \d+\]: expected"),
+    ("stages", 'yield "wait", "empty", i % stages, 1 - i // stages % 2', "pass",
+     r"^with 1 tile of 7 pairs and 2 stages: pair \d overwrites pair \d in stage \d, which consumer \d has not read"),
+    ("stages", "1 - i // stages % 2", "i // stages % 2",
+     r"nobody can go on: the producer at \('wait', 'empty', 0, 0\), consumer 0 at \('wait', 'full', 0, 0\)"),
+    ("stages", 'yield "wait", "full", i % stages, i // stages % 2',
+     'yield "wait", "full", i % steps % stages, i % steps // stages % 2',
+     r"^with 3 tiles of 5 pairs and 4 stages: nobody can go on: .*consumer 0 at \('wait', 'full', 1, 0\)"),
+    ("stages", 'yield "arrive", (i - 1) % stages', 'yield "arrive", i % stages',
+     r"arrives at empty\[\d\] while its product still reads this stage"),
+    ("stages", 'yield "finish", 1\n            yield "arrive", (i - 1) % stages', 'yield "arrive", (i - 1) % stages',
+     r"arrives at empty\[\d\] while its product still reads this stage"),
+    ("stages", '        if i % steps > 0:\n            yield "finish", 1\n'
+     '            yield "arrive", (i - 1) % stages\n'
+     '        if i % steps == steps - 1:\n            yield "finish", 0\n            yield "arrive", i % stages\n',
+     '        yield "finish", 0\n        yield "arrive", i % stages\n        if i % steps == steps - 1:\n',
+     r"with 1 tile of 4 pairs and 4 stages: the sums are right, but a consumer has only one product under way"),
+    ("stages", 'yield "finish", 0\n            yield "arrive", i % stages\n            yield ("store",)',
+     'yield ("store",)\n            yield "finish", 0\n            yield "arrive", i % stages',
+     r"consumer \d stores tile 0 when \d products are done"),
 ]  # fmt: skip
 
 # What the checks say of an exercise in which nothing is written but a comment.

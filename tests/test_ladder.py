@@ -182,7 +182,7 @@ def test_every_rung_has_been_timed_and_counted():
     kept = ladder.kept_measurement()
     assert list(kept["counts"]) == list(TOPICS)
     assert list(kept["times"]) == [name for name in TOPICS if name in kept["times"]]
-    waiting = {"gelu_backward", "flash_attention_backward", "matmul_bf16", "flash_attention_bf16"}
+    waiting = {"gelu_backward", "flash_attention_backward", "matmul_bf16", "matmul_hopper", "flash_attention_bf16"}
     assert set(TOPICS) - set(kept["times"]) <= waiting
     for name, topic in TOPICS.items():
         kernels = [rung.kernel for rung in topic.rungs]
@@ -218,7 +218,7 @@ def climb_on(monkeypatch, tmp_path, capsys):
     (tmp_path / "measured.json").write_text(json.dumps(book | times))
 
     def climb(gpu: CpuDevice, *arguments: str) -> str:
-        ceilings = {"copy": 1e12, "TF32" if gpu.compute_capability >= 80 else "fp32": 5e13}
+        ceilings = {"copy": 1e12, "TF32" if gpu.compute_capability >= 80 else "fp32": 5e13, "bf16": 1e14}
         monkeypatch.setattr(device, "use", lambda kind: "cuda")
         monkeypatch.setattr(device.current, "device", gpu)
         monkeypatch.setattr(ladder, "find_ceilings", lambda: (ceilings, "made up"))
@@ -268,11 +268,41 @@ def test_a_gpu_without_tf32_climbs_what_it_can_and_says_what_the_rest_needs(clim
     assert "Tesla T4, the same sizes; its ceiling: a large product in fp32, 50 TFLOP/s." in shown
 
 
+def test_a_gpu_without_wgmma_says_what_the_rungs_need(climb_on, monkeypatch):
+    monkeypatch.setattr(MadeUpGPU, "why_not_kernels", lambda self, path: device.architecture_of(path), raising=False)
+    climb_on(MadeUpGPU("NVIDIA A100", 80), "matmul_hopper", "--keep")
+    (kept,) = ladder.kept_elsewhere()
+    *ours, cublas = kept["times"]["matmul_hopper"].values()
+    assert ours == [{"lacks": "needs 9.0 and CUDA 13"}] * 7 and cublas == {"microseconds": 100}
+
+
+def test_a_product_stored_through_a_tensor_map_is_declared_to_be_written():
+    declared = device.sources.kernel_accesses(ladder.LADDER / "matmul_hopper.cu")["store_kernel"]
+    assert declared == {"c": "sets", "a": "reads", "b": "reads", "M": None, "N": None, "K": None}
+
+
+def test_a_reader_may_time_a_topic_at_other_sizes(climb_on, monkeypatch):
+    topic = TOPICS["gelu"]
+    monkeypatch.setattr(topic, "bench", topic.bench)
+    gpu = MadeUpGPU("NVIDIA H100", 90)
+    assert "times at N=64, C=256\n" in climb_on(gpu, "gelu", "--sizes", "N=64,C=256")
+    for wrong in "N=64", "N=64,C=0", "C=256,N=64,N=8", "N=64,M=8", "N=64;C=8":
+        with pytest.raises(UserError, match="--sizes .*: give the topic's sizes, as in N="):
+            climb_on(gpu, "gelu", "--sizes", wrong)
+    with pytest.raises(UserError, match="--sizes goes with one topic and without --keep"):
+        climb_on(gpu, "gelu", "--keep", "--sizes", "N=64,C=256")
+
+
 def test_the_books_gpu_is_kept_in_the_book(climb_on, tmp_path):
     book = ladder.kept_measurement()
     assert climb_on(MadeUpGPU(book["machine"], 90), "copy", "--keep").endswith("written: doc/ladder/measured.json\n")
     kept = ladder.kept_measurement()
     assert list(kept["times"]) == ["copy", "gelu"] and kept["times"]["gelu"] == book["times"]["gelu"]
+    assert climb_on(MadeUpGPU(TOPICS["matmul_hopper"].gpu, 90), "matmul_hopper", "--keep").endswith("/measured.json\n")
+    assert ladder.kept_measurement()["machine"] == book["machine"] != TOPICS["matmul_hopper"].gpu
+    kept = ladder.kept_measurement()
+    page = "<!-- ladder: matmul_hopper -->\n<!-- end of ladder -->\n"
+    assert f"Times: {TOPICS['matmul_hopper'].gpu}, M=8192" in ladder.with_tables(page, kept)
     assert ladder.kept_elsewhere() == [] and kept["counts"] == book["counts"]
     (tmp_path / "measured-a-gpu.json").write_text('{"times"')
     with pytest.raises(UserError, match=r"measured-a-gpu\.json is damaged: remove it and measure again with --keep"):

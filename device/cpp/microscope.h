@@ -186,7 +186,7 @@ static void touch(void* pc, const volatile void* address, size_t size, Kind kind
 
 // Several bytes that are no vector: logs their words, one after the other.
 static void touch_range(void* pc, const volatile char* address, size_t size, Kind kind) {
-    if (size == 1 || size == 2 || size == 4 || size == 8 || size == 16) return touch(pc, address, size, kind);
+    if (size == 1 || size == 2 || size == 4 || size == 8 || size == 16 || size == 32) return touch(pc, address, size, kind);
     for (size_t i = 0; i < size; i += 4) touch(pc, address + i, size - i < 4 ? size - i : 4, kind);
 }
 

@@ -1,23 +1,21 @@
-"""How many products of the tensor core one load of keys serves: with 16 queries a warp, and with 32 and wide loads."""
+"""How many products of the tensor core one ldmatrix of keys serves: with 16 queries a warp, and with 32."""
 
 from doc.draw.figure import Figure
-from doc.draw.rung import heading
 
-TOP = 86
+TOP = 30
 
 
 def draw() -> str:
-    figure = Figure(880, 410, "Loads and products: 16 queries a warp, and 32 with wide loads")
-    heading(figure, "flash_attention", "flash_attention_forward")
-    for x, title, groups, loads, says in (
-        (20, "16 queries a warp, loads of 4 bytes", 1, 4, "4 loads for 2 products"),
-        (460, "32 queries a warp, loads of 16 bytes", 2, 1, "1 load for 4 products"),
+    figure = Figure(880, 330, "Loads and products: 16 queries a warp, and 32")
+    for x, title, groups, says in (
+        (20, "16 queries a warp", 1, "one ldmatrix, four passes, for two products"),
+        (460, "32 queries a warp", 2, "one ldmatrix, four passes, for four products"),
     ):
-        figure.text(x, TOP, title, 14, bold=True)
-        figure.text(x, TOP + 30, "a lane's part of 8 keys, 16 channels", 13, colour="faint")
+        figure.text(x, TOP, title, 15, bold=True)
+        figure.text(x, TOP + 30, "16 keys, 16 channels: four matrices of 8 x 8", 13, colour="faint")
         for i in range(4):
-            figure.rect(x + 62 * i, TOP + 40, 58 if loads == 4 else 62, 40, "a", "ink")
-        figure.text(x + 262, TOP + 65, f"four numbers, {loads} load{'s' * (loads > 1)}", 13)
+            figure.rect(x + 62 * i, TOP + 40, 58, 40, "ab"[i // 2], "ink")
+        figure.text(x + 262, TOP + 65, "one ldmatrix", 13)
         for product in range(2):
             for group in range(groups):
                 left, top = x + 62 + 124 * product - 46, TOP + 126 + 62 * group
@@ -27,5 +25,4 @@ def draw() -> str:
         for group in range(groups):
             figure.text(x + 262, TOP + 153 + 62 * group, f"queries {16 * group} to {16 * group + 15}", 13)
         figure.text(x, TOP + 282, says, 14)
-    figure.text(20, TOP + 308, "q, p and the sums of 32 queries stay in registers: 247 of 255 are used.", 14)
     return figure.svg()

@@ -22,7 +22,7 @@ def grid(figure: Figure, x: int, title: str, swizzled: bool, says: str) -> None:
 
 def draw() -> str:
     figure = Figure(830, 528, "A tile's chunks in their places, and swizzled")
-    heading(figure, "flash_attention", "swizzled_kernel")
+    heading(figure, "flash_attention_bf16", "swizzled_kernel")
     grid(figure, 20, "Rows as they are", False, "eight rows in the same four banks: eight passes")
     grid(figure, 440, "Chunk c of row r where c xor r would be", True, "eight rows in eight fours of banks: one pass")
     return figure.svg()

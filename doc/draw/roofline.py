@@ -24,8 +24,9 @@ def product(m: int, n: int, k: int, letters: str, share: float) -> tuple:
     return f"product {m} x {n} x {k} {letters}", 2 * m * n * k, 4 * (m * k + k * n + m * n), share, True
 
 
-# Name, FLOPs, bytes, the share of its ceiling that doc/profile.png gives, whether that ceiling is the product's. FLOPs
-# of the others are those of their inner loops for each element, an exponential or division counted as one.
+# Name, FLOPs, bytes, the share of its ceiling in a profile of an H200 (dev/profile_step.py, 2026-11-22; doc/profile.png
+# is an H100's), whether that ceiling is the product's. FLOPs of the others are those of their inner loops for each
+# element, an exponential or division counted as one.
 KERNELS = (
     product(50304, C, N, "TT", 0.96),
     product(N, 3072, C, "NT", 0.80),

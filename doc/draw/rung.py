@@ -9,8 +9,7 @@ from doc.rungs import TOPICS
 DEVICE, SHARED, REGISTERS = range(3)  # levels
 NAMES = "device memory", "shared memory", "registers"
 HIGH, APART = 92, 116  # pixels of a level, and from one level to the next
-SIDE = 16              # parts of a matrix's side, which stand for 32 numbers
-STRIP = 4              # of these, that a sector covers
+SIDE, SCALE = 16, 6    # parts of a matrix's side, which stand for 32 numbers; pixels of each
 
 
 def measured(topic: str, kernel: str, since: str = "") -> str:
@@ -85,25 +84,18 @@ class Levels:
             self.figure.text(self.x + at + 6, self.y + APART * max(start, end) - 8, words, 12)
 
 
-def matrix(
-    figure: Figure, x: float, y: float, name: str, row: int | None = None, column: int | None = None, scale: float = 6,
-    whole: bool = False,
-) -> None:  # fmt: skip
-    """A matrix with the 32 numbers of a warp in a row or a column, and the sectors that they lie in; or all of it."""
-    size = SIDE * scale
+def matrix(figure: Figure, x: float, y: float, name: str, row: int | None = None) -> None:
+    """A matrix, and the 32 numbers of a warp in one of its rows."""
     figure.text(x, y - 8, name, 14)
-    figure.rect(x, y, size, size, "a" if whole else "f")
-    if column is not None:
-        figure.rect(x + column // STRIP * STRIP * scale, y, STRIP * scale, size, "b")
-        figure.rect(x + column * scale, y, scale, size, "e")
+    figure.rect(x, y, SIDE * SCALE, SIDE * SCALE, "f")
     if row is not None:
-        figure.rect(x, y + row * scale, size, scale, "e")
+        figure.rect(x, y + row * SCALE, SIDE * SCALE, SCALE, "e")
 
 
-def column_of_tile(figure: Figure, x: float, y: float, name: str, column: int, scale: float = 6) -> None:
-    """A tile in shared memory. A warp reads one of its columns. Shared memory has no sectors to mark."""
-    matrix(figure, x, y, name, scale=scale)
-    figure.rect(x + column * scale, y, scale, SIDE * scale, "e")
+def column_of_tile(figure: Figure, x: float, y: float, name: str, column: int) -> None:
+    """A tile in shared memory. A warp reads one of its columns."""
+    matrix(figure, x, y, name)
+    figure.rect(x + column * SCALE, y, SCALE, SIDE * SCALE, "e")
 
 
 def cells(

@@ -1,16 +1,14 @@
 """Copies and work of a block in time: one after the other, and in two stages."""
 
-from functools import partial
-
 from doc.draw.figure import Figure
 from doc.draw.rung import heading
 
 COPY, WORK, X, HEIGHT, TOP = 76, 100, 120, 34, 64
 
 
-def stages(topic: str, says: str) -> str:
+def draw() -> str:
     figure = Figure(880, 360, "Copies and work one after the other, and in two stages")
-    heading(figure, topic, "two_stages_kernel")
+    heading(figure, "matmul", "two_stages_kernel")
 
     def rows(y: float) -> None:
         figure.text(20, y + 22, "copies", 14)
@@ -36,11 +34,5 @@ def stages(topic: str, says: str) -> str:
             piece(at, TOP + 204, WORK, "c", i)
             figure.line(at, TOP + 162, at, TOP + 242, "faint", dashed=True)
     figure.text(20, TOP + 268, "Dashed: wait for own copies, then the barrier. Blue and orange: the two stages.", 14)
-    figure.text(20, TOP + 288, says, 14)
+    figure.text(20, TOP + 288, "A copy passes through no register; the 64 sums stay in theirs.", 14)
     return figure.svg()
-
-
-PICTURES = {
-    "matmul_stages": partial(stages, "matmul", "A copy passes through no register; the 64 sums stay in theirs."),
-    "flash_stages": partial(stages, "flash_attention", "A copy passes through no register; q, p and the sums stay."),
-}
