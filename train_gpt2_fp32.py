@@ -226,8 +226,7 @@ def training_step(
 
     @exchange.record
     def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
-        if first:
-            model.zero_grad()
+        model.begin_batch(first)
         model.forward(acts, batch)
         model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
         model.backward(acts, batch, accumulate=not first)

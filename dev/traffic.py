@@ -31,7 +31,9 @@ MOVED = {
     "column_partials": "inp",
     "squares_partials": "x",
     "checksum": "x",
-    "adamw": "params params m m v v grads rounded",
+    "adamw": "params params low low m m v v grads",
+    "split": "params values low v v",
+    "join": "values params low v",
     "fill_zero": "array",
     # Attention by matrices.
     "permute": "qkv qkvr",

@@ -81,12 +81,13 @@ def compile_all() -> None:
 
 
 def use_precision(precision: str) -> str:
-    """CpuDevice.use_precision. Raises UserError for bf16 on a GPU that has none."""
+    """CpuDevice.use_precision. Raises UserError for bf16 or fp8 on a GPU that has none."""
     found = current.device.use_precision(precision)
-    if precision == "bf16" and found != precision:
+    needed = {"bf16": "8.0", "fp8": "8.9"}.get(precision)
+    if needed and found != precision:
         raise UserError(
-            f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {current.device.name} is of "
-            f"{current.device.compute_capability / 10}: use --precision {found}"
+            f"--precision {precision} needs a GPU of compute capability {needed} or later, and {current.device.name} "
+            f"is of {current.device.compute_capability / 10}: use --precision {found}"
         )
     return found
 
@@ -118,13 +119,14 @@ def record(
 
 
 def gemm(
-    c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0, bias=None
-) -> None:
+    c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0, bias=None,
+    scale_a=None, scale_b=None,
+) -> None:  # fmt: skip
     """CpuDevice.gemm."""
     if current.observers:
         observed_operation("gemm", locals())
     else:
-        current.device.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias)
+        current.device.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, scale_a, scale_b)
 
 
 def gemm_strided_batched(

@@ -22,5 +22,5 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def floatX_of(precision: str) -> np.dtype:
-    """The type of parameters, activations and their gradients: BF16 in the precision "bf16", else fp32."""
-    return BF16 if precision == "bf16" else np.dtype(np.float32)
+    """The type of parameters, activations and their gradients: BF16 in the precisions "bf16" and "fp8", else fp32."""
+    return BF16 if precision in ("bf16", "fp8") else np.dtype(np.float32)

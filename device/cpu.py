@@ -19,6 +19,7 @@ from typing import Any
 
 from device import cpp
 from device.bf16 import BF16, DEFINES, floatX_of, from_bf16, to_bf16
+from device.fp8 import E4M3, from_e4m3
 from device.tma import TensorMap
 
 import numpy as np
@@ -52,10 +53,11 @@ class CpuDevice:
         self.name = f"CPU, {self.cores} cores"
 
     def use_precision(self, precision: str) -> str:
-        """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; or "bf16", in
-        which `floatX`, the type of parameters, activations and their gradients, is BF16. Returns the precision that the
-        device then has: a CPU has no TF32, and a GPU before compute capability 8.0 has only fp32."""
-        self.precision = "bf16" if precision == "bf16" else "fp32"
+        """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; "bf16", in
+        which `floatX`, the type of parameters, activations and their gradients, is BF16; or "fp8", in which also some
+        products take codes of one byte (kernels/fp8.py). Returns the precision that the device then has: a CPU has no
+        TF32, a GPU before compute capability 8.0 has only fp32, and one before 8.9 has no fp8."""
+        self.precision = "fp32" if precision == "tf32" else precision
         self.floatX = floatX_of(self.precision)
         return self.precision
 
@@ -161,15 +163,22 @@ class CpuDevice:
 
     def gemm(
         self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
-        bias=None,
+        bias=None, scale_a=None, scale_b=None,
     ) -> None:  # fmt: skip
         """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. Either a, b and c are fp32,
         and the product is in TF32 if `tf32` is true; or a and b are bf16, and c is bf16 or fp32. Sums are always fp32.
 
+        Or a and b are codes in e4m3 (fp8.py), of matrices divided by scale_a and scale_b (1,), and these multiply the
+        product. Then trans_a is false and trans_b true, k is a multiple of 16 and n of 8, and the arrays lie at
+        multiples of 16 bytes. A GPU's sums are a little less wide (cublaslt.py).
+
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias (n,), of the
         type of a and b, is added to every row before the row is rounded.
         """
-        self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
+        if a.dtype == E4M3:
+            self.multiply_codes(c, a, b, m, n, k, beta, bias, scale_a * scale_b)
+        else:
+            self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
     def gemm_strided_batched(
         self, c, a, b, m: int, n: int, k: int, count: int, trans_a: bool = False, trans_b: bool = False,
@@ -192,6 +201,18 @@ class CpuDevice:
             wide[0].reshape(m, n)[:] += from_bf16(bias) if bias.dtype == BF16 else bias
         if wide[0] is not flat[0]:
             flat[0][:] = to_bf16(wide[0])
+
+    def multiply_codes(self, c, a, b, m: int, n: int, k: int, beta: float, bias, scale) -> None:
+        """`gemm` for codes."""
+        product = np.empty((m, n), np.float32)
+        self.multiply(product, from_e4m3(a), from_e4m3(b), m, n, k, 1, False, True)
+        product *= scale
+        flat = c.reshape(-1)[: m * n].reshape(m, n)
+        if beta:
+            product += beta * (from_bf16(flat) if c.dtype == BF16 else flat)
+        if bias is not None:
+            product += from_bf16(bias)
+        flat[:] = to_bf16(product) if c.dtype == BF16 else product
 
     # Streams, as a recording uses them
 

@@ -1,4 +1,4 @@
-"""cuBLAS's matrix products: of fp32 matrices through CuPy, of bf16 matrices by cublaslt.py."""
+"""cuBLAS's matrix products: of fp32 matrices through CuPy, of bf16 matrices and of codes by cublaslt.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKSPACE = 32 << 20  # bytes
 CUDA_R_16BF, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 14, 68, -1
 # CUBLAS_DEFAULT_MATH, and two that CuPy lacks: CUBLAS_TF32_TENSOR_OP_MATH and
 # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
-MATH_MODES = {"fp32": 0, "tf32": 3, "bf16": 16}
+MATH_MODES = {"fp32": 0, "tf32": 3, "bf16": 16, "fp8": 16}
 TYPES = {BF16: CUDA_R_16BF, np.dtype(np.float32): 0}  # CUDA_R_32F
 
 
@@ -70,11 +70,11 @@ class Cublas:
 
     def gemm(
         self, c, a, b, m: int, n: int, k: int, trans_a: bool = False, trans_b: bool = False, beta: float = 0.0,
-        bias=None,
+        bias=None, scale_a=None, scale_b=None,
     ) -> None:  # fmt: skip
-        if a.dtype == BF16 or bias is not None:
+        if a.dtype != np.float32 or bias is not None:
             here = self.streams[self.at], self.workspaces[self.at], self.calls is self.captured_calls
-            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, *here)
+            self.lt.gemm(c, a, b, m, n, k, trans_a, trans_b, beta, bias, scale_a, scale_b, *here)
             return
         # cuBLAS stores matrices by columns, so it sees each of ours transposed: c^T = op(b)^T op(a)^T.
         shape = self.handle, int(trans_b), int(trans_a), n, m, k, address_of(1.0)

@@ -72,6 +72,8 @@ class CudaDevice:
     def use_precision(self, precision: str) -> str:
         if self.compute_capability < 80:
             precision = "fp32"
+        if precision == "fp8" and self.compute_capability < 89:
+            precision = "bf16"
         self.precision, self.floatX = precision, floatX_of(precision)
         self.blas.use_precision(precision)
         return precision

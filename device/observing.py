@@ -12,8 +12,8 @@ READS, SETS, UPDATES = "reads", "sets", "updates"
 
 # The arrays of the operations that are not kernels. Each operation writes the first one.
 OPERATIONS = {
-    "gemm": ("c", "a", "b", "bias"), "gemm_strided_batched": ("c", "a", "b"), "fill_zero": ("array",),
-    "copy": ("dst", "src"),
+    "gemm": ("c", "a", "b", "bias", "scale_a", "scale_b"), "gemm_strided_batched": ("c", "a", "b"),
+    "fill_zero": ("array",), "copy": ("dst", "src"),
 }  # fmt: skip
 
 ACCESSES: dict[str, dict[str, str | None]] = {}  # of the kernels that have been observed, as kernel_accesses gives them

@@ -25,31 +25,29 @@ __device__ inline float join(unsigned param, unsigned low, float v) {
     return __uint_as_float((param - rounded_up) << 16 | low);
 }
 
-// The parameters as AdamW updates them: in bf16 the master copy, from what memory holds of it. Then v loses its sign.
+// The parameters as AdamW updates them: in bf16 the master copy. load_master takes the sign from v, and store_master
+// sets it.
 template <class Memory>
-__device__ inline Floats load_master(Memory memory, const float* params, const bf16*, Floats&, int left) {
-    return memory.load_floats(params, left);
+__device__ inline Floats load_master(Memory memory, const floatX* params, const bf16* low, Floats& v, int left) {
+    if constexpr (sizeof(floatX) == 4) return memory.load_floats(params, left);
+    else {
+        const Halves p = memory.load_halves(params, left), l = memory.load_halves(low, left);
+        Floats master;
+        for (int k = 0; k < FLOATS; k++) master.x[k] = join(p.x[k], l.x[k], v.x[k]), v.x[k] = fabsf(v.x[k]);
+        return master;
+    }
 }
 
 template <class Memory>
-__device__ inline Floats load_master(Memory memory, const bf16* params, const bf16* low, Floats& v, int left) {
-    const Halves p = memory.load_halves(params, left), l = memory.load_halves(low, left);
-    Floats master;
-    for (int k = 0; k < FLOATS; k++) master.x[k] = join(p.x[k], l.x[k], v.x[k]), v.x[k] = fabsf(v.x[k]);
-    return master;
-}
-
-template <class Memory>
-__device__ inline void store_master(Memory memory, float* params, bf16*, Floats&, const Floats& master, int left) {
-    memory.store_floats(params, master, left);
-}
-
-template <class Memory>
-__device__ inline void store_master(Memory memory, bf16* params, bf16* low, Floats& v, const Floats& master, int left) {
-    Halves p, l;
-    for (int k = 0; k < FLOATS; k++) split(p.x[k], l.x[k], v.x[k], master.x[k]);
-    memory.store_halves(params, p, left);
-    memory.store_halves(low, l, left);
+__device__ inline void store_master(Memory memory, floatX* params, bf16* low, Floats& v, const Floats& master,
+                                    int left) {
+    if constexpr (sizeof(floatX) == 4) memory.store_floats(params, master, left);
+    else {
+        Halves p, l;
+        for (int k = 0; k < FLOATS; k++) split(p.x[k], l.x[k], v.x[k], master.x[k]);
+        memory.store_halves(params, p, left);
+        memory.store_halves(low, l, left);
+    }
 }
 
 // norm: what norm_kernel computes. Each gradient is multiplied by norm[1]; if that is NaN, nothing changes. If

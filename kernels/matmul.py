@@ -2,6 +2,7 @@
 
 import device
 from device import ceil_div
+from kernels.fp8 import fp8_backward_inp, fp8_backward_weight, fp8_forward, plain, takes_codes
 from kernels.reduce import column_sum
 
 cu = device.source(__file__)
@@ -10,7 +11,8 @@ MANY_OUTPUTS = 16384  # with so many, matvec uses 8 lanes for an output
 
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
-    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if there is none.
+    """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if there is none. weight may be a Weight
+    of kernels/fp8.py, and inp a Measured array.
 
     The product adds the bias before it rounds. In bf16 this matters for a projection that a norm's kernel adds to the
     residual stream. A number of the stream and one of `out` have 8 significant bits each, so their sum often lies
@@ -18,10 +20,12 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
     rounded. The first biases that GPT-2 124M learned, 5e-7, changed its loss over 100 times as much as their gradient
     predicts.
     """
-    if B * T == 1:
-        matvec(out, inp, weight, bias, C, OC)
+    if takes_codes(weight, B * T):
+        fp8_forward(out, inp, weight, bias, B * T, C, OC)
+    elif B * T == 1:
+        matvec(out, plain(inp), plain(weight), bias, C, OC)
     else:
-        device.gemm(out, inp, weight, B * T, OC, C, trans_b=True, bias=bias)
+        device.gemm(out, plain(inp), plain(weight), B * T, OC, C, trans_b=True, bias=bias)
 
 
 def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
@@ -61,14 +65,18 @@ def weight_is_transposed(N: int, C: int, OC: int) -> bool:
 
 
 def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, accumulate: bool = False) -> None:
-    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader."""
+    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader. weight
+    may be a Weight of kernels/fp8.py, and dout a Measured array. With a Weight, matmul_backward_weight for the same
+    dout must follow, and take the codes that this makes, before another dout with OC columns."""
     beta = float(accumulate)
-    if weight_is_transposed(B * T, C, OC):
+    if takes_codes(weight, B * T):
+        fp8_backward_inp(dinp, dout, weight, B * T, C, OC, beta)
+    elif weight_is_transposed(B * T, C, OC):
         weight_T = device.scratch("weight_T", (C, OC), device.floatX)
         transpose(weight_T, weight, OC, C)
         device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=beta)
     else:
-        device.gemm(dinp, dout, weight, B * T, C, OC, beta=beta)
+        device.gemm(dinp, plain(dout), plain(weight), B * T, C, OC, beta=beta)
 
 
 def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
@@ -76,16 +84,19 @@ def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, 
 
     inp may be a view (B*T,C) of a matrix that lies in memory transposed, as (C,B*T). A kernel that recomputes an input
     for backward writes it so if transposes() says so. Another input is transposed here if there are enough rows.
+    dweight may be a Gradient of kernels/fp8.py, and dout a Measured array.
     """
     beta = float(accumulate)
-    if not inp.flags.c_contiguous:
+    if takes_codes(dweight, B * T):
+        fp8_backward_weight(dweight, inp, B * T, C, OC, beta)
+    elif not inp.flags.c_contiguous:
         device.gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
     elif transposes() and B * T >= ROWS_WORTH_TRANSPOSING:
         inp_T = device.scratch("input_T", (C, B * T), device.floatX)
         transpose(inp_T, inp, B * T, C)
         device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
     else:
-        device.gemm(dweight, dout, inp, OC, C, B * T, trans_a=True, beta=beta)
+        device.gemm(plain(dweight), plain(dout), inp, OC, C, B * T, trans_a=True, beta=beta)
 
 
 def matmul_backward_bias(dbias, dout, B: int, T: int, OC: int) -> None:

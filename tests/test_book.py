@@ -81,7 +81,7 @@ PACKAGES = {"tiktoken": r"dev/data/", "PyTorch, pytest": r"-m pytest|--gpus [2-9
 NEEDS = {**PACKAGES, "gdb": r"\bgdb "}
 # Lines of ```sh blocks that only make test-all runs: tests, which make test runs by themselves, and what takes longer
 # than a few seconds.
-LONG_LINES = ["*python -m pytest*", "LLMC_CPU_DEBUG=1 *", "python doc/ladder.py *", "*.multiprocessors = 5;*"]
+LONG_LINES = ["*python -m pytest*", "LLMC_CPU_DEBUG=1 *", "python doc/ladder.py *"]
 
 needs_a_compiler = pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"

@@ -66,9 +66,9 @@ def test_every_kernel_that_there_is_has_a_rule_that_its_parameters_fit():
 
 def test_bytes_are_counted_by_the_type_of_each_array():
     two, four = np.zeros(6, np.uint16), np.zeros(6, np.float32)
-    adamw = {"params": four, "rounded": two, "grads": four, "m": four, "v": four}
-    assert traffic.bytes_of("adamw_kernel", adamw) == 6 * 30
-    assert traffic.bytes_of("adamw_kernel", adamw | {"rounded": None}) == 6 * 28
+    adamw = {"params": two, "low": two, "grads": four, "m": four, "v": four}
+    assert traffic.bytes_of("adamw_kernel", adamw) == 6 * 28
+    assert traffic.bytes_of("adamw_kernel", adamw | {"params": four, "low": None}) == 6 * 28
     assert traffic.bytes_of("gelu_forward_kernel", {"inp": two, "out": two}) == 6 * 4
     heads = {"dkv_heads": np.zeros((4, 3), np.float32), "dqkv": two, "NH": 4, "NKV": 2}
     assert traffic.bytes_of("flash_attention_group_sum_kernel", heads) == 12 * 4 + 6 * 2

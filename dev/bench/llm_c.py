@@ -29,7 +29,7 @@ def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) 
     its usage has. Raises UserError for what it cannot run."""
     usage = subprocess.run([binary, "--help"], cwd=directory, capture_output=True, text=True, timeout=60)
     flags = set(re.findall(r"^\s*-(\w) ", usage.stdout + usage.stderr, re.M))
-    if device.precision == "bf16" and "e" not in flags:
+    if device.floatX == device.BF16 and "e" not in flags:
         raise UserError(f"{binary}: takes no -e, so it trains in fp32 alone: leave --precision bf16 out")
     wanted = {
         "i": "train.bin", "j": "val.bin", "b": workload.B, "t": workload.T, "l": LEARNING_RATE, "v": 10**6, "m": 1,
@@ -41,12 +41,12 @@ def llmc_command(binary: Path, directory: Path, workload: Workload, steps: int) 
 
 def model_file() -> str:
     """What llm.c calls its model file in the precision in use."""
-    return "gpt2_124M_bf16.bin" if device.precision == "bf16" else "gpt2_124M.bin"
+    return "gpt2_124M_bf16.bin" if device.floatX == device.BF16 else "gpt2_124M.bin"
 
 
 def write_files(directory: Path, workload: Workload, steps: int) -> None:
     """The model and the tokens. llm.c's trainers look for the model by its name."""
-    write_random_model(workload, directory / model_file(), device.precision == "bf16")
+    write_random_model(workload, directory / model_file(), device.floatX == device.BF16)
     tokens = zipf_tokens(steps * workload.B * workload.T + 1, workload.config.vocab_size)
     for split in ("train", "val"):
         write_tokens(directory / f"{split}.bin", tokens)

@@ -101,7 +101,7 @@ class Torch:
             model = build_torch_model(workload.config, attention, padded=self.cuda)
         model.load(tensors)
         self.model_loss = model.loss
-        bf16 = device.precision == "bf16" or peer.endswith("bf16")
+        bf16 = device.floatX == device.BF16 or peer.endswith("bf16")
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
         self.attention = nullcontext
         if peer in CUDNN_PEERS:
@@ -237,7 +237,7 @@ def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, steps: in
 
 def usable_peers(asked: str | None, precision: str, attention: str) -> list[str]:
     """The peers to run. Raises UserError where one is asked for by a wrong name."""
-    default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision == "bf16")
+    default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision in ("bf16", "fp8"))
     peers = [peer for peer in (default if asked is None else asked.split(",")) if peer]
     for peer in peers:
         if peer not in PEERS:

@@ -75,7 +75,7 @@ def time_transformers(peer: str, tensors, workload: Workload, prompts: np.ndarra
     import transformers
 
     where = "cuda" if device.kind == "cuda" else "cpu"
-    dtype = torch.bfloat16 if device.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if device.floatX == device.BF16 else torch.float32
     torch.set_float32_matmul_precision("high" if device.tf32 else "highest")
     with torch.no_grad(), torch.device(where):
         config = transformers.AutoConfig.for_model(**config_json(workload.config))

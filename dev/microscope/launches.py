@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
-from kernels.adamw import adamw
+from kernels.adamw import adamw, join, split
 from kernels.attention import Matrices, attention_backward, attention_forward
 from kernels.cached_attention import Cached, cached_attention_forward
 from kernels.classifier import fused_classifier
@@ -22,6 +22,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from kernels.fp8 import encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.matmul import matmul_backward_bias, matmul_forward, matvec, transpose, transposes
@@ -216,6 +217,15 @@ for erf in False, True:
 add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda size, a: recomputed(a.out))
 
+
+
+def room_for_codes(size, a) -> dict:
+    codes, codes_T = (device.empty(shape, np.uint8) for shape in ((size.N, size.C), (size.C, size.N)))
+    return {"codes": codes, "codes_T": codes_T}
+
+
+add(encode, MATRIX, "scale*=1 inp=N,C", room_for_codes, needs=("N % 16 == 0", "C % 16 == 0"), precision="bf16")
+
 add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses*=B,T",
     lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))},
     needs=("V <= Vp", "Vp % 8 == 0"))
@@ -292,8 +302,10 @@ def addresses(*arrays) -> object:
 
 
 RECIPE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "t": 1}
-add(adamw, "n=4096", "params*=n grads*=n m*=n v*=n rounded=n",
-    lambda size, a: norm() | RECIPE | {"rounded": a.rounded if device.floatX == device.BF16 else None})
+add(adamw, "n=4096", "params=n grads*=n m*=n v*=n low=n",
+    lambda size, a: norm() | RECIPE | {"low": a.low if device.floatX == device.BF16 else None})
+add(split, "n=4096", "params=n values*=n low=n v*=n", precision="bf16")
+add(join, "n=4096", "values*=n params=n low=n v*=n", precision="bf16")
 add(global_norm, "n=4096", "x*=n",
     lambda size, a: norm() | {
         "scratch": device.empty((SQUARES,)), "arrays": [a.x], "largest": 1.0, "skip_nonfinite": False,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 
 import device
-from llmc.model.tensors import Config, Table, name_tensors, num_parameters, ranges, shape_of
+from kernels.fp8 import Gradient, Weight, pays
+from llmc.model.tensors import Config, Table, layout, name_tensors, num_parameters, ranges, shape_of
 
 import numpy as np
 
@@ -19,6 +21,7 @@ class Model:
                                       In bf16, AdamW rounds these from a master copy in fp32, whose last 16 bits it
                                       has (llmc/model/adamw.py).
     grads_memory (num_parameters,)    their gradients, fp32. A model for inference has none.
+    codes                             in fp8, bytes: what products take in place of some matrices (take_codes)
     params, grads                     the tensors in them, as name_tensors and `group_parameters` name them
     constant                          arrays that never change, for sequences of up to T
 
@@ -58,6 +61,8 @@ class Model:
         self.constant = SimpleNamespace(**{name: device.asarray(values) for name, values in constants})
         self.params_memory, self.params = self.allocate(device.floatX)
         self.grads_memory, self.grads = (None, None) if inference else self.allocate(np.float32)
+        self.codes = device.empty((0 if inference else codes_bytes(config),), np.uint8)
+        self.take_codes()
 
     def allocate(self, dtype: np.dtype) -> tuple:
         """A buffer with a number for each parameter, and the tensors in it."""
@@ -67,6 +72,24 @@ class Model:
         tensors.head = getattr(tensors, self.config.head)
         self.group_parameters(tensors, self.config)
         return memory, tensors
+
+    def take_codes(self) -> None:
+        """Puts a Weight and its Gradient (kernels/fp8.py) in the place of each matrix whose products take codes. A
+        model that does not train keeps its matrices."""
+        end = 0
+
+        def room(*shape: int, dtype=np.uint8):
+            nonlocal end
+            start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+            return self.codes[start:end].view(dtype).reshape(shape)
+
+        matrices = coded_matrices(self.config) if self.grads else {}
+        for name, (OC, C) in matrices.items():
+            for p, g in zip(self.params.layer, self.grads.layer, strict=True):
+                codes, transposed = room(OC, C), room(C, OC)
+                scale, inp_scale = room(4, dtype=np.float32)[:1], room(4, dtype=np.float32)[:1]
+                setattr(p, name, Weight(getattr(p, name), codes, transposed, scale, inp_scale))
+                setattr(g, name, Gradient(getattr(g, name), inp_scale))
 
     @property
     def has_copy(self) -> bool:
@@ -78,10 +101,23 @@ class Model:
         """The ranges of grads_memory that backward adds to, from a step's first batch on."""
         return added_ranges(self.config)
 
+    def begin_batch(self, first: bool) -> None:
+        """Call it before the forward pass of each batch of a step. In the first one it zeroes gradients, and forward
+        encodes weights. In the others forward takes the same codes."""
+        if first:
+            self.zero_grad()
+        self.weights_are_new(first)
+
     def zero_grad(self) -> None:
         """Zeroes the gradients that backward adds to. In a step's first batch backward sets the others."""
         for start, end in self.added_to:
             device.fill_zero(self.grads_memory[start:end])
+
+    def weights_are_new(self, new: bool = True) -> None:
+        """Says whether forward must encode the weights whose products take codes, because they have changed."""
+        for name in coded_matrices(self.config) if self.codes is not None else ():
+            for p in self.params.layer:
+                getattr(p, name).is_new = new
 
     # What a kind of model says of itself
 
@@ -105,6 +141,20 @@ class Model:
         """Two dicts by name: the standard deviation of each of config.matrices, which start as normal random numbers,
         and the value with which each other parameter starts that does not start as 0."""
         raise NotImplementedError
+
+
+def coded_matrices(config: Config) -> dict[str, tuple[int, int]]:
+    """The parameters whose products take codes in training: name, and shape (OC,C) in a layer."""
+    if device.precision != "fp8":
+        return {}
+    starts, _ = layout(config.parameters(), config.sizes(), align=1)
+    of_layers = {name: starts[name] for name in config.products if len(starts[name][1]) == 3}
+    return {name: (OC, C) for name, (start, (_, OC, C)) in of_layers.items() if pays(C, OC) and start % 8 == 0}
+
+
+def codes_bytes(config: Config) -> int:
+    """The bytes of Model.codes: two a number, and two scales a matrix, each at a multiple of 16."""
+    return sum(2 * OC * C + 32 for OC, C in coded_matrices(config).values()) * config.num_layers
 
 
 @cache

@@ -43,9 +43,9 @@ TF32_PEAKS = {
 
 
 def tensor_core_peak() -> float | None:
-    """The GPU's ceiling in FLOP/s for products in TF32, or in bf16, where it is twice as high. None if it is not known,
-    or if products are in fp32."""
-    factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12}[device.precision]
+    """The GPU's ceiling in FLOP/s for products in TF32, in bf16, where it is twice as high, or in fp8, where it is four
+    times as high. None if it is not known, or if products are in fp32."""
+    factor = {"fp32": None, "tf32": 1e12, "bf16": 2e12, "fp8": 4e12}[device.precision]
     peak = TF32_PEAKS.get(device.name.removeprefix("NVIDIA "))
     return factor * peak if factor and peak else None
 

@@ -417,18 +417,24 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
+PRODUCTS = {
+    "fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32",
+    "fp8": "large ones of layers in e4m3, others in bf16", "no codes": "bf16: in e4m3 no matrix would be faster",
+}  # fmt: skip
+
+
 def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list[list[tuple[str, object]]]:
     """The sections of the start-up table: every setting of the run, and the data that it found."""
     s, args, training, config = run.settings, run.settings.flags, run.training, run.training.model.config
     train_data, val_data = run.batches.loader, run.validation.batches.loader
-    offload = training.adamw.offload
+    offload, coded = training.adamw.offload, training.model.codes.size > 0
     return [
         [
             ("device", device.name),
             *([("why not CUDA", device.why_not_cuda)] if device.why_not_cuda else []),
-            ("matrix products", {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32"}[device.precision]),
+            ("matrix products", PRODUCTS["no codes" if device.precision == "fp8" and not coded else device.precision]),
             *([("activations, weights", "bf16; AdamW, losses and statistics in fp32")]
-              if device.precision == "bf16" else []),
+              if device.floatX == device.BF16 else []),
             ("attention", args.attention),
             *([("activations", "recomputed, but for each layer's input")] if args.recompute else []),
             *([("logits", f"of {args.logit_rows} positions at a time")] if args.logit_rows else []),

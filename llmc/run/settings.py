@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import device
 from device.errors import UserError, escaped
+from kernels.fp8 import MULTIPLE
 from llmc.files.record import MOST_STEPS
 from llmc.model.model import Model
 from llmc.model.tensors import Config
@@ -156,6 +157,10 @@ def check_flags(flags: Namespace) -> None:
         raise UserError(
             f"-d {flags.total_batch_size} is not a multiple of {product} = {N * rows}: change -d, -b or -t"
         )
+    if flags.precision == "fp8" and rows % MULTIPLE:
+        raise UserError(
+            f"--precision fp8 needs a multiple of {MULTIPLE} positions a batch, and B*T = {rows}: change -b or -t"
+        )
     if flags.attention == "flash" and "precision" in flags.given and flags.precision == "fp32":
         raise UserError("-a flash computes in TF32 or bf16: leave --precision fp32 out, or use -a softmax")
 
@@ -179,12 +184,12 @@ def check_length(flags: Namespace, config: Config) -> None:
 def settle_precision(flags: Namespace, before: str | None) -> Namespace:
     """The flags with the precision that the run will have: that of --precision, if the device has it. A resumed run
     keeps the one that it had `before`, unless it is given another one. If it changes, a line says so. Sets the device
-    to it. Raises UserError for bf16 on a GPU that has none."""
+    to it. Raises UserError for bf16 or fp8 on a GPU that has none."""
     asked = flags.precision if before is None or "precision" in flags.given else before
     if asked == "fp32" and flags.attention == "flash" and "precision" not in flags.given:
         asked = "tf32"  # on every device flash attention is in TF32
     now = device.use_precision(asked)
-    if before not in (None, now) and not (flags.attention == "flash" and "bf16" not in (before, now)):
+    if before not in (None, now) and not (flags.attention == "flash" and {before, now} <= {"fp32", "tf32"}):
         why = f", which is what {device.name} has" if now != asked else ""
         print(f"the run was in {before} and goes on in {now}{why}")
     return Namespace(**vars(flags) | {"precision": now})

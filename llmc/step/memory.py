@@ -11,7 +11,7 @@ import device
 from device.errors import UserError
 from device.host import free_memory
 from llmc.model.activations import cache_bytes, cache_scratch, training_bytes, training_scratch
-from llmc.model.model import Model
+from llmc.model.model import Model, codes_bytes
 from llmc.model.offload import buffer_bytes
 from llmc.model.ranges import Range
 from llmc.model.tensors import Config, num_parameters
@@ -58,9 +58,11 @@ def training_sizes(kind: type[Model], config: Config, plan: Plan) -> dict[str, i
     n, X, B, T = num_parameters(config), device.floatX, plan.B, plan.T
     activations, gradients = training_bytes(kind, config, B, T, plan.attention, plan.logit_rows, plan.recompute)
     state = {"AdamW's pieces": buffer_bytes()} if plan.offload else state_sizes(config, plan.shard)
+    codes = {"codes in e4m3": codes_bytes(config)} if device.precision == "fp8" else {}
+    scratch = training_scratch(kind, config, B, T, plan.attention)
     return {
-        "parameters": X.itemsize * n, "gradients": 4 * n, **state, "activations": activations,
-        "activation gradients": gradients, "scratch": sum(training_scratch(config, B, T, plan.attention).values()),
+        "parameters": X.itemsize * n, **codes, "gradients": 4 * n, **state, "activations": activations,
+        "activation gradients": gradients, "scratch": sum(scratch.values()),
         **exchange_bytes(config, B, T, plan.bitwise),
     }  # fmt: skip
 

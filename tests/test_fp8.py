@@ -1,0 +1,391 @@
+"""Products of codes in e4m3 (`--precision fp8`): the codes are exact, and models train with them."""
+
+import device
+import kernels.fp8 as fp8
+import kernels.matmul as matmul
+from conftest import DEVICES
+from device import BF16, from_bf16, to_bf16
+from device.fp8 import DECODED, from_e4m3
+from kernels.fp8 import Gradient, Weight, encode, measured, plain
+from kernels.swiglu import swiglu_backward, swiglu_forward
+from llmc.data.batches import Batches
+from llmc.model import offload
+from llmc.ranks import exchange
+from models import GivenBatches, build, flat_parameters, forward_backward, make_batches, name_of
+from oracle import guarded, normal
+from train_gpt2_fp32 import GPT2Config, training_step
+from train_llama3 import Llama3, Llama3Config
+from train_pythia import PythiaConfig
+from train_qwen3 import Qwen3Config
+
+import numpy as np
+import pytest
+import torch
+from lazy import LazyDevice, Threads
+from test_offload import on
+from test_peers import EagerDevice, train
+from test_peers import T as RANKS_T
+from test_train import Turing, make_folder
+
+LARGEST = 448.0
+
+# maxT, V, L, heads, C: each has weights of several shapes, and rows that are no multiples of a tile.
+CONFIGS = [
+    GPT2Config(32, 101, 2, 2, 48), Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False),
+    PythiaConfig(32, 101, 2, 2, 32, tied_norm=True), Qwen3Config(32, 101, 2, 4, 2, 48, 96, head_size=16),
+]  # fmt: skip
+B, T = 2, 24
+
+
+@pytest.fixture(params=DEVICES)
+def dev(request, monkeypatch):
+    """The device in fp8, for which all weights are large enough."""
+    monkeypatch.setenv("LLMC_CPU_WARP", "32" if "warp32" in request.param else "1")
+    device.use(request.param.partition("-")[0])
+    if device.use_precision("bf16") and device.kind == "cuda" and device.current.device.compute_capability < 89:
+        pytest.skip("this GPU has no fp8")
+    device.use_precision("fp8")
+    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    yield device
+    device.synchronize()
+
+
+def scale_of(largest: float) -> np.float32:
+    """The least power of two, from 2^-126 on, with which `largest` is at most 448."""
+    return np.float32(2.0 ** max(-126, np.ceil(np.log2(max(np.float64(largest), 1e-300) / LARGEST))))
+
+
+def codes_by_pytorch(values: np.ndarray, scale: float) -> np.ndarray:
+    """values / scale in e4m3, clipped, as PyTorch rounds."""
+    scaled = torch.from_numpy(values / np.float32(scale)).clamp(-LARGEST, LARGEST)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
+def test_the_numbers_of_codes_are_pytorchs():
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(DECODED, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("N, C", [(16, 16), (64, 128), (80, 144), (208, 272)])
+@pytest.mark.parametrize("spread", [0.0, 5.0])
+def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_exponent(dev, rng, N, C, spread):
+    values = to_bf16(normal(rng, N, C) * np.exp(spread * normal(rng, N, C)))
+    wide = from_bf16(values)
+    expected_scale = scale_of(np.abs(wide).max())
+    with guarded(dev) as memory:
+        inp, scale = memory.read(wide), memory.write((1,), np.float32)
+        codes, codes_T = memory.write((N, C), np.uint8), memory.write((C, N), np.uint8)
+        encode(codes, codes_T, scale, inp, N, C)
+        known = memory.write((C, N), np.uint8)
+        encode(None, known, None, inp, N, C, known=scale)
+    assert dev.to_host(scale)[0] == expected_scale
+    expected = codes_by_pytorch(wide, expected_scale)
+    assert 0x70 <= (expected & 0x7F).max() <= 0x7E  # between 224 and 448
+    assert np.array_equal(dev.to_host(codes), expected)
+    assert np.array_equal(dev.to_host(codes_T), expected.T) and np.array_equal(dev.to_host(known), expected.T)
+
+
+@pytest.mark.parametrize("N, C", [(32, 48), (80, 272)])
+@pytest.mark.parametrize("planted", [0.0, 1.0, np.nan, np.inf])
+def test_swiglu_measures_what_it_makes(dev, rng, N, C, planted):
+    """The codes are those of encode alone. An array of zeros has maxima of 0, also after one of larger numbers."""
+    for scale in 3.0, planted:
+        inp, dout = normal(rng, N, 2 * C), normal(rng, N, C)
+        inp[5, 7] *= scale
+        if scale == 0.0:
+            inp[:] = 0.0
+        inp, dout = dev.asarray(to_bf16(inp)), dev.asarray(to_bf16(dout))
+        out, dinp = measured(dev.empty((N, C), BF16), "out"), measured(dev.empty((N, 2 * C), BF16), "dinp")
+        swiglu_forward(out, inp, N, C)
+        swiglu_backward(dinp, dev.empty((N, C), BF16), dout, inp, N, C)
+        for made, columns in (out, C), (dinp, 2 * C):
+            found = []
+            for array in made, made.array:
+                codes, transposed = (dev.empty(shape, np.uint8) for shape in ((N, columns), (columns, N)))
+                of_scale = dev.empty((1,))
+                encode(codes, transposed, of_scale, array, N, columns)
+                found.append([dev.to_host(each).view(np.uint8) for each in (codes, transposed, of_scale)])
+            assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+            wide = np.abs(from_bf16(dev.to_host(made.array)))
+            largest = np.inf if np.isnan(wide).any() else wide.max()
+            assert dev.to_host(made.maxima).max() == largest
+
+
+@pytest.mark.parametrize("exponent", [-126, -9, 0, 3, 100, 121])
+def test_every_number_of_bf16_has_the_code_of_the_rule(dev, exponent):
+    """A scale is a power of two, so no other numbers are ever rounded."""
+    values = np.arange(65536, dtype=np.uint16)
+    scale = np.float32(2.0**exponent)
+    codes = dev.empty((256, 256), np.uint8)
+    encode(codes, None, None, dev.asarray(values.reshape(256, 256)), 256, 256, known=dev.asarray(scale.reshape(1)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = codes_by_pytorch(from_bf16(values), scale)
+    found, nan = dev.to_host(codes).reshape(-1), np.isnan(from_bf16(values))
+    assert np.array_equal(found[~nan], expected[~nan]) and (found[nan] == 0x7F).all()
+
+
+@pytest.mark.parametrize("what", ["zeros", "tiny", "a row of zeros", "NaN", "infinity", "outlier", "largest"])
+def test_extremes_are_coded_or_shown(dev, rng, what):
+    values = normal(rng, 32, 48)
+    if what in ("zeros", "tiny"):
+        values[:] = {"zeros": 0.0, "tiny": 1e-40}[what]
+    elif what == "a row of zeros":
+        values[3] = 0.0
+    else:
+        values[5, 7] = {"NaN": np.nan, "infinity": -np.inf, "outlier": 1e30, "largest": 3.3e38}[what]
+    codes, scale, bits = dev.empty((32, 48), np.uint8), dev.empty((1,)), to_bf16(values)
+    encode(codes, None, scale, dev.asarray(bits), 32, 48)
+    found, wide = dev.to_host(codes), from_bf16(bits)
+    if what in ("NaN", "infinity"):
+        assert np.isnan(dev.to_host(scale)).all() and (found == 0x7F).all()
+    else:
+        expected = scale_of(np.abs(wide).max())
+        assert dev.to_host(scale)[0] == expected and np.array_equal(found, codes_by_pytorch(wide, expected))
+
+
+def coded(dev, rng, N: int, C: int):
+    """Random codes without NaN, and a scale, on the device; and the matrix, float64."""
+    codes = rng.integers(0, 256, (N, C)).astype(np.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    scale = np.float32(2.0 ** rng.integers(-12, 0))
+    return dev.asarray(codes), dev.asarray(scale.reshape(1)), from_e4m3(codes).astype(np.float64) * scale
+
+
+# Of the sum of absolute values. fp32 sums have 24 bits. Hopper's keep some 14, which show where a term is as large as
+# all others together; its result in bf16 has 8 bits.
+TOLERANCE = {"cpu": 2.0**-20, "cuda": 2.0**-13}
+
+
+@pytest.mark.parametrize("m, n, k", [(16, 16, 16), (48, 80, 112), (256, 128, 512), (80, 272, 4096)])
+@pytest.mark.parametrize("result", ["bf16", "bf16 and bias", "bf16 +=", "fp32", "fp32 +="])
+def test_products_are_within_the_bound_of_their_sums(dev, rng, m, n, k, result):
+    (a, scale_a, wide_a), (b, scale_b, wide_b) = coded(dev, rng, m, k), coded(dev, rng, n, k)
+    before, bias = to_bf16(normal(rng, m, n)), to_bf16(normal(rng, n)) if "bias" in result else None
+    start = before if "bf16" in result else from_bf16(before)
+    c, beta = dev.asarray(start), float("+=" in result)
+    of_bias = None if bias is None else dev.asarray(bias)
+    dev.gemm(c, a, b, m, n, k, trans_b=True, beta=beta, bias=of_bias, scale_a=scale_a, scale_b=scale_b)
+    found = dev.to_host(c)
+    found = from_bf16(found) if found.dtype == BF16 else found
+    expected = wide_a @ wide_b.T + beta * from_bf16(before) + (0 if bias is None else from_bf16(bias))
+    allowed = TOLERANCE[dev.kind] * (np.abs(wide_a) @ np.abs(wide_b.T) + np.abs(expected))
+    allowed += 2.0**-8 * np.abs(expected) if "bf16" in result else 0
+    assert (np.abs(found - expected) <= allowed).all(), np.max(np.abs(found - expected) / allowed)
+
+
+def gradients(precision: str, config, attention: str = "softmax", **options) -> tuple[np.ndarray, float]:
+    """The gradients of a batch, and its loss."""
+    device.use_precision(precision)
+    training = build(device, config, B, T, attention, flat_parameters(config), **options)
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
+    return device.to_host(training.model.grads_memory), loss
+
+
+def rounded(values, largest: float, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix rounded to a type of one byte and back, with the scale of torchao's tensorwise recipe."""
+    wide = torch.from_numpy(from_bf16(np.asarray(values)).reshape(values.shape))
+    scale = largest / wide.abs().max().clamp(min=1e-12)
+    return (wide * scale).clamp(-largest, largest).to(dtype).float() / scale
+
+
+class Torchao:
+    """torchao's tensorwise recipe: e4m3 for inputs and weights, e5m2 for gradients, and scales that divide the largest
+    number exactly. Sums are fp32."""
+
+    def __init__(self):
+        self.dout = None
+
+    def forward(self, out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
+        inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (plain(inp).reshape(N, C), weight.array))
+        product = (inp @ weight.T).numpy() + (0 if bias is None else from_bf16(bias))
+        out.reshape(N, OC)[:] = to_bf16(product)
+
+    def backward_inp(self, dinp, dout, weight: Weight, N: int, C: int, OC: int, beta: float) -> None:
+        self.dout = rounded(plain(dout).reshape(N, OC), 57344, torch.float8_e5m2)
+        product = (self.dout @ rounded(weight.array, 448, torch.float8_e4m3fn)).numpy()
+        dinp.reshape(N, C)[:] = to_bf16(product + (from_bf16(dinp).reshape(N, C) if beta else 0))
+
+    def backward_weight(self, dweight: Gradient, inp, N: int, C: int, OC: int, beta: float) -> None:
+        product = (self.dout.T @ rounded(inp.reshape(N, C), 448, torch.float8_e4m3fn)).numpy()
+        dweight.array[:] = product + (dweight.array if beta else 0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeypatch, config):
+    exact, loss = gradients("fp32", config)
+    found, of_codes = gradients("fp8", config)
+    recomputed, _ = gradients("fp8", config, recompute=True)
+    assert np.array_equal(found, recomputed)
+    assert abs(of_codes - loss) < 0.01 * loss
+
+    def error(of: np.ndarray) -> float:
+        return float(np.linalg.norm(of - exact) / np.linalg.norm(exact))
+
+    in_bf16, _ = gradients("bf16", config)
+    assert error(found) > 2 * error(in_bf16)  # so codes were multiplied
+    if dev.kind == "cpu":  # where the recipe can stand in for the products
+        recipe = Torchao()
+        monkeypatch.setattr(matmul, "fp8_forward", recipe.forward)
+        monkeypatch.setattr(matmul, "fp8_backward_inp", recipe.backward_inp)
+        monkeypatch.setattr(matmul, "fp8_backward_weight", recipe.backward_weight)
+        theirs, _ = gradients("fp8", config)
+        assert error(found) < 1.2 * error(theirs), (error(found), error(theirs))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_steps_are_repeated_to_the_bit(dev, config):
+    found = []
+    for recorded, offloaded in (True, False), (False, False), (True, True):
+        device.use_recording(recorded)
+        training = build(dev, config, B, T, "softmax", flat_parameters(config), offload=offloaded)
+        batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 6, B, T)), 2)
+        train_step = training_step(training, batches)
+        for step in range(3):
+            train_step(step, 1e-2)
+        training.exchange.gather_parameters()  # offloaded, they still lack an update
+        device.synchronize()
+        found.append(dev.to_host(training.model.params_memory).copy())
+    device.use_recording(True)
+    assert all(np.array_equal(found[0], each) for each in found[1:])
+    assert np.isfinite(from_bf16(found[0])).all()
+
+
+def test_a_weight_is_encoded_in_the_first_batch_of_a_step_and_in_each_other_pass(dev):
+    """A pass between two steps, as in validation, sees the weights that the last step has made."""
+    config = CONFIGS[1]
+    training = build(dev, config, B, T, "softmax", flat_parameters(config))
+    model, (p, *_) = training.model, training.model.params.layer
+    batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 6, B, T)), 2)
+    device.use_recording(False)
+    train_step = training_step(training, batches)
+    device.use_recording(True)
+    for step in range(3):
+        before, launches = dev.to_host(p.fcw.array).copy(), []
+
+        def observer(name, arguments, work, launches=launches) -> None:
+            launches.append(dev.address(arguments["inp"]) if name == "encode_kernel" else 0)
+            work()
+
+        with device.observe(observer):
+            train_step(step, 1e-2)
+        assert launches.count(dev.address(p.fcw.array)) == 1
+        scale = dev.to_host(p.fcw.scale)[0]
+        assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(from_bf16(before), scale))
+        model.forward(training.acts, training.batch)
+        after, scale = from_bf16(dev.to_host(p.fcw.array)), dev.to_host(p.fcw.scale)[0]
+        assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(after, scale))
+        assert not np.array_equal(after, from_bf16(before))
+
+
+@pytest.fixture
+def large_weights(monkeypatch):
+    """All weights are large enough, and pieces and buckets are smaller than they."""
+    device.use("cpu")
+    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    monkeypatch.setattr(offload, "PIECE", 4800)
+    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
+
+
+def drawn(rng, config, count: int) -> np.ndarray:
+    """The batches of three steps, for test_peers.train."""
+    return rng.integers(0, config.vocab_size, (3, count, 2, B, RANKS_T), dtype=np.int32)
+
+
+@pytest.mark.parametrize("kind, flags", [
+    (device.CpuDevice, {"recompute": True}), (device.CpuDevice, {"offload": True}), (LazyDevice, {}),
+    (EagerDevice, {}), (LazyDevice, {"recompute": True, "offload": True}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_a_run_has_the_same_bits_recomputed_offloaded_or_out_of_order(large_weights, config, kind, flags, rng):
+    """Three steps of two batches. Two of the steps follow the plan."""
+    batches = drawn(rng, config, 2)
+    want = train(config, B, batches, 0.1, precision="fp8")
+    assert np.isfinite(want.view(np.float32)).all()
+    assert not np.array_equal(want, train(config, B, batches, 0.1, precision="bf16"))
+    assert np.array_equal(on(kind, config, B, batches, 0.1, precision="fp8", **flags), want)
+
+
+@pytest.mark.parametrize("peers", [True, False])
+@pytest.mark.parametrize("flags", [
+    {}, {"sharded": True}, {"sharded": True, "offload": True}, {"bitwise": True},
+], ids=str)  # fmt: skip
+def test_all_ranks_end_with_the_same_bits_and_a_bitwise_run_with_those_of_one(
+    large_weights, flags, peers, monkeypatch, rng
+):  # fmt: skip
+    """Each rank encodes all of its parameters, after those of other ranks have arrived."""
+    config = CONFIGS[1]
+    batches = drawn(rng, config, 2)
+    one, start = (train(config, B, these, 0.1, precision="fp8", bitwise="bitwise" in flags)
+                  for these in (batches, batches[:0]))  # fmt: skip
+    work = lambda rank: train(config, B, batches, 0.1, precision="fp8", **flags)  # noqa: E731
+    found = Threads(2, monkeypatch, peers).run(work, LazyDevice)
+    assert np.array_equal(found[0], found[1])
+    if "bitwise" in flags:
+        assert np.array_equal(found[0], one)
+    else:
+        found, one, start = (bits.view(np.float32) for bits in (found[0], one, start))
+        assert np.linalg.norm(found - one) < 0.1 * np.linalg.norm(one - start)
+
+
+def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
+    """So does a model that writes text: a sequence has any length."""
+    N, C, OC = 5, 32, 48
+    weight, inp, out = (dev.asarray(to_bf16(normal(rng, *shape))) for shape in ((OC, C), (N, C), (N, OC)))
+    never = Weight(weight, None, None, None, None)
+    expected = dev.empty((N, OC), BF16)
+    matmul.matmul_forward(expected, inp, weight, None, 1, N, C, OC)
+    matmul.matmul_forward(out, inp, never, None, 1, N, C, OC)
+    assert np.array_equal(dev.to_host(out), dev.to_host(expected))
+
+
+@pytest.mark.parametrize("C, OC, does", [
+    (2048, 16384, True), (8192, 2048, True), (2048, 2048, True), (1600, 6400, True), (768, 3072, False),
+    (3072, 768, False), (2040, 16384, False),
+])  # fmt: skip
+def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C, OC, does):
+    assert fp8.pays(C, OC) == does
+
+
+def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch):
+    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    folder = make_folder(tmp_path / "cpu.llama3")
+    flags = ["-e", "tiny", "-i", "data", "-b", "1", "-t", "16", "-s", "0", "-v", "0", "--device", "cpu",
+             "--checkpoint-dir", "run", "-g", "4"]  # fmt: skip
+    out, _ = trainer_here(Llama3, folder, [*flags, "-x", "2", "--precision", "bf16"])
+    assert "codes in e4m3" not in out
+    out, _ = trainer_here(Llama3, folder, [*flags, "-x", "4", "-y", "1", "--precision", "fp8", "-s", "4"])
+    assert "the run was in bf16 and goes on in fp8" in out and "| codes in e4m3         | 1 MiB" in out
+    assert "| large ones of layers in e4m3, others in bf16" in out
+    out, _ = trainer_here(Llama3, folder, [*flags, "-x", "5", "-y", "1", "--precision", "fp32"])
+    assert "the run was in fp8 and goes on in fp32" in out
+
+
+def test_a_run_without_large_weights_says_so(tmp_path, trainer_here):
+    folder = make_folder(tmp_path / "cpu.llama3")
+    flags = ["-e", "tiny", "-i", "data", "-b", "2", "-s", "0", "-v", "0", "--device", "cpu", "-x", "1"]
+    found = []
+    for precision in "fp8", "bf16":
+        out, _ = trainer_here(Llama3, folder, [*flags, "-t", "8", "--precision", precision])
+        found += [line.partition(" ms")[0] for line in out.splitlines() if line.startswith("step ")]
+        assert ("| bf16: in e4m3 no matrix would be faster" in out) == (precision == "fp8")
+    losses = [line.partition("(")[0] for line in found]
+    assert losses[0] == losses[1] and "train loss" in losses[0]
+    _, error = trainer_here(Llama3, folder, [*flags, "-t", "7", "--precision", "fp8"], code=1)
+    assert error == (
+        "error: --precision fp8 needs a multiple of 16 positions a batch, and B*T = 14: change -b or -t\n"
+    )
+
+
+class Ampere(Turing):
+    compute_capability = 80
+
+
+def test_a_gpu_without_it_is_refused_in_one_line(tmp_path, trainer_here, monkeypatch):
+    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Ampere()))
+    folder = make_folder(tmp_path / "cpu.llama3")
+    _, error = trainer_here(Llama3, folder, ["-e", "tiny", "-i", "data", "--precision", "fp8"], code=1)
+    assert error == (
+        "error: --precision fp8 needs a GPU of compute capability 8.9 or later, and Tesla T4 is of 8.0: "
+        "use --precision bf16\n"
+    )
