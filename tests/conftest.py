@@ -41,7 +41,10 @@ def make_cpu_device(self, make=cpu.CpuDevice.__init__) -> None:
     self.modules = MODULES.setdefault(asked, {})
 
 
-def compile_missing(self, paths: list[Path], compile_all=cpu.CpuDevice.compile_all) -> None:
+compile_all = cpu.CpuDevice.compile_all
+
+
+def compile_missing(self, paths: list[Path]) -> None:
     missing = [path for path in paths if (path, self.floatX) not in self.modules]
     if missing:
         compile_all(self, missing)

@@ -42,7 +42,7 @@ def writing(config, attention: str, B: int, T: int, flat: np.ndarray | None = No
     """The cache of a model for inference, with NaN wherever forward does not write first."""
     cache = Cache(kind_of(config)(config, T, inference=True), B, T, attention)
     cache.memory.fill(255)
-    put(cache.model, None, 0, flat_parameters(config) if flat is None else flat)
+    put(cache.model, None, 0, device.asarray(flat_parameters(config) if flat is None else flat))
     return cache
 
 
