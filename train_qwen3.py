@@ -57,7 +57,7 @@ ACTIVATIONS = (
     ("qk_rstd",     ("B", "T", "QK"), "fp32"),       # of each head of q and k
     ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
     ("ln_again",    ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
-    ("swiglu",      ("B", "T", "H"), "measured"),    # forward: output of the SwiGLU at hand
+    ("swiglu",      ("B", "T", "H")),                # forward: output of the SwiGLU at hand
     ("swiglu_again", ("B", "T", "H"), "swiglu", "recomputed"),
     ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
 )  # fmt: skip
@@ -67,7 +67,7 @@ GRADIENTS = (
     ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
     ("datty",       ("B", "T", "Q")),                # of atty
     ("dswiglu",     ("B", "T", "H")),                # of the output of the SwiGLU at hand
-    ("dfch",        ("B", "T", "2H"), "measured"),
+    ("dfch",        ("B", "T", "2H")),
     ("dqkv",        ("B", "T", "QKV")),              # of qkv, then of qkvproj
 )  # fmt: skip
 

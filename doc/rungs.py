@@ -633,7 +633,7 @@ TOPICS["matmul_bf16"] = Topic(
 )  # fmt: skip
 
 def hopper_rung(kernel: str, columns: int, stages: int, blocks: int = 0, buffer: int = 0) -> Rung:
-    """A block makes 128 x columns elements. It holds `stages` pairs of tiles in shared memory, mbarriers, and `buffer`
+    """A block makes 128 x columns elements. In shared memory it holds `stages` pairs of tiles, mbarriers, and `buffer`
     bytes. blocks: of a cluster, where blocks stay and take one tile after the other."""
 
     def launch(cu: device.Source, a: SimpleNamespace) -> None:

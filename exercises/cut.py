@@ -353,4 +353,14 @@ const Head head(out, lse, qkv, T, NH);
         ),
         kind="py",
     ),
+    Exercise(
+        "one_byte",
+        (
+            function("numbers_of: exponent, mantissa ="),
+            function("scale_of: largest ="),
+            function("to_codes: sizes ="),
+            function("product: return"),
+        ),
+        kind="py",
+    ),
 )

@@ -94,7 +94,7 @@ extern "C" __global__ void adamw_kernel(floatX* params, bf16* low, const float* 
 }
 
 // A thread for each number. low and v: both null if the parameters are only rounded.
-extern "C" __global__ void split_kernel(SETS bf16* params, SETS bf16* low, float* v, const float* values, size_t n) {
+extern "C" __global__ void split_kernel(bf16* params, bf16* low, float* v, const float* values, size_t n) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     if (low == nullptr) {
@@ -107,8 +107,7 @@ extern "C" __global__ void split_kernel(SETS bf16* params, SETS bf16* low, float
     low[i].bits = (unsigned short)last;
 }
 
-extern "C" __global__ void join_kernel(SETS float* values, const bf16* params, const bf16* low, const float* v,
-                                       size_t n) {
+extern "C" __global__ void join_kernel(float* values, const bf16* params, const bf16* low, const float* v, size_t n) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) values[i] = join(params[i].bits, low[i].bits, v[i]);
 }

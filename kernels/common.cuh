@@ -128,29 +128,6 @@ __device__ inline float sum_of(const Vec& v) {
     return sum;
 }
 
-// The larger of `largest` and the absolute values of v. That of NaN is infinite here, so that a maximum shows it.
-__device__ inline float larger_of(float largest, const Vec& v) {
-    for (int k = 0; k < WIDTH; k++) {
-        const float size = fabsf(v.x[k]);
-        largest = fmaxf(largest, size == size ? size : INFINITY);
-    }
-    return largest;
-}
-
-// Raises one of the maxima (MAXIMA) to the largest of the numbers that the threads of a warp will have stored as floatX,
-// for kernels/fp8.cu. All threads of the warp call it. maxima may be null. Floats that are not negative have the order
-// of their bits, and a maximum is the same in any order. Several places have fewer warps wait for one another.
-constexpr int MAXIMA = 64;
-
-__device__ inline void raise_maximum(float* maxima, float largest) {
-    if (maxima == nullptr) return;
-    largest = warp_max(largest);
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    if (thread % WARP_SIZE != 0 || largest == 0.0f) return;
-    const int place = (gridDim.x * blockIdx.y + blockIdx.x) % MAXIMA;
-    atomicMax(reinterpret_cast<unsigned*>(maxima) + place, __float_as_uint(rounded(largest)));
-}
-
 // Four numbers: an access of 16 bytes in fp32, of 8 bytes in bf16. In a bf16 build some arrays are fp32, too. A Vec of
 // eight floats takes two accesses, each with gaps of 16 bytes between a warp's lanes. The CPU takes more numbers.
 #ifdef CPU_WIDTH

@@ -17,7 +17,6 @@ import numpy as np
 cu = device.source(__file__, lambda: device.precision == "fp8")
 
 BLOCKS = 1056  # of absmax_kernel at most: eight for each multiprocessor of an H100
-MAXIMA = 64  # that a kernel raises which measures what it makes (common.cuh)
 MULTIPLE = 16  # of rows and columns of all matrices
 
 # An H100 gains 3.6e-15 s for each multiplication and addition of a layer's three products, and moves 2.6e12 bytes a
@@ -44,14 +43,6 @@ class Weight:
     is_new: bool = True
 
 
-class Measured(NamedTuple):
-    """An array (N,C), bf16, that the kernel which makes it also measures: the largest of the maxima (MAXIMA,), fp32, is
-    that of its absolute values, or infinite if one of these is not finite. Then encode need not read it for that."""
-
-    array: Any
-    maxima: Any
-
-
 class Gradient(NamedTuple):
     """The gradient of a Weight. array (OC,C): fp32. inp_scale (1,): the Weight's."""
 
@@ -69,52 +60,31 @@ def takes_codes(weight, N: int) -> bool:
     return isinstance(weight, (Weight, Gradient)) and N % MULTIPLE == 0
 
 
-def plain(bundle):
-    """The array of a Weight, a Gradient or a Measured array; an array is its own."""
-    return bundle.array if isinstance(bundle, (Weight, Gradient, Measured)) else bundle
+def plain(weight):
+    """The array of a Weight or a Gradient; an array is its own."""
+    return weight.array if isinstance(weight, (Weight, Gradient)) else weight
 
 
-def measured(array, name: str) -> Measured:
-    """The array with room for its maxima. All arrays of a name share it."""
-    return Measured(array, device.scratch(purpose_of_maxima(name), (MAXIMA,), np.float32))
-
-
-def purpose_of_maxima(name: str) -> str:
-    return f"fp8 maxima of {name}"
-
-
-def array_and_maxima(out) -> tuple:
-    """What a kernel that makes an array takes: the array, and its maxima as 0, or None if it is not Measured."""
-    if isinstance(out, Measured):
-        device.fill_zero(out.maxima)
-    return (out.array, out.maxima) if isinstance(out, Measured) else (out, None)
-
-
-def scratch_of_fp8(N: int, weights: list[tuple[int, int]], names: list[str]) -> dict[str, int]:
-    """The scratch for products of N rows with Weights of these shapes (OC,C), and for Measured arrays of these names:
-    purpose, bytes."""
+def scratch_of_fp8(N: int, weights: list[tuple[int, int]]) -> dict[str, int]:
+    """The scratch for products of N rows with Weights of these shapes (OC,C): purpose, bytes."""
     if not weights or N % MULTIPLE:
         return {}
     inputs = N * max(C for _, C in weights)
     of_dout = {f"fp8 {what} {OC}": size for OC, _ in weights
                for what, size in (("dout", N * OC), ("dout_T", N * OC), ("scale", 4))}  # fmt: skip
-    of_measured = {purpose_of_maxima(name): 4 * MAXIMA for name in names}
-    return of_measured | {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": 4 * BLOCKS} | of_dout
+    return {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": 4 * BLOCKS} | of_dout
 
 
 def encode(codes, codes_T, scale, inp, N: int, C: int, *, known=None) -> None:
-    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16, which may be Measured. Either may be None. scale
-    (1,) = that of inp, or, with known (1,), that is the scale, and codes beyond the largest one are clipped to it. N
-    and C are multiples of MULTIPLE, and all arrays lie at multiples of 16 bytes."""
-    block, maxima = cu.block(256), None
-    if known is None and isinstance(inp, Measured):
-        maxima = inp.maxima
-    elif known is None:
+    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp, or,
+    with known (1,), that is the scale, and codes beyond the largest one are clipped to it. N and C are multiples of
+    MULTIPLE, and all arrays lie at multiples of 16 bytes."""
+    block, blocks, maxima = cu.block(256), 0, None
+    if known is None:
         blocks = min(BLOCKS, ceil_div(N * C, cu.width * block))
         maxima = device.scratch("fp8 maxima", (blocks,), np.float32)
         cu.launch("absmax_kernel", (blocks,), (block,), (maxima, inp, N * C))
-    count = 0 if maxima is None else maxima.size
-    args = codes, codes_T, scale, maxima, count, known, plain(inp), N, C
+    args = codes, codes_T, scale, maxima, blocks, known, inp, N, C
     cu.launch("encode_kernel", (ceil_div(C, 128), ceil_div(N, 64)), (block,), args)
 
 

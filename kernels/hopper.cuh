@@ -1,6 +1,6 @@
-// Hopper's own instructions, which flash_attention_hopper.cu and the last product of the book (doc/ladder) share: wgmma and
-// where its operands lie, mbarriers, the tensor memory accelerator (TMA), and setmaxnreg. Each has a twin in plain C++
-// for the CPU device.
+// Hopper's own instructions, which flash_attention_hopper.cu and the last product of the book (doc/ladder) share: wgmma
+// and where its operands lie, mbarriers, the tensor memory accelerator (TMA), and setmaxnreg. Each has a twin in plain
+// C++ for the CPU device.
 #pragma once
 #include "common.cuh"
 
@@ -314,7 +314,7 @@ __device__ inline void stores_read() {
 #endif
 }
 
-// ---- clusters: blocks that run at the same time, on neighbouring multiprocessors, and reach each other's shared memory
+// ---- clusters: blocks that run at the same time, and reach each other's shared memory
 
 // The blocks of a cluster. The CPU device runs a block by itself, so there each block is a cluster of its own.
 #ifdef LLMC_CPU

@@ -12,7 +12,7 @@ MANY_OUTPUTS = 16384  # with so many, matvec uses 8 lanes for an output
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if there is none. weight may be a Weight
-    of kernels/fp8.py, and inp a Measured array.
+    of kernels/fp8.py.
 
     The product adds the bias before it rounds. In bf16 this matters for a projection that a norm's kernel adds to the
     residual stream. A number of the stream and one of `out` have 8 significant bits each, so their sum often lies
@@ -23,9 +23,9 @@ def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> N
     if takes_codes(weight, B * T):
         fp8_forward(out, inp, weight, bias, B * T, C, OC)
     elif B * T == 1:
-        matvec(out, plain(inp), plain(weight), bias, C, OC)
+        matvec(out, inp, plain(weight), bias, C, OC)
     else:
-        device.gemm(out, plain(inp), plain(weight), B * T, OC, C, trans_b=True, bias=bias)
+        device.gemm(out, inp, plain(weight), B * T, OC, C, trans_b=True, bias=bias)
 
 
 def matvec(out, inp, weight, bias, C: int, OC: int) -> None:
@@ -66,7 +66,7 @@ def weight_is_transposed(N: int, C: int, OC: int) -> bool:
 
 def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, accumulate: bool = False) -> None:
     """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader. weight
-    may be a Weight of kernels/fp8.py, and dout a Measured array. With a Weight, matmul_backward_weight for the same
+    may be a Weight of kernels/fp8.py. With a Weight, matmul_backward_weight for the same
     dout must follow, and take the codes that this makes, before another dout with OC columns."""
     beta = float(accumulate)
     if takes_codes(weight, B * T):
@@ -76,7 +76,7 @@ def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, acc
         transpose(weight_T, weight, OC, C)
         device.gemm(dinp, dout, weight_T, B * T, C, OC, trans_b=True, beta=beta)
     else:
-        device.gemm(dinp, plain(dout), plain(weight), B * T, C, OC, beta=beta)
+        device.gemm(dinp, dout, plain(weight), B * T, C, OC, beta=beta)
 
 
 def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
@@ -84,7 +84,7 @@ def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, 
 
     inp may be a view (B*T,C) of a matrix that lies in memory transposed, as (C,B*T). A kernel that recomputes an input
     for backward writes it so if transposes() says so. Another input is transposed here if there are enough rows.
-    dweight may be a Gradient of kernels/fp8.py, and dout a Measured array.
+    dweight may be a Gradient of kernels/fp8.py.
     """
     beta = float(accumulate)
     if takes_codes(dweight, B * T):
@@ -96,7 +96,7 @@ def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, 
         transpose(inp_T, inp, B * T, C)
         device.gemm(dweight, dout, inp_T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
     else:
-        device.gemm(plain(dweight), plain(dout), inp, OC, C, B * T, trans_a=True, beta=beta)
+        device.gemm(plain(dweight), dout, inp, OC, C, B * T, trans_a=True, beta=beta)
 
 
 def matmul_backward_bias(dbias, dout, B: int, T: int, OC: int) -> None:

@@ -10,33 +10,27 @@
 // If x is far below 0, the exponential is infinite and the sigmoid 0. If it is far above 0, they are 0 and 1.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// Block x: a row; thread: a vector of columns of grid column y. maxima (MAXIMA): of out, or null (raise_maximum).
-extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict__ out, float* maxima,
-                                                              const floatX* __restrict__ inp, int C) {
+// Block x: a row; thread: a vector of columns of grid column y.
+extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict__ out, const floatX* __restrict__ inp,
+                                                              int C) {
     const int i = WIDTH * (blockIdx.y * blockDim.x + threadIdx.x);
-    float largest = 0.0f;
     trigger_programmatic_launch();
-    if (i < C) {
-        grid_dependency_synchronize();
-        const floatX* row = inp + 2 * (size_t)blockIdx.x * C;
-        by_alignment(C % WIDTH == 0, [&](auto memory) {
-            Vec up = memory.load(row + i, C - i);
-            const Vec gate = memory.load(row + C + i, C - i);
-            for (int k = 0; k < WIDTH; k++) up.x[k] *= gate.x[k] * sigmoid(gate.x[k]);
-            memory.store(out + (size_t)blockIdx.x * C + i, up, C - i);
-            largest = larger_of(largest, up);
-        });
-    }
-    raise_maximum(maxima, largest);
+    if (i >= C) return;
+    grid_dependency_synchronize();
+    const floatX* row = inp + 2 * (size_t)blockIdx.x * C;
+    by_alignment(C % WIDTH == 0, [&](auto memory) {
+        Vec up = memory.load(row + i, C - i);
+        const Vec gate = memory.load(row + C + i, C - i);
+        for (int k = 0; k < WIDTH; k++) up.x[k] *= gate.x[k] * sigmoid(gate.x[k]);
+        memory.store(out + (size_t)blockIdx.x * C + i, up, C - i);
+    });
 }
 
-// A block takes one tile of out. Sets dinp (N,2C) and out_T (C,N), or out_T (N,C) if it is not transposed. maxima
-// (MAXIMA): of dinp, or null.
-extern "C" __global__ void swiglu_backward_kernel(SETS floatX* __restrict__ dinp, float* maxima,
-                                                  SETS floatX* __restrict__ out_T, const floatX* __restrict__ dout,
-                                                  const floatX* __restrict__ inp, int N, int C) {
+// A block takes one tile of out. Sets dinp (N,2C) and out_T (C,N), or out_T (N,C) if it is not transposed.
+extern "C" __global__ void swiglu_backward_kernel(SETS floatX* __restrict__ dinp, SETS floatX* __restrict__ out_T,
+                                                  const floatX* __restrict__ dout, const floatX* __restrict__ inp,
+                                                  int N, int C) {
     __shared__ Tile tile;
-    float largest = 0.0f;
     const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
     by_alignment(C % WIDTH == 0, [&](auto memory) {
         tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
@@ -52,10 +46,8 @@ extern "C" __global__ void swiglu_backward_kernel(SETS floatX* __restrict__ dinp
             }
             memory.store(dinp + at, up, C - i);
             memory.store(dinp + at + C, gate, C - i);
-            largest = larger_of(larger_of(largest, up), gate);
             return out;
         });
     });
-    raise_maximum(maxima, largest);
     write_recomputed(out_T, tile, n0, i0, N, C);
 }

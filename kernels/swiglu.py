@@ -2,25 +2,22 @@
 
 import device
 from device import ceil_div
-from kernels.fp8 import array_and_maxima
 from kernels.matmul import as_stored, tile_grid
 
 cu = device.source(__file__)
 
 
 def swiglu_forward(out, inp, N: int, C: int) -> None:
-    """out (N,C) = silu(gate) * up. A row of inp (N,2C) has C numbers of up, then C of gate. out may be a
-    Measured array."""
+    """out (N,C) = silu(gate) * up. A row of inp (N,2C) has C numbers of up, then C of gate."""
     block = cu.threads(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
-    cu.launch("swiglu_forward_kernel", (N, ceil_div(C, cu.width * block)), (block,), (*array_and_maxima(out), inp, C))
+    cu.launch("swiglu_forward_kernel", (N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
 
 
 def swiglu_backward(dinp, out, dout, inp, N: int, C: int) -> None:
     """Sets dinp (N,2C) to the gradient of inp (N,2C), from dout (N,C), the gradient of the output.
 
     Sets out (N,C) to the output of swiglu_forward once more, in the layout that matmul_backward_weight wants. The
-    arrays must not overlap. dinp may be a Measured array.
+    arrays must not overlap.
     """
     side, grid = cu.block(16), tile_grid(cu, N, C)
-    args = *array_and_maxima(dinp), as_stored(out), dout, inp, N, C
-    cu.launch("swiglu_backward_kernel", grid, (side, side), args)
+    cu.launch("swiglu_backward_kernel", grid, (side, side), (dinp, as_stored(out), dout, inp, N, C))

@@ -36,7 +36,7 @@ NAMES = (
     "01-eight-kernels", "02-what-bounds-a-kernel", "03-sums", "04-layernorm", "05-linear-layers",
     "06-gelu-swiglu-embedding", "07-loss", "08-attention", "09-flash-attention", "10-flash-attention-machine",
     "11-the-step", "12-two-bytes", "13-a-token-at-a-time", "14-trusting-it", "15-several-gpus",
-    "16-when-the-model-does-not-fit", "17-a-hopper-product",
+    "16-when-the-model-does-not-fit", "17-a-hopper-product", "18-one-byte",
 )  # fmt: skip
 # All that the book has: its pages, their answers, and what holds them together.
 BOOK = [DOC / f"{name}.md" for name in ("cpp", *NAMES, "exchange", "glossary", "answers", "index")]

@@ -6,8 +6,7 @@ import kernels.matmul as matmul
 from conftest import DEVICES
 from device import BF16, from_bf16, to_bf16
 from device.fp8 import DECODED, from_e4m3
-from kernels.fp8 import Gradient, Weight, encode, measured, plain
-from kernels.swiglu import swiglu_backward, swiglu_forward
+from kernels.fp8 import Gradient, Weight, encode
 from llmc.data.batches import Batches
 from llmc.model import offload
 from llmc.ranks import exchange
@@ -35,6 +34,10 @@ CONFIGS = [
     PythiaConfig(32, 101, 2, 2, 32, tied_norm=True), Qwen3Config(32, 101, 2, 4, 2, 48, 96, head_size=16),
 ]  # fmt: skip
 B, T = 2, 24
+
+# Whole models take long. In the ordinary run one trains in every way, and none in warps of 32 on the CPU.
+ONE_CONFIG = [pytest.param(each, marks=[] if each is CONFIGS[1] else pytest.mark.long) for each in CONFIGS]
+FEW_DEVICES = [pytest.param(each, marks=pytest.mark.long if "warp32" in each else []) for each in DEVICES]
 
 
 @pytest.fixture(params=DEVICES)
@@ -85,32 +88,6 @@ def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_exponent(d
     assert np.array_equal(dev.to_host(codes_T), expected.T) and np.array_equal(dev.to_host(known), expected.T)
 
 
-@pytest.mark.parametrize("N, C", [(32, 48), (80, 272)])
-@pytest.mark.parametrize("planted", [0.0, 1.0, np.nan, np.inf])
-def test_swiglu_measures_what_it_makes(dev, rng, N, C, planted):
-    """The codes are those of encode alone. An array of zeros has maxima of 0, also after one of larger numbers."""
-    for scale in 3.0, planted:
-        inp, dout = normal(rng, N, 2 * C), normal(rng, N, C)
-        inp[5, 7] *= scale
-        if scale == 0.0:
-            inp[:] = 0.0
-        inp, dout = dev.asarray(to_bf16(inp)), dev.asarray(to_bf16(dout))
-        out, dinp = measured(dev.empty((N, C), BF16), "out"), measured(dev.empty((N, 2 * C), BF16), "dinp")
-        swiglu_forward(out, inp, N, C)
-        swiglu_backward(dinp, dev.empty((N, C), BF16), dout, inp, N, C)
-        for made, columns in (out, C), (dinp, 2 * C):
-            found = []
-            for array in made, made.array:
-                codes, transposed = (dev.empty(shape, np.uint8) for shape in ((N, columns), (columns, N)))
-                of_scale = dev.empty((1,))
-                encode(codes, transposed, of_scale, array, N, columns)
-                found.append([dev.to_host(each).view(np.uint8) for each in (codes, transposed, of_scale)])
-            assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
-            wide = np.abs(from_bf16(dev.to_host(made.array)))
-            largest = np.inf if np.isnan(wide).any() else wide.max()
-            assert dev.to_host(made.maxima).max() == largest
-
-
 @pytest.mark.parametrize("exponent", [-126, -9, 0, 3, 100, 121])
 def test_every_number_of_bf16_has_the_code_of_the_rule(dev, exponent):
     """A scale is a power of two, so no other numbers are ever rounded."""
@@ -151,9 +128,9 @@ def coded(dev, rng, N: int, C: int):
     return dev.asarray(codes), dev.asarray(scale.reshape(1)), from_e4m3(codes).astype(np.float64) * scale
 
 
-# Of the sum of absolute values. fp32 sums have 24 bits. Hopper's keep some 14, which show where a term is as large as
-# all others together; its result in bf16 has 8 bits.
-TOLERANCE = {"cpu": 2.0**-20, "cuda": 2.0**-13}
+# Of the sum of absolute values. fp32 sums have 24 bits. Hopper's keep some 14: of the 32 terms that it adds at a time,
+# each loses up to 2^-13 of the largest. The largest error on an H100 was 2^-10.3. A result in bf16 has 8 bits.
+TOLERANCE = {"cpu": 2.0**-20, "cuda": 2.0**-9}
 
 
 @pytest.mark.parametrize("m, n, k", [(16, 16, 16), (48, 80, 112), (256, 128, 512), (80, 272, 4096)])
@@ -197,12 +174,12 @@ class Torchao:
         self.dout = None
 
     def forward(self, out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
-        inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (plain(inp).reshape(N, C), weight.array))
+        inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (inp.reshape(N, C), weight.array))
         product = (inp @ weight.T).numpy() + (0 if bias is None else from_bf16(bias))
         out.reshape(N, OC)[:] = to_bf16(product)
 
     def backward_inp(self, dinp, dout, weight: Weight, N: int, C: int, OC: int, beta: float) -> None:
-        self.dout = rounded(plain(dout).reshape(N, OC), 57344, torch.float8_e5m2)
+        self.dout = rounded(dout.reshape(N, OC), 57344, torch.float8_e5m2)
         product = (self.dout @ rounded(weight.array, 448, torch.float8_e4m3fn)).numpy()
         dinp.reshape(N, C)[:] = to_bf16(product + (from_bf16(dinp).reshape(N, C) if beta else 0))
 
@@ -211,6 +188,7 @@ class Torchao:
         dweight.array[:] = product + (dweight.array if beta else 0)
 
 
+@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeypatch, config):
     exact, loss = gradients("fp32", config)
@@ -233,6 +211,7 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
         assert error(found) < 1.2 * error(theirs), (error(found), error(theirs))
 
 
+@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_steps_are_repeated_to_the_bit(dev, config):
     found = []
@@ -296,7 +275,7 @@ def drawn(rng, config, count: int) -> np.ndarray:
     (device.CpuDevice, {"recompute": True}), (device.CpuDevice, {"offload": True}), (LazyDevice, {}),
     (EagerDevice, {}), (LazyDevice, {"recompute": True, "offload": True}),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+@pytest.mark.parametrize("config", ONE_CONFIG, ids=name_of)
 def test_a_run_has_the_same_bits_recomputed_offloaded_or_out_of_order(large_weights, config, kind, flags, rng):
     """Three steps of two batches. Two of the steps follow the plan."""
     batches = drawn(rng, config, 2)

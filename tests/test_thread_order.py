@@ -10,6 +10,7 @@ from pathlib import Path
 
 import device
 from device import cpp, cpu
+from kernels.adamw import join, split
 from kernels.cached_attention import Cached, cached_attention_forward
 from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
@@ -181,6 +182,14 @@ def text():
         sample(tokens, starts, states, logits, 2, 1101, 1152, 256, **how)
 
 
+def master_copy():
+    """Is taken apart, and put together again."""
+    values = normal(np.random.default_rng(7), 1000)
+    (params, low), v, joined = np.zeros((2, 1000), np.uint16), abs(values), np.zeros(1000, np.float32)
+    split(params, values, 1000, low=low, v=v)
+    join(joined, params, low, v, 1000)
+
+
 def several_passes() -> None:
     """The backward kernels that come back to shared memory, with so many rows or channels that they do."""
     rng = np.random.default_rng(2)
@@ -200,6 +209,7 @@ WORKS = {name: step_of(*step) for name, step in STEPS.items()} | {
     "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
     "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
     "exchange": exchange, "text": text, "wgmma": wgmma, "shared memory again": several_passes,
+    "master copy": master_copy,
 }
 
 launched: set[str] = set()

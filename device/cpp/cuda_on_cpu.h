@@ -122,13 +122,6 @@ template <class T> inline T atomicAdd(T* p, std::common_type_t<T> value) {
     return old;
 }
 
-template <class T> inline T atomicMax(T* p, std::common_type_t<T> value) {
-    T old;
-    __atomic_load(p, &old, __ATOMIC_RELAXED);
-    while (old < value && !__atomic_compare_exchange(p, &old, &value, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {}
-    return old;
-}
-
 // ---- waiting. Default arguments bring the file and line of the call, for the message about a deadlock.
 
 #define LLMC_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()

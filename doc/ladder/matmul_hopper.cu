@@ -1,9 +1,10 @@
-// c (M, N) = a (M, K) b (K, N), all by rows and in bf16, by Hopper's own instructions: the ladder of matmul_bf16.cu goes on.
+// c (M, N) = a (M, K) b (K, N), all by rows and in bf16, by Hopper's own instructions: the ladder of matmul_bf16.cu
+// goes on.
 //
-// wgmma multiplies tiles that lie in shared memory, and the warps only start it. The sums of 128 x 128 or 128 x 256
-// elements are all that a block keeps in registers, in two warpgroups of 64 rows each. So what remains to be done is to
-// have the next tiles there in time, and to waste no time between them. Rungs from the second on let the tensor memory
-// accelerator (TMA) copy: it fills with zeros what lies outside, so M is any number, N and K are multiples of 8.
+// wgmma multiplies tiles that lie in shared memory, and the warps only start it. A block keeps the sums of 128 x 128 or
+// 128 x 256 elements in registers: two warpgroups with 64 rows each. What remains is to have the next tiles there in
+// time. Rungs from the second on let the tensor memory accelerator (TMA) copy. It fills with zeros what lies outside,
+// so M is any number; N and K are multiples of 8, as before.
 #define ARCHITECTURE 90a  // only GPUs of compute capability 9.0 have wgmma
 #define WARP_SIZE 32
 #include "../../kernels/hopper.cuh"
@@ -11,14 +12,14 @@ static_assert(WIDTH == 8, "these kernels are compiled with -DfloatX=bf16");
 
 constexpr int ROWS = 128, DEPTH = 64;  // of a tile of a; a tile of b has DEPTH rows, and COLUMNS columns in slabs of 64
 
-// Numbers in a tile of a and one of b behind it.
+// The numbers of a stage: a tile of a, and one of b behind it.
 template <int COLUMNS>
-constexpr int PAIR_OF_TILES = (ROWS + COLUMNS) * DEPTH;
+constexpr int STAGE = (ROWS + COLUMNS) * DEPTH;
 
 // ---- the product of a warpgroup
 
-// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 16 or 32. Both operands lie in shared memory, b by rows. As
-// wgmma of hopper.cuh otherwise.
+// d (64, 8 N) = a (64, 16) b (16, 8 N), plus d if `add`; N is 16 or 32. Both operands lie in shared memory, b by rows.
+// As wgmma of hopper.cuh otherwise.
 template <int N>
 __device__ inline void wgmma_by_rows(float (&d)[N][4], Descriptor a, Descriptor b, bool add) {
 #ifdef LLMC_CPU
@@ -38,10 +39,10 @@ __device__ inline void wgmma_by_rows(float (&d)[N][4], Descriptor a, Descriptor 
 #endif
 }
 
-// Starts sum = a b, plus sum if `add`, for the warpgroup's 64 rows of a pair of tiles.
+// Starts sum = a b, plus sum if `add`, for the warpgroup's 64 rows of a stage.
 template <int N>
-__device__ inline void start_products(float (&sum)[N][4], const bf16* tiles, int warpgroup, bool add) {
-    const unsigned address = shared_address(tiles) & 0xffffff;  // above it is the block's number in its cluster
+__device__ inline void start_products(float (&sum)[N][4], const bf16* stage, int warpgroup, bool add) {
+    const unsigned address = shared_address(stage) & 0xffffff;  // above it is the block's number in its cluster
     const Descriptor a = descriptor(address + warpgroup * 64 * 128, 0);
     const Descriptor b = descriptor(address + ROWS * 128, DEPTH * 128);
     wgmma_fence();
@@ -52,25 +53,25 @@ __device__ inline void start_products(float (&sum)[N][4], const bf16* tiles, int
 
 // Rounds the warpgroup's sums, and stores two at a time: four lanes have 16 bytes of a row.
 template <int N>
-__device__ inline void store_products(bf16* c, const float (&sum)[N][4], int row0, int column0, int M, int rowlength) {
+__device__ inline void store_products(bf16* c, const float (&sum)[N][4], int row0, int column0, int M, int columns) {
     const int row = row0 + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = column0 + threadIdx.x % 4 * 2;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         if (row + 8 * h >= M) continue;
         #pragma unroll
         for (int n = 0; n < N; n++) {
-            if (column + 8 * n < rowlength)
-                *reinterpret_cast<unsigned*>(c + (size_t)(row + 8 * h) * rowlength + column + 8 * n) =
+            if (column + 8 * n < columns)
+                *reinterpret_cast<unsigned*>(c + (size_t)(row + 8 * h) * columns + column + 8 * n) =
                     to_bf16(sum[n][2 * h], sum[n][2 * h + 1]);
         }
     }
 }
 
-// wgmma: a warpgroup multiplies 64 x 16 by 16 x 128 in one instruction, which reads both from shared memory. No warp loads
-// fragments, and the 256 threads copy tiles as before.
+// wgmma: a warpgroup multiplies 64 x 16 by 16 x 128 in one instruction, which reads both from shared memory. No warp
+// loads fragments, and the 256 threads copy tiles as before.
 extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const bf16* a, const bf16* b, int M, int N,
                                                                  int K) {
-    SHARED_TILES(pair);
+    SHARED_TILES(stage);
     const int row0 = ROWS * blockIdx.y, column0 = 128 * blockIdx.x, warpgroup = warpgroup_of();
     float sum[16][4];
     for (int k0 = 0; k0 < K; k0 += DEPTH) {
@@ -78,14 +79,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
         for (int i = threadIdx.x; i < ROWS * DEPTH / 8; i += 256) {
             const int row = i / 8, k = i % 8 * 8, l = i / 16, column = i % 16 * 8;
             const bool a_inside = row0 + row < M && k0 + k < K, b_inside = k0 + l < K && column0 + column < N;
-            copy_four(pair + place<ROWS>(row, k), a_inside ? a + (size_t)(row0 + row) * K + k0 + k : a, a_inside);
-            copy_four(pair + ROWS * DEPTH + place<DEPTH>(l, column),
+            copy_four(stage + place<ROWS>(row, k), a_inside ? a + (size_t)(row0 + row) * K + k0 + k : a, a_inside);
+            copy_four(stage + ROWS * DEPTH + place<DEPTH>(l, column),
                       b_inside ? b + (size_t)(k0 + l) * N + column0 + column : b, b_inside);
         }
         copies_wait();
         written_for_async();
         __syncthreads();
-        start_products(sum, pair, warpgroup, k0 > 0);
+        start_products(sum, stage, warpgroup, k0 > 0);
         wgmma_wait<0>();
         settle(sum);
         __syncthreads();
@@ -95,27 +96,27 @@ extern "C" __global__ void __launch_bounds__(256, 2) wgmma_kernel(bf16* c, const
 
 // ---- by the TMA
 
-// One thread asks for the pair of tiles at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
+// One thread asks for a stage, at number k0 of K: `full` then tells when all bytes are there. In a pair of blocks,
 // which have the same columns, each asks for every other slab of b, for both.
 template <int COLUMNS, int BLOCKS>
-__device__ inline void copy_tiles(bf16* tiles, const TensorMap& a, const TensorMap& b, int row0, int column0, int k0,
+__device__ inline void copy_tiles(bf16* stage, const TensorMap& a, const TensorMap& b, int row0, int column0, int k0,
                                   Barrier& full) {
-    barrier_expect(full, 2 * PAIR_OF_TILES<COLUMNS>);
-    copy_box<ROWS>(tiles, a, k0, row0, 0, full);
+    barrier_expect(full, 2 * STAGE<COLUMNS>);
+    copy_box<ROWS>(stage, a, k0, row0, 0, full);
     #pragma unroll
     for (int i = 0; i < COLUMNS / 64; i++) {
-        bf16* const slab = tiles + (ROWS + 64 * i) * DEPTH;
+        bf16* const slab = stage + (ROWS + 64 * i) * DEPTH;
         if (BLOCKS == 1) copy_box<DEPTH>(slab, b, column0 + 64 * i, k0, 0, full);
         else if (i % BLOCKS == blockIdx.x % BLOCKS) copy_box_to_pair<DEPTH>(slab, b, column0 + 64 * i, k0, full);
     }
 }
 
-// TMA: one thread asks for the tiles, and the hardware finds addresses, swizzles and tells an mbarrier when all is there.
-// The other threads have no loads to issue and no addresses to compute.
+// TMA: one thread asks for the tiles, and the hardware finds addresses, swizzles and tells an mbarrier when all is
+// there. The other threads have no loads to issue and no addresses to compute.
 extern "C" __global__ void __launch_bounds__(256, 2)
 tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
-    SHARED_TILES(pair);
-    Barrier& full = *reinterpret_cast<Barrier*>(pair + PAIR_OF_TILES<128>);
+    SHARED_TILES(stage);
+    Barrier& full = *reinterpret_cast<Barrier*>(stage + STAGE<128>);
     const int row0 = ROWS * blockIdx.y, column0 = 128 * blockIdx.x, warpgroup = warpgroup_of();
     float sum[16][4];
     if (threadIdx.x == 0) {
@@ -124,9 +125,9 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
     }
     __syncthreads();
     for (int k0 = 0, parity = 0; k0 < K; k0 += DEPTH, parity ^= 1) {
-        if (threadIdx.x == 0) copy_tiles<128, 1>(pair, a, b, row0, column0, k0, full);
+        if (threadIdx.x == 0) copy_tiles<128, 1>(stage, a, b, row0, column0, k0, full);
         barrier_wait(full, parity);
-        start_products(sum, pair, warpgroup, k0 > 0);
+        start_products(sum, stage, warpgroup, k0 > 0);
         wgmma_wait<0>();
         settle(sum);
         __syncthreads();
@@ -136,7 +137,7 @@ tma_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__
 
 // ---- a producer, and a ring
 
-// STAGES pairs of tiles on their way from a producer to consumers. Each has two mbarriers: `full` waits for the bytes, and
+// STAGES stages on their way from a producer to consumers. Each has two mbarriers: `full` waits for the bytes, and
 // `empty` for the warps that read them, those of BLOCKS blocks.
 template <int COLUMNS, int STAGES, int BLOCKS = 1>
 struct Ring {
@@ -152,7 +153,7 @@ struct Ring {
         }
         barriers_ready();
     }
-    __device__ bf16* at(int stage) const { return tiles + stage * PAIR_OF_TILES<COLUMNS>; }
+    __device__ bf16* at(int stage) const { return tiles + stage * STAGE<COLUMNS>; }
     __device__ void release(int stage) const {
         if (BLOCKS > 1) warp_arrive_at_pair(empty[stage]); else warp_arrive(empty[stage]);
     }
@@ -178,7 +179,7 @@ __device__ inline void consume(float (&sum)[N][4], const R& ring, Place<STAGES>&
 template <int COLUMNS, int STAGES>
 __device__ inline void ring_product(bf16* c, const TensorMap& a, const TensorMap& b, int M, int N, int K) {
     SHARED_TILES(tiles);
-    const Ring<COLUMNS, STAGES> ring(tiles, tiles + STAGES * PAIR_OF_TILES<COLUMNS>);
+    const Ring<COLUMNS, STAGES> ring(tiles, tiles + STAGES * STAGE<COLUMNS>);
     const int row0 = ROWS * blockIdx.y, column0 = COLUMNS * blockIdx.x;
     Place<STAGES> at;
     if (threadIdx.x == 0) ring.init();
@@ -199,15 +200,15 @@ __device__ inline void ring_product(bf16* c, const TensorMap& a, const TensorMap
     }
 }
 
-// Producer and consumers: a third warpgroup copies ahead into a ring of four stages, and no __syncthreads is left in the
-// loop. A stage's two mbarriers say when it is full and when it is empty.
+// Producer and consumers: a third warpgroup copies ahead into a ring of four stages, and no __syncthreads is left in
+// the loop. A stage's two mbarriers say when it is full and when it is empty.
 extern "C" __global__ void __launch_bounds__(384, 1)
 ring_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     ring_product<128, 4>(c, a, b, M, N, K);
 }
 
-// 128 x 256 elements a block: an element of a serves twice as many products, so a quarter less comes from L2 for each. The
-// producer gives registers away, and a consumer's thread has 128 sums.
+// 128 x 256 elements a block: an element of a serves twice as many products, so a quarter less comes from L2 for each.
+// The producer gives registers away, and a consumer's thread has 128 sums.
 extern "C" __global__ void __launch_bounds__(384, 1)
 wide_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     ring_product<256, 4>(c, a, b, M, N, K);
@@ -215,8 +216,8 @@ wide_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant_
 
 // ---- blocks that stay
 
-// Tile number i of c, ROWS * BLOCKS x 256 elements. All tiles of GROUP rows come before the next rows, column by column.
-// So the tiles at work make a square of c, about, and share rows of a and columns of b in L2.
+// Tile number i of c, ROWS * BLOCKS x 256 elements. All tiles of GROUP rows come before the next rows, column by
+// column. So the tiles at work make a square of c, about, and share rows of a and columns of b in L2.
 template <int BLOCKS>
 struct Work {
     static constexpr int GROUP = 16 / BLOCKS;
@@ -229,13 +230,13 @@ struct Work {
     }
 };
 
-// The blocks of the grid, or its clusters, take the tiles of c in turn. store(buffer, sum, row0, column0) is given BUFFER
-// numbers of shared memory.
+// The blocks of the grid, or its clusters, take the tiles of c in turn. store(buffer, sum, row0, column0) is given
+// BUFFER numbers of shared memory.
 template <int BLOCKS, int BUFFER, class Store>
 __device__ inline void stay(const TensorMap& a, const TensorMap& b, int M, int N, int K, Store store) {
     constexpr int STAGES = 4;
     SHARED_TILES(tiles);
-    bf16* const buffer = tiles + STAGES * PAIR_OF_TILES<256>;
+    bf16* const buffer = tiles + STAGES * STAGE<256>;
     const Ring<256, STAGES, BLOCKS> ring(tiles, buffer + BUFFER);
     const int all = ceil_div(M, ROWS * BLOCKS) * ceil_div(N, 256);
     Place<STAGES> at;
@@ -261,11 +262,11 @@ __device__ inline void stay(const TensorMap& a, const TensorMap& b, int M, int N
             store(buffer, sum, work.row0, work.column0);
         }
     }
-    if (BLOCKS > 1) cluster_wait();  // before no block of the pair writes to the other any more, neither may end
+    if (BLOCKS > 1) cluster_wait();  // neither block may end while the other may write to it
 }
 
-// Persistent blocks: one for each multiprocessor, which makes one tile after the other. While its consumers store a tile,
-// the producer copies for the next; and an order of tiles keeps in L2 what several read.
+// Persistent blocks: one for each multiprocessor makes one tile after the other, and copies for the next while it
+// stores; an order of tiles keeps in L2 what several read.
 extern "C" __global__ void __launch_bounds__(384, 1)
 persistent_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N,
                   int K) {
@@ -274,8 +275,8 @@ persistent_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_con
     });
 }
 
-// A cluster of two: two blocks, one above the other, have the same columns. Each copies half of a tile of b, to both, so a
-// third less comes from L2.
+// A cluster of two: two blocks, one above the other, share tiles of b, of which each copies half, to both. So a third
+// less comes from L2.
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 cluster_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     stay<PAIR, 0>(a, b, M, N, K, [&](bf16*, const auto& sum, int row0, int column0) {
@@ -304,7 +305,8 @@ __device__ inline void store_slabs(const TensorMap& c, bf16* buffer, const float
     }
 }
 
-// TMA stores: the warps leave their sums in shared memory, and the TMA writes whole lines of 128 bytes while they go on.
+// TMA stores: the warps leave their sums in shared memory, and the TMA writes whole lines of 128 bytes while they go
+// on.
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 store_kernel(SETS const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap a,
              const __grid_constant__ TensorMap b, int M, int N, int K) {

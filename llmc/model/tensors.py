@@ -7,11 +7,11 @@ behind the last. The sizes say for how many parts there is room: if for one, all
 owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed; a row (name, shape,
 owner, other) lies in the owner's place behind the other tensor there. A place is as large as the largest of its tensors
 needs.
-Four further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
+Three further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
 which is bf16 in the precision of this name. "head": the last such parameter that a model has is its classifier's
 weight. "recomputed": backward makes it once more, as the input of the product for a weight's gradient. Its view is then
 a matrix (rows, channels) in the layout that this product wants; in fp32 this is a transposed one (kernels/matmul.py:
-transposes). "measured": only products read it, and the kernel that makes it can measure it for them (kernels/fp8.py).
+transposes).
 """
 
 import math
@@ -29,7 +29,7 @@ import numpy as np
 Table = tuple[tuple, ...]
 
 ALIGNMENT = 256  # bytes: the start of every activation is a multiple
-FP32, HEAD, RECOMPUTED, MEASURED = WORDS = "fp32", "head", "recomputed", "measured"
+FP32, HEAD, RECOMPUTED = WORDS = "fp32", "head", "recomputed"
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # By the type of a field: how its value is written in a model's description.
