@@ -32,6 +32,8 @@ MOVED = {
     "squares_partials": "x",
     "checksum": "x",
     "adamw": "params params low low m m v v grads",
+    "absmax": "inp",
+    "encode": "inp codes codes_T",
     "split": "params values low v v",
     "join": "values params low v",
     "fill_zero": "array",

@@ -6,6 +6,11 @@ which brings Triton, and a GPU of compute capability 9.0.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import device  # noqa: F401  before what imports packages: it says if this Python is too old
 
 try:
     import torch
@@ -13,7 +18,7 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
-    sys.exit(f"{error}: this needs PyTorch for CUDA with Triton 3.4 or later (pip install torch)")
+    sys.exit(f"error: {error}: this needs PyTorch for CUDA with Triton 3.4 or later (pip install torch)")
 
 ROWS, COLUMNS, DEPTH, GROUP = 128, 256, 64, 8  # of a tile; GROUP rows of tiles come before the next
 STAGES, WARPS = 3, 8

@@ -274,7 +274,8 @@ class Lab:
             if at < NULL_PAGE:
                 return Wrong(text.replace(address[0], "a null pointer was followed: an array that is not there, or a"
                                           " lane that has left before an instruction of the whole warp"))  # fmt: skip
-            element = (at - device.address(arrays[name])) // arrays[name].itemsize
+            bytes_off = (at - device.address(arrays[name]) + 2**63) % 2**64 - 2**63  # an address wraps below 0
+            element = bytes_off // arrays[name].itemsize
             size = arrays[name].size
             text = text.replace(address[0], f"an index far outside of its arrays: {name}[{element}], if it is {name}"
                                             f" that was meant, which has {size} elements")  # fmt: skip
@@ -1066,17 +1067,16 @@ class Block:
         if turn.instruction is None and not turn.over:
             turn.instruction = self.lab.run(next, self.turns[who], None, case=self.case)
             turn.over = turn.instruction is None
-        match turn.instruction:
-            case None:
-                return False
-            case "wait", "full" | "empty" as name, int(stage), 0 | 1 as parity if 0 <= stage < len(self.stages):
-                return self.stages[stage].phases[name] % 2 != parity
-            case "finish", int(pending) if pending >= 0:
-                return len(turn.under_way) <= pending
-            case ("copy" | "start" | "arrive", int(stage)) if 0 <= stage < len(self.stages):
-                return True
-            case ("store",):
-                return True
+        if turn.instruction is None:
+            return False
+        stages = range(len(self.stages))
+        what, *of = turn.instruction if isinstance(turn.instruction, tuple) and turn.instruction else (None,)
+        if what == "wait" and len(of) == 3 and of[0] in ("full", "empty") and of[1] in stages and of[2] in (0, 1):
+            return self.stages[of[1]].phases[of[0]] % 2 != of[2]
+        if what == "finish" and len(of) == 1 and isinstance(of[0], int) and of[0] >= 0:
+            return len(turn.under_way) <= of[0]
+        if what in ("copy", "start", "arrive") and len(of) == 1 and of[0] in stages or what == "store" and not of:
+            return True
         raise self.wrong(f"{who} yields {turn.instruction!r}, which is no instruction")
 
     def step(self, who: str) -> None:

@@ -83,8 +83,8 @@ extern "C" __global__ void adamw_kernel(floatX* params, bf16* low, const float* 
             m4.x[k] = beta1 * m4.x[k] + complement1 * grad;
             v4.x[k] = beta2 * v4.x[k] + complement2 * grad * grad;
             const float step = (m4.x[k] / correction1) / (sqrtf(v4.x[k] / correction2) + eps);
-            // fmaf by name: left to itself, the compiler rounds the product in one of the two branches of by_alignment and
-            // not in the other. But bits must not depend on alignment, because --offload updates other ranges at a time.
+            // fmaf by name: left to itself, the compiler rounds the product in one branch of by_alignment and not in
+            // the other. But bits must not depend on alignment, because --offload updates other ranges at a time.
             p.x[k] = fmaf(-lr, step + weight_decay * p.x[k], p.x[k]);
         }
         store_master(memory, params + i, low + i, v4, p, left);

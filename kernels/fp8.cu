@@ -1,7 +1,7 @@
-// Numbers of one byte for matrix products: e4m3, a sign, 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022,
-// arXiv 2209.05433). The largest is 448. So each matrix has a scale, and is about scale * codes. The scale is the least
-// power of two with which no code is clipped. Then only the rounding to e4m3 changes a number: to divide by a power of
-// two changes its exponent alone.
+// Numbers of one byte for matrix products: e4m3, a sign, 4 bits of exponent and 3 of mantissa (Micikevicius et al.
+// 2022, arXiv 2209.05433). The largest is 448. So each matrix has a scale, and is about scale * codes. The scale is the
+// least power of two with which no code is clipped. Then only the rounding to e4m3 changes a number: to divide by a
+// power of two changes its exponent alone.
 //
 // An (N, C) matrix is encoded in two kernels, because every code depends on the largest number of all: absmax reads
 // the matrix, and encode reads it again. Both are memory-bound: they read 4 bytes a number and write one, or two if
@@ -58,8 +58,8 @@ __device__ inline unsigned to_e4m3(float a, float b, float c, float d) {
 #endif
 }
 
-// maxima (gridDim.x): for each block the largest absolute value of its part of inp (n); infinity if it has a NaN. n is a
-// multiple of WIDTH, and inp lies at a multiple of 16 bytes. A maximum is the same in any order.
+// maxima (gridDim.x): for each block the largest absolute value of its part of inp (n); infinity if it has a NaN. n is
+// a multiple of WIDTH, and inp lies at a multiple of 16 bytes. A maximum is the same in any order.
 extern "C" __global__ void absmax_kernel(SETS float* maxima, const floatX* inp, size_t n) {
     float largest = 0.0f;
     bool finite = true;
@@ -81,7 +81,8 @@ constexpr int ROWS = 64, COLUMNS = 128, THREADS = 256;  // of a tile; each of th
 // multiples of 16, and all arrays lie at multiples of 16 bytes.
 //
 // The scale comes from maxima (count), none of which is negative, or, if that is null, it is `known`. The first block
-// stores it in scale, if that is not null. If inp has a number that is not finite, scale and all codes become NaN: clipping hides nothing.
+// stores it in scale, if that is not null. If inp has a number that is not finite, scale and all codes become NaN:
+// clipping hides nothing.
 extern "C" __global__ void encode_kernel(SETS unsigned char* codes, SETS unsigned char* codes_T, SETS float* scale,
                                          const float* maxima, int count, const float* known, const floatX* inp, int N,
                                          int C) {

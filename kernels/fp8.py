@@ -20,8 +20,9 @@ BLOCKS = 1056  # of absmax_kernel at most: eight for each multiprocessor of an H
 MULTIPLE = 16  # of rows and columns of all matrices
 
 # An H100 gains 3.6e-15 s for each multiplication and addition of a layer's three products, and moves 2.6e12 bytes a
-# second when it encodes: 10 a number of the input (two passes over bf16 and one of the two bytes of codes, in forward
-# and backward), 6 a number of the result's gradient. So a weight (OC,C) pays if C OC / (10 C + 6 OC) is above this.
+# second when it encodes: 8 a number of the input (forward reads it twice and writes a byte, backward, which knows the
+# scale, reads it once and writes a byte), 6 a number of the result's gradient (twice read, two bytes written). So a
+# weight (OC,C) pays if C OC / (8 C + 6 OC) is above this.
 LEAST_GAIN = 108
 
 
@@ -52,7 +53,7 @@ class Gradient(NamedTuple):
 
 def pays(C: int, OC: int) -> bool:
     """Whether products with a weight (OC,C) take codes."""
-    return C % MULTIPLE == 0 and OC % MULTIPLE == 0 and C * OC >= LEAST_GAIN * (10 * C + 6 * OC)
+    return C % MULTIPLE == 0 and OC % MULTIPLE == 0 and C * OC >= LEAST_GAIN * (8 * C + 6 * OC)
 
 
 def takes_codes(weight, N: int) -> bool:

@@ -224,7 +224,7 @@ def test_shards_are_all_of_the_parameters_in_pieces_of_whole_vectors(precision, 
 ])  # fmt: skip
 @pytest.mark.parametrize("N", [2, 3, 8])
 def test_sharded_moments_take_a_rank_less_memory(N, precision, width, shared_out, monkeypatch):
-    """8 / N bytes a parameter, in bf16 12 / N, to a vector of 16 bytes of parameters."""
+    """8 / N bytes a parameter, in bf16 10 / N, to a vector of 16 bytes of parameters."""
     device.use("cpu")
     device.use_precision(precision)
     whole = training_sizes(GPT2, ODD, Plan(1, 16, "softmax"))
@@ -232,4 +232,5 @@ def test_sharded_moments_take_a_rank_less_memory(N, precision, width, shared_out
     n = whole["gradients"] // 4
     shared = training_sizes(GPT2, ODD, Plan(1, 16, "softmax", shard=shards_of(n)[0]))
     assert {name for name in whole if whole[name] != shared[name]} == shared_out
-    assert all(n / N <= shared[name] / 4 < n / N + width for name in shared_out)
+    size = {"master copy, low half": 2}
+    assert all(n / N <= shared[name] / size.get(name, 4) < n / N + width for name in shared_out)

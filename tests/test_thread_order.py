@@ -16,6 +16,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
+from kernels.fp8 import encode
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import ROWS_WORTH_TRANSPOSING, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
@@ -190,6 +191,15 @@ def master_copy():
     join(joined, params, low, v, 1000)
 
 
+def codes():
+    """Of a matrix of several tiles, as it lies and transposed."""
+    device.use_precision("bf16")
+    N, C = 80, 272
+    inp = device.to_bf16(normal(np.random.default_rng(8), N, C))
+    encode(np.zeros((N, C), np.uint8), np.zeros((C, N), np.uint8), np.zeros(1, np.float32), inp, N, C)
+    device.use_precision("fp32")
+
+
 def several_passes() -> None:
     """The backward kernels that come back to shared memory, with so many rows or channels that they do."""
     rng = np.random.default_rng(2)
@@ -209,7 +219,7 @@ WORKS = {name: step_of(*step) for name, step in STEPS.items()} | {
     "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
     "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
     "exchange": exchange, "text": text, "wgmma": wgmma, "shared memory again": several_passes,
-    "master copy": master_copy,
+    "master copy": master_copy, "codes": codes,
 }
 
 launched: set[str] = set()

@@ -115,7 +115,7 @@ class Model:
 
     def weights_are_new(self, new: bool = True) -> None:
         """Says whether forward must encode the weights whose products take codes, because they have changed."""
-        for name in coded_matrices(self.config) if self.codes is not None else ():
+        for name in coded_matrices(self.config) if self.codes.size else ():
             for p in self.params.layer:
                 getattr(p, name).is_new = new
 
