@@ -388,7 +388,7 @@ def keep(name: str, measured: dict, ceilings: dict[str, float]) -> Path:
 
 
 def machine_of(name: str, book: dict) -> str:
-    """The GPU of which the book shows a topic's times."""
+    """The GPU whose times the book shows for a topic."""
     return TOPICS[name].gpu or (book["machine"] if "machine" in book else device.name)
 
 

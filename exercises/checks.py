@@ -1201,7 +1201,8 @@ def check_one_byte(lab: Lab) -> None:
 
 
 def expect_all(what: str, inputs: np.ndarray, got, want: np.ndarray) -> None:
-    """Wrong unless a function's result is this for each of the inputs, one of which `what` names."""
+    """Raises Wrong unless a function's results for the inputs are those wanted. what: names the first input that has
+    another, which takes the place of {}."""
     if np.shape(got) != want.shape:
         name = what.partition(",")[0]
         raise Wrong(f"{name}: expected an array {want.shape}, got {np.shape(got) or type(got).__name__}")

@@ -243,8 +243,8 @@ __device__ inline void by_alignment(bool aligned, Body body) {
 
 __device__ inline bool is_aligned(const void* p, int bytes = 16) { return reinterpret_cast<size_t>(p) % bytes == 0; }
 
-// copy_four starts to copy four words (16 bytes) to shared memory, or zeros if not `inside`, and does not wait. Before a
-// thread reads what it has copied, it calls copies_wait.
+// copy_four starts to copy four words (16 bytes) to shared memory, or zeros if not `inside`, and does not wait. A thread
+// calls copies_wait before it reads its copies.
 template <class X>
 __device__ inline void copy_four(X* to, const X* from, bool inside = true) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

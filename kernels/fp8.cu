@@ -80,9 +80,9 @@ constexpr int ROWS = 64, COLUMNS = 128, THREADS = 256;  // of a tile; each of th
 // codes (N, C) = inp (N, C) / scale, and codes_T (C, N) the same transposed. One of the two may be null. N and C are
 // multiples of 16, and all arrays lie at multiples of 16 bytes.
 //
-// The scale comes from maxima (count), none of which is negative, or, if that is null, it is `known`. The first block
-// stores it in scale, if that is not null. If inp has a number that is not finite, scale and all codes become NaN:
-// clipping hides nothing.
+// The scale comes from maxima (count), absmax's. If maxima is null, the scale is `known`. The first block stores what
+// came from maxima in scale, if scale is not null. If inp has a number that is not finite, scale and all codes become
+// NaN: clipping hides nothing.
 extern "C" __global__ void encode_kernel(SETS unsigned char* codes, SETS unsigned char* codes_T, SETS float* scale,
                                          const float* maxima, int count, const float* known, const floatX* inp, int N,
                                          int C) {

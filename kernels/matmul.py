@@ -65,9 +65,11 @@ def weight_is_transposed(N: int, C: int, OC: int) -> bool:
 
 
 def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, accumulate: bool = False) -> None:
-    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader. weight
-    may be a Weight of kernels/fp8.py. With a Weight, matmul_backward_weight for the same
-    dout must follow, and take the codes that this makes, before another dout with OC columns."""
+    """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader.
+
+    weight may be a Weight of kernels/fp8.py. Then this encodes dout. matmul_backward_weight takes these codes, so it
+    must follow for the same dout, before another dout with OC columns is encoded.
+    """
     beta = float(accumulate)
     if takes_codes(weight, B * T):
         fp8_backward_inp(dinp, dout, weight, B * T, C, OC, beta)

@@ -218,7 +218,6 @@ add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda size, a: recomputed(a.out))
 
 
-
 def room_for_codes(size, a) -> dict:
     codes, codes_T = (device.empty(shape, np.uint8) for shape in ((size.N, size.C), (size.C, size.N)))
     return {"codes": codes, "codes_T": codes_T}

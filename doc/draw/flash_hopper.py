@@ -5,7 +5,7 @@ from doc.draw.figure import Figure
 X, HEIGHT = 132, 34
 SCORES, SOFTMAX, SUM = 56, 96, 76  # how long each takes, in pixels
 STEP = SCORES + SOFTMAX
-LATER = STEP // 2  # by which the second warpgroup is behind the first
+LATER = STEP // 2  # the second warpgroup runs this far behind the first
 
 
 def draw() -> str:

@@ -275,8 +275,8 @@ persistent_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_con
     });
 }
 
-// A cluster of two: two blocks, one above the other, share tiles of b, of which each copies half, to both. So a third
-// less comes from L2.
+// A cluster of two: two blocks, one above the other, need the same tiles of b, so each copies half of a tile to both.
+// Then a third less comes from L2.
 extern "C" __global__ void CLUSTER_OF_A_PAIR __launch_bounds__(384, 1)
 cluster_kernel(bf16* c, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int M, int N, int K) {
     stay<PAIR, 0>(a, b, M, N, K, [&](bf16*, const auto& sum, int row0, int column0) {

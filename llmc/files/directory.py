@@ -163,8 +163,8 @@ def remove_directories(directories: list[Path]) -> None:
 
 
 class Lock:
-    """This process's claim to a place to which one run at a time may write. It lasts until `release` is called, until
-    this object is gone, or until the process ends, in any way.
+    """A place is locked while this process writes there: one run at a time may. The lock lasts until `release` is
+    called, until this object is gone, or until the process ends, in any way.
 
     The lock is an flock on a file of its own, `path`. The other files of the place are replaced by renames, and a lock
     on them would not survive this. The file names process and host, and `release` removes it. If a killed process has
