@@ -250,9 +250,11 @@ def encode_all(rows: Any, kept: np.ndarray, workers: int, work: Path, **how: Any
     """The tokens of some documents, as `read` returns documents."""
     if isinstance(rows, dict):
         return encode({"text": [rows["text"][i] for i in kept]}, **how)
+    processes = min(workers, len(kept))
     return rows.select(kept).map(
         encode, batched=True, batch_size=100, remove_columns=rows.column_names, fn_kwargs=how, desc="encoding",
-        num_proc=min(workers, len(kept)), new_fingerprint=f"{work.name}_tokens",
+        num_proc=processes if processes > 1 else None,  # 1 would fork: None works in this process
+        new_fingerprint=f"{work.name}_tokens",
     )  # fmt: skip
 
 
