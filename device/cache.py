@@ -12,7 +12,7 @@ def private_folder(path: Path, variable: str) -> int:
     the descriptor.
 
     variable: the environment variable that names another folder. Raises UserError if the folder belongs to somebody
-    else, or if a file in it does, or may be written by somebody else. Raises OSError if the system refuses.
+    else, and OSError if the system refuses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -23,17 +23,14 @@ def private_folder(path: Path, variable: str) -> int:
         raise UserError(f"{path} belongs to another user, whose kernels we will not run: set {variable} to your own")
     if stat.S_IMODE(found.st_mode) != 0o700:
         os.fchmod(folder, 0o700)
-    for name in os.listdir(folder):
-        try:
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:  # another process of ours builds a library
-            continue
-        if found.st_uid != os.geteuid() or not stat.S_ISLNK(found.st_mode) and found.st_mode & 0o022:
-            os.close(folder)
-            raise UserError(
-                f"{path / name} belongs to another user, or can be written by one: remove it, or set {variable}"
-            )
     return folder
+
+
+def refuse_anothers(file: Path, found: os.stat_result, variable: str) -> None:
+    """Raises UserError if a file belongs to somebody else, or may be written by somebody else. It may be older than
+    its folder's mode."""
+    if found.st_uid != os.geteuid() or not stat.S_ISLNK(found.st_mode) and found.st_mode & 0o022:
+        raise UserError(f"{file} belongs to another user, or can be written by one: remove it, or set {variable}")
 
 
 def own_folder() -> Path:

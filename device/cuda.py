@@ -8,12 +8,12 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from device.bf16 import DEFINES, floatX_of
-from device.cache import private_folder
+from device.cache import private_folder, refuse_anothers
 from device.cublas import Cublas
 from device.errors import UserError
 from device.host import page_locked
@@ -378,10 +378,14 @@ def driver() -> ctypes.CDLL:
 
 
 def check_cupys_cache() -> None:
-    """Makes the folder in which CuPy keeps compiled kernels this user's alone. Raises UserError as private_folder."""
+    """Makes the folder in which CuPy keeps compiled kernels this user's alone. Raises UserError if it, or a file in it,
+    is somebody else's."""
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     try:
         os.close(private_folder(folder, "CUPY_CACHE_DIR"))
+        for name in os.listdir(folder):
+            with suppress(FileNotFoundError):  # another process of ours compiles, too
+                refuse_anothers(folder / name, os.lstat(folder / name), "CUPY_CACHE_DIR")
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror.lower()}: set CUPY_CACHE_DIR to a folder of your own") from None
 

@@ -389,7 +389,12 @@ def test_only_our_own_kernels_run(tmp_path, monkeypatch, what):
         real, us = os.fstat, os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: us + 1)
         if what == "another's file":
-            monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((*real(fd)[:4], us + 1, *real(fd)[5:])))
+
+            def theirs(descriptor: int) -> os.stat_result:
+                found = real(descriptor)
+                return os.stat_result((*found[:4], us + stat.S_ISDIR(found.st_mode), *found[5:]))
+
+            monkeypatch.setattr(os, "fstat", theirs)
     if what in ("loose folder", "link"):
         assert compiler._build_runtime().path == file and not file.is_symlink()
     else:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from device.cache import own_folder, private_folder
+from device.cache import own_folder, private_folder, refuse_anothers
 from device.cpp.launch import Library, Module, Parameter, load_runtime
 from device.errors import UserError
 from device.progress import progress
@@ -157,13 +157,15 @@ def _cached(name: str, files: list[Path], defines: list[str] | None, make_text: 
 
 
 def _whole(path: Path, folder: int) -> Library | None:
-    """The library of this name in an open folder, if it is there as it was built."""
+    """The library of this name in an open folder, if it is there as it was built. Raises UserError if it is somebody
+    else's."""
     try:
         descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
-    library = Library(path, descriptor)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # from a pipe a read would wait
+    library, found = Library(path, descriptor), os.fstat(descriptor)
+    refuse_anothers(path, found, "LLMC_CACHE_DIR")
+    if stat.S_ISREG(found.st_mode):  # from a pipe a read would wait
         with suppress(OSError), open(descriptor, "rb", closefd=False) as file:
             content = file.read()
             if content[-32:] == hashlib.sha256(content[:-32]).digest():

@@ -18,6 +18,7 @@ import math
 import os
 import re
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from types import SimpleNamespace
 
 from device.errors import UserError
@@ -38,8 +39,14 @@ SPELLINGS = {int: r"\d{1,99}", bool: r"\d{1,99}", float: r"\d+\.?\d*([eE][+-]?\d
 
 def shape_of(symbols: tuple[str, ...], sizes: dict[str, int]) -> tuple[int, ...]:
     """The numbers that a table's shape stands for."""
-    factors = [re.fullmatch(r"(\d*)(.*)", symbol).groups() for symbol in symbols]
-    return tuple(int(factor or 1) * (sizes[symbol] if symbol else 1) for factor, symbol in factors)
+    return tuple(factor * (sizes[symbol] if symbol else 1) for factor, symbol in map(factor_of, symbols))
+
+
+@lru_cache
+def factor_of(symbol: str) -> tuple[int, str]:
+    """The factor that a symbol begins with, or 1; and the rest."""
+    factor, rest = re.fullmatch(r"(\d*)(.*)", symbol).groups()
+    return int(factor or 1), rest
 
 
 def without(table: Table, absent: frozenset[str]) -> Table:
