@@ -32,7 +32,7 @@ def draw() -> str:
     figure.text(545, 78, constant("GUARD"), 13, "middle")
     figure.text(333, 69, "the array that the kernel gets", 14, "middle")
     figure.line(193, 92, 193, 108, "faint")
-    figure.text(193, 122, "shift: 0 to 3 elements, so that rows do not begin at 16 bytes", 13, "middle", "faint")
+    figure.text(10, 122, "shift: 0 to 3 elements, so rows do not begin at a multiple of 16 bytes", 13, colour="faint")
     figure.text(10, 158, "asked for by", 14, colour="faint")
     figure.text(140, 158, "before", 14, colour="faint")
     figure.text(330, 158, "must hold afterwards", 14, colour="faint")

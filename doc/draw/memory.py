@@ -45,13 +45,19 @@ def draw() -> str:
         more = f" each: {', '.join((name, *equal))}" if name == "parameters" else f": {name}"
         figure.text(LEFT, y - 7, f"{size_of_all:.0f} MiB{more}", 15)
         x, label = LEFT, LEFT
-        for k, (tensor, size) in enumerate(tables.get(name, parameters)):
-            colour = COLOURS[k % len(COLOURS)]
-            figure.rect(x, y, size * scale, BAR, colour, "paper" if size * scale > 3 else "")
-            x += size * scale
-            if size >= SMALLEST:
-                figure.rect(label, y + BAR + 6, 10, 10, colour)
+        colours = iter(COLOURS)
+        for tensor, size in tables.get(name, parameters):
+            width = size * scale
+            inside = width > 5.8 * len(tensor)
+            colour = "f" if inside or size < SMALLEST else next(colours)
+            figure.rect(x, y, width, BAR, colour, "paper" if width > 3 else "")
+            if inside:
+                figure.text(x + width / 2, y + 13, tensor, 10.5, "middle")
+                figure.text(x + width / 2, y + 25, f"{size:.0f}", 10.5, "middle")
+            elif size >= SMALLEST:
                 words = f"{tensor} {size:.0f}"
+                figure.rect(label, y + BAR + 6, 10, 10, colour)
                 figure.text(label + 13, y + BAR + 15, words, 10.5)
                 label += 22 + 5.4 * len(words)
+            x += width
     return figure.svg()

@@ -1,4 +1,5 @@
-"""A training step on a GPU, from the profile that doc/step.py keeps: the host, and the kernels on two lanes."""
+"""A training step on a GPU, from the profile that doc/step.py keeps: the host, and the kernels on two lanes, the second
+for those that overlap others."""
 
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ WIDTH, LEFT, RIGHT = 640, 66, 8
 KINDS = {"matrix products": "a", "flash attention": "b", "AdamW": "d", "other kernels": "c"}
 SHORT = {
     "flash_attention_backward_query": "dq", "flash_attention_backward_key": "dk, dv", "layernorm_backward": "ln",
-    "gelu_backward": "GELU", "norm_transposed": "lnT", "sm90": "product",
+    "gelu_backward": "GELU", "sm90": "product",
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def draw() -> str:
     figure.rect(LEFT, 36, x_of(1000 * host_ms) - LEFT, 24, "e")
     figure.text(x_of(1000 * host_ms) + 6, 53, f"launches a step in {host_ms:.2f} ms, then waits", 13)
     figure.text(8, 101, "kernels", 14)
-    figure.text(8, 137, "second", 14)
+    figure.text(8, 137, "overlap", 14)
     for name, lane, begin, duration in events:
         if begin + duration > 0 and lane < 2:
             figure.rect(x_of(begin), 84 + 36 * lane, max(0.4, duration * (x_of(1) - x_of(0))), 26, KINDS[kind_of(name)])
@@ -72,7 +73,7 @@ def draw() -> str:
         figure.line(x1, 190, x2, 218, "rule", dashed=True)
     x_of = axis(330, first - before, last, 100)
     figure.text(8, 269, "kernels", 14)
-    figure.text(8, 309, "second", 14)
+    figure.text(8, 309, "overlap", 14)
     for name, lane, begin, duration in events:
         if first - before <= begin < last and lane < 2:
             x, w = x_of(begin), min(x_of(begin + duration), WIDTH - RIGHT) - x_of(begin)
@@ -85,6 +86,6 @@ def draw() -> str:
         figure.rect(x, 360, 13, 13, colour)
         figure.text(x + 18, 371, kind, 13)
         x += 46 + 7.2 * len(kind)
-    meaning = "second: what runs at the same time. dq, dk, dv: flash attention. ln: layernorm. lnT: it, transposed"
+    meaning = "overlap: kernels that run at the same time as those above. dq, dk, dv: flash attention. ln: layernorm"
     figure.text(8, 396, meaning, 11.5, colour="faint")
     return figure.svg()
