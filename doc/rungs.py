@@ -680,7 +680,7 @@ TOPICS["flash_attention_bf16"] = Topic(
         attention_rung("ldmatrix_kernel", 128, tf32=False),
         attention_rung("swizzled_kernel", 128, tf32=False),
         attention_rung("two_stages_kernel", 128, tf32=False),
-        Rung("flash_attention_forward without wgmma",
+        Rung("flash_attention_forward without wgmma of kernels/flash_attention.cu",
              lambda cu, a: flash_attention_forward(a.out, a.lse, a.qkv, a.B, a.T, a.NH, a.NH, 64, wgmma=False),
              "32 queries a warp, so that each ldmatrix serves four products instead of two; sums are seldom rescaled."),
         Rung("flash_attention_forward of kernels/flash_attention.py",
