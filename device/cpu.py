@@ -176,7 +176,7 @@ class CpuDevice:
         type of a and b, is added to every row before the row is rounded.
         """
         if a.dtype == E4M3:
-            self.multiply_codes(c, a, b, m, n, k, beta, bias, scale_a * scale_b)
+            self.multiply_codes(c, a, b, m, n, k, beta, bias, scale_a, scale_b)
         else:
             self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
@@ -202,11 +202,12 @@ class CpuDevice:
         if wide[0] is not flat[0]:
             flat[0][:] = to_bf16(wide[0])
 
-    def multiply_codes(self, c, a, b, m: int, n: int, k: int, beta: float, bias, scale) -> None:
+    @np.errstate(over="ignore", invalid="ignore")  # a kernel says nothing of infinity and NaN either
+    def multiply_codes(self, c, a, b, m: int, n: int, k: int, beta: float, bias, scale_a, scale_b) -> None:
         """`gemm` for codes."""
         product = np.empty((m, n), np.float32)
         self.multiply(product, from_e4m3(a), from_e4m3(b), m, n, k, 1, False, True)
-        product *= scale
+        product *= scale_a * scale_b
         flat = c.reshape(-1)[: m * n].reshape(m, n)
         if beta:
             product += beta * (from_bf16(flat) if c.dtype == BF16 else flat)

@@ -116,7 +116,7 @@ def test_a_gradient_whose_square_is_not_finite_leaves_its_parameter_alone_and_sa
 LAST = [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF, 0x1234, 0xCDEF]
 
 
-@pytest.mark.parametrize("first_v", [0.0, -0.0, 1.5, -1e-40])
+@pytest.mark.parametrize("first_v", [0.0, -0.0, 1.5, -1e-40, np.inf])
 def test_a_master_copy_that_is_split_is_joined_to_the_same_bits(dev, first_v):
     """With all first halves: ties that are rounded up and down, subnormal numbers, -0, infinity, the largest numbers,
     which are rounded to infinity, and NaN."""

@@ -1,6 +1,13 @@
 """Products of codes in e4m3 (`--precision fp8`): the codes are exact, and models train with them."""
 
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+
 import device
+import generate
 import kernels.fp8 as fp8
 import kernels.matmul as matmul
 from conftest import DEVICES
@@ -9,10 +16,22 @@ from device.fp8 import DECODED, from_e4m3
 from kernels.fp8 import Gradient, Weight, encode
 from llmc.data.batches import Batches
 from llmc.model import offload
+from llmc.model.batch import Batch
 from llmc.ranks import exchange
-from models import GivenBatches, build, flat_parameters, forward_backward, make_batches, name_of
+from llmc.step.update import adamw_update
+from models import (
+    GivenBatches,
+    build,
+    flat_parameters,
+    forward_backward,
+    kind_of,
+    make_batches,
+    name_of,
+    name_parameters,
+    state_of,
+)
 from oracle import guarded, normal
-from train_gpt2_fp32 import GPT2Config, training_step
+from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import PythiaConfig
 from train_qwen3 import Qwen3Config
@@ -22,9 +41,10 @@ import pytest
 import torch
 from lazy import LazyDevice, Threads
 from test_offload import on
-from test_peers import EagerDevice, train
+from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
 from test_peers import T as RANKS_T
-from test_train import Turing, make_folder
+from test_reliability import ROOT, run, steps
+from test_train import Turing, checkpoint_bytes, make_folder, samples_of
 
 LARGEST = 448.0
 
@@ -101,23 +121,100 @@ def test_every_number_of_bf16_has_the_code_of_the_rule(dev, exponent):
     assert np.array_equal(found[~nan], expected[~nan]) and (found[nan] == 0x7F).all()
 
 
-@pytest.mark.parametrize("what", ["zeros", "tiny", "a row of zeros", "NaN", "infinity", "outlier", "largest"])
-def test_extremes_are_coded_or_shown(dev, rng, what):
-    values = normal(rng, 32, 48)
+EXTREMES = {"NaN": np.nan, "infinity": np.inf, "-infinity": -np.inf, "outlier": 1e30, "largest": -3.3e38}
+
+
+def extreme(values: np.ndarray, what: str) -> np.ndarray:
+    """A matrix, changed in this way, in bf16."""
     if what in ("zeros", "tiny"):
-        values[:] = {"zeros": 0.0, "tiny": 1e-40}[what]
+        values[:] = {"zeros": -0.0, "tiny": 1e-40}[what]
     elif what == "a row of zeros":
         values[3] = 0.0
     else:
-        values[5, 7] = {"NaN": np.nan, "infinity": -np.inf, "outlier": 1e30, "largest": 3.3e38}[what]
-    codes, scale, bits = dev.empty((32, 48), np.uint8), dev.empty((1,)), to_bf16(values)
-    encode(codes, None, scale, dev.asarray(bits), 32, 48)
-    found, wide = dev.to_host(codes), from_bf16(bits)
-    if what in ("NaN", "infinity"):
+        values[5, 7] = EXTREMES[what]
+    return to_bf16(values)
+
+
+@pytest.mark.parametrize("what", ["zeros", "tiny", "a row of zeros", *EXTREMES])
+def test_extremes_are_coded_or_shown(dev, rng, what):
+    bits = extreme(normal(rng, 32, 48), what)
+    codes, codes_T, known = (dev.empty(shape, np.uint8) for shape in ((32, 48), (48, 32), (48, 32)))
+    scale, inp, wide = dev.empty((1,)), dev.asarray(bits), from_bf16(bits)
+    encode(codes, codes_T, scale, inp, 32, 48)
+    encode(None, known, None, inp, 32, 48, known=scale)
+    found = dev.to_host(codes)
+    if what in ("NaN", "infinity", "-infinity"):
         assert np.isnan(dev.to_host(scale)).all() and (found == 0x7F).all()
     else:
         expected = scale_of(np.abs(wide).max())
         assert dev.to_host(scale)[0] == expected and np.array_equal(found, codes_by_pytorch(wide, expected))
+    assert np.array_equal(dev.to_host(codes_T), found.T) and np.array_equal(dev.to_host(known), found.T)
+
+
+FACTORS = {"inp": ("out", "dweight"), "weight": ("out", "dinp"), "dout": ("dinp", "dweight")}  # and their products
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("what", ["zeros", "a row of zeros", "NaN", "infinity", "-infinity", "outlier"])
+def test_the_products_of_extremes_are_those_of_their_codes_and_hide_nothing(dev, rng, factor, what):
+    """What is not finite spoils all of both products of its factor, but not the third."""
+    N, C, OC = 32, 48, 64
+    given = {name: to_bf16(normal(rng, *shape)) for name, shape in
+             (("inp", (N, C)), ("weight", (OC, C)), ("dout", (N, OC)))}  # fmt: skip
+    given[factor], bias = extreme(from_bf16(given[factor]), what), to_bf16(normal(rng, OC))
+    inp, array, dout = map(dev.asarray, given.values())
+    codes, transposed, scale, inp_scale = (dev.empty(*each) for each in
+        (((OC, C), np.uint8), ((C, OC), np.uint8), ((1,),), ((1,),)))  # fmt: skip
+    weight, dweight = Weight(array, codes, transposed, scale, inp_scale), Gradient(dev.empty((OC, C)), inp_scale)
+    out, dinp = dev.empty((N, OC), BF16), dev.empty((N, C), BF16)
+    matmul.matmul_forward(out, inp, weight, dev.asarray(bias), 1, N, C, OC)
+    matmul.matmul_backward_inp(dinp, dout, weight, 1, N, C, OC)
+    matmul.matmul_backward_weight(dweight, dout, inp, 1, N, C, OC, accumulate=False)
+    found = {"out": device.to_floats(out) - from_bf16(bias), "dinp": device.to_floats(dinp),
+             "dweight": dev.to_host(dweight.array)}  # fmt: skip
+
+    def decoded(bits: np.ndarray) -> np.ndarray:
+        wide = from_bf16(bits)
+        divisor = scale_of(np.abs(wide).max())
+        return from_e4m3(codes_by_pytorch(wide, divisor)).astype(np.float64) * divisor
+
+    finite = {name: np.isfinite(from_bf16(bits)).all() for name, bits in given.items()}
+    for name, one in found.items():
+        a, b = (each for each in FACTORS if name in FACTORS[each])
+        if not (finite[a] and finite[b]):
+            assert np.isnan(one).all()
+            continue
+        a, b = decoded(given[a]), decoded(given[b])
+        a, b = {"out": (a, b.T), "dinp": (b, a), "dweight": (b.T, a)}[name]
+        allowed = TOLERANCE[dev.kind] * (np.abs(a) @ np.abs(b)) + 2.0**-7 * (np.abs(a @ b) + (name == "out"))
+        assert (np.abs(one - a @ b) <= allowed).all()
+        assert what != "zeros" or name not in FACTORS[factor] or not one.any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["attprojw", "fcprojw"])
+def test_a_step_with_a_weight_that_is_not_finite_says_so_and_changes_nothing(large_weights, name, value):
+    config = CONFIGS[1]
+    device.use_precision("fp8")
+    flat = flat_parameters(config)
+    getattr(name_parameters(flat, config), name)[1, 5, 7] = value
+    training = build(device, config, B, T, "softmax", flat)
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    before, _, _ = state_of(training)
+    _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
+    adamw_update(training.model, training.adamw, training.exchange, 1e-2, 1)
+    after, m, v = state_of(training)
+    assert np.isnan(loss) and np.isnan(training.adamw.norm[0])
+    assert np.array_equal(before, after, equal_nan=True) and not m.any() and not v.any()
+
+
+@pytest.mark.parametrize("flags", [{}, {"sharded": True, "offload": True}], ids=str)
+def test_a_gradient_that_is_not_finite_on_one_rank_keeps_all_from_updating(large_weights, flags, monkeypatch, rng):
+    config = CONFIGS[1]
+    batches = rng.integers(0, config.vocab_size, (1, 2, 2, B, RANKS_T), dtype=np.int32)
+    start = train(config, B, batches[:0], 0.1, precision="fp8")
+    work = lambda rank: train(config, B, batches, 0.1, 0, precision="fp8", **flags)  # noqa: E731
+    assert all(np.array_equal(params, start) for params in Threads(2, monkeypatch).run(work))
 
 
 def coded(dev, rng, N: int, C: int):
@@ -148,6 +245,50 @@ def test_products_are_within_the_bound_of_their_sums(dev, rng, m, n, k, result):
     allowed = TOLERANCE[dev.kind] * (np.abs(wide_a) @ np.abs(wide_b.T) + np.abs(expected))
     allowed += 2.0**-8 * np.abs(expected) if "bf16" in result else 0
     assert (np.abs(found - expected) <= allowed).all(), np.max(np.abs(found - expected) / allowed)
+
+
+@pytest.mark.parametrize("dev", ["cuda"] if "cuda" in DEVICES else [], indirect=True)
+@pytest.mark.parametrize("m, n, k", [(1024, 2048, 512), (2048, 1024, 8192), (4096, 1536, 1536)])
+@pytest.mark.parametrize("result", ["bf16", "bf16 and bias", "fp32"])
+def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(dev, rng, m, n, k, result):
+    c = dev.empty((m, n), BF16 if "bf16" in result else np.float32)
+    plans = device.current.device.blas.lt.plans
+    plans.clear()
+
+    def encoded(rows: int) -> tuple:
+        codes, scale = dev.empty((rows, k), np.uint8), dev.empty((1,))
+        encode(codes, None, scale, dev.asarray(to_bf16(normal(rng, rows, k))), rows, k)
+        return codes, scale
+
+    def operands() -> dict:
+        (a, scale_a), (b, scale_b) = encoded(m), encoded(n)
+        bias = dev.asarray(to_bf16(normal(rng, n))) if "bias" in result else None
+        return {"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
+
+    def multiply(factors: dict) -> np.ndarray:
+        dev.gemm(c, m=m, n=n, k=k, trans_b=True, **factors)
+        return dev.to_host(c)
+
+    multiply(operands())
+    (plan,) = plans.values()
+    assert plan.timed
+    usable = plan.algorithms
+    for _ in range(3):  # other matrices than those with which the algorithms were compared
+        given, results = operands(), []
+        for algorithm in usable:
+            plan.algorithms = [algorithm]
+            results.append(multiply(given))
+        assert all(np.array_equal(found, results[0]) for found in results)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("exponents, found", [((100, 100), np.inf), ((-126, -126), 0.0), ((60, -60), 32.0)])
+def test_a_product_of_extreme_scales_overflows_or_vanishes_without_a_word(dev, exponents, found):
+    ones, c = dev.asarray(np.full((16, 16), 0x38, np.uint8)), dev.zeros((16, 16))
+    scale_a, scale_b = (dev.asarray(np.array([2.0**each], np.float32)) for each in exponents)
+    for beta in 0.0, 1.0:
+        dev.gemm(c, ones, ones, 16, 16, 16, trans_b=True, beta=beta, scale_a=scale_a, scale_b=scale_b)
+    assert (dev.to_host(c) == found).all()
 
 
 def gradients(precision: str, config, attention: str = "softmax", **options) -> tuple[np.ndarray, float]:
@@ -209,6 +350,28 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
         monkeypatch.setattr(matmul, "fp8_backward_weight", recipe.backward_weight)
         theirs, _ = gradients("fp8", config)
         assert error(found) < 1.2 * error(theirs), (error(found), error(theirs))
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, replace(CONFIGS[2], tied_norm=False, parallel=False)], ids=name_of)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, monkeypatch, config, recompute):
+    """No script has encoded another gradient of as many columns meanwhile. And the input that backward has recomputed
+    is that of forward, whose scale is taken. With dropout, if the model has it."""
+    device.use_precision("fp8")
+    script, seen, multiply = sys.modules[kind_of(config).__module__], [], matmul.matmul_backward_weight
+
+    def checked(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
+        multiply(dweight, dout, inp, B, T, C, OC, accumulate)
+        _, dout_T, scale = fp8.codes_of_dout(B * T, OC)
+        inp_T = device.scratch("fp8 input_T", (C, B * T), np.uint8)
+        for codes, (divisor,), factor in (dout_T, scale, dout), (inp_T, dweight.inp_scale, inp):
+            wide = from_bf16(factor.reshape(B * T, -1))
+            assert divisor == scale_of(np.abs(wide).max()) and np.array_equal(codes, codes_by_pytorch(wide, divisor).T)
+        seen.append((C, OC))
+
+    monkeypatch.setattr(script, "matmul_backward_weight", checked)
+    gradients("fp8", config, recompute=recompute, dropout=(0.1, 3) if kind_of(config).DROPS else None)
+    assert len(seen) == 4 * config.num_layers
 
 
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
@@ -285,6 +448,39 @@ def test_a_run_has_the_same_bits_recomputed_offloaded_or_out_of_order(large_weig
     assert np.array_equal(on(kind, config, B, batches, 0.1, precision="fp8", **flags), want)
 
 
+def losses_between_steps(kind: type[device.CpuDevice], config) -> np.ndarray:
+    """Of a batch, by a pass that is recorded, twice before each of four steps of two batches."""
+    device.current.device = kind()
+    device.use_precision("fp8")
+    training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
+    model, acts, batch, found = training.model, training.acts, Batch(B, T), []
+    batches = Batches(training.batch, acts.losses, GivenBatches(make_batches(config, 8, B, T)), 2)
+    train_step, ((inputs, targets),) = training_step(training, batches), make_batches(config, 1, B, T)
+    for array, values in (batch.inputs, inputs), (batch.targets, targets):
+        device.copy_in(array, values)
+
+    @device.record
+    def validate() -> None:
+        model.forward(acts, batch)
+        model.loss(acts, batch)
+
+    for step in range(4):
+        for _ in range(2):
+            validate()
+            found.append(device.to_host(acts.losses))
+        train_step(step, 1e-2)
+    device.synchronize()
+    device.use("cpu")
+    return np.array(found)
+
+
+@pytest.mark.parametrize("kind", [LazyDevice, EagerDevice])
+def test_a_validation_that_is_replayed_sees_the_weights_of_the_last_step(large_weights, kind):
+    want = losses_between_steps(device.CpuDevice, CONFIGS[1])
+    assert np.array_equal(want[::2], want[1::2]) and len({losses.tobytes() for losses in want}) == 4
+    assert np.array_equal(losses_between_steps(kind, CONFIGS[1]), want)
+
+
 @pytest.mark.parametrize("peers", [True, False])
 @pytest.mark.parametrize("flags", [
     {}, {"sharded": True}, {"sharded": True, "offload": True}, {"bitwise": True},
@@ -326,18 +522,95 @@ def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C
     assert fp8.pays(C, OC) == does
 
 
-def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch):
+FILES = "model.bin", "optimizer.bin"
+
+
+@pytest.mark.parametrize("N, flags, others", [
+    (1, {}, [{"recompute": True}, {"offload": True}]), (2, {"sharded": True}, [{"recompute": True, "offload": True}]),
+    (2, {"bitwise": True}, [{"sharded": True}]),
+], ids=str)  # fmt: skip
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+    large_weights, N, flags, others, tmp_path, monkeypatch, rng
+):  # fmt: skip
+    """Also with other flags. Its checkpoint holds fp32 numbers, which a run in any precision takes over."""
+    config, (first, then) = CONFIGS[0], (slice(2), slice(2, None))
+    batches = rng.integers(0, config.vocab_size, (4, 2, 2, B, RANKS_T), dtype=np.int32)
+
+    def trained(steps: slice, **more) -> np.ndarray:
+        work = lambda rank: train(config, B, batches[steps], 0.1, **{"precision": "fp8"} | flags | more)  # noqa: E731
+        with monkeypatch.context() as patch:
+            one, *of_ranks = Threads(N, patch, peers=False).run(work)
+        assert all(np.array_equal(one, other) for other in of_ranks)
+        return one
+
+    trained(first, directory=tmp_path)
+    whole, checkpoint = trained(slice(None)), tmp_path / "step_00000002"
+    for other in flags, *others:
+        assert np.array_equal(trained(then, checkpoint=checkpoint, **other), whole)
+    for precision in "bf16", "fp32":
+        assert not np.array_equal(trained(then, checkpoint=checkpoint, precision=precision), whole)
+        trained(slice(0), checkpoint=checkpoint, precision=precision, directory=tmp_path / precision)
+        there = tmp_path / precision / checkpoint.name
+        assert all((there / name).read_bytes() == (checkpoint / name).read_bytes() for name in FILES)
+        assert np.array_equal(trained(then, checkpoint=there), whole)
+
+
+CODED = "layers=2,heads=2,channels=32"  # of GPT-2
+FLAGS = ["-e", CODED, "-i", "data", "-b", "2", "-t", "16", "-d", "64", "-v", "0", "-s", "0", "--device", "cpu",
+         "--checkpoint-dir", "run", "-l", "1e-2"]  # fmt: skip
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path, trainer_here, monkeypatch):
+    """While it encodes in the fifth step, from the checkpoint of the fourth; with the flags changed."""
     monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
-    folder = make_folder(tmp_path / "cpu.llama3")
-    flags = ["-e", "tiny", "-i", "data", "-b", "1", "-t", "16", "-s", "0", "-v", "0", "--device", "cpu",
-             "--checkpoint-dir", "run", "-g", "4"]  # fmt: skip
-    out, _ = trainer_here(Llama3, folder, [*flags, "-x", "2", "--precision", "bf16"])
+    folder = make_folder(tmp_path / "cpu.gpt2")
+    flags = [*FLAGS, "--precision", "fp8", "-n", "2", "-x", "6"]
+    trainer_here(GPT2, folder, flags)
+    want = checkpoint_bytes(folder, 6)
+    shutil.rmtree(folder / "run")
+    (folder / "changed.py").write_text(f"""
+import os, runpy, signal
+import kernels.fp8
+from llmc.run.saver import Saver
+kernels.fp8.LEAST_GAIN, encode, save, coming = 0, kernels.fp8.encode, Saver.save, -1
+def saved(self, step, *more):
+    global coming
+    save(self, step, *more)
+    coming = 50 if step == 4 else -1
+def counted(*arguments, **more):
+    global coming
+    coming -= 1
+    if coming == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    encode(*arguments, **more)
+kernels.fp8.encode, Saver.save = counted, saved
+runpy.run_path({str(ROOT / GPT2Config.SCRIPT)!r}, run_name="__main__")
+""")
+    options = {"script": str(folder / "changed.py"), "env": os.environ | {"PYTHONPATH": str(ROOT)}, "base": flags}
+    run(folder, **options, code=-signal.SIGKILL)
+    assert sorted(path.name for path in (folder / "run").glob("step_*")) == ["step_00000002", "step_00000004"]
+    out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "6", "-y", "1", "--recompute", "--offload"])
+    assert "goes on in" not in out and "| large ones of layers in e4m3" in out
+    assert min(steps(out)) == 5 and checkpoint_bytes(folder, 6) == want
+
+
+def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, capsys):
+    """And writes the same text while it trains, and after."""
+    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    folder = make_folder(tmp_path / "cpu.gpt2")
+    out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "2", "--precision", "bf16"])
     assert "codes in e4m3" not in out
-    out, _ = trainer_here(Llama3, folder, [*flags, "-x", "4", "-y", "1", "--precision", "fp8", "-s", "4"])
-    assert "the run was in bf16 and goes on in fp8" in out and "| codes in e4m3         | 1 MiB" in out
+    out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "4", "-y", "1", "--precision", "fp8", "-s", "4", "-g", "20"])
+    assert "the run was in bf16 and goes on in fp8" in out and "| codes in e4m3         | 0 MiB" in out
     assert "| large ones of layers in e4m3, others in bf16" in out
-    out, _ = trainer_here(Llama3, folder, [*flags, "-x", "5", "-y", "1", "--precision", "fp32"])
-    assert "the run was in fp8 and goes on in fp32" in out
+    (sample,) = samples_of(out)
+    for precision in "fp8", "bf16":
+        generate.main(["-e", "run", "-g", "20", "--ignore-eot", "--device", "cpu", "--precision", precision])
+        assert capsys.readouterr().out == sample + "\n"
+    for precision in "bf16", "fp32":
+        out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "5", "-y", "1", "--precision", precision])
+        assert f"the run was in fp8 and goes on in {precision}" in out
+        shutil.rmtree(folder / "run" / "step_00000005")
 
 
 def test_a_run_without_large_weights_says_so(tmp_path, trainer_here):
@@ -352,7 +625,8 @@ def test_a_run_without_large_weights_says_so(tmp_path, trainer_here):
     assert losses[0] == losses[1] and "train loss" in losses[0]
     _, error = trainer_here(Llama3, folder, [*flags, "-t", "7", "--precision", "fp8"], code=1)
     assert error == (
-        "error: --precision fp8 needs a multiple of 16 positions a batch, and B*T = 14: change -b or -t\n"
+        "error: --precision fp8 needs a multiple of 16 positions a batch, and B*T = 14: change -b or -t, or "
+        "use --precision bf16\n"
     )
 
 

@@ -6,26 +6,29 @@ waits for which, and where ranks meet. From that vector clocks follow (Fidge, 19
 each stream have certainly been done when a work begins.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import device
 from device import recording
+from kernels import fp8
 from llmc.model import offload
 from llmc.model.batch import Batch
 from llmc.ranks import collectives, exchange, ranks
 from llmc.step.training import Training, make_training
 from models import ODD, ONE_OF_EACH, kind_of
 from train_gpt2_fp32 import training_step
+from train_llama3 import Llama3Config
 
 import numpy as np
 import pytest
 
 N, B, T = 2, 2, 8
 OF_PARTS = {
-    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "norm"), "exchange": ("received", "sums"),
+    "model": ("params_memory", "grads_memory", "codes"), "adamw": ("m", "v", "low", "norm"),
+    "exchange": ("received", "sums"),
 }  # fmt: skip
 OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one
 SPARSE = ("wte_values", "wte_indices")
@@ -73,7 +76,7 @@ class Gpu(device.CpuDevice):
     blas = SimpleNamespace(use_stream=lambda stream: None, captured=nullcontext)
 
     def begin(self, rank: int, rows: int) -> None:
-        self.rows, self.rank, self.log = rows, rank, []
+        self.rows, self.rank, self.log, self.regions = rows, rank, [], defaultdict(list)
         self.capturing, self.communicating, self.main_stream = False, None, Stream(rank, "main", self.log)
         self.stream = self.main_stream
         self.new_streams()
@@ -190,12 +193,12 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "peer_access", lambda: True),
         (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce),
         (exchange, "LARGEST_BUCKET", 400), (exchange, "SMALLEST_BUCKET", 1000),
-        (offload, "PIECE", 4000),
+        (offload, "PIECE", 4000), (fp8, "LEAST_GAIN", 0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stands)
     device.use("cpu")
     device.use_precision(precision)
-    trainings, logs, places = [], [], {}
+    trainings, logs, places, scratch = [], [], {}, []
     for rank[0] in range(N):
         trainings.append(make_training(kind_of(config), config, B, T, "softmax", weight_decay=0.1, **flags))
         parts = {part: getattr(trainings[-1], part) for part in OF_PARTS}
@@ -214,6 +217,9 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         with device.observe(gpu.launch):
             program(training, count, record)
         logs.append(gpu.log)
+        scratch.append(gpu.regions)  # else its memory would be the next rank's
+        places |= {f"{purpose} {i} of rank {rank[0]}": span(x) for purpose, of in gpu.regions.items()
+                   for i, x in enumerate(of)}  # fmt: skip
     device.use("cpu")
     return logs, places
 
@@ -278,7 +284,9 @@ FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip
          {"sharded": True, "bitwise": True, "offload": True}]
 EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
 CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CONFIGS[0], 1, False)]
+CODED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
 CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
+CASES += [("fp8", CODED, 1, True), ("fp8", CODED, 2, True)]
 
 
 def assert_no_race(logs: list[list], places: dict) -> None:
@@ -301,6 +309,18 @@ def without_meeting(which: str):
 
 def without_waits(name: str, other: str):
     return lambda log: [one for one in log if one[0] != "wait" or (one[1].name, one[2].stream.name) != (name, other)]
+
+
+@pytest.mark.parametrize("on_side", [True, False])
+def test_codes_that_are_not_waited_for_are_noticed(on_side, monkeypatch):
+    """Those of a gradient: the side stream multiplies them, and the main stream then writes the next ones there."""
+    waits = recording.waits
+    monkeypatch.setattr(recording, "waits", lambda launches, side: [
+        None if side[i] == on_side else wait for i, wait in enumerate(waits(launches, side))
+    ])  # fmt: skip
+    found = races(*logs_of(CODED, monkeypatch, precision="fp8"))
+    for purpose in "fp8 dout_T 64", "fp8 scale 64":
+        assert any(one.startswith(purpose) for one in found)
 
 
 @pytest.mark.parametrize("change, record, sharded", [

@@ -5,6 +5,7 @@ import re
 import device
 from conftest import refusal
 from device.errors import UserError
+from kernels import fp8
 from llmc.data.batches import Batches
 from llmc.files.checkpoint import write_model
 from llmc.model.tensors import num_parameters
@@ -16,13 +17,14 @@ from llmc.step.memory import Plan, largest_batches, training_sizes
 from llmc.step.training import make_training
 from models import ONE_OF_EACH, GivenBatches, kind_of, name_of
 from train_gpt2_fp32 import GPT2, training_step
-from train_llama3 import Llama3
+from train_llama3 import Llama3, Llama3Config
 from train_qwen3 import Qwen3
 
 import numpy as np
 import pytest
 
 GIB = 1 << 30
+CODED = Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False)
 
 
 @pytest.fixture
@@ -34,9 +36,16 @@ def bf16():
 
 
 @pytest.mark.parametrize("flags", [{}, {"recompute": True}, {"offload": True}, {"logit_rows": 7}], ids=str)
-@pytest.mark.parametrize("config, attention", ONE_OF_EACH[::2], ids=name_of)
-def test_training_allocates_what_the_table_says(dev, config, attention, flags, monkeypatch):
-    """Up to some arrays that are smaller than a batch."""
+@pytest.mark.parametrize("precision, config, attention", [
+    *(("fp32", *each) for each in ONE_OF_EACH[::2]), ("fp8", CODED, "softmax"),
+], ids=name_of)  # fmt: skip
+def test_training_allocates_what_the_table_says(one_dev, precision, config, attention, flags, monkeypatch):
+    """Up to some arrays that are smaller than a batch. The passes then allocate nothing more."""
+    dev = one_dev
+    if precision == "fp8" and dev.kind == "cuda" and dev.compute_capability < 89:
+        pytest.skip("this GPU has no fp8")
+    dev.use_precision(precision)
+    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
     allocated, empty = [], dev.current.device.empty
 
     def counted(shape, *dtype):
@@ -45,9 +54,19 @@ def test_training_allocates_what_the_table_says(dev, config, attention, flags, m
 
     monkeypatch.setattr(dev.current.device, "empty", counted)
     said = sum(training_sizes(kind_of(config), config, Plan(4, 32, attention, **flags)).values())
-    make_training(kind_of(config), config, 4, 32, attention, **{"logit_rows": 0} | flags)
+    training = make_training(kind_of(config), config, 4, 32, attention, **{"logit_rows": 0} | flags)
     found = sum(array.nbytes for array in allocated)
     assert abs(found - said) <= 0.02 * said
+
+    made, model, batch = len(allocated), training.model, training.batch
+    for memory_of in (model.params_memory, batch.memory):
+        dev.fill_zero(memory_of)
+    for accumulate in False, True:
+        model.begin_batch(not accumulate)
+        model.forward(training.acts, batch)
+        model.loss(training.acts, batch, 1.0, accumulate)
+        model.backward(training.acts, batch, accumulate)
+    assert len(allocated) == made
 
 
 @pytest.mark.parametrize("kind, model, flags, memory_of, most", [
@@ -69,6 +88,16 @@ def test_the_largest_batches_fit_and_larger_ones_do_not(bf16):
         fits = [sum(training_sizes(GPT2, config, changed._replace(B=b)).values()) <= 8 * GIB for b in (B, B + 1)]
         assert fits == [True, False]
     assert set(largest_batches(GPT2, config, plan, 1 << 20).values()) == {0}
+
+
+@pytest.mark.parametrize("T, step", [(1024, 1), (1000, 2), (999, 16)])
+def test_in_fp8_only_batches_that_a_run_takes_are_named(bf16, T, step):
+    device.use_precision("fp8")
+    config, plan, room = Llama3.Config.described("llama3.2-1b"), Plan(step, T, "flash", logit_rows=1024), 60 * GIB
+    for flags, B in largest_batches(Llama3, config, plan, room).items():
+        changed = plan._replace(**memory.SAVING[flags])
+        fits = [sum(training_sizes(Llama3, config, changed._replace(B=b)).values()) <= room for b in (B, B + step)]
+        assert fits == [True, False] and B % step == 0 and B > 0
 
 
 def test_a_model_that_does_not_fit_is_told_which_flags_would_make_it_fit(dev, monkeypatch):

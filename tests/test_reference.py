@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from conftest import refusal
 from dev.bench import train_torch
 from dev.debug_state import read_debug_state
 from dev.hf.common import named_tensors
@@ -206,3 +207,4 @@ def test_in_bf16_pytorch_trains_under_autocast(tmp_path, rng, monkeypatch):
         losses.append(read_log(tmp_path / "log")["trl"][1])
     fp32, bf16 = losses
     assert fp32 != pytest.approx(bf16, abs=1e-5) and fp32 == pytest.approx(bf16, abs=1e-2)
+    assert refusal(train_torch.main, ["--precision", "fp8"]).startswith("--precision fp8: PyTorch itself has none")

@@ -89,7 +89,7 @@ def measure_ceilings() -> Ceilings:
     while 3 * 4 * n * n > free // 2:
         n //= 2
     product, copy = 2 * n**3 / product_seconds(n, n, n), measure_copy()
-    kind = device.precision.replace("tf", "TF")
+    kind = "bf16" if device.floatX == device.BF16 else device.precision.replace("tf", "TF")
     description = (
         f"ceilings: {kind} matrix product {n}^3 {product / 1e12:.4g} TFLOP/s, copy {copy / 1e9:.0f} GB/s (read + write)"
     )
@@ -111,8 +111,8 @@ def limits(
         products += math.prod(count) * sum(product_seconds(*shape) for shape in shapes)  # out, dinp, dweight
     # A causal matrix is half a matrix: forward takes 2 products of it, backward 5.
     attention = 7.0 * config.num_layers * B * T * T * config.num_heads * config.head_size
-    # Reads and writes parameters, m and v and reads gradients, all of them fp32; in bf16 it writes the copy too.
-    update = (30 if X == device.BF16 else 28) * num_parameters(config)
+    # Reads and writes parameters (in bf16 as two halves), m and v, and reads gradients.
+    update = 28 * num_parameters(config)
     rows = [row for row in without(training_tables(kind, "flash")[0], config.absent) if row[1][0].startswith("L")]
     kept = sum(math.prod(shape_of(row[1], sizes)) * type_of(row, X).itemsize for row in rows)
     logits = N * padded(config.vocab_size) * X.itemsize

@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     check_flags(args)
     if args.attention == "relu":
         raise UserError("-a relu: PyTorch has no such attention")
+    if args.precision == "fp8":
+        raise UserError("--precision fp8: PyTorch itself has none: compare with --precision bf16")
     where = "cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     tokenizer_path = find_tokenizer(args.data, name=kind.Config.NAME)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from bisect import bisect_right
 from collections.abc import Callable
+from math import gcd
 from typing import NamedTuple
 
 import device
 from device.errors import UserError
 from device.host import free_memory
+from kernels.fp8 import MULTIPLE
 from llmc.model.activations import cache_bytes, cache_scratch, training_bytes, training_scratch
 from llmc.model.model import Model, codes_bytes
 from llmc.model.offload import buffer_bytes
@@ -88,18 +90,19 @@ def in_chunks(plan: Plan) -> Plan:
     return plan._replace(logit_rows=min(plan.logit_rows or CHUNK, CHUNK))
 
 
-def largest(sizes: Callable[[int], dict[str, int]], memory: int, most: int = MOST) -> int:
-    """The largest number of sequences, up to `most`, whose buffers fit into so many bytes, or 0. sizes(b): the bytes of
-    each buffer for b sequences."""
-    return bisect_right(range(1, most + 1), memory, key=lambda b: sum(sizes(b).values()))
+def largest(sizes: Callable[[int], dict[str, int]], memory: int, most: int = MOST, step: int = 1) -> int:
+    """The largest number of sequences, a multiple of `step` up to `most`, whose buffers fit into so many bytes, or 0.
+    sizes(b): the bytes of each buffer for b sequences."""
+    return step * bisect_right(range(step, most + 1, step), memory, key=lambda b: sum(sizes(b).values()))
 
 
 def largest_batches(kind: type[Model], config: Config, plan: Plan, memory: int) -> dict[str, int]:
-    """For each way of SAVING the largest B that fits into so many bytes; 0 if -b 1 does not. The plan says the rest."""
+    """For each way of SAVING the largest B that fits into so many bytes; 0 if no B does. The plan says the rest."""
+    step = MULTIPLE // gcd(plan.T, MULTIPLE) if device.precision == "fp8" else 1  # a run takes no other B
 
     def fitting(changes: dict) -> int:
         changed = plan._replace(**changes)
-        return largest(lambda b: training_sizes(kind, config, changed._replace(B=b)), memory)
+        return largest(lambda b: training_sizes(kind, config, changed._replace(B=b)), memory, step=step)
 
     return {flags: fitting(changes) for flags, changes in SAVING.items()}
 
