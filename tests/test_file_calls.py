@@ -314,6 +314,9 @@ def main(kind: str, few: str) -> None:
 # The tests
 
 
+IN_SHORT = "killed", "EIO", "power cut"  # the kinds of which make test tries a few cases
+
+
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory) -> Path:
     library = tmp_path_factory.mktemp("preloaded") / "file_calls.so"
@@ -323,8 +326,10 @@ def preloaded(tmp_path_factory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("how_many", ["few", pytest.param("all", marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", [*FAILURES, "power cut"])
+@pytest.mark.parametrize("kind, how_many", [
+    pytest.param(kind, how_many, marks=[pytest.mark.long] * (how_many == "all" or kind not in IN_SHORT))
+    for kind in (*FAILURES, "power cut") for how_many in ("few", "all")
+])  # fmt: skip
 def test_whatever_call_is_the_last_or_fails_or_is_lost_no_checkpoint_is(preloaded, tmp_path, kind, how_many):
     environment = os.environ | {"LD_PRELOAD": str(preloaded), "FOLDER": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, __file__, kind, how_many], env=environment, capture_output=True, text=True)

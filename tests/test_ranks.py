@@ -196,12 +196,11 @@ def test_torchrun_itself_starts_ranks(folder):
 # The same training
 
 
-# A rank on the CPU takes two seconds to import PyTorch for gloo: other numbers of ranks are for long tests.
+# A rank on the CPU takes two seconds to import PyTorch for gloo. tests/test_peers.py has ranks in one process.
 @on("cpu cuda nccl")
 @pytest.mark.parametrize("model, precision, others", [
-    ("gpt2", "bf16", [(2, "1")]),
-    *(pytest.param(model, precision, [(2, "1"), (3, "0")], marks=pytest.mark.long)
-      for model in SCRIPTS for precision in ("tf32", "bf16")),
+    pytest.param(model, precision, [(2, "1"), (3, "0")], marks=pytest.mark.long)
+    for model in SCRIPTS for precision in ("tf32", "bf16")
 ], ids=str)  # fmt: skip
 def test_bitwise_runs_are_the_same_to_the_last_bit_on_any_number_of_ranks(folder, model, precision, others, rng):
     """Losses, validation, answers, samples, checkpoints; with clipping, decay, dropout, moments shared out or not.

@@ -486,7 +486,7 @@ def large_batches(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("first, second, at_once", [
-    ("SIGTERM", "SIGHUP", True), ("SIGHUP", "SIGHUP", False),
+    ("SIGTERM", "SIGHUP", True), pytest.param("SIGHUP", "SIGHUP", False, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_second_signal_stops_at_once_unless_a_closed_terminal_sent_both(folder, first, second, at_once):
     """In the last step, the last validation is left out."""
