@@ -323,6 +323,8 @@ def cache_with_the_runtime(folder: Path) -> Path:
 def test_libraries_are_cached_by_content_by_what_is_included_and_by_the_arguments_in_cxx(tmp_path, monkeypatch):
     command, _ = compiler.installed_compiler()
     monkeypatch.setenv("LLMC_CACHE_DIR", str(cache_with_the_runtime(tmp_path / "cache")))
+    runtime = compiler._build_runtime()
+    monkeypatch.setattr(compiler, "_build_runtime", lambda: runtime)  # each CXX would have one of its own
     (tmp_path / "value.cuh").write_text("#define VALUE 1.0f\n")
     source = '#include "value.cuh"\nextern "C" __global__ void value_kernel(float* out) { out[0] = VALUE + MORE; }\n'
     (tmp_path / "value.cu").write_text(source)

@@ -84,26 +84,33 @@ def test_rungs_agree_at_the_sizes_that_are_timed(name, monkeypatch):
             assert error < (of_products if topic.flops else 10 * ladder.FP32), f"{rung.kernel} {key}: {error}"
 
 
-@pytest.fixture(scope="module")
-def watched(pytestconfig) -> dict:
+def rungs_of(these: str) -> dict[tuple[str, str], Rung]:
+    """The rungs of the topics' files, but for Hopper's products all or the last, which has the ideas of the others."""
+    rungs = {(name, rung.kernel): rung for name in TOPICS for rung in TOPICS[name].rungs if rung.in_file}
+    last = [kernel for name, kernel in rungs if name == "matmul_hopper"][-1]
+    return {key: rung for key, rung in rungs.items() if these == "all" or key[0] != "matmul_hopper" or key[1] == last}
+
+
+@pytest.fixture(scope="module", params=["short", pytest.param("all", marks=pytest.mark.long)])
+def watched(request, pytestconfig) -> dict:
     """What `watch_all` finds, in a process of its own: the microscope's runtime is another one than the tests'."""
     # A library for the microscope is kept for a file at its place: those without a barrier are in a folder that stays.
-    code = "import sys; sys.path[:0] = '.', 'tests'; import test_ladder; test_ladder.watch_all(sys.argv[1])"
-    command = [sys.executable, "-c", code, pytestconfig.cache.mkdir("rungs_without_barriers")]
+    code = "import sys; sys.path[:0] = '.', 'tests'; import test_ladder; test_ladder.watch_all(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, pytestconfig.cache.mkdir("rungs_without_barriers"), request.param]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return {"these": request.param, **json.loads(done.stdout)}
 
 
-def watch_all(folder: str) -> None:
-    """Prints, as JSON, for every rung of a topic's file how it compares with NumPy on the CPU device and which races
-    the microscope sees, and those of two rungs of which a barrier is left out: in this folder."""
+def watch_all(folder: str, these: str) -> None:
+    """Prints, as JSON, for these rungs how each compares with NumPy on the CPU device and which races the microscope
+    sees, and those of two rungs of which a barrier is left out: in this folder."""
     use_microscope()
     found = {"wrong": {}, "races": {}, "without a barrier": {}, "counts": {}}
     for floatX, defines in DEFINES.items():
         names = [name for name, topic in TOPICS.items() if bool(topic.bf16) == (floatX == device.BF16)]
         cpp.compile_all([ladder.LADDER / f"{name}.cu" for name in names], *defines)
-    rungs = {(name, rung.kernel): rung for name in TOPICS for rung in TOPICS[name].rungs if rung.in_file}
+    rungs = rungs_of(these)
     for (name, kernel), rung in rungs.items():
         seen, wrong = [], []
         for sizes in ladder.sizes_for(TOPICS[name], rung)[:-1]:
@@ -129,7 +136,7 @@ def watch_all(folder: str) -> None:
 
 
 def test_every_rung_gives_what_numpy_gives_on_the_cpu(watched):
-    assert list(watched["wrong"]) == [f"{name} {r.kernel}" for name in TOPICS for r in TOPICS[name].rungs if r.in_file]
+    assert list(watched["wrong"]) == [f"{name} {kernel}" for name, kernel in rungs_of(watched["these"])]
     assert not any(watched["wrong"].values()), watched["wrong"]
 
 

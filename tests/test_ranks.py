@@ -358,7 +358,7 @@ def test_ranks_that_are_killed_at_random_moments_leave_none_behind(folder, seed)
         assert "raise -x" in error
 
 
-@on("cpu", long="cuda")
+@on("", long="cpu cuda")
 def test_a_rank_that_cannot_read_its_data_is_named_and_no_other_and_the_run_is_saved(folder):
     """What the others notice of its end says nothing."""
     (folder / "sitecustomize.py").write_text(f"""
