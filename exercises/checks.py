@@ -327,8 +327,9 @@ class Lab:
             pcs = watched.races[:2]["one"]["pc"].tolist() + watched.races[:2]["other"]["pc"].tolist()
             between_blocks = np.all(watched.races["one"]["block"] != watched.races["other"]["block"])
             raise Wrong("\n".join([
-                "two blocks touch one address, and one of them writes. No barrier orders blocks. Is a guard missing, so"
-                " that an index past the end of a row is one of the next row?" if between_blocks else
+                "two blocks touch one address, and one of them writes. No barrier orders blocks. Does the index leave"
+                " the block's number out? Is a guard missing, so that an index past the end of a row is one of the"
+                " next row?" if between_blocks else
                 "threads race: they touch one address, one of them writes, and no barrier lies between",
                 *self.quote_places(watched, pcs), *races[:2],
                 *[f"and {len(races) - 2} more pairs of lines"] * (len(races) > 2),
