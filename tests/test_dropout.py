@@ -84,45 +84,6 @@ def test_every_device_and_type_drops_what_philox_of_group_site_step_and_batch_de
     assert np.array_equal(ours, np.where(kept, np.float32(1 / (1 - rate)), 0))
 
 
-def assert_likely(square: float, freedom: int) -> None:
-    """Fails for a sum of squares that a chi-square distribution hardly ever gives, be it too large or too small."""
-    above = torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(square / 2).double())
-    assert 1e-4 < above < 1 - 1e-4, f"chi-square {square:.1f} of {freedom} degrees of freedom"
-
-
-def dropped(dev, N: int, C: int, rate: float = 0.3, site: int = 1, **which) -> np.ndarray:
-    """1 for what is dropped of an (N, C) array, else 0."""
-    return (factors(Dropout(dev.asarray(words(rate, **which)), site), N, C) == 0).double().numpy()
-
-
-@pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.97])
-def test_as_many_are_dropped_as_the_rate_says_in_every_row_column_and_lane_of_four(dev, rate):
-    N, C = 500, 400
-    x = dropped(dev, N, C, rate)
-    for counts, of in ((x.sum(1), C), (x.sum(0), N), (x.reshape(-1, 4).sum(0), x.size / 4), (x.sum()[None], x.size)):
-        assert_likely(((counts - of * rate) ** 2 / (of * rate * (1 - rate))).sum(), len(counts))
-
-
-def test_how_many_of_eight_neighbours_are_dropped_is_distributed_binomially(dev):
-    x = dropped(dev, 500, 400, 0.5).reshape(-1, 8)
-    seen = np.bincount((x @ 2 ** np.arange(8)).astype(int), minlength=256)  # every pattern as often as every other
-    assert_likely(((seen - len(x) / 256) ** 2 / (len(x) / 256)).sum(), 255)
-
-
-def test_sites_steps_batches_seeds_rows_and_neighbours_are_independent(dev):
-    N, C = 500, 400
-    x = dropped(dev, N, C)
-    others = {
-        "site": dropped(dev, N, C, site=2), "step": dropped(dev, N, C, step=6), "batch": dropped(dev, N, C, i=1),
-        "seed": dropped(dev, N, C, seed=4), "far seed": dropped(dev, N, C, seed=3 + 2**32),
-        "neighbour": np.roll(x, 1, axis=1), "next group": np.roll(x, 4, axis=1), "row": np.roll(x, 1, axis=0),
-    }  # fmt: skip
-    for name, other in others.items():
-        correlation = np.corrcoef(x.ravel(), other.ravel())[0, 1]
-        assert abs(correlation) * (N * C) ** 0.5 < 4, name
-    assert np.array_equal(x, dropped(dev, N, C))
-
-
 def test_the_highest_rates_are_no_overflow(dev):
     rate = 1 - 2.0**-40
     x = factors(Dropout(dev.asarray(words(rate)), 0), 9, 64)

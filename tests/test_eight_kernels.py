@@ -1,4 +1,4 @@
-"""Page 1's eight kernels and page 2's three: what they compute, on each device, and that the race is one."""
+"""Page 1's eight kernels and page 2's three: what they compute, on each device."""
 
 import os
 import subprocess
@@ -12,17 +12,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*names: str, **more: str) -> str:
-    """What doc/eight_kernels.py prints on the CPU device."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMC_CPU_")} | more
-    command = [sys.executable, "doc/eight_kernels.py", "--device", "cpu", *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_all_eight_do_what_they_say():
-    said = run()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LLMC_CPU_")}
+    command = [sys.executable, "doc/eight_kernels.py", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert [line[0] for line in said.splitlines() if "_kernel: " in line] == list("12345678")
     rows = [line.split() for line in said.splitlines() if line]
     assert ["blockIdx.x", *(str(i // 8) for i in range(24))] in rows           # index
@@ -33,20 +28,6 @@ def test_all_eight_do_what_they_say():
     assert ["half", "1", "36", "20", "10", "12", "5", "6", "7", "8"] in rows   # barrier
     assert ["xor", "1", *["496"] * 32] in rows                                 # shuffle
     assert said.count("sum 780") == 2 and "1 thread; lane" in said             # warps of 32 lanes and of one
-
-
-def test_the_race_is_seen_in_another_order_and_the_barrier_is_not_missed():
-    assert "all 63 are right" in run("race")
-    said = run("race", "shared", "barrier", LLMC_CPU_ORDER="shuffled")
-    assert "of 63 are wrong" in said and "nan" in said  # shared memory begins as NaNs then
-    assert said.split("4. ")[1].split("7. ")[0] == run("shared", "barrier").split("4. ")[1] + "\n"
-
-
-def test_a_kernel_that_there_is_not_is_refused():
-    command = [sys.executable, "doc/eight_kernels.py", "barriers"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: barriers: not one of the eight; they are index, guard, matrix")
 
 
 def test_a_chain_is_one_cycle_and_a_copy_of_any_grid_is_whole(dev):
