@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import device
-from dev.bench import ceilings, llm_c, start, step, text, workload
+from dev.bench import ceilings, start, step, text, workload
 from device.errors import UserError
 from llmc.files.checkpoint import read_model
 from models import state_of
@@ -142,20 +142,6 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
     assert 0 < start.seconds_to_first_step([sys.executable, "-c", speak], {}) < 1
     with pytest.raises(UserError, match="finished no step: error: no such file"):
         start.seconds_to_first_step([sys.executable, "-c", "print('error: no such file')"], {})
-
-
-@pytest.mark.parametrize(
-    ("main", "args", "words"),
-    [
-        (llm_c.main, ["missing"], "missing: no such program"),
-        (step.main, ["--peers", "eager,jax"], "--peers jax"),
-        (step.main, ["-e", "gpt2_124M.bin"], "-e gpt2_124M.bin: name one of d12"),
-        (text.main, ["--first", "900"], "--first 900 and --tokens 100 are more than -t 8: raise -t"),
-    ],
-)
-def test_wrong_flags_are_refused(main, args, words):
-    with pytest.raises(UserError, match=words):
-        main([*TINY["train_gpt2_fp32"][1:], *args])
 
 
 # What a step must do

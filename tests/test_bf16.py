@@ -5,10 +5,8 @@ from copy import deepcopy
 import oracle
 from conftest import DEVICES, switched
 from llmc.data.batches import Batches
-from llmc.files.checkpoint import read_model, write_model
 from llmc.model.tensors import Config
-from llmc.model.weights import model_for_inference
-from models import GivenBatches, build, forward_backward, kind_of, make_batches, name_parameters, state_of
+from models import GivenBatches, build, forward_backward, make_batches, name_parameters, state_of
 from train_gpt2_fp32 import GPT2Config, training_step
 from train_llama3 import Llama3Config
 from train_pythia import PythiaConfig
@@ -94,14 +92,3 @@ def test_training_is_repeated_to_the_bit_and_the_copy_is_the_master_rounded(dev,
     master, copy = state_of(training)[0], dev.to_host(params)
     assert np.array_equal(copy, torch.from_numpy(master).bfloat16().view(torch.int16).numpy().view(np.uint16))
     assert not np.array_equal(master, flat) and np.abs(master - flat).max() < 5e-3
-
-
-def test_a_file_of_a_bf16_model_has_its_master_copy(dev, tmp_path):
-    config, _ = MODELS["GPT-2"]
-    flat = oracle.flat_parameters_of(oracle.transformers_model(config), config).astype(np.float32)
-    training = build(dev, config, B, T, "softmax", flat)
-    write_model(tmp_path / "model.bin", config, state_of(training)[0])
-    _, tensors = read_model(tmp_path / "model.bin", GPT2Config)
-    assert np.array_equal(np.concatenate([tensor.ravel() for tensor in tensors.values()]), flat)
-    read = model_for_inference(kind_of(config), tmp_path / "model.bin", T)
-    assert np.array_equal(dev.to_host(read.params_memory), dev.to_host(training.model.params_memory))

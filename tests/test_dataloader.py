@@ -325,12 +325,6 @@ def test_data_shorter_than_a_batch_is_refused_and_a_short_shard_among_others_pas
     assert loader.num_tokens == 2678
 
 
-def test_tokens_that_do_not_fit_a_file_are_not_written(tmp_path):
-    assert "65536" in refusal(write_tokens, tmp_path / "x.bin", [1, 65536])
-    assert "128256" in refusal(write_tokens, tmp_path / "x.bin", [1, LLAMA3_V], LLAMA3_V)
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_large_file_is_never_read_whole(tmp_path):
     """A sparse file of more than 2 GiB, opened and read at both ends within 500 MB of memory."""
     size = 1_100_000_000

@@ -1,25 +1,17 @@
 """Dropout: its random numbers, where and when they are drawn, and whole models that train with it."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 
 import device
 import oracle
-from conftest import refusal
 from draws import cu, factors, words
 from kernels.dropout import Dropout
 from llmc.data.batches import Batches
-from llmc.files.checkpoint import save_checkpoint
-from llmc.model.tensors import num_parameters
-from llmc.run.arguments import parse_arguments
-from llmc.run.run import find_origin
 from llmc.run.validation import Validation
 from llmc.step.training import Training
 from models import (
-    MODELS,
-    ONE_OF_EACH,
     PYTHIA_HEADS_OF_64,
     PYTHIA_ODD,
     GivenBatches,
@@ -30,7 +22,7 @@ from models import (
 )
 from oracle import assert_close, guarded, model_tolerance
 from train_gpt2_fp32 import training_step
-from train_pythia import Pythia, PythiaConfig
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest
@@ -175,18 +167,3 @@ def test_each_step_and_each_batch_of_it_drops_anew_and_a_repeated_step_drops_the
         seen.append([batches.losses[step % 2, i].mean(dtype=np.float64) for i in range(3)])
     assert len(np.unique(seen[:5])) == 15  # the batch and the weights are always the same
     assert seen[5] == seen[2]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not Pythia])
-def test_a_model_that_trains_without_dropout_refuses_it(kind, monkeypatch, tmp_path):
-    """As a flag, and if a checkpoint from before has recorded it."""
-    monkeypatch.chdir(tmp_path)
-    begun = f"--dropout 0.25: {kind.Config.NAME} trains without dropout, as llm.c does; "
-    asked = partial(parse_arguments, kind.Config)
-    assert refusal(find_origin, kind, asked(["--dropout", "0.25"])) == begun + "leave it out"
-    config = next(config for config, _ in ONE_OF_EACH if type(config) is kind.Config)
-    zeros = np.zeros(num_parameters(config), np.float32)
-    save_checkpoint("run", 1, config, zeros, zeros, zeros, {"flags": {"dropout": 0.25}})
-    for flags in [], ["--dropout", "0.25"]:
-        asked_again = asked(["--checkpoint-dir", "run", "-y", "1", *flags])
-        assert refusal(find_origin, kind, asked_again) == begun + "start another run"

@@ -1,8 +1,6 @@
 """Products of codes in e4m3 (`--precision fp8`): the codes are exact, and models train with them."""
 
-import os
 import shutil
-import signal
 import sys
 from dataclasses import replace
 
@@ -43,8 +41,7 @@ from lazy import LazyDevice, Threads
 from test_offload import on
 from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
 from test_peers import T as RANKS_T
-from test_reliability import ROOT, run, steps
-from test_train import Turing, checkpoint_bytes, make_folder, samples_of
+from test_train import Turing, make_folder, samples_of
 
 LARGEST = 448.0
 
@@ -558,40 +555,6 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
 CODED = "layers=2,heads=2,channels=32"  # of GPT-2
 FLAGS = ["-e", CODED, "-i", "data", "-b", "2", "-t", "16", "-d", "64", "-v", "0", "-s", "0", "--device", "cpu",
          "--checkpoint-dir", "run", "-l", "1e-2"]  # fmt: skip
-
-
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path, trainer_here, monkeypatch):
-    """While it encodes in the fifth step, from the checkpoint of the fourth; with the flags changed."""
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
-    folder = make_folder(tmp_path / "cpu.gpt2")
-    flags = [*FLAGS, "--precision", "fp8", "-n", "2", "-x", "6"]
-    trainer_here(GPT2, folder, flags)
-    want = checkpoint_bytes(folder, 6)
-    shutil.rmtree(folder / "run")
-    (folder / "changed.py").write_text(f"""
-import os, runpy, signal
-import kernels.fp8
-from llmc.run.saver import Saver
-kernels.fp8.LEAST_GAIN, encode, save, coming = 0, kernels.fp8.encode, Saver.save, -1
-def saved(self, step, *more):
-    global coming
-    save(self, step, *more)
-    coming = 50 if step == 4 else -1
-def counted(*arguments, **more):
-    global coming
-    coming -= 1
-    if coming == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    encode(*arguments, **more)
-kernels.fp8.encode, Saver.save = counted, saved
-runpy.run_path({str(ROOT / GPT2Config.SCRIPT)!r}, run_name="__main__")
-""")
-    options = {"script": str(folder / "changed.py"), "env": os.environ | {"PYTHONPATH": str(ROOT)}, "base": flags}
-    run(folder, **options, code=-signal.SIGKILL)
-    assert sorted(path.name for path in (folder / "run").glob("step_*")) == ["step_00000002", "step_00000004"]
-    out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "6", "-y", "1", "--recompute", "--offload"])
-    assert "goes on in" not in out and "| large ones of layers in e4m3" in out
-    assert min(steps(out)) == 5 and checkpoint_bytes(folder, 6) == want
 
 
 def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, capsys):
