@@ -135,9 +135,10 @@ def hellaswag_line(label=3, endings=("skis.", "tiles off.", "a cube — café.",
 
 def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
     lines = [hellaswag_line(), hellaswag_line(0, ["a", "b", "c", "d" * 400], "x"), hellaswag_line("1")]
-    (tmp_path / "h.jsonl").write_text("\n".join(lines) + "\n")
     out = tmp_path / "data" / "hellaswag_val.bin"
-    assert "3 examples" in run("hellaswag.py", "--jsonl", tmp_path / "h.jsonl", "--tokenizer", tokenizer, "--out", out)
+    out.parent.mkdir()
+    out.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")  # as if it had been downloaded
+    assert "3 examples" in run("hellaswag.py", "--tokenizer", tokenizer, "--out", out)
 
     data = out.read_bytes()
     header = struct.unpack("<256i", data[:1024])
@@ -168,17 +169,14 @@ def test_hellaswag_has_the_layout_of_llm_c(tmp_path, tokenizer):
 )
 def test_a_line_that_is_no_example_is_refused_by_its_number(tmp_path, tokenizer, line, words):
     (tmp_path / "h.jsonl").write_text(f"{hellaswag_line()}\n{line}\n")
-    args = ["--tokenizer", tokenizer, "--out", tmp_path / "h.bin", "--jsonl", tmp_path / "h.jsonl"]
-    message = run("hellaswag.py", *args, fails=True)
+    message = run("hellaswag.py", "--tokenizer", tokenizer, "--out", tmp_path / "h.bin", fails=True)
     assert "h.jsonl, line 2" in message and words in message
     assert not (tmp_path / "h.bin").exists()
 
 
 def test_hellaswag_refuses_a_vocabulary_beyond_16_bits_at_once(tmp_path):
     write_tokenizer(tmp_path / "large.bin", [*byte_tokenizer().tokens, *[b"unused"] * 70_000], EOT)
-    (tmp_path / "h.jsonl").write_text("no matter")
-    args = ["--tokenizer", tmp_path / "large.bin", "--out", tmp_path / "h.bin", "--jsonl", tmp_path / "h.jsonl"]
-    message = run("hellaswag.py", *args, fails=True)
+    message = run("hellaswag.py", "--tokenizer", tmp_path / "large.bin", "--out", tmp_path / "h.bin", fails=True)
     assert "large.bin: 70257 tokens" in message and "16 bits" in message
 
 
@@ -209,7 +207,7 @@ def texts(rng):
 
 def write_shards(texts, prefix, shard_tokens=1000):
     prefix.parent.mkdir(exist_ok=True)
-    writer = shards.ShardWriter(prefix, "train", {"shard_tokens": shard_tokens, "vocabulary": 257})
+    writer = shards.ShardWriter(prefix, "train", shard_tokens, 257)
     for item, tokens in enumerate(texts):
         writer.add(item, tokens)
     writer.finish(len(texts))

@@ -13,7 +13,6 @@ Each says by --help which flags it has; the beginning of its file says what it m
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,35 +20,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from llmc.run.program import run_program
 
 
-def chosen(name: str) -> Callable | None:
-    """What runs for this name, if it is one."""
-    if name == "attention":
-        from dev.bench.attention import main
-    elif name == "text":
-        from dev.bench.text import main
-    elif name == "start":
-        from dev.bench.start import main
-    elif name == "scaling":
-        from dev.bench.scaling import main
-    elif name == "awake":
-        from dev.bench.scaling import keep_awake as main
-    elif name == "llmc":
-        from dev.bench.llm_c import main
-    elif name == "torch":
-        from dev.bench.train_torch import main
-    else:
-        return None
-    return main
-
-
 def main() -> None:
     name, *flags = sys.argv[1:] or [""]
-    if run := chosen(name):
-        run(flags)
+    if name == "attention":
+        from dev.bench.attention import main as run
+    elif name == "text":
+        from dev.bench.text import main as run
+    elif name == "start":
+        from dev.bench.start import main as run
+    elif name == "scaling":
+        from dev.bench.scaling import main as run
+    elif name == "awake":
+        from dev.bench.scaling import keep_awake as run
+    elif name == "llmc":
+        from dev.bench.llm_c import main as run
+    elif name == "torch":
+        from dev.bench.train_torch import main as run
     else:
-        from dev.bench import step
+        from dev.bench.step import main as run
 
-        step.main(sys.argv[1:])
+        flags = sys.argv[1:]
+    run(flags)
 
 
 run_program(main)

@@ -47,7 +47,7 @@ from dev.bench.workload import (
     write_data,
 )
 from device.cublas import WORKSPACE
-from device.errors import UserError
+from device.errors import UserError, first_line
 from llmc.model.tensors import flops_per_token, num_parameters
 from llmc.run.arguments import positive
 from llmc.run.report import percent_of_peak
@@ -281,8 +281,7 @@ def bench(workload: Workload, args: argparse.Namespace, peers: list[str]) -> Non
             try:
                 found = ours if trainer == "ours" else run_torch(trainer, workload, tensors, args.steps)
             except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
-                first_line = str(error).strip().partition("\n")[0]
-                print(f"{TRAINERS[trainer]:40} did not run: {type(error).__name__}: {first_line}", flush=True)
+                print(f"{TRAINERS[trainer]:40} did not run: {type(error).__name__}: {first_line(error)}", flush=True)
                 continue
             print_result(found, ours, workload, ceilings)
             fastest[trainer] = min(fastest.get(trainer, found), found, key=lambda result: result.ms)

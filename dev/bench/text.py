@@ -26,7 +26,7 @@ import device
 from dev.bench.ceilings import measure_copy
 from dev.bench.workload import SEED, Workload, cache_for_text, make_parser, tensors_of, workload_of, zipf_tokens
 from dev.hf.common import config_json, named_tensors, transformers_parameters
-from device.errors import UserError
+from device.errors import UserError, first_line
 from llmc.model.activations import Cache
 from llmc.model.tensors import shape_of
 from llmc.run.arguments import positive
@@ -144,8 +144,7 @@ def bench(workload: Workload, args: argparse.Namespace, peers: Sequence[str]) ->
         try:
             ms = time_transformers(peer, tensors, workload, prompts, args.tokens)
         except Exception as error:  # out of memory, no compiler, ...: the others can still be timed
-            first_line = str(error).strip().partition("\n")[0]
-            print(f"{TRAINERS[peer]:60} did not run: {type(error).__name__}: {first_line}", flush=True)
+            print(f"{TRAINERS[peer]:60} did not run: {type(error).__name__}: {first_line(error)}", flush=True)
             continue
         took(peer, ms)
     took("limit", limit)

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 from dev.foreign import try_tokenizer
 from device.errors import UserError, first_line
-from llmc.data.dataloader import write_tokens
 from llmc.data.tokenizer import (
     Tokenizer,
     byte_tokenizer,
@@ -28,8 +27,6 @@ from llmc.data.tokenizer import (
 from llmc.files.checkpoint import check_saved
 from llmc.files.files import MARKS, open_file, replacing
 from llmc.run.program import run_program
-
-import numpy as np
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd", ".lz4": "lz4"}  # suffix: what unpacks it
@@ -166,11 +163,6 @@ def lines_of(path: str | Path, blocks: Iterable[str]) -> Iterator[str]:
     yield bounded(f"{path}, line {number}", line)
 
 
-def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises UserError where there is none."""
-    return "".join(blocks_of(path, "utf-8"))
-
-
 def load_tokenizer(name: str | Path | None) -> Tokenizer:
     """The tokenizer of a `.bin` or a `tokenizer.json`, that of bytes, or GPT-2's. Says where it changes texts."""
     if name in ("bytes", "gpt2", None):
@@ -247,15 +239,3 @@ def write_vocabulary(prefix: Path, tokenizer: Tokenizer, source: Path | None = N
     path = prefix.with_name(f"{prefix.name}_tokenizer.bin")
     write_tokenizer(path, tokenizer.tokens, tokenizer.bos)
     print(f"{path}: {tokenizer.vocab_size:,} tokens in the vocabulary")
-
-
-def write_dataset(
-    prefix: Path, tokenizer: Tokenizer, train: list[int], val: list[int], source: Path | None = None
-) -> None:
-    """Writes what `write_vocabulary` does, `<prefix>_train.bin` and, last of all, `<prefix>_val.bin`."""
-    make_folder(prefix.parent)
-    write_vocabulary(prefix, tokenizer, source)
-    for split, tokens in (("train", train), ("val", val)):
-        path = prefix.with_name(f"{prefix.name}_{split}.bin")
-        write_tokens(path, np.array(tokens, dtype=np.int64), tokenizer.vocab_size)
-        print(f"{path}: {len(tokens):,} tokens")

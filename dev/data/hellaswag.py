@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-from dev.data.common import DATA, Unsuitable, download, encode, load_tokenizer, make_folder, read_text, run
+from dev.data.common import DATA, Unsuitable, blocks_of, download, encode, load_tokenizer, make_folder, run
 from device.errors import UserError
 from llmc.data.evaluation import START_EXAMPLE
 from llmc.data.tokenizer import Tokenizer
@@ -42,7 +42,6 @@ def encode_example(number: int, example: dict, tokenizer: Tokenizer) -> list[int
 
 def main() -> None:
     parser = Parser(description="Make hellaswag_val.bin.")
-    parser.add_argument("--jsonl", metavar="FILE", type=a_path, help="use this file instead of downloading it")
     parser.add_argument("--tokenizer", metavar="FILE", type=a_path, help="a .bin or a tokenizer.json (GPT-2's)")
     parser.add_argument("--out", metavar="FILE", type=a_path, default=DATA / "hellaswag_val.bin", help="(%(default)s)")
     args = parser.parse_args()
@@ -53,17 +52,15 @@ def main() -> None:
             f"{args.tokenizer}: {tokenizer.vocab_size} tokens are too many for an evaluation file, whose tokens have "
             f"16 bits: use a tokenizer of at most {START_EXAMPLE}"
         )
-    if args.jsonl is None:
-        args.jsonl = args.out.with_suffix(".jsonl")
-        download(URL, args.jsonl, SHA256)
-    examples = []
-    for number, line in enumerate(read_text(args.jsonl).splitlines()):
+    source, examples = args.out.with_suffix(".jsonl"), []
+    download(URL, source, SHA256)
+    for number, line in enumerate("".join(blocks_of(source, "utf-8")).splitlines()):
         try:
             examples.append(np.array(encode_example(number, json.loads(line), tokenizer), "<u2"))
         except Unsuitable:
             raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{args.jsonl}, line {number + 1}: not a HellaSwag example ({error!r})") from None
+            raise UserError(f"{source}, line {number + 1}: not a HellaSwag example ({error!r})") from None
     make_folder(args.out.parent)
     with replacing(args.out) as file:
         file.write(make_header(EVALUATION, 1, len(examples), max(e.nbytes for e in examples)).tobytes())

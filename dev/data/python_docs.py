@@ -15,9 +15,12 @@ from pydoc_data.topics import topics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, wherever this is run from
 
-from dev.data.common import DATA, encode_texts, run, write_dataset
+from dev.data.common import DATA, encode_texts, make_folder, run, write_vocabulary
+from llmc.data.dataloader import write_tokens
 from llmc.data.tokenizer import byte_tokenizer
 from llmc.run.arguments import Parser, a_path
+
+import numpy as np
 
 
 def main() -> None:
@@ -26,9 +29,14 @@ def main() -> None:
     args = parser.parse_args()
 
     tokenizer = byte_tokenizer()
-    tokens = list(chain(*encode_texts(tokenizer, [topics[name] for name in sorted(topics)])))
+    tokens = np.array(list(chain(*encode_texts(tokenizer, [topics[name] for name in sorted(topics)]))))
     num_train = len(tokens) * 9 // 10
-    write_dataset(args.out, tokenizer, tokens[:num_train], tokens[num_train:])
+    make_folder(args.out.parent)
+    write_vocabulary(args.out, tokenizer)
+    for split, part in ("train", tokens[:num_train]), ("val", tokens[num_train:]):  # that of validation last of all
+        path = args.out.with_name(f"{args.out.name}_{split}.bin")
+        write_tokens(path, part, tokenizer.vocab_size)
+        print(f"{path}: {len(part):,} tokens")
 
 
 if __name__ == "__main__":

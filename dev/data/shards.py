@@ -37,19 +37,18 @@ def load_texts(name: str, split: str, config: str | None, fields: Iterable[str])
 
 
 class ShardWriter:
-    """Writes the tokens of items, such as texts, as `<prefix>_<split>_<number>.bin`, each of "shard_tokens" tokens but
+    """Writes the tokens of items, such as texts, as `<prefix>_<split>_<number>.bin`, each of shard_tokens tokens but
     the last, and beside them `<prefix>_<split>.progress.json`, by which a run that was stopped goes on:
 
     "done", "skip"   the shards hold so many items, and of the one after them so many tokens
     "shards"         how many there are
 
-    settings: "shard_tokens" and "vocabulary", the number of tokens in it, each time the same for a prefix. done: items
-    that are not needed any more.
+    shard_tokens and vocab_size are each time the same for a prefix. done: items that are not needed any more.
     """
 
-    def __init__(self, prefix: Path, split: str, settings: dict[str, int]) -> None:
-        self.prefix, self.split, self.settings = prefix, split, settings
-        self.dtype = token_format(settings["vocabulary"])[2]
+    def __init__(self, prefix: Path, split: str, shard_tokens: int, vocab_size: int) -> None:
+        self.prefix, self.split, self.shard_tokens, self.vocab_size = prefix, split, shard_tokens, vocab_size
+        self.dtype = token_format(vocab_size)[2]
         self.progress_file = prefix.with_name(f"{prefix.name}_{split}.progress.json")
         progress = json.loads(self.progress_file.read_text()) if self.progress_file.exists() else {}
         self.done, self.skip, self.shards = (progress.get(name, 0) for name in ("done", "skip", "shards"))
@@ -62,11 +61,11 @@ class ShardWriter:
             return
         at = self.skip if item == self.done else 0
         while at < tokens.size:
-            piece = tokens[at : at + self.settings["shard_tokens"] - self.pending_size]
+            piece = tokens[at : at + self.shard_tokens - self.pending_size]
             at += piece.size
             self.pending.append(piece)
             self.pending_size += piece.size
-            if self.pending_size == self.settings["shard_tokens"]:
+            if self.pending_size == self.shard_tokens:
                 self._write(*((item, at) if at < tokens.size else (item + 1, 0)))
 
     def finish(self, items: int) -> None:
@@ -77,7 +76,7 @@ class ShardWriter:
     def _write(self, done: int, skip: int) -> None:
         tokens = np.concatenate(self.pending)
         path = self.prefix.with_name(f"{self.prefix.name}_{self.split}_{self.shards:06d}.bin")
-        write_tokens(path, tokens, self.settings["vocabulary"])
+        write_tokens(path, tokens, self.vocab_size)
         self.pending, self.pending_size = [], 0
         self.done, self.skip, self.shards = done, skip, self.shards + 1
         with replacing(self.progress_file) as file:

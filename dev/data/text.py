@@ -288,7 +288,7 @@ def make(args: argparse.Namespace, files: list[File], given: Tokenizer | None, p
     tokens, vocab_size = np.array(done["count"][:]), tokenizer_at(path)[0].vocab_size
     val = for_validation(high, tokens, args.val, LEAST)
     for split, which in ("train", np.flatnonzero(~val)), ("val", np.flatnonzero(val)):
-        writer = ShardWriter(prefix, split, {"shard_tokens": args.shard_tokens, "vocabulary": vocab_size})
+        writer = ShardWriter(prefix, split, args.shard_tokens, vocab_size)
         for item, ids in enumerate(tokens_of(done, which)):
             writer.add(item, ids.astype(writer.dtype))
         writer.finish(len(which))
