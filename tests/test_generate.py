@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -281,6 +282,15 @@ def test_a_checkpoint_brings_its_tokenizer_along(model, config, theirs, tmp_path
     swapped = "".join(c.swapcase() if c.isascii() else c for c in text)
     assert done.out == swapped.replace("<|ENDOFTEXT|>", "<|endoftext|>") != text
     assert done.err.startswith("30 tokens in ")
+
+
+@gpt2_alone
+def test_a_checkpoint_without_a_tokenizer_asks_for_one(model, theirs, tmp_path, written):
+    params, flags = flat(theirs), {"data": "data", "tokenizer": None}
+    checkpoint = save_checkpoint(tmp_path / "run", 20, CONFIG, params, params, params, {"flags": flags})
+    assert re.search("step_00000020 .* without a tokenizer: .*--tokenizer", refusal(written, "-e", checkpoint))
+    named = ("--tokenizer", "tiny_tokenizer.bin")
+    assert written("-e", checkpoint, "-g", 5, *named) == expected(theirs, "", 5)
 
 
 def test_the_model_sees_as_many_tokens_as_it_was_trained_at_by_its_checkpoint(model, config, theirs, tmp_path, capsys):
