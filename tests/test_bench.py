@@ -147,17 +147,14 @@ def test_bench_start_stops_its_watch_at_the_first_finished_step():
 # What a step must do
 
 
-def limits_of(kind, config, monkeypatch, precision="fp32"):
-    """The parts of the limit for B 1, T 16, where every product runs at the ceiling."""
+@pytest.mark.parametrize("precision, size", [("fp32", 4), ("bf16", 2)])
+def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(precision, size, monkeypatch):
+    """For B 1, T 16, where every product runs at the ceiling."""
     device.use("cpu")
     device.use_precision(precision)
     monkeypatch.setattr(ceilings, "product_seconds", lambda m, n, k, dtype=None: 2 * m * n * k / 1e12)
-    return ceilings.limits(kind, config, 1, 16, ceilings.Ceilings(product=1e12, copy=1e9, description=""))
-
-
-@pytest.mark.parametrize("precision, size", [("fp32", 4), ("bf16", 2)])
-def test_the_limit_of_gpt2_124m_counts_what_a_step_must_do(precision, size, monkeypatch):
-    ms = limits_of(GPT2, GPT2Config(1024, 50257, 12, 12, 768), monkeypatch, precision)
+    config = GPT2Config(1024, 50257, 12, 12, 768)
+    ms = ceilings.limits(GPT2, config, 1, 16, ceilings.Ceilings(product=1e12, copy=1e9, description=""))
     weights = 12 * 12 * 768**2 + 50304 * 768
     assert ms["linear products in their own shapes"] == pytest.approx(1000 * 6 * 16 * weights / 1e12)
     assert ms["AdamW's bytes at copy speed"] == pytest.approx(1000 * 28 * 124475904 / 1e9)

@@ -1,7 +1,6 @@
 """Models, debug states and training checkpoints: written and read back exactly, refused when damaged."""
 
 import errno
-import itertools
 import os
 import re
 import shutil
@@ -122,13 +121,6 @@ def test_a_line_says_what_becomes_of_weights_of_another_type(tmp_path, params, p
     np.testing.assert_array_equal(
         device.to_floats(model.params_memory), rounded if "bf16" in line or precision == "bf16" else params
     )
-
-
-def test_pieces_of_a_model_are_written_as_the_whole(tmp_path, model, params):
-    """Ranks that share a master copy out send it piece by piece."""
-    cuts = [0, 1, 500, 501, 2000, params.size]
-    write_model(tmp_path / "pieces.bin", TINY, (params[a:b] for a, b in itertools.pairwise(cuts)))
-    assert (tmp_path / "pieces.bin").read_bytes() == model.read_bytes()
 
 
 def test_a_model_that_cannot_be_written_leaves_what_was_there(tmp_path, model, params):
@@ -414,6 +406,3 @@ def test_a_header_of_another_length_than_the_script_says_is_not_written(tmp_path
     with pytest.raises(ValueError, match="train_gpt2_fp32.py: HEADER_BYTES is 2048, header.* has 1024 bytes"):
         write_model(tmp_path / "model.bin", TINY, params)
     assert not list(tmp_path.iterdir())
-
-
-
