@@ -1,25 +1,17 @@
 """Bits per byte: known losses give the known figure, and the same one however a text is divided into tokens."""
 
-import re
-import subprocess
-import sys
 from math import log, log2
-from pathlib import Path
 
 from llmc.data.batches import Batches, bits_per_byte, validate
 from llmc.data.dataloader import DataLoader, write_tokens
 from llmc.data.tokenizer import Tokenizer, byte_letters, write_tokenizer
-from llmc.files.checkpoint import write_model
 from llmc.model.batch import Batch
-from llmc.model.tensors import num_parameters
-from train_gpt2_fp32 import GPT2Config
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
 BYTES = [bytes([byte]) for byte in range(256)]
 END = b"<|endoftext|>"
 MERGES = [b"th", b"the", b" the", b"in", b"ing", b"er", b" a", b"\xc3\xa9", b"other", b" other"]
@@ -100,20 +92,3 @@ def test_special_tokens_and_padding_stand_for_no_text(tmp_path):
     library.add_tokens(["<|endoftext|>", "   ", AddedToken("<|pad|>", special=True)])  # 256, 257, 258
     library.save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path / "tokenizer.json").text_bytes(261).tolist() == [1] * 256 + [0, 3, 0, 0, 0]
-
-
-def test_a_run_prints_what_a_uniform_model_must_have(tmp_path, rng):
-    V = 50
-    config = GPT2Config(16, V, 1, 1, 8)
-    write_model(tmp_path / "model.bin", config, np.zeros(num_parameters(config), np.float32))
-    lengths = 1 + np.arange(V) % 7
-    write_tokenizer(tmp_path / "data_tokenizer.bin", [b"x" * int(n) for n in lengths], V - 1)
-    lengths[V - 1] = 0
-    tokens = rng.integers(0, V, 1000)
-    for split in ("train", "val"):
-        write_tokens(tmp_path / f"data_{split}.bin", tokens)
-    flags = "-e model.bin -i data -b 3 -t 16 -m 7 -x 0 -g 0 --device cpu".split()
-    done = subprocess.run([sys.executable, SCRIPT, *flags], cwd=tmp_path, capture_output=True, text=True)
-    (line,) = re.findall("^val loss .*$", done.stdout, re.M)
-    n = 3 * 16 * 7
-    assert line == f"val loss {log(V):.6f}, {log2(V) * n / lengths[tokens[1 : n + 1]].sum():.4f} bits/byte"
