@@ -5,9 +5,7 @@ import json
 import struct
 import subprocess
 import sys
-import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from conftest import refusal
@@ -20,6 +18,7 @@ from llmc.data.tokenizer import Tokenizer, byte_letters, byte_tokenizer, find_to
 import numpy as np
 import pytest
 import tokenizers
+from test_download import Server
 from tokenizers import decoders, models, pre_tokenizers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,46 +74,35 @@ def test_python_docs_hold_every_topic_and_their_tokenizer_belongs_to_them(tmp_pa
 
 @pytest.fixture
 def server():
-    """Answers every request with the next of `answers`: status, body, and what it says the body's length is."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            status, body, length = server.answers.pop(0)
-            self.send_response(status)
-            if length is not None:
-                self.send_header("Content-Length", str(length))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{server.server_port}/text.txt"
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    server = Server({"text.txt": b""})
     yield server
     server.shutdown()
     server.server_close()
 
 
+def download_text(server, folder, answer: tuple, sha256: str) -> None:
+    """Downloads text.txt. answer: status, body, and what the server says the body's length is, -1 where nothing."""
+    server.answers["text.txt"] = [lambda whole, start: answer]
+    download(f"{server.url}/text.txt", folder / "text.txt", sha256)
+
+
 def test_a_download_arrives_whole_and_is_not_repeated(server, tmp_path):
     path = tmp_path / "data" / "text.txt"
     body = bytes(range(256)) * 1000
-    for length in (len(body), None):
-        server.answers = [(200, body, length)]
-        download(server.url, path, hashlib.sha256(body).hexdigest())
-        assert path.read_bytes() == body
-        download(server.url, path, hashlib.sha256(body).hexdigest())
+    for length in len(body), -1:
+        for _ in range(2):
+            download_text(server, path.parent, (200, body, length), hashlib.sha256(body).hexdigest())
+            assert path.read_bytes() == body
         path.unlink()
+    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("status, body, length", [
     (404, b"page", 4), (500, b"", 0), (200, b"x" * 500, 1000), (200, b"x", 1),
 ])  # fmt: skip
 def test_a_download_that_fails_breaks_off_or_is_of_another_file_leaves_nothing(server, tmp_path, status, body, length):
-    server.answers = [(status, body, length)]
     with pytest.raises(UserError, match="again"):
-        download(server.url, tmp_path / "text.txt", hashlib.sha256(b"y").hexdigest())
+        download_text(server, tmp_path, (status, body, length), hashlib.sha256(b"y").hexdigest())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -68,7 +68,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{start + len(body)}")
-        self.send_header("Content-Length", str(length or len(body)))
+        if length != -1:
+            self.send_header("Content-Length", str(length or len(body)))
         self.end_headers()
         self.wfile.write(body)
 
