@@ -91,12 +91,6 @@ def test_a_loss_that_is_not_finite_is_never_the_best(train):
     assert names() == ["step_00000001"]
 
 
-def test_the_last_validation_can_find_the_best(train):
-    train("-x", "2", losses=(3.0, 4.0, 2.5))
-    assert names() == ["best", "step_00000002"] and best() == (2, 2.5)
-    assert contents("best")["optimizer.bin"] == contents("step_00000002")["optimizer.bin"]
-
-
 def test_without_best_there_is_none_and_one_that_is_there_stays(train):
     train("-x", "1", "--best", "0", losses=(3.0, 2.0))
     assert names() == ["step_00000001"]
