@@ -211,7 +211,7 @@ def time_steps(trainer, steps: int | None) -> tuple[float, float]:
 # Tokens
 
 
-def zipf_tokens(count: int, V: int, most: float = 0.037, seed: int = SEED) -> np.ndarray:
+def zipf_tokens(count: int, V: int, seed: int = SEED) -> np.ndarray:
     """`count` tokens below V, of which the one of rank r comes with a probability proportional to 1 / (r + q)
     (Zipf-Mandelbrot), where q makes the most frequent one as frequent as in English text: 3.7%."""
     ranks = np.arange(1.0, V + 1)
@@ -219,7 +219,7 @@ def zipf_tokens(count: int, V: int, most: float = 0.037, seed: int = SEED) -> np
     for _ in range(200):
         q = (low + high) / 2
         weights = 1 / (ranks + q)
-        low, high = (q, high) if weights[0] / weights.sum() > most else (low, q)
+        low, high = (q, high) if weights[0] / weights.sum() > 0.037 else (low, q)
     random = np.random.default_rng(seed)
     drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), random.random(count), side="right")
     return random.permutation(V)[np.minimum(drawn, V - 1)]
