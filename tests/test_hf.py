@@ -9,7 +9,6 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from functools import cache
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -295,11 +294,6 @@ def test_a_model_is_exported_as_several_files_and_put_together(dtype, itemsize, 
             assert f"{missing} is missing" in refusal(out, tmp_path)
             aside.rename(missing)
         if indexed:
-            (out / "model.safetensors.index.json").write_text("{}")
-            assert "no weight_map" in refusal(out, tmp_path)
-            for name in "a" * 300 + ".safetensors", "../x.safetensors", "x\0.safetensors":
-                (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": name}}))
-                assert "is no name of a safetensors file beside it" in refusal(out, tmp_path)
             (out / "model.safetensors.index.json").unlink()
 
 
@@ -518,16 +512,6 @@ def test_a_pythia_that_transformers_does_not_have_is_not_exported(variant, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
 
 
-@pytest.mark.parametrize("config", [PYTHIA], ids=id_of)
-def test_a_model_that_no_file_names_is_neither_imported_nor_exported(saved, tmp_path, monkeypatch, rng):
-    monkeypatch.delitem(families(), "gpt_neox")
-    said = refusal(saved, tmp_path)
-    assert "model_type is 'gpt_neox'" in said and said.count("gpt_neox") == 1
-    write_random(tmp_path / "model.bin", PYTHIA, rng)
-    assert "no file in dev/hf/ says what" in conftest.refusal(export_hf.main, [str(tmp_path / "model.bin")])
-    assert not (tmp_path / "model").exists()
-
-
 def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
     path = saved / "model.safetensors"
     assert "no such file" in refusal(tmp_path / "nowhere", tmp_path)
@@ -553,28 +537,6 @@ def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
     assert "24 channels cannot be split among 5 heads" in refusal(saved, tmp_path)
     (saved / "config.json").write_text("[")
     assert "config.json: not JSON, or damaged" in refusal(saved, tmp_path)
-
-
-def test_an_import_that_fails_leaves_the_model_that_was_there(saved, tmp_path, monkeypatch):
-    imported(saved, tmp_path)
-    before = (tmp_path / "imported.bin").read_bytes()
-
-    def fail(tensor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(import_hf, "read", fail)
-    assert "imported.bin: cannot be written (no space left" in conftest.refusal(imported, saved, tmp_path)
-    assert (tmp_path / "imported.bin").read_bytes() == before
-    assert not list(tmp_path.glob("*.part"))
-
-
-def test_a_long_import_shows_how_far_it_is(saved, tmp_path, monkeypatch, capsys):
-    seconds = iter(range(0, 10_000, 2))
-    monkeypatch.setattr(import_hf.time, "monotonic", lambda: next(seconds))
-    imported(saved, tmp_path)
-    shown = [line for line in capsys.readouterr().out.splitlines() if "% of" in line]
-    percent = [int(line.partition("%")[0]) for line in shown]
-    assert len(shown) > 2 and percent == sorted(percent) and percent[-1] <= 100
 
 
 # By name
@@ -728,13 +690,6 @@ def test_what_keeps_a_model_from_being_fetched_is_one_line_with_the_remedy(error
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     message = refusal("a/model", tmp_path)
     assert message.startswith("a/model: ") and said in message
-
-
-def test_a_progress_bar_for_a_file_grows_rarely():
-    file = StringIO()
-    for _ in import_hf.RareBar(range(10_000), file=file):
-        pass
-    assert len(file.getvalue()) < 1000
 
 
 # The tokenizer
@@ -1016,16 +971,6 @@ def test_a_tokenizer_that_takes_too_much_is_tried_elsewhere_and_left_out(
     ask = ["-e", str(tmp_path / "imported.bin"), "--tokenizer", str(path), "--prompt", "e"]
     for open_it in [lambda: generate.main(ask), lambda: load_tokenizer(path)][: 2 if seconds > 1 else 0]:
         assert conftest.refusal(open_it).startswith(f"{path}: it takes more than")
-
-
-def test_a_panic_of_rust_is_one_line(with_tokenizer, tmp_path, capfd):
-    """The library prints its own lines, which the import keeps to itself."""
-    empty = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
-    change(with_tokenizer / "tokenizer.json", normalizer=empty)
-    capfd.readouterr()
-    imported(with_tokenizer, tmp_path)
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "tokenizer.json: the tokenizers library cannot read it (index out of" in said
 
 
 def test_vocab_json_and_merges_txt_become_a_tokenizer_json(tmp_path, capsys, monkeypatch):

@@ -282,14 +282,6 @@ def test_a_gpu_without_tf32_climbs_what_it_can_and_says_what_the_rest_needs(clim
     assert "Tesla T4, the same sizes; its ceiling: a large product in fp32, 50 TFLOP/s." in shown
 
 
-def test_a_gpu_without_wgmma_says_what_the_rungs_need(climb_on, monkeypatch):
-    monkeypatch.setattr(MadeUpGPU, "why_not_kernels", lambda self, path: device.architecture_of(path), raising=False)
-    climb_on(MadeUpGPU("NVIDIA A100", 80), "matmul_hopper", "--keep")
-    (kept,) = ladder.kept_elsewhere()
-    *ours, cublas = kept["times"]["matmul_hopper"].values()
-    assert ours == [{"lacks": "needs 9.0 and CUDA 13"}] * 7 and cublas == {"microseconds": 100}
-
-
 def test_a_product_stored_through_a_tensor_map_is_declared_to_be_written():
     declared = device.sources.kernel_accesses(ladder.LADDER / "matmul_hopper.cu")["store_kernel"]
     assert declared == {"c": "sets", "a": "reads", "b": "reads", "M": None, "N": None, "K": None}

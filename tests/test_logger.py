@@ -118,24 +118,10 @@ def test_a_resumed_run_without_a_log_begins_one(tmp_path):
     assert (tmp_path / "main.log").read_text() == "s:4 trl:1.0000\n"
 
 
-def test_without_a_path_nothing_is_logged():
-    logger = Logger(None)
-    logger.log(0, train_loss=1.0)
-    logger.close()
-
-
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     assert "-o" in refusal(Logger, tmp_path / "missing" / "main.log")
     assert "main.log: cannot be written" in refusal(Logger, tmp_path / "missing" / "main.log", 5)
     assert "is a directory" in refusal(Logger, tmp_path)
-
-
-def test_a_full_disk_is_said_once_and_counted(capsys):
-    logger = Logger("/dev/full")
-    for step in range(3):
-        logger.log(step, train_loss=1.0)
-    assert capsys.readouterr().out == "/dev/full: a line was lost (no space left on device); the run goes on\n"
-    assert logger.lost == 3
 
 
 def test_a_power_cut_may_leave_zeros_in_a_log(tmp_path):
@@ -148,17 +134,6 @@ def test_a_power_cut_may_leave_zeros_in_a_log(tmp_path):
 def test_a_step_that_is_none_makes_no_log(tmp_path, step):
     (tmp_path / "run.log").write_text(f"s:{step} trl:1.0\n")
     assert "not a log line" in refusal(read_log, tmp_path / "run.log")
-
-
-def test_a_log_is_read_back_by_name(tmp_path):
-    path = tmp_path / "main.log"
-    write_run(Logger(path), range(5))
-    log = read_log(path)
-    assert sorted(log) == ["tel", "trl"]
-    np.testing.assert_array_equal(log["trl"][0], [0, 1, 2, 3, 4])
-    np.testing.assert_array_equal(log["trl"][1], [4, 3.9375, 3.875, 3.8125, 3.75])
-    np.testing.assert_array_equal(log["tel"][0], [0, 2, 4])
-    np.testing.assert_array_equal(log["tel"][1], [5, 4.75, 4.5])
 
 
 def test_logs_of_llm_cs_later_trainer_are_read(tmp_path):

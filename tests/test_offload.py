@@ -18,13 +18,12 @@ from llmc.model import offload
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.ranks import exchange
-from llmc.run.arguments import parse_arguments
 from llmc.step import memory as training_parts
 from llmc.step.memory import Plan, state_sizes, training_sizes
 from llmc.step.training import make_training
 from llmc.step.update import adamw_update
 from models import LLAMA_ODD, ODD, PYTHIA_ODD, QWEN_ODD, GivenBatches, kind_of, make_batches, state_of
-from train_gpt2_fp32 import GPT2, GPT2Config, training_step
+from train_gpt2_fp32 import GPT2, training_step
 
 import numpy as np
 import pytest
@@ -420,9 +419,3 @@ def test_a_container_may_have_less_memory_than_its_machine(tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     assert host.container_memory(tmp_path) == 500
     assert host.free_memory() <= device.host_memory()[0]
-
-
-def test_the_flag_is_off_unless_it_is_given():
-    assert [parse_arguments(GPT2Config, flags).offload for flags in ([], ["--offload"], ["--offload", "0"])] == [
-        False, True, False,
-    ]  # fmt: skip

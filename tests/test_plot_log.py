@@ -1,6 +1,5 @@
 """The picture of a run: drawn from what the logs hold, or refused in one line."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,15 +9,11 @@ from device.errors import UserError
 from llmc.run.logger import Logger
 from llmc.run.program import run_program
 
-import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "dev" / "plot_log.py"
-
-
 @pytest.fixture
 def logs(tmp_path):
     """Two runs, of which the second has a single training loss of its own and diverges."""
@@ -32,20 +27,6 @@ def logs(tmp_path):
     with open(paths[1], "a") as file:
         file.write("s:10 trl:nan\ns:11 tr")
     return paths
-
-
-def run(*args, cwd):
-    return subprocess.run([sys.executable, SCRIPT, *args], cwd=cwd, capture_output=True, text=True)
-
-
-def test_a_picture_is_written_and_has_something_on_it(logs, tmp_path):
-    result = run(*logs, "-o", "loss.png", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "loss.png\n"
-    pixels = np.round(255 * matplotlib.image.imread(tmp_path / "loss.png")[:, :, :3])
-    for colour in [(31, 119, 180), (255, 127, 14)]:  # matplotlib's first two, one a run
-        assert (pixels == colour).all(axis=-1).sum() > 100
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "b.log", "loss.png"]
 
 
 def test_what_is_logged_is_drawn_and_bits_per_byte_in_a_panel_of_their_own(logs, tmp_path, monkeypatch):

@@ -57,14 +57,6 @@ def test_a_python_that_is_too_old_is_one_line(program):
         ast.parse((ROOT / path).read_text(), feature_version=(3, 9))
 
 
-def test_a_folder_for_the_book_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    out = tmp_path / "file" / "book"
-    done = subprocess.run([sys.executable, ROOT / "doc" / "book.py", "-o", out], capture_output=True, text=True)
-    said = f"error: {out}: cannot be written (not a directory); choose another folder with -o\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
-
-
 @pytest.mark.parametrize(
     "package, requirements", [("tiktoken", "requirements.txt"), ("torch", "requirements-dev.txt")]
 )

@@ -1,7 +1,7 @@
 """Pythia against transformers' GPTNeoXForCausalLM: logits, loss, every gradient, and ten AdamW steps; and its file."""
 
 import struct
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import device
 from device.errors import UserError
@@ -9,7 +9,6 @@ from llmc.files.checkpoint import read_model, read_model_header, write_model
 from llmc.model.tensors import name_tensors, num_parameters
 from llmc.step.memory import Plan, training_sizes
 from models import PYTHIA_ODD
-from train_gpt2_fp32 import GPT2Config
 from train_pythia import Pythia, PythiaConfig
 
 import numpy as np
@@ -153,10 +152,3 @@ def test_a_header_with_senseless_numbers_is_refused(floats, tmp_path):
     write_header(tmp_path / "model.bin", HEADER[0], floats, 10)
     with pytest.raises(UserError, match="(rotary|rope_theta|norm_eps) is .*; it must be a positive number"):
         read_model_header(tmp_path / "model.bin", PythiaConfig)
-
-
-def test_a_pythia_given_to_gpt2s_trainer_names_its_own(tmp_path):
-    config = PythiaConfig(*astuple(PYTHIA_ODD))
-    write_model(tmp_path / "model.bin", config, np.zeros(num_parameters(config), np.float32))
-    with pytest.raises(UserError, match="found a Pythia model.*use train_pythia.py for it"):
-        read_model_header(tmp_path / "model.bin", GPT2Config)

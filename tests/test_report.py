@@ -16,25 +16,13 @@ PEAKS = [
     ("NVIDIA H200", 494.5e12),
     ("NVIDIA H100 PCIe", 378e12),
     ("NVIDIA H100 80GB HBM3", 494.5e12),
-    ("NVIDIA A100-SXM4-80GB", 156e12),
-    ("NVIDIA L40S", 183e12),
     ("NVIDIA GeForce RTX 4090", 82.6e12),
-    ("NVIDIA A100 80GB PCIe", 156e12),
     ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-    ("NVIDIA B200", 1125e12),
     ("GeForce RTX 3090", 35.6e12),  # as old drivers have it
-    ("NVIDIA GeForce RTX 3090 Ti", 40e12),
-    ("NVIDIA GeForce RTX 4070 Ti SUPER", 44.1e12),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ("NVIDIA GeForce RTX 4090 D", 73.5e12),
-    ("NVIDIA GeForce RTX 5090", 104.8e12),
     ("NVIDIA GeForce RTX 5090 D", None),
-    ("NVIDIA RTX A4000", 38.3e12),
-    ("NVIDIA RTX A4000 Laptop GPU", None),
-    ("NVIDIA RTX 6000 Ada Generation", 182.1e12),
-    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 251.9e12),
     ("NVIDIA A10G", None),  # no A10
-    ("NVIDIA RTX A1000", None),
 ]
 
 

@@ -1,6 +1,5 @@
 """What is timed, drawn and estimated of several GPUs."""
 
-import os
 import re
 import subprocess
 import sys
@@ -28,14 +27,6 @@ def test_bench_prints_a_table_of_steps_on_one_process_and_several():
     )  # fmt: skip
 
 
-def test_bench_says_in_one_line_what_does_not_run():
-    flags = "--gpus", "2", "--device", "cpu", "-e", "nothing"
-    command = [sys.executable, str(ROOT / "dev" / "bench"), "scaling", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "-e nothing: name one of" in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.endswith("does not run on 1 GPU: see above\n") and done.stdout.endswith("\n")
-
-
 def test_what_is_timed_by_itself_has_the_precision_that_is_asked_for(monkeypatch, capsys):
     timed = []
     found = {"ms": 1.0, "mebibytes": 1.0, "sum_ms": 1.0}
@@ -43,14 +34,6 @@ def test_what_is_timed_by_itself_has_the_precision_that_is_asked_for(monkeypatch
     scaling.main(["--gpus", "2", "--precision", "bf16", "--device", "cpu"])
     assert len(timed) == 2 * len(scaling.WORKLOADS)
     assert all(" --precision bf16" in " ".join(flags) for flags in timed)
-
-
-def test_links_are_not_kept_awake_without_gpus():
-    command = [sys.executable, str(ROOT / "dev" / "bench"), "awake"]
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=hidden)
-    assert done.returncode == 1, done.stderr
-    assert re.fullmatch(r"error: CUDA does not work here \(.*\), and the CPU has no links .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("name, row", [

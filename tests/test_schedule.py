@@ -1,8 +1,6 @@
 """Learning-rate schedules against PyTorch's and transformers', and at the points that define them."""
 
-from llmc.run.arguments import parse_arguments
 from llmc.run.schedule import SCHEDULES, LearningRateSchedule
-from train_gpt2_fp32 import GPT2Config
 
 import pytest
 import torch
@@ -86,10 +84,3 @@ def test_short_runs_have_rates_too(kind, warmup_steps, total_steps):
     schedule = LearningRateSchedule(kind, RATE, warmup_steps, total_steps, 0.1)
     for rate in rates(schedule, total_steps + 5):
         assert 0.1 * RATE * (1 - 1e-9) <= rate <= RATE
-
-
-@pytest.mark.parametrize("flag", ["-k cosin", "-l -1e-4", "-l nan", "-l inf", "-u -1", "-q 1.5", "-q nan"])
-def test_a_schedule_that_makes_no_sense_is_refused_by_its_flag(flag, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        parse_arguments(GPT2Config, flag.split())
-    assert f"error: argument {flag.split()[0]}/--" in capsys.readouterr().err

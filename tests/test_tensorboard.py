@@ -111,15 +111,6 @@ def test_a_new_run_hides_the_one_before_and_what_is_not_known_is_left_out(tmp_pa
     assert texts == {2: "    # é\n    \n     *x*"}
 
 
-def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    board = TensorBoard(None)
-    board.log(0, val_loss=5.0, bits_per_byte=1.0)
-    board.log_sample(0, "text")
-    board.close()
-    assert list(tmp_path.iterdir()) == [] and board.lost == 0
-
-
 def test_a_full_disk_is_said_once_and_told_by_the_exit_code_and_what_was_written_before_is_shown(folder):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))

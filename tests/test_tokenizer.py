@@ -10,10 +10,8 @@ from pathlib import Path
 import generate
 from conftest import refusal
 from dev.hf.common import take_tokenizer_along
-from device.errors import UserError
 from llmc.data import tokenizer as tokenizer_module
 from llmc.data.tokenizer import (
-    GPT2_PATTERN,
     HuggingFaceTokenizer,
     StreamDecoder,
     Tokenizer,
@@ -29,7 +27,6 @@ from llmc.data.tokenizer import (
 )
 
 import pytest
-import regex
 import tiktoken
 import tokenizers
 from hypothesis import example, given
@@ -195,17 +192,11 @@ def test_a_token_that_does_not_fit_a_file_is_not_written(tmp_path):
 
 
 @given(TEXTS)
+@example("they've it's I'm we'll he'd can't you're the\n\n  1990s'  ")
 def test_a_tokenizer_file_alone_is_enough_to_encode_as_gpt2(text):
     ids = LEARNED.encode(text)
     assert ids == LEARNED.encode_ordinary_batch([text])[0] == BYTE_LEVEL["gpt2_like"].encode(text).ids
     assert b"".join(map(LEARNED.decode, ids)).decode() == text
-
-
-@given(TEXTS)
-@example("they've it's I'm we'll he'd can't you're the\n\n  1990s'  ")
-def test_text_is_split_as_the_library_splits_it_for_gpt2(text):
-    pieces = BYTE_LEVEL["gpt2_like"].pre_tokenizer.pre_tokenize_str(text)
-    assert regex.findall(GPT2_PATTERN, text) == [text[start:end] for _, (start, end) in pieces]
 
 
 @given(st.text())
@@ -340,14 +331,6 @@ def test_the_bytes_of_its_tokens_make_up_the_text(json_file, kind):
     check()
 
 
-def test_ids_that_are_missing_keep_the_others_in_their_places(json_file):
-    vocab = json.loads(LIBRARIES["smollm2_like"].to_str())["model"]["vocab"]
-    size = len(vocab)
-    ours = Tokenizer.load(json_file("smollm2_like", model={"vocab": vocab | {"ĠĠthe": size + 7}}))
-    assert ours.vocab_size == size + 8 and ours.tokens[size + 7] == b"  the"
-    assert ours.tokens[size : size + 7] == [b"<|unused %d|>" % i for i in range(size, size + 7)]
-
-
 def test_a_text_begins_with_what_the_file_puts_there_or_else_with_what_ends_one(json_file, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|eot_id|>"}')  # the end of a turn, not of a text
     llama3 = Tokenizer.load(json_file("llama3_like"))
@@ -440,48 +423,6 @@ def test_what_the_libraries_raise_is_one_line(json_file):
         assert refusal(encode, "q" * 40 + "!").startswith(f"{path}: the tokenizers library cannot encode a text (")
     for encode in LEARNED.encode, lambda text: LEARNED.encode_ordinary_batch([text]):
         assert "tiktoken cannot encode a text" in refusal(encode, " " * 2_000_000)
-
-
-@pytest.mark.parametrize("token", [2**20, 2**31 + 5, 2**32 - 1])
-@pytest.mark.parametrize("where", ["vocabulary", "added", "front"])
-def test_a_token_beyond_the_vocabulary_is_refused(json_file, token, where):
-    content = json.loads(LIBRARIES["llama3_like"].to_str())
-    if where == "vocabulary":
-        changes = {"model": {"vocab": content["model"]["vocab"] | {"ĠĠthe": token}}}
-    elif where == "added":
-        changes = {"added_tokens": content["added_tokens"][:-1] + [content["added_tokens"][-1] | {"id": token}]}
-    else:
-        content["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"] = [token]
-        changes = {"post_processor": content["post_processor"]}
-    path = json_file("llama3_like", **changes)
-    message = refusal(Tokenizer.load, path)
-    assert message.startswith(f"{path}: ")
-
-
-JSON_VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-2, 2**33), st.text(max_size=3)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
-    max_leaves=4,
-)
-
-
-PARTS = "model decoder pre_tokenizer added_tokens normalizer post_processor truncation".split()
-KEYS = [None, *"vocab merges type pretokenizers special pattern unk_token dropout".split()]
-
-
-@given(part=st.sampled_from(PARTS), key=st.sampled_from(KEYS), value=JSON_VALUES)
-def test_a_hostile_tokenizer_json_is_used_or_refused_in_one_line(tmp_path, part, key, value):
-    content = json.loads(LIBRARIES["llama3_like"].to_str())
-    if key is None or not isinstance(content[part], dict):
-        content[part] = value
-    else:
-        content[part][key] = value
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    try:
-        Tokenizer.load(tmp_path / "tokenizer.json").encode("the theatre 1990 <|eot_id|>")
-    except UserError as error:
-        assert "\n" not in str(error)
-        assert str(tmp_path / "tokenizer.json") in str(error)
 
 
 # The tokenizer of a model

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import device
-from conftest import DEVICES, refusal
+from conftest import DEVICES
 from device import CpuDevice, CudaDevice
 from llmc.data.dataloader import open_tokens, write_tokens
 from llmc.data.tokenizer import write_tokenizer
@@ -21,7 +21,6 @@ from llmc.run.schedule import LearningRateSchedule
 from llmc.run.settings import resumed_flags
 from models import TINY, described
 from train_gpt2_fp32 import GPT2Config
-from train_llama3 import Llama3Config
 
 import numpy as np
 import pytest
@@ -336,13 +335,6 @@ def test_a_wrong_flag_is_refused_in_one_line_with_code_2(refuse_here, flags, mes
     assert re.search(message, refuse_here(*flags, code=2))
 
 
-@pytest.mark.parametrize("flags, code", [(["-b", "0"], 2), (["-t", "65"], 1)])
-def test_a_process_that_refuses_exits_with_that_code(folder, flags, code):
-    process = start(folder, *flags)
-    error = process.communicate(timeout=100)[1]
-    assert process.returncode == code and error.startswith("error: ") and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("flags, precision, given", [
     ([], "tf32", False), (["-f", "0"], "fp32", True), (["-f", "1"], "tf32", True),
     (["--precision", "fp32"], "fp32", True),
@@ -444,12 +436,3 @@ def test_without_a_compiler_the_log_of_an_earlier_run_stays(folder, refuse_here,
     (folder / "run.log").write_text("s:0 tel:1.0000\n")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "the compiler that CXX names, no-such-compiler" in refuse_here("--device", "cpu")
-
-
-@pytest.mark.parametrize("description, message", [
-    ("layers=2,heads=6,kv_heads=4,channels=48,hidden=64", "-e: 6 heads cannot share 4 key/value heads evenly"),
-    ("layers=2,heads=6,kv_heads=2,channels=30,hidden=64", "-e: heads of 30 / 6 channels are odd"),
-    ("layers=2,heads=6,kv_heads=2,channels=48,hidden=64,width=5", "width=5 is no part of a model's"),
-])  # fmt: skip
-def test_what_makes_no_llama_is_refused_in_one_line(description, message):
-    assert message in refusal(Llama3Config.described, description)
