@@ -881,14 +881,6 @@ def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(with_tokenizer, 
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_is_said_to_be_anothers(with_tokenizer, bpe, tmp_path, capsys):
-    make_model(LLAMA).save_pretrained(with_tokenizer)
-    imported(with_tokenizer, tmp_path)
-    assert "322 tokens and the model 53" in capsys.readouterr().err
-    with pytest.raises(UserError, match="321 tokens and .*imported.bin 53"):
-        export_hf.main([str(tmp_path / "imported.bin"), "--tokenizer", str(bpe)])
-
-
 @pytest.mark.parametrize(("vocab_size", "eos"), [(257, 256), (50257, 50256), (300, None)])
 @each_family
 def test_the_end_of_text_token_is_said_where_it_is_known(config, vocab_size, eos, tmp_path, rng):

@@ -19,8 +19,7 @@ from conftest import refusal
 from dev.hf import export_hf, import_hf
 from dev.hf.common import config_json, end_tokens, families
 from device.errors import UserError
-from llmc.data.dataloader import write_tokens
-from llmc.data.tokenizer import Tokenizer, byte_letters, write_tokenizer
+from llmc.data.tokenizer import Tokenizer, byte_letters
 from llmc.files.checkpoint import newest_checkpoint, read_model_header, read_record
 from llmc.files.files import make_header
 from llmc.model.tensors import padded
@@ -35,6 +34,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import save_file
 from test_bad_files import smallest
+from test_reliability import write_data
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 REMOVED = object()
@@ -107,10 +107,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     folder, before = tmp_path_factory.mktemp("hostile"), os.getcwd()
     os.chdir(folder)
     device.use("cpu")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 2000), ("val", 400)):
-        write_tokens(f"data_{split}.bin", rng.integers(0, 257, count))
-    write_tokenizer("data_tokenizer.bin", [*(bytes([i]) for i in range(256)), b"end"], 256)
+    write_data(folder, np.random.default_rng(0))
     Path("tokenizer.json").write_text(json.dumps(tokenizer_json()))
     Path("tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>", "special": True}}))
     Path("generation_config.json").write_text(json.dumps({"bos_token_id": 257, "eos_token_id": [257, 3]}))

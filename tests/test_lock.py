@@ -16,7 +16,6 @@ from llmc.files.directory import Lock
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 ME = f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -24,12 +23,8 @@ def take(path: Path) -> Lock:
     return Lock(path, "the place", "--flag")
 
 
-@pytest.fixture
-def at_once(monkeypatch):
+def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, monkeypatch):
     monkeypatch.setattr("llmc.files.directory.PATIENCE", 0)
-
-
-def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, at_once, capsys):
     first = take(tmp_path / "lock")
     with pytest.raises(UserError) as caught:
         take(tmp_path / "lock")

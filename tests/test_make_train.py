@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmc.data.dataloader import write_tokens
-from llmc.data.tokenizer import write_tokenizer
-
 import numpy as np
 import pytest
+from test_reliability import write_data
 
 ROOT = Path(__file__).resolve().parents[1]
-V = 257
 FLAGS = [
     "--device", "cpu", "-e", "layers=1,heads=2,channels=32", "-i", "data", "-b", "2", "-t", "16", "-v", "1000",
     "-g", "0", "-x", "4",
@@ -24,14 +21,8 @@ KILL_AT = 3  # step
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    make_data(tmp_path, 0)
+    write_data(tmp_path, np.random.default_rng(0))
     return tmp_path
-
-
-def make_data(folder: Path, seed: int) -> None:
-    for split, count in ("train", 2000), ("val", 400):
-        write_tokens(folder / f"data_{split}.bin", np.random.default_rng(seed).integers(0, V - 1, count))
-    write_tokenizer(folder / "data_tokenizer.bin", [bytes([i]) for i in range(256)] + [b"<|endoftext|>"], eot=V - 1)
 
 
 def start(folder: Path, *flags: str, script: str = "train_gpt2_fp32.py") -> subprocess.Popen:
@@ -112,7 +103,7 @@ def change_flags(folder: Path) -> list[str]:
 
 
 def remake_data(folder: Path) -> list[str]:
-    make_data(folder, 1)
+    write_data(folder, np.random.default_rng(1))
     return []
 
 

@@ -1,7 +1,6 @@
 """The whole models against their definition in float64: logits, loss, every gradient, and ten AdamW steps."""
 
 import functools
-import re
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -10,9 +9,7 @@ import device
 import oracle
 from device.errors import UserError
 from llmc.data.batches import Batches
-from llmc.data.tokenizer import Tokenizer
-from llmc.files.checkpoint import write_model
-from llmc.model.activations import Activations, Cache, batch_sizes, choose_attention, training_tables
+from llmc.model.activations import Activations, batch_sizes, choose_attention, training_tables
 from llmc.model.model import Model
 from llmc.model.tensors import (
     ALIGNMENT,
@@ -25,12 +22,7 @@ from llmc.model.tensors import (
     type_of,
     without,
 )
-from llmc.model.weights import model_for_inference, randomize
-from llmc.step import memory
-from llmc.step.generation import Writer, print_sample
-from llmc.step.memory import Plan, training_sizes
-from llmc.step.sampler import Sampler
-from llmc.step.training import make_training
+from llmc.model.weights import randomize
 from llmc.step.update import adamw_update
 from models import (
     EVEN,
@@ -252,21 +244,6 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(mode
         assert np.array_equal(grads, fresh_grads), (b, t)
 
 
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=name_of)
-def test_generation_goes_on_when_the_text_is_longer_than_the_model_sees(model_dev, capsys, config):
-    training = build(model_dev, config, 2, 11, "softmax", flat_parameters(config))
-    cache = Cache(training.model, 1, 11, "softmax", training.activations.memory)
-    tokenizer = Tokenizer([bytes([32 + i]) for i in range(94)] + [b"the"] * 7, eot=100)
-    texts = []
-    for tokens in (tokenizer, tokenizer, None):
-        print_sample(Writer(cache), tokens, Sampler(1337), 30)
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("generating:\n---\n") and texts[0].endswith("\n---\n")
-    ids = [int(word) for word in texts[2].split("---")[1].split()]
-    assert len(ids) == 30 and all(0 <= token < 101 for token in ids)
-
-
 @each_config
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
     device.use("cpu")
@@ -302,32 +279,6 @@ def test_an_update_covers_every_parameter_once_and_decays_only_matrices(config):
         assert (getattr(params, name) == matrix).all(), name
 
 
-@pytest.mark.parametrize("config", [ODD, LLAMA_ODD, PYTHIA_ODD], ids=name_of)
-@pytest.mark.parametrize("attention", ["softmax", "relu", "flash"])
-def test_a_model_that_does_not_fit_says_what_it_needs_before_anything_is_allocated(
-    model_dev, monkeypatch, config, attention
-):
-    def no_allocation(*args):
-        raise AssertionError("allocated")
-
-    monkeypatch.setattr(memory, "BESIDE", 0)
-    monkeypatch.setattr(model_dev.current.device, "memory", lambda: (5 << 20, 64 << 30))
-    for name in ("empty", "asarray"):
-        monkeypatch.setattr(model_dev.current.device, name, no_allocation)
-    kind, needed = kind_of(config), r"needs \d+ MiB.* MiB are free on .*: "
-    message = rf"B=640, T=32 {needed}at most -b \d+ or .* fits, or choose .*\(-e\)$"
-    with pytest.raises(UserError, match=message) as caught:
-        make_training(kind, config, 640, 32, attention, logit_rows=0)
-    fitting = int(re.search(r"at most -b (\d+)", str(caught.value))[1])
-    bytes_of = [
-        sum(training_sizes(kind, config, Plan(B, 32, attention)).values()) for B in (fitting, fitting + 1)
-    ]
-    assert bytes_of[0] <= 5 << 20 < bytes_of[1]
-    monkeypatch.setattr(model_dev.current.device, "memory", lambda: (1 << 16, 64 << 30))
-    with pytest.raises(UserError, match=f"B=640, T=32 {needed}no flag makes -b 1 fit, so lower -t"):
-        make_training(kind, config, 640, 32, attention, logit_rows=0)
-
-
 @pytest.mark.parametrize(
     "config", [replace(EVEN, num_layers=4, vocab_size=250), LLAMA_ODD, PYTHIA_HEADS_OF_64], ids=name_of
 )
@@ -355,17 +306,6 @@ def test_random_weights_are_the_originals_and_depend_on_the_seed(model_dev, monk
             assert tensor.std() == pytest.approx(deviation, rel=0.05), name
         else:
             assert (tensor == (0 if name.endswith("b") else 1)).all(), name
-
-
-@pytest.mark.parametrize("config", [*CONFIGS, replace(LLAMA_ODD, tied=True)], ids=name_of)
-def test_a_model_file_is_built_into_the_model_it_holds(model_dev, tmp_path, config):
-    flat = flat_parameters(config)
-    write_model(tmp_path / "model.bin", config, flat)
-    model = model_for_inference(kind_of(config), tmp_path / "model.bin", 11)
-    assert model.config == config
-    assert np.array_equal(model_dev.to_host(model.params_memory), flat)
-    write_model(tmp_path / "again.bin", config, model.params_memory)  # from the device
-    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()
 
 
 def test_flash_attention_is_refused_in_fp32(dev, monkeypatch):

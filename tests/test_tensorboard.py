@@ -5,8 +5,7 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 from llmc.data.dataloader import write_tokens
@@ -15,10 +14,10 @@ from llmc.run.logger import TensorBoard, read_log
 
 import numpy as np
 import pytest
+import test_reliability
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-SCRIPT = Path(__file__).parent.parent / "train_gpt2_fp32.py"
 FLAGS = "-e layers=1,heads=2,channels=16,maxT=64 -i data -b 2 -t 16 -v 2 -m 2 -s 4 -g 20 --device cpu".split()
 V = 61
 FIGURES = {"loss/train", "optimization/norm", "optimization/learning_rate", "speed/tokens_per_second"}
@@ -32,17 +31,8 @@ def folder(tmp_path, rng):
     return tmp_path
 
 
-def start(folder: Path, *flags: str, **options) -> subprocess.Popen:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, SCRIPT, *FLAGS, *flags], cwd=folder, text=True, **pipes | options)
-
-
-def run(folder: Path, *flags: str, code: int = 0, **options) -> tuple[str, str]:
-    """stdout and stderr of a run that must end with this code."""
-    process = start(folder, *flags, **options)
-    out, error = process.communicate(timeout=100)
-    assert process.returncode == code, (process.returncode, out, error)
-    return out, error
+start = partial(test_reliability.start, base=FLAGS)
+run = partial(test_reliability.run, base=FLAGS)
 
 
 def shown(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[int, str]]:

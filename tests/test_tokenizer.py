@@ -497,14 +497,6 @@ def test_a_checkpoint_from_before_it_held_its_tokenizer_finds_it_beside_the_data
     assert capsys.readouterr().err == "tokenizer: data_tokenizer.bin, which lies where the data of m/tiny.bin was\n"
 
 
-@pytest.mark.parametrize("recorded", [None, "elsewhere/data_tokenizer.bin"])
-def test_where_a_checkpoint_holds_no_tokenizer_none_is_guessed(model, recorded):
-    upper_case("gpt2_tokenizer.bin")
-    upper_case("data_tokenizer.bin")
-    message = refusal(load_model_tokenizer, model, 257, None, {"data": "data", "tokenizer": recorded})
-    assert message.startswith("m ") and "--tokenizer" in message
-
-
 @pytest.mark.parametrize("beside", ["m/tiny_tokenizer.bin", "m/gpt2_tokenizer.bin"])
 def test_the_tokenizer_of_data_is_compared_with_the_models(model, beside):
     data, size = Path("data_tokenizer.bin"), 257 if "gpt2" in beside else 999

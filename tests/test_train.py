@@ -74,13 +74,6 @@ def start(folder: Path, *flags: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(folder: Path, *flags: str) -> str:
-    process = start(folder, *flags)
-    out, error = process.communicate(timeout=100)
-    assert (process.returncode, error) == (0, ""), error
-    return out
-
-
 @pytest.fixture
 def here(trainer_here):
     """here(folder, *flags, code=0) does what `start` does, in this process. Returns what it writes."""
@@ -346,7 +339,6 @@ def test_f_of_llmc_is_another_way_to_give_the_precision(flags, precision, given)
 
 VALUES = [
     (["-t", "65"], r"-t 65 is above the model's longest sequence, 64: lower -t"),
-
     (["-d", "33"], r"-d 33 is not a multiple of B\*T = 32"),
     (["-i", "data_train.bin"], r"-i data_train.bin names files of training data: .* with -j"),
     (["-d", "3200"], r"-d 3200 is more than the 2000 tokens of data, .*: lower -d, or .* with -x"),
@@ -365,17 +357,6 @@ VALUES = [
 @pytest.mark.parametrize("flags, message", VALUES, ids=[" ".join(flags) for flags, _ in VALUES])
 def test_a_wrong_value_is_refused_in_one_line_with_code_1_before_anything_is_written(refuse_here, flags, message):
     assert re.search(message, refuse_here(*flags))
-
-
-@pytest.mark.parametrize("name, at, data, message", [
-    ("data_val.bin", 1024, b"\x3d\x00", "data_val.bin: token 61 .*vocabulary"),
-    ("data_tokenizer.bin", 0, b"<!DOCTYPE html>\n", "data_tokenizer.bin: not"),
-])  # fmt: skip
-def test_a_damaged_file_is_refused_with_its_name_and_the_remedy(folder, refuse_here, name, at, data, message):
-    with open(folder / name, "r+b") as file:
-        file.seek(at)
-        file.write(data)
-    assert re.search(message, refuse_here())
 
 
 class Turing(CpuDevice):
