@@ -54,7 +54,6 @@ def id_of(value) -> str:
 every_config = pytest.mark.parametrize("config", [each for family in FAMILIES for each in family], ids=id_of)
 each_family = pytest.mark.parametrize("config", FIRST, ids=id_of)
 gpt2_and_llama = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=id_of)
-only_llama = pytest.mark.parametrize("config", [LLAMA], ids=id_of)
 
 
 def make_model(config: Config):
@@ -229,7 +228,7 @@ def test_heads_that_no_config_says_can_be_given_and_are_else_a_guess_that_is_sai
     assert not capsys.readouterr().err
 
 
-@only_llama
+@pytest.mark.parametrize("config", [LLAMA], ids=id_of)
 def test_a_llama_says_its_heads_itself_and_needs_its_classifier_unless_it_is_tied(saved, tmp_path):
     assert "--heads" in conftest.refusal(imported, saved, tmp_path, "--heads", "3")
     change(saved / "config.json", tie_word_embeddings=False)
@@ -512,9 +511,8 @@ def test_a_pythia_that_transformers_does_not_have_is_not_exported(variant, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
 
 
-def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
+def test_tensors_that_make_no_gpt2_are_refused(saved, tmp_path):
     path = saved / "model.safetensors"
-    assert "no such file" in refusal(tmp_path / "nowhere", tmp_path)
     tensors = load_file(path)
     bias, weight = "transformer.h.1.ln_1.bias", "transformer.h.1.attn.c_attn.weight"
     classifier = "is the head of a classifier; a language model, GPT2LMHeadModel, is needed"
@@ -528,15 +526,6 @@ def test_damaged_or_foreign_files_are_refused(saved, tmp_path):
     ):  # fmt: skip
         save_file({name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}, path)
         assert said in refusal(saved, tmp_path)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert "not a whole safetensors file" in refusal(saved, tmp_path)
-    path.unlink()
-    assert "no model.safetensors" in refusal(saved, tmp_path)
-    save_file(tensors, path)
-    change(saved / "config.json", n_head=5)
-    assert "24 channels cannot be split among 5 heads" in refusal(saved, tmp_path)
-    (saved / "config.json").write_text("[")
-    assert "config.json: not JSON, or damaged" in refusal(saved, tmp_path)
 
 
 # By name

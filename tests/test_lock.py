@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 from device.errors import UserError
@@ -32,16 +31,6 @@ def test_the_second_is_refused_in_a_line_that_names_host_and_process(tmp_path, m
     assert (tmp_path / "lock").read_text() == ME + "\n"
     first.release()
     assert os.listdir(tmp_path) == [] and take(tmp_path / "lock")
-
-
-def test_the_second_waits_says_for_what_and_goes_on(tmp_path, capsys):
-    first = take(tmp_path / "lock")
-    threading.Timer(0.5, first.release).start()
-    started = time.monotonic()
-    second = take(tmp_path / "lock")
-    assert 0.4 < time.monotonic() - started < 10
-    assert capsys.readouterr().err == f"the place is in use by {ME}: waiting up to 30 s for it to end\n"
-    assert (tmp_path / "lock").exists() and second
 
 
 def test_a_lock_whose_file_somebody_removed_leaves_the_next_ones_file(tmp_path):

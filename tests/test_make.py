@@ -99,8 +99,6 @@ def test_without_a_gpu_the_tests_get_cupy_and_nvrtc_to_compile_with(tmp_path):
         ("train_gpt2_fp32.py", None, "tiny"),
         ("train_llama3.py", None, "tiny"),
         ("train_llama3", SMI, "smollm2-135m"),
-        ("train_pythia.py", None, "tiny"),
-        ("train_pythia", SMI, "pythia-160m"),
     ],
 )
 def test_train_runs_the_script_that_is_asked_for(script, smi, model, tmp_path):

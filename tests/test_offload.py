@@ -14,11 +14,9 @@ from conftest import refusal
 from device import host, recording
 from llmc.data.batches import Batches
 from llmc.model import offload
-from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.ranks import exchange
 from llmc.step import memory as training_parts
-from llmc.step.memory import Plan, state_sizes, training_sizes
 from llmc.step.training import make_training
 from llmc.step.update import adamw_update
 from models import LLAMA_ODD, ODD, PYTHIA_ODD, QWEN_ODD, GivenBatches, kind_of, make_batches, state_of
@@ -318,22 +316,6 @@ def test_the_table_says_what_lies_where_and_a_resumed_run_keeps_the_flag(folder,
 
 
 # Memory
-
-
-@pytest.mark.parametrize("precision, size", [("fp32", 8), ("bf16", 10)])
-def test_the_state_takes_buffers_on_the_device_and_the_rest_on_the_host(precision, size):
-    device.use("cpu")
-    device.use_precision(precision)
-    n, usual, offloaded = num_parameters(ODD), *(
-        training_sizes(GPT2, ODD, Plan(1, 16, "softmax", offload=each)) for each in (False, True))  # fmt: skip
-    state = state_sizes(ODD, None)
-    assert sum(state.values()) == size * n
-    assert {name: usual[name] for name in usual if name not in offloaded} == state
-    pieces = {"AdamW's pieces": offload.buffer_bytes()}
-    assert {name: offloaded[name] for name in offloaded if name not in usual} == pieces
-    found = offload.Offload([np.zeros(n, dtype) for dtype in TYPES[precision]], 0)
-    assert found.bytes == size * n
-    assert sum(row.nbytes for buffer in found.buffers for row in buffer) <= offload.buffer_bytes()
 
 
 def test_a_host_that_has_too_little_memory_is_told_in_one_line(monkeypatch):

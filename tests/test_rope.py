@@ -71,20 +71,6 @@ def test_rope_backward_is_the_gradient(each_type, B, T, NKV, group, half, furthe
     assert (to_numpy(ours)[:, :, NH + NKV :] == dout[:, :, NH + NKV :]).all()
 
 
-def test_a_query_and_a_key_meet_by_their_distance_alone(dev):
-    T, HS = 12, 10
-    q, k = normal(np.random.default_rng(0), 2, HS)
-    qkv = np.broadcast_to([q, k, k], (1, T, 3, HS)).astype(np.float32)  # the same at every position
-    with guarded(dev) as memory:
-        ours = memory.update(qkv)
-        rope_forward(ours, memory.read(rope_table(T, HS, THETA)), 1, T, 1, 1, HS)
-    q, k, _ = dev.to_host(ours)[0].transpose(1, 0, 2)
-    scores = q @ k.T
-    for distance in range(T):
-        along = np.diagonal(scores, -distance)
-        assert_close("scores", along, np.full(along.shape, along[0]), KERNEL_FP32)
-
-
 def transformers_rope(
     HS: int, theta: float, scaling_factor: float | None = None, original_length: int = 8192
 ) -> LlamaRotaryEmbedding:

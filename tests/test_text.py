@@ -199,15 +199,6 @@ def forks(*args: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
 
 
-def test_any_number_of_processes_writes_the_same_files(prepare):
-    write_texts(60, words=200)
-    Path("in/a.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(500)))
-    args = ["in", "--train-tokenizer", "300", "--shard-tokens", "9999", "-o"]
-    prepare(*args, "1/x", "--workers", "1")
-    forks(*args, "3/x", "--workers", "3")
-    assert contents("1") == contents("3") and len(contents("1")) > 5
-
-
 def test_a_run_that_is_stopped_goes_on_to_the_same_files(prepare):
     write_texts(300, words=400)
     args = ["in", "--train-tokenizer", "300", "--shard-tokens", "4000", "-o"]

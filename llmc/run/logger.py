@@ -198,9 +198,6 @@ class Logs:
         self.logger.log(step, **figures)
         self.tensorboard.log(step, **figures)
 
-    def log_sample(self, step: int, text: str) -> None:
-        self.tensorboard.log_sample(step, text)
-
     def close(self) -> None:
         self.logger.close()
         self.tensorboard.close()

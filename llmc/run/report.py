@@ -73,8 +73,8 @@ def print_table(sections: list[list[tuple[str, object]]]) -> None:
 class StepTimer:
     """How long steps take on average. The first step, which also compiles, counts only while there is no other."""
 
-    def __init__(self, last: int = 20):
-        self.steps, self.total, self.last = 0, 0.0, deque(maxlen=last)
+    def __init__(self):
+        self.steps, self.total, self.last = 0, 0.0, deque(maxlen=20)
 
     def add(self, milliseconds: float) -> None:
         """Notes how long a step has taken."""

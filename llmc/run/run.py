@@ -148,7 +148,7 @@ class Run:
             with ranks.long_work():
                 text = print_sample(self.samples.writer, self.samples.tokenizer, self.samples.sampler, count, stopped)
             self.watch.logs.log(step, sample_seconds=time.perf_counter() - started if count else None)
-            self.watch.logs.log_sample(step, text)
+            self.watch.logs.tensorboard.log_sample(step, text)
 
     def told_to_stop(self) -> bool:
         """Whether any rank has been told to stop, or could not read its data. All ranks must ask alike."""

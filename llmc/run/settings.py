@@ -63,14 +63,6 @@ class Settings:
     val_data: str
     schedule: LearningRateSchedule
 
-    @property
-    def weight_decay(self) -> float:
-        return self.flags.weight_decay
-
-    @property
-    def grad_clip(self) -> float:
-        return self.flags.grad_clip
-
     def learning_rate(self, step: int) -> float:
         return self.schedule.get_learning_rate(step)
 

@@ -56,7 +56,7 @@ class Watch:
         rate, speed = s.learning_rate(step), 1000 * s.step_tokens / ms
         flops = s.step_tokens * flops_per_token(self.training.model.config, s.T)
         percent = percent_of_peak(flops / ranks.size(), ms)
-        shown = norm if s.grad_clip else None
+        shown = norm if s.flags.grad_clip else None
         print_step(step + 1, s.steps, loss, shown, rate, ms, self.timer.recent_average(), speed, percent)
         self.logs.log(
             step, train_loss=loss, norm=shown, learning_rate=rate, tokens_per_second=speed, percent_of_peak=percent
