@@ -526,6 +526,21 @@ def test_tensors_that_make_no_gpt2_are_refused(saved, tmp_path):
     ):  # fmt: skip
         save_file({name: tensor for name, tensor in (tensors | changed).items() if tensor is not None}, path)
         assert said in refusal(saved, tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "not a whole safetensors file" in refusal(saved, tmp_path)
+
+
+def test_an_import_that_fails_leaves_the_model_that_was_there(saved, tmp_path, monkeypatch):
+    imported(saved, tmp_path)
+    before = (tmp_path / "imported.bin").read_bytes()
+
+    def fail(tensor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(import_hf, "read", fail)
+    assert "imported.bin: cannot be written (no space left" in conftest.refusal(imported, saved, tmp_path)
+    assert (tmp_path / "imported.bin").read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
 
 
 # By name

@@ -48,6 +48,10 @@ FEW = 8      # cases of each kind in an ordinary run of the tests
 MOST = 4      # elements of a list or an object that are replaced; a vocabulary has many that are alike
 
 
+class TooLate(BaseException):
+    """No Exception, which what reads a file could take for a fault of the file."""
+
+
 def values(content: object, path: tuple = ()) -> Iterator[tuple]:
     """The paths of all values in a JSON file, itself first."""
     yield path
@@ -77,7 +81,7 @@ def attempt(work: Callable[[], object]) -> bool:
     """Whether this runs to its end. If it is refused, then in one line that a terminal can be shown, and soon."""
 
     def too_late(number, frame):
-        raise TimeoutError
+        raise TooLate
 
     said, before = TextIOWrapper(BytesIO(), "utf-8"), signal.signal(signal.SIGALRM, too_late)
     signal.alarm(SECONDS)

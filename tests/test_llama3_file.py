@@ -185,6 +185,7 @@ LLM_C, OURS = llm_c_file()[0], replace(TINY, original_length=512)
     (False, 256, bits(float("nan")), "ffn_dim_multiplier nan"),
     (False, 256, bits(1e30), "it must be at most 2147483647"), (False, 257, 0, "norm_eps is 0"),
     (False, 258, bits(-5e5), "rope_theta is -500000"), (True, 13, 0, "hidden is 0"),
+    (False, 258, bits(float("inf")), "rope_theta is inf"),
     (True, 259, bits(-1.0), "rope_scaling is -1"), (True, 14, -512, "original_length is -512"),
 ])  # fmt: skip
 def test_a_header_that_makes_no_model_is_refused(ours, field, value, words, tmp_path, rng):

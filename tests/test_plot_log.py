@@ -36,7 +36,8 @@ def test_what_is_logged_is_drawn_and_bits_per_byte_in_a_panel_of_their_own(logs,
         logger.log(step, val_loss=5.0, bits_per_byte=bits)
     figures, names = [], [*logs, tmp_path / "c.log"]
     monkeypatch.setattr(plt, "close", figures.append)
-    plot_log.plot(names, tmp_path / "loss.svg")
+    monkeypatch.setattr(sys, "argv", ["plot_log.py", *map(str, names), "-o", str(tmp_path / "loss.svg")])
+    plot_log.main()
     plot_log.plot(logs, tmp_path / "losses.svg")
     monkeypatch.undo()
     plt.close("all")

@@ -12,6 +12,7 @@ from conftest import refusal
 from dev.hf.common import take_tokenizer_along
 from llmc.data import tokenizer as tokenizer_module
 from llmc.data.tokenizer import (
+    GPT2_PATTERN,
     HuggingFaceTokenizer,
     StreamDecoder,
     Tokenizer,
@@ -27,6 +28,7 @@ from llmc.data.tokenizer import (
 )
 
 import pytest
+import regex
 import tiktoken
 import tokenizers
 from hypothesis import example, given
@@ -192,11 +194,17 @@ def test_a_token_that_does_not_fit_a_file_is_not_written(tmp_path):
 
 
 @given(TEXTS)
-@example("they've it's I'm we'll he'd can't you're the\n\n  1990s'  ")
 def test_a_tokenizer_file_alone_is_enough_to_encode_as_gpt2(text):
     ids = LEARNED.encode(text)
     assert ids == LEARNED.encode_ordinary_batch([text])[0] == BYTE_LEVEL["gpt2_like"].encode(text).ids
     assert b"".join(map(LEARNED.decode, ids)).decode() == text
+
+
+@given(TEXTS)
+@example("they've it's I'm we'll he'd can't you're the\n\n  1990s'  ")
+def test_text_is_split_as_the_library_splits_it_for_gpt2(text):
+    pieces = BYTE_LEVEL["gpt2_like"].pre_tokenizer.pre_tokenize_str(text)
+    assert regex.findall(GPT2_PATTERN, text) == [text[start:end] for _, (start, end) in pieces]
 
 
 @given(st.text())
@@ -425,6 +433,22 @@ def test_what_the_libraries_raise_is_one_line(json_file):
         assert "tiktoken cannot encode a text" in refusal(encode, " " * 2_000_000)
 
 
+@pytest.mark.parametrize("token", [2**20, 2**31 + 5, 2**32 - 1])
+@pytest.mark.parametrize("where", ["vocabulary", "added", "front"])
+def test_a_token_beyond_the_vocabulary_is_refused(json_file, token, where):
+    content = json.loads(LIBRARIES["llama3_like"].to_str())
+    if where == "vocabulary":
+        changes = {"model": {"vocab": content["model"]["vocab"] | {"ĠĠthe": token}}}
+    elif where == "added":
+        changes = {"added_tokens": content["added_tokens"][:-1] + [content["added_tokens"][-1] | {"id": token}]}
+    else:
+        content["post_processor"]["processors"][1]["special_tokens"]["<|begin_of_text|>"]["ids"] = [token]
+        changes = {"post_processor": content["post_processor"]}
+    path = json_file("llama3_like", **changes)
+    message = refusal(Tokenizer.load, path)
+    assert message.startswith(f"{path}: ")
+
+
 # The tokenizer of a model
 
 
@@ -495,6 +519,14 @@ def test_a_checkpoint_from_before_it_held_its_tokenizer_finds_it_beside_the_data
     upper_case("data_tokenizer.bin")
     assert load_model_tokenizer(model, 257, trained={"data": "data"}).tokens[97] == b"A"
     assert capsys.readouterr().err == "tokenizer: data_tokenizer.bin, which lies where the data of m/tiny.bin was\n"
+
+
+@pytest.mark.parametrize("recorded", [None, "elsewhere/data_tokenizer.bin"])
+def test_where_a_checkpoint_holds_no_tokenizer_none_is_guessed(model, recorded):
+    upper_case("gpt2_tokenizer.bin")
+    upper_case("data_tokenizer.bin")
+    message = refusal(load_model_tokenizer, model, 257, None, {"data": "data", "tokenizer": recorded})
+    assert message.startswith("m ") and "--tokenizer" in message
 
 
 @pytest.mark.parametrize("beside", ["m/tiny_tokenizer.bin", "m/gpt2_tokenizer.bin"])

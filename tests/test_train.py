@@ -311,6 +311,8 @@ USAGE = [
     (["-b", "0"], "-b/--batch-size: 0 must be at least 1"),
     (["-t", "many"], "-t/--sequence-length: 'many' must be a whole number"),
     (["-l", "nan"], "-l/--learning-rate: nan must be"),
+    (["-k", "cosin"], "-k/--schedule: .*cosin"),
+    (["-u", "-1"], "-u/--warmup: -1 must be 0 or more"),
     (["-q", "2"], "-q/--final-fraction: 2 must lie between 0 and 1"),
     (["--beta1", "1"], "--beta1: 1 must be 0 or more, and below 1"),
     (["--eps", "0"], "--eps: 0 must be at least 1.2e-38"),
@@ -374,6 +376,17 @@ def test_bf16_on_a_gpu_without_it_is_refused_in_one_line(refuse_here, monkeypatc
         "error: --precision bf16 needs a GPU of compute capability 8.0 or later, and Tesla T4 is of 7.5: "
         "use --precision fp32\n"
     )
+
+
+def test_a_model_with_rows_of_padding_is_trained_on_data_of_fewer_tokens(folder, refuse_here, run_here):
+    for rows, refused in ((64, False), (V - 1, True)):
+        config = GPT2Config(32, rows, 1, 2, 20)
+        write_model(folder / "model.bin", config, np.zeros(num_parameters(config), np.float32))
+        if refused:
+            assert f"has 61 tokens and the model model.bin {rows}: use data" in refuse_here("-e", "model.bin")
+        else:
+            (text,) = samples_of(run_here(folder, "-e", "model.bin", "-x", "1", "-g", "99"))
+            assert 80 < len(text) < 99  # of a uniform model, which samples padding too
 
 
 def test_validation_data_of_another_tokenizer_is_refused(folder, refuse_here, run_here):
