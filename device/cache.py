@@ -27,8 +27,8 @@ def private_folder(path: Path, variable: str) -> int:
 
 
 def refuse_anothers(file: Path, found: os.stat_result, variable: str) -> None:
-    """Raises UserError if a file belongs to somebody else, or may be written by somebody else. It may be older than
-    its folder's mode."""
+    """Raises UserError if a file belongs to somebody else, or may be written by somebody else. It may have come while
+    its folder was still open to others. found: what stat says of it. variable: as for private_folder."""
     if found.st_uid != os.geteuid() or not stat.S_ISLNK(found.st_mode) and found.st_mode & 0o022:
         raise UserError(f"{file} belongs to another user, or can be written by one: remove it, or set {variable}")
 

@@ -382,10 +382,14 @@ def check_cupys_cache() -> None:
     is somebody else's."""
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     try:
-        os.close(private_folder(folder, "CUPY_CACHE_DIR"))
-        for name in os.listdir(folder):
-            with suppress(FileNotFoundError):  # another process of ours compiles, too
-                refuse_anothers(folder / name, os.lstat(folder / name), "CUPY_CACHE_DIR")
+        descriptor = private_folder(folder, "CUPY_CACHE_DIR")
+        try:
+            for name in os.listdir(descriptor):
+                with suppress(FileNotFoundError):  # another process of ours compiles, too
+                    found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    refuse_anothers(folder / name, found, "CUPY_CACHE_DIR")
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror.lower()}: set CUPY_CACHE_DIR to a folder of your own") from None
 

@@ -314,7 +314,7 @@ def main(kind: str, few: str) -> None:
 # The tests
 
 
-IN_SHORT = "killed", "EIO", "power cut"  # the kinds of which make test tries a few cases
+ORDINARY = "killed", "EIO", "power cut"  # make test tries a few cases of these, make test-all every case of each kind
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ def preloaded(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind, how_many", [
-    pytest.param(kind, how_many, marks=[pytest.mark.long] * (how_many == "all" or kind not in IN_SHORT))
+    pytest.param(kind, how_many, marks=[pytest.mark.long] * (how_many == "all" or kind not in ORDINARY))
     for kind in (*FAILURES, "power cut") for how_many in ("few", "all")
 ])  # fmt: skip
 def test_whatever_call_is_the_last_or_fails_or_is_lost_no_checkpoint_is(preloaded, tmp_path, kind, how_many):

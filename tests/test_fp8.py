@@ -54,6 +54,7 @@ B, T = 2, 24
 
 # Whole models take long. In the ordinary run one trains in every way, and none in warps of 32 on the CPU.
 ONE_CONFIG = [pytest.param(each, marks=[] if each is CONFIGS[1] else pytest.mark.long) for each in CONFIGS]
+needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 FEW_DEVICES = [pytest.param(each, marks=pytest.mark.long if "warp32" in each else []) for each in DEVICES]
 
 
@@ -235,7 +236,7 @@ def test_products_are_within_the_bound_of_their_sums(dev, rng, m, n, k, result):
     assert (np.abs(found - expected) <= allowed).all(), np.max(np.abs(found - expected) / allowed)
 
 
-@pytest.mark.parametrize("dev", ["cuda"] if "cuda" in DEVICES else [], indirect=True)
+@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=needs_gpu)], indirect=True)
 @pytest.mark.parametrize("m, n, k", [(1024, 2048, 512), (2048, 1024, 8192), (4096, 1536, 1536)])
 @pytest.mark.parametrize("result", ["bf16", "bf16 and bias", "fp32"])
 def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(dev, rng, m, n, k, result):

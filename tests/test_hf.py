@@ -543,6 +543,15 @@ def test_an_import_that_fails_leaves_the_model_that_was_there(saved, tmp_path, m
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_long_import_shows_how_far_it_is(saved, tmp_path, monkeypatch, capsys):
+    seconds = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(import_hf.time, "monotonic", lambda: next(seconds))
+    imported(saved, tmp_path)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "% of" in line]
+    percent = [int(line.partition("%")[0]) for line in shown]
+    assert len(shown) > 2 and percent == sorted(percent) and percent[-1] <= 100
+
+
 # By name
 
 COMMIT = "0123456789" * 4
@@ -883,6 +892,14 @@ def test_a_model_is_imported_where_its_tokenizer_cannot_be_read(with_tokenizer, 
     exported(tmp_path / "imported.bin", tmp_path / "out")
     assert "no tokenizer is written" in capsys.readouterr().err
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_said_to_be_anothers(with_tokenizer, bpe, tmp_path, capsys):
+    make_model(LLAMA).save_pretrained(with_tokenizer)
+    imported(with_tokenizer, tmp_path)
+    assert "322 tokens and the model 53" in capsys.readouterr().err
+    with pytest.raises(UserError, match="321 tokens and .*imported.bin 53"):
+        export_hf.main([str(tmp_path / "imported.bin"), "--tokenizer", str(bpe)])
 
 
 @pytest.mark.parametrize(("vocab_size", "eos"), [(257, 256), (50257, 50256), (300, None)])

@@ -85,7 +85,8 @@ def test_rungs_agree_at_the_sizes_that_are_timed(name, monkeypatch):
 
 
 def rungs_of(these: str) -> dict[tuple[str, str], Rung]:
-    """The rungs of the topics' files, but for Hopper's products all or the last, which has the ideas of the others."""
+    """All rungs that stand in the topics' files. Unless these are "all", only the last one of Hopper's products: it has
+    the ideas of the others."""
     rungs = {(name, rung.kernel): rung for name in TOPICS for rung in TOPICS[name].rungs if rung.in_file}
     last = [kernel for name, kernel in rungs if name == "matmul_hopper"][-1]
     return {key: rung for key, rung in rungs.items() if these == "all" or key[0] != "matmul_hopper" or key[1] == last}

@@ -6,12 +6,13 @@ import ctypes
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import device
 from conftest import refusal
-from device import host, recording
+from device import host, progress, recording
 from llmc.data.batches import Batches
 from llmc.model import offload
 from llmc.model.weights import randomize
@@ -364,6 +365,15 @@ def test_a_machine_that_refuses_page_locked_memory_is_told_in_one_line(monkeypat
     )
     huge = refusal(host.page_locked, 1 << 62, "0:1:0", refuse, None)  # there is no such address space
     assert "refuses 4398046511104 MiB" in huge
+
+
+def test_a_line_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("LLMC_QUIET", "0")
+    monkeypatch.setattr(progress, "PATIENCE", 0.01)
+    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    host.page_locked(1 << 20, "0:1:0", lambda address, size: time.sleep(0.1), lambda address: None)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and set(lines) == {"page-locked memory: 0 of 0.0 GiB are ready after 0 s"}
 
 
 def test_memory_lies_on_the_gpus_node(monkeypatch):

@@ -540,6 +540,28 @@ def test_more_ranks_than_gpus_are_refused(folder):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("weight", ["fcprojw", "wte"])
+def test_a_gradient_that_overflows_where_one_rank_alone_sees_it_stops_all(folder, weight):
+    """With -z that is the owner of the weight: rank 0, or the other one."""
+    script, trainer = folder / "overflowing.py", str(ROOT / "train_gpt2_fp32.py")
+    script.write_text(f"""
+import runpy
+import llmc.step.update
+real = llmc.step.update.adamw_update
+def update(model, adamw, exchange, lr, t):
+    if t == 2:
+        model.grads.{weight}.reshape(-1)[5] = 1e25
+    real(model, adamw, exchange, lr, t)
+llmc.step.update.adamw_update = update
+runpy.run_path({trainer!r}, run_name="__main__")
+""")
+    flags = ["--gpus", "2", "--checkpoint-dir", "run", "-n", "1", "-x", "4"]
+    _, error = run(folder, *flags, path=script, code=1, PYTHONPATH=str(ROOT))
+    assert error.count("\n") == 1 and re.match(r"error: step 2: its loss \(.*\) or gradients are not finite", error)
+    assert "and the others have taken the step" in error and error.endswith("came to: run/step_00000002\n")
+
+
+@pytest.mark.long
 def test_a_rank_without_a_checkpoint_directory_need_not_have_one(folder):
     """Only rank 0 reads and writes checkpoints: the others may be on machines that do not see them."""
     run(folder, *steps("--checkpoint-dir", "run", last=2))

@@ -253,7 +253,7 @@ def encode_all(rows: Any, kept: np.ndarray, workers: int, work: Path, **how: Any
     processes = min(workers, len(kept))
     return rows.select(kept).map(
         encode, batched=True, batch_size=100, remove_columns=rows.column_names, fn_kwargs=how, desc="encoding",
-        num_proc=processes if processes > 1 else None,  # 1 would fork: None works in this process
+        num_proc=processes if processes > 1 else None,  # for 1 it would fork, for None it works here
         new_fingerprint=f"{work.name}_tokens",
     )  # fmt: skip
 

@@ -164,7 +164,11 @@ def _whole(path: Path, folder: int) -> Library | None:
     except OSError:
         return None
     library, found = Library(path, descriptor), os.fstat(descriptor)
-    refuse_anothers(path, found, "LLMC_CACHE_DIR")
+    try:
+        refuse_anothers(path, found, "LLMC_CACHE_DIR")
+    except UserError:
+        os.close(descriptor)
+        raise
     if stat.S_ISREG(found.st_mode):  # from a pipe a read would wait
         with suppress(OSError), open(descriptor, "rb", closefd=False) as file:
             content = file.read()
