@@ -215,8 +215,8 @@ def coded(dev, rng, N: int, C: int):
 
 
 # Of the sum of absolute values. fp32 sums have 24 bits. Hopper's keep some 14: of the 32 terms that it adds at a time,
-# each loses up to 2^-13 of the largest. The largest error on an H100 was 2^-10.2. A result in bf16 has 8 bits. And where
-# such a product is added to c, cublasLt first rounds the product to bf16.
+# each loses up to 2^-13 of the largest. The largest error on an H100 was 2^-10.2. A result in bf16 has 8 bits. If the
+# product is added to such a c, cublasLt first rounds the product to bf16.
 TOLERANCE = {"cpu": 2.0**-20, "cuda": 2.0**-9}
 
 
