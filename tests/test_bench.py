@@ -78,6 +78,15 @@ def test_in_bf16_pytorch_starts_from_the_same_weights_in_fp32(capsys, monkeypatc
     assert ours[:4] == ["llm.cupy", "(softmax", "--precision", "bf16)"]
 
 
+def test_a_peer_that_needs_torchao_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(step, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, ""))
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    flags = ["--precision", "fp8", "--steps", "1", "--peers", "compile-cudnn-fp8", "--rounds", "1"]
+    step.main([*TINY["train_llama3"], *flags])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(step.TRAINERS["compile-cudnn-fp8"]) and last.endswith("pip install torchao")
+
+
 def test_text_times_a_token_beside_transformers(monkeypatch, capsys):
     device.use("cpu")
     monkeypatch.setattr(text, "measure_copy", lambda: 1e9)

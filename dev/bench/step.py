@@ -14,9 +14,9 @@ round of each trainer counts. A neighbour of a virtual machine can halve its spe
 would say which trainer ran beside the neighbour.
 
 PyTorch trains GPT-2 as torch_models.py has it, and transformers' classes of the other models. It gets TF32 products
-where ours has them, autocast where ours is in bf16 (with fp32 weights, as our master copy), the fused AdamW, gradients
-set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On the CPU, `eager` has its
-default AdamW and the others the fused one.
+where ours has them, autocast where ours is in bf16 or fp8 (with fp32 weights, as our master copy), the fused AdamW,
+gradients set to None, and on a GPU a padded vocabulary (which raises GPT-2's first loss by 0.001). On the CPU, `eager`
+has its default AdamW and the others the fused one. `compile-cudnn-fp8` needs torchao (pip install torchao).
 
 Memory: ours is what the device has less of after the steps than before the model was made, and cuBLAS's workspaces;
 PyTorch's is torch.cuda.max_memory_reserved. On the CPU it is the growth of the process's resident memory to its peak.
@@ -63,11 +63,12 @@ TRAINERS = {
     "compile-graphs": "PyTorch compile, CUDA graphs",
     "compile-cudnn": "PyTorch compile, cuDNN's attention",
     "compile-graphs-cudnn": "PyTorch compile, CUDA graphs, cuDNN's attention",
+    "compile-cudnn-fp8": "PyTorch compile, cuDNN's attention, torchao",
     "compile-sdpa-bf16": "PyTorch compile, SDPA, products in bf16, as nanoGPT trains",
 }
 PEERS = tuple(TRAINERS)[1:]
 DEFAULT_PEERS = {"cuda": PEERS[:5], "cpu": PEERS[:2]}
-CUDNN_PEERS = PEERS[5:7]  # whose attention is bf16 alone
+CUDNN_PEERS = PEERS[5:8]  # whose attention is bf16 alone
 
 
 class TorchEvent:
@@ -87,7 +88,7 @@ class Torch:
     are two lots, and never waits for the device before the next step is launched."""
 
     def __init__(self, peer: str, workload: Workload, tensors: SimpleNamespace):
-        from dev.bench.torch_models import build_torch_model
+        from dev.bench.torch_models import build_torch_model, take_float8
 
         import torch
 
@@ -100,8 +101,10 @@ class Torch:
             attention = "sdpa" if "sdpa" in peer or peer in CUDNN_PEERS else "eager"
             model = build_torch_model(workload.config, attention, padded=self.cuda)
         model.load(tensors)
+        if peer.endswith("fp8"):
+            take_float8(model)
         self.model_loss = model.loss
-        bf16 = device.floatX == device.BF16 or peer.endswith("bf16")
+        bf16 = device.floatX == device.BF16 or peer.endswith(("bf16", "fp8"))
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
         self.attention = nullcontext
         if peer in CUDNN_PEERS:
@@ -237,7 +240,8 @@ def run_torch(peer: str, workload: Workload, tensors: SimpleNamespace, steps: in
 
 def usable_peers(asked: str | None, precision: str, attention: str) -> list[str]:
     """The peers to run. Raises UserError where one is asked for by a wrong name."""
-    default = DEFAULT_PEERS[device.kind] + CUDNN_PEERS * (device.kind == "cuda" and precision in ("bf16", "fp8"))
+    cudnn = {"bf16": CUDNN_PEERS[:2], "fp8": CUDNN_PEERS} if device.kind == "cuda" else {}
+    default = DEFAULT_PEERS[device.kind] + cudnn.get(precision, ())
     peers = [peer for peer in (default if asked is None else asked.split(",")) if peer]
     for peer in peers:
         if peer not in PEERS:

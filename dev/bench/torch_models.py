@@ -6,6 +6,7 @@ GPT-2 is written plainly here. The others are transformers' own. All have `loss`
 import math
 
 import llmc.model.tensors
+from dev.data.common import library
 from dev.hf.common import config_json, named_tensors, transformers_parameters
 from llmc.model.tensors import Config
 from train_gpt2_fp32 import GPT2Config
@@ -44,6 +45,17 @@ def fill(parameter: torch.Tensor, values: np.ndarray) -> None:
     """Sets a parameter's first rows; others are the padding of the vocabulary and become 0."""
     parameter[: len(values)] = torch.tensor(np.asarray(values))
     parameter[len(values) :] = 0
+
+
+def take_float8(model: nn.Module) -> None:
+    """Makes the products of a model's layers those of torchao's tensorwise recipe: operands of a byte, scaled by the
+    largest value of now. Left as they are: the head, sizes that are no multiple of 16, and weights that torchao calls
+    too small to gain. Raises UserError where torchao is not installed."""
+    library("torchao", "a step in float8")
+    from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
+
+    chosen, recipe = _auto_filter_for_recipe("tensorwise", ["lm_head"]), Float8LinearConfig.from_recipe_name
+    convert_to_float8_training(model, module_filter_fn=chosen, config=recipe("tensorwise"))
 
 
 class Attention(nn.Module):
