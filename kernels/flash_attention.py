@@ -22,9 +22,11 @@ TILE = 64  # rows of the tiles that a block of flash_attention_hopper.cu streams
 WGMMA = {
     "forward": {64: (4, 4), 128: (3, 3)},
     "backward_query": {64: (3, 3), 128: (2, 3)},
-    "backward_key": {64: (2, 3), 128: (2, 2)},
+    "backward_key": {64: (2, 3), 128: (2, 3)},
 }
 L2_BYTES = 32 << 20  # that a group of heads may fill
+# With so many blocks, twice the multiprocessors of an H100, a block of backward_key takes all query heads of its keys.
+LEAST_BLOCKS = 264
 
 
 class Flash(NamedTuple):
@@ -67,19 +69,21 @@ def flash_attention_backward(
     """
     check(HS)
     dsum = device.scratch("dsum", (B, NH, T), np.float32)  # of dout * out over each head's channels
+    wgmma = has_wgmma() if wgmma is None else wgmma
     dkv_heads = None
-    if NKV < NH:  # each query head's share of the gradients of its key and value head
+    if has_shares(B, T, NH, NKV, HS, wgmma):
         dkv_heads = device.scratch("dkv_heads", (B, T, 2, NH, HS), np.float32)
-    if wgmma or wgmma is None and has_wgmma():
+    if wgmma:
         qkv_map, dout_map = tensor_map(qkv, B, T, (NH + 2 * NKV) * HS), tensor_map(dout, B, T, NH * HS)
         launch_wgmma("backward_query", 2, B, T, NH, NKV, HS, (dqkv, dsum, dout_map, dout, out, lse, qkv_map))
-        launch_wgmma("backward_key", 2, B, T, NH, NKV, HS, (dqkv, dkv_heads, dsum, dout_map, lse, qkv_map), floats=2)
+        arrays = dqkv, dkv_heads, dsum, dout_map, lse, qkv_map
+        launch_wgmma("backward_key", 2, B, T, NH, NKV, HS, arrays, floats=2, whole_groups=dkv_heads is None)
     else:
         operands = 3 if device.floatX == device.BF16 else 1
         sizes = T, NH, NKV
         launch("backward_query", ROWS[HS], operands, B, T, NH, HS, (dqkv, dsum, dout, out, lse, qkv, *sizes))
         launch("backward_key", ROWS[HS], 2, B, T, NH, HS, (dqkv, dkv_heads, dsum, dout, lse, qkv, *sizes))
-    if NKV < NH:
+    if dkv_heads is not None:
         heads = B * T * 2 * NKV
         block = HS // cu.width, cu.width * THREADS // HS
         grid = (ceil_div(heads, block[1]),)
@@ -88,7 +92,14 @@ def flash_attention_backward(
 
 def scratch_of_flash(B: int, T: int, NH: int, NKV: int, HS: int) -> dict[str, int]:
     """The scratch that backward takes: purpose, bytes."""
-    return {"dsum": 4 * B * NH * T} | ({"dkv_heads": 8 * B * T * NH * HS} if NKV < NH else {})
+    shares = has_shares(B, T, NH, NKV, HS, has_wgmma())
+    return {"dsum": 4 * B * NH * T} | ({"dkv_heads": 8 * B * T * NH * HS} if shares else {})
+
+
+def has_shares(B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool) -> bool:
+    """Whether backward sets each query head's share of the gradients of its key and value head (`dkv_heads`), and then
+    adds up the shares. With Hopper's kernels it does so only if there are too few blocks otherwise."""
+    return NKV < NH and not (wgmma and B * NKV * ceil_div(T, 64 * WGMMA["backward_key"][HS][0]) >= LEAST_BLOCKS)
 
 
 def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int, arguments: tuple) -> None:
@@ -100,16 +111,17 @@ def launch(name: str, rows: int, operands: int, B: int, T: int, NH: int, HS: int
 
 
 def launch_wgmma(
-    name: str, operands: int, B: int, T: int, NH: int, NKV: int, HS: int, arrays: tuple, floats: int = 0
+    name: str, operands: int, B: int, T: int, NH: int, NKV: int, HS: int, arrays: tuple, floats: int = 0,
+    whole_groups: bool = False,
 ) -> None:  # fmt: skip
-    """Launches a kernel of flash_attention_hopper.cu: a block for each head and tile, of warpgroups that compute and
-    one that loads. In shared memory it also has tiles of two more arrays, `floats` fp32 numbers for each of their rows,
-    and mbarriers."""
+    """Launches a kernel of flash_attention_hopper.cu: a block for each tile and each query head, or with whole_groups
+    each key head, of warpgroups that compute and one that loads. In shared memory it also has tiles of two more arrays,
+    `floats` fp32 numbers for each of their rows, and mbarriers."""
     warpgroups, stages = WGMMA[name][HS]
-    rows, heads = 64 * warpgroups, B * NH
+    rows, heads = 64 * warpgroups, B * (NKV if whole_groups else NH)
     shared = (operands * rows + 2 * stages * TILE) * HS * 2 + floats * stages * TILE * 4 + 8 * (4 * stages + 1)
     # So many heads at a time: L2 holds the keys and values, or queries and dout, of them all.
-    group = max(1, L2_BYTES // (2 * T * HS * 2)) * (NH // NKV)
+    group = max(1, L2_BYTES // (2 * T * HS * 2)) * (1 if whole_groups else NH // NKV)
     grid, block = (heads * ceil_div(T, rows),), (128 * (warpgroups + 1),)
     arguments = *arrays, T, NH, NKV, heads, group
     hopper.launch(f"flash_attention_{name}_wgmma_kernel_{HS}", grid, block, arguments, shared_mem=shared)

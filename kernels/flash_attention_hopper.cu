@@ -535,25 +535,28 @@ __device__ inline void backward_query(bf16* dqkv, float* dsum, const TensorMap& 
     store_rows<HS, QUERIES>(gradient, queries, dq, scale, block0 + warp * 16, T, head.stride);
 }
 
-// Reads D from dsum. Sets dk and dv of dqkv. If query heads share keys, it sets this head's share in dkv_heads instead,
-// which is null otherwise. Shared memory: the keys, the values, tiles of queries and of dout, lse * log2(e) and -D of
-// each tile, and the barriers.
+// Reads D from dsum. Sets dk and dv of dqkv: a block takes a head of keys, and its query heads one after the other. Or,
+// if dkv_heads is not null, it takes one query head, and sets this head's share in dkv_heads. Then there are more blocks.
+// Shared memory: the keys, the values, tiles of queries and of dout, lse * log2(e) and -D of each tile, and the barriers.
 // EARLY: dp is started before the exponentials.
 template <int HS, int WARPGROUPS, int STAGES, int REGISTERS, bool EARLY>
 __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* dsum, const TensorMap& dout,
                                     const float* lse, const TensorMap& qkv, int T, int NH, int NKV, int heads,
                                     int group) {
     constexpr int KEYS = 64 * WARPGROUPS, QUERIES = TILE_ROWS;
+    static_assert(STAGES > WARPGROUPS, "a warpgroup holds a tile while it skips others");
     SHARED_TILES(shared);
     bf16 *const keys = shared, *const values = keys + KEYS * HS, *const tiles = values + KEYS * HS;
     float* const terms = reinterpret_cast<float*>(tiles + 2 * STAGES * QUERIES * HS);
     const Stream<HS, STAGES> stream(tiles, terms + 2 * STAGES * QUERIES);
     Barrier* const arrived = stream.end();
     const Work work(ceil_div(T, KEYS), heads, group);
-    const Head<HS> head(NH, NKV, work.head);
-    const int block0 = work.tile * KEYS, warpgroup = warpgroup_of();
+    const int query_heads = dkv_heads != nullptr ? 1 : NH / NKV;
+    const Head<HS> head(NH, NKV, work.head * query_heads);
+    const int block0 = work.tile * KEYS, first = block0 / QUERIES, end = ceil_div(T, QUERIES);
+    const int warpgroup = warpgroup_of();
     Place<STAGES> at;
-    int tile = block0 / QUERIES;
+    int tile = first, left = query_heads;
 
     if (threadIdx.x == 0) {
         barrier_init(*arrived, 1);
@@ -568,49 +571,60 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
             barrier_expect(*arrived, 2 * KEYS * HS * 2);
             copy_tile<HS, KEYS>(keys, qkv, head.key_column, block0, head.sequence, *arrived);
             copy_tile<HS, KEYS>(values, qkv, head.value_column, block0, head.sequence, *arrived);
+            int column = head.query_column;
             #pragma unroll 1
-            for (; tile < ceil_div(T, QUERIES); tile++, at.advance()) {
-                stream.copy(0, at, qkv, head.query_column, tile * QUERIES, head.sequence);
-                stream.copy(1, at, dout, head.query_column, tile * QUERIES, head.sequence);
-            }
+            do {
+                stream.copy(0, at, qkv, column, tile * QUERIES, head.sequence);
+                stream.copy(1, at, dout, column, tile * QUERIES, head.sequence);
+                at.advance();
+                if (++tile == end) tile = first, column += HS, left--;
+            } while (left > 0);
         } else if (warp == 1) {
-            lse += (long long)work.head * T;
-            dsum += (long long)work.head * T;
+            lse += (long long)work.head * query_heads * T;
+            dsum += (long long)work.head * query_heads * T;
             float x[2][2];
             // From row T on queries, dout, lse and D are zeros, and add zeros.
-            const auto load = [&](int row0) {
+            const auto load = [&]() {
                 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const int row = row0 + i * 32 + lane;
+                    const int row = tile * QUERIES + i * 32 + lane;
                     x[0][i] = row < T ? LOG2E * lse[row] : 0.0f;
                     x[1][i] = row < T ? -dsum[row] : 0.0f;
                 }
             };
-            load(tile * QUERIES);
+            load();
             #pragma unroll 1
-            for (; tile < ceil_div(T, QUERIES); tile++, at.advance()) {
+            while (true) {
                 barrier_wait(stream.empty(0, at.stage), at.parity ^ 1);
                 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     terms[(2 * at.stage + i / 2) * QUERIES + i % 2 * 32 + lane] = x[i / 2][i % 2];
                 warp_arrive(stream.full(0, at.stage));
-                load((tile + 1) * QUERIES);
+                at.advance();
+                if (++tile == end) {
+                    if (--left == 0) break;
+                    tile = first, lse += T, dsum += T;
+                }
+                load();
             }
         }
         return;
     }
     take_registers<REGISTERS>();
 
-    const int row0 = block0 + 64 * warpgroup, diagonal = row0 / QUERIES;
     float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
     unsigned p[QUERIES / 16][4], ds[QUERIES / 16][4];
     const Descriptor k = descriptor(keys + 64 * warpgroup * 64, 0), v = further(k, KEYS * HS);
 
     barrier_wait(*arrived, 0);
-    for (; tile < min(diagonal, ceil_div(T, QUERIES)); tile++) stream.skip(at);
-    if (row0 >= T) return;
-
-    const auto attend = [&](auto masked) {
+    if (block0 + 64 * warpgroup >= T) {
+        for (int i = query_heads * (end - first); i > 0; i--) stream.skip(at);
+        return;
+    }
+    for (; tile < first + warpgroup; tile++) stream.skip(at);
+    int before = 0;  // the stage of the tile before, which is not released yet
+    // begins: there is no tile before. The tile before a head's first one is the last one of another head.
+    const auto attend = [&](auto begins) {
         const float* const term = terms + 2 * at.stage * QUERIES;
         float s[QUERIES / 8][4], dp[QUERIES / 8][4];
         stream.wait(0, at);
@@ -623,20 +637,22 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
             start_scores<HS, KEYS>(dp, v, stream.tile(1, at.stage), true);
             wgmma_commit();
         }
-        if (!masked.value) {
-            start_sum(dk, ds, stream.tile(0, at.before()), true);
+        if (!begins.value) {
+            start_sum(dk, ds, stream.tile(0, before), true);
             wgmma_commit();
         }
-        wgmma_wait<EARLY + !masked.value>();  // for the scores, and for dv of the tile before
+        wgmma_wait<EARLY + !begins.value>();  // for the scores, and for dv of the tile before
         settle(s);
         settle(dv);
-        if (!masked.value) stream.release(1, at.before());
-        key_probabilities<HS, masked.value>(s, term, tile * QUERIES - row0);
+        if (!begins.value) stream.release(1, before);
+        const int ahead = (tile - first) * QUERIES - (int)threadIdx.x / 128 * 64;  // 0: on the diagonal
+        if (begins.value || ahead == 0) key_probabilities<HS, true>(s, term, ahead);
+        else key_probabilities<HS, false>(s, term, 0);
         pack(p, s);
         wgmma_wait<0>();  // for dk of the tile before: this tile's ds takes the registers of that one's
         settle(dk);
         if (EARLY) settle(dp);
-        if (!masked.value) stream.release(0, at.before());
+        if (!begins.value) stream.release(0, before);
         if (!EARLY) {
             stream.wait(1, at);
             broadcast(dp, term + QUERIES);
@@ -655,6 +671,7 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
         #pragma unroll
         for (int i = 0; i < QUERIES / 2; i++) dp[i / 4][i % 4] *= s[i / 4][i % 4];
         pack(ds, dp);
+        before = at.stage;
         at.advance();
         tile++;
     };
@@ -662,9 +679,15 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
     wgmma_wait<0>();
     settle(dv);
     settle(dk);
-    while (tile < ceil_div(T, QUERIES)) attend(Is<false>());
+    while (true) {
+        if (tile == ceil_div(T, QUERIES)) {
+            if (--left == 0) break;
+            for (tile = first; tile < first + warpgroup_of(); tile++) stream.skip(at);
+        }
+        attend(Is<false>());
+    }
     wgmma_fence();
-    start_sum(dk, ds, stream.tile(0, at.before()), true);
+    start_sum(dk, ds, stream.tile(0, before), true);
     wgmma_commit();
     wgmma_wait<0>();
     settle(dv);
@@ -672,13 +695,16 @@ __device__ inline void backward_key(bf16* dqkv, float* dkv_heads, const float* d
 
     // These are computed again: the loop has no registers for them.
     const Work same(ceil_div(T, KEYS), heads, anew(group));
-    const Head<HS> mine(anew(NH), NKV, same.head);
+    const int heads_here = dkv_heads != nullptr ? 1 : anew(NH) / NKV;
+    const Head<HS> mine(anew(NH), NKV, same.head * heads_here);
     const int row = same.tile * KEYS + anew(threadIdx.x) / 32 * 16;
     const bool inside = row + threadIdx.x % 16 < T;
-    const float D = inside ? dsum[(long long)same.head * T + row + threadIdx.x % 16] : 0.0f;
-    const float nan = warp_sum(0.0f * D);  // 0, or NaN if D is not finite
+    float nan = 0.0f;  // or NaN if a D is not finite
+    for (int h = 0; inside && h < heads_here; h++)
+        nan += 0.0f * dsum[((long long)same.head * heads_here + h) * T + row + threadIdx.x % 16];
+    nan = warp_sum(nan);
     const float scale[2] = {rsqrtf((float)HS) + nan, rsqrtf((float)HS) + nan}, one[2] = {1.0f + nan, 1.0f + nan};
-    if (NKV < NH) {  // in both arrays dv lies C numbers behind dk
+    if (dkv_heads != nullptr) {  // in both arrays dv lies C numbers behind dk
         float* const share = dkv_heads + mine.rows(2 * T);
         store_floats<HS>(share, dk, scale[0], row, T, 2 * mine.C);
         store_floats<HS>(share + mine.C, dv, one[0], row, T, 2 * mine.C);
@@ -734,5 +760,5 @@ flash_attention_backward_key_wgmma_kernel_128(bf16* dqkv, SETS float* dkv_heads,
                                               const __grid_constant__ TensorMap dout, const float* lse,
                                               const __grid_constant__ TensorMap qkv, int T, int NH, int NKV, int heads,
                                               int group) {
-    backward_key<128, 2, 2, 240, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
+    backward_key<128, 2, 3, 240, false>(dqkv, dkv_heads, dsum, dout, lse, qkv, T, NH, NKV, heads, group);
 }

@@ -1,5 +1,6 @@
 """Flash attention against softmax attention in float64."""
 
+import itertools
 from types import SimpleNamespace
 
 import device
@@ -116,16 +117,19 @@ def check(got: tuple, want: tuple) -> None:
 @settings(max_examples=8)
 @given(
     B=st.integers(1, 3), T=st.integers(8, 200), group=st.integers(1, 3), NKV=st.integers(1, 2),
-    HS=st.sampled_from((64, 128)),
+    HS=st.sampled_from((64, 128)), least_blocks=st.sampled_from((1, 1000)),
 )  # fmt: skip
-@example(B=1, T=1, group=1, NKV=1, HS=64)
-@example(B=1, T=256, group=1, NKV=2, HS=64)  # whole tiles
-@example(B=1, T=300, group=1, NKV=1, HS=64)
-@example(B=3, T=13, group=1, NKV=1, HS=128)  # less than a tile
-@example(B=1, T=140, group=6, NKV=1, HS=64)
-def test_flash_attention_matches_softmax_attention_in_float64(dev, B, T, group, NKV, HS):
+@example(B=1, T=1, group=1, NKV=1, HS=64, least_blocks=1)
+@example(B=1, T=256, group=1, NKV=2, HS=64, least_blocks=1)  # whole tiles
+@example(B=1, T=300, group=1, NKV=1, HS=64, least_blocks=1)
+@example(B=3, T=13, group=1, NKV=1, HS=128, least_blocks=1)  # less than a tile
+@example(B=1, T=140, group=6, NKV=1, HS=64, least_blocks=1000)
+@example(B=2, T=200, group=3, NKV=2, HS=128, least_blocks=1)  # a block of backward_key takes three query heads
+def test_flash_attention_matches_softmax_attention_in_float64(dev, B, T, group, NKV, HS, least_blocks):
     qkv, dout = make_inputs(np.random.default_rng([B, T, group, NKV, HS]), B, T, group * NKV, NKV, HS)
-    check(run(dev, qkv, dout), reference(qkv, dout))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "LEAST_BLOCKS", least_blocks)
+        check(run(dev, qkv, dout), reference(qkv, dout))
 
 
 @pytest.mark.parametrize("shape", [(2, 35, 9, 3, 64), (1, 67, 4, 1, 64), (1, 40, 6, 2, 128)], ids=str)
@@ -168,10 +172,11 @@ def test_scores_that_grow_and_shrink_by_hundreds_keep_their_precision(dev, rng):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(2, 71, 2, 1, 64), (1, 37, 1, 1, 128)], ids=str)
-def test_what_is_not_finite_is_handed_on(dev, rng, shape, value):
+def test_what_is_not_finite_is_handed_on(dev, rng, monkeypatch, shape, value):
     # In TF32, tests/test_nonfinite.py says more.
     B, T, NH, NKV, HS = shape
-    for spoiled in (0, 1):
+    for spoiled, least_blocks in itertools.product((0, 1), (1, 1000)):
+        monkeypatch.setattr(flash_attention, "LEAST_BLOCKS", least_blocks)
         inputs = make_inputs(rng, *shape)
         inputs[spoiled].reshape(-1)[rng.integers(inputs[spoiled].size)] = value
         memory = guarded(dev)
@@ -187,7 +192,8 @@ def test_what_is_not_finite_is_handed_on(dev, rng, shape, value):
 
 
 @pytest.mark.parametrize("B, NKV", [(911, 12), (1639, 4)])
-def test_offsets_past_two_to_the_31_elements(dev, B, NKV):
+def test_offsets_past_two_to_the_31_elements(dev, monkeypatch, B, NKV):
+    monkeypatch.setattr(flash_attention, "LEAST_BLOCKS", 1)  # so that one sequence is computed as many are
     if dev.kind != "cuda" or dev.memory()[0] < 60 << 30:
         pytest.skip("needs a GPU with 60 GiB free")
     # B * T * (NH + 2 NKV) * HS is 2^31 and a bit; the last batch row must come out as it does alone.
