@@ -98,7 +98,8 @@ def scratch_of_flash(B: int, T: int, NH: int, NKV: int, HS: int) -> dict[str, in
 
 def has_shares(B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool) -> bool:
     """Whether backward sets each query head's share of the gradients of its key and value head (`dkv_heads`), and then
-    adds up the shares. With Hopper's kernels it does so only if there are too few blocks otherwise."""
+    adds up the shares. With Hopper's kernels it does so only if there are too few blocks otherwise: without shares a
+    step of Qwen3-0.6B at B 8 takes an H100 2.9% less, one of Llama 3.2 1B 1.0%."""
     return NKV < NH and not (wgmma and B * NKV * ceil_div(T, 64 * WGMMA["backward_key"][HS][0]) >= LEAST_BLOCKS)
 
 
