@@ -59,13 +59,14 @@ __device__ inline unsigned to_e4m3(float a, float b, float c, float d) {
 }
 
 // maxima (gridDim.x): for each block the largest absolute value of its part of inp (n); infinity if it has a NaN. n is
-// a multiple of WIDTH, and inp lies at a multiple of 16 bytes. A maximum is the same in any order.
+// a multiple of WIDTH, and inp lies at a multiple of 16 bytes. A maximum is the same in any order: this goes from the
+// end, which was written last and may still be in L2, to the beginning, where encode starts.
 extern "C" __global__ void absmax_kernel(SETS float* maxima, const floatX* inp, size_t n) {
     float largest = 0.0f;
     bool finite = true;
     const size_t step = (size_t)WIDTH * gridDim.x * blockDim.x;
     for (size_t i = WIDTH * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < n; i += step) {
-        const Vec v = Aligned::load(inp + i, WIDTH);
+        const Vec v = Aligned::load(inp + (n - WIDTH - i), WIDTH);
         for (int k = 0; k < WIDTH; k++) {
             largest = fmaxf(largest, fabsf(v.x[k]));
             finite = finite && v.x[k] == v.x[k];
