@@ -1,4 +1,4 @@
-"""Plants mistakes in a copy of layernorm.cu, one at a time, and shows which checks of page 14 notice each.
+"""Plants mistakes in a copy of layernorm.cu and norm.cuh, one at a time, and shows which checks of page 14 notice each.
 
     python doc/planted.py              # minutes; needs what the tests need
     python doc/planted.py --write      # and writes the table into doc/14-trusting-it.md
@@ -25,21 +25,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "doc" / "14-trusting-it.md"
 MARKERS = "<!-- planted -->", "<!-- end of planted -->"
 
-# What is wrong; a piece of layernorm.cu that is there once, and what takes its place.
+# What is wrong; a piece of the two files that is there once, and what takes its place.
 MISTAKES = {
-    "variance divided by C - 1": ("block_sum(sum) / C + 1e-5f", "block_sum(sum) / (C - 1) + 1e-5f"),
-    "`=` where backward adds": ("Vec dx = memory.load(p, C - i);", "Vec dx = {};"),
-    "mean written one row too far": ("mean[blockIdx.x] = m;", "mean[blockIdx.x + 1] = m;"),
+    "variance divided by C - 1": ("row_sum(sum) / C + eps", "row_sum(sum) / (C - 1) + eps"),
+    "`=` where backward adds": ("dx[r] = memory.load_floats(p + r * C, C - i);", "dx[r] = {};"),
+    "mean written one row too far": ("mean[n] = m;", "mean[n + 1] = m;"),
     "last vector of a ragged row not written": (
-        "memory.store(out + start + i, x, C - i);", "if (i + WIDTH - 1 < C) memory.store(out + start + i, x, C - i);"
+        "memory.store(out + start + i, y, C - i);", "if (i + WIDTH - 1 < C) memory.store(out + start + i, y, C - i);"
     ),
     "aligned load of rows that are not": (
-        "Vec x = memory.load(inp1 + start + i, C - i);", "Vec x = Aligned::load(inp1 + start + i, WIDTH);"
+        "x[b] = memory.load(inp + start + i, C - i);", "x[b] = Aligned::load(inp + start + i, WIDTH);"
     ),
     "NaN clamped to a number": (
-        "            Aligned::store(row + i, x, WIDTH);",
-        "            for (int k = 0; k < WIDTH; k++) x.x[k] = fminf(fmaxf(x.x[k], -1e30f), 1e30f);\n"
-        "            Aligned::store(row + i, x, WIDTH);",
+        "Aligned::store(row + i, x[b], WIDTH);",
+        "for (int k = 0; k < WIDTH; k++) x[b].x[k] = fminf(fmaxf(x[b].x[k], -1e30f), 1e30f);\n"
+        "Aligned::store(row + i, x[b], WIDTH);",
     ),
     "no barrier before shared memory is read": (
         "            __syncthreads();\n            const int count", "            const int count"
@@ -77,13 +77,15 @@ def noticed(check: str, folder: Path) -> bool:
 
 
 def table(folder: Path) -> str:
-    kernel = folder / "kernels" / "layernorm.cu"
-    right = kernel.read_text()
+    paths = [folder / "kernels" / name for name in ("layernorm.cu", "norm.cuh")]
+    files = {path: path.read_text() for path in paths}
     rows = [["mistake", *CHECKS], ["---"] * (1 + len(CHECKS))]
     for mistake, (old, new) in {"none": ("", ""), **MISTAKES}.items():
-        if old and right.count(old) != 1:
-            raise UserError(f"{mistake}: layernorm.cu has `{old.strip()}` {right.count(old)} times, not once")
-        kernel.write_text(right.replace(old, new) if old else right)
+        times = sum(right.count(old) for right in files.values())
+        if old and times != 1:
+            raise UserError(f"{mistake}: layernorm.cu and norm.cuh have `{old.strip()}` {times} times, not once")
+        for path, right in files.items():
+            path.write_text(right.replace(old, new) if old else right)
         found = [noticed(check, folder) for check in CHECKS]
         print(mistake, found, flush=True)
         if mistake == "none" and any(found):
@@ -94,7 +96,7 @@ def table(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = Parser(description="Plant mistakes in layernorm.cu and show which checks notice them.")
+    parser = Parser(description="Plant mistakes in layernorm.cu and norm.cuh and show which checks notice them.")
     parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE.name}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -179,26 +179,28 @@ float total = 0.0f;"""),
     Exercise(
         "layernorm",
         (
-            Hole("layernorm_forward_kernel: const float m =", "if (threadIdx.x == 0)", """\
+            Hole("norm_forward: float m = 0.0f", "if (threadIdx.x == 0)", """\
 float m = 0.0f, s = 0.0f;
-// Write here: m = the row's mean, s = its rstd, and the row of out.
-// `sum` is what this thread's numbers add up to; block_sum(sum) gives every thread the sum over the block.
+// Write here: m = the row's mean, s = its rstd, and the row of norm0.out.
+// `sum` is what this thread's numbers add up to; row_sum(sum) gives all threads of the row the sum over it.
 // The thread's numbers wait in `row`, at i = first, first + step, ... : Aligned::load(row + i, WIDTH) gives
 // WIDTH of them: four in fp32. If C is no multiple of WIDTH, the last ones lie past the end of the row. The variance
-// must leave those out. memory.load(weight + i, C - i) and memory.store(out + start + i, x, C - i) move WIDTH
-// numbers, or what is there."""),
+// must leave those out. memory.load(norm0.weight + i, C - i) and memory.store(norm0.out + start + i, x, C - i) move
+// WIDTH numbers, or what is there."""),
         ),
         source="kernels/layernorm.cu",
+        header="norm.cuh",
         head="""\
 // Exercise 10: layernorm, forward.
 //
-//   out = (x - mean) * rstd * weight + bias   for each row of x (N, C);   rstd = 1 / sqrt(variance + 1e-5)
+//   out = (x - mean) * rstd * weight + shift   for each row of x (N, C);   rstd = 1 / sqrt(variance + eps)
 // mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It also adds the residual
 // connection in front of it, where there is one; that part is complete. So is the way in which the kernel starts early
-// (PROGRAMMATIC, page 13).
+// (PROGRAMMATIC, page 13), and what other models need: a second branch, dropout, a second out, no mean. Here mean and
+// norm0 are given, and norm1.out is null.
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
-        parts=("layernorm_forward_kernel",),
+        parts=("Branch", "Norm", "row_sum", "norm_forward", "layernorm_forward_kernel"),
     ),
     Exercise(
         "tf32",

@@ -1,60 +1,17 @@
 // Layernorm: out = n * weight + bias with n = (x - mean) * rstd, over the last axis of x (N, C), N = B*T;
-// rstd = 1 / sqrt(variance + 1e-5). The same kernel adds the residual connection in front.
+// rstd = 1 / sqrt(variance + eps). norm.cuh has the forward pass, with the residual connection in front.
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - mean(g) - n * mean(g * n));  dweight += sum_rows(dout * n);  dbias += sum_rows(dout)
-// Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory;
-// backward reads dout, x and the old dx and writes dx.
-// mean, rstd and out are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
-#include "common.cuh"
+// Memory-bound: backward reads dout, x and the old dx and writes dx.
+#include "norm.cuh"
 
-// One block, one-dimensional, takes a row. Shared memory: C floats, rounded up to a multiple of WIDTH. Each thread
-// touches only its own floats. x = inp1, or if inp2 is given, x = residual = inp1 + inp2. Writes out (N,C), mean (N),
-// rstd (N) and, if inp2 is given, residual (N,C).
-extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(floatX* out, float* mean, float* rstd,
-                                                                 floatX* residual, const floatX* inp1,
-                                                                 const floatX* inp2, const floatX* weight,
-                                                                 const floatX* bias, int C) {
-    DYNAMIC_SHARED(float, row);
-    const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
-    const size_t start = (size_t)blockIdx.x * C;
-
-    trigger_programmatic_launch();
-    // For a model that writes text, rows are few, and no other block has loaded the weight and the bias.
-    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i), prefetch(bias + i);
-    grid_dependency_synchronize();
-
-    by_alignment(C % WIDTH == 0, [&](auto memory) {
-        float sum = 0.0f;
-        for (int i = first; i < C; i += step) {
-            Vec x = memory.load(inp1 + start + i, C - i);
-            if (inp2 != nullptr) {
-                const Vec y = memory.load(inp2 + start + i, C - i);
-                for (int k = 0; k < WIDTH; k++) x.x[k] = rounded(x.x[k] + y.x[k]);
-                memory.store(residual + start + i, x, C - i);
-            }
-            Aligned::store(row + i, x, WIDTH);
-            sum += sum_of(x);  // 0 past the end of the row
-        }
-        const float m = block_sum(sum) / C;
-
-        sum = 0.0f;
-        for (int i = first; i < C; i += step) {
-            const Vec x = Aligned::load(row + i, WIDTH);
-            for (int k = 0; k < WIDTH; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
-        }
-        const float s = rsqrtf(block_sum(sum) / C + 1e-5f);
-
-        for (int i = first; i < C; i += step) {
-            Vec x = Aligned::load(row + i, WIDTH);
-            const Vec w = memory.load(weight + i, C - i), b = memory.load(bias + i, C - i);
-            for (int k = 0; k < WIDTH; k++) x.x[k] = s * (x.x[k] - m) * w.x[k] + b.x[k];
-            memory.store(out + start + i, x, C - i);
-        }
-        if (threadIdx.x == 0) {
-            mean[blockIdx.x] = m;
-            rstd[blockIdx.x] = s;
-        }
-    });
+// x = inp1, or, if inp2 is given, x = residual = inp1 + inp2. Writes out (N,C), mean (N), rstd (N) and, if inp2 is given,
+// residual (N,C).
+extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
+    floatX* residual, floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp1,
+    const floatX* __restrict__ inp2, const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps,
+    int N, int C) {
+    norm_forward<WIDTH>(residual, mean, rstd, inp1, {inp2}, {}, {out, weight, bias}, {}, eps, N, C);
 }
 
 // A block takes as many rows as it has warps, then advances by gridDim.x times as many. First each warp takes a row: it

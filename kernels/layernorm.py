@@ -9,9 +9,11 @@ from device import ceil_div
 from kernels.parallel_residual import recompute_norm
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
+import numpy as np
+
 cu = device.source(__file__)
 
-EPS = 1e-5  # as layernorm.cu has it
+EPS = 1e-5
 
 
 def layernorm_forward(out, stats, inp, norm, B: int, T: int, C: int) -> None:
@@ -35,7 +37,7 @@ def launch_forward(out, stats, inp1, norm, N: int, C: int, *, residual=None, inp
         "layernorm_forward_kernel",
         (N,),
         (block,),
-        (out, *stats, residual, inp1, inp2, *norm, C),
+        (residual, out, *stats, inp1, inp2, *norm, np.float32(EPS), N, C),
         shared_mem=4 * width * ceil_div(C, width),
     )
 

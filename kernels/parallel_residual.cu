@@ -2,113 +2,32 @@
 //   x = inp + dropout0(proj0) + dropout1(proj1),  n = (x - mean) * rstd,
 //   out0 = n * weight0 + shift0,  out1 = n * weight1 + shift1
 // Attention and MLP of a layer read the same stream, one out0 and the other out1 ("untied"), or both out0 ("tied").
-// rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts.
+// rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts. norm.cuh has the forward pass.
 // Backward: with g = weight0 * dout0 + weight1 * dout1,
 //   dx += rstd * (g - mean(g) - n * mean(g * n)), RMSNorm without mean(g);  dproj = dropout(dx);
 //   dweight += sum_rows(dout * n);  dshift += sum_rows(dout);  dbias += sum_rows(dproj)
-// Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory; backward
-// reads dout0, dout1, x and the old dx and writes dx, and dproj where there is dropout.
+// Memory-bound: backward reads dout0, dout1, x and the old dx and writes dx, and dproj where there is dropout.
 //
 // If a model lacks a tensor, its pointer is null. This costs a branch, which all threads take together. Dropout is
 // compiled separately, so kernels without it have none of its arithmetic.
-#include "dropout.cuh"
-
-// One block, one-dimensional, takes a row. A thread has loads of eight numbers of each input in flight. Shared memory:
-// C floats, rounded up to a multiple of WIDTH. Each thread touches only its own floats. The addresses of parameters
-// need not be multiples of 16. mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because
-// backward reads the stored x. inp may be residual: a thread reads each number before it writes it.
-template <bool DROP>
-__device__ inline void forward_row(floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1,
-                                    float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp,
-                                    const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
-                                    const floatX* __restrict__ weight0, const floatX* __restrict__ shift0,
-                                    const floatX* __restrict__ weight1, const floatX* __restrict__ shift1,
-                                    float eps, int C, const int* __restrict__ random, int site0, int site1) {
-    constexpr int AT_ONCE = WIDTH < 8 ? 8 / WIDTH : 1;  // vectors that are loaded before the first is used
-    DYNAMIC_SHARED(float, row);
-    const int step = WIDTH * blockDim.x;
-    const size_t start = (size_t)blockIdx.x * C;
-    const bool aligned = C % WIDTH == 0 && is_aligned(weight0) && is_aligned(shift0) && is_aligned(weight1) &&
-                         is_aligned(shift1);
-
-    by_alignment(aligned, [&](auto memory) {
-        // x += dropout(proj)
-        auto add = [&](Vec& x, Vec proj, int i, int site) {
-            if (DROP) proj = Dropout(random, site)(proj, blockIdx.x, i, C);
-            for (int k = 0; k < WIDTH; k++) x.x[k] += proj.x[k];
-        };
-        float sum = 0.0f;
-        for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
-            Vec x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
-                const int i = first + b * step;
-                if (i >= C) continue;
-                x[b] = memory.load(inp + start + i, C - i);
-                if (proj0 != nullptr) p0[b] = memory.load(proj0 + start + i, C - i);
-                if (proj1 != nullptr) p1[b] = memory.load(proj1 + start + i, C - i);
-            }
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
-                const int i = first + b * step;
-                if (i >= C) continue;
-                if (proj0 != nullptr) add(x[b], p0[b], i, site0);
-                if (proj1 != nullptr) add(x[b], p1[b], i, site1);
-                if (proj0 != nullptr) memory.store(residual + start + i, x[b], C - i);
-                for (int k = 0; k < WIDTH; k++) x[b].x[k] = rounded(x[b].x[k]);
-                Aligned::store(row + i, x[b], WIDTH);
-                sum += sum_of(x[b]);  // 0 past the end of the row
-            }
-        }
-        const float m = mean != nullptr ? block_sum(sum) / C : 0.0f;
-
-        sum = 0.0f;
-        for (int i = WIDTH * threadIdx.x; i < C; i += step) {
-            const Vec x = Aligned::load(row + i, WIDTH);
-            for (int k = 0; k < WIDTH; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
-        }
-        const float s = rsqrtf(block_sum(sum) / C + eps);
-
-        // out = n * weight + shift
-        auto scale = [&](floatX* out, const Vec& n, const floatX* weight, const floatX* shift, int i) {
-            const Vec w = memory.load(weight + i, C - i);
-            const Vec b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
-            Vec y;
-            for (int k = 0; k < WIDTH; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
-            memory.store(out + start + i, y, C - i);
-        };
-#pragma unroll 2
-        for (int i = WIDTH * threadIdx.x; i < C; i += step) {
-            Vec x = Aligned::load(row + i, WIDTH);
-            for (int k = 0; k < WIDTH; k++) x.x[k] = s * (x.x[k] - m);
-            scale(out0, x, weight0, shift0, i);
-            if (out1 != nullptr) scale(out1, x, weight1, shift1, i);
-        }
-        if (threadIdx.x == 0) {
-            if (mean != nullptr) mean[blockIdx.x] = m;
-            rstd[blockIdx.x] = s;
-        }
-    });
-}
+#include "norm.cuh"
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
-    const floatX* __restrict__ shift1, float eps, int C) {
-    trigger_programmatic_launch();
-    grid_dependency_synchronize();
-    forward_row<false>(residual, out0, out1, mean, rstd, inp, proj0, proj1, weight0, shift0, weight1,
-                        shift1, eps, C, nullptr, -1, -1);
+    const floatX* __restrict__ shift1, float eps, int N, int C) {
+    norm_forward<8>(residual, mean, rstd, inp, {proj0}, {proj1}, {out0, weight0, shift0}, {out1, weight1, shift1}, eps,
+                    N, C);
 }
 
-extern "C" __global__ void parallel_residual_dropout_forward_kernel(
+extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel(
     floatX* residual, floatX* __restrict__ out0, floatX* __restrict__ out1, float* __restrict__ mean,
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
-    const floatX* __restrict__ shift1, float eps, int C, const int* __restrict__ random, int site0, int site1) {
-    forward_row<true>(residual, out0, out1, mean, rstd, inp, proj0, proj1, weight0, shift0, weight1,
-                       shift1, eps, C, random, site0, site1);
+    const floatX* __restrict__ shift1, const int* __restrict__ random, int site0, int site1, float eps, int N, int C) {
+    norm_forward<8>(residual, mean, rstd, inp, {proj0, site0}, {proj1, site1}, {out0, weight0, shift0},
+                    {out1, weight1, shift1}, eps, N, C, random);
 }
 
 // A block takes `rows` rows at once, at most MOST_ROWS, then advances by gridDim.x * rows. Each thread takes vectors of

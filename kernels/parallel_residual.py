@@ -29,15 +29,13 @@ def parallel_residual_forward(
     out0, out1 = pair(outs[: len(norms)])
     block = cu.block(min(1024, 32 * ceil_div(C, 256)))  # a thread for each eight channels, in whole warps
     width = cu.width
-    grid, block, shared_mem = (B * T,), (block,), 4 * width * ceil_div(C, width)
-    args = (
-        residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1, np.float32(eps), C,
+    kernel, args = "parallel_residual_forward_kernel", (
+        residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1,
     )  # fmt: skip
     if dropout0 or dropout1:
-        args += random_and_sites(dropout0, dropout1)
-        cu.launch("parallel_residual_dropout_forward_kernel", grid, block, args, shared_mem=shared_mem)
-    else:
-        cu.launch("parallel_residual_forward_kernel", grid, block, args, shared_mem=shared_mem)
+        kernel, args = "parallel_residual_dropout_forward_kernel", (*args, *random_and_sites(dropout0, dropout1))
+    shared_mem = 4 * width * ceil_div(C, width)
+    cu.launch(kernel, (B * T,), (block,), (*args, np.float32(eps), B * T, C), shared_mem=shared_mem)
 
 
 def pair(given: Sequence, absent=None) -> list:

@@ -1,73 +1,20 @@
 // RMSNorm: out = n * weight with n = x * rstd, over the last axis of x (N, C), N = B*T;
-// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. The same kernel adds the residual connection
-// in front.
+// rstd = 1 / sqrt(mean(x^2) + eps). It is layernorm without mean and bias. norm.cuh has the forward pass, with the
+// residual connection in front.
 // Backward: with g = dout * weight,
 //   dx += rstd * (g - n * mean(g * n));  dweight += sum_rows(dout * n)
-// Memory-bound: forward reads its inputs once and writes its outputs once, as the row waits in shared memory;
-// backward reads dout, x and the old dx and writes dx.
+// Memory-bound: backward reads dout, x and the old dx and writes dx.
 //
 // Memory is kept busy by many loads in flight: a thread issues a batch of independent loads before it uses the first.
 // `__restrict__` tells the compiler that no array overlaps another, so that it may move loads ahead of stores.
-#include "common.cuh"
+#include "norm.cuh"
 
-// The sum over a row, which one warp has, or the whole block.
-__device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
-
-// The block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with several warps for one long
-// row. A thread has loads of 16 numbers of each input in flight. Shared memory: C floats, rounded up to a multiple of
-// WIDTH, for each row; a thread reads only what it wrote itself. x = inp1, or, if inp2 is given, x = residual = inp1 +
-// inp2. Writes out (N,C), rstd (N) and, if inp2 is given, residual (N,C). rstd and out are computed from the stored x,
-// rounded in bf16, because backward reads it. The weight is a parameter, whose address need not be a multiple of 16.
-extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(floatX* __restrict__ residual, floatX* __restrict__ out,
-                                                               float* __restrict__ rstd,
-                                                               const floatX* __restrict__ inp1,
-                                                               const floatX* __restrict__ inp2,
-                                                               const floatX* __restrict__ weight, float eps, int N,
-                                                               int C) {
-    constexpr int AT_ONCE = 16 / WIDTH;  // vectors of each input that are loaded before the first is used
-    DYNAMIC_SHARED(float, rows);
-    const int n = blockIdx.x * blockDim.y + threadIdx.y, step = WIDTH * blockDim.x;
-    trigger_programmatic_launch();
-    if (n >= N) return;
-    const size_t start = (size_t)n * C;
-    float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
-
-    // For a model that writes text, rows are few, and no other block has loaded the weight.
-    for (int i = WIDTH * threadIdx.x; i < C && gridDim.x <= FEW_BLOCKS; i += step) prefetch(weight + i);
-    grid_dependency_synchronize();
-
-    by_alignment(C % WIDTH == 0 && is_aligned(weight), [&](auto memory) {
-        float sum = 0.0f;
-        for (int first = WIDTH * threadIdx.x; first < C; first += AT_ONCE * step) {
-            Vec x[AT_ONCE] = {}, y[AT_ONCE] = {};
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
-                const int i = first + b * step;
-                if (i < C) x[b] = memory.load(inp1 + start + i, C - i);
-                if (inp2 != nullptr && i < C) y[b] = memory.load(inp2 + start + i, C - i);
-            }
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
-                const int i = first + b * step;
-                for (int k = 0; k < WIDTH; k++) {
-                    if (inp2 != nullptr) x[b].x[k] = rounded(x[b].x[k] + y[b].x[k]);
-                    sum += x[b].x[k] * x[b].x[k];  // 0 past the end of the row
-                }
-                if (i < C) Aligned::store(row + i, x[b], WIDTH);
-                if (inp2 != nullptr && i < C) memory.store(residual + start + i, x[b], C - i);
-            }
-        }
-        const float s = rsqrtf(row_sum(sum) / C + eps);
-
-#pragma unroll (16 / WIDTH)
-        for (int i = WIDTH * threadIdx.x; i < C; i += step) {
-            Vec x = Aligned::load(row + i, WIDTH);
-            const Vec w = memory.load(weight + i, C - i);
-            for (int k = 0; k < WIDTH; k++) x.x[k] = s * x.x[k] * w.x[k];
-            memory.store(out + start + i, x, C - i);
-        }
-        if (threadIdx.x == 0) rstd[n] = s;
-    });
+// x = inp1, or, if inp2 is given, x = residual = inp1 + inp2. Writes out (N,C), rstd (N) and, if inp2 is given, residual
+// (N,C).
+extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
+    floatX* residual, floatX* __restrict__ out, float* __restrict__ rstd, const floatX* inp1,
+    const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
+    norm_forward<16>(residual, nullptr, rstd, inp1, {inp2}, {}, {out, weight}, {}, eps, N, C);
 }
 
 // The block is (threads of a row, groups). Each group takes AT_ONCE rows at a time, then all groups advance together.

@@ -1,0 +1,118 @@
+// The forward pass of all norms. Over the last axis of x (N, C), N = B*T:
+//   x = inp + dropout0(proj0) + dropout1(proj1),  n = (x - mean) * rstd,  out = n * weight + shift
+// for one or two outs, with rstd = 1 / sqrt(variance + eps). RMSNorm is the same with mean 0 and without shifts.
+// Memory-bound: it reads its inputs once and writes its outputs once, as the row waits in shared memory.
+// mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
+#pragma once
+#include "dropout.cuh"
+
+struct Branch {
+    const floatX* proj;  // (N,C)
+    int site;            // of its dropout
+};
+
+struct Norm {
+    floatX* out;           // (N,C)
+    const floatX* weight;  // (C). Parameters' addresses need not be multiples of 16.
+    const floatX* shift;   // (C)
+
+    __device__ bool aligned() const { return is_aligned(weight) && is_aligned(shift); }
+
+    __device__ void prefetch_parameters(int i) const {
+        if (weight != nullptr) prefetch(weight + i);
+        if (shift != nullptr) prefetch(shift + i);
+    }
+
+    template <class Memory>
+    __device__ void store_out(Memory memory, size_t start, int i, const Vec& n, int C) const {
+        const Vec w = memory.load(weight + i, C - i), b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
+        Vec y;
+        for (int k = 0; k < WIDTH; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
+        memory.store(out + start + i, y, C - i);
+    }
+};
+
+// The sum over a row, which one warp has, or the whole block.
+__device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
+
+// The body of a kernel. Its block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with
+// several warps for one long row. A thread has loads of NUMBERS numbers of each input in flight. Shared memory: C
+// floats, rounded up to a multiple of WIDTH, for each row. Each thread touches only its own floats.
+//
+// If a model lacks a tensor, its pointer is null: mean, a shift, proj0, proj1, out1, residual if there is no branch,
+// random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere it costs a
+// branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
+template <int NUMBERS>
+__device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
+                                    const Branch& branch0, const Branch& branch1, const Norm& norm0, const Norm& norm1,
+                                    float eps, int N, int C, const int* random = nullptr) {
+    constexpr int AT_ONCE = NUMBERS > WIDTH ? NUMBERS / WIDTH : 1;  // vectors that are loaded before the first is used
+    DYNAMIC_SHARED(float, rows);
+    const int n = blockIdx.x * blockDim.y + threadIdx.y, first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
+    trigger_programmatic_launch();
+    if (n >= N) return;
+    const size_t start = (size_t)n * C;
+    float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
+
+    // For a model that writes text, rows are few, and no other block has loaded the parameters.
+    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) {
+        norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
+    }
+    grid_dependency_synchronize();
+
+    by_alignment(C % WIDTH == 0 && norm0.aligned() && norm1.aligned(), [&](auto memory) {
+        // x += dropout(proj)
+        auto add = [&](Vec& x, const Branch& branch, Vec proj, int i) {
+            if (random != nullptr) proj = Dropout(random, branch.site)(proj, n, i, C);
+            for (int k = 0; k < WIDTH; k++) x.x[k] += proj.x[k];
+        };
+        float sum = 0.0f;  // of x, or without a mean of its square; 0 past the end of the row
+        for (int begin = first; begin < C; begin += AT_ONCE * step) {
+            Vec x[AT_ONCE] = {}, p0[AT_ONCE] = {}, p1[AT_ONCE] = {};
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                const int i = begin + b * step;
+                if (i >= C) continue;
+                x[b] = memory.load(inp + start + i, C - i);
+                if (branch0.proj != nullptr) p0[b] = memory.load(branch0.proj + start + i, C - i);
+                if (branch1.proj != nullptr) p1[b] = memory.load(branch1.proj + start + i, C - i);
+            }
+#pragma unroll
+            for (int b = 0; b < AT_ONCE; b++) {
+                const int i = begin + b * step;
+                if (i >= C) continue;
+                if (branch0.proj != nullptr) {
+                    add(x[b], branch0, p0[b], i);
+                    if (branch1.proj != nullptr) add(x[b], branch1, p1[b], i);
+                    for (int k = 0; k < WIDTH; k++) x[b].x[k] = rounded(x[b].x[k]);
+                    memory.store(residual + start + i, x[b], C - i);
+                }
+                Aligned::store(row + i, x[b], WIDTH);
+                if (mean != nullptr) sum += sum_of(x[b]);
+                else for (int k = 0; k < WIDTH; k++) sum += x[b].x[k] * x[b].x[k];
+            }
+        }
+        float m = 0.0f;
+        if (mean != nullptr) {
+            m = row_sum(sum) / C;
+            sum = 0.0f;
+            for (int i = first; i < C; i += step) {
+                const Vec x = Aligned::load(row + i, WIDTH);
+                for (int k = 0; k < WIDTH; k++) sum += i + k < C ? (x.x[k] - m) * (x.x[k] - m) : 0.0f;
+            }
+        }
+        const float s = rsqrtf(row_sum(sum) / C + eps);
+
+#pragma unroll (AT_ONCE)
+        for (int i = first; i < C; i += step) {
+            Vec x = Aligned::load(row + i, WIDTH);
+            for (int k = 0; k < WIDTH; k++) x.x[k] = s * (x.x[k] - m);
+            norm0.store_out(memory, start, i, x, C);
+            if (norm1.out != nullptr) norm1.store_out(memory, start, i, x, C);
+        }
+        if (threadIdx.x == 0) {
+            if (mean != nullptr) mean[n] = m;
+            rstd[n] = s;
+        }
+    });
+}
