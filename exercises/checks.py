@@ -573,7 +573,7 @@ def check_layernorm(lab: Lab) -> None:
             want = (sums - means[:, None]) * want_rstd[:, None] * weight + bias
             expect("mean", mean, means, lambda n: f"thread 0 of block {n}", KERNEL_FP32)
             expect("rstd", rstd, want_rstd, lambda n: f"thread 0 of block {n}", KERNEL_FP32, f"with C = {C}, ")
-            threads = min(1024, 32 * ceil_div(C, 128))
+            threads = 32 * ceil_div(C, 128)
             expect(
                 "out", out, want, lambda n, c, threads=threads: f"thread {c // 4 % threads} of block {n}", KERNEL_FP32,
                 f"with C = {C}, ",

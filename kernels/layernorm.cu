@@ -11,7 +11,7 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
     floatX* residual, floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp1,
     const floatX* __restrict__ inp2, const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps,
     int N, int C) {
-    norm_forward<WIDTH>(residual, mean, rstd, inp1, {inp2}, {}, {out, weight, bias}, {}, eps, N, C);
+    norm_forward(residual, mean, rstd, inp1, {inp2}, {}, {out, weight, bias}, {}, eps, N, C);
 }
 
 // A block takes as many rows as it has warps, then advances by gridDim.x times as many. First each warp takes a row: it

@@ -6,10 +6,9 @@ backward.
 
 import device
 from device import ceil_div
+from kernels.norm import launch_forward
 from kernels.parallel_residual import recompute_norm
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
-
-import numpy as np
 
 cu = device.source(__file__)
 
@@ -19,27 +18,12 @@ EPS = 1e-5
 def layernorm_forward(out, stats, inp, norm, B: int, T: int, C: int) -> None:
     """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself, with norm = weight (C), bias (C). Sets
     stats = mean (B,T), rstd (B,T), too."""
-    launch_forward(out, stats, inp, norm, B * T, C)
+    launch_forward(cu, "layernorm_forward_kernel", (None, out, *stats, inp, None, *norm), EPS, B * T, C)
 
 
 def fused_residual_forward(residual, out, stats, inp1, inp2, norm, B: int, T: int, C: int) -> None:
     """residual (B,T,C) = inp1 + inp2. Then out and stats = layernorm of residual as it is stored."""
-    launch_forward(out, stats, inp1, norm, B * T, C, residual=residual, inp2=inp2)
-
-
-def launch_forward(out, stats, inp1, norm, N: int, C: int, *, residual=None, inp2=None) -> None:
-    """Launches the forward kernel for layernorm_forward, and for fused_residual_forward, which gives inp2."""
-    # A thread for each vector, in whole warps. In fp32 a vector is four channels. With eight channels a thread, an H200
-    # took 2 to 3% longer up to C = 768, and as long from 1024 on.
-    width = cu.width
-    block = cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
-    cu.launch(
-        "layernorm_forward_kernel",
-        (N,),
-        (block,),
-        (residual, out, *stats, inp1, inp2, *norm, np.float32(EPS), N, C),
-        shared_mem=4 * width * ceil_div(C, width),
-    )
+    launch_forward(cu, "layernorm_forward_kernel", (residual, out, *stats, inp1, inp2, *norm), EPS, B * T, C)
 
 
 def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: int, *, dbias2=None) -> None:

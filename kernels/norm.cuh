@@ -36,17 +36,16 @@ struct Norm {
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
 // The body of a kernel. Its block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with
-// several warps for one long row. A thread has loads of NUMBERS numbers of each input in flight. Shared memory: C
+// several warps for one long row. A thread has loads of 16 numbers of each input in flight. Shared memory: C
 // floats, rounded up to a multiple of WIDTH, for each row. Each thread touches only its own floats.
 //
 // If a model lacks a tensor, its pointer is null: mean, a shift, proj0, proj1, out1, residual if there is no branch,
 // random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere it costs a
 // branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
-template <int NUMBERS>
 __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
                                     const Branch& branch0, const Branch& branch1, const Norm& norm0, const Norm& norm1,
                                     float eps, int N, int C, const int* random = nullptr) {
-    constexpr int AT_ONCE = NUMBERS > WIDTH ? NUMBERS / WIDTH : 1;  // vectors that are loaded before the first is used
+    constexpr int AT_ONCE = 16 / WIDTH;  // vectors of each input that are loaded before the first is used
     DYNAMIC_SHARED(float, rows);
     const int n = blockIdx.x * blockDim.y + threadIdx.y, first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
     trigger_programmatic_launch();
@@ -88,8 +87,7 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
                     memory.store(residual + start + i, x[b], C - i);
                 }
                 Aligned::store(row + i, x[b], WIDTH);
-                if (mean != nullptr) sum += sum_of(x[b]);
-                else for (int k = 0; k < WIDTH; k++) sum += x[b].x[k] * x[b].x[k];
+                for (int k = 0; k < WIDTH; k++) sum += mean != nullptr ? x[b].x[k] : x[b].x[k] * x[b].x[k];
             }
         }
         float m = 0.0f;

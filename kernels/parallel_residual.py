@@ -6,9 +6,8 @@ import device
 from device import ceil_div
 from kernels.dropout import Dropout
 from kernels.matmul import as_stored, tile_grid
+from kernels.norm import launch_forward
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
-
-import numpy as np
 
 cu = device.source(__file__)
 
@@ -27,15 +26,12 @@ def parallel_residual_forward(
     (proj0, dropout0), (proj1, dropout1) = pair(branches, (None, None))
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
-    block = cu.block(min(1024, 32 * ceil_div(C, 256)))  # a thread for each eight channels, in whole warps
-    width = cu.width
     kernel, args = "parallel_residual_forward_kernel", (
         residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1,
     )  # fmt: skip
     if dropout0 or dropout1:
         kernel, args = "parallel_residual_dropout_forward_kernel", (*args, *random_and_sites(dropout0, dropout1))
-    shared_mem = 4 * width * ceil_div(C, width)
-    cu.launch(kernel, (B * T,), (block,), (*args, np.float32(eps), B * T, C), shared_mem=shared_mem)
+    launch_forward(cu, kernel, args, eps, B * T, C)
 
 
 def pair(given: Sequence, absent=None) -> list:

@@ -14,7 +14,7 @@
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
     floatX* residual, floatX* __restrict__ out, float* __restrict__ rstd, const floatX* inp1,
     const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
-    norm_forward<16>(residual, nullptr, rstd, inp1, {inp2}, {}, {out, weight}, {}, eps, N, C);
+    norm_forward(residual, nullptr, rstd, inp1, {inp2}, {}, {out, weight}, {}, eps, N, C);
 }
 
 // The block is (threads of a row, groups). Each group takes AT_ONCE rows at a time, then all groups advance together.

@@ -2,19 +2,16 @@
 
 import device
 from device import ceil_div
+from kernels.norm import launch_forward
 from kernels.parallel_residual import recompute_norm
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
-import numpy as np
-
 cu = device.source(__file__)
-
-FEW_ROWS = 16
 
 
 def rmsnorm_forward(out, rstd, inp, weight, eps: float, B: int, T: int, C: int) -> None:
     """out (B,T,C) = inp * rstd * weight, each row by itself. Sets rstd (B,T) = 1 / sqrt(mean(inp^2) + eps), too."""
-    launch_forward(None, out, rstd, inp, None, weight, eps, B * T, C)
+    launch_forward(cu, "rmsnorm_forward_kernel", (None, out, rstd, inp, None, weight), eps, B * T, C)
 
 
 def fused_residual_rmsnorm_forward(
@@ -22,25 +19,7 @@ def fused_residual_rmsnorm_forward(
 ) -> None:  # fmt: skip
     """residual (B,T,C) = inp1 + inp2. Then out and rstd = rmsnorm of residual as it is stored. The arrays must not
     overlap."""
-    launch_forward(residual, out, rstd, inp1, inp2, weight, eps, B * T, C)
-
-
-def launch_forward(residual, out, rstd, inp1, inp2, weight, eps: float, N: int, C: int) -> None:
-    """Launches the forward kernel. A block has four rows, and a warp for each. If rows are long, a block has one row,
-    and a thread 16 channels. (With two rows a block, an H200 took 6% longer at C 768 in fp32; with one row 19%.) If
-    rows are few, as when a model writes text, each gets as many threads as have work."""
-    width = cu.width
-    if N <= FEW_ROWS:
-        rows, threads = 1, cu.block(min(1024, 32 * ceil_div(C, 32 * width)))
-    else:
-        rows, threads = (4, cu.warp_size) if C <= 1024 else (1, cu.block(min(1024, 32 * ceil_div(C, 512))))
-    cu.launch(
-        "rmsnorm_forward_kernel",
-        (ceil_div(N, rows),),
-        (threads, rows),
-        (residual, out, rstd, inp1, inp2, weight, np.float32(eps), N, C),
-        shared_mem=rows * 4 * width * ceil_div(C, width),
-    )
+    launch_forward(cu, "rmsnorm_forward_kernel", (residual, out, rstd, inp1, inp2, weight), eps, B * T, C)
 
 
 def rmsnorm_backward(dinp, dweight, dout, inp, weight, rstd, B: int, T: int, C: int) -> None:

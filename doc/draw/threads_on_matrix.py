@@ -65,11 +65,13 @@ def draw() -> str:
 
     pair = None, None
     launch = launched(layernorm_forward, None, pair, None, pair, B, T, C)["layernorm_forward"]
-    forward = Panel(figure, right, y[0], f"layernorm_forward, (N, {C})", launch, 4, C,
-                    f"block: a row, {launch[1][0] // WARP} warps; thread: {C // launch[1][0]} columns")  # fmt: skip
-    forward.mark(0, 0, 1, C, "a")
-    forward.mark(0, 0, 1, FOUR * WARP, "b")
-    forward.mark(0, 0, 1, FOUR, "e")
+    rows = launch[1][1]
+    forward = Panel(figure, right, y[0], f"layernorm_forward, (N, {C})", launch, 3 * rows, C,
+                    f"block: {rows} rows; warp: a row; thread: every {WARP}nd four of it")  # fmt: skip
+    forward.mark(0, 0, rows, C, "a")
+    forward.mark(0, 0, 1, C, "b")
+    for i in range(0, C, FOUR * WARP):
+        forward.mark(0, i, 1, FOUR, "e")
     forward.rules(1)
 
     launch = launched(layernorm_backward, None, pair, None, None, pair, pair, B, T, C)["layernorm_backward"]

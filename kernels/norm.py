@@ -1,0 +1,22 @@
+"""The forward pass of all norms: how a kernel whose body is norm_forward (norm.cuh) is launched."""
+
+from device import ceil_div
+from device.sources import Source
+
+import numpy as np
+
+FEW_ROWS = 16
+MOST_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
+
+
+def launch_forward(cu: Source, kernel: str, args: tuple, eps: float, N: int, C: int) -> None:
+    """Launches a kernel of cu, whose last arguments are eps, N and C. A block has four rows, and a warp for each. If
+    rows are long, it has one row, and a thread 16 channels. If rows are few, as when a model writes text, each gets as
+    many threads as have work."""
+    width = cu.width
+    if N <= FEW_ROWS:
+        rows, threads = 1, 32 * ceil_div(C, 32 * width)
+    else:
+        rows, threads = (4, 32) if C <= 1024 else (1, 32 * ceil_div(C, 512))
+    block, shared_mem = (cu.block(min(MOST_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
+    cu.launch(kernel, (ceil_div(N, rows),), block, (*args, np.float32(eps), N, C), shared_mem=shared_mem)
