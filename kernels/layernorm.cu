@@ -5,8 +5,7 @@
 // Memory-bound: backward reads dout, x and the old dx and writes dx.
 #include "norm.cuh"
 
-// x = inp1, or, if inp2 is given, x = residual = inp1 + inp2. Writes out (N,C), mean (N), rstd (N) and, if inp2 is given,
-// residual (N,C).
+// x = inp1, or, if inp2 is given, x = residual (N,C) = inp1 + inp2. Writes out (N,C), mean (N) and rstd (N).
 extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
     floatX* residual, floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp1,
     const floatX* __restrict__ inp2, const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps,

@@ -8,8 +8,7 @@
 //   dweight += sum_rows(dout * n);  dshift += sum_rows(dout);  dbias += sum_rows(dproj)
 // Memory-bound: backward reads dout0, dout1, x and the old dx and writes dx, and dproj where there is dropout.
 //
-// If a model lacks a tensor, its pointer is null. This costs a branch, which all threads take together. Dropout is
-// compiled separately, so kernels without it have none of its arithmetic.
+// If a model lacks a tensor, its pointer is null, as in norm.cuh. Kernels without dropout have none of its arithmetic.
 #include "norm.cuh"
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
@@ -17,8 +16,8 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, {out0, weight0, shift0}, {out1, weight1, shift1}, eps, N,
-                 C);
+    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, {out0, weight0, shift0}, {out1, weight1, shift1}, eps,
+                 N, C);
 }
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel(
@@ -42,14 +41,11 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel
 // In bf16 a thread has twice as many numbers, and blocks have half as many threads.
 constexpr int MOST_ROWS = 4, MOST_THREADS = 2048 / WIDTH;
 
-template <bool DROP>
-__device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restrict__ dproj0,
-                                     floatX* __restrict__ dproj1, float* __restrict__ partials,
-                                     const floatX* __restrict__ dout0,
-                                     const floatX* __restrict__ dout1, const floatX* __restrict__ inp,
-                                     const floatX* __restrict__ weight0, const floatX* __restrict__ weight1,
-                                     const float* __restrict__ mean, const float* __restrict__ rstd, int N, int C,
-                                     int S, int rows, int keep, const int* __restrict__ random, int site0, int site1) {
+__device__ inline void backward_rows(floatX* dinp, floatX* dproj0, floatX* dproj1, float* partials,
+                                     const floatX* dout0, const floatX* dout1, const floatX* inp,
+                                     const floatX* weight0, const floatX* weight1, const float* mean,
+                                     const float* rstd, int N, int C, int S, int rows, int keep,
+                                     const int* random = nullptr, int site0 = -1, int site1 = -1) {
     __shared__ float of_warp[2][MOST_THREADS / WARP_SIZE][MOST_ROWS], mean_g[MOST_ROWS], mean_gn[MOST_ROWS];
     DYNAMIC_SHARED(float, rows_g);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
@@ -142,7 +138,7 @@ __device__ inline void backward_rows(floatX* __restrict__ dinp, floatX* __restri
                     // Takes the gradient back through a branch's dropout, and adds it to the sum for its bias.
                     auto through = [&](int site, floatX* dproj, Vec& sum) {
                         Vec p = dx[r];
-                        if (DROP && dproj != nullptr) {
+                        if (dproj != nullptr) {
                             p = Dropout(random, site)(p, begin + r, i, C);
                             memory.store(dproj + at, p, C - i);
                         }
@@ -170,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_bac
     const floatX* __restrict__ dout1, const floatX* __restrict__ inp, const floatX* __restrict__ weight0,
     const floatX* __restrict__ weight1, const float* __restrict__ mean, const float* __restrict__ rstd,
     int N, int C, int S, int rows, int keep) {
-    backward_rows<false>(dinp, nullptr, nullptr, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S,
-                         rows, keep, nullptr, -1, -1);
+    backward_rows(dinp, nullptr, nullptr, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
+                  keep);
 }
 
 // Also sets dproj0 and dproj1 (N,C), if they are given.
@@ -181,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) parallel_residual_dro
     const floatX* __restrict__ inp, const floatX* __restrict__ weight0, const floatX* __restrict__ weight1,
     const float* __restrict__ mean, const float* __restrict__ rstd, int N, int C, int S, int rows, int keep,
     const int* __restrict__ random, int site0, int site1) {
-    backward_rows<true>(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows,
-                        keep, random, site0, site1);
+    backward_rows(dinp, dproj0, dproj1, partials, dout0, dout1, inp, weight0, weight1, mean, rstd, N, C, S, rows, keep,
+                  random, site0, site1);
 }
 
 // out_T (C,N) = the transposed out of forward, from its residual inp, and from mean (or null) and rstd, which forward

@@ -9,8 +9,7 @@
 // `__restrict__` tells the compiler that no array overlaps another, so that it may move loads ahead of stores.
 #include "norm.cuh"
 
-// x = inp1, or, if inp2 is given, x = residual = inp1 + inp2. Writes out (N,C), rstd (N) and, if inp2 is given, residual
-// (N,C).
+// x = inp1, or, if inp2 is given, x = residual (N,C) = inp1 + inp2. Writes out (N,C) and rstd (N).
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
     floatX* residual, floatX* __restrict__ out, float* __restrict__ rstd, const floatX* inp1,
     const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
