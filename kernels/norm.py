@@ -13,6 +13,8 @@ def launch_forward(cu: Source, kernel: str, args: tuple, eps: float, N: int, C: 
     """Launches a kernel of cu, whose last arguments are eps, N and C. A block has four rows, and a warp for each. If
     rows are long, it has one row, and a thread 16 channels. If rows are few, as when a model writes text, each gets as
     many threads as have work."""
+    # An H100 takes 10% less to 7% more time for LayerNorm than with a kernel and blocks of its own, and 4% less to 18%
+    # more for the parallel residual (fp32, dropout). This is 0.3% of a step at most.
     width = cu.width
     if N <= FEW_ROWS:
         rows, threads = 1, 32 * ceil_div(C, 32 * width)
