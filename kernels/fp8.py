@@ -33,7 +33,8 @@ class Weight:
     array (OC,C)                      the weight, bf16
     codes (OC,C), transposed (C,OC)   its codes
     scale, inp_scale (1,)             of the weight, and of the input of its product in the last forward pass
-    is_new                            whether the weight has changed since it was encoded, so that forward encodes it
+    is_new                            whether the weight has changed since it was encoded. Then its next forward product
+                                      encodes it
     """
 
     array: Any
@@ -94,6 +95,7 @@ def fp8_forward(out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None
     scale if it is new."""
     if weight.is_new:
         encode(weight.codes, weight.transposed, weight.scale, weight.array, OC, C)
+        weight.is_new = False
     codes = device.scratch("fp8 input", (N, C), np.uint8)
     encode(codes, None, weight.inp_scale, inp, N, C)
     scales = {"scale_a": weight.inp_scale, "scale_b": weight.scale}
