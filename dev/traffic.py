@@ -45,6 +45,8 @@ MOVED = {
     # Text.
     "add_splits": "parts out",
     "matvec": "weight",
+    "matvec_codes": "codes",
+    "decode": "codes out",
     "sample": "logits",
 }
 

@@ -52,6 +52,14 @@ class Gradient(NamedTuple):
     inp_scale: Any
 
 
+class Codes(NamedTuple):
+    """A weight of a model that only writes text: codes (OC,C) and scale (1,). A product of one row reads the codes, and
+    one of several rows first decodes them (kernels/matmul.py). Inputs stay bf16."""
+
+    codes: Any
+    scale: Any
+
+
 def pays(C: int, OC: int) -> bool:
     """Whether products with a weight (OC,C) take codes."""
     return C % MULTIPLE == 0 and OC % MULTIPLE == 0 and C * OC >= LEAST_GAIN * (8 * C + 6 * OC)

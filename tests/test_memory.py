@@ -1,6 +1,7 @@
 """What training takes, what fits, and --dry-run."""
 
 import re
+from dataclasses import replace
 
 import device
 from conftest import refusal
@@ -8,12 +9,13 @@ from device.errors import UserError
 from kernels import fp8
 from llmc.data.batches import Batches
 from llmc.files.checkpoint import write_model
+from llmc.model.activations import Cache
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
 from llmc.run.arguments import parse_arguments
 from llmc.run.dry_run import dry_run
 from llmc.step import memory
-from llmc.step.memory import Plan, largest_batches, training_sizes
+from llmc.step.memory import Plan, inference_sizes, largest_batches, training_sizes
 from llmc.step.training import make_training
 from models import ONE_OF_EACH, GivenBatches, kind_of, name_of
 from train_gpt2_fp32 import GPT2, training_step
@@ -67,6 +69,17 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
         model.loss(training.acts, batch, 1.0, accumulate)
         model.backward(training.acts, batch, accumulate)
     assert len(allocated) == made
+
+
+def test_a_text_in_fp8_takes_a_byte_for_each_number_of_the_layers_matrices_and_room_for_one_in_bf16(bf16, monkeypatch):
+    device.use_precision("fp8")
+    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    allocated, empty = [], device.current.device.empty
+    monkeypatch.setattr(device.current.device, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
+    config = replace(CODED, num_layers=12)
+    said = inference_sizes(kind_of(config), config, 2, 16)
+    Cache(kind_of(config)(config, 16, inference=True), 2, 16, "softmax")
+    assert sum(array.nbytes for array in allocated) == pytest.approx(sum(said.values()), rel=0.02)
 
 
 @pytest.mark.parametrize("kind, model, flags, memory_of, most", [

@@ -38,6 +38,7 @@ NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 # position that only says what to prefetch.
 MAY_READ = {
     "matvec_kernel": "ld.global",
+    "matvec_codes_kernel": "ld.global",
     "cached_attention_kernel": "ld.volatile.global",
     "cached_attention_shared_kernel": "ld.volatile.global",
 }

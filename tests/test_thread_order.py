@@ -17,9 +17,9 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from kernels.fp8 import encode
+from kernels.fp8 import Codes, encode
 from kernels.layernorm import layernorm_backward
-from kernels.matmul import matvec
+from kernels.matmul import decoded, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.sampling import sample
 from llmc.data.batches import Batches
@@ -197,11 +197,14 @@ def master_copy():
 
 
 def codes():
-    """Of a matrix of several tiles, as it lies and transposed."""
+    """Of a matrix of several tiles, as it lies and transposed; and what reads them as a weight."""
     device.use_precision("bf16")
     N, C = 80, 272
     inp = device.to_bf16(normal(np.random.default_rng(8), N, C))
-    encode(np.zeros((N, C), np.uint8), np.zeros((C, N), np.uint8), np.zeros(1, np.float32), inp, N, C)
+    weight = Codes(np.zeros((N, C), np.uint8), np.zeros(1, np.float32))
+    encode(weight.codes, np.zeros((C, N), np.uint8), weight.scale, inp, N, C)
+    matvec(np.zeros_like(inp[:, 0]), inp[0], weight, None, C, N)
+    decoded(weight, C, N)
     device.use_precision("fp32")
 
 

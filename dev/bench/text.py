@@ -28,6 +28,7 @@ from dev.bench.workload import SEED, Workload, cache_for_text, make_parser, tens
 from dev.hf.common import config_json, named_tensors, transformers_parameters
 from device.errors import UserError, first_line
 from llmc.model.activations import Cache
+from llmc.model.model import codes_bytes
 from llmc.model.tensors import shape_of
 from llmc.run.arguments import positive
 from llmc.step.generation import Writer
@@ -120,6 +121,7 @@ def limit_of(cache: Cache, workload: Workload, positions: int) -> float:
     config, sizes = workload.config, workload.config.sizes()
     shapes = [symbols for _, symbols in config.parameters() if symbols[0] not in ("Vp", "maxT")] + [("Vp", "C")]
     weights = sum(math.prod(shape_of(symbols, sizes)) for symbols in shapes) * device.floatX.itemsize
+    weights -= codes_bytes(config, 1)  # a byte in the place of two
     cached = 2 * cache.token[0].keys.nbytes * positions // workload.T
     return 1000 * (weights + cached) / measure_copy()
 
@@ -138,7 +140,7 @@ def bench(workload: Workload, args: argparse.Namespace, peers: Sequence[str]) ->
     ours = time_ours(cache, prompts, args.tokens)
     took("ours", ours)
     limit = limit_of(cache, workload, args.first + args.tokens // 2)
-    tensors = tensors_of(cache.model, cache.model.params_memory)
+    tensors = tensors_of(cache.model, cache.model.params_memory) if peers else None
     del cache
     for peer in peers:
         try:
@@ -161,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     device.use(args.device)
     if args.tokens < UNTIMED + 2:
         raise UserError(f"--tokens {args.tokens}: the first {UNTIMED} steps are not counted, so ask for more")
-    known = PEERS[device.kind == "cpu" :]
+    known = PEERS[device.kind == "cpu" :] if args.precision != "fp8" else ()  # transformers has none
     peers = known if args.peers is None else [peer for peer in args.peers.split(",") if peer]
     for peer in peers:
         if peer not in known:

@@ -22,10 +22,10 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from kernels.fp8 import encode
+from kernels.fp8 import Codes, encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
-from kernels.matmul import matmul_backward_bias, matmul_forward, matvec, transpose, transposes
+from kernels.matmul import decoded, matmul_backward_bias, matmul_forward, matvec, transpose, transposes
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import SQUARES, add_partials, column_sum, global_norm
@@ -223,6 +223,13 @@ def room_for_codes(size, a) -> dict:
     return {"codes": codes, "codes_T": codes_T}
 
 
+def coded_weight(size, a) -> dict:
+    codes = np.random.default_rng(3).integers(0, 127, (size.OC, size.C), np.uint8)
+    return {"weight": Codes(device.asarray(codes), device.asarray(np.ones(1, np.float32)))}
+
+
+add(matvec, "C=256 OC=64", "out=OC inp=C bias=OC", coded_weight, "codes", ("C % 16 == 0",), "bf16")
+add(decoded, "C=256 OC=64", "", coded_weight, needs=("C % 16 == 0",), precision="bf16")
 add(encode, MATRIX, "scale*=1 inp=N,C", room_for_codes, needs=("N % 16 == 0", "C % 16 == 0"), precision="bf16")
 
 add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses*=B,T",

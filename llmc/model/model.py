@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from functools import cache
 from types import SimpleNamespace
 
 import device
-from kernels.fp8 import Gradient, Weight, pays
-from llmc.model.tensors import Config, Table, layout, name_tensors, num_parameters, ranges, shape_of
+from kernels.fp8 import Codes, Gradient, Weight, pays
+from llmc.model.tensors import Config, Table, layout, name_tensors, ranges, shape_of, without
 
 import numpy as np
 
@@ -21,7 +22,8 @@ class Model:
                                       In bf16, AdamW rounds these from a master copy in fp32, whose last 16 bits it
                                       has (llmc/model/adamw.py).
     grads_memory (num_parameters,)    their gradients, fp32. A model for inference has none.
-    codes                             in fp8, bytes: what products take in place of some matrices (take_codes)
+    codes                             in fp8, bytes: what products take in place of some matrices (take_codes). In a
+                                      model for inference params_memory has no place for these matrices
     params, grads                     the tensors in them, as name_tensors and `group_parameters` name them
     constant                          arrays that never change, for sequences of up to T
 
@@ -59,23 +61,35 @@ class Model:
         self.sizes = shape_of(self.SIZES, config.sizes())
         constants = self.constants(config, T).items()
         self.constant = SimpleNamespace(**{name: device.asarray(values) for name, values in constants})
-        self.params_memory, self.params = self.allocate(device.floatX)
+        self.codes = device.empty((codes_bytes(config, 1 if inference else 2),), np.uint8)
+        self.params_memory, self.params = self.allocate(device.floatX, self.coded() if inference else ())
         self.grads_memory, self.grads = (None, None) if inference else self.allocate(np.float32)
-        self.codes = device.empty((0 if inference else codes_bytes(config),), np.uint8)
         self.take_codes()
+        device.reserve({"decoded weight": decoded_bytes(config) * inference})
 
-    def allocate(self, dtype: np.dtype) -> tuple:
-        """A buffer with a number for each parameter, and the tensors in it."""
-        n = num_parameters(self.config)
+    def allocate(self, dtype: np.dtype, absent: Iterable[str] = ()) -> tuple:
+        """A buffer with a number for each parameter that is not absent, and the tensors in it."""
+        _, n = layout(without(self.config.parameters(), absent), self.config.sizes(), align=1)
         memory = device.empty((n + n % 2,), dtype)[:n]  # bf16 too fills whole 32-bit words
-        tensors = name_tensors(memory, self.config.PARAMETERS, self.config.sizes(), 1, self.config.absent)
-        tensors.head = getattr(tensors, self.config.head)
-        self.group_parameters(tensors, self.config)
-        return memory, tensors
+        return memory, self.tensors_in(memory, absent)
+
+    def tensors_in(self, memory, absent: Iterable[str] = ()) -> SimpleNamespace:
+        """The tensors in such a buffer."""
+        config = self.config
+        tensors = name_tensors(memory, config.PARAMETERS, config.sizes(), 1, config.absent.union(absent))
+        tensors.head = getattr(tensors, config.head)
+        self.group_parameters(tensors, config)
+        return tensors
+
+    def without_codes(self) -> Model:
+        """This model, but its products take no codes: for samples, whose passes have any number of rows."""
+        model = copy(self)
+        model.params = self.tensors_in(self.params_memory)
+        return model
 
     def take_codes(self) -> None:
-        """Puts a Weight and its Gradient (kernels/fp8.py) in the place of each matrix whose products take codes. A
-        model that does not train keeps its matrices."""
+        """Puts a Weight and its Gradient (kernels/fp8.py) in the place of each matrix whose products take codes; in a
+        model for inference a Codes."""
         end = 0
 
         def room(*shape: int, dtype=np.uint8):
@@ -83,13 +97,19 @@ class Model:
             start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
             return self.codes[start:end].view(dtype).reshape(shape)
 
-        matrices = coded_matrices(self.config) if self.grads else {}
-        for name, (OC, C) in matrices.items():
-            for p, g in zip(self.params.layer, self.grads.layer, strict=True):
-                codes, transposed = room(OC, C), room(C, OC)
-                scale, inp_scale = room(4, dtype=np.float32)[:1], room(4, dtype=np.float32)[:1]
+        for name, (OC, C) in self.coded().items():
+            for l, p in enumerate(self.params.layer):
+                codes, scale = room(OC, C), room(4, dtype=np.float32)[:1]
+                if not self.grads:
+                    setattr(p, name, Codes(codes, scale))
+                    continue
+                transposed, inp_scale, g = room(C, OC), room(4, dtype=np.float32)[:1], self.grads.layer[l]
                 setattr(p, name, Weight(getattr(p, name), codes, transposed, scale, inp_scale))
                 setattr(g, name, Gradient(getattr(g, name), inp_scale))
+
+    def coded(self) -> dict[str, tuple[int, int]]:
+        """The matrices whose products take codes (coded_matrices)."""
+        return coded_matrices(self.config) if self.codes.size else {}
 
     @property
     def has_copy(self) -> bool:
@@ -115,7 +135,7 @@ class Model:
 
     def weights_are_new(self, new: bool = True) -> None:
         """Says whether forward must encode the weights whose products take codes, because they have changed."""
-        for name in coded_matrices(self.config) if self.codes.size else ():
+        for name in self.coded():
             for p in self.params.layer:
                 getattr(p, name).is_new = new
 
@@ -144,7 +164,7 @@ class Model:
 
 
 def coded_matrices(config: Config) -> dict[str, tuple[int, int]]:
-    """The parameters whose products take codes in training: name, and shape (OC,C) in a layer."""
+    """The parameters whose products take codes: name, and shape (OC,C) in a layer."""
     if device.precision != "fp8":
         return {}
     starts, _ = layout(config.parameters(), config.sizes(), align=1)
@@ -152,9 +172,15 @@ def coded_matrices(config: Config) -> dict[str, tuple[int, int]]:
     return {name: (OC, C) for name, (start, (_, OC, C)) in of_layers.items() if pays(C, OC) and start % 8 == 0}
 
 
-def codes_bytes(config: Config) -> int:
-    """The bytes of Model.codes: two a number, and two scales a matrix, each at a multiple of 16."""
-    return sum(2 * OC * C + 32 for OC, C in coded_matrices(config).values()) * config.num_layers
+def codes_bytes(config: Config, layouts: int = 2) -> int:
+    """The bytes of Model.codes: for each layout one a number, and a scale a matrix, at a multiple of 16. A model
+    for inference has one layout."""
+    return sum(layouts * (OC * C + 16) for OC, C in coded_matrices(config).values()) * config.num_layers
+
+
+def decoded_bytes(config: Config) -> int:
+    """The bytes of the scratch for a decoded weight: of the largest one, in bf16."""
+    return 2 * max((OC * C for OC, C in coded_matrices(config).values()), default=0)
 
 
 @cache

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import device
 from kernels.adamw import split
+from kernels.fp8 import encode
 from llmc.files.checkpoint import conversion, read_model
 from llmc.model.adamw import AdamW
 from llmc.model.model import Model
-from llmc.model.tensors import layout
+from llmc.model.tensors import layout, num_parameters, shape_of, without
 
 import numpy as np
 
@@ -44,6 +45,25 @@ def put(model: Model, adamw: AdamW | None, start: int, values) -> None:
         adamw.set_master(model, start, values)
 
 
+def put_part(model: Model, adamw: AdamW | None, name: str, at: int, values) -> None:
+    """The same for a parameter's numbers from the at-th on. If a model has only codes of a matrix, its parts must come
+    in order; the last one of each layer encodes it."""
+    in_codes = {} if model.grads else model.coded()
+    if name not in in_codes:
+        places, _ = layout(without(model.config.parameters(), in_codes), model.config.sizes(), align=1)
+        put(model, adamw, places[name][0] + at, values)
+        return
+    OC, C = in_codes[name]
+    while values.size:
+        l, first = divmod(at, OC * C)
+        part, whole = values[: OC * C - first], device.scratch("decoded weight", (OC * C,), device.floatX)
+        split(whole[first : first + part.size], part, part.size)
+        if first + part.size == OC * C:
+            weight = getattr(model.params.layer[l], name)
+            encode(weight.codes, None, weight.scale, whole, OC, C)
+        at, values = at + part.size, values[part.size :]
+
+
 def zero(model: Model, adamw: AdamW | None) -> None:
     """Sets all parameters to 0. In bf16 AdamW's v must have no signs yet."""
     device.fill_zero(model.params_memory)
@@ -56,12 +76,11 @@ def load_weights(
 ) -> None:  # fmt: skip
     """Sets the parameters to those of a file, which `read_model` gives. Rows that the file lacks become 0. In bf16
     AdamW's v may hold something already, without signs. pieces: what brings the numbers to the device."""
-    starts, _ = layout(model.config.parameters(), model.config.sizes(), align=1)
     in_file, _ = layout(model.config.file_tensors(), model.config.sizes(), align=1)
     zero(model, adamw)
     for name, _ in model.config.parameters():
         for at, piece in pieces(tensors and tensors[name].reshape(-1), prod(in_file[name][1])):
-            put(model, adamw, starts[name][0] + at, piece)
+            put_part(model, adamw, name, at, piece)
 
 
 def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
@@ -77,12 +96,11 @@ def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
     if unknown:
         raise ValueError(f"{type(model).__name__}: first_weights names {min(unknown)}, which is none of PARAMETERS")
     zero(model, adamw)
-    done, total, shown = 0, model.params_memory.size, time.monotonic()
+    done, total, shown = 0, num_parameters(config), time.monotonic()
     random, staged = np.random.default_rng(seed), np.empty(min(STAGED, total), np.float32)
     sizes = config.sizes()
-    starts, _ = layout(config.parameters(), sizes, align=1)
     for name, symbols in config.parameters():
-        first, shape = starts[name]
+        shape = shape_of(symbols, sizes)
         used = prod(shape) // sizes["Vp"] * sizes["V"] if symbols[0] == "Vp" else prod(shape)  # the rest stays 0
         for start in range(0, prod(shape), STAGED):
             piece = staged[: min(STAGED, prod(shape) - start)]
@@ -95,7 +113,7 @@ def randomize(model: Model, adamw: AdamW | None, seed: int) -> None:
                 break
             kept = piece[: max(0, used - start)]
             for _, values in on_device(kept, kept.size):
-                put(model, adamw, first + start, values)
+                put_part(model, adamw, name, start, values)
             done += piece.size
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()

@@ -245,7 +245,7 @@ def make_samples(training: Training, settings: Settings, tokenizer: Tokenizer | 
     activations, sampler = training.activations, Sampler(settings.seed)
     if state:
         sampler.state = state["sampler"]
-    cache = Cache(training.model, 1, settings.T, activations.attention, activations.memory)
+    cache = Cache(training.model.without_codes(), 1, settings.T, activations.attention, activations.memory)
     return Samples(tokenizer, sampler, Writer(cache))
 
 

@@ -13,7 +13,7 @@ from device.errors import UserError
 from device.host import free_memory
 from kernels.fp8 import MULTIPLE
 from llmc.model.activations import cache_bytes, cache_scratch, training_bytes, training_scratch
-from llmc.model.model import Model, codes_bytes
+from llmc.model.model import Model, codes_bytes, decoded_bytes
 from llmc.model.offload import buffer_bytes
 from llmc.model.ranges import Range
 from llmc.model.tensors import Config, num_parameters
@@ -79,9 +79,9 @@ def state_sizes(config: Config, shard: Range | None) -> dict[str, int]:
 def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[str, int]:
     """The bytes of each buffer of a model that writes B texts of up to T tokens, by name."""
     return {
-        "parameters": device.floatX.itemsize * num_parameters(config),
+        "parameters": device.floatX.itemsize * num_parameters(config) - codes_bytes(config, 1),  # a byte for two
         "activations": cache_bytes(kind, config, B, T),
-        "scratch": sum(cache_scratch(config, B, T).values()),
+        "scratch": sum(cache_scratch(config, B, T).values()) + decoded_bytes(config),
     }
 
 
