@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import device
+from conftest import refusal
 from dev.bench import ceilings, start, step, text, workload
 from device.errors import UserError
 from llmc.files.checkpoint import read_model
@@ -85,6 +86,12 @@ def test_a_peer_that_needs_torchao_says_so(capsys, monkeypatch):
     step.main([*TINY["train_llama3"], *flags])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(step.TRAINERS["compile-cudnn-fp8"]) and last.endswith("pip install torchao")
+
+
+def test_a_batch_that_fp8_does_not_take_is_refused(monkeypatch):
+    monkeypatch.setattr(step, "measure_ceilings", lambda: ceilings.Ceilings(1e12, 1e9, ""))
+    flags = ["--precision", "fp8", "-t", "9", "--peers", ""]
+    assert "needs a multiple of 16 positions" in refusal(step.main, [*TINY["train_llama3"], *flags])
 
 
 def test_text_times_a_token_beside_transformers(monkeypatch, capsys):

@@ -106,7 +106,7 @@ def test_a_weight_that_bf16_cannot_hold_is_not_written_as_infinity(tmp_path, par
 
 @pytest.mark.parametrize("precision, bf16, line", [
     ("fp32", False, ""), ("fp32", True, "its weights are bf16 and become fp32"), ("bf16", True, ""),
-    ("bf16", False, "its weights are fp32; forward and backward take them rounded to bf16"),
+    ("bf16", False, "its weights are fp32; the model computes with them rounded to bf16"),
 ])  # fmt: skip
 def test_a_line_says_what_becomes_of_weights_of_another_type(tmp_path, params, precision, bf16, line, capsys):
     device.use("cpu")

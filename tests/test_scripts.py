@@ -57,4 +57,4 @@ def test_a_script_that_takes_its_model_from_another_has_that_ones_sizes():
 
 def test_gpt2_as_the_mainline_trains_it_is_in_bf16_unless_told_otherwise():
     run = subprocess.run([sys.executable, "train_gpt2.py", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert "weights alone (bf16)" in " ".join(run.stdout.split()) and "train_gpt2.py -i data/" in run.stdout
+    assert "weight alone (bf16)" in " ".join(run.stdout.split()) and "train_gpt2.py -i data/" in run.stdout

@@ -8,13 +8,13 @@ Each program writes -b texts at once, from the same random weights and the same 
 step writes one token of each text and brings it to the host. The milliseconds are the median over the steps after the
 prompt.
 
-transformers runs its own class of the model, in the precision of ours. `compile` uses the cache that its documentation
-advises for speed, a static one. torch.compile (reduce-overhead, which records CUDA graphs) compiles the forward pass of
-a token together with the choice of the likeliest one. `generate` is its own function, with its default cache, which
-grows. It does not return between tokens, so its milliseconds are the mean over the tokens after the first.
+transformers runs its own class of the model, in the precision of ours. It has no fp8. `compile` uses the cache that its
+documentation advises for speed, a static one. torch.compile (reduce-overhead, which records CUDA graphs) compiles the
+forward pass of a token together with the choice of the likeliest one. `generate` is its own function, with its default
+cache, which grows. It does not return between tokens, so its milliseconds are the mean over the tokens after the first.
 
-The limit is the time to read all that a step must read, at the speed of a copy: the weights of the layers and of the
-classifier, and the keys and values so far.
+The limit is the time to read all that a step must read, at the speed of a copy: the weights of the layers (in fp8 one
+byte a number of the large ones) and of the classifier, and the keys and values so far.
 """
 
 import argparse
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--first", type=positive, default=900, metavar="N", help="tokens of each prompt (%(default)s)")
     add("--tokens", type=positive, default=100, metavar="N", help="tokens to write (%(default)s)")
-    add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none (all that run on the device)")
+    add("--peers", metavar="NAMES", help=f"of {','.join(PEERS)}; '' for none (all that can run)")
     args = parser.parse_args(arguments)
     device.use(args.device)
     if args.tokens < UNTIMED + 2:
@@ -167,5 +167,6 @@ def main(arguments: list[str] | None = None) -> None:
     peers = known if args.peers is None else [peer for peer in args.peers.split(",") if peer]
     for peer in peers:
         if peer not in known:
-            raise UserError(f"--peers {peer}: choose from {', '.join(PEERS)}, on the CPU generate alone ('' for none)")
+            there = " and ".join(known) or "no peer"
+            raise UserError(f"--peers {peer}: on {device.kind} in {args.precision} there is {there} ('' for none)")
     bench(workload_of(args, ""), args, peers)

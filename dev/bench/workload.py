@@ -19,6 +19,7 @@ from llmc.model.weights import randomize
 from llmc.ranks import ranks
 from llmc.run.arguments import Parser, add_device_arguments, natural, on_off, parse_arguments, positive
 from llmc.run.run import Origin, build_training
+from llmc.run.settings import check_flags
 from llmc.step.training import Training
 from train_gpt2_fp32 import training_step
 
@@ -61,6 +62,7 @@ class Workload:
     def build(self) -> Training:
         """What trains our model, as the script makes it."""
         args = parse_arguments(self.kind.Config, ["-e", self.model, "--seed", str(SEED), *self.script_flags()])
+        check_flags(args)
         tokenizer = SimpleNamespace(vocab_size=self.config.vocab_size)
         return build_training(self.kind, args, tokenizer, Origin(None, {}, None))[0]
 
@@ -104,11 +106,8 @@ def workload_of(args: argparse.Namespace, directory: str) -> Workload:
     device.use_precision(args.precision)
     choose_attention(args.attention, config.head_size)  # refuses what the model cannot have
     of_ranks = ranks.size() * args.batch_size * T
-    tokens = args.total_batch_size or of_ranks
-    if tokens % of_ranks:
-        raise UserError(f"-d {tokens} must be a multiple of {of_ranks}, the tokens of a batch on each rank")
-    flags = further_flags(args)
-    return Workload(kind, model, config, args.batch_size, T, tokens // of_ranks, f"{directory}/tokens", flags)
+    batches = (args.total_batch_size or of_ranks) // of_ranks
+    return Workload(kind, model, config, args.batch_size, T, batches, f"{directory}/tokens", further_flags(args))
 
 
 def further_flags(args: argparse.Namespace) -> tuple[str, ...]:

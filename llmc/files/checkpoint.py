@@ -105,7 +105,7 @@ def conversion(path: str | Path, kind: type[Config]) -> str:
     if in_file == device.BF16 and device.floatX != device.BF16:
         return f"{path}: its weights are bf16 and become fp32"
     if in_file != device.BF16 and device.floatX == device.BF16:
-        return f"{path}: its weights are fp32; forward and backward take them rounded to bf16"
+        return f"{path}: its weights are fp32; the model computes with them rounded to bf16"
     return ""
 
 

@@ -124,9 +124,9 @@ def model_for_inference(kind: type[Model], path: str | Path, T: int) -> Model:
     """The model in a `.bin`, without gradients, for texts of up to T tokens. Raises UserError as `read_model` does. If
     its weights are converted, stderr says so."""
     config, tensors = read_model(path, kind.Config)
-    converted = conversion(path, kind.Config)
-    if converted:
-        print(converted, file=sys.stderr, flush=True)
     model = kind(config, T, inference=True)
+    coded = f"{path}: large weights of the layers become e4m3, the others bf16" if model.codes.size else ""
+    if converted := coded or conversion(path, kind.Config):
+        print(converted, file=sys.stderr, flush=True)
     load_weights(model, None, tensors)
     return model

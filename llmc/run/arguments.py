@@ -130,8 +130,8 @@ def add_device_arguments(parser, precision: str = "tf32") -> None:
     add = parser.add_argument
     add("-a", "--attention", choices=ATTENTIONS, default="auto", help="auto: flash on CUDA, else softmax")
     add("--precision", choices=PRECISIONS, default=precision,
-        help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations; fp8: bf16, and "
-        "large products of layers in e4m3, for text their weights alone (%(default)s)")
+        help="fp32; tf32: products in TF32 where the GPU can; bf16: products, weights and activations; fp8: bf16, but "
+        "large products of layers take e4m3, in generate.py for the weight alone (%(default)s)")
     add("-f", dest="precision", type=llmc_precision, default=argparse.SUPPRESS, metavar="0|1",
         help="llm.c's flag: 0 is fp32, 1 is tf32")  # fmt: skip
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: CUDA where it works, else the CPU")
