@@ -25,7 +25,7 @@ WGMMA = {
     "backward_key": {64: (2, 3), 128: (2, 3)},
 }
 L2_BYTES = 32 << 20  # that a group of heads may fill
-# With so many blocks, twice the multiprocessors of an H100, a block of backward_key takes all query heads of its keys.
+# With at least so many, two a multiprocessor of an H100, blocks of backward_key take all query heads of their keys.
 LEAST_BLOCKS = 264
 
 
@@ -98,8 +98,8 @@ def scratch_of_flash(B: int, T: int, NH: int, NKV: int, HS: int) -> dict[str, in
 
 def has_shares(B: int, T: int, NH: int, NKV: int, HS: int, wgmma: bool) -> bool:
     """Whether backward sets each query head's share of the gradients of its key and value head (`dkv_heads`), and then
-    adds up the shares. With Hopper's kernels it does so only if there are too few blocks otherwise: without shares a
-    step of Qwen3-0.6B at B 8 takes an H100 2.9% less, one of Llama 3.2 1B 1.0%."""
+    adds up the shares. With Hopper's kernels it does so only where whole groups of heads would make too few blocks:
+    without shares a step of Qwen3-0.6B at B 8 takes an H100 2.9% less, one of Llama 3.2 1B 1.0%."""
     return NKV < NH and not (wgmma and B * NKV * ceil_div(T, 64 * WGMMA["backward_key"][HS][0]) >= LEAST_BLOCKS)
 
 
@@ -115,9 +115,9 @@ def launch_wgmma(
     name: str, operands: int, B: int, T: int, NH: int, NKV: int, HS: int, arrays: tuple, floats: int = 0,
     whole_groups: bool = False,
 ) -> None:  # fmt: skip
-    """Launches a kernel of flash_attention_hopper.cu: a block for each tile and each query head, or with whole_groups
-    each key head, of warpgroups that compute and one that loads. In shared memory it also has tiles of two more arrays,
-    `floats` fp32 numbers for each of their rows, and mbarriers."""
+    """Launches a kernel of flash_attention_hopper.cu: a block for each tile of each query head, or of each key
+    head with whole_groups. Its warpgroups compute, but for one, which loads. In shared memory a block also has tiles of
+    two more arrays, `floats` fp32 numbers for each of their rows, and mbarriers."""
     warpgroups, stages = WGMMA[name][HS]
     rows, heads = 64 * warpgroups, B * (NKV if whole_groups else NH)
     shared = (operands * rows + 2 * stages * TILE) * HS * 2 + floats * stages * TILE * 4 + 8 * (4 * stages + 1)

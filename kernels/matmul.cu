@@ -48,8 +48,8 @@ __device__ inline const Vec& numbers_of(const Vec& v) { return v; }
 // several warps do. A thread starts to load AT_ONCE vectors of the weight before it uses the first, and before the
 // launch in front has ended. A thread whose output would lie behind the last one computes the last one, too.
 //
-// memory loads vectors of the input. load(o, i) loads the one from the i-th number of row o of the weight on, which is
-// multiplied by `scale`.
+// memory loads vectors of the input. load(o, i) loads the vector of the weight that begins at the i-th number of row o.
+// The weight is `scale` times these numbers.
 template <int AT_ONCE, class Memory, class Load>
 __device__ inline void matvec(floatX* out, const floatX* inp, const floatX* bias, int C, int OC, Memory memory,
                               float scale, Load load) {

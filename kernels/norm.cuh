@@ -40,8 +40,8 @@ __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block
 // floats, rounded up to a multiple of WIDTH, for each row. Each thread touches only its own floats.
 //
 // If a model lacks a tensor, its pointer is null: mean, a shift, proj0, proj1, out1, residual if there is no branch,
-// random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere it costs a
-// branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
+// random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere a test
+// costs a branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
 __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
                                     const Branch& branch0, const Branch& branch1, const Norm& norm0, const Norm& norm1,
                                     float eps, int N, int C, const int* random = nullptr) {

@@ -1,4 +1,4 @@
-"""The forward pass of all norms: how a kernel whose body is norm_forward (norm.cuh) is launched."""
+"""The launch of the norms' forward kernels, whose body is norm_forward (norm.cuh)."""
 
 from device import ceil_div
 from device.sources import Source
@@ -11,8 +11,8 @@ MOST_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 
 
 def launch_forward(cu: Source, kernel: str, args: tuple, eps: float, N: int, C: int) -> None:
     """Launches a kernel of cu, whose last arguments are eps, N and C. A block has four rows, and a warp for each. If
-    rows are long, it has one row, and a thread 16 channels. If rows are few, as when a model writes text, each gets as
-    many threads as have work."""
+    rows are long, a block has one row, and a thread 16 channels. If rows are few, as when a model writes text, each row
+    gets as many threads as have work."""
     # An H100 takes 10% less to 7% more time for LayerNorm than with a kernel and blocks of its own, and 4% less to 18%
     # more for the parallel residual (fp32, dropout). This is 0.3% of a step at most.
     width = cu.width

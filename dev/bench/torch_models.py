@@ -48,9 +48,9 @@ def fill(parameter: torch.Tensor, values: np.ndarray) -> None:
 
 
 def take_float8(model: nn.Module) -> None:
-    """Makes the products of a model's layers those of torchao's tensorwise recipe: operands of a byte, scaled by the
-    largest value of now. Left as they are: the head, sizes that are no multiple of 16, and weights that torchao calls
-    too small to gain. Raises UserError where torchao is not installed."""
+    """Makes the products of a model's layers those of torchao's tensorwise recipe: operands of a byte, each tensor
+    scaled by its largest value at the time. Left as they are: the head, sizes that are no multiple of 16, and weights
+    that torchao calls too small to gain. Raises UserError where torchao is not installed."""
     library("torchao", "a step in float8")
     from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 

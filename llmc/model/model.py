@@ -22,8 +22,8 @@ class Model:
                                       In bf16, AdamW rounds these from a master copy in fp32, whose last 16 bits it
                                       has (llmc/model/adamw.py).
     grads_memory (num_parameters,)    their gradients, fp32. A model for inference has none.
-    codes                             in fp8, bytes: what products take in place of some matrices (take_codes). In a
-                                      model for inference params_memory has no place for these matrices
+    codes                             in fp8, bytes: codes and scales of the matrices whose products take codes. A
+                                      model for inference has no place for these matrices in params_memory
     params, grads                     the tensors in them, as name_tensors and `group_parameters` name them
     constant                          arrays that never change, for sequences of up to T
 
@@ -88,8 +88,8 @@ class Model:
         return model
 
     def take_codes(self) -> None:
-        """Puts a Weight and its Gradient (kernels/fp8.py) in the place of each matrix whose products take codes; in a
-        model for inference a Codes."""
+        """Puts a Weight and its Gradient (kernels/fp8.py) in the place of each matrix whose products take codes, or,
+        in a model for inference, a Codes."""
         end = 0
 
         def room(*shape: int, dtype=np.uint8):
@@ -173,8 +173,8 @@ def coded_matrices(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def codes_bytes(config: Config, layouts: int = 2) -> int:
-    """The bytes of Model.codes: for each layout one a number, and a scale a matrix, at a multiple of 16. A model
-    for inference has one layout."""
+    """The bytes of Model.codes: for each layout of a matrix one a number, and 16 for a scale. A model for inference
+    has one layout."""
     return sum(layouts * (OC * C + 16) for OC, C in coded_matrices(config).values()) * config.num_layers
 
 

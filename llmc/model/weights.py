@@ -47,7 +47,7 @@ def put(model: Model, adamw: AdamW | None, start: int, values) -> None:
 
 def put_part(model: Model, adamw: AdamW | None, name: str, at: int, values) -> None:
     """The same for a parameter's numbers from the at-th on. If a model has only codes of a matrix, its parts must come
-    in order; the last one of each layer encodes it."""
+    in order: the last part of a layer's matrix encodes it."""
     in_codes = {} if model.grads else model.coded()
     if name not in in_codes:
         places, _ = layout(without(model.config.parameters(), in_codes), model.config.sizes(), align=1)
