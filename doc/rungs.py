@@ -152,7 +152,7 @@ TOPICS["layernorm_forward"] = Topic(
         layernorm_rung("registers_kernel", lambda N: grid(N, block=8), (32, 8), fours=True),
         Rung("layernorm_forward of kernels/layernorm.py",
              lambda cu, a: layernorm_forward(a.out, (a.mean, a.rstd), a.inp, (a.weight, a.bias), 1, a.N, a.C),
-             "A warp a row, as long as it has 1024 channels at most: rows of any length, which wait in shared memory."),
+             "A warp for a row of up to 1024 channels, several warps for a longer one; rows wait in shared memory."),
     ],
 )  # fmt: skip
 
