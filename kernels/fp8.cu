@@ -59,7 +59,7 @@ __device__ inline unsigned to_e4m3(float a, float b, float c, float d) {
 }
 
 // maxima (gridDim.x): for each block the largest absolute value of its part of inp (n); infinity if it has a NaN. n is
-// a multiple of WIDTH, and inp lies at a multiple of 16 bytes. A maximum is the same in any order: this goes from the
+// a multiple of WIDTH, and inp lies at a multiple of 16 bytes. A maximum is the same in any order: absmax goes from the
 // end, which was written last and may still be in L2, to the beginning, where encode starts. (With the other direction
 // an H200 took 1% longer for a step of Llama 3.2 1B at B 8.)
 extern "C" __global__ void absmax_kernel(SETS float* maxima, const floatX* inp, size_t n) {

@@ -105,6 +105,8 @@ def test_text_times_a_token_beside_transformers(monkeypatch, capsys):
     weights = 2 * 16 + 64 * 16 - 32 * 16 + 16 * 16 + 48 * 16 + 24 * 16 + 16 + 384 * 16
     limit = 1e-6 * 4 * (weights + 2 * 2 * 9 * 8)
     assert float(rows[text.TRAINERS["limit"]][0]) == pytest.approx(limit, abs=6e-4)
+    refused = refusal(text.main, [*flags, "--device", "cpu", "--precision", "fp8", "--peers", "generate"])
+    assert refused == "--peers generate: on cpu in fp8 there is no peer ('' for none)"
 
 
 def test_transformers_writes_with_our_weights(monkeypatch):

@@ -448,7 +448,7 @@ def test_a_run_has_the_same_bits_recomputed_offloaded_or_out_of_order(large_weig
 
 
 def losses_between_steps(kind: type[device.CpuDevice], config) -> np.ndarray:
-    """Of a batch, in validations, two before each of four steps of two batches."""
+    """The losses of a batch in validations: two before each of four steps of two batches."""
     device.current.device = kind()
     device.use_precision("fp8")
     training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
@@ -513,7 +513,7 @@ def test_a_product_of_a_weight_that_has_codes_alone_takes_their_numbers_and_the_
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_text_is_written_with_the_numbers_of_the_weights_codes(dev, monkeypatch, config):
-    """As by a model of these numbers in bf16: prompts of 16 tokens, and a further token, of one text and of three."""
+    """The logits are those of a bf16 model with these numbers: of a prompt and of a token, in one text and in three."""
     monkeypatch.setattr(weights, "STAGED", 1000)
     flat = flat_parameters(config)
     rounded, texts = flat.copy(), random_texts(config, 3, 17)
@@ -596,7 +596,7 @@ FLAGS = ["-e", CODED, "-i", "data", "-b", "2", "-t", "32", "-d", "64", "-v", "0"
 
 
 def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, capsys):
-    """While it trains it writes the text of its bf16 weights, also where it computes 16 rows anew."""
+    """Its samples are the text of its bf16 weights, also where a sample computes 16 rows anew."""
     monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
     folder = make_folder(tmp_path / "cpu.gpt2")
     out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "2", "--precision", "bf16"])

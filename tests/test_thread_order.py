@@ -195,7 +195,7 @@ def master_copy():
 
 
 def codes():
-    """Of a matrix of several tiles, as it lies and transposed; and what reads them as a weight."""
+    """Codes of a matrix of several tiles, as it lies and transposed; and the kernels that read them as a weight."""
     device.use_precision("bf16")
     N, C = 80, 272
     inp = device.to_bf16(normal(np.random.default_rng(8), N, C))
