@@ -20,9 +20,11 @@ struct alignas(WIDTH) Codes {
     unsigned words[WIDTH / 4];
 };
 
-// The numbers of two codes, the first in the lower byte. For NaN any number: there the scale is NaN.
+// The numbers of two codes, the first in the lower byte. For NaN any number: there the scale is NaN. CUDA 12.0 has the
+// instruction for compute capability 9.0 alone. Then there are no codes with 8.9, but the other kernels must compile.
 __device__ inline void from_e4m3(float& first, float& second, unsigned codes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || \
+    __CUDA_ARCH__ == 890 && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ > 0))
     asm("{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {low, high}, both;"
         " cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(first), "=f"(second) : "h"((unsigned short)codes));
 #else
