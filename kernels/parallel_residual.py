@@ -6,8 +6,10 @@ import device
 from device import ceil_div
 from kernels.dropout import Dropout
 from kernels.matmul import as_stored, tile_grid
-from kernels.norm import launch_forward
+from kernels.norm import forward_blocks
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+
+import numpy as np
 
 cu = device.source(__file__)
 
@@ -26,12 +28,15 @@ def parallel_residual_forward(
     (proj0, dropout0), (proj1, dropout1) = pair(branches, (None, None))
     (weight0, shift0), (weight1, shift1) = pair(norms, (None, None))
     out0, out1 = pair(outs[: len(norms)])
-    kernel, args = "parallel_residual_forward_kernel", (
-        residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1,
-    )  # fmt: skip
+    kernel, dropout = "parallel_residual_forward_kernel", ()
     if dropout0 or dropout1:
-        kernel, args = "parallel_residual_dropout_forward_kernel", (*args, *random_and_sites(dropout0, dropout1))
-    launch_forward(cu, kernel, args, eps, B * T, C)
+        kernel, dropout = "parallel_residual_dropout_forward_kernel", random_and_sites(dropout0, dropout1)
+    grid, block, shared_mem = forward_blocks(cu, B * T, C)
+    args = (
+        residual, out0, out1, *stats, inp, proj0, proj1, weight0, shift0, weight1, shift1, *dropout, np.float32(eps),
+        B * T, C,
+    )  # fmt: skip
+    cu.launch(kernel, grid, block, args, shared_mem=shared_mem)
 
 
 def pair(given: Sequence, absent=None) -> list:

@@ -417,6 +417,9 @@ def test_a_weight_is_encoded_once_a_step_and_in_each_other_pass(dev):
         after, scale = from_bf16(dev.to_host(p.fcw.array)), dev.to_host(p.fcw.scale)[0]
         assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(after, scale))
         assert not np.array_equal(after, from_bf16(before))
+    plain = training.model.without_codes()
+    plain.weights_are_new()  # it has none to encode
+    assert plain.params.layer[0].fcw.shape == p.fcw.array.shape and not plain.coded() and training.model.coded()
 
 
 @pytest.fixture

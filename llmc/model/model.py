@@ -84,7 +84,7 @@ class Model:
     def without_codes(self) -> Model:
         """This model, but its products take no codes: for samples, whose passes have any number of rows."""
         model = copy(self)
-        model.params = self.tensors_in(self.params_memory)
+        model.codes, model.params = self.codes[:0], self.tensors_in(self.params_memory)
         return model
 
     def take_codes(self) -> None:
