@@ -57,8 +57,8 @@ ACTIVATIONS = (
     ("qk_rstd",     ("B", "T", "QK"), "fp32"),       # of each head of q and k
     ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
     ("ln_again",    ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
-    ("swiglu",      ("B", "T", "H")),                # forward: output of the SwiGLU at hand
-    ("swiglu_again", ("B", "T", "H"), "swiglu", "recomputed"),
+    ("swiglu",      ("B", "T", "H"), "for fcprojw"),  # forward: output of the SwiGLU at hand
+    ("swiglu_again", ("B", "T", "H"), "swiglu", "recomputed", "for fcprojw"),
     ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
 )  # fmt: skip
 
@@ -67,7 +67,7 @@ GRADIENTS = (
     ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
     ("datty",       ("B", "T", "Q")),                # of atty
     ("dswiglu",     ("B", "T", "H")),                # of the output of the SwiGLU at hand
-    ("dfch",        ("B", "T", "2H")),
+    ("dfch",        ("B", "T", "2H"), "for fcw"),
     ("dqkv",        ("B", "T", "QKV")),              # of qkv, then of qkvproj
 )  # fmt: skip
 
@@ -132,14 +132,14 @@ def qwen3_forward(model: Model, acts, batch) -> None:
     for l in range(L):
         qwen3_layer_forward(model, acts, batch, l)
         p, a = params.layer[l], acts.layer[l]
-        matmul_forward(acts.proj, acts.swiglu, p.fcprojw, None, B, T, H, C)
+        matmul_forward(acts.proj, a.swiglu, p.fcprojw, None, B, T, H, C)
         fused_residual_rmsnorm_forward(
             acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps, B, T, C
         )
 
 
 def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to acts.swiglu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to a.swiglu: all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
@@ -152,7 +152,7 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
     fused_residual_rmsnorm_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C)
 
     matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
-    swiglu_forward(acts.swiglu, a.fch, B * T, H)
+    swiglu_forward(a.swiglu, a.fch, B * T, H)
 
 
 def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
@@ -183,11 +183,11 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
         matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
-        swiglu_backward(acts.dfch, acts.swiglu_again, acts.dswiglu, a.fch, B * T, H)
-        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.swiglu_again, B, T, H, C, accumulate)
-        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 2 * H)
+        swiglu_backward(a.dfch, a.swiglu_again, acts.dswiglu, a.fch, B * T, H)
+        matmul_backward_weight(g.fcprojw, acts.dresidual, a.swiglu_again, B, T, H, C, accumulate)
+        matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 2 * H)
         rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
+        matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
         rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
 
         matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)

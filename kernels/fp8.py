@@ -16,13 +16,14 @@ import numpy as np
 
 cu = device.source(__file__, lambda: device.precision == "fp8")
 
-BLOCKS = 1056  # of absmax_kernel at most: eight for each multiprocessor of an H100
+MOST_BLOCKS = 4  # that make codes on a multiprocessor at once: all do, and share the matrix
 MULTIPLE = 16  # of rows and columns of all matrices
 
 # An H100 gains 3.6e-15 s for each multiplication and addition of a layer's three products, and moves 2.6e12 bytes a
 # second when it encodes: 8 a number of the input (forward reads it twice and writes a byte, backward, which knows the
 # scale, reads it once and writes a byte), 6 a number of the result's gradient (twice read, two bytes written). So a
-# weight (OC,C) pays if C OC / (8 C + 6 OC) is above this.
+# weight (OC,C) pays if C OC / (8 C + 6 OC) is above this. So it was when encoding always read twice. Now it mostly
+# reads once, and SwiGLU's kernels make codes themselves, so a smaller weight may pay.
 LEAST_GAIN = 108
 
 
@@ -32,7 +33,8 @@ class Weight:
 
     array (OC,C)                      the weight, bf16
     codes (OC,C), transposed (C,OC)   its codes
-    scale, inp_scale (1,)             of the weight, and of the input of its product in the last forward pass
+    scale, inp_scale, dout_scale (1,) of the weight, of its product's input in the last forward pass, and of its
+                                      result's gradient in the last backward pass. Before that they may be anything
     is_new                            whether the weight has changed since it was encoded. Then its next forward product
                                       encodes it
     """
@@ -42,14 +44,24 @@ class Weight:
     transposed: Any
     scale: Any
     inp_scale: Any
+    dout_scale: Any
     is_new: bool = True
 
 
 class Gradient(NamedTuple):
-    """The gradient of a Weight. array (OC,C): fp32. inp_scale (1,): the Weight's."""
+    """The gradient of a Weight. array (OC,C): fp32. inp_scale, dout_scale (1,): the Weight's."""
 
     array: Any
     inp_scale: Any
+    dout_scale: Any
+
+
+class Coded(NamedTuple):
+    """A matrix (N,C) that is there as codes (N,C), as codes_T (C,N), the same transposed, or as both. scale (1,)."""
+
+    codes: Any
+    codes_T: Any
+    scale: Any
 
 
 class Codes(NamedTuple):
@@ -70,66 +82,93 @@ def takes_codes(weight, N: int) -> bool:
     return isinstance(weight, (Weight, Gradient)) and N % MULTIPLE == 0
 
 
+def coded(array, dweight, scale: str):
+    """What a kernel makes in the place of an array of C columns that only products with one weight read: a Coded if
+    they take codes, else the array. scale: which one of the weight's Gradient, "inp_scale" or "dout_scale"."""
+    C = array.shape[-1]
+    if not takes_codes(dweight, array.size // C):
+        return array
+    codes, codes_T = array.reshape(-1).view(np.uint8).reshape(2, -1)
+    return Coded(codes.reshape(-1, C), codes_T.reshape(C, -1), getattr(dweight, scale))
+
+
 def plain(weight):
     """The array of a Weight or a Gradient; an array is its own."""
     return weight.array if isinstance(weight, (Weight, Gradient)) else weight
 
 
-def scratch_of_fp8(N: int, weights: list[tuple[int, int]]) -> dict[str, int]:
-    """The scratch for products of N rows with Weights of these shapes (OC,C): purpose, bytes."""
-    if not weights or N % MULTIPLE:
+def scratch_of_fp8(N: int, of_inputs: list[tuple[int, int]], of_douts: list[tuple[int, int]]) -> dict[str, int]:
+    """The scratch for products of N rows: purpose, bytes. of_inputs, of_douts: the shapes (OC,C) of the Weights whose
+    products encode their input, and their result's gradient."""
+    if not of_inputs + of_douts or N % MULTIPLE:
         return {}
-    inputs = N * max(C for _, C in weights)
-    of_dout = {f"fp8 {what} {OC}": size for OC, _ in weights
-               for what, size in (("dout", N * OC), ("dout_T", N * OC), ("scale", 4))}  # fmt: skip
-    return {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": 4 * BLOCKS} | of_dout
+    inputs = N * max((C for _, C in of_inputs), default=0)
+    of_dout = {f"fp8 {what} {OC}": N * OC for OC, _ in of_douts for what in ("dout", "dout_T")}
+    maxima = 4 * (MOST_BLOCKS * device.multiprocessors + 1)
+    return {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": maxima} | of_dout
 
 
-def encode(codes, codes_T, scale, inp, N: int, C: int, *, known=None) -> None:
-    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp, or,
-    with known (1,), that is the scale, and codes beyond the largest one are clipped to it. N and C are multiples of
-    MULTIPLE, and all arrays lie at multiples of 16 bytes."""
-    block, blocks, maxima = cu.block(256), 0, None
-    if known is None:
-        blocks = min(BLOCKS, ceil_div(N * C, cu.width * block))
-        maxima = device.scratch("fp8 maxima", (blocks,), np.float32)
-        cu.launch("absmax_kernel", (blocks,), (block,), (maxima, inp, N * C))
-    args = codes, codes_T, scale, maxima, blocks, known, inp, N, C
-    cu.launch("encode_kernel", (ceil_div(C, 128), ceil_div(N, 64)), (block,), args)
+
+def launch_twice(cu, kernel: str, blocks: int, scale, args: tuple) -> None:
+    """Launches a kernel as Coding of fp8.cuh says, which makes codes and their scale (1,)."""
+    maxima = device.scratch("fp8 maxima", (blocks + 1,), np.float32)
+    for correct in 0, 1:
+        cu.launch(kernel, (blocks,), (cu.block(256),), (scale, maxima, correct, *args))
+
+
+def encode(codes, codes_T, scale, inp, N: int, C: int, *, known: bool = False) -> None:
+    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp. What
+    it is before only decides how long this takes. If it is known, codes beyond the largest one are clipped to that. N
+    and C are multiples of MULTIPLE, and all arrays lie at multiples of 16 bytes."""
+    blocks, args = blocks_of(N, C, MOST_BLOCKS), (codes, codes_T, inp, N, C)
+    if known:
+        cu.launch("encode_kernel", (blocks,), (cu.block(256),), (scale, None, 0, *args))
+    else:
+        launch_twice(cu, "encode_kernel", blocks, scale, args)
+
+
+def blocks_of(N: int, C: int, at_once: int) -> int:
+    """The blocks that share the tiles of an (N,C) matrix, if a multiprocessor runs `at_once` of them at once."""
+    return min(ceil_div(N, 64) * ceil_div(C, 128), at_once * device.multiprocessors)
 
 
 def fp8_forward(out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
-    """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC), or None. Sets weight.inp_scale, and the weight's codes and
-    scale if it is new."""
+    """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC), or None. Sets weight.inp_scale, unless inp is Coded, and
+    the weight's codes and scale if it is new."""
     if weight.is_new:
         encode(weight.codes, weight.transposed, weight.scale, weight.array, OC, C)
         weight.is_new = False
-    codes = device.scratch("fp8 input", (N, C), np.uint8)
-    encode(codes, None, weight.inp_scale, inp, N, C)
-    scales = {"scale_a": weight.inp_scale, "scale_b": weight.scale}
-    device.gemm(out, codes, weight.codes, N, OC, C, trans_b=True, bias=bias, **scales)
+    if not isinstance(inp, Coded):
+        array, inp = inp, Coded(device.scratch("fp8 input", (N, C), np.uint8), None, weight.inp_scale)
+        encode(*inp, array, N, C)
+    scales = {"scale_a": inp.scale, "scale_b": weight.scale}
+    device.gemm(out, inp.codes, weight.codes, N, OC, C, trans_b=True, bias=bias, **scales)
 
 
 def fp8_backward_inp(dinp, dout, weight: Weight, N: int, C: int, OC: int, beta: float) -> None:
-    """dinp (N,C) = dout (N,OC) @ weight (OC,C) + beta dinp. Leaves the codes of dout, also transposed, for
-    fp8_backward_weight, which must follow before another gradient with as many columns is encoded."""
-    codes, transposed, scale = codes_of_dout(N, OC)
-    encode(codes, transposed, scale, dout, N, OC)
-    device.gemm(dinp, codes, weight.transposed, N, C, OC, trans_b=True, beta=beta, scale_a=scale, scale_b=weight.scale)
+    """dinp (N,C) = dout (N,OC) @ weight (OC,C) + beta dinp. If dout is not Coded, this leaves its codes, also
+    transposed, for fp8_backward_weight, which must follow before another gradient with as many columns is encoded."""
+    if not isinstance(dout, Coded):
+        array, dout = dout, codes_of_dout(weight.dout_scale, N, OC)
+        encode(*dout, array, N, OC)
+    scales = {"scale_a": dout.scale, "scale_b": weight.scale}
+    device.gemm(dinp, dout.codes, weight.transposed, N, C, OC, trans_b=True, beta=beta, **scales)
 
 
-def fp8_backward_weight(dweight: Gradient, inp, N: int, C: int, OC: int, beta: float) -> None:
-    """dweight (OC,C) = dout (N,OC)^T @ inp (N,C) + beta dweight, from the codes that fp8_backward_inp has left."""
-    inp_T = device.scratch("fp8 input_T", (C, N), np.uint8)
-    encode(None, inp_T, None, inp, N, C, known=dweight.inp_scale)
-    _, dout_T, scale = codes_of_dout(N, OC)
-    scales = {"scale_a": scale, "scale_b": dweight.inp_scale}
-    device.gemm(dweight.array, dout_T, inp_T, OC, C, N, trans_b=True, beta=beta, **scales)
+def fp8_backward_weight(dweight: Gradient, dout, inp, N: int, C: int, OC: int, beta: float) -> None:
+    """dweight (OC,C) = dout (N,OC)^T @ inp (N,C) + beta dweight. If dout is not Coded, fp8_backward_inp has left its
+    codes."""
+    if not isinstance(dout, Coded):
+        dout = codes_of_dout(dweight.dout_scale, N, OC)
+    if not isinstance(inp, Coded):
+        array, inp = inp, Coded(None, device.scratch("fp8 input_T", (C, N), np.uint8), dweight.inp_scale)
+        encode(*inp, array, N, C, known=True)
+    scales = {"scale_a": dout.scale, "scale_b": inp.scale}
+    device.gemm(dweight.array, dout.codes_T, inp.codes_T, OC, C, N, trans_b=True, beta=beta, **scales)
 
 
-def codes_of_dout(N: int, OC: int) -> tuple:
-    """Room for the codes (N,OC), the transposed codes (OC,N) and the scale (1,) of a gradient with OC columns.
-    Gradients of other widths have their own: there the next codes need not wait for a product on the side stream."""
+def codes_of_dout(scale, N: int, OC: int) -> Coded:
+    """Room for the codes of a gradient with OC columns. Gradients of other widths have their own: there the next codes
+    need not wait for a product on the side stream."""
     codes = device.scratch(f"fp8 dout {OC}", (N, OC), np.uint8)
-    transposed = device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8)
-    return codes, transposed, device.scratch(f"fp8 scale {OC}", (1,), np.float32)
+    return Coded(codes, device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8), scale)

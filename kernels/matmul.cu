@@ -1,6 +1,6 @@
 // Linear layers: out (N, OC) = inp (N, C) @ weight (OC, C)^T + bias (OC), N = B*T. cuBLAS computes the products, except
 // that of a single row. This file has that one, and a transposition. Both are memory-bound.
-#include "common.cuh"
+#include "fp8.cuh"
 
 // out (C, N) = inp (N, C)^T. A block takes one tile. inp may be a weight, whose address need not be a multiple of 16.
 extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp, int N, int C) {
@@ -15,16 +15,9 @@ extern "C" __global__ void transpose_kernel(SETS floatX* out, const floatX* inp,
     store_transposed(out, tile, n0, i0, N, C);
 }
 
-// WIDTH codes in e4m3 (fp8.cu), which lie at a multiple of WIDTH bytes.
-struct alignas(WIDTH) Codes {
-    unsigned words[WIDTH / 4];
-};
-
-// The numbers of two codes, the first in the lower byte. For NaN any number: there the scale is NaN. CUDA 12.0 has the
-// instruction for compute capability 9.0 alone. Then there are no codes with 8.9, but the other kernels must compile.
+// The numbers of two codes, the first in the lower byte. For NaN any number: there the scale is NaN.
 __device__ inline void from_e4m3(float& first, float& second, unsigned codes) {
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || \
-    __CUDA_ARCH__ == 890 && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ > 0))
+#ifdef HAS_E4M3
     asm("{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, %2; mov.b32 {low, high}, both;"
         " cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }" : "=f"(first), "=f"(second) : "h"((unsigned short)codes));
 #else

@@ -12,7 +12,7 @@ MANY_OUTPUTS = 16384  # with so many, matvec uses 8 lanes for an output
 
 def matmul_forward(out, inp, weight, bias, B: int, T: int, C: int, OC: int) -> None:
     """out (B,T,OC) = inp (B,T,C) @ weight (OC,C)^T + bias (OC). bias is None if there is none. weight may be a Weight
-    or a Codes of kernels/fp8.py.
+    or a Codes of kernels/fp8.py; with a Weight inp may be Coded.
 
     The product adds the bias before it rounds. In bf16 this matters for a projection that a norm's kernel adds to the
     residual stream. A number of the stream and one of `out` have 8 significant bits each, so their sum often lies
@@ -78,8 +78,8 @@ def weight_is_transposed(N: int, C: int, OC: int) -> bool:
 def matmul_backward_inp(dinp, dout, weight, B: int, T: int, C: int, OC: int, accumulate: bool = False) -> None:
     """dinp (B,T,C) = dout (B,T,OC) @ weight (OC,C), or += with accumulate, for an input that had another reader.
 
-    weight may be a Weight of kernels/fp8.py. Then this encodes dout. matmul_backward_weight takes these codes, so it
-    must follow for the same dout, before another dout with OC columns is encoded.
+    weight may be a Weight of kernels/fp8.py. Then dout is Coded, or this encodes it. matmul_backward_weight takes these
+    codes, so it must follow for the same dout, before another dout with OC columns is encoded.
     """
     beta = float(accumulate)
     if takes_codes(weight, B * T):
@@ -97,11 +97,11 @@ def matmul_backward_weight(dweight, dout, inp, B: int, T: int, C: int, OC: int, 
 
     inp may be a view (B*T,C) of a matrix that lies in memory transposed, as (C,B*T). A kernel that recomputes an input
     for backward writes it so if transposes() says so. Another input is transposed here if there are enough rows.
-    dweight may be a Gradient of kernels/fp8.py.
+    dweight may be a Gradient of kernels/fp8.py, and dout and inp then Coded.
     """
     beta = float(accumulate)
     if takes_codes(dweight, B * T):
-        fp8_backward_weight(dweight, inp, B * T, C, OC, beta)
+        fp8_backward_weight(dweight, dout, inp, B * T, C, OC, beta)
     elif not inp.flags.c_contiguous:
         device.gemm(dweight, dout, inp.T, OC, C, B * T, trans_a=True, trans_b=True, beta=beta)
     elif transposes() and B * T >= ROWS_WORTH_TRANSPOSING:

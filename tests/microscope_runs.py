@@ -29,7 +29,7 @@ HARD = {
     "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
     "recompute_norm": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
     "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
-    "sample:top_p": "B=1,V=5003,Vp=5120",
+    "sample:top_p": "B=1,V=5003,Vp=5120", "encode": "N=80,C=400", "swiglu_backward:codes": "N=80,C=272",
 }  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
@@ -39,7 +39,8 @@ MUTANTS = [
     ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
     ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"),
     ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 2, "cached_attention_forward"),
-    ("sampling.cu", 0, "sample:top_p"),
+    ("sampling.cu", 0, "sample:top_p"), ("fp8.cu", 0, "encode"), ("fp8.cu", 1, "encode"),
+    ("swiglu.cu", 0, "swiglu_backward:codes"), ("swiglu.cu", 1, "swiglu_backward:codes"),
 ]  # fmt: skip
 
 # Kernels of tests/cu: their file, name, block and grid; the first argument is written to.
@@ -77,7 +78,9 @@ def main() -> None:
                 found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, bytes_of_arrays(one)])
         device.current.device.multiprocessors = 1  # so each block takes several turns, in the same shared memory
         # In bf16 flash attention has other barriers than in fp32; the other kernels have the same.
-        for name, shape in ((n, s) for n, s in HARD.items() if precision == "fp32" or n.startswith("flash")):
+        for name, shape in HARD.items():
+            if precision != (LAUNCHES[name].precision or "fp32") and not name.startswith("flash"):
+                continue
             for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
                 races[one.kernel].extend(race_lines(one))
     for file, kernel, block, grid in BROKEN:
@@ -86,6 +89,7 @@ def main() -> None:
         lines = [[one.arrays[x.array].name, KINDS[x.kind], x.place.line, x.warps, x.lanes] for x in lines_of(one)]
         found["lines"][kernel], found["outside"][kernel] = lines, sum(one.outside.values())
     for file, which, name in MUTANTS:
+        device.use_precision(LAUNCHES[name].precision or "fp32")
         use_kernels(mutated(Path(sys.argv[1]) / f"{Path(file).stem}_{which}", file, which))
         watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
         races = [line for one in watched for line in race_lines(one)]

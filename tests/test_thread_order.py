@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import device
+from dev.microscope.launches import room_for_codes
 from device import cpp, cpu
 from kernels import flash_attention
 from kernels.adamw import join, split
@@ -22,6 +23,7 @@ from kernels.layernorm import layernorm_backward
 from kernels.matmul import decoded, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.sampling import sample
+from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.batches import Batches
 from llmc.data.dataloader import sort_by_token
 from llmc.model.batch import random_words
@@ -195,7 +197,7 @@ def master_copy():
 
 
 def codes():
-    """Codes of a matrix of several tiles, as it lies and transposed; and the kernels that read them as a weight."""
+    """Codes of matrices of several tiles, as they lie and transposed; and the kernels that read them as a weight."""
     device.use_precision("bf16")
     N, C = 80, 272
     inp = device.to_bf16(normal(np.random.default_rng(8), N, C))
@@ -203,6 +205,9 @@ def codes():
     encode(weight.codes, np.zeros((C, N), np.uint8), weight.scale, inp, N, C)
     matvec(np.zeros_like(inp[:, 0]), inp[0], weight, None, C, N)
     decoded(weight, C, N)
+    H, dout = C // 2, np.ascontiguousarray(inp[:, : C // 2])
+    swiglu_forward(room_for_codes(N, H), inp, N, H)
+    swiglu_backward(room_for_codes(N, C), room_for_codes(N, H), dout, inp, N, H)
     device.use_precision("fp32")
 
 

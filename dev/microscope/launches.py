@@ -22,7 +22,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from kernels.fp8 import Codes, encode
+from kernels.fp8 import Coded, Codes, encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
 from kernels.matmul import decoded, matmul_backward_bias, matmul_forward, matvec, transpose, transposes
@@ -218,9 +218,9 @@ add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda size, a: recomputed(a.out))
 
 
-def room_for_codes(size, a) -> dict:
-    codes, codes_T = (device.empty(shape, np.uint8) for shape in ((size.N, size.C), (size.C, size.N)))
-    return {"codes": codes, "codes_T": codes_T}
+def room_for_codes(N: int, C: int) -> Coded:
+    codes, codes_T = (device.empty(shape, np.uint8) for shape in ((N, C), (C, N)))
+    return Coded(codes, codes_T, device.asarray(np.ones(1, np.float32)))
 
 
 def coded_weight(size, a) -> dict:
@@ -230,7 +230,11 @@ def coded_weight(size, a) -> dict:
 
 add(matvec, "C=256 OC=64", "out=OC inp=C bias=OC", coded_weight, "codes", ("C % 16 == 0",), "bf16")
 add(decoded, "C=256 OC=64", "", coded_weight, needs=("C % 16 == 0",), precision="bf16")
-add(encode, MATRIX, "scale*=1 inp=N,C", room_for_codes, needs=("N % 16 == 0", "C % 16 == 0"), precision="bf16")
+CODED = {"variant": "codes", "needs": ("N % 16 == 0", "C % 16 == 0"), "precision": "bf16"}
+add(encode, MATRIX, "inp=N,C", lambda size, a: room_for_codes(size.N, size.C)._asdict(), **CODED | {"variant": ""})
+add(swiglu_forward, MATRIX, "inp=N,2*C", lambda size, a: {"out": room_for_codes(size.N, size.C)}, **CODED)
+add(swiglu_backward, MATRIX, "dout=N,C inp=N,2*C", lambda size, a: {
+    "dinp": room_for_codes(size.N, 2 * size.C), "out": room_for_codes(size.N, size.C)}, **CODED)
 
 add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses*=B,T",
     lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))},

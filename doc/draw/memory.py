@@ -32,7 +32,7 @@ def draw() -> str:
     tables = {
         "activations": parts(activations, sizes, ALIGNMENT, config.absent),
         "activation gradients": parts(gradients, sizes, ALIGNMENT, config.absent),
-        "scratch": [(name, n / 2**20) for name, n in training_scratch(config, B, T, ATTENTION).items()],
+        "scratch": [(name, n / 2**20) for name, n in training_scratch(GPT2, config, B, T, ATTENTION).items()],
     }
     equal = [name for name, size in sizes_of.items() if name != "parameters" and size == sizes_of["parameters"]]
     drawn = {name: size / 2**20 for name, size in sizes_of.items() if name not in equal}

@@ -14,12 +14,12 @@ from device.errors import UserError
 from kernels.attention import Matrices, scratch_of_attention
 from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
-from kernels.fp8 import scratch_of_fp8
+from kernels.fp8 import coded, scratch_of_fp8
 from kernels.matmul import weight_is_transposed
 from kernels.reduce import MOST_PARTIALS, SQUARES
 from llmc.model.batch import Batch
 from llmc.model.model import Model, coded_matrices
-from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, shape_of, without
+from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, readers, shape_of, without
 
 import numpy as np
 
@@ -83,12 +83,12 @@ class Activations:
         self.logit_rows, self.recompute = min(logit_rows or B * T, B * T), recompute
         sizes = training_bytes(type(model), model.config, B, T, attention, logit_rows, recompute)
         self.memory, self.grads_memory = (device.empty((size,), np.uint8) for size in sizes)
-        device.reserve(training_scratch(model.config, B, T, attention))
+        device.reserve(training_scratch(type(model), model.config, B, T, attention))
 
     def views(self, b: int | None = None, t: int | None = None) -> SimpleNamespace:
         """The tensors for a batch of (b, t), at most (B, T), as a pass takes them: by the names of the tables, as
-        `group_activations` groups them, and in each layer `attention`, what its attention keeps. recompute_layer is
-        what backward calls before it goes back through a layer."""
+        `group_activations` groups them, and in each layer `attention`, what its attention keeps. What only products
+        that take codes read is Coded. recompute_layer is what backward calls before it goes back through a layer."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
         activations, gradients = training_tables(type(model), self.attention)
         sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
@@ -99,6 +99,10 @@ class Activations:
             a.qkv = getattr(a, "qkv", acts.qkv)  # the layer's own, or the one that all layers share
         of_gradients = vars(named(self.grads_memory, gradients, config, sizes))
         vars(acts).update((name, view) for name, view in of_gradients.items() if name != "layer")
+        for table, scale in (activations, "inp_scale"), (gradients, "dout_scale"):
+            for name, weight in readers(table).items():
+                for a, g in zip(acts.layer, model.grads.layer, strict=True):
+                    setattr(a, name, coded(getattr(acts, name), getattr(g, weight), scale))
         model.group_activations(acts, config)
         return acts
 
@@ -179,7 +183,7 @@ def cache_bytes(kind: type[Model], config: Config, B: int, context: int) -> int:
     return max(table_bytes(cache_table(kind), config, cache_sizes(config, B, T, context)) for T in (context, 1))
 
 
-def training_scratch(config: Config, B: int, T: int, attention: str) -> dict[str, int]:
+def training_scratch(kind: type[Model], config: Config, B: int, T: int, attention: str) -> dict[str, int]:
     """The scratch that launchers take for themselves in a training step (device.scratch): purpose, bytes."""
     sizes, X = config.sizes(), device.floatX.itemsize
     shapes = [shape_of(symbols, sizes) for _, symbols in config.parameters() if symbols[0] == "L"]
@@ -192,7 +196,11 @@ def training_scratch(config: Config, B: int, T: int, attention: str) -> dict[str
         "input_T": X * B * T * max(config.channels, sizes["Q"]) if device.floatX != device.BF16 else 0,
         "weight_T": X * max(transposed, default=0),
     }
-    found |= scratch_of_fp8(B * T, list(coded_matrices(config).values()))
+    inputs, douts = (  # that no kernel makes as codes
+        [shape for name, shape in coded_matrices(config).items() if name not in readers(table).values()]
+        for table in (kind.ACTIVATIONS, kind.GRADIENTS)
+    )
+    found |= scratch_of_fp8(B * T, inputs, douts)
     return found | scratch_of_attention(attention, B, T, config.num_heads, config.kv_heads, config.head_size)
 
 

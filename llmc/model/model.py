@@ -103,9 +103,10 @@ class Model:
                 if not self.grads:
                     setattr(p, name, Codes(codes, scale))
                     continue
-                transposed, inp_scale, g = room(C, OC), room(4, dtype=np.float32)[:1], self.grads.layer[l]
-                setattr(p, name, Weight(getattr(p, name), codes, transposed, scale, inp_scale))
-                setattr(g, name, Gradient(getattr(g, name), inp_scale))
+                transposed, g = room(C, OC), self.grads.layer[l]
+                scales = [room(4, dtype=np.float32)[:1] for _ in range(2)]
+                setattr(p, name, Weight(getattr(p, name), codes, transposed, scale, *scales))
+                setattr(g, name, Gradient(getattr(g, name), *scales))
 
     def coded(self) -> dict[str, tuple[int, int]]:
         """The matrices whose products take codes (coded_matrices)."""
@@ -173,9 +174,10 @@ def coded_matrices(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def codes_bytes(config: Config, layouts: int = 2) -> int:
-    """The bytes of Model.codes: for each layout of a matrix one a number, and 16 for a scale. A model for inference
-    has one layout."""
-    return sum(layouts * (OC * C + 16) for OC, C in coded_matrices(config).values()) * config.num_layers
+    """The bytes of Model.codes: for each layout of a matrix one a number, and 16 for each of three scales. A model for
+    inference has one layout and one scale."""
+    scales = 2 * layouts - 1
+    return sum(layouts * OC * C + 16 * scales for OC, C in coded_matrices(config).values()) * config.num_layers
 
 
 def decoded_bytes(config: Config) -> int:

@@ -7,11 +7,12 @@ behind the last. The sizes say for how many parts there is room: if for one, all
 owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed; a row (name, shape,
 owner, other) lies in the owner's place behind the other tensor there. A place is as large as the largest of its tensors
 needs.
-Three further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
+Further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
 which is bf16 in the precision of this name. "head": the last such parameter that a model has is its classifier's
 weight. "recomputed": backward makes it once more, as the input of the product for a weight's gradient. Its view is then
 a matrix (rows, channels) in the layout that this product wants; in fp32 this is a transposed one (kernels/matmul.py:
-transposes).
+transposes). "for fcw": only products with this weight read the tensor, as their input or as their result's gradient.
+Each layer has its own view, because products may take codes (kernels/fp8.py: Coded), whose scale is that of a layer.
 """
 
 import math
@@ -31,6 +32,7 @@ Table = tuple[tuple, ...]
 
 ALIGNMENT = 256  # bytes: the start of every activation is a multiple
 FP32, HEAD, RECOMPUTED = WORDS = "fp32", "head", "recomputed"
+FOR = "for "
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # By the type of a field: how its value is written in a model's description.
@@ -54,6 +56,11 @@ def without(table: Table, absent: frozenset[str]) -> Table:
     return tuple(row for row in table if row[0] not in absent)
 
 
+def readers(table: Table) -> dict[str, str]:
+    """The tensors that only products with one weight read, and this weight."""
+    return {name: word.removeprefix(FOR) for name, _, *words in table for word in words if word.startswith(FOR)}
+
+
 def layout(
     table: Table, sizes: dict[str, int], align: int, absent: frozenset[str] = frozenset(),
     floatX: np.dtype | None = None,
@@ -63,7 +70,7 @@ def layout(
     shapes, within, places = {}, {}, {}  # within: a tensor's owner, and its start and end in the owner's place
     for row in without(table, absent):
         name, symbols, *words = row
-        owner = [word for word in words if word not in WORDS] or [name]
+        owner = [word for word in words if word not in WORDS and not word.startswith(FOR)] or [name]
         try:
             shapes[name] = shape_of(symbols, sizes)
         except KeyError as error:
@@ -112,6 +119,9 @@ def name_tensors(
         elif first == "L":
             for l, layer in enumerate(layers):
                 setattr(layer, name, tensors[name][l % sizes["L"]] if name in starts else None)
+        elif name in readers(table):
+            for layer in layers:
+                setattr(layer, name, tensors[name])
     return SimpleNamespace(**tensors, layer=layers)
 
 

@@ -1,0 +1,160 @@
+// Numbers of one byte for matrix products: e4m3, a sign, 4 bits of exponent and 3 of mantissa (Micikevicius et al.
+// 2022, arXiv 2209.05433). The largest is 448. So each matrix has a scale, and is about scale * codes. The scale is the
+// least power of two with which no code is clipped. Then only the rounding to e4m3 changes a number: to divide by a
+// power of two changes its exponent alone.
+#pragma once
+#include "common.cuh"
+
+// Whether there are instructions for e4m3. CUDA 12.0 has them for compute capability 9.0 alone. Then there are no codes
+// with 8.9, but the other kernels must compile.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || \
+    __CUDA_ARCH__ == 890 && (__CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ > 0))
+#define HAS_E4M3
+#endif
+
+constexpr float LARGEST = 448.0f;
+
+// The scale of a matrix whose largest absolute value is `largest`; NaN if that is infinite. At least 2^-126.
+__device__ inline float scale_of(float largest) {
+    if (!(largest < INFINITY)) return __int_as_float(0x7fffffff);
+    // The largest code is 1.75 * 2^8. So with the exponent lowered by 8, a mantissa above 1.75 needs one more.
+    const unsigned bits = __float_as_uint(largest), exponent = (bits >> 23) + ((bits & 0x7fffffu) > 0x600000u);
+    return __uint_as_float((exponent > 9u ? exponent - 8u : 1u) << 23);
+}
+
+// 1 / scale
+__device__ inline float inverse_of(float scale) {
+    return scale == scale ? __uint_as_float((254u << 23) - __float_as_uint(scale)) : scale;
+}
+
+// a * b, also where a is below 2^-126: CuPy compiles all that is not written in PTX to take such a number as 0.
+__device__ inline float exact_product(float a, float b) {
+#ifdef LLMC_CPU
+    return a * b;
+#else
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+#endif
+}
+
+// The code nearest to x, ties to even. Numbers beyond 448 become 448, and NaN becomes 0x7f.
+__device__ inline unsigned to_e4m3(float x) {
+    const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
+    const float size = __uint_as_float(bits & 0x7fffffffu);
+    if (size != size) return 0x7fu;
+    if (size >= LARGEST) return sign | 0x7eu;
+    // Below 2^-6 the exponent stays, and neighbours are 2^-9 apart. So are floats from 2^14 on: the sum rounds.
+    if (size < 0.015625f) return sign | (__float_as_uint(size + 16384.0f) - __float_as_uint(16384.0f));
+    const unsigned rounded = __float_as_uint(size) + 0x7ffffu + (bits >> 20 & 1u);
+    return sign | ((rounded >> 20) - (120u << 3));  // the exponent's bias is 127 in fp32, and 7 here
+}
+
+// Four codes in a word, the first in the lowest byte.
+__device__ inline unsigned to_e4m3(float a, float b, float c, float d) {
+#ifdef HAS_E4M3
+    unsigned short low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return low | (unsigned)high << 16;
+#else
+    return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | to_e4m3(d) << 24;
+#endif
+}
+
+// The codes of a Vec, as they lie in memory, at a multiple of WIDTH bytes.
+struct alignas(WIDTH) Codes {
+    unsigned words[WIDTH / 4];
+};
+
+__device__ inline void store_codes(unsigned char* p, const Codes& codes) { *reinterpret_cast<Codes*>(p) = codes; }
+
+// Every code depends on the largest number of the matrix, which is known only when all numbers are. But from one step
+// to the next the largest number mostly keeps its exponent, and the scale stays. So a kernel that makes codes runs
+// twice. The first time it takes the scale of the time before. It leaves in maxima (gridDim.x + 1) the largest absolute
+// value that each block has seen, and behind them the scale that it took. The second time, with `correct`, it knows the
+// right scale, and stores it. It makes the codes again only if it took another one. So codes and scale do not depend on
+// what was there. If the matrix has a number that is not finite, scale and all codes become NaN: clipping hides
+// nothing. Without maxima a kernel runs once, and the scale is known.
+struct Coding {
+    float *scale, *maxima;
+    int correct;
+    float inverse;
+    unsigned largest;  // as bits, of which those of infinity and NaN are the largest
+
+    // All threads of a block, which is one-dimensional, call it first. False: there is nothing to do.
+    __device__ bool begin() {
+        float right = correct ? 0.0f : *scale;
+        if (correct) {
+            for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) right = fmaxf(right, maxima[i]);
+            right = scale_of(block_max(right));
+            if (blockIdx.x == 0 && threadIdx.x == 0) *scale = right;
+        }
+        inverse = inverse_of(right);
+        return !correct || __float_as_uint(right) != __float_as_uint(maxima[gridDim.x]);
+    }
+
+    __device__ Codes codes_of(const Vec& v) {
+        Codes codes;
+        for (int k = 0; k < WIDTH; k++) largest = max(largest, __float_as_uint(v.x[k]) & 0x7fffffffu);
+        for (int k = 0; k < WIDTH; k += 4) {
+            codes.words[k / 4] = to_e4m3(exact_product(v.x[k], inverse), exact_product(v.x[k + 1], inverse),
+                                         exact_product(v.x[k + 2], inverse), exact_product(v.x[k + 3], inverse));
+        }
+        return codes;
+    }
+
+    // The codes of numbers that would otherwise be stored in bf16, and then encoded.
+    __device__ Codes codes_of_bf16(Vec v) {
+        for (int k = 0; k < WIDTH; k += 2) {
+            const unsigned both = to_bf16(v.x[k], v.x[k + 1]);
+            v.x[k] = __uint_as_float(both << 16);
+            v.x[k + 1] = __uint_as_float(both & 0xffff0000u);
+        }
+        return codes_of(v);
+    }
+
+    // All threads of a block call it last.
+    __device__ void end() {
+        if (maxima == nullptr || correct) return;
+        const float of_block = block_max(__uint_as_float(min(largest, 0x7f800000u)));
+        if (threadIdx.x == 0) maxima[blockIdx.x] = of_block;
+        if (threadIdx.x == 0 && blockIdx.x == 0) maxima[gridDim.x] = *scale;
+    }
+};
+
+// The codes of a tile of ROWS x COLUMNS numbers, transposed: a word has four rows of a column.
+struct CodeTile {
+    static constexpr int ROWS = 64, COLUMNS = 128;
+    unsigned words[COLUMNS][ROWS / 4 + 1];
+
+    // For the tile at row n0 and column i0 of an (N, C) matrix: calls work(n, i, row, column) for vectors that lie
+    // inside the matrix. work takes those of the next three rows, too. N and C are multiples of 16.
+    template <class Work>
+    __device__ static void for_each(int n0, int i0, int N, int C, Work work) {
+        constexpr int VECTORS = COLUMNS / WIDTH;
+        for (int t = threadIdx.x; t < VECTORS * ROWS / 4; t += blockDim.x) {
+            const int row = t / VECTORS * 4, column = t % VECTORS * WIDTH;
+            if (n0 + row < N && i0 + column < C) work(n0 + row, i0 + column, row, column);
+        }
+    }
+
+    __device__ void put(int row, int column, const Codes* rows) {
+        for (int k = 0; k < WIDTH; k++) {
+            unsigned word = 0;
+            for (int r = 0; r < 4; r++) word |= (rows[r].words[k / 4] >> k % 4 * 8 & 255u) << 8 * r;
+            words[column + k][row / 4] = word;
+        }
+    }
+
+    // Writes the tile to codes_T (C, N). The caller puts a barrier in front of the call.
+    __device__ void store(unsigned char* codes_T, int n0, int i0, int N, int C) const {
+        for (int t = threadIdx.x; t < COLUMNS * ROWS / 16; t += blockDim.x) {
+            const int column = t / (ROWS / 16), row = t % (ROWS / 16) * 16;
+            const unsigned* of = &words[column][row / 4];
+            if (i0 + column >= C || n0 + row >= N) continue;
+            *reinterpret_cast<uint4*>(codes_T + (size_t)(i0 + column) * N + n0 + row) =
+                make_uint4(of[0], of[1], of[2], of[3]);
+        }
+    }
+};
