@@ -158,3 +158,32 @@ struct CodeTile {
         }
     }
 };
+
+// Encodes the vectors that load(n, i) gives, of row n from column i on, of an (N, C) matrix: codes (N, C) and codes_T (C,
+// N), of which one may be null. The blocks share the tiles, from the end, which was written last and may still be in
+// L2, to the beginning. A thread loads four vectors before it uses the first.
+template <class Load>
+__device__ inline void encode_tiles(Coding& coding, unsigned char* codes, unsigned char* codes_T, int N, int C,
+                                    Load load) {
+    __shared__ CodeTile tile;
+    const int columns = ceil_div(C, tile.COLUMNS);
+    if (!coding.begin()) return;
+    for (int t = columns * ceil_div(N, tile.ROWS) - 1 - blockIdx.x; t >= 0; t -= gridDim.x) {
+        const int n0 = t / columns * tile.ROWS, i0 = t % columns * tile.COLUMNS;
+        tile.for_each(n0, i0, N, C, [&](int n, int i, int row, int column) {
+            Vec v[4];
+            Codes rows[4];
+            for (int r = 0; r < 4; r++) v[r] = load(n + r, i);
+            for (int r = 0; r < 4; r++) {
+                rows[r] = coding.codes_of(v[r]);
+                if (codes != nullptr) store_codes(codes + (size_t)(n + r) * C + i, rows[r]);
+            }
+            tile.put(row, column, rows);
+        });
+        if (codes_T == nullptr) continue;
+        __syncthreads();
+        tile.store(codes_T, n0, i0, N, C);
+        __syncthreads();  // the next tile overwrites this one
+    }
+    coding.end();
+}
