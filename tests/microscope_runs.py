@@ -39,7 +39,7 @@ MUTANTS = [
     ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
     ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"),
     ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 2, "cached_attention_forward"),
-    ("sampling.cu", 0, "sample:top_p"), ("fp8.cu", 0, "encode"), ("fp8.cu", 1, "encode"),
+    ("sampling.cu", 0, "sample:top_p"), ("fp8.cuh", 0, "encode"), ("fp8.cuh", 1, "encode"),
     ("swiglu.cu", 0, "swiglu_backward:codes"), ("swiglu.cu", 1, "swiglu_backward:codes"),
 ]  # fmt: skip
 
