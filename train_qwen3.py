@@ -67,7 +67,7 @@ GRADIENTS = (
     ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
     ("datty",       ("B", "T", "Q")),                # of atty
     ("dswiglu",     ("B", "T", "H")),                # of the output of the SwiGLU at hand
-    ("dfch",        ("B", "T", "2H"), "for fcw"),
+    ("dfch",        ("B", "T", "2H"), "from fcw"),
     ("dqkv",        ("B", "T", "QKV")),              # of qkv, then of qkvproj
 )  # fmt: skip
 

@@ -13,12 +13,10 @@ from llmc.model.activations import Activations, batch_sizes, choose_attention, t
 from llmc.model.model import Model
 from llmc.model.tensors import (
     ALIGNMENT,
-    FOR,
-    FP32,
-    RECOMPUTED,
     Config,
     layout,
     num_parameters,
+    owners,
     ranges,
     type_of,
     without,
@@ -249,20 +247,21 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(mode
 def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
     device.use("cpu")
     kind, sizes = kind_of(config), batch_sizes(config, 2, 11, 0)
-    tables = *training_tables(kind, "flash"), *training_tables(kind, "softmax")
+    coded = ((), ("fcw",))  # the weights whose products take codes
+    tables = [table for names in coded for name in ("flash", "softmax") for table in training_tables(kind, name, names)]
     for table, floatX in product(tables, (np.dtype("f4"), device.BF16)):
         table = without(table, config.absent)
         starts, length = layout(table, sizes, ALIGNMENT, floatX=floatX)
         sizes_of = {row[0]: int(np.prod(starts[row[0]][1])) * type_of(row, floatX).itemsize for row in table}
         behind = 16 if config.channels % (16 // floatX.itemsize) == 0 else floatX.itemsize  # another C: one by one
-        places = {}  # of each tensor that takes no other's place: its start, and the end of all that lie there
-        for name, _, *words in table:
-            start, owner = starts[name][0], [w for w in words if w not in (FP32, RECOMPUTED) and not w.startswith(FOR)]
-            assert start % (behind if owner else 256) == 0
-            first, end = places.get(owner[0] if owner else name, (start, start))
-            if owner:
-                assert start == (starts[owner[1]][0] + sizes_of[owner[1]] if len(owner) > 1 else first)
-            places[owner[0] if owner else name] = first, max(end, start + sizes_of[name])
+        places, place_of = {}, {}  # of each tensor that takes no other's place: its start, and the end of all there
+        for row in table:
+            name, start, (owner, *others) = row[0], starts[row[0]][0], owners(row) or [row[0]]
+            place = place_of[name] = place_of.get(owner, owner)
+            assert start % (256 if owner == name else behind) == 0
+            assert start == (starts[others[0]][0] + sizes_of[others[0]] if others else starts[owner][0])
+            first, end = places.get(place, (start, start))
+            places[place] = first, max(end, start + sizes_of[name])
         ordered = list(places.values())
         assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
         assert length == ordered[-1][1]

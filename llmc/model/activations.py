@@ -7,6 +7,7 @@ only keys and values stay.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import SimpleNamespace
 
 import device
@@ -19,7 +20,19 @@ from kernels.matmul import weight_is_transposed
 from kernels.reduce import MOST_PARTIALS, SQUARES
 from llmc.model.batch import Batch
 from llmc.model.model import Model, coded_matrices
-from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, readers, shape_of, without
+from llmc.model.tensors import (
+    ALIGNMENT,
+    FOR,
+    FROM,
+    Config,
+    Table,
+    apart,
+    layout,
+    name_tensors,
+    readers,
+    shape_of,
+    without,
+)
 
 import numpy as np
 
@@ -90,7 +103,7 @@ class Activations:
         `group_activations` groups them, and in each layer `attention`, what its attention keeps. What only products
         that take codes read is Coded. recompute_layer is what backward calls before it goes back through a layer."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
-        activations, gradients = training_tables(type(model), self.attention)
+        activations, gradients = training_tables(type(model), self.attention, model.coded())
         sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
         acts = named(self.memory, activations, config, sizes)
         acts.recompute_layer = type(model).layer_recompute if self.recompute else kept
@@ -99,8 +112,8 @@ class Activations:
             a.qkv = getattr(a, "qkv", acts.qkv)  # the layer's own, or the one that all layers share
         of_gradients = vars(named(self.grads_memory, gradients, config, sizes))
         vars(acts).update((name, view) for name, view in of_gradients.items() if name != "layer")
-        for table, scale in (activations, "inp_scale"), (gradients, "dout_scale"):
-            for name, weight in readers(table).items():
+        for prefix, scale in (FOR, "inp_scale"), (FROM, "dout_scale"):
+            for name, weight in readers(activations + gradients, prefix).items():
                 for a, g in zip(acts.layer, model.grads.layer, strict=True):
                     setattr(a, name, coded(getattr(acts, name), getattr(g, weight), scale))
         model.group_activations(acts, config)
@@ -153,10 +166,12 @@ def cache_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
     return batch_sizes(config, B, T, B) | {"L": 1, "L+1": 1, "context": context}
 
 
-def training_tables(kind: type[Model], attention: str) -> tuple[Table, Table]:
-    """The tables of activations and of their gradients. A row that the model has, too, is the model's."""
+def training_tables(kind: type[Model], attention: str, coded: Container[str] = ()) -> tuple[Table, Table]:
+    """The tables of activations and of their gradients. A row that the model has, too, is the model's. coded: the
+    weights whose products take codes."""
     own = frozenset(name for name, *_ in kind.ACTIVATIONS)
-    return kind.ACTIVATIONS + without(KINDS[attention], own), kind.GRADIENTS
+    activations = kind.ACTIVATIONS + without(KINDS[attention], own)
+    return apart(activations, coded), apart(kind.GRADIENTS, coded)
 
 
 def cache_table(kind: type[Model]) -> Table:
@@ -170,7 +185,8 @@ def training_bytes(
 ) -> tuple[int, int]:
     """The bytes of activations, and of their gradients. The first also suffice for a Cache of one text, for samples."""
     sizes = batch_sizes(config, B, T, logit_rows, recompute)
-    activations, gradients = (table_bytes(table, config, sizes) for table in training_tables(kind, attention))
+    tables = training_tables(kind, attention, coded_matrices(config))
+    activations, gradients = (table_bytes(table, config, sizes) for table in tables)
     return max(activations, cache_bytes(kind, config, 1, T)), gradients
 
 
@@ -197,8 +213,8 @@ def training_scratch(kind: type[Model], config: Config, B: int, T: int, attentio
         "weight_T": X * max(transposed, default=0),
     }
     inputs, douts = (  # that no kernel makes as codes
-        [shape for name, shape in coded_matrices(config).items() if name not in readers(table).values()]
-        for table in (kind.ACTIVATIONS, kind.GRADIENTS)
+        [shape for name, shape in coded_matrices(config).items() if name not in made.values()]
+        for made in (readers(kind.ACTIVATIONS + kind.GRADIENTS, prefix) for prefix in (FOR, FROM))
     )
     found |= scratch_of_fp8(B * T, inputs, douts)
     return found | scratch_of_attention(attention, B, T, config.num_heads, config.kv_heads, config.head_size)

@@ -5,19 +5,21 @@ A table is a tuple of rows (name, shape) in the order of the buffer. A shape is 
 has one part for each layer; one whose shape begins with "L+1" is a list, with a part in front of each layer and one
 behind the last. The sizes say for how many parts there is room: if for one, all layers share it. A row (name, shape,
 owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed; a row (name, shape,
-owner, other) lies in the owner's place behind the other tensor there. A place is as large as the largest of its tensors
-needs.
+owner, other) lies in the owner's place behind the other tensor there. A place is as large as its tensors need.
 Further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
 which is bf16 in the precision of this name. "head": the last such parameter that a model has is its classifier's
 weight. "recomputed": backward makes it once more, as the input of the product for a weight's gradient. Its view is then
 a matrix (rows, channels) in the layout that this product wants; in fp32 this is a transposed one (kernels/matmul.py:
-transposes). "for fcw": only products with this weight read the tensor, as their input or as their result's gradient.
-Each layer has its own view, because products may take codes (kernels/fp8.py: Coded), whose scale is that of a layer.
+transposes). "for fcw": only products with this weight read the tensor, as their input; "from fcw": as the gradient of
+their result. Each layer has its own view, because products may take codes (kernels/fp8.py: Coded), whose scale is that
+of a layer. "in place": its kernel makes the tensor from its owner, and may overwrite that. Codes lie behind the owner,
+because a kernel that makes codes runs twice.
 """
 
 import math
 import os
 import re
+from collections.abc import Container
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from types import SimpleNamespace
@@ -31,8 +33,8 @@ import numpy as np
 Table = tuple[tuple, ...]
 
 ALIGNMENT = 256  # bytes: the start of every activation is a multiple
-FP32, HEAD, RECOMPUTED = WORDS = "fp32", "head", "recomputed"
-FOR = "for "
+FP32, HEAD, RECOMPUTED, IN_PLACE = WORDS = "fp32", "head", "recomputed", "in place"
+FOR, FROM = "for ", "from "
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # By the type of a field: how its value is written in a model's description.
@@ -56,9 +58,21 @@ def without(table: Table, absent: frozenset[str]) -> Table:
     return tuple(row for row in table if row[0] not in absent)
 
 
-def readers(table: Table) -> dict[str, str]:
-    """The tensors that only products with one weight read, and this weight."""
-    return {name: word.removeprefix(FOR) for name, _, *words in table for word in words if word.startswith(FOR)}
+def readers(table: Table, *prefixes: str) -> dict[str, str]:
+    """The tensors that only products with one weight read, and this weight: FOR which, FROM which, or both."""
+    prefixes = prefixes or (FOR, FROM)
+    return {name: word.partition(" ")[2] for name, _, *words in table for word in words if word.startswith(prefixes)}
+
+
+def apart(table: Table, coded: Container[str]) -> Table:
+    """A table where products with the weights `coded` take codes. What only these read is not made in place."""
+    behind = {name for name, weight in readers(table).items() if weight in coded}
+    return tuple(tuple(row[2] if word == IN_PLACE and row[0] in behind else word for word in row) for row in table)
+
+
+def owners(row: tuple) -> list[str]:
+    """The tensor whose place a row's tensor takes, and that behind which it lies there, if it does."""
+    return [word for word in row[2:] if word not in WORDS and not word.startswith((FOR, FROM))]
 
 
 def layout(
@@ -67,18 +81,20 @@ def layout(
 ) -> tuple[dict[str, tuple[int, tuple]], int]:  # fmt: skip
     """For each tensor that is not absent its start in the buffer and its shape; and the length of the buffer. Starts
     and length count elements; or bytes, if the run's type floatX is given."""
-    shapes, within, places = {}, {}, {}  # within: a tensor's owner, and its start and end in the owner's place
+    shapes, within, places = {}, {}, {}  # within: whose place a tensor lies in, and its start and end there
     for row in without(table, absent):
-        name, symbols, *words = row
-        owner = [word for word in words if word not in WORDS and not word.startswith(FOR)] or [name]
+        name, symbols, *_ = row
         try:
             shapes[name] = shape_of(symbols, sizes)
         except KeyError as error:
             raise ValueError(f"{name} {symbols}: sizes() has no {error}") from None
-        start = within[owner[1]][2] if len(owner) > 1 else 0
+        owner, *others = owners(row) or [name]
+        place, start, _ = within.get(owner, (owner, 0, 0))
+        for other in others:
+            start = within[other][2]
         end = start + math.prod(shapes[name]) * (type_of(row, floatX).itemsize if floatX else 1)
-        within[name] = owner[0], start, end
-        places[owner[0]] = max(end, places.get(owner[0], 0))
+        within[name] = place, start, end
+        places[place] = max(end, places.get(place, 0))
     begins, end = {}, 0
     for name, size in places.items():
         begins[name] = -(-end // align) * align
