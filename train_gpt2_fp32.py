@@ -66,8 +66,8 @@ ACTIVATIONS = (
     # The same for every layer.
     ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
     ("ln_again",   ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
-    ("gelu",       ("B", "T", "4C")),                # forward: output of the GELU at hand
-    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed"),
+    ("gelu",       ("B", "T", "4C"), "for fcprojw"),  # forward: output of the GELU at hand
+    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed", "for fcprojw"),
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels
 )  # fmt: skip
 
@@ -75,8 +75,9 @@ GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
     ("dln",        ("B", "T", "C")),                 # of the output of the layernorm at hand
     ("datty",      ("B", "T", "C"), "dln"),          # of atty
-    ("dfch",       ("B", "T", "4C")),                # of the GELU's output, which becomes that of its input
-    ("dqkv",       ("B", "T", "3C"), "dfch"),
+    ("dgelu",      ("B", "T", "4C")),                # of the output of the GELU at hand
+    ("dfch",       ("B", "T", "4C"), "dgelu", "in place", "from fcw"),
+    ("dqkv",       ("B", "T", "3C"), "dgelu"),
 )  # fmt: skip
 
 
@@ -132,14 +133,14 @@ def gpt2_forward(model: Model, acts, batch) -> None:
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
         p, a = params.layer[l], acts.layer[l]
-        matmul_forward(acts.proj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        matmul_forward(acts.proj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
         fused_residual_forward(
             acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], B, T, C
         )  # fmt: skip
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to acts.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to a.gelu: all that its backward pass reads."""
     params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -148,7 +149,7 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
     fused_residual_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
 
-    matmul_gelu_forward(acts.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
+    matmul_gelu_forward(a.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
@@ -175,12 +176,12 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         )  # fmt: skip
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(acts.dfch, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.gelu_again, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 4 * C)
+        matmul_backward_inp(acts.dgelu, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(a.dfch, g.fcb, a.gelu_again, acts.dgelu, a.fch, p.fcb, B * T, 4 * C)
+        matmul_backward_weight(g.fcprojw, acts.dresidual, a.gelu_again, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 4 * C)
         layernorm_recompute(acts.ln_again, a.residual2, p.norm2, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+        matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
         layernorm_backward(acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb)
 
         matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)

@@ -60,10 +60,11 @@ ACTIVATIONS = (
     # Shared by all layers. Gradients take the memory of outputs that only forward needs. Logits exist only between
     # forward and backward, so the layers use their memory, too.
     ("logits",     ("chunk", "Vp")),                 # and then their gradient; chunk: B T rows, or --logit-rows
-    ("gelu",       ("B", "T", "4C"), "logits"),      # forward: output of the GELU at hand
-    ("gelu_again", ("B", "T", "4C"), "logits", "recomputed"),  # backward: the same
+    ("gelu",       ("B", "T", "4C"), "logits", "for fcprojw"),  # forward: output of the GELU at hand
+    ("gelu_again", ("B", "T", "4C"), "logits", "recomputed", "for fcprojw"),  # backward: the same
     ("ln_again",   ("B", "T", "C"), "logits", "recomputed"),  # backward: ln1 or ln2
-    ("dfch",       ("B", "T", "4C"), "logits", "gelu"),  # of the GELU's output, which becomes that of its input
+    ("dgelu",      ("B", "T", "4C"), "logits", "gelu"),  # of the GELU's output
+    ("dfch",       ("B", "T", "4C"), "dgelu", "in place", "from fcw"),
     ("dqkv",       ("B", "T", "3C"), "logits", "gelu"),
     ("proj",       ("B", "T", "C"), "logits", "dfch"),  # forward: the attention's projection
     ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: its gradient, at last residual[0]'s
@@ -149,7 +150,7 @@ def pythia_forward(model: Model, acts, batch) -> None:
     for l in range(L):
         pythia_layer_forward(model, acts, batch, l)
         p, a = params.layer[l], acts.layer[l]
-        matmul_forward(acts.fcproj, acts.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        matmul_forward(acts.fcproj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
         branches = [(acts.fcproj, dropout_at(batch.random, 2 + 2 * l))]
         if config.parallel:
             matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
@@ -161,7 +162,7 @@ def pythia_forward(model: Model, acts, batch) -> None:
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norms, acts.lns, up to acts.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norms, acts.lns, up to a.gelu: all that its backward pass reads."""
     config, params, B, T, (_, C, NH, HS, R) = model.config, model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -175,7 +176,7 @@ def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
             branches=[(acts.proj, dropout_at(batch.random, 1 + 2 * l))],
         )  # fmt: skip
 
-    matmul_gelu_forward(acts.gelu, a.fch, acts.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
+    matmul_gelu_forward(a.gelu, a.fch, acts.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
 
 
 def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
@@ -209,12 +210,12 @@ def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None
         )  # fmt: skip
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(acts.dfch, dfcproj, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        matmul_backward_weight(g.fcprojw, dfcproj, acts.gelu_again, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(acts.dln2, acts.dfch, p.fcw, B, T, C, 4 * C)
+        matmul_backward_inp(acts.dgelu, dfcproj, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(a.dfch, g.fcb, a.gelu_again, acts.dgelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
+        matmul_backward_weight(g.fcprojw, dfcproj, a.gelu_again, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(acts.dln2, a.dfch, p.fcw, B, T, C, 4 * C)
         recompute_norm(acts.ln_again, a.residual2, p.norm2[0], a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, acts.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+        matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
         if not config.parallel:
             parallel_residual_backward(
                 acts.dresidual, g.norm2, [acts.dln2], a.residual2, p.norm2, a.norm2, B, T, C,

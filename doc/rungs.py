@@ -347,7 +347,7 @@ TOPICS["gelu_backward"] = Topic(
         Rung("tile_kernel", by_tiles),
         Rung("sums_kernel", with_sums),
         Rung("gelu_backward of kernels/gelu.py",
-             lambda cu, a: gelu_backward(a.dout, a.dbias, a.out_T.T, a.inp, a.bias, a.N, a.C),
+             lambda cu, a: gelu_backward(a.dout, a.dbias, a.out_T.T, a.dout, a.inp, a.bias, a.N, a.C),
              "Four columns a thread: accesses of 16 bytes and tiles of 64 x 64."),
     ],
 )  # fmt: skip

@@ -640,7 +640,7 @@ def check_gelu(lab: Lab) -> None:
         inp, dout, bias = 2 * normal(N, C), normal(1, N, C)[0], normal(C)
         dinp, dbias, out_T = given(dout), given(bias), output(C, N)
         with lab.in_place_of(kernels.gelu.cu):
-            kernels.gelu.gelu_backward(dinp, dbias, out_T.T, given(inp), given(bias), N, C)
+            kernels.gelu.gelu_backward(dinp, dbias, out_T.T, dinp, given(inp), given(bias), N, C)
         x = inp.astype(np.float64) + bias
         tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
         slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)

@@ -405,6 +405,7 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
         return float(np.linalg.norm(of - exact) / np.linalg.norm(exact))
 
     monkeypatch.setattr(activations, "coded", lambda array, dweight, scale: array)
+    monkeypatch.setattr(activations, "apart", lambda table, coded: table)
     encoded, _ = gradients("fp8", config)
     allowed = (dev.kind == "cpu") * 1e-3  # as EXACT_DEVICES says
     assert np.linalg.norm(found - encoded) <= allowed * np.linalg.norm(found)
@@ -452,8 +453,8 @@ def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, m
     monkeypatch.setattr(matmul, "fp8_forward", forward)
     monkeypatch.setattr(script, "matmul_backward_weight", checked)
     gradients("fp8", config, recompute=recompute, dropout=(0.1, 3) if kind_of(config).DROPS else None)
-    of_swiglu = [(True, False), (False, True)] if hasattr(config, "hidden") else 2 * [(False, False)]
-    assert not seen and coded == config.num_layers * [*of_swiglu, (False, False), (False, False)]
+    of_mlp, of_attention = [(True, False), (False, True)], 2 * [(False, False)]
+    assert not seen and coded == config.num_layers * [*of_mlp, *of_attention]
 
 
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)

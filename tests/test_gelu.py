@@ -58,7 +58,7 @@ def test_gelu_backward_replaces_the_gradient_adds_the_bias_gradient_and_recomput
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         dinp, dbias = memory.update(dout), parameters.update(before, FP32)
         again = memory.recomputed(N, C)
-        gelu_backward(dinp, dbias, again, memory.read(inp), parameters.read(bias), N, C, form == "none")
+        gelu_backward(dinp, dbias, again, dinp, memory.read(inp), parameters.read(bias), N, C, form == "none")
     inp64, bias64 = leaf(inp), leaf(bias)
     out = F.gelu(inp64 + bias64, approximate=form)
     (out * leaf(dout).detach()).sum().backward()
@@ -89,7 +89,7 @@ def test_gelu_of_huge_numbers_is_themselves_or_zero(dev, form):
         out, x, bias = memory.write((1, 6)), memory.read(inp), memory.read(np.zeros(6, np.float32))
         dinp, dbias = memory.update(np.ones((1, 6), FP32)), memory.update(np.zeros(6, FP32), FP32)
         gelu_forward(out, x, bias, 1, 6, form == "none")
-        gelu_backward(dinp, dbias, memory.recomputed(1, 6), x, bias, 1, 6, form == "none")
+        gelu_backward(dinp, dbias, memory.recomputed(1, 6), dinp, x, bias, 1, 6, form == "none")
     assert to_numpy(out).tolist() == [[0, 0, 0, 20, 80, 8192]]
     assert to_numpy(dinp).tolist() == [[0, 0, 0, 1, 1, 1]]
 
@@ -104,6 +104,6 @@ def test_without_a_bias_gelu_is_that_of_a_bias_of_zeros(dev, form, C):
             x, out, dinp, again = memory.read(inp), memory.write((20, C)), memory.update(dout), memory.recomputed(20, C)
             bias, dbias = (None, None) if zeros is None else (memory.read(zeros), memory.update(zeros, FP32))
             gelu_forward(out, x, bias, 20, C, form == "none")
-            gelu_backward(dinp, dbias, again, x, bias, 20, C, form == "none")
+            gelu_backward(dinp, dbias, again, dinp, x, bias, 20, C, form == "none")
         results.append([dev.to_host(array).tobytes() for array in (out, dinp, again)])
     assert results[0] == results[1]

@@ -19,6 +19,7 @@ from kernels.encoder import add_sparse, encoder_backward, encoder_backward_spars
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.fp8 import Codes, encode
+from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import layernorm_backward
 from kernels.matmul import decoded, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
@@ -205,7 +206,10 @@ def codes():
     encode(weight.codes, np.zeros((C, N), np.uint8), weight.scale, inp, N, C)
     matvec(np.zeros_like(inp[:, 0]), inp[0], weight, None, C, N)
     decoded(weight, C, N)
-    H, dout = C // 2, np.ascontiguousarray(inp[:, : C // 2])
+    H, dout, dbias = C // 2, np.ascontiguousarray(inp[:, : C // 2]), np.zeros(C, np.float32)
+    for erf in False, True:
+        gelu_forward(room_for_codes(N, C), inp, inp[0], N, C, erf)
+        gelu_backward(room_for_codes(N, C), dbias, room_for_codes(N, C), inp, inp, inp[0], N, C, erf)
     swiglu_forward(room_for_codes(N, H), inp, N, H)
     swiglu_backward(room_for_codes(N, C), room_for_codes(N, H), dout, inp, N, H)
     device.use_precision("fp32")

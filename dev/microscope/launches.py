@@ -213,7 +213,7 @@ for erf in False, True:
     variant = "erf" if erf else ""
     add(gelu_forward, MATRIX, "out=N,C inp=N,C bias=C", lambda size, a, erf=erf: {"erf": erf}, variant)
     add(gelu_backward, MATRIX, "dinp=N,C dbias*=C out=N,C inp=N,C bias=C",
-        lambda size, a, erf=erf: {"erf": erf} | recomputed(a.out), variant)
+        lambda size, a, erf=erf: {"erf": erf, "dout": a.dinp} | recomputed(a.out), variant)
 add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda size, a: recomputed(a.out))
 
@@ -232,6 +232,12 @@ add(matvec, "C=256 OC=64", "out=OC inp=C bias=OC", coded_weight, "codes", ("C % 
 add(decoded, "C=256 OC=64", "", coded_weight, needs=("C % 16 == 0",), precision="bf16")
 CODED = {"variant": "codes", "needs": ("N % 16 == 0", "C % 16 == 0"), "precision": "bf16"}
 add(encode, MATRIX, "inp=N,C", lambda size, a: room_for_codes(size.N, size.C)._asdict(), **CODED | {"variant": ""})
+for erf in False, True:
+    more = CODED | {"variant": "erf codes" if erf else "codes"}
+    add(gelu_forward, MATRIX, "inp=N,C bias=C",
+        lambda size, a, erf=erf: {"out": room_for_codes(size.N, size.C), "erf": erf}, **more)
+    add(gelu_backward, MATRIX, "dbias*=C dout=N,C inp=N,C bias=C", lambda size, a, erf=erf: {
+        "dinp": room_for_codes(size.N, size.C), "out": room_for_codes(size.N, size.C), "erf": erf}, **more)
 add(swiglu_forward, MATRIX, "inp=N,2*C", lambda size, a: {"out": room_for_codes(size.N, size.C)}, **CODED)
 add(swiglu_backward, MATRIX, "dout=N,C inp=N,2*C", lambda size, a: {
     "dinp": room_for_codes(size.N, 2 * size.C), "out": room_for_codes(size.N, size.C)}, **CODED)

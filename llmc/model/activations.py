@@ -15,7 +15,7 @@ from device.errors import UserError
 from kernels.attention import Matrices, scratch_of_attention
 from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
-from kernels.fp8 import coded, scratch_of_fp8
+from kernels.fp8 import MULTIPLE, coded, scratch_of_fp8
 from kernels.matmul import weight_is_transposed
 from kernels.reduce import MOST_PARTIALS, SQUARES
 from llmc.model.batch import Batch
@@ -103,8 +103,9 @@ class Activations:
         `group_activations` groups them, and in each layer `attention`, what its attention keeps. What only products
         that take codes read is Coded. recompute_layer is what backward calls before it goes back through a layer."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
-        activations, gradients = training_tables(type(model), self.attention, model.coded())
         sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
+        takes = model.coded() if sizes["B"] * sizes["T"] % MULTIPLE == 0 else ()
+        activations, gradients = training_tables(type(model), self.attention, takes)
         acts = named(self.memory, activations, config, sizes)
         acts.recompute_layer = type(model).layer_recompute if self.recompute else kept
         for a in acts.layer:
