@@ -131,23 +131,23 @@ __device__ __forceinline__ void forward_codes(Coding coding, unsigned char* code
 
 // As backward, but sets codes (N, C) and codes_T (C, N) of dinp, and codes out_T (C, N) of the output, by the scale of
 // forward. If out_T is null, out (N, C) is set instead. dout stays as it is. Sizes and addresses are as in
-// forward_codes. The blocks share the chunks of COLUMNS columns. A thread loads the vectors of its rows before it uses
-// the first. It loads the bias for each row anew, to have registers enough for three blocks a multiprocessor.
+// forward_codes. The blocks share the chunks, each of a tile's columns. A thread loads the vectors of its rows before
+// it uses the first. It loads the bias for each row anew, so that registers suffice for three blocks a multiprocessor.
 template <class Gelu>
 __device__ __forceinline__ void backward_codes(Coding coding, unsigned char* codes, unsigned char* codes_T, floatX* out,
                                                unsigned char* out_T, const float* out_scale, float* partials,
                                                const floatX* dout, const floatX* inp, const floatX* bias, int N, int C,
                                                int rows) {
-    constexpr int ROWS = CodeTile::ROWS, COLUMNS = CodeTile::COLUMNS;
     __shared__ CodeTile of_d, of_out;
-    __shared__ __align__(16) float sums[ROWS / 4][COLUMNS];  // of each column, four rows together in all tiles of a chunk
-    const int columns = ceil_div(C, COLUMNS);
+    __shared__ __align__(16) float sums[CodeTile::ROWS / 4][CodeTile::COLUMNS];  // of four rows of each tile of a chunk
+    const int columns = ceil_div(C, of_d.COLUMNS);
     Coding again = {};
     if (!coding.begin()) return;
     if (out_T != nullptr) again.inverse = inverse_of(*out_scale);
     for (int t = blockIdx.x; t < columns * ceil_div(N, rows); t += gridDim.x) {
-        const int chunk = t / columns, i0 = t % columns * COLUMNS, begin = chunk * rows, end = min(N, begin + rows);
-        for (int n0 = begin; n0 < end; n0 += ROWS) {
+        const int chunk = t / columns, i0 = t % columns * of_d.COLUMNS;
+        const int begin = chunk * rows, end = min(N, begin + rows);
+        for (int n0 = begin; n0 < end; n0 += of_d.ROWS) {
             of_d.for_each(n0, i0, N, C, [&](int n, int i, int row, int column) {
                 Vec d[4], x[4];
                 Codes ds[4], outs[4];
@@ -178,9 +178,9 @@ __device__ __forceinline__ void backward_codes(Coding coding, unsigned char* cod
             __syncthreads();
             of_d.store(codes_T, n0, i0, N, C);
             if (out_T != nullptr) of_out.store(out_T, n0, i0, N, C);
-            for (int i = threadIdx.x; n0 + ROWS >= end && i < min(COLUMNS, C - i0); i += blockDim.x) {
+            for (int i = threadIdx.x; n0 + of_d.ROWS >= end && i < min(of_d.COLUMNS, C - i0); i += blockDim.x) {
                 float total = 0.0f;
-                for (int y = 0; y < min(ROWS, end - begin) / 4; y++) total += sums[y][i];
+                for (int y = 0; y < min(of_d.ROWS, end - begin) / 4; y++) total += sums[y][i];
                 partials[(size_t)chunk * C + i0 + i] = total;
             }
             __syncthreads();  // the next tile overwrites this one

@@ -11,9 +11,12 @@ import generate
 import kernels.fp8 as fp8
 import kernels.matmul as matmul
 from conftest import DEVICES
+from dev.microscope.launches import room_for_codes
 from device import BF16, from_bf16, to_bf16
 from device.fp8 import DECODED, from_e4m3
+from kernels import gelu
 from kernels.fp8 import Coded, Codes, Gradient, Weight, encode
+from kernels.gelu import gelu_backward, gelu_forward
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.batches import Batches
 from llmc.model import activations, offload, weights
@@ -168,14 +171,80 @@ def test_swiglu_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, N, 
         of_out = Coded(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
         swiglu_forward(made, inp, N, C)
         swiglu_backward(dmade, of_out, dout, inp, N, C)
-    for found, values, expected in (made, wide, scale), (dmade, dwide, dscale):
-        assert dev.to_host(found.scale)[0] == expected
-        assert np.array_equal(dev.to_host(found.codes), codes_by_pytorch(values, expected))
-    assert np.array_equal(dev.to_host(dmade.codes_T), dev.to_host(dmade.codes).T)
+    assert_codes(dev, made, wide, scale)
+    assert_codes(dev, dmade, dwide, dscale)
     if again:
-        assert np.array_equal(dev.to_host(of_out.codes_T), codes_by_pytorch(wide, scale / 4).T)
+        assert_codes(dev, of_out, wide, scale / 4)
     else:
         assert np.array_equal(dev.to_host(of_out), dev.to_host(out))
+
+
+def assert_codes(dev, found: Coded, values: np.ndarray, scale: np.float32) -> None:
+    """Those layouts that are there hold the codes of the values by this scale."""
+    expected = codes_by_pytorch(values, scale)
+    assert dev.to_host(found.scale)[0] == scale and not (found.codes is None and found.codes_T is None)
+    assert found.codes is None or np.array_equal(dev.to_host(found.codes), expected)
+    assert found.codes_T is None or np.array_equal(dev.to_host(found.codes_T), expected.T)
+
+
+each_form = pytest.mark.parametrize("erf", [False, True], ids=["tanh", "erf"])
+
+
+@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+@pytest.mark.parametrize("N, C, rows", [(16, 16, 64), (80, 144, 64), (208, 1104, 128)])
+@pytest.mark.parametrize("guess, again, biased", [(2.0, True, True), (1.0, False, True), (np.nan, True, False)])
+@each_form
+def test_gelu_makes_the_codes_of_the_numbers_that_it_would_store(
+    dev, monkeypatch, rng, N, C, rows, guess, again, biased, erf
+):  # fmt: skip
+    """rows: of a chunk. guess, again: as above."""
+    monkeypatch.setattr(gelu, "rows_per_chunk", lambda N, multiple: rows)
+    inp, dinp = (dev.asarray(to_bf16(normal(rng, N, C))) for _ in range(2))
+    bias, before = dev.asarray(to_bf16(normal(rng, C))) if biased else None, normal(rng, C)
+    kept, out, out_again = dev.to_host(dinp).copy(), dev.empty((N, C), BF16), dev.empty((N, C), BF16)
+    dbias = dev.asarray(before)
+    gelu_forward(out, inp, bias, N, C, erf)
+    gelu_backward(dinp, dbias, out_again, dinp, inp, bias, N, C, erf)
+    wide, dwide = (from_bf16(dev.to_host(one)) for one in (out, dinp))
+    scale, dscale = (scale_of(np.abs(one).max()) for one in (wide, dwide))
+    with guarded(dev) as memory:
+        guesses = (memory.update(np.float32([guess * one]), np.float32) for one in (scale, dscale))
+        made = Coded(memory.write((N, C), np.uint8), None, next(guesses))
+        dmade = Coded(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), next(guesses))
+        known = memory.read(np.float32([scale / 4]), np.float32)
+        of_out = Coded(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
+        added = memory.update(before, np.float32)
+        gelu_forward(made, inp, bias, N, C, erf)
+        gelu_backward(dmade, added, of_out, memory.read(from_bf16(kept)), inp, bias, N, C, erf)
+    assert_codes(dev, made, wide, scale)
+    assert_codes(dev, dmade, dwide, dscale)
+    if again:
+        assert_codes(dev, of_out, wide, scale / 4)
+    else:
+        assert np.array_equal(dev.to_host(of_out), dev.to_host(out_again))
+    # The sums are of the same numbers, in another order.
+    allowed = N * 2.0**-24 * (np.abs(before) + np.abs(dwide).sum(0))
+    assert (np.abs(dev.to_host(added) - dev.to_host(dbias)) <= allowed).all()
+    assert (np.abs(dev.to_host(added) - before - dwide.sum(0, np.float64)) <= 2.0**-8 * np.abs(dwide).sum(0)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@each_form
+def test_gelu_shows_what_is_not_finite_in_all_codes_and_in_its_columns_sum(dev, rng, value, erf):
+    N, C = 80, 144
+    wide, bias = normal(rng, N, C), dev.zeros((C,), BF16)
+    fine = dev.asarray(to_bf16(wide))
+    wide[70, 7] = value
+    spoiled = dev.asarray(to_bf16(wide))
+    for inp, dout in (fine, spoiled), (spoiled, fine):
+        made, of_out, dmade = (room_for_codes(N, C) for _ in range(3))
+        dbias = dev.zeros((C,))
+        gelu_forward(made, inp, bias, N, C, erf)
+        gelu_backward(dmade, dbias, of_out, dout, inp, bias, N, C, erf)
+        for found, spoilt in (made, inp is spoiled), (dmade, True):
+            assert np.isnan(dev.to_host(found.scale)[0]) == spoilt
+            assert (dev.to_host(found.codes) == 0x7F).all() == spoilt
+        assert np.array_equal(np.isfinite(dev.to_host(dbias)), np.arange(C) != 7)
 
 
 @pytest.mark.parametrize("exponent", [-126, -9, 0, 3, 100, 121])
@@ -643,6 +712,18 @@ def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
 ])  # fmt: skip
 def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C, OC, does):
     assert fp8.pays(C, OC) == does
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_a_batch_of_rows_that_do_not_fit_takes_no_codes(large_weights, config):
+    found = []
+    for precision in "fp8", "bf16":
+        device.use_precision(precision)
+        training = build(device, config, B, T, "softmax", flat_parameters(config))
+        ((inputs, targets),) = make_batches(config, 1, B, T)
+        forward_backward(device, training, inputs[:1, :5], targets[:1, :5], 1 / 5)
+        found.append(device.to_host(training.model.grads_memory))
+    assert np.array_equal(*found)
 
 
 FILES = "model.bin", "optimizer.bin"

@@ -19,8 +19,9 @@ from llmc.model.batch import Batch
 from llmc.ranks import collectives, exchange, ranks
 from llmc.step.training import Training, make_training
 from models import ODD, ONE_OF_EACH, kind_of
-from train_gpt2_fp32 import training_step
+from train_gpt2_fp32 import GPT2Config, training_step
 from train_llama3 import Llama3Config
+from train_pythia import PythiaConfig
 
 import numpy as np
 import pytest
@@ -287,6 +288,7 @@ CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CON
 CODED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
 CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
 CASES += [("fp8", CODED, 1, True), ("fp8", CODED, 2, True)]
+CASES += [("fp8", config, 1, True) for config in (GPT2Config(32, 101, 2, 2, 48), PythiaConfig(32, 101, 2, 2, 32))]
 
 
 def assert_no_race(logs: list[list], places: dict) -> None:

@@ -18,15 +18,17 @@ from llmc.step import memory
 from llmc.step.memory import Plan, inference_sizes, largest_batches, training_sizes
 from llmc.step.training import make_training
 from models import ONE_OF_EACH, GivenBatches, kind_of, name_of
-from train_gpt2_fp32 import GPT2, training_step
+from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
+from train_pythia import PythiaConfig
 from train_qwen3 import Qwen3
 
 import numpy as np
 import pytest
 
 GIB = 1 << 30
-CODED = Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False)
+CODED = [Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False), GPT2Config(64, 101, 2, 4, 64),
+         PythiaConfig(64, 101, 2, 4, 64)]  # fmt: skip
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def bf16():
 
 @pytest.mark.parametrize("flags", [{}, {"recompute": True}, {"offload": True}, {"logit_rows": 7}], ids=str)
 @pytest.mark.parametrize("precision, config, attention", [
-    *(("fp32", *each) for each in ONE_OF_EACH[::2]), ("fp8", CODED, "softmax"),
+    *(("fp32", *each) for each in ONE_OF_EACH[::2]), *(("fp8", each, "softmax") for each in CODED),
 ], ids=name_of)  # fmt: skip
 def test_training_allocates_what_the_table_says(one_dev, precision, config, attention, flags, monkeypatch):
     """Up to some arrays that are smaller than a batch. The passes then allocate nothing more."""
@@ -76,7 +78,7 @@ def test_a_text_in_fp8_takes_a_byte_for_each_number_of_the_layers_matrices_and_r
     monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
     allocated, empty = [], device.current.device.empty
     monkeypatch.setattr(device.current.device, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
-    config = replace(CODED, num_layers=12)
+    config = replace(CODED[0], num_layers=12)
     said = inference_sizes(kind_of(config), config, 2, 16)
     Cache(kind_of(config)(config, 16, inference=True), 2, 16, "softmax")
     assert sum(array.nbytes for array in allocated) == pytest.approx(sum(said.values()), rel=0.02)
