@@ -32,8 +32,9 @@ import numpy as np
 
 # The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
 # part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
-# precision; "head": the classifier's weight; "recomputed": backward computes it again; the name of an earlier tensor:
-# this one takes over its memory. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# precision; "head": the classifier's weight; "recomputed": backward computes it again; "for fcw", "from fcw": only this
+# weight's products read it, as input or as their result's gradient; the name of an earlier tensor: this one takes over
+# its memory; "in place": it is made from that. llmc/model/activations.py adds the tensors of attention, such as qkv.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C"), "head"),             # token embedding, and the weight of the classifier

@@ -217,9 +217,8 @@ float m = 0.0f, s = 0.0f;
             Hole("Tanh.gradient: const float slope", "}", """\
 // Write here: the derivative of gelu at x. s is share(x).
 return 0.0f;"""),
-            Hole("backward: for (int k", "memory.store(", """\
-// Write here, for each of the thread's four columns, k = 0 to 3: x.x[k], which is inp, becomes gelu(inp + bias);
-// d.x[k], which is dout, becomes the gradient of the input; sums[c].x[k] grows by that. b.x[k] is bias."""),
+            Hole("differentiate: const float x", "}", """\
+// Write here: d, which is dout, becomes the gradient of the input, and inp becomes gelu(inp + bias)."""),
         ),
         source="kernels/gelu.cu",
         head="""\
@@ -233,7 +232,7 @@ return 0.0f;"""),
 // Tanh has s(x) already, and lacks the derivative of gelu.
 """,
         parts=(
-            "Tanh", "backward", "gelu_backward_kernel",
+            "Tanh", "differentiate", "backward", "gelu_backward_kernel",
         ),
     ),
     Exercise(

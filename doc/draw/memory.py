@@ -5,7 +5,7 @@ import math
 import device
 from doc.draw.figure import Figure
 from llmc.model.activations import batch_sizes, training_scratch, training_tables
-from llmc.model.tensors import ALIGNMENT, FP32, layout
+from llmc.model.tensors import ALIGNMENT, layout, owners
 from llmc.step.memory import Plan, training_sizes
 from train_gpt2_fp32 import GPT2, GPT2Config
 
@@ -18,7 +18,7 @@ COLOURS = "abcde"
 def parts(table, sizes, align: int, absent) -> list[tuple[str, float]]:
     """The tensors that have a place of their own, in the order of the buffer, with their MiB."""
     starts, _ = layout(table, sizes, align, absent)
-    own = [row[0] for row in table if row[0] in starts and set(row[2:]) <= {FP32}]
+    own = [row[0] for row in table if row[0] in starts and not owners(row)]
     return [(name, 4 * math.prod(starts[name][1]) / 2**20) for name in own]
 
 
