@@ -36,7 +36,8 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Block reductions for one-dimensional blocks of at most 32 warps: each warp leaves its result in shared memory, then
+// Block reductions for blocks of at most 32 warps, which are one-dimensional unless the caller says which of how many
+// threads it is: each warp leaves its result in shared memory, then
 // every warp reduces those. The last barrier lets the next reduction reuse the memory.
 __device__ inline float block_sum(float x) {
     __shared__ float of_warp[32];
@@ -51,11 +52,11 @@ __device__ inline float block_sum(float x) {
     return total;
 }
 
-__device__ inline float block_max(float x) {
+__device__ inline float block_max(float x, unsigned thread = threadIdx.x, unsigned threads = blockDim.x) {
     __shared__ float of_warp[32];
-    const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    const int lane = thread % WARP_SIZE, warps = threads / WARP_SIZE;
     const float warp_largest = warp_max(x);
-    if (lane == 0) of_warp[threadIdx.x / WARP_SIZE] = warp_largest;
+    if (lane == 0) of_warp[thread / WARP_SIZE] = warp_largest;
     __syncthreads();
     float largest = -INFINITY;
     for (int w = lane; w < warps; w += WARP_SIZE) largest = fmaxf(largest, of_warp[w]);

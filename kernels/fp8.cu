@@ -9,6 +9,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) encode_kernel(float* scale,
                                                                    unsigned char* codes, unsigned char* codes_T,
                                                                    const floatX* __restrict__ inp, int N, int C) {
     Coding coding = {scale, maxima, correct};
-    encode_tiles(coding, codes, codes_T, N, C,
-                 [&](int n, int i) { return Aligned::load(inp + (size_t)n * C + i, WIDTH); });
+    encode_tiles(coding, codes, codes_T, N, C, [&](int n, int i, Vec* v) {
+        for (int r = 0; r < 4; r++) v[r] = Aligned::load(inp + (size_t)(n + r) * C + i, WIDTH);
+    });
 }

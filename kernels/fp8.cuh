@@ -69,6 +69,16 @@ struct alignas(WIDTH) Codes {
 
 __device__ inline void store_codes(unsigned char* p, const Codes& codes) { *reinterpret_cast<Codes*>(p) = codes; }
 
+// Numbers as they are when they have been stored in bf16.
+__device__ inline Vec rounded_to_bf16(Vec v) {
+    for (int k = 0; k < WIDTH; k += 2) {
+        const unsigned both = to_bf16(v.x[k], v.x[k + 1]);
+        v.x[k] = __uint_as_float(both << 16);
+        v.x[k + 1] = __uint_as_float(both & 0xffff0000u);
+    }
+    return v;
+}
+
 // Every code depends on the largest number of the matrix, which is known only when all numbers are. But from one step
 // to the next the largest number mostly keeps its exponent, and the scale stays. So a kernel that makes codes runs
 // twice. The first time it takes the scale of the time before. It leaves in maxima (gridDim.x + 1) the largest absolute
@@ -82,7 +92,7 @@ struct Coding {
     float inverse;
     unsigned largest;  // as bits, of which those of infinity and NaN are the largest
 
-    // All threads of a block, which is one-dimensional, call it first. False: there is nothing to do.
+    // All threads of a block call it first. With `correct` the block is one-dimensional. False: there is nothing to do.
     __device__ bool begin() {
         float right = correct ? 0.0f : *scale;
         if (correct) {
@@ -105,21 +115,15 @@ struct Coding {
     }
 
     // The codes of numbers that would otherwise be stored in bf16, and then encoded.
-    __device__ Codes codes_of_bf16(Vec v) {
-        for (int k = 0; k < WIDTH; k += 2) {
-            const unsigned both = to_bf16(v.x[k], v.x[k + 1]);
-            v.x[k] = __uint_as_float(both << 16);
-            v.x[k + 1] = __uint_as_float(both & 0xffff0000u);
-        }
-        return codes_of(v);
-    }
+    __device__ Codes codes_of_bf16(const Vec& v) { return codes_of(rounded_to_bf16(v)); }
 
     // All threads of a block call it last.
     __device__ void end() {
         if (maxima == nullptr || correct) return;
-        const float of_block = block_max(__uint_as_float(min(largest, 0x7f800000u)));
-        if (threadIdx.x == 0) maxima[blockIdx.x] = of_block;
-        if (threadIdx.x == 0 && blockIdx.x == 0) maxima[gridDim.x] = *scale;
+        const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
+        const float of_block = block_max(__uint_as_float(min(largest, 0x7f800000u)), thread, blockDim.x * blockDim.y);
+        if (thread == 0) maxima[blockIdx.x] = of_block;
+        if (thread == 0 && blockIdx.x == 0) maxima[gridDim.x] = *scale;
     }
 };
 
@@ -159,9 +163,9 @@ struct CodeTile {
     }
 };
 
-// Encodes the vectors that load(n, i) gives, of row n from column i on, of an (N, C) matrix: codes (N, C) and codes_T (C,
-// N), of which one may be null. The blocks share the tiles, from the end, which was written last and may still be in
-// L2, to the beginning. A thread loads four vectors before it uses the first.
+// Encodes an (N, C) matrix: codes (N, C) and codes_T (C, N), of which one may be null. load(n, i, v) sets v to the
+// vectors of rows n to n + 3 from column i on; it should load all four before it uses the first. The blocks share the
+// tiles, from the end, which was written last and may still be in L2, to the beginning.
 template <class Load>
 __device__ inline void encode_tiles(Coding& coding, unsigned char* codes, unsigned char* codes_T, int N, int C,
                                     Load load) {
@@ -173,7 +177,7 @@ __device__ inline void encode_tiles(Coding& coding, unsigned char* codes, unsign
         tile.for_each(n0, i0, N, C, [&](int n, int i, int row, int column) {
             Vec v[4];
             Codes rows[4];
-            for (int r = 0; r < 4; r++) v[r] = load(n + r, i);
+            load(n, i, v);
             for (int r = 0; r < 4; r++) {
                 rows[r] = coding.codes_of(v[r]);
                 if (codes != nullptr) store_codes(codes + (size_t)(n + r) * C + i, rows[r]);

@@ -17,6 +17,7 @@ import numpy as np
 cu = device.source(__file__, lambda: device.precision == "fp8")
 
 MOST_BLOCKS = 4  # that make codes on a multiprocessor at once: all do, and share the matrix
+MOST_MAXIMA = 8  # of blocks on a multiprocessor: a norm has so many, which are small
 MULTIPLE = 16  # of rows and columns of all matrices
 
 # A weight (OC,C) saves a layer's three products time in proportion to C OC. Codes of their inputs cost time in
@@ -104,15 +105,20 @@ def scratch_of_fp8(N: int, of_inputs: list[tuple[int, int]], of_douts: list[tupl
         return {}
     inputs = N * max((C for _, C in of_inputs), default=0)
     of_dout = {f"fp8 {what} {OC}": N * OC for OC, _ in of_douts for what in ("dout", "dout_T")}
-    maxima = 4 * (MOST_BLOCKS * device.multiprocessors + 1)
+    maxima = 4 * (MOST_MAXIMA * device.multiprocessors + 1)
     return {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": maxima} | of_dout
 
 
 def launch_twice(cu, kernel: str, blocks: int, scale, args: tuple) -> None:
     """Launches a kernel as Coding of fp8.cuh says, which makes codes and their scale (1,)."""
-    maxima = device.scratch("fp8 maxima", (blocks + 1,), np.float32)
+    maxima = maxima_of(blocks)
     for correct in 0, 1:
         cu.launch(kernel, (blocks,), (cu.block(256),), (scale, maxima, correct, *args))
+
+
+def maxima_of(blocks: int):
+    """What Coding calls maxima, for a launch with so many blocks."""
+    return device.scratch("fp8 maxima", (blocks + 1,), np.float32)
 
 
 def encode(codes, codes_T, scale, inp, N: int, C: int, *, known: bool = False) -> None:
