@@ -11,8 +11,12 @@ import numpy as np
 # out: weights of one row, sums of rows, partial sums.
 MOVED = {
     "layernorm_forward": "inp1 inp2 residual out",
+    "layernorm_forward_codes": "inp1 inp2 residual codes",
+    "layernorm_codes": "inp codes codes_T",
     "layernorm_backward": "dout inp dinp dinp",
     "rmsnorm_forward": "inp1 inp2 residual out",
+    "rmsnorm_forward_codes": "inp1 inp2 residual codes",
+    "rmsnorm_codes": "inp codes codes_T",
     "rmsnorm_backward": "dout inp dinp dinp",
     "norm_transposed": "inp out_T",
     "qk_norm_forward": "inp out",

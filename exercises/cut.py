@@ -31,7 +31,7 @@ class Hole:
 @dataclass(frozen=True)
 class Exercise:
     """source: under the repository's root; without one it is in solutions/. Of a kernel file its head is taken, down to
-    the #include, and each of `parts`: the function, struct or constant of this name, and the comment above it.
+    the #includes, and each of `parts`: the function, struct or constant of this name, and the comment above it.
     header: one that the source includes and that has some of the parts; the text of it stands for its #include.
     head: takes the place of a head that gives away what is to be found."""
 
@@ -72,9 +72,10 @@ def whole(exercise: Exercise) -> str:
         text = text.replace(f'#include "{exercise.header}"\n', header)
     lines = text.splitlines()
     with mending(exercise):
-        include = only(lines, range(len(lines)), '#include "')
-        included = lines[include].replace('"', f'"../../{exercise.path.parent.relative_to(ROOT)}/', 1)
-        taken = [*(exercise.head.splitlines() or lines[:include]), included]
+        includes = [i for i, line in enumerate(lines) if line.startswith('#include "')]
+        folder = f"../../{exercise.path.parent.relative_to(ROOT)}/"
+        taken = exercise.head.splitlines() or lines[: includes[0]]
+        taken += [lines[i].replace('"', f'"{folder}', 1) for i in includes]
         for part in exercise.parts:
             where = definition(lines, part)
             begin = where[0]
@@ -196,11 +197,11 @@ float m = 0.0f, s = 0.0f;
 //   out = (x - mean) * rstd * weight + shift   for each row of x (N, C);   rstd = 1 / sqrt(variance + eps)
 // mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It also adds the residual
 // connection in front of it, where there is one; that part is complete. So is the way in which the kernel starts early
-// (PROGRAMMATIC, page 13), and what other models need: a second branch, dropout, a second out, no mean. Here mean and
-// norm0 are given, and norm1.out is null.
+// (PROGRAMMATIC, page 13), and what others need: a second branch, dropout, a second out, no mean, codes (page 18). Here
+// mean and norm0 are given, norm1.out is null, and IN_TURN is false.
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
-        parts=("Branch", "Norm", "row_sum", "norm_forward", "layernorm_forward_kernel"),
+        parts=("Branch", "Norm", "normalised", "row_sum", "norm_forward", "layernorm_forward_kernel"),
     ),
     Exercise(
         "tf32",

@@ -5,6 +5,7 @@
 // mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
 #pragma once
 #include "dropout.cuh"
+#include "fp8.cuh"
 
 struct Branch {
     const floatX* proj;  // (N,C)
@@ -23,14 +24,42 @@ struct Norm {
         if (shift != nullptr) prefetch(shift + i);
     }
 
+    // A vector of out, from one of n.
     template <class Memory>
-    __device__ void store_out(Memory memory, size_t start, int i, const Vec& n, int C) const {
+    __device__ Vec of(Memory memory, int i, const Vec& n, int C) const {
         const Vec w = memory.load(weight + i, C - i), b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
         Vec y;
-        for (int k = 0; k < WIDTH; k++) y.x[k] = n.x[k] * w.x[k] + b.x[k];
+        for (int k = 0; k < WIDTH; k++) y.x[k] = fmaf(n.x[k], w.x[k], b.x[k]);  // by name: alike in every kernel
+        return y;
+    }
+
+    template <class Memory>
+    __device__ void store_out(Memory memory, size_t start, int i, const Vec& n, int C) const {
+        const Vec y = of(memory, i, n, C);
         memory.store(out + start + i, y, C - i);
     }
+
+    static constexpr bool IN_TURN = false;  // whether a block takes several rows, one after the other
 };
+
+// One whose out is codes (N,C). N and C are multiples of 16. Each block leaves a maximum, so there are fewer blocks.
+struct CodedNorm : Norm {
+    unsigned char* codes;
+    Coding& coding;
+
+    template <class Memory>
+    __device__ void store_out(Memory memory, size_t start, int i, const Vec& n, int C) const {
+        store_codes(codes + start + i, coding.codes_of_bf16(of(memory, i, n, C)));
+    }
+
+    static constexpr bool IN_TURN = true;
+};
+
+// A vector of n, from one of x.
+__device__ inline Vec normalised(Vec x, float mean, float rstd) {
+    for (int k = 0; k < WIDTH; k++) x.x[k] = rstd * (x.x[k] - mean);
+    return x;
+}
 
 // The sum over a row, which one warp has, or the whole block.
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
@@ -42,24 +71,26 @@ __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block
 // If a model lacks a tensor, its pointer is null: mean, a shift, proj0, proj1, out1, residual if there is no branch,
 // random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere a test
 // costs a branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
+template <class Norm0>
 __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
-                                    const Branch& branch0, const Branch& branch1, const Norm& norm0, const Norm& norm1,
+                                    const Branch& branch0, const Branch& branch1, const Norm0& norm0, const Norm& norm1,
                                     float eps, int N, int C, const int* random = nullptr) {
     constexpr int AT_ONCE = 16 / WIDTH;  // vectors of each input that are loaded before the first is used
     DYNAMIC_SHARED(float, rows);
-    const int n = blockIdx.x * blockDim.y + threadIdx.y, first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
-    trigger_programmatic_launch();
+    const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
+    int n = blockIdx.x * blockDim.y + threadIdx.y;
+    if (!Norm0::IN_TURN) trigger_programmatic_launch();
     if (n >= N) return;
-    const size_t start = (size_t)n * C;
+    size_t start = (size_t)n * C;
     float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
 
     // For a model that writes text, rows are few, and no other block has loaded the parameters.
     for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) {
         norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
     }
-    grid_dependency_synchronize();
+    if (!Norm0::IN_TURN) grid_dependency_synchronize();
 
-    by_alignment(C % WIDTH == 0 && norm0.aligned() && norm1.aligned(), [&](auto memory) {
+    do by_alignment(C % WIDTH == 0 && norm0.aligned() && norm1.aligned(), [&](auto memory) {
         // x += dropout(proj)
         auto add = [&](Vec& x, const Branch& branch, Vec proj, int i) {
             if (random != nullptr) proj = Dropout(random, branch.site)(proj, n, i, C);
@@ -103,8 +134,7 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
 
 #pragma unroll (AT_ONCE)
         for (int i = first; i < C; i += step) {
-            Vec x = Aligned::load(row + i, WIDTH);
-            for (int k = 0; k < WIDTH; k++) x.x[k] = s * (x.x[k] - m);
+            const Vec x = normalised(Aligned::load(row + i, WIDTH), m, s);
             norm0.store_out(memory, start, i, x, C);
             if (norm1.out != nullptr) norm1.store_out(memory, start, i, x, C);
         }
@@ -112,5 +142,31 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
             if (mean != nullptr) mean[n] = m;
             rstd[n] = s;
         }
+    });
+    while (Norm0::IN_TURN && (n += gridDim.x * blockDim.y, start = (size_t)n * C, n < N));
+}
+
+// The same for codes (N,C) of out, by the scale of the time before. Each thread has a row at first, and the kernel is
+// not PROGRAMMATIC.
+__device__ inline void norm_forward_codes(Coding coding, unsigned char* codes, floatX* residual, float* mean,
+                                          float* rstd, const floatX* inp, const Branch& branch, const Norm& norm,
+                                          float eps, int N, int C) {
+    coding.begin();
+    norm_forward(residual, mean, rstd, inp, branch, {}, CodedNorm{norm, codes, coding}, {}, eps, N, C);
+    coding.end();
+}
+
+// Codes (N,C) and codes_T (C,N) of out, of which one may be null, from x as it is stored, and from mean, or null, and
+// rstd, which forward has left. The body of the kernel that corrects forward's codes. Backward makes codes_T by it.
+__device__ inline void norm_codes(Coding coding, unsigned char* codes, unsigned char* codes_T, const floatX* inp,
+                                  const Norm& norm, const float* mean, const float* rstd, int N, int C) {
+    encode_tiles(coding, codes, codes_T, N, C, [&](int n, int i, Vec* v) {
+        for (int r = 0; r < 4; r++) v[r] = Aligned::load(inp + (size_t)(n + r) * C + i, WIDTH);
+        by_alignment(norm.aligned(), [&](auto memory) {
+            for (int r = 0; r < 4; r++) {
+                const float m = mean != nullptr ? mean[n + r] : 0.0f;
+                v[r] = rounded_to_bf16(norm.of(memory, i, normalised(v[r], m, rstd[n + r]), C));
+            }
+        });
     });
 }

@@ -16,8 +16,8 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, {out0, weight0, shift0}, {out1, weight1, shift1}, eps,
-                 N, C);
+    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, Norm{out0, weight0, shift0},
+                 {out1, weight1, shift1}, eps, N, C);
 }
 
 extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel(
@@ -25,7 +25,7 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, const int* __restrict__ random, int site0, int site1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0, site0}, {proj1, site1}, {out0, weight0, shift0},
+    norm_forward(residual, mean, rstd, inp, {proj0, site0}, {proj1, site1}, Norm{out0, weight0, shift0},
                  {out1, weight1, shift1}, eps, N, C, random);
 }
 
@@ -189,14 +189,12 @@ extern "C" __global__ void norm_transposed_kernel(SETS floatX* __restrict__ out_
                                                   int N, int C) {
     __shared__ Tile tile;
     const int i0 = blockIdx.x * TILE_COLUMNS, n0 = blockIdx.y * TILE;
-    by_alignment(C % WIDTH == 0 && is_aligned(weight) && is_aligned(shift), [&](auto memory) {
+    const Norm norm = {nullptr, weight, shift};
+    by_alignment(C % WIDTH == 0 && norm.aligned(), [&](auto memory) {
         tile.fill(memory, out_T, n0, i0, N, C, [&](int n, int i, int) {
+            const Vec x = memory.load(inp + (size_t)n * C + i, C - i);
             const float m = mean != nullptr ? mean[n] : 0.0f;
-            const Vec w = memory.load(weight + i, C - i);
-            const Vec b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
-            Vec x = memory.load(inp + (size_t)n * C + i, C - i);
-            for (int k = 0; k < WIDTH; k++) x.x[k] = rstd[n] * (x.x[k] - m) * w.x[k] + b.x[k];
-            return x;
+            return norm.of(memory, i, normalised(x, m, rstd[n]), C);
         });
     });
     write_recomputed(out_T, tile, n0, i0, N, C);

@@ -17,11 +17,14 @@ from device.fp8 import DECODED, from_e4m3
 from kernels import gelu
 from kernels.fp8 import Coded, Codes, Gradient, Weight, encode
 from kernels.gelu import gelu_backward, gelu_forward
+from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.batches import Batches
 from llmc.model import activations, offload, weights
 from llmc.model.activations import Cache
 from llmc.model.model import coded_matrices
+from llmc.model.tensors import readers
 from llmc.model.weights import load_weights
 from llmc.ranks import exchange
 from llmc.run.validation import Validation
@@ -245,6 +248,66 @@ def test_gelu_shows_what_is_not_finite_in_all_codes_and_in_its_columns_sum(dev, 
             assert np.isnan(dev.to_host(found.scale)[0]) == spoilt
             assert (dev.to_host(found.codes) == 0x7F).all() == spoilt
         assert np.array_equal(np.isfinite(dev.to_host(dbias)), np.arange(C) != 7)
+def run_norm(name: str, fused: bool, out, again, residual, stats, inp, params, N: int, C: int) -> None:
+    """Forward, with the residual connection in front if `fused`, to out, residual and stats. Then out once more, to
+    `again`. inp: two inputs, of which only fused takes the second. params: weight and bias."""
+    x, (weight, _), eps = residual if fused else inp[0], params, 1e-5
+    if name == "rmsnorm":
+        if fused:
+            fused_residual_rmsnorm_forward(residual, out, stats[1], *inp, weight, eps, 1, N, C)
+        else:
+            rmsnorm_forward(out, stats[1], inp[0], weight, eps, 1, N, C)
+        rmsnorm_recompute(again, x, weight, stats[1], 1, N, C)
+    else:
+        if fused:
+            fused_residual_forward(residual, out, stats, *inp, params, 1, N, C)
+        else:
+            layernorm_forward(out, stats, inp[0], params, 1, N, C)
+        layernorm_recompute(again, x, params, stats, 1, N, C)
+
+
+@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+@pytest.mark.parametrize("N, C", [(16, 16), (80, 144), (208, 1104)])
+@pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("fused, start", [(True, 0), (False, 1)])
+def test_norms_make_the_codes_of_the_numbers_that_they_would_store(dev, rng, N, C, guess, name, fused, start):
+    """guess: of the scale. start: that of the parameters, which need not lie at a multiple of 16 bytes. The output
+    is made once more by a scale that clips some."""
+    inp = [dev.asarray(to_bf16(normal(rng, N, C))) for _ in range(2)]
+    params = [dev.asarray(to_bf16(normal(rng, start + C)))[start:] for _ in range(2)]
+    out, again, residual = (dev.zeros((N, C), BF16) for _ in range(3))
+    stats = [dev.zeros((N,)) for _ in range(2)]
+    run_norm(name, fused, out, again, residual, stats, inp, params, N, C)
+    wide = from_bf16(dev.to_host(out))
+    scale = scale_of(np.abs(wide).max())
+    with guarded(dev) as memory:
+        made = Coded(memory.write((N, C), np.uint8), None, memory.update(np.float32([guess * scale]), np.float32))
+        known = memory.read(np.float32([scale / 4]), np.float32)
+        made_again = Coded(None, memory.write((C, N), np.uint8), known)
+        stream = memory.write((N, C)) if fused else None
+        kept = [memory.write((N,), np.float32) if name == "layernorm" else None, memory.write((N,), np.float32)]
+        run_norm(name, fused, made, made_again, stream, kept, inp, params, N, C)
+    assert dev.to_host(made.scale)[0] == scale
+    assert np.array_equal(dev.to_host(made.codes), codes_by_pytorch(wide, scale))
+    assert np.array_equal(dev.to_host(made_again.codes_T), codes_by_pytorch(wide, scale / 4).T)
+    assert np.array_equal(dev.to_host(again), dev.to_host(out))
+    for found, expected in zip([stream, *kept], [residual, *stats], strict=True):
+        assert found is None or np.array_equal(dev.to_host(found), dev.to_host(expected))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_of_what_is_not_finite_has_no_codes_but_nan(dev, rng, name, fused, value):
+    N, C = 32, 48
+    inp = normal(rng, 2, N, C)
+    inp[0, 5, 7] = value
+    inp, params = [dev.asarray(to_bf16(each)) for each in inp], [dev.asarray(to_bf16(normal(rng, C))) for _ in range(2)]
+    made = Coded(dev.empty((N, C), np.uint8), dev.empty((C, N), np.uint8), dev.asarray(np.ones(1, np.float32)))
+    run_norm(name, fused, made, made, dev.empty((N, C), BF16), dev.empty((2, N)), inp, params, N, C)
+    assert np.isnan(dev.to_host(made.scale)).all()
+    assert (dev.to_host(made.codes) == 0x7F).all() and (dev.to_host(made.codes_T) == 0x7F).all()
 
 
 @pytest.mark.parametrize("exponent", [-126, -9, 0, 3, 100, 121])
@@ -524,6 +587,9 @@ def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, m
     gradients("fp8", config, recompute=recompute, dropout=(0.1, 3) if kind_of(config).DROPS else None)
     of_mlp, of_attention = [(True, False), (False, True)], 2 * [(False, False)]
     assert not seen and coded == config.num_layers * [*of_mlp, *of_attention]
+    made, dmade = (readers(table).values() for table in (kind_of(config).ACTIVATIONS, kind_of(config).GRADIENTS))
+    of_layer = [(name in made, name in dmade) for name in ("fcprojw", "fcw", "attprojw", "qkvw")]
+    assert not seen and coded == config.num_layers * of_layer
 
 
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)

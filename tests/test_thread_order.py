@@ -21,8 +21,10 @@ from kernels.flash_attention import flash_attention_backward, flash_attention_fo
 from kernels.fp8 import Codes, encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import layernorm_backward
+from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_recompute
 from kernels.matmul import decoded, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
+from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_recompute
 from kernels.sampling import sample
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.batches import Batches
@@ -210,6 +212,13 @@ def codes():
     for erf in False, True:
         gelu_forward(room_for_codes(N, C), inp, inp[0], N, C, erf)
         gelu_backward(room_for_codes(N, C), dbias, room_for_codes(N, C), inp, inp, inp[0], N, C, erf)
+    residual, stats, norm = np.empty_like(inp), np.ones((2, N), np.float32), (inp[0], inp[1])
+    out = room_for_codes(N, C)
+    fused_residual_forward(residual, out, stats, inp, inp[::-1].copy(), norm, 1, N, C)
+    layernorm_recompute(out, residual, norm, stats, 1, N, C)
+    fused_residual_rmsnorm_forward(residual, out, stats[1], inp, inp[::-1].copy(), norm[0], 1e-5, 1, N, C)
+    rmsnorm_recompute(out, residual, norm[0], stats[1], 1, N, C)
+    H, dout = C // 2, np.ascontiguousarray(inp[:, : C // 2])
     swiglu_forward(room_for_codes(N, H), inp, N, H)
     swiglu_backward(room_for_codes(N, C), room_for_codes(N, H), dout, inp, N, H)
     device.use_precision("fp32")

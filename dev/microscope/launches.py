@@ -238,6 +238,15 @@ for erf in False, True:
         lambda size, a, erf=erf: {"out": room_for_codes(size.N, size.C), "erf": erf}, **more)
     add(gelu_backward, MATRIX, "dbias*=C dout=N,C inp=N,C bias=C", lambda size, a, erf=erf: {
         "dinp": room_for_codes(size.N, size.C), "out": room_for_codes(size.N, size.C), "erf": erf}, **more)
+CODED_ROWS = CODED | {"needs": ("B * T % 16 == 0", "C % 16 == 0")}
+add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias=C",
+    lambda size, a: pairs(size, a) | {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
+add(layernorm_recompute, ROWS, f"inp=B,T,C weight=C bias=C {STATS}",
+    lambda size, a: pairs(size, a) | {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
+add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd*=B,T",
+    lambda size, a: epsilon(size, a) | {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
+add(rmsnorm_recompute, ROWS, "inp=B,T,C weight=C rstd*=B,T",
+    lambda size, a: {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
 add(swiglu_forward, MATRIX, "inp=N,2*C", lambda size, a: {"out": room_for_codes(size.N, size.C)}, **CODED)
 add(swiglu_backward, MATRIX, "dout=N,C inp=N,2*C", lambda size, a: {
     "dinp": room_for_codes(size.N, 2 * size.C), "out": room_for_codes(size.N, size.C)}, **CODED)
