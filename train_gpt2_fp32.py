@@ -69,6 +69,13 @@ ACTIVATIONS = (
     ("ln_again",   ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
     ("gelu",       ("B", "T", "4C"), "for fcprojw"),  # forward: output of the GELU at hand
     ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed", "for fcprojw"),
+    ("ln",         ("B", "T", "C")),                 # forward: output of the last layernorm
+    ("ln1",        ("B", "T", "C"), "ln", "for qkvw"),  # forward: of the one in front of attention
+    ("ln2",        ("B", "T", "C"), "ln", "for fcw"),  # forward: of the one in front of the MLP
+    ("ln1_again",  ("B", "T", "C"), "ln", "recomputed", "for qkvw"),  # backward: the same
+    ("ln2_again",  ("B", "T", "C"), "ln", "recomputed", "for fcw"),
+    ("gelu",       ("B", "T", "4C")),                # forward: output of the GELU at hand
+    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed"),
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels
 )  # fmt: skip
 
@@ -120,9 +127,9 @@ class GPT2Config(Config):
         return cls(maxT, V, L, NH, C)
 
 
-# The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd). norm[L]
-# belongs to the last norm, a layer's norm2 to its second. Attention takes NH twice, because GPT-2 has as many heads of
-# keys and values as of queries.
+# The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd), and
+# acts.normed[l] its output, the layer's ln1. norm[L] and normed[L] belong to the last norm, a layer's norm2 to its
+# second. Attention takes NH twice, because GPT-2 has as many heads of keys and values as of queries.
 
 
 def gpt2_forward(model: Model, acts, batch) -> None:
@@ -130,34 +137,38 @@ def gpt2_forward(model: Model, acts, batch) -> None:
     params, B, T, (L, C, _, _) = model.params, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, params.wpe, B, T, C)
-    layernorm_forward(acts.ln, acts.norm[0], acts.residual[0], params.norm[0], B, T, C)
+    layernorm_forward(acts.normed[0], acts.norm[0], acts.residual[0], params.norm[0], B, T, C)
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
         p, a = params.layer[l], acts.layer[l]
         matmul_forward(acts.proj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
         fused_residual_forward(
-            acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], B, T, C
+            acts.residual[l + 1], acts.normed[l + 1], acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1],
+            B, T, C,
         )  # fmt: skip
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     """Runs layer l from acts.residual[l] and its norm, acts.ln, up to a.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, a.ln1, up to acts.gelu: all that its backward pass reads."""
     params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
-    matmul_forward(a.qkv, acts.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
+    matmul_forward(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
     matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-    fused_residual_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
+    fused_residual_forward(a.residual2, a.ln2, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
 
     matmul_gelu_forward(a.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
+    matmul_gelu_forward(acts.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.normed[l] and
+    acts.norm[l]."""
     params, B, T, C = model.params, batch.B, batch.T, model.config.channels
 
-    layernorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
+    layernorm_forward(acts.normed[l], acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
     gpt2_layer_forward(model, acts, batch, l)
 
 
@@ -183,6 +194,12 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 4 * C)
         layernorm_recompute(acts.ln_again, a.residual2, p.norm2, a.norm2, B, T, C)
         matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+        matmul_backward_inp(acts.dfch, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C)
+        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.gelu_again, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 4 * C)
+        layernorm_recompute(a.ln2_again, a.residual2, p.norm2, a.norm2, B, T, C)
+        matmul_backward_weight(g.fcw, acts.dfch, a.ln2_again, B, T, C, 4 * C, accumulate)
         layernorm_backward(acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb)
 
         matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
@@ -190,8 +207,8 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
         matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
         matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, 3 * C)
-        layernorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
+        layernorm_recompute(a.ln1_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+        matmul_backward_weight(g.qkvw, acts.dqkv, a.ln1_again, B, T, C, 3 * C, accumulate)
     layernorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
     embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
 
@@ -209,6 +226,10 @@ class GPT2(Model):
         tensors.norm = [(t.ln1w, t.ln1b) for t in tensors.layer] + [(tensors.lnfw, tensors.lnfb)]
         for t in tensors.layer:
             t.norm2 = t.ln2w, t.ln2b
+
+    @staticmethod
+    def group_activations(acts, config: GPT2Config) -> None:
+        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:

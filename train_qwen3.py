@@ -55,8 +55,11 @@ ACTIVATIONS = (
     # The same for every layer.
     ("qkv",         ("B", "T", "QKV")),              # qkvproj with q and k normalised and rotated; backward: once more
     ("qk_rstd",     ("B", "T", "QK"), "fp32"),       # of each head of q and k
-    ("ln",          ("B", "T", "C")),                # forward: output of the RMSNorm at hand
-    ("ln_again",    ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
+    ("ln",          ("B", "T", "C")),                # forward: output of the last RMSNorm
+    ("ln1",         ("B", "T", "C"), "ln", "for qkvw"),  # forward: of the one in front of attention
+    ("ln2",         ("B", "T", "C"), "ln", "for fcw"),  # forward: of the one in front of the MLP
+    ("ln1_again",   ("B", "T", "C"), "ln", "recomputed", "for qkvw"),  # backward: the same
+    ("ln2_again",   ("B", "T", "C"), "ln", "recomputed", "for fcw"),
     ("swiglu",      ("B", "T", "H"), "for fcprojw"),  # forward: output of the SwiGLU at hand
     ("swiglu_again", ("B", "T", "H"), "swiglu", "recomputed", "for fcprojw"),
     ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
@@ -128,38 +131,40 @@ def qwen3_forward(model: Model, acts, batch) -> None:
     params, eps, B, T, (L, C, *_, H) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C)
-    rmsnorm_forward(acts.ln, acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C)
+    rmsnorm_forward(acts.normed[0], acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C)
     for l in range(L):
         qwen3_layer_forward(model, acts, batch, l)
         p, a = params.layer[l], acts.layer[l]
         matmul_forward(acts.proj, a.swiglu, p.fcprojw, None, B, T, H, C)
         fused_residual_rmsnorm_forward(
-            acts.residual[l + 1], acts.ln, acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps, B, T, C
-        )
+            acts.residual[l + 1], acts.normed[l + 1], acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps,
+            B, T, C,
+        )  # fmt: skip
 
 
 def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to a.swiglu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, a.ln1, up to a.swiglu: all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
-    matmul_forward(a.qkvproj, acts.ln, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
+    matmul_forward(a.qkvproj, a.ln1, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
     qk_norm_forward(
         acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS, batch.positions
     )
     attention_forward(a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
     matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, NH * HS, C)
-    fused_residual_rmsnorm_forward(a.residual2, acts.ln, a.norm2, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C)
+    fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.norm2, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C)
 
-    matmul_forward(a.fch, acts.ln, p.fcw, None, B, T, C, 2 * H)
+    matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
     swiglu_forward(a.swiglu, a.fch, B * T, H)
 
 
 def qwen3_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.ln and acts.norm[l]."""
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.normed[l] and
+    acts.norm[l]."""
     params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
 
-    rmsnorm_forward(acts.ln, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
+    rmsnorm_forward(acts.normed[l], acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
     qwen3_layer_forward(model, acts, batch, l)
 
 
@@ -186,8 +191,8 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         swiglu_backward(a.dfch, a.swiglu_again, acts.dswiglu, a.fch, B * T, H)
         matmul_backward_weight(g.fcprojw, acts.dresidual, a.swiglu_again, B, T, H, C, accumulate)
         matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 2 * H)
-        rmsnorm_recompute(acts.ln_again, a.residual2, p.ln2w, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 2 * H, accumulate)
+        rmsnorm_recompute(a.ln2_again, a.residual2, p.ln2w, a.norm2, B, T, C)
+        matmul_backward_weight(g.fcw, a.dfch, a.ln2_again, B, T, C, 2 * H, accumulate)
         rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
 
         matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)
@@ -200,8 +205,8 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
             acts.dqkv, g.qnormw, g.knormw, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope, B, T, NH, NKV, HS
         )  # fmt: skip
         matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
-        rmsnorm_recompute(acts.ln_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
+        rmsnorm_recompute(a.ln1_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
+        matmul_backward_weight(g.qkvw, acts.dqkv, a.ln1_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
     rmsnorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
     embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
 
@@ -217,6 +222,10 @@ class Qwen3(Model):
     @staticmethod
     def group_parameters(tensors, config: Qwen3Config) -> None:
         tensors.norm = [t.ln1w for t in tensors.layer] + [tensors.lnfw]
+
+    @staticmethod
+    def group_activations(acts, config: Qwen3Config) -> None:
+        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
 
     @classmethod
     def first_weights(cls, config: Qwen3Config) -> tuple[dict[str, float], dict[str, float]]:
