@@ -65,17 +65,13 @@ ACTIVATIONS = (
     ("logits",     ("chunk", "Vp")),                 # and then their gradient; chunk: B T rows, or --logit-rows
     ("losses",     ("B", "T"), "fp32"),
     # The same for every layer.
-    ("ln",         ("B", "T", "C")),                 # forward: output of the layernorm at hand
-    ("ln_again",   ("B", "T", "C"), "ln", "recomputed"),  # backward: the same
-    ("gelu",       ("B", "T", "4C"), "for fcprojw"),  # forward: output of the GELU at hand
-    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed", "for fcprojw"),
     ("ln",         ("B", "T", "C")),                 # forward: output of the last layernorm
     ("ln1",        ("B", "T", "C"), "ln", "for qkvw"),  # forward: of the one in front of attention
     ("ln2",        ("B", "T", "C"), "ln", "for fcw"),  # forward: of the one in front of the MLP
     ("ln1_again",  ("B", "T", "C"), "ln", "recomputed", "for qkvw"),  # backward: the same
     ("ln2_again",  ("B", "T", "C"), "ln", "recomputed", "for fcw"),
-    ("gelu",       ("B", "T", "4C")),                # forward: output of the GELU at hand
-    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed"),
+    ("gelu",       ("B", "T", "4C"), "for fcprojw"),  # forward: output of the GELU at hand
+    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed", "for fcprojw"),
     ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels
 )  # fmt: skip
 
@@ -149,8 +145,7 @@ def gpt2_forward(model: Model, acts, batch) -> None:
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norm, acts.ln, up to a.gelu: all that its backward pass reads."""
-    """Runs layer l from acts.residual[l] and its norm, a.ln1, up to acts.gelu: all that its backward pass reads."""
+    """Runs layer l from acts.residual[l] and its norm, a.ln1, up to a.gelu: all that its backward pass reads."""
     params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
     p, a = params.layer[l], acts.layer[l]
 
@@ -159,8 +154,7 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
     matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
     fused_residual_forward(a.residual2, a.ln2, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
 
-    matmul_gelu_forward(a.gelu, a.fch, acts.ln, p.fcw, p.fcb, B, T, C, 4 * C)
-    matmul_gelu_forward(acts.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
+    matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
@@ -192,14 +186,8 @@ def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         gelu_backward(a.dfch, g.fcb, a.gelu_again, acts.dgelu, a.fch, p.fcb, B * T, 4 * C)
         matmul_backward_weight(g.fcprojw, acts.dresidual, a.gelu_again, B, T, 4 * C, C, accumulate)
         matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 4 * C)
-        layernorm_recompute(acts.ln_again, a.residual2, p.norm2, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
-        matmul_backward_inp(acts.dfch, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(acts.dfch, g.fcb, acts.gelu_again, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight(g.fcprojw, acts.dresidual, acts.gelu_again, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(acts.dln, acts.dfch, p.fcw, B, T, C, 4 * C)
         layernorm_recompute(a.ln2_again, a.residual2, p.norm2, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, acts.dfch, a.ln2_again, B, T, C, 4 * C, accumulate)
+        matmul_backward_weight(g.fcw, a.dfch, a.ln2_again, B, T, C, 4 * C, accumulate)
         layernorm_backward(acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb)
 
         matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)

@@ -6,6 +6,7 @@ factors contiguous along the sum. So a weight, and the gradient of a product's r
 transposed. Encoding costs time, and small products would lose by it (`pays`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,11 +110,11 @@ def scratch_of_fp8(N: int, of_inputs: list[tuple[int, int]], of_douts: list[tupl
     return {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": maxima} | of_dout
 
 
-def launch_twice(cu, kernel: str, blocks: int, scale, args: tuple) -> None:
-    """Launches a kernel as Coding of fp8.cuh says, which makes codes and their scale (1,)."""
+def codings(blocks: int, scale) -> Iterator[tuple]:
+    """The first three arguments, for its two launches, of a kernel that makes codes and their scale (1,), as Coding of
+    fp8.cuh says."""
     maxima = maxima_of(blocks)
-    for correct in 0, 1:
-        cu.launch(kernel, (blocks,), (cu.block(256),), (scale, maxima, correct, *args))
+    yield from ((scale, maxima, correct) for correct in (0, 1))
 
 
 def maxima_of(blocks: int):
@@ -125,11 +126,9 @@ def encode(codes, codes_T, scale, inp, N: int, C: int, *, known: bool = False) -
     """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp. What
     it is before only decides how long this takes. If it is known, codes beyond the largest one are clipped to that. N
     and C are multiples of MULTIPLE, and all arrays lie at multiples of 16 bytes."""
-    blocks, args = blocks_of(N, C, MOST_BLOCKS), (codes, codes_T, inp, N, C)
-    if known:
-        cu.launch("encode_kernel", (blocks,), (cu.block(256),), (scale, None, 0, *args))
-    else:
-        launch_twice(cu, "encode_kernel", blocks, scale, args)
+    blocks = blocks_of(N, C, MOST_BLOCKS)
+    for coding in [(scale, None, 0)] if known else codings(blocks, scale):
+        cu.launch("encode_kernel", (blocks,), (cu.block(256),), (*coding, codes, codes_T, inp, N, C))
 
 
 def blocks_of(N: int, C: int, at_once: int) -> int:

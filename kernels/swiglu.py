@@ -2,7 +2,7 @@
 
 import device
 from device import ceil_div
-from kernels.fp8 import MOST_BLOCKS, Coded, blocks_of, launch_twice
+from kernels.fp8 import MOST_BLOCKS, Coded, blocks_of, codings
 from kernels.matmul import as_stored, tile_grid
 
 cu = device.source(__file__)
@@ -13,7 +13,9 @@ def swiglu_forward(out, inp, N: int, C: int) -> None:
     then its codes and its scale are set."""
     if isinstance(out, Coded):
         blocks = min(N, MOST_BLOCKS * device.multiprocessors)
-        launch_twice(cu, "swiglu_forward_codes_kernel", blocks, out.scale, (out.codes, inp, N, C))
+        for coding in codings(blocks, out.scale):
+            args = *coding, out.codes, inp, N, C
+            cu.launch("swiglu_forward_codes_kernel", (blocks,), (cu.block(256),), args)
         return
     block = cu.threads(128, ceil_div(C, cu.width))  # on an H200 64 to 256 take as long
     cu.launch("swiglu_forward_kernel", (N, ceil_div(C, cu.width * block)), (block,), (out, inp, C))
@@ -28,8 +30,10 @@ def swiglu_backward(dinp, out, dout, inp, N: int, C: int) -> None:
     """
     if isinstance(dinp, Coded):
         of_out = (None, out.codes_T, out.scale) if isinstance(out, Coded) else (out, None, None)
-        args = dinp.codes, dinp.codes_T, *of_out, dout, inp, N, C
-        launch_twice(cu, "swiglu_backward_codes_kernel", blocks_of(N, C, 2), dinp.scale, args)
+        blocks = blocks_of(N, C, 2)
+        for coding in codings(blocks, dinp.scale):
+            args = *coding, dinp.codes, dinp.codes_T, *of_out, dout, inp, N, C
+            cu.launch("swiglu_backward_codes_kernel", (blocks,), (cu.block(256),), args)
         return
     side, grid = cu.block(16), tile_grid(cu, N, C)
     cu.launch("swiglu_backward_kernel", grid, (side, side), (dinp, as_stored(out), dout, inp, N, C))

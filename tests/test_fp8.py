@@ -24,7 +24,7 @@ from llmc.data.batches import Batches
 from llmc.model import activations, offload, weights
 from llmc.model.activations import Cache
 from llmc.model.model import coded_matrices
-from llmc.model.tensors import readers
+from llmc.model.tensors import FOR, FROM, readers
 from llmc.model.weights import load_weights
 from llmc.ranks import exchange
 from llmc.run.validation import Validation
@@ -585,9 +585,8 @@ def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, m
     monkeypatch.setattr(matmul, "fp8_forward", forward)
     monkeypatch.setattr(script, "matmul_backward_weight", checked)
     gradients("fp8", config, recompute=recompute, dropout=(0.1, 3) if kind_of(config).DROPS else None)
-    of_mlp, of_attention = [(True, False), (False, True)], 2 * [(False, False)]
-    assert not seen and coded == config.num_layers * [*of_mlp, *of_attention]
-    made, dmade = (readers(table).values() for table in (kind_of(config).ACTIVATIONS, kind_of(config).GRADIENTS))
+    table = kind_of(config).ACTIVATIONS + kind_of(config).GRADIENTS
+    made, dmade = (readers(table, prefix).values() for prefix in (FOR, FROM))
     of_layer = [(name in made, name in dmade) for name in ("fcprojw", "fcw", "attprojw", "qkvw")]
     assert not seen and coded == config.num_layers * of_layer
 

@@ -20,7 +20,6 @@ from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
 from kernels.fp8 import Codes, encode
 from kernels.gelu import gelu_backward, gelu_forward
-from kernels.layernorm import layernorm_backward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_recompute
 from kernels.matmul import decoded, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
@@ -218,7 +217,6 @@ def codes():
     layernorm_recompute(out, residual, norm, stats, 1, N, C)
     fused_residual_rmsnorm_forward(residual, out, stats[1], inp, inp[::-1].copy(), norm[0], 1e-5, 1, N, C)
     rmsnorm_recompute(out, residual, norm[0], stats[1], 1, N, C)
-    H, dout = C // 2, np.ascontiguousarray(inp[:, : C // 2])
     swiglu_forward(room_for_codes(N, H), inp, N, H)
     swiglu_backward(room_for_codes(N, C), room_for_codes(N, H), dout, inp, N, H)
     device.use_precision("fp32")
