@@ -539,7 +539,7 @@ def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeyp
     monkeypatch.setattr(activations, "coded", lambda array, dweight, scale: array)
     monkeypatch.setattr(activations, "apart", lambda table, coded: table)
     encoded, _ = gradients("fp8", config)
-    allowed = (dev.kind == "cpu") * 1e-3  # as EXACT_DEVICES says
+    allowed = 1e-3 if dev.kind == "cpu" else 1e-6  # EXACT_DEVICES; GELU's kernels add up their bias's gradient by fours
     assert np.linalg.norm(found - encoded) <= allowed * np.linalg.norm(found)
     in_bf16, _ = gradients("bf16", config)
     assert error(found) > 2 * error(in_bf16)  # so codes were multiplied
@@ -739,7 +739,7 @@ def test_a_text_is_written_with_the_numbers_of_the_weights_codes(dev, monkeypatc
     monkeypatch.setattr(weights, "STAGED", 1000)
     flat = flat_parameters(config)
     rounded, texts = flat.copy(), random_texts(config, 3, 17)
-    for name in coded_matrices(config):
+    for name in coded_matrices(kind_of(config), config):
         for matrix in getattr(name_parameters(rounded, config), name):
             wide = from_bf16(to_bf16(matrix))
             divisor = scale_of(np.abs(wide).max())
@@ -771,12 +771,13 @@ def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
     assert np.array_equal(dev.to_host(out), dev.to_host(expected))
 
 
-@pytest.mark.parametrize("C, OC, does", [
-    (2048, 16384, True), (8192, 2048, True), (2048, 2048, True), (768, 3072, True), (576, 3072, False),
-    (3072, 768, True), (768, 768, False), (2040, 16384, False),
+@pytest.mark.parametrize("C, OC, made, does", [
+    (2048, 16384, True, True), (8192, 2048, True, True), (2048, 2048, False, True), (768, 3072, True, True),
+    (576, 3072, True, False), (3072, 768, True, True), (2048, 1024, False, False), (2048, 1024, True, True),
+    (2040, 16384, True, False),
 ])  # fmt: skip
-def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C, OC, does):
-    assert fp8.pays(C, OC) == does
+def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C, OC, made, does):
+    assert fp8.pays(C, OC, made) == does
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)

@@ -78,7 +78,7 @@ def test_chunks_take_the_memory_of_one(monkeypatch, config, attention):
     ]
     assert sizes[0] == sizes[1] == sizes[2] + 4 * 128 * 5120
     assert sizes[2] > sizes[3]  # in a Pythia other tensors lie there, too
-    activations = Activations(kind(config, 32, inference=True), 8, 32, attention, 16)
+    activations = Activations(kind(config, 32), 8, 32, attention, 16)
     assert activations.memory.nbytes == sizes[3] and activations.views().logits.shape == (16, 5120)
 
 

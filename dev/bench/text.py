@@ -121,7 +121,7 @@ def limit_of(cache: Cache, workload: Workload, positions: int) -> float:
     config, sizes = workload.config, workload.config.sizes()
     shapes = [symbols for _, symbols in config.parameters() if symbols[0] not in ("Vp", "maxT")] + [("Vp", "C")]
     weights = sum(math.prod(shape_of(symbols, sizes)) for symbols in shapes) * device.floatX.itemsize
-    weights -= codes_bytes(config, 1)  # a byte in the place of two
+    weights -= codes_bytes(workload.kind, config, 1)  # a byte in the place of two
     cached = 2 * cache.token[0].keys.nbytes * positions // workload.T
     return 1000 * (weights + cached) / measure_copy()
 

@@ -186,7 +186,7 @@ def training_bytes(
 ) -> tuple[int, int]:
     """The bytes of activations, and of their gradients. The first also suffice for a Cache of one text, for samples."""
     sizes = batch_sizes(config, B, T, logit_rows, recompute)
-    tables = training_tables(kind, attention, coded_matrices(config))
+    tables = training_tables(kind, attention, coded_matrices(kind, config))
     activations, gradients = (table_bytes(table, config, sizes) for table in tables)
     return max(activations, cache_bytes(kind, config, 1, T)), gradients
 
@@ -214,7 +214,7 @@ def training_scratch(kind: type[Model], config: Config, B: int, T: int, attentio
         "weight_T": X * max(transposed, default=0),
     }
     inputs, douts = (  # that no kernel makes as codes
-        [shape for name, shape in coded_matrices(config).items() if name not in made.values()]
+        [shape for name, shape in coded_matrices(kind, config).items() if name not in made.values()]
         for made in (readers(kind.ACTIVATIONS + kind.GRADIENTS, prefix) for prefix in (FOR, FROM))
     )
     found |= scratch_of_fp8(B * T, inputs, douts)

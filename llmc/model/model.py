@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import device
 from kernels.fp8 import Codes, Gradient, Weight, pays
-from llmc.model.tensors import Config, Table, layout, name_tensors, ranges, shape_of, without
+from llmc.model.tensors import Config, Table, layout, name_tensors, ranges, readers, shape_of, without
 
 import numpy as np
 
@@ -61,11 +61,11 @@ class Model:
         self.sizes = shape_of(self.SIZES, config.sizes())
         constants = self.constants(config, T).items()
         self.constant = SimpleNamespace(**{name: device.asarray(values) for name, values in constants})
-        self.codes = device.empty((codes_bytes(config, 1 if inference else 2),), np.uint8)
+        self.codes = device.empty((codes_bytes(type(self), config, 1 if inference else 2),), np.uint8)
         self.params_memory, self.params = self.allocate(device.floatX, self.coded() if inference else ())
         self.grads_memory, self.grads = (None, None) if inference else self.allocate(np.float32)
         self.take_codes()
-        device.reserve({"decoded weight": decoded_bytes(config) * inference})
+        device.reserve({"decoded weight": decoded_bytes(type(self), config) * inference})
 
     def allocate(self, dtype: np.dtype, absent: Iterable[str] = ()) -> tuple:
         """A buffer with a number for each parameter that is not absent, and the tensors in it."""
@@ -110,7 +110,7 @@ class Model:
 
     def coded(self) -> dict[str, tuple[int, int]]:
         """The matrices whose products take codes (coded_matrices)."""
-        return coded_matrices(self.config) if self.codes.size else {}
+        return coded_matrices(type(self), self.config) if self.codes.size else {}
 
     @property
     def has_copy(self) -> bool:
@@ -164,25 +164,30 @@ class Model:
         raise NotImplementedError
 
 
-def coded_matrices(config: Config) -> dict[str, tuple[int, int]]:
+def coded_matrices(kind: type[Model], config: Config) -> dict[str, tuple[int, int]]:
     """The parameters whose products take codes: name, and shape (OC,C) in a layer."""
     if device.precision != "fp8":
         return {}
     starts, _ = layout(config.parameters(), config.sizes(), align=1)
+    made = readers(kind.ACTIVATIONS + kind.GRADIENTS).values()
     of_layers = {name: starts[name] for name in config.products if len(starts[name][1]) == 3}
-    return {name: (OC, C) for name, (start, (_, OC, C)) in of_layers.items() if pays(C, OC) and start % 8 == 0}
+    return {
+        name: (OC, C)
+        for name, (start, (_, OC, C)) in of_layers.items()
+        if pays(C, OC, name in made) and start % 8 == 0
+    }
 
 
-def codes_bytes(config: Config, layouts: int = 2) -> int:
+def codes_bytes(kind: type[Model], config: Config, layouts: int = 2) -> int:
     """The bytes of Model.codes: for each layout of a matrix one a number, and 16 for each of three scales. A model for
     inference has one layout and one scale."""
     scales = 2 * layouts - 1
-    return sum(layouts * OC * C + 16 * scales for OC, C in coded_matrices(config).values()) * config.num_layers
+    return sum(layouts * OC * C + 16 * scales for OC, C in coded_matrices(kind, config).values()) * config.num_layers
 
 
-def decoded_bytes(config: Config) -> int:
+def decoded_bytes(kind: type[Model], config: Config) -> int:
     """The bytes of the scratch for a decoded weight: of the largest one, in bf16."""
-    return 2 * max((OC * C for OC, C in coded_matrices(config).values()), default=0)
+    return 2 * max((OC * C for OC, C in coded_matrices(kind, config).values()), default=0)
 
 
 @cache

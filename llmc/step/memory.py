@@ -60,7 +60,7 @@ def training_sizes(kind: type[Model], config: Config, plan: Plan) -> dict[str, i
     n, X, B, T = num_parameters(config), device.floatX, plan.B, plan.T
     activations, gradients = training_bytes(kind, config, B, T, plan.attention, plan.logit_rows, plan.recompute)
     state = {"AdamW's pieces": buffer_bytes()} if plan.offload else state_sizes(config, plan.shard)
-    codes = {"codes in e4m3": codes_bytes(config)} if device.precision == "fp8" else {}
+    codes = {"codes in e4m3": codes_bytes(kind, config)} if device.precision == "fp8" else {}
     scratch = training_scratch(kind, config, B, T, plan.attention)
     return {
         "parameters": X.itemsize * n, **codes, "gradients": 4 * n, **state, "activations": activations,
@@ -79,9 +79,9 @@ def state_sizes(config: Config, shard: Range | None) -> dict[str, int]:
 def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[str, int]:
     """The bytes of each buffer of a model that writes B texts of up to T tokens, by name."""
     return {
-        "parameters": device.floatX.itemsize * num_parameters(config) - codes_bytes(config, 1),  # a byte for two
+        "parameters": device.floatX.itemsize * num_parameters(config) - codes_bytes(kind, config, 1),  # a byte for two
         "activations": cache_bytes(kind, config, B, T),
-        "scratch": sum(cache_scratch(config, B, T).values()) + decoded_bytes(config),
+        "scratch": sum(cache_scratch(config, B, T).values()) + decoded_bytes(kind, config),
     }
 
 
