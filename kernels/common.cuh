@@ -36,9 +36,9 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Block reductions for blocks of at most 32 warps, which are one-dimensional unless the caller says which of how many
-// threads it is: each warp leaves its result in shared memory, then
-// every warp reduces those. The last barrier lets the next reduction reuse the memory.
+// Block reductions for blocks of at most 32 warps: each warp leaves its result in shared memory, then every warp
+// reduces those. The last barrier lets the next reduction reuse the memory. Blocks are one-dimensional, unless the
+// caller gives block_max the thread's number in the block and the number of threads.
 __device__ inline float block_sum(float x) {
     __shared__ float of_warp[32];
     const int lane = threadIdx.x % WARP_SIZE, warps = blockDim.x / WARP_SIZE;

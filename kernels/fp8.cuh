@@ -81,11 +81,11 @@ __device__ inline Vec rounded_to_bf16(Vec v) {
 
 // Every code depends on the largest number of the matrix, which is known only when all numbers are. But from one step
 // to the next the largest number mostly keeps its exponent, and the scale stays. So a kernel that makes codes runs
-// twice. The first time it takes the scale of the time before. It leaves in maxima (gridDim.x + 1) the largest absolute
-// value that each block has seen, and behind them the scale that it took. The second time, with `correct`, it knows the
-// right scale, and stores it. It makes the codes again only if it took another one. So codes and scale do not depend on
-// what was there. If the matrix has a number that is not finite, scale and all codes become NaN: clipping hides
-// nothing. Without maxima a kernel runs once, and the scale is known.
+// twice. The first launch takes the scale that is there. It leaves in maxima (gridDim.x + 1) the largest absolute value
+// that each block has seen, and behind them the scale that it took. The second launch, with `correct`, computes the
+// right scale from them, and stores it. It makes the codes again only if the first took another scale. So codes and
+// scale do not depend on what was there. If the matrix has a number that is not finite, scale and all codes become NaN:
+// clipping hides nothing. Without maxima a kernel runs once, and the scale is known.
 struct Coding {
     float *scale, *maxima;
     int correct;

@@ -2,8 +2,8 @@
 
 A product takes codes in e4m3 of its two factors, and a scale of each from its largest number at the time. Sums are in
 fp32 or a little less wide (device/cublaslt.py). Tensor cores multiply codes twice as fast as bf16, but they want both
-factors contiguous along the sum. So a weight, and the gradient of a product's result, are encoded twice, once
-transposed. Encoding costs time, and small products would lose by it (`pays`).
+factors contiguous along the sum. So backward needs transposed codes, too. Encoding costs time, and small products would
+lose by it (`pays`).
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,17 @@ import numpy as np
 
 cu = device.source(__file__, lambda: device.precision == "fp8")
 
-MOST_BLOCKS = 4  # that make codes on a multiprocessor at once: all do, and share the matrix
-MOST_MAXIMA = 8  # of blocks on a multiprocessor: a norm has so many, which are small
+MOST_BLOCKS = 4  # that encode on a multiprocessor at once. A launch has no more: they share the matrix
+MOST_MAXIMA = 8  # on a multiprocessor, one from each block: a norm's kernel has so many blocks, which are small
 MULTIPLE = 16  # of rows and columns of all matrices
 
 # A weight (OC,C) saves a layer's three products time in proportion to C OC. Codes of their inputs cost time in
 # proportion to C, those of their results' gradients in proportion to OC, about as 8 to 6. So a weight pays if
-# C OC / (8 C + 6 OC) is above LEAST_GAIN; or above IF_ENCODED times that, if encode_kernel makes all these codes. On
-# an H100 a step of GPT-2 124M, 16384 rows, took 28.85 ms with weights above 95 alone, 28.6 above 85, 28.5 above 80, and
-# no less with all. The projection of Qwen3-0.6B's attention has 93. It would save 0.7 of 65 ms. But with it the loss
-# was up to 0.71% above that of bf16, without it 0.38% (doc/18-one-byte.md).
+# C OC / (8 C + 6 OC) is above LEAST_GAIN; or above IF_ENCODED times that, if encode_kernel makes all these codes.
+# Before GELU's and the norms' kernels made codes, an H100 took 28.85 ms for a step of GPT-2 124M, 16384 rows, with
+# weights above 95 alone, 28.6 above 85, 28.5 above 80, and no less with all. The projection of Qwen3-0.6B's attention
+# has 93. With it a step takes 63.2 ms, not 64.2. But the loss was up to 0.71% above that of bf16, without it 0.38%
+# (doc/18-one-byte.md).
 LEAST_GAIN, IF_ENCODED = 80, 1.35
 
 
@@ -114,20 +115,20 @@ def scratch_of_fp8(N: int, of_inputs: list[tuple[int, int]], of_douts: list[tupl
 
 
 def codings(blocks: int, scale) -> Iterator[tuple]:
-    """The first three arguments, for its two launches, of a kernel that makes codes and their scale (1,), as Coding of
-    fp8.cuh says."""
+    """The first three arguments of a kernel that makes codes, for each of its two launches (fp8.cuh: Coding). scale
+    (1,): that of the codes."""
     maxima = maxima_of(blocks)
     yield from ((scale, maxima, correct) for correct in (0, 1))
 
 
 def maxima_of(blocks: int):
-    """What Coding calls maxima, for a launch with so many blocks."""
+    """Coding's maxima, for a launch with so many blocks."""
     return device.scratch("fp8 maxima", (blocks + 1,), np.float32)
 
 
 def encode(codes, codes_T, scale, inp, N: int, C: int, *, known: bool = False) -> None:
-    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp. What
-    it is before only decides how long this takes. If it is known, codes beyond the largest one are clipped to that. N
+    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp. Its
+    value before only decides how long this takes. If it is known, codes beyond the largest one are clipped to that. N
     and C are multiples of MULTIPLE, and all arrays lie at multiples of 16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)
     for coding in [(scale, None, 0)] if known else codings(blocks, scale):

@@ -146,8 +146,8 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
     while (Norm0::IN_TURN && (n += gridDim.x * blockDim.y, start = (size_t)n * C, n < N));
 }
 
-// The same for codes (N,C) of out, by the scale of the time before. Each thread has a row at first, and the kernel is
-// not PROGRAMMATIC.
+// The same for codes (N,C) of out, by the scale of the time before: the first launch of Coding. The grid has no more
+// blocks than the rows fill. The kernel is not PROGRAMMATIC.
 __device__ inline void norm_forward_codes(Coding coding, unsigned char* codes, floatX* residual, float* mean,
                                           float* rstd, const floatX* inp, const Branch& branch, const Norm& norm,
                                           float eps, int N, int C) {
@@ -156,8 +156,8 @@ __device__ inline void norm_forward_codes(Coding coding, unsigned char* codes, f
     coding.end();
 }
 
-// Codes (N,C) and codes_T (C,N) of out, of which one may be null, from x as it is stored, and from mean, or null, and
-// rstd, which forward has left. The body of the kernel that corrects forward's codes. Backward makes codes_T by it.
+// Sets codes (N,C) and codes_T (C,N) of out; either may be null. inp is x as it is stored. mean, which may be null, and
+// rstd are forward's. The body of the kernel that corrects forward's codes, and that makes codes_T in backward.
 __device__ inline void norm_codes(Coding coding, unsigned char* codes, unsigned char* codes_T, const floatX* inp,
                                   const Norm& norm, const float* mean, const float* rstd, int N, int C) {
     encode_tiles(coding, codes, codes_T, N, C, [&](int n, int i, Vec* v) {

@@ -26,8 +26,8 @@ def forward_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
 
 
 def forward_codes_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
-    """The same for codes. The blocks that run at once share the rows, because each block leaves a maximum. The launch
-    that corrects codes reads them all."""
+    """The same for codes. There are no more blocks than run at once: each leaves a maximum, and each block of the
+    launch that corrects codes reads all maxima."""
     (blocks,), (threads, rows), shared_mem = forward_blocks(cu, N, C)
     at_once = min(MOST_MAXIMA, THREADS_AT_ONCE // (threads * rows)) * device.multiprocessors
     return (min(blocks, at_once),), (threads, rows), shared_mem

@@ -12,8 +12,8 @@ weight. "recomputed": backward makes it once more, as the input of the product f
 a matrix (rows, channels) in the layout that this product wants; in fp32 this is a transposed one (kernels/matmul.py:
 transposes). "for fcw": only products with this weight read the tensor, as their input; "from fcw": as the gradient of
 their result. Each layer has its own view, because products may take codes (kernels/fp8.py: Coded), whose scale is that
-of a layer. "in place": its kernel makes the tensor from its owner, and may overwrite that. Codes lie behind the owner,
-because a kernel that makes codes runs twice.
+of a layer. "in place": its kernel makes the tensor from its owner, which it may overwrite. But if it makes codes, they
+lie behind the owner, because such a kernel runs twice.
 """
 
 import math
@@ -59,13 +59,15 @@ def without(table: Table, absent: frozenset[str]) -> Table:
 
 
 def readers(table: Table, *prefixes: str) -> dict[str, str]:
-    """The tensors that only products with one weight read, and this weight: FOR which, FROM which, or both."""
+    """The tensors that only products with one weight read, each with this weight. prefixes: FOR, FROM, or by default
+    both."""
     prefixes = prefixes or (FOR, FROM)
     return {name: word.partition(" ")[2] for name, _, *words in table for word in words if word.startswith(prefixes)}
 
 
 def apart(table: Table, coded: Container[str]) -> Table:
-    """A table where products with the weights `coded` take codes. What only these read is not made in place."""
+    """The table for a model whose products with the weights `coded` take codes: a tensor that only these read lies
+    behind its owner, not in place."""
     behind = {name for name, weight in readers(table).items() if weight in coded}
     return tuple(tuple(row[2] if word == IN_PLACE and row[0] in behind else word for word in row) for row in table)
 
