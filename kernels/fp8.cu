@@ -1,6 +1,6 @@
 // Codes (fp8.cuh) of a matrix that is there in bf16. Memory-bound: encode reads 2 bytes a number and writes one, or two
-// if the product that sums over rows needs the codes of the transposed matrix. If the scale was another one the time
-// before, it does so twice.
+// if the product that sums over rows needs the codes of the transposed matrix. If the scale has changed, it does so
+// twice.
 #include "fp8.cuh"
 
 // codes (N, C) = inp (N, C) / scale, and codes_T (C, N) the same transposed. One of the two may be null. N and C are
