@@ -178,10 +178,12 @@ __device__ __forceinline__ void backward_codes(Coding coding, unsigned char* cod
             __syncthreads();
             of_d.store(codes_T, n0, i0, N, C);
             if (out_T != nullptr) of_out.store(out_T, n0, i0, N, C);
-            for (int i = threadIdx.x; n0 + of_d.ROWS >= end && i < min(of_d.COLUMNS, C - i0); i += blockDim.x) {
-                float total = 0.0f;
-                for (int y = 0; y < min(of_d.ROWS, end - begin) / 4; y++) total += sums[y][i];
-                partials[(size_t)chunk * C + i0 + i] = total;
+            if (n0 + of_d.ROWS >= end) {  // the chunk's last tile
+                for (int i = threadIdx.x; i < min(of_d.COLUMNS, C - i0); i += blockDim.x) {
+                    float total = 0.0f;
+                    for (int y = 0; y < min(of_d.ROWS, end - begin) / 4; y++) total += sums[y][i];
+                    partials[(size_t)chunk * C + i0 + i] = total;
+                }
             }
             __syncthreads();  // the next tile overwrites this one
         }

@@ -29,7 +29,7 @@ struct Norm {
     __device__ Vec of(Memory memory, int i, const Vec& n, int C) const {
         const Vec w = memory.load(weight + i, C - i), b = shift != nullptr ? memory.load(shift + i, C - i) : Vec();
         Vec y;
-        for (int k = 0; k < WIDTH; k++) y.x[k] = fmaf(n.x[k], w.x[k], b.x[k]);  // by name: alike in every kernel
+        for (int k = 0; k < WIDTH; k++) y.x[k] = fmaf(n.x[k], w.x[k], b.x[k]);  // rounds alike in every kernel
         return y;
     }
 

@@ -30,6 +30,8 @@ HARD = {
     "recompute_norm": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
     "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
     "sample:top_p": "B=1,V=5003,Vp=5120", "encode": "N=80,C=400", "swiglu_backward:codes": "N=80,C=272",
+    "gelu_backward:codes": "N=80,C=400", "fused_residual_forward:codes": "T=40",
+    "layernorm_recompute:codes": "T=40,C=400",
 }  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
@@ -41,6 +43,7 @@ MUTANTS = [
     ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 2, "cached_attention_forward"),
     ("sampling.cu", 0, "sample:top_p"), ("fp8.cuh", 0, "encode"), ("fp8.cuh", 1, "encode"),
     ("swiglu.cu", 0, "swiglu_backward:codes"), ("swiglu.cu", 1, "swiglu_backward:codes"),
+    ("gelu.cu", 2, "gelu_backward:codes"), ("gelu.cu", 3, "gelu_backward:codes"),
 ]  # fmt: skip
 
 # Kernels of tests/cu: their file, name, block and grid; the first argument is written to.
