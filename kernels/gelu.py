@@ -20,7 +20,8 @@ def matmul_gelu_forward(
 
 def gelu_forward(out, inp, bias, N: int, C: int, erf: bool = False) -> None:
     """out (N,C) = gelu(inp + bias), in the tanh form or the erf form. inp is a product to which its bias (C) has not
-    been added yet. bias is None if the product has none. out may be Coded: then its codes and its scale are set."""
+    been added yet. bias is None if the product has none. out may be Coded: then its codes and its scale are set, and
+    bias, here and in backward, must lie at a multiple of 16 bytes."""
     form = "gelu_erf" if erf else "gelu"
     if isinstance(out, Coded):
         blocks = blocks_of(N, C, MOST_BLOCKS)
