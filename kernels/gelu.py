@@ -50,7 +50,7 @@ def gelu_backward(dinp, dbias, out, dout, inp, bias, N: int, C: int, erf: bool =
     partials = partials_of(chunks * C)
     if isinstance(dinp, Coded):
         of_out = (None, out.codes_T, out.scale) if isinstance(out, Coded) else (out, None, None)
-        blocks = blocks_of(N, C, 3)
+        blocks = blocks_of(N, C, 3)  # as the kernels' __launch_bounds__ say
         for coding in codings(blocks, dinp.scale):
             args = *coding, dinp.codes, dinp.codes_T, *of_out, partials, dout, inp, bias, N, C, rows
             cu.launch(f"{form}_backward_codes_kernel", (blocks,), (cu.block(256),), args)

@@ -30,7 +30,7 @@ def swiglu_backward(dinp, out, dout, inp, N: int, C: int) -> None:
     """
     if isinstance(dinp, Coded):
         of_out = (None, out.codes_T, out.scale) if isinstance(out, Coded) else (out, None, None)
-        blocks = blocks_of(N, C, 2)
+        blocks = blocks_of(N, C, 2)  # as the kernel's __launch_bounds__ say
         for coding in codings(blocks, dinp.scale):
             args = *coding, dinp.codes, dinp.codes_T, *of_out, dout, inp, N, C
             cu.launch("swiglu_backward_codes_kernel", (blocks,), (cu.block(256),), args)
