@@ -127,9 +127,10 @@ def maxima_of(blocks: int):
 
 
 def encode(codes, codes_T, scale, inp, N: int, C: int, *, known: bool = False) -> None:
-    """codes (N,C) and codes_T (C,N): e4m3 codes of inp (N,C), bf16. Either may be None. scale (1,) = that of inp. Its
-    value before only decides how long this takes. If it is known, codes beyond the largest one are clipped to that. N
-    and C are multiples of MULTIPLE, and all arrays lie at multiples of 16 bytes."""
+    """Sets scale (1,) to that of inp (N,C), bf16, and codes (N,C) and codes_T (C,N) to its e4m3 codes. One of the two
+    may be None. What scale was before only decides how long this takes. If it is known, it is read and not set, and
+    numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all arrays lie at multiples of
+    16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)
     for coding in [(scale, None, 0)] if known else codings(blocks, scale):
         cu.launch("encode_kernel", (blocks,), (cu.block(256),), (*coding, codes, codes_T, inp, N, C))

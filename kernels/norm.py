@@ -27,7 +27,7 @@ def forward_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
 
 def forward_codes_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
     """The same for codes. There are no more blocks than run at once: each leaves a maximum, and each block of the
-    launch that corrects codes reads all maxima."""
+    launch that corrects codes reads all maxima. So that launch has the same grid."""
     (blocks,), (threads, rows), shared_mem = forward_blocks(cu, N, C)
     at_once = min(MOST_MAXIMA, THREADS_AT_ONCE // (threads * rows)) * device.multiprocessors
     return (min(blocks, at_once),), (threads, rows), shared_mem
