@@ -158,7 +158,8 @@ def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]; also acts.normed[l], acts.norm[l]."""
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.normed[l] and
+    acts.norm[l]."""
     params, B, T, C = model.params, batch.B, batch.T, model.config.channels
 
     layernorm_forward(acts.normed[l], acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
@@ -213,6 +214,10 @@ class GPT2(Model):
         tensors.norm = [(t.ln1w, t.ln1b) for t in tensors.layer] + [(tensors.lnfw, tensors.lnfb)]
         for t in tensors.layer:
             t.norm2 = t.ln2w, t.ln2b
+
+    @staticmethod
+    def group_activations(acts, config: GPT2Config) -> None:
+        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:

@@ -221,7 +221,8 @@ def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
 
 
 def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]; also acts.normed[l], acts.norm[l]."""
+    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.normed[l] and
+    acts.norm[l]."""
     params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
 
     rmsnorm_forward(acts.normed[l], acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
@@ -276,6 +277,10 @@ class Llama3(Model):
     @staticmethod
     def group_parameters(tensors, config: Llama3Config) -> None:
         tensors.norm = [t.ln1w for t in tensors.layer] + [tensors.lnfw]
+
+    @staticmethod
+    def group_activations(acts, config: Llama3Config) -> None:
+        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
 
     @classmethod
     def first_weights(cls, config: Llama3Config) -> tuple[dict[str, float], dict[str, float]]:

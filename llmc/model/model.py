@@ -43,7 +43,7 @@ class Model:
                               before the backward pass of each layer.
     layer_recompute(acts, batch, l)
                               runs the forward pass of layer l again, from acts.residual[l], as far as backward needs it
-    group_parameters, first_weights, and where it needs others, group_activations and constants
+    group_parameters, first_weights, and where it needs them, group_activations and constants
     """
 
     Config: type[Config]
@@ -150,9 +150,7 @@ class Model:
 
     @staticmethod
     def group_activations(acts: SimpleNamespace, config: Config) -> None:
-        """Adds groups to the views of activations: normed[l], the output of the norm in front of layer l, and behind
-        the layers that of the last norm. A kind whose tables have other names than ln1 and ln adds its own groups."""
-        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
+        """Adds groups to the views of activations, where the tables' names are not enough."""
 
     @classmethod
     def constants(cls, config: Config, T: int) -> dict[str, np.ndarray]:
