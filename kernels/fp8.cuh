@@ -90,7 +90,7 @@ struct Coding {
     float *scale, *maxima;
     int correct;
     float inverse;
-    unsigned largest;  // as bits, of which those of infinity and NaN are the largest
+    unsigned largest;  // the bits of the thread's largest absolute value. As integers, NaN's are above infinity's
 
     // All threads of a block call it first. With `correct` the block is one-dimensional. False: there is nothing to do.
     __device__ bool begin() {
@@ -163,9 +163,10 @@ struct CodeTile {
     }
 };
 
-// Encodes an (N, C) matrix: codes (N, C) and codes_T (C, N), of which one may be null. load(n, i, v) sets v to the
-// vectors of rows n to n + 3 from column i on; it should load all four before it uses the first. The blocks share the
-// tiles, from the end, which was written last and may still be in L2, to the beginning.
+// Encodes an (N, C) matrix. Sets codes (N, C), and the same transposed, codes_T (C, N). One of the two may be null.
+// load(n, i, v) sets v[0] to v[3] to vectors of rows n to n + 3, each from column i on. It should load all four before
+// it uses the first. The blocks share the tiles, and begin with the last ones: these were written last, and may still
+// be in L2.
 template <class Load>
 __device__ inline void encode_tiles(Coding& coding, unsigned char* codes, unsigned char* codes_T, int N, int C,
                                     Load load) {

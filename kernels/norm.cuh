@@ -143,7 +143,8 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
             rstd[n] = s;
         }
     });
-    while (Norm0::IN_TURN && (n += gridDim.x * blockDim.y, start = (size_t)n * C, n < N));
+    while (Norm0::IN_TURN &&  // the next row
+           (n += gridDim.x * blockDim.y, start = (size_t)n * C, n < N));
 }
 
 // The same for codes (N,C) of out, by the scale of the time before: the first launch of Coding. The grid has no more

@@ -73,7 +73,8 @@ def apart(table: Table, coded: Container[str]) -> Table:
 
 
 def owners(row: tuple) -> list[str]:
-    """The tensor whose place a row's tensor takes, and that behind which it lies there, if it does."""
+    """The tensor names in a row: first the owner, whose place the row's tensor takes; then, if there is a second name,
+    the tensor behind which it lies there."""
     return [word for word in row[2:] if word not in WORDS and not word.startswith((FOR, FROM))]
 
 
