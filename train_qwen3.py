@@ -71,7 +71,8 @@ GRADIENTS = (
     ("datty",       ("B", "T", "Q")),                # of atty
     ("dswiglu",     ("B", "T", "H")),                # of the output of the SwiGLU at hand
     ("dfch",        ("B", "T", "2H"), "from fcw"),
-    ("dqkv",        ("B", "T", "QKV")),              # of qkv, then of qkvproj
+    ("dqkv",        ("B", "T", "QKV")),              # of qkv
+    ("dqkvproj",    ("B", "T", "QKV"), "dqkv", "in place", "from qkvw"),  # of qkvproj
 )  # fmt: skip
 
 
@@ -202,11 +203,12 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         )  # fmt: skip
         attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
         qk_norm_backward(
-            acts.dqkv, g.qnormw, g.knormw, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope, B, T, NH, NKV, HS
+            a.dqkvproj, g.qnormw, g.knormw, acts.dqkv, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope,
+            B, T, NH, NKV, HS,
         )  # fmt: skip
-        matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
+        matmul_backward_inp(acts.dln, a.dqkvproj, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
         rmsnorm_recompute(a.ln1_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-        matmul_backward_weight(g.qkvw, acts.dqkv, a.ln1_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
+        matmul_backward_weight(g.qkvw, a.dqkvproj, a.ln1_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
     rmsnorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
     embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
 

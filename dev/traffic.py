@@ -72,6 +72,7 @@ BYTES = {  # 4 for each number of the gradients of parameters, which are fp32
     "sum": lambda a: 4 * (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
     "rope": lambda a: 2 * a.qkv.nbytes * a.heads // a.all_heads,  # of queries and keys, in place
     "qk_norm_backward": lambda a: 3 * a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
+    "qk_norm_backward_codes": lambda a: 2 * a.inp.nbytes + a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
     # Reads each query head's share, writes the sums of each group's.
     "flash_attention_group_sum": lambda a: a.dkv_heads.nbytes + a.dkv_heads.size * a.NKV // a.NH * a.dqkv.itemsize,
     # Of a causal matrix half is read, and all is written, zeros and all.

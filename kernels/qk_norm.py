@@ -2,6 +2,7 @@
 
 import device
 from device import ceil_div
+from kernels.fp8 import Coded, codings, encode
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
 import numpy as np
@@ -22,29 +23,39 @@ def qk_norm_forward(
     """
     heads = cu.width  # of a block, which then has 128 threads
     args = out, rstd, inp, qweight, kweight, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
-    cu.launch("qk_norm_forward_kernel", (ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes(), heads), args)
+    cu.launch("qk_norm_forward_kernel", (ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes() * heads,), args)
 
 
 def qk_norm_backward(
-    dqkv, dqweight, dkweight, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
+    dinp, dqweight, dkweight, dout, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
 ) -> None:
-    """dqkv (B,T,NH+2*NKV,HS), the gradient of forward's out, becomes that of its inp, in place; dqweight, dkweight (HS)
-    += those of the weights. The value heads of dqkv stay as they are.
+    """Sets dinp (B,T,NH+2*NKV,HS) to the gradient of forward's inp, in the place of dout, the gradient of its out: both
+    are the same memory. The value heads stay as they are. dqweight, dkweight (HS) += the gradients of the weights.
 
-    inp, the weights and table are forward's, rstd is what it set.
+    inp, the weights and table are forward's, rstd is what it set. dinp may be Coded: then its codes and its scale are
+    set, and it must not overlap dout, which may be overwritten, too.
     """
-    width = cu.width
+    if not isinstance(dinp, Coded) and device.address(dinp) != device.address(dout):
+        raise ValueError("qk_norm's gradient is made in the place of that of its output")
+    width, N, heads = cu.width, B * T, NH + 2 * NKV
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
-    at_once = max(1, min(2 * width, device.shared_memory // row_bytes))  # heads of a block, which has 256 threads
-    chunks = min(ceil_div(B * T * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
-    partials = partials_of(chunks * 2 * HS)
-    cu.launch(
-        "qk_norm_backward_kernel",
-        (chunks,),
-        (lanes(), at_once),
-        (dqkv, partials, inp, qweight, kweight, rstd, table, B * T, T, NH, NKV, HS),
-        shared_mem=at_once * row_bytes,
-    )
+    args = inp, qweight, kweight, rstd, table, N, T, NH, NKV
+    if isinstance(dinp, Coded) and HS == 128:
+        tiles, most = ceil_div(N, 64) * heads, 2 * device.multiprocessors  # blocks, as its __launch_bounds__ say
+        chunks = min(tiles, most, MOST_PARTIALS)
+        partials, block = partials_of(chunks * 2 * HS), cu.block(256)
+        shared_mem = block // lanes() * row_bytes + 4 * 64 * HS * device.floatX.itemsize
+        for coding in codings(chunks, dinp.scale):
+            coded = *coding, dinp.codes, dinp.codes_T, partials, dout
+            cu.launch("qk_norm_backward_codes_kernel", (chunks,), (block,), (*coded, *args), shared_mem=shared_mem)
+    else:
+        at_once = max(1, min(2 * width, device.shared_memory // row_bytes))  # heads of a block, which has 256 threads
+        chunks = min(ceil_div(N * (NH + NKV), at_once), 4 * device.multiprocessors, MOST_PARTIALS)
+        partials, block = partials_of(chunks * 2 * HS), lanes() * at_once
+        in_place = dout, partials, *args, HS
+        cu.launch("qk_norm_backward_kernel", (chunks,), (block,), in_place, shared_mem=at_once * row_bytes)
+        if isinstance(dinp, Coded):
+            encode(*dinp, dout, N, heads * HS)
     add_partials([dqweight, dkweight], partials, chunks, HS)
 
 

@@ -31,7 +31,7 @@ HARD = {
     "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
     "sample:top_p": "B=1,V=5003,Vp=5120", "encode": "N=80,C=400", "swiglu_backward:codes": "N=80,C=272",
     "gelu_backward:codes": "N=80,C=400", "fused_residual_forward:codes": "T=40",
-    "layernorm_recompute:codes": "T=40,C=400",
+    "layernorm_recompute:codes": "T=40,C=400", "qk_norm_backward:codes": "T=40",
 }  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
@@ -44,6 +44,8 @@ MUTANTS = [
     ("sampling.cu", 0, "sample:top_p"), ("fp8.cuh", 0, "encode"), ("fp8.cuh", 1, "encode"),
     ("swiglu.cu", 0, "swiglu_backward:codes"), ("swiglu.cu", 1, "swiglu_backward:codes"),
     ("gelu.cu", 2, "gelu_backward:codes"), ("gelu.cu", 3, "gelu_backward:codes"),
+    ("qk_norm.cu", 0, "qk_norm_backward"), ("qk_norm.cu", 1, "qk_norm_backward:codes"),
+    ("qk_norm.cu", 2, "qk_norm_backward:codes"),
 ]  # fmt: skip
 
 # Kernels of tests/cu: their file, name, block and grid; the first argument is written to.

@@ -18,7 +18,9 @@ from kernels import gelu
 from kernels.fp8 import Coded, Codes, Gradient, Weight, encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute
+from kernels.qk_norm import qk_norm_backward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
+from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.batches import Batches
 from llmc.model import activations, offload, weights
@@ -41,7 +43,7 @@ from models import (
     name_parameters,
     state_of,
 )
-from oracle import guarded, normal
+from oracle import KERNEL_FP32, assert_close, guarded, normal
 from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import PythiaConfig
@@ -293,6 +295,34 @@ def test_norms_make_the_codes_of_the_numbers_that_they_would_store(dev, rng, N, 
     assert np.array_equal(dev.to_host(again), dev.to_host(out))
     for found, expected in zip([stream, *kept], [residual, *stats], strict=True):
         assert found is None or np.array_equal(dev.to_host(found), dev.to_host(expected))
+
+
+@pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
+@pytest.mark.parametrize("B, T, NH, NKV, HS, start", [
+    (1, 16, 2, 1, 16, 0), (2, 56, 4, 2, 48, 1), (5, 16, 3, 3, 128, 0), (3, 352, 8, 4, 32, 0), (1, 32, 2, 1, 20, 0),
+    (1, 16, 1, 1, 144, 0),
+])  # fmt: skip
+@pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
+def test_qk_norm_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, B, T, NH, NKV, HS, start, guess):
+    """guess: of the scale. start: that of the weights."""
+    N, C = B * T, (NH + 2 * NKV) * HS
+    inp, dout = (to_bf16(normal(rng, N, C)) for _ in range(2))
+    qweight, kweight = (dev.asarray(to_bf16(normal(rng, start + HS)))[start:] for _ in range(2))
+    heads = from_bf16(inp).reshape(N, -1, HS)[:, : NH + NKV]
+    kept = dev.asarray(inp), qweight, kweight, dev.asarray((1 / np.sqrt((heads**2).mean(-1))).astype(np.float32))
+    table, before = dev.asarray(rope_table(T, HS, 1e4)), normal(rng, 2, HS)
+    dinp, sums = dev.asarray(dout), [dev.asarray(each) for each in before]
+    qk_norm_backward(dinp, *sums, dinp, *kept, table, B, T, NH, NKV, HS)
+    wide = from_bf16(dev.to_host(dinp))
+    scale = scale_of(np.abs(wide).max())
+    with guarded(dev) as memory:
+        old = memory.update(np.float32([guess * scale]), np.float32)
+        made = Coded(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), old)
+        added = [memory.update(each, np.float32) for each in before]
+        qk_norm_backward(made, *added, memory.update(from_bf16(dout)), *kept, table, B, T, NH, NKV, HS)
+    assert_codes(dev, made, wide, scale)
+    for ours, plain in zip(added, sums, strict=True):  # the sums are of the same numbers, in another order
+        assert_close("dweight", ours, dev.to_host(plain), KERNEL_FP32)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

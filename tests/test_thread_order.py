@@ -23,7 +23,9 @@ from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_recompute
 from kernels.matmul import decoded, matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
+from kernels.qk_norm import qk_norm_backward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_recompute
+from kernels.rope import rope_table
 from kernels.sampling import sample
 from kernels.swiglu import swiglu_backward, swiglu_forward
 from llmc.data.batches import Batches
@@ -219,6 +221,13 @@ def codes():
     rmsnorm_recompute(out, residual, norm[0], stats[1], 1, N, C)
     swiglu_forward(room_for_codes(N, H), inp, N, H)
     swiglu_backward(room_for_codes(N, C), room_for_codes(N, H), dout, inp, N, H)
+    NH, NKV, HS = 2, 1, 128
+    qkv, dout = (device.to_bf16(normal(np.random.default_rng(each), N, (NH + 2 * NKV) * HS)) for each in (9, 10))
+    rstd, sums = np.ones((N, NH + NKV), np.float32), np.zeros((2, HS), np.float32)
+    qk_norm_backward(
+        room_for_codes(N, qkv.shape[1]), *sums, dout, qkv, qkv[0], qkv[1], rstd, rope_table(N, HS, 1e4),
+        1, N, NH, NKV, HS,
+    )  # fmt: skip
     device.use_precision("fp32")
 
 

@@ -315,8 +315,12 @@ for rope in rope_forward, rope_backward:
 QK = f"rstd*=B,T,NH+NKV inp={ALL_HEADS} qweight=HS kweight=HS"
 add(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out={ALL_HEADS} {QK}",
     lambda size, a: angles(size, a) | {"eps": EPS}, needs=("HS % 2 == 0",))
-add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dqkv={ALL_HEADS} dqweight*=HS dkweight*=HS {QK}",
-    angles, needs=("HS % 2 == 0",))
+OF_QK = f"dqweight*=HS dkweight*=HS {QK}"
+add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dinp={ALL_HEADS} {OF_QK}",
+    lambda size, a: angles(size, a) | {"dout": a.dinp}, needs=("HS % 2 == 0",))
+add(qk_norm_backward, "B=2 T=16 NH=2 NKV=1 HS=128", f"dout={ALL_HEADS} {OF_QK}", lambda size, a: angles(size, a) | {
+    "dinp": room_for_codes(size.B * size.T, (size.NH + 2 * size.NKV) * size.HS)},
+    **CODED | {"needs": ("B * T % 16 == 0", "HS == 128")})
 
 
 def norm() -> dict:
