@@ -1,13 +1,6 @@
-"""Products of codes in e4m3 (`--precision fp8`): the codes are exact, and models train with them."""
-
-import shutil
-import sys
-from dataclasses import replace
-from itertools import cycle
-from types import SimpleNamespace
+"""Codes in e4m3 (`--precision fp8`): encoded by the kernel of fp8.cu and by others, and products of them."""
 
 import device
-import generate
 import kernels.fp8 as fp8
 import kernels.matmul as matmul
 from conftest import DEVICES
@@ -22,57 +15,16 @@ from kernels.qk_norm import qk_norm_backward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
-from llmc.data.batches import Batches
-from llmc.model import activations, offload, weights
-from llmc.model.activations import Cache
-from llmc.model.model import coded_matrices
-from llmc.model.tensors import FOR, FROM, readers
-from llmc.model.weights import load_weights
-from llmc.ranks import exchange
-from llmc.run.validation import Validation
-from llmc.step.generation import Writer
-from llmc.step.update import adamw_update
-from models import (
-    GivenBatches,
-    build,
-    flat_parameters,
-    forward_backward,
-    kind_of,
-    make_batches,
-    name_of,
-    name_parameters,
-    state_of,
-)
 from oracle import KERNEL_FP32, assert_close, guarded, normal
-from train_gpt2_fp32 import GPT2, GPT2Config, training_step
-from train_llama3 import Llama3, Llama3Config
-from train_pythia import PythiaConfig
-from train_qwen3 import Qwen3Config
 
 import numpy as np
 import pytest
 import torch
-from lazy import LazyDevice, Threads
-from test_generation import forward_from, random_texts
-from test_offload import on
-from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
-from test_peers import T as RANKS_T
-from test_train import Turing, make_folder, samples_of
 
 LARGEST = 448.0
 
-# maxT, V, L, heads, C: each has weights of several shapes, and rows that are no multiples of a tile.
-CONFIGS = [
-    GPT2Config(32, 101, 2, 2, 48), Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False),
-    PythiaConfig(32, 101, 2, 2, 32, tied_norm=True), Qwen3Config(32, 101, 2, 4, 2, 48, 96, head_size=16),
-]  # fmt: skip
-B, T = 2, 24
-
-# Whole models take long. In the ordinary run one trains in every way, and none in warps of 32 on the CPU.
-ONE_CONFIG = [pytest.param(each, marks=[] if each is CONFIGS[1] else pytest.mark.long) for each in CONFIGS]
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may round the same formula differently
-FEW_DEVICES = [pytest.param(each, marks=pytest.mark.long if "warp32" in each else []) for each in DEVICES]
 
 
 @pytest.fixture(params=DEVICES)
@@ -422,23 +374,6 @@ def test_the_products_of_extremes_are_those_of_their_codes_and_hide_nothing(dev,
         assert what != "zeros" or name not in FACTORS[factor] or not one.any()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["attprojw", "fcprojw"])
-def test_a_step_with_a_weight_that_is_not_finite_says_so_and_changes_nothing(large_weights, name, value):
-    config = CONFIGS[1]
-    device.use_precision("fp8")
-    flat = flat_parameters(config)
-    getattr(name_parameters(flat, config), name)[1, 5, 7] = value
-    training = build(device, config, B, T, "softmax", flat)
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    before, _, _ = state_of(training)
-    _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
-    adamw_update(training.model, training.adamw, training.exchange, 1e-2, 1)
-    after, m, v = state_of(training)
-    assert np.isnan(loss) and np.isnan(training.adamw.norm[0])
-    assert np.array_equal(before, after, equal_nan=True) and not m.any() and not v.any()
-
-
 def coded(dev, rng, N: int, C: int):
     """Random codes without NaN, and a scale, on the device; and the matrix, float64."""
     codes = rng.integers(0, 256, (N, C)).astype(np.uint8)
@@ -515,237 +450,6 @@ def test_a_product_of_extreme_scales_overflows_or_vanishes_without_a_word(dev, e
     assert (dev.to_host(c) == found).all()
 
 
-def gradients(precision: str, config, attention: str = "softmax", **options) -> tuple[np.ndarray, float]:
-    """The gradients of a batch, and its loss."""
-    device.use_precision(precision)
-    training = build(device, config, B, T, attention, flat_parameters(config), **options)
-    ((inputs, targets),) = make_batches(config, 1, B, T)
-    _, loss = forward_backward(device, training, inputs, targets, 1 / (B * T))
-    return device.to_host(training.model.grads_memory), loss
-
-
-def rounded(values, largest: float, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix rounded to a type of one byte and back, with the scale of torchao's tensorwise recipe."""
-    wide = torch.from_numpy(from_bf16(np.asarray(values)).reshape(values.shape))
-    scale = largest / wide.abs().max().clamp(min=1e-12)
-    return (wide * scale).clamp(-largest, largest).to(dtype).float() / scale
-
-
-class Torchao:
-    """torchao's tensorwise recipe: e4m3 for inputs and weights, e5m2 for gradients, and scales that divide the largest
-    number exactly. Sums are fp32."""
-
-    def __init__(self):
-        self.dout = None
-
-    def forward(self, out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
-        inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (inp.reshape(N, C), weight.array))
-        product = (inp @ weight.T).numpy() + (0 if bias is None else from_bf16(bias))
-        out.reshape(N, OC)[:] = to_bf16(product)
-
-    def backward_inp(self, dinp, dout, weight: Weight, N: int, C: int, OC: int, beta: float) -> None:
-        self.dout = rounded(dout.reshape(N, OC), 57344, torch.float8_e5m2)
-        product = (self.dout @ rounded(weight.array, 448, torch.float8_e4m3fn)).numpy()
-        dinp.reshape(N, C)[:] = to_bf16(product + (from_bf16(dinp).reshape(N, C) if beta else 0))
-
-    def backward_weight(self, dweight: Gradient, dout, inp, N: int, C: int, OC: int, beta: float) -> None:
-        product = (self.dout.T @ rounded(inp.reshape(N, C), 448, torch.float8_e4m3fn)).numpy()
-        dweight.array[:] = product + (dweight.array if beta else 0)
-
-
-@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeypatch, config):
-    exact, loss = gradients("fp32", config)
-    found, of_codes = gradients("fp8", config)
-    recomputed, _ = gradients("fp8", config, recompute=True)
-    assert np.array_equal(found, recomputed)
-    assert abs(of_codes - loss) < 0.01 * loss
-
-    def error(of: np.ndarray) -> float:
-        return float(np.linalg.norm(of - exact) / np.linalg.norm(exact))
-
-    monkeypatch.setattr(activations, "coded", lambda array, dweight, scale: array)
-    monkeypatch.setattr(activations, "apart", lambda table, coded: table)
-    encoded, _ = gradients("fp8", config)
-    # For the CPU see EXACT_DEVICES. Elsewhere only the order in which GELU's bias' gradient is added up differs.
-    allowed = 1e-3 if dev.kind == "cpu" else 1e-6
-    assert np.linalg.norm(found - encoded) <= allowed * np.linalg.norm(found)
-    in_bf16, _ = gradients("bf16", config)
-    assert error(found) > 2 * error(in_bf16)  # so codes were multiplied
-    if dev.kind == "cpu":  # where the recipe can stand in for the products
-        recipe = Torchao()
-        monkeypatch.setattr(matmul, "fp8_forward", recipe.forward)
-        monkeypatch.setattr(matmul, "fp8_backward_inp", recipe.backward_inp)
-        monkeypatch.setattr(matmul, "fp8_backward_weight", recipe.backward_weight)
-        theirs, _ = gradients("fp8", config)
-        assert error(found) < 1.2 * error(theirs), (error(found), error(theirs))
-
-
-@pytest.mark.parametrize("config", [*CONFIGS, replace(CONFIGS[2], tied_norm=False, parallel=False)], ids=name_of)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, monkeypatch, config, recompute):
-    """No script has encoded another gradient of as many columns meanwhile. And the codes of the input that backward has
-    recomputed are those of forward. With dropout, if the model has it."""
-    device.use_precision("fp8")
-    script, seen, multiply = sys.modules[kind_of(config).__module__], {}, matmul.matmul_backward_weight
-
-    def forward(out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
-        fp8.fp8_forward(out, inp, weight, bias, N, C, OC)
-        if isinstance(inp, Coded):
-            codes = inp.codes
-        else:
-            codes, wide = device.scratch("fp8 input", (N, C), np.uint8), from_bf16(inp.reshape(N, C))
-            assert weight.inp_scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(codes, codes_by_pytorch(wide, weight.inp_scale))
-        seen[device.address(weight.inp_scale)] = codes.copy()
-
-    def checked(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
-        multiply(dweight, dout, inp, B, T, C, OC, accumulate)
-        inp_T = inp.codes_T if isinstance(inp, Coded) else device.scratch("fp8 input_T", (C, B * T), np.uint8)
-        if not isinstance(dout, Coded):
-            dout_T, wide = device.scratch(f"fp8 dout_T {OC}", (OC, B * T), np.uint8), from_bf16(dout.reshape(B * T, OC))
-            assert dweight.dout_scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(dout_T, codes_by_pytorch(wide, dweight.dout_scale).T)
-        codes = seen.pop(device.address(dweight.inp_scale))
-        assert np.abs(inp_T.T.astype(int) - codes).max() <= 1 and (inp_T.T != codes).mean() < 0.01  # EXACT_DEVICES
-        coded.append((isinstance(inp, Coded), isinstance(dout, Coded)))
-
-    coded = []
-    monkeypatch.setattr(matmul, "fp8_forward", forward)
-    monkeypatch.setattr(script, "matmul_backward_weight", checked)
-    gradients("fp8", config, recompute=recompute, dropout=(0.1, 3) if kind_of(config).DROPS else None)
-    table = kind_of(config).ACTIVATIONS + kind_of(config).GRADIENTS
-    made, dmade = (readers(table, prefix).values() for prefix in (FOR, FROM))
-    of_layer = [(name in made, name in dmade) for name in ("fcprojw", "fcw", "attprojw", "qkvw")]
-    assert not seen and coded == config.num_layers * of_layer
-
-
-@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_steps_are_repeated_to_the_bit(dev, config):
-    found = []
-    for recorded, offloaded in (True, False), (False, False), (True, True):
-        device.use_recording(recorded)
-        training = build(dev, config, B, T, "softmax", flat_parameters(config), offload=offloaded)
-        batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 6, B, T)), 2)
-        train_step = training_step(training, batches)
-        for step in range(3):
-            train_step(step, 1e-2)
-        training.exchange.gather_parameters()  # offloaded, they still lack an update
-        device.synchronize()
-        found.append(dev.to_host(training.model.params_memory).copy())
-    device.use_recording(True)
-    assert all(np.array_equal(found[0], each) for each in found[1:])
-    assert np.isfinite(from_bf16(found[0])).all()
-
-
-def test_a_weight_is_encoded_once_a_step_and_in_each_other_pass(dev):
-    """In the first batch, though backward runs its layer again. A pass between two steps, as in validation, sees the
-    weights that the last step has made."""
-    config = CONFIGS[1]
-    training = build(dev, config, B, T, "softmax", flat_parameters(config), recompute=True)
-    model, (p, *_) = training.model, training.model.params.layer
-    batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 6, B, T)), 2)
-    device.use_recording(False)
-    train_step = training_step(training, batches)
-    device.use_recording(True)
-    for step in range(3):
-        before, launches = dev.to_host(p.fcw.array).copy(), []
-
-        def observer(name, arguments, work, launches=launches) -> None:
-            launches.append(dev.address(arguments["inp"]) if name == "encode_kernel" else 0)
-            work()
-
-        with device.observe(observer):
-            train_step(step, 1e-2)
-        assert launches.count(dev.address(p.fcw.array)) == 2  # by the scale of before, and by its own
-        scale = dev.to_host(p.fcw.scale)[0]
-        assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(from_bf16(before), scale))
-        model.forward(training.acts, training.batch)
-        after, scale = from_bf16(dev.to_host(p.fcw.array)), dev.to_host(p.fcw.scale)[0]
-        assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(after, scale))
-        assert not np.array_equal(after, from_bf16(before))
-    plain = training.model.without_codes()
-    plain.weights_are_new()  # it has none to encode
-    assert plain.params.layer[0].fcw.shape == p.fcw.array.shape and not plain.coded() and training.model.coded()
-
-
-@pytest.fixture
-def large_weights(monkeypatch):
-    """All weights are large enough, and pieces and buckets are smaller than they."""
-    device.use("cpu")
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
-    monkeypatch.setattr(offload, "PIECE", 4800)
-    monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
-
-
-def drawn(rng, config, count: int) -> np.ndarray:
-    """The batches of three steps, for test_peers.train."""
-    return rng.integers(0, config.vocab_size, (3, count, 2, B, RANKS_T), dtype=np.int32)
-
-
-@pytest.mark.parametrize("kind, flags", [
-    (device.CpuDevice, {"recompute": True}), (device.CpuDevice, {"offload": True}), (LazyDevice, {}),
-    (EagerDevice, {}), (LazyDevice, {"recompute": True, "offload": True}),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("config", ONE_CONFIG, ids=name_of)
-def test_a_run_has_the_same_bits_recomputed_offloaded_or_out_of_order(large_weights, config, kind, flags, rng):
-    """Three steps of two batches. Two of the steps follow the plan."""
-    batches = drawn(rng, config, 2)
-    want = train(config, B, batches, 0.1, precision="fp8")
-    assert np.isfinite(want.view(np.float32)).all()
-    assert not np.array_equal(want, train(config, B, batches, 0.1, precision="bf16"))
-    assert np.array_equal(on(kind, config, B, batches, 0.1, precision="fp8", **flags), want)
-
-
-def losses_between_steps(kind: type[device.CpuDevice], config) -> np.ndarray:
-    """The losses of a batch in validations: two before each of four steps of two batches."""
-    device.current.device = kind()
-    device.use_precision("fp8")
-    training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
-    settings, found = SimpleNamespace(B=B, T=T, val_batches=1), []
-    batches = Batches(training.batch, training.acts.losses, GivenBatches(make_batches(config, 8, B, T)), 2)
-    train_step, one = training_step(training, batches), make_batches(config, 1, B, T)
-    validation = Validation(training, settings, GivenBatches(cycle(one)), None, None)
-    for step in range(4):
-        for _ in range(2):
-            found.append(validation.batches.run(validation.forward_loss).copy())
-        train_step(step, 1e-2)
-    device.synchronize()
-    device.use("cpu")
-    return np.array(found)
-
-
-@pytest.mark.parametrize("kind", [LazyDevice, EagerDevice])
-def test_a_validation_that_is_replayed_sees_the_weights_of_the_last_step(large_weights, kind):
-    want = losses_between_steps(device.CpuDevice, CONFIGS[1])
-    assert np.array_equal(want[::2], want[1::2]) and len({losses.tobytes() for losses in want}) == 4
-    assert np.array_equal(losses_between_steps(kind, CONFIGS[1]), want)
-
-
-@pytest.mark.parametrize("peers", [True, False])
-@pytest.mark.parametrize("flags", [
-    {}, {"sharded": True}, {"sharded": True, "offload": True}, {"bitwise": True},
-], ids=str)  # fmt: skip
-def test_all_ranks_end_with_the_same_bits_and_a_bitwise_run_with_those_of_one(
-    large_weights, flags, peers, monkeypatch, rng
-):  # fmt: skip
-    """Each rank encodes all of its parameters, after those of other ranks have arrived."""
-    config = CONFIGS[1]
-    batches = drawn(rng, config, 2)
-    one, start = (train(config, B, these, 0.1, precision="fp8", bitwise="bitwise" in flags)
-                  for these in (batches, batches[:0]))  # fmt: skip
-    work = lambda rank: train(config, B, batches, 0.1, precision="fp8", **flags)  # noqa: E731
-    found = Threads(2, monkeypatch, peers).run(work, LazyDevice)
-    assert np.array_equal(found[0], found[1])
-    if "bitwise" in flags:
-        assert np.array_equal(found[0], one)
-    else:
-        found, one, start = (bits.view(np.float32) for bits in (found[0], one, start))
-        assert np.linalg.norm(found - one) < 0.1 * np.linalg.norm(one - start)
-
-
 @pytest.mark.parametrize("B, C, OC", [
     (1, 16, 16), (1, 112, 50), (1, 4096, 3), (1, 48, matmul.MANY_OUTPUTS + 3), (3, 80, 272), (33, 128, 16),
 ])  # fmt: skip
@@ -760,35 +464,6 @@ def test_a_product_of_a_weight_that_has_codes_alone_takes_their_numbers_and_the_
         # Some of cuBLAS's algorithms round the product before they add the bias.
         allowed = 2.0**-20 * (np.abs(inp) @ np.abs(wide.T)) + 2.0**-8 * (np.abs(product + added) + np.abs(product))
         assert (np.abs(device.to_floats(out) - product - added) <= allowed).all()
-
-
-@pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_text_is_written_with_the_numbers_of_the_weights_codes(dev, monkeypatch, config):
-    """The logits are those of a bf16 model with these numbers: of a prompt and of a token, in one text and in three."""
-    monkeypatch.setattr(weights, "STAGED", 1000)
-    flat = flat_parameters(config)
-    rounded, texts = flat.copy(), random_texts(config, 3, 17)
-    for name in coded_matrices(kind_of(config), config):
-        for matrix in getattr(name_parameters(rounded, config), name):
-            wide = from_bf16(to_bf16(matrix))
-            divisor = scale_of(np.abs(wide).max())
-            matrix[:] = from_e4m3(codes_by_pytorch(wide, divisor)) * divisor
-
-    def logits(precision: str, flat: np.ndarray) -> np.ndarray:
-        device.use_precision(precision)
-        found = []
-        for B in 1, 3:
-            model = kind_of(config)(config, T, inference=True)
-            load_weights(model, None, vars(name_parameters(flat, config)))
-            writer = Writer(Cache(model, B, T, "softmax"))
-            for start, length in (0, 16), (16, 1):
-                found.append(forward_from(writer, texts[:B], [start] * B, [length] * B))
-        return np.concatenate(found)
-
-    found, want, other = logits("fp8", flat), logits("bf16", rounded), logits("bf16", flat)
-    assert np.linalg.norm(found - want) <= (dev.kind == "cuda") * 0.2 * np.linalg.norm(other - want)
-    assert np.linalg.norm(other - want) > 0.01 * np.linalg.norm(want)
 
 
 def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
@@ -808,104 +483,3 @@ def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
 ])  # fmt: skip
 def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C, OC, made, does):
     assert fp8.pays(C, OC, made) == does
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_batch_of_rows_that_do_not_fit_takes_no_codes(large_weights, config):
-    found = []
-    for precision in "fp8", "bf16":
-        device.use_precision(precision)
-        training = build(device, config, B, T, "softmax", flat_parameters(config))
-        ((inputs, targets),) = make_batches(config, 1, B, T)
-        forward_backward(device, training, inputs[:1, :5], targets[:1, :5], 1 / 5)
-        found.append(device.to_host(training.model.grads_memory))
-    assert np.array_equal(*found)
-
-
-FILES = "model.bin", "optimizer.bin"
-
-
-@pytest.mark.parametrize("N, flags, others", [
-    (1, {}, [{"recompute": True}, {"offload": True}]), (2, {"sharded": True}, [{"recompute": True, "offload": True}]),
-    (2, {"bitwise": True}, [{"sharded": True}]),
-], ids=str)  # fmt: skip
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
-    large_weights, N, flags, others, tmp_path, monkeypatch, rng
-):  # fmt: skip
-    """Also with other flags. Its checkpoint holds fp32 numbers, which a run in any precision takes over."""
-    config, (first, then) = CONFIGS[0], (slice(2), slice(2, None))
-    batches = rng.integers(0, config.vocab_size, (4, 2, 2, B, RANKS_T), dtype=np.int32)
-
-    def trained(steps: slice, **more) -> np.ndarray:
-        work = lambda rank: train(config, B, batches[steps], 0.1, **{"precision": "fp8"} | flags | more)  # noqa: E731
-        with monkeypatch.context() as patch:
-            one, *of_ranks = Threads(N, patch, peers=False).run(work)
-        assert all(np.array_equal(one, other) for other in of_ranks)
-        return one
-
-    trained(first, directory=tmp_path)
-    whole, checkpoint = trained(slice(None)), tmp_path / "step_00000002"
-    for other in flags, *others:
-        assert np.array_equal(trained(then, checkpoint=checkpoint, **other), whole)
-    for precision in "bf16", "fp32":
-        assert not np.array_equal(trained(then, checkpoint=checkpoint, precision=precision), whole)
-        trained(slice(0), checkpoint=checkpoint, precision=precision, directory=tmp_path / precision)
-        there = tmp_path / precision / checkpoint.name
-        assert all((there / name).read_bytes() == (checkpoint / name).read_bytes() for name in FILES)
-        assert np.array_equal(trained(then, checkpoint=there), whole)
-
-
-CODED = "layers=2,heads=2,channels=32"  # of GPT-2
-FLAGS = ["-e", CODED, "-i", "data", "-b", "2", "-t", "32", "-d", "64", "-v", "0", "-s", "0", "--device", "cpu",
-         "--checkpoint-dir", "run", "-l", "1e-2"]  # fmt: skip
-
-
-def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, capsys):
-    """Its samples are the text of its bf16 weights, also where a sample computes 16 rows anew."""
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
-    folder = make_folder(tmp_path / "cpu.gpt2")
-    out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "2", "--precision", "bf16"])
-    assert "codes in e4m3" not in out
-    out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "4", "-y", "1", "--precision", "fp8", "-s", "4", "-g", "200"])
-    assert "the run was in bf16 and goes on in fp8" in out and "| codes in e4m3         | 0 MiB" in out
-    assert "| large ones of layers in e4m3, others in bf16" in out
-    (sample,) = samples_of(out)
-    for precision, said in ("bf16", "with them rounded to bf16"), ("fp8", "become e4m3, the others bf16"):
-        generate.main(["-e", "run", "-g", "200", "--ignore-eot", "--device", "cpu", "--precision", precision])
-        text, log = capsys.readouterr()
-        assert said in log and (text == sample + "\n" if precision == "bf16" else len(text) == 201)
-    for precision in "bf16", "fp32":
-        out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "5", "-y", "1", "--precision", precision])
-        assert f"the run was in fp8 and goes on in {precision}" in out
-        shutil.rmtree(folder / "run" / "step_00000005")
-
-
-def test_a_run_without_large_weights_says_so(tmp_path, trainer_here):
-    folder = make_folder(tmp_path / "cpu.llama3")
-    flags = ["-e", "tiny", "-i", "data", "-b", "2", "-s", "0", "-v", "0", "--device", "cpu", "-x", "1"]
-    found = []
-    for precision in "fp8", "bf16":
-        out, _ = trainer_here(Llama3, folder, [*flags, "-t", "8", "--precision", precision])
-        found += [line.partition(" ms")[0] for line in out.splitlines() if line.startswith("step ")]
-        assert ("| bf16: in e4m3 no matrix would be faster" in out) == (precision == "fp8")
-    losses = [line.partition("(")[0] for line in found]
-    assert losses[0] == losses[1] and "train loss" in losses[0]
-    _, error = trainer_here(Llama3, folder, [*flags, "-t", "7", "--precision", "fp8"], code=1)
-    assert error == (
-        "error: --precision fp8 needs a multiple of 16 positions a batch, and B*T = 14: change -b or -t, or "
-        "use --precision bf16\n"
-    )
-
-
-class Ampere(Turing):
-    compute_capability = 80
-
-
-def test_a_gpu_without_it_is_refused_in_one_line(tmp_path, trainer_here, monkeypatch):
-    monkeypatch.setattr(device, "use", lambda kind, number: setattr(device.current, "device", Ampere()))
-    folder = make_folder(tmp_path / "cpu.llama3")
-    _, error = trainer_here(Llama3, folder, ["-e", "tiny", "-i", "data", "--precision", "fp8"], code=1)
-    assert error == (
-        "error: --precision fp8 needs a GPU of compute capability 8.9 or later, and Tesla T4 is of 8.0: "
-        "use --precision bf16\n"
-    )
