@@ -195,6 +195,34 @@ def rng(request) -> np.random.Generator:
 
 
 @pytest.fixture
+def columns_that_fit(monkeypatch):
+    """columns_that_fit(rows, beside, few) returns the most columns, a multiple of 16, of which so many rows of floats
+    fit into shared memory beside so many bytes. On the CPU these are `few`, and `device.shared_memory` has just the
+    bytes for them. So a launcher does there for few columns what it does on a GPU for many."""
+
+    def columns_that_fit(rows: int, beside: int, few: int) -> int:
+        if device.kind == "cuda":
+            return (device.shared_memory - beside) // (4 * rows) // 16 * 16
+        monkeypatch.setattr(device.current.device, "shared_memory", 4 * rows * few + beside)
+        return few
+
+    return columns_that_fit
+
+
+@pytest.fixture
+def launches() -> Iterator[dict[str, dict]]:
+    """The arguments of each kernel's last launch in the test."""
+    found = {}
+
+    def observer(name: str, arguments: dict, work) -> None:
+        found[name] = arguments
+        work()
+
+    with device.observe(observer):
+        yield found
+
+
+@pytest.fixture
 def trainer_here(monkeypatch, capsys):
     """trainer_here(kind, folder, flags, code) does what the script of this kind of model does with the flags in the
     folder, in this process, which need not import everything anew. It must end with this code. Returns what it wrote

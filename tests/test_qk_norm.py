@@ -105,8 +105,8 @@ def test_qk_norm_backward_gives_a_warp_many_heads(dev):
     check_backward(dev, 3, T, 1, 2, 6)
 
 
-def test_qk_norm_backward_has_fewer_heads_at_once_where_shared_memory_is_too_small(dev):
-    HS = 6000
+def test_qk_norm_backward_has_fewer_heads_at_once_where_shared_memory_is_too_small(dev, columns_that_fit):
+    HS = columns_that_fit(2 * 3, 0, few=304)
     assert 2 * dev.width() * 2 * 4 * HS > dev.shared_memory
     check_backward(dev, 1, 2, 1, 1, HS)
 
