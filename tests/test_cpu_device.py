@@ -535,7 +535,8 @@ def test_loops_over_threads_are_vectorised():
     assert "_ZGV" in gelu and "_tanhf" in gelu  # libmvec's vector tanh
 
 
-def run_sanitized(name, args):
+def run_sanitized(launches):
+    """`launches`: Python that launches kernels of `module`, failures.cu."""
     command, version = compiler.installed_compiler()
     if "clang" in version:
         pytest.skip("preloads GCC's sanitizer libraries")
@@ -547,7 +548,8 @@ def run_sanitized(name, args):
         libraries.append(found)
     program = f"""
 x = np.zeros(100, np.float32)
-cpp.compile_source({str(CU / "failures.cu")!r}).kernel({name!r})(1, 128, {args})
+module = cpp.compile_source({str(CU / "failures.cu")!r})
+{launches}
 print("unharmed")
 """
     env = {"LLMC_CPU_SANITIZE": "1", "LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
@@ -556,11 +558,23 @@ print("unharmed")
 
 @pytest.mark.parametrize("name, too_many, line", [("off_by_one_kernel", 100, 42), ("shared_off_by_one_kernel", 64, 48)])
 def test_the_sanitizer_finds_an_overflow_and_its_line(name, too_many, line):
-    done = run_sanitized(name, f"(x, {too_many})")
+    done = run_sanitized(f"module.kernel({name!r})(1, 128, (x, {too_many}))")
     assert any(tool in done.stderr for tool in ("AddressSanitizer", "runtime error")), done  # the latter is UBSan's
     assert f"failures.cu:{line}" in done.stderr and "unharmed" not in done.stdout, done
-    within = run_sanitized(name, f"(x, {too_many - 1})")
+    within = run_sanitized(f"module.kernel({name!r})(1, 128, (x, {too_many - 1}))")
     assert "unharmed" in within.stdout, within
+
+
+def test_the_sanitizer_forgets_the_arrays_of_threads_that_did_not_return():
+    """Later threads get their stacks."""
+    done = run_sanitized("""
+try:
+    module.kernel("arrays_on_stacks_kernel")(1, 40, (x, 3))
+except cpp.KernelError as error:
+    print(error)
+module.kernel("large_array_kernel")(2, 40, (x, 500))
+""")
+    assert "deadlock: 39 threads wait" in done.stdout and "unharmed" in done.stdout, done
 
 
 def test_launch_bounds_are_kept():

@@ -224,6 +224,11 @@ static std::string source_line(const char* file, int line) {
     return std::string(slash ? slash + 1 : file) + ":" + std::to_string(line);
 }
 
+// Threads that do not return leave the red zones of their frames behind for ASan. Those that return leave none.
+static void remove_red_zones(char* stack) {
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stack - STACK_SIZE + 8192, STACK_SIZE - 8192);
+}
+
 static void abandon(Worker& w, const std::string& message) {
     Job& job = *w.job;
     {
@@ -232,6 +237,7 @@ static void abandon(Worker& w, const std::string& message) {
             job.error = std::string(job.kernel->name) + ", " + numbered("block", w.builtins.blockIdx) + message;
     }
     job.failed = true;
+    for (char* stack : w.stacks) remove_red_zones(stack);
     switch_context(w.nowhere, w.outside);   // kernels own nothing that must be cleaned up
 }
 
@@ -294,7 +300,6 @@ static char* take_stack(Worker& w) {
     }
     char* stack = w.free_stacks.back();
     w.free_stacks.pop_back();
-    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(stack - STACK_SIZE + 8192, STACK_SIZE - 8192);
     return stack;
 }
 

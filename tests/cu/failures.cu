@@ -70,3 +70,24 @@ extern "C" __global__ void mbarrier_kernel(int arrivals) {
     if (threadIdx.x == 0) llmc::mbarrier_add(barrier, arrivals, 0);
     else cpu_mbarrier_wait(barrier, 0);
 }
+
+// All threads but the first wait for ever, with arrays on their stacks.
+extern "C" __global__ void arrays_on_stacks_kernel(float* out, int n) {
+    __shared__ llmc::MBarrier barrier;
+    float a[3], b[5], c[7], d[9];
+    for (int i = 0; i < n; i++) a[i] = b[i] = c[i] = d[i] = out[i];
+    if (threadIdx.x == 0) llmc::mbarrier_init(barrier, 2);
+    __syncthreads();
+    if (threadIdx.x > 0) cpu_mbarrier_wait(barrier, 0);
+    for (int i = 0; i < n; i++) out[i] += a[i] + b[i] + c[i] + d[i];
+}
+
+// A single array, which takes more of the stack than all of those.
+extern "C" __global__ void large_array_kernel(float* out, int n) {
+    float a[500];
+    for (int i = 0; i < n; i++) a[i] = out[i % 8] + i;
+    __syncthreads();
+    float sum = 0.0f;
+    for (int i = 0; i < n; i++) sum += a[i];
+    out[threadIdx.x % 8] = sum;
+}
