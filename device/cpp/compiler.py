@@ -192,7 +192,8 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
     if "MICROSCOPE" in modes:
         common += INSTRUMENTED
     elif "SANITIZE" in modes:
-        common += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+        # -g1: the lines that reports name, but no variables. With -g, compiling took a third to two thirds longer.
+        common += ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     elif "DEBUG" in modes:
         common += ["-O0", "-g3"]
     else:
