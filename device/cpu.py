@@ -168,7 +168,7 @@ class CpuDevice:
         """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. Either a, b and c are fp32,
         and the product is in TF32 if `tf32` is true; or a and b are bf16, and c is bf16 or fp32. Sums are always fp32.
 
-        Or a and b are codes in e4m3 (fp8.py), of matrices divided by scale_a and scale_b (1,), and these multiply the
+        Or a and b are codes in e4m3 (fp8.py), of matrices divided by scale_a[0] and scale_b[0], and these multiply the
         product. Then trans_a is false and trans_b true, k is a multiple of 16 and n of 8, and the arrays lie at
         multiples of 16 bytes. A GPU's sums are a little less wide (cublaslt.py).
 
@@ -207,7 +207,7 @@ class CpuDevice:
         """`gemm` for codes."""
         product = np.empty((m, n), np.float32)
         self.multiply(product, from_e4m3(a), from_e4m3(b), m, n, k, 1, False, True)
-        product *= scale_a * scale_b
+        product *= scale_a[0] * scale_b[0]
         flat = c.reshape(-1)[: m * n].reshape(m, n)
         if beta:
             product += beta * (from_bf16(flat) if c.dtype == BF16 else flat)

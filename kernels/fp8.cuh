@@ -81,27 +81,37 @@ __device__ inline Vec rounded_to_bf16(Vec v) {
 
 // Every code depends on the largest number of the matrix, which is known only when all numbers are. But from one step
 // to the next the largest number mostly keeps its exponent, and the scale stays. So a kernel that makes codes runs
-// twice. The first launch takes the scale that is there. It leaves in maxima (gridDim.x + 1) the largest absolute value
-// that each block has seen, and behind them the scale that it took. The second launch, with `correct`, computes the
-// right scale from them, and stores it. It makes the codes again only if the first took another scale. So codes and
+// twice. The first launch takes a scale that may be wrong. It leaves in maxima (gridDim.x + 1) the largest absolute
+// value that each block has seen, and behind them the scale that it took. The second launch, with `correct`, computes
+// the right scale from them, and stores it. It makes the codes again only if the first took another scale. So codes and
 // scale do not depend on what was there. If the matrix has a number that is not finite, scale and all codes become NaN:
 // clipping hides nothing. Without maxima a kernel runs once, and the scale is known.
+//
+// The first launch takes the scale of the time before. Or, if there is a trend, scale (2) also has the largest number of
+// the time before. Then the launch takes the scale for trend times that. trend is the factor by which the largest number
+// has changed in the layer that was encoded before: a batch with large gradients has them in all layers.
 struct Coding {
-    float *scale, *maxima;
+    float *scale, *trend, *maxima;
     int correct;
-    float inverse;
+    float taken, inverse;  // the scale of the codes that the launch makes, and 1 / scale
     unsigned largest;  // the bits of the thread's largest absolute value. As integers, NaN's are above infinity's
 
     // All threads of a block call it first. With `correct` the block is one-dimensional. False: there is nothing to do.
     __device__ bool begin() {
-        float right = correct ? 0.0f : *scale;
         if (correct) {
-            for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) right = fmaxf(right, maxima[i]);
-            right = scale_of(block_max(right));
-            if (blockIdx.x == 0 && threadIdx.x == 0) *scale = right;
+            float most = 0.0f;
+            for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) most = fmaxf(most, maxima[i]);
+            most = block_max(most);
+            taken = scale_of(most);
+            if (blockIdx.x == 0 && threadIdx.x == 0) {
+                scale[0] = taken;
+                if (trend != nullptr) *trend = most / scale[1], scale[1] = most;
+            }
+        } else {
+            taken = trend != nullptr ? scale_of(*trend * scale[1]) : scale[0];
         }
-        inverse = inverse_of(right);
-        return !correct || __float_as_uint(right) != __float_as_uint(maxima[gridDim.x]);
+        inverse = inverse_of(taken);
+        return !correct || __float_as_uint(taken) != __float_as_uint(maxima[gridDim.x]);
     }
 
     __device__ Codes codes_of(const Vec& v) {
@@ -123,7 +133,7 @@ struct Coding {
         const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
         const float of_block = block_max(__uint_as_float(min(largest, 0x7f800000u)), thread, blockDim.x * blockDim.y);
         if (thread == 0) maxima[blockIdx.x] = of_block;
-        if (thread == 0 && blockIdx.x == 0) maxima[gridDim.x] = *scale;
+        if (thread == 0 && blockIdx.x == 0) maxima[gridDim.x] = taken;
     }
 };
 

@@ -31,14 +31,24 @@ MULTIPLE = 16  # of rows and columns of all matrices
 LEAST_GAIN, IF_ENCODED = 80, 1.35
 
 
+class Scale(NamedTuple):
+    """scale (2,): the scale of a tensor, and its largest absolute value. trend (1,), which all layers share: by what
+    factor the largest value has changed in the layer that was encoded before. Before the first time they may be
+    anything: they only decide how long encoding takes (fp8.cuh: Coding)."""
+
+    scale: Any
+    trend: Any
+
+
 @dataclass
 class Weight:
     """A weight whose products take codes.
 
     array (OC,C)                      the weight, bf16
     codes (OC,C), transposed (C,OC)   its codes
-    scale, inp_scale, dout_scale (1,) of the weight, of its product's input in the last forward pass, and of its
-                                      result's gradient in the last backward pass. Before that they may be anything
+    scale (1,)                        of the weight
+    inp_scale, dout_scale             of its product's input in the last forward pass, and of its result's gradient in
+                                      the last backward pass
     is_new                            whether the weight has changed since it was encoded. Then its next forward product
                                       encodes it
     """
@@ -47,25 +57,27 @@ class Weight:
     codes: Any
     transposed: Any
     scale: Any
-    inp_scale: Any
-    dout_scale: Any
+    inp_scale: Scale
+    dout_scale: Scale
     is_new: bool = True
 
 
 class Gradient(NamedTuple):
-    """The gradient of a Weight. array (OC,C): fp32. inp_scale, dout_scale (1,): the Weight's."""
+    """The gradient of a Weight. array (OC,C): fp32. inp_scale, dout_scale: the Weight's."""
 
     array: Any
-    inp_scale: Any
-    dout_scale: Any
+    inp_scale: Scale
+    dout_scale: Scale
 
 
 class Coded(NamedTuple):
-    """A matrix (N,C) that is there as codes (N,C), as codes_T (C,N), the same transposed, or as both. scale (1,)."""
+    """A matrix (N,C) that is there as codes (N,C), as codes_T (C,N), the same transposed, or as both. scale, trend: as
+    in Scale; or scale (1,), without a trend."""
 
     codes: Any
     codes_T: Any
     scale: Any
+    trend: Any = None
 
 
 class Codes(NamedTuple):
@@ -95,7 +107,7 @@ def coded(array, dweight, scale: str):
     if not takes_codes(dweight, array.size // C):
         return array
     codes, codes_T = array.reshape(-1).view(np.uint8).reshape(2, -1)
-    return Coded(codes.reshape(-1, C), codes_T.reshape(C, -1), getattr(dweight, scale))
+    return Coded(codes.reshape(-1, C), codes_T.reshape(C, -1), *getattr(dweight, scale))
 
 
 def plain(weight):
@@ -114,11 +126,11 @@ def scratch_of_fp8(N: int, of_inputs: list[tuple[int, int]], of_douts: list[tupl
     return {"fp8 input": inputs, "fp8 input_T": inputs, "fp8 maxima": maxima} | of_dout
 
 
-def codings(blocks: int, scale) -> Iterator[tuple]:
-    """The first three arguments of a kernel that makes codes, for each of its two launches (fp8.cuh: Coding). scale
-    (1,): that of the codes."""
+def codings(blocks: int, out: Coded) -> Iterator[tuple]:
+    """The first four arguments of a kernel that makes the codes of out, for each of its two launches (fp8.cuh:
+    Coding)."""
     maxima = maxima_of(blocks)
-    yield from ((scale, maxima, correct) for correct in (0, 1))
+    yield from ((out.scale, out.trend, maxima, correct) for correct in (0, 1))
 
 
 def maxima_of(blocks: int):
@@ -126,14 +138,14 @@ def maxima_of(blocks: int):
     return device.scratch("fp8 maxima", (blocks + 1,), np.float32)
 
 
-def encode(codes, codes_T, scale, inp, N: int, C: int, *, known: bool = False) -> None:
-    """Sets scale (1,) to that of inp (N,C), bf16, and codes (N,C) and codes_T (C,N) to its e4m3 codes. One of the two
-    may be None. What scale was before only decides how long this takes. If it is known, it is read and not set, and
-    numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all arrays lie at multiples of
-    16 bytes."""
+def encode(out: Coded, inp, N: int, C: int, *, known: bool = False) -> None:
+    """Sets out to inp (N,C), bf16: scale to that of inp, and codes (N,C) and codes_T (C,N) to its e4m3 codes. One of
+    the two may be None. What scale and trend were before only decides how long this takes. If the scale is known, it is
+    read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all
+    arrays lie at multiples of 16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)
-    for coding in [(scale, None, 0)] if known else codings(blocks, scale):
-        cu.launch("encode_kernel", (blocks,), (cu.block(256),), (*coding, codes, codes_T, inp, N, C))
+    for coding in [(out.scale, None, None, 0)] if known else codings(blocks, out):
+        cu.launch("encode_kernel", (blocks,), (cu.block(256),), (*coding, out.codes, out.codes_T, inp, N, C))
 
 
 def blocks_of(N: int, C: int, at_once: int) -> int:
@@ -145,11 +157,11 @@ def fp8_forward(out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None
     """out (N,OC) = inp (N,C) @ weight (OC,C)^T + bias (OC), or None. Sets weight.inp_scale, unless inp is Coded, and
     the weight's codes and scale if it is new."""
     if weight.is_new:
-        encode(weight.codes, weight.transposed, weight.scale, weight.array, OC, C)
+        encode(Coded(weight.codes, weight.transposed, weight.scale), weight.array, OC, C)
         weight.is_new = False
     if not isinstance(inp, Coded):
-        array, inp = inp, Coded(device.scratch("fp8 input", (N, C), np.uint8), None, weight.inp_scale)
-        encode(*inp, array, N, C)
+        array, inp = inp, Coded(device.scratch("fp8 input", (N, C), np.uint8), None, *weight.inp_scale)
+        encode(inp, array, N, C)
     scales = {"scale_a": inp.scale, "scale_b": weight.scale}
     device.gemm(out, inp.codes, weight.codes, N, OC, C, trans_b=True, bias=bias, **scales)
 
@@ -159,7 +171,7 @@ def fp8_backward_inp(dinp, dout, weight: Weight, N: int, C: int, OC: int, beta: 
     transposed, for fp8_backward_weight, which must follow before another gradient with as many columns is encoded."""
     if not isinstance(dout, Coded):
         array, dout = dout, codes_of_dout(weight.dout_scale, N, OC)
-        encode(*dout, array, N, OC)
+        encode(dout, array, N, OC)
     scales = {"scale_a": dout.scale, "scale_b": weight.scale}
     device.gemm(dinp, dout.codes, weight.transposed, N, C, OC, trans_b=True, beta=beta, **scales)
 
@@ -170,14 +182,14 @@ def fp8_backward_weight(dweight: Gradient, dout, inp, N: int, C: int, OC: int, b
     if not isinstance(dout, Coded):
         dout = codes_of_dout(dweight.dout_scale, N, OC)
     if not isinstance(inp, Coded):
-        array, inp = inp, Coded(None, device.scratch("fp8 input_T", (C, N), np.uint8), dweight.inp_scale)
-        encode(*inp, array, N, C, known=True)
+        array, inp = inp, Coded(None, device.scratch("fp8 input_T", (C, N), np.uint8), *dweight.inp_scale)
+        encode(inp, array, N, C, known=True)
     scales = {"scale_a": dout.scale, "scale_b": inp.scale}
     device.gemm(dweight.array, dout.codes_T, inp.codes_T, OC, C, N, trans_b=True, beta=beta, **scales)
 
 
-def codes_of_dout(scale, N: int, OC: int) -> Coded:
+def codes_of_dout(scale: Scale, N: int, OC: int) -> Coded:
     """Room for the codes of a gradient with OC columns. Gradients of other widths have their own: there the next codes
     need not wait for a product on the side stream."""
     codes = device.scratch(f"fp8 dout {OC}", (N, OC), np.uint8)
-    return Coded(codes, device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8), scale)
+    return Coded(codes, device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8), *scale)

@@ -25,7 +25,7 @@ def gelu_forward(out, inp, bias, N: int, C: int, erf: bool = False) -> None:
     form = "gelu_erf" if erf else "gelu"
     if isinstance(out, Coded):
         blocks = blocks_of(N, C, MOST_BLOCKS)
-        for coding in codings(blocks, out.scale):
+        for coding in codings(blocks, out):
             args = *coding, out.codes, inp, bias, N, C
             cu.launch(f"{form}_forward_codes_kernel", (blocks,), (cu.block(256),), args)
         return
@@ -51,7 +51,7 @@ def gelu_backward(dinp, dbias, out, dout, inp, bias, N: int, C: int, erf: bool =
     if isinstance(dinp, Coded):
         of_out = (None, out.codes_T, out.scale) if isinstance(out, Coded) else (out, None, None)
         blocks = blocks_of(N, C, 3)  # as the kernels' __launch_bounds__ say
-        for coding in codings(blocks, dinp.scale):
+        for coding in codings(blocks, dinp):
             args = *coding, dinp.codes, dinp.codes_T, *of_out, partials, dout, inp, bias, N, C, rows
             cu.launch(f"{form}_backward_codes_kernel", (blocks,), (cu.block(256),), args)
     else:

@@ -34,10 +34,10 @@ def launch_forward(residual, out, stats, inp1, inp2, norm, N: int, C: int) -> No
     if isinstance(out, Coded):
         grid, block, shared_mem = forward_codes_blocks(cu, N, C)
         maxima = maxima_of(*grid)
-        args = out.scale, maxima, out.codes, residual, *stats, inp1, inp2, *norm, EPS, N, C
+        args = out.scale, out.trend, maxima, out.codes, residual, *stats, inp1, inp2, *norm, EPS, N, C
         cu.launch("layernorm_forward_codes_kernel", grid, block, args, shared_mem=shared_mem)
         x = inp1 if residual is None else residual
-        args = out.scale, maxima, 1, out.codes, None, x, *norm, *stats, N, C
+        args = out.scale, out.trend, maxima, 1, out.codes, None, x, *norm, *stats, N, C
         cu.launch("layernorm_codes_kernel", grid, (cu.block(256),), args)
         return
     grid, block, shared_mem = forward_blocks(cu, N, C)
@@ -75,7 +75,7 @@ def layernorm_recompute(out, inp, norm, stats, B: int, T: int, C: int) -> None:
     """out (B*T,C) = the output of layernorm_forward once more, from its input and the stats that it set. out has the
     layout that matmul_backward_weight wants. It may be Coded: then its codes_T are set, by the scale of forward."""
     if isinstance(out, Coded):
-        args = out.scale, None, 0, None, out.codes_T, inp, *norm, *stats, B * T, C
+        args = out.scale, None, None, 0, None, out.codes_T, inp, *norm, *stats, B * T, C
         cu.launch("layernorm_codes_kernel", (blocks_of(B * T, C, MOST_BLOCKS),), (cu.block(256),), args)
     else:
         recompute_norm(out, inp, norm, stats, B, T, C)

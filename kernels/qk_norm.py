@@ -45,7 +45,7 @@ def qk_norm_backward(
         chunks = min(tiles, most, MOST_PARTIALS)
         partials, block = partials_of(chunks * 2 * HS), cu.block(256)
         shared_mem = block // lanes() * row_bytes + 4 * 64 * HS * device.floatX.itemsize
-        for coding in codings(chunks, dinp.scale):
+        for coding in codings(chunks, dinp):
             coded = *coding, dinp.codes, dinp.codes_T, partials, dout
             cu.launch("qk_norm_backward_codes_kernel", (chunks,), (block,), (*coded, *args), shared_mem=shared_mem)
     else:
@@ -55,7 +55,7 @@ def qk_norm_backward(
         in_place = dout, partials, *args, HS
         cu.launch("qk_norm_backward_kernel", (chunks,), (block,), in_place, shared_mem=at_once * row_bytes)
         if isinstance(dinp, Coded):
-            encode(*dinp, dout, N, heads * HS)
+            encode(dinp, dout, N, heads * HS)
     add_partials([dqweight, dkweight], partials, chunks, HS)
 
 

@@ -31,10 +31,10 @@ def launch_forward(residual, out, rstd, inp1, inp2, weight, eps: float, N: int, 
     if isinstance(out, Coded):
         grid, block, shared_mem = forward_codes_blocks(cu, N, C)
         maxima = maxima_of(*grid)
-        args = out.scale, maxima, out.codes, residual, rstd, inp1, inp2, weight, np.float32(eps), N, C
+        args = out.scale, out.trend, maxima, out.codes, residual, rstd, inp1, inp2, weight, np.float32(eps), N, C
         cu.launch("rmsnorm_forward_codes_kernel", grid, block, args, shared_mem=shared_mem)
         x = inp1 if residual is None else residual
-        args = out.scale, maxima, 1, out.codes, None, x, weight, rstd, N, C
+        args = out.scale, out.trend, maxima, 1, out.codes, None, x, weight, rstd, N, C
         cu.launch("rmsnorm_codes_kernel", grid, (cu.block(256),), args)
         return
     grid, block, shared_mem = forward_blocks(cu, N, C)
@@ -70,7 +70,7 @@ def rmsnorm_recompute(out, inp, weight, rstd, B: int, T: int, C: int) -> None:
     """out (B*T,C) = the output of rmsnorm_forward once more, from its input and the rstd that it set. out has the
     layout that matmul_backward_weight wants. It may be Coded: then its codes_T are set, by the scale of forward."""
     if isinstance(out, Coded):
-        args = out.scale, None, 0, None, out.codes_T, inp, weight, rstd, B * T, C
+        args = out.scale, None, None, 0, None, out.codes_T, inp, weight, rstd, B * T, C
         cu.launch("rmsnorm_codes_kernel", (blocks_of(B * T, C, MOST_BLOCKS),), (cu.block(256),), args)
     else:
         recompute_norm(out, inp, (weight, None), (None, rstd), B, T, C)

@@ -13,7 +13,7 @@ def swiglu_forward(out, inp, N: int, C: int) -> None:
     then its codes and its scale are set."""
     if isinstance(out, Coded):
         blocks = min(N, MOST_BLOCKS * device.multiprocessors)
-        for coding in codings(blocks, out.scale):
+        for coding in codings(blocks, out):
             args = *coding, out.codes, inp, N, C
             cu.launch("swiglu_forward_codes_kernel", (blocks,), (cu.block(256),), args)
         return
@@ -31,7 +31,7 @@ def swiglu_backward(dinp, out, dout, inp, N: int, C: int) -> None:
     if isinstance(dinp, Coded):
         of_out = (None, out.codes_T, out.scale) if isinstance(out, Coded) else (out, None, None)
         blocks = blocks_of(N, C, 2)  # as the kernel's __launch_bounds__ say
-        for coding in codings(blocks, dinp.scale):
+        for coding in codings(blocks, dinp):
             args = *coding, dinp.codes, dinp.codes_T, *of_out, dout, inp, N, C
             cu.launch("swiglu_backward_codes_kernel", (blocks,), (cu.block(256),), args)
         return

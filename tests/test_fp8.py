@@ -8,7 +8,7 @@ from dev.microscope.launches import room_for_codes
 from device import BF16, from_bf16, to_bf16
 from device.fp8 import DECODED, from_e4m3
 from kernels import gelu
-from kernels.fp8 import Coded, Codes, Gradient, Weight, encode
+from kernels.fp8 import Coded, Codes, Gradient, Scale, Weight, encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute
 from kernels.qk_norm import qk_norm_backward
@@ -65,9 +65,9 @@ def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_exponent(d
     with guarded(dev) as memory:
         inp, scale = memory.read(wide), memory.write((1,), np.float32)
         codes, codes_T = memory.write((N, C), np.uint8), memory.write((C, N), np.uint8)
-        encode(codes, codes_T, scale, inp, N, C)
+        encode(Coded(codes, codes_T, scale), inp, N, C)
         known = memory.write((C, N), np.uint8)
-        encode(None, known, scale, inp, N, C, known=True)
+        encode(Coded(None, known, scale), inp, N, C, known=True)
     assert dev.to_host(scale)[0] == expected_scale
     expected = codes_by_pytorch(wide, expected_scale)
     assert 0x70 <= (expected & 0x7F).max() <= 0x7E  # between 224 and 448
@@ -75,17 +75,25 @@ def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_exponent(d
     assert np.array_equal(dev.to_host(codes_T), expected.T) and np.array_equal(dev.to_host(known), expected.T)
 
 
+@pytest.mark.parametrize("trend", [None, 1.0, -3.0, 0.0, np.nan, np.inf])
 @pytest.mark.parametrize("guess", [2.0, 0.5, 3.0, 0.0, -1.0, np.nan, np.inf, 1.0])
-def test_codes_and_scale_do_not_depend_on_what_the_scale_was_before(dev, rng, guess):
-    """guess: of the right scale."""
+def test_codes_and_scale_do_not_depend_on_what_was_there_before(dev, rng, guess, trend):
+    """guess: of the right scale, and of the right largest value."""
     values = to_bf16(normal(rng, 48, 80))
     wide = from_bf16(values)
     expected = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
-        inp, scale = memory.read(wide), memory.update(np.float32([guess * expected]), np.float32)
+        inp, largest = memory.read(wide), np.float32(np.abs(wide).max())
+        before = np.float32([guess * expected] + [guess * largest] * (trend is not None))
         codes, codes_T = memory.write((48, 80), np.uint8), memory.write((80, 48), np.uint8)
-        encode(codes, codes_T, scale, inp, 48, 80)
-    assert_codes(dev, Coded(codes, codes_T, scale), wide, expected)
+        trends = () if trend is None else (dev.asarray(np.float32([trend])),)  # which may become NaN
+        out = Coded(codes, codes_T, memory.update(before, np.float32), *trends)
+        encode(out, inp, 48, 80)
+    assert_codes(dev, out, wide, expected)
+    if trends:
+        assert dev.to_host(out.scale)[1] == largest
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(dev.to_host(out.trend), largest / before[1], rtol=1e-6)
 
 
 def test_codes_are_not_made_again_if_the_scale_was_right(dev, rng):
@@ -101,9 +109,29 @@ def test_codes_are_not_made_again_if_the_scale_was_right(dev, rng):
 
     for _ in range(2):
         with device.observe(observer):
-            encode(codes, None, scale, inp, 48, 80)
+            encode(Coded(codes, None, scale), inp, 48, 80)
         found.append(dev.to_host(codes).any())
     assert found[1:] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_a_layers_scale_is_guessed_by_how_much_the_layer_before_it_has_changed(dev, rng, factor):
+    """So if all matrices are larger than in the last step, the second launch changes codes of the first alone."""
+    layers, trend = [normal(rng, 48, 80) * size for size in (1, 30, 1e-3)], dev.asarray(np.ones(1, np.float32))
+    made = [Coded(dev.empty((48, 80), np.uint8), None, dev.zeros((2,)), trend) for _ in layers]
+    for size in 1.0, factor:
+        again = []
+        for out, layer in zip(made, layers, strict=True):
+            found, inp = [], dev.asarray(to_bf16(layer * np.float32(size)))
+
+            def observer(name, arguments, work, codes=out.codes, found=found) -> None:
+                work()
+                found.append(dev.to_host(codes).copy())
+
+            with device.observe(observer):
+                encode(out, inp, 48, 80)
+            again.append(not np.array_equal(*found))
+    assert again == [True, False, False]
 
 
 @pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
@@ -297,7 +325,8 @@ def test_every_number_of_bf16_has_the_code_of_the_rule(dev, exponent):
     values = np.arange(65536, dtype=np.uint16)
     scale = np.float32(2.0**exponent)
     codes = dev.empty((256, 256), np.uint8)
-    encode(codes, None, dev.asarray(scale.reshape(1)), dev.asarray(values.reshape(256, 256)), 256, 256, known=True)
+    out = Coded(codes, None, dev.asarray(scale.reshape(1)))
+    encode(out, dev.asarray(values.reshape(256, 256)), 256, 256, known=True)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = codes_by_pytorch(from_bf16(values), scale)
     found, nan = dev.to_host(codes).reshape(-1), np.isnan(from_bf16(values))
@@ -323,8 +352,8 @@ def test_extremes_are_coded_or_shown(dev, rng, what):
     bits = extreme(normal(rng, 32, 48), what)
     codes, codes_T, known = (dev.empty(shape, np.uint8) for shape in ((32, 48), (48, 32), (48, 32)))
     scale, inp, wide = dev.empty((1,)), dev.asarray(bits), from_bf16(bits)
-    encode(codes, codes_T, scale, inp, 32, 48)
-    encode(None, known, scale, inp, 32, 48, known=True)
+    encode(Coded(codes, codes_T, scale), inp, 32, 48)
+    encode(Coded(None, known, scale), inp, 32, 48, known=True)
     found = dev.to_host(codes)
     if what in ("NaN", "infinity", "-infinity"):
         assert np.isnan(dev.to_host(scale)).all() and (found == 0x7F).all()
@@ -346,9 +375,9 @@ def test_the_products_of_extremes_are_those_of_their_codes_and_hide_nothing(dev,
              (("inp", (N, C)), ("weight", (OC, C)), ("dout", (N, OC)))}  # fmt: skip
     given[factor], bias = extreme(from_bf16(given[factor]), what), to_bf16(normal(rng, OC))
     inp, array, dout = map(dev.asarray, given.values())
-    codes, transposed, *scales = (dev.empty(*each) for each in
-        (((OC, C), np.uint8), ((C, OC), np.uint8), ((1,),), ((1,),), ((1,),)))  # fmt: skip
-    weight, dweight = Weight(array, codes, transposed, *scales), Gradient(dev.empty((OC, C)), *scales[1:])
+    codes, transposed, scale = dev.empty((OC, C), np.uint8), dev.empty((C, OC), np.uint8), dev.empty((1,))
+    scales = [Scale(dev.empty((2,)), dev.empty((1,))) for _ in range(2)]
+    weight, dweight = Weight(array, codes, transposed, scale, *scales), Gradient(dev.empty((OC, C)), *scales)
     out, dinp = dev.empty((N, OC), BF16), dev.empty((N, C), BF16)
     matmul.matmul_forward(out, inp, weight, dev.asarray(bias), 1, N, C, OC)
     matmul.matmul_backward_inp(dinp, dout, weight, 1, N, C, OC)
@@ -416,7 +445,7 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(dev, rng, m, n
 
     def encoded(rows: int) -> tuple:
         codes, scale = dev.empty((rows, k), np.uint8), dev.empty((1,))
-        encode(codes, None, scale, dev.asarray(to_bf16(normal(rng, rows, k))), rows, k)
+        encode(Coded(codes, None, scale), dev.asarray(to_bf16(normal(rng, rows, k))), rows, k)
         return codes, scale
 
     def operands() -> dict:

@@ -172,18 +172,18 @@ def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, m
             codes = inp.codes
         else:
             codes, wide = device.scratch("fp8 input", (N, C), np.uint8), from_bf16(inp.reshape(N, C))
-            assert weight.inp_scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(codes, codes_by_pytorch(wide, weight.inp_scale))
-        seen[device.address(weight.inp_scale)] = codes.copy()
+            assert weight.inp_scale.scale[0] == scale_of(np.abs(wide).max())
+            assert np.array_equal(codes, codes_by_pytorch(wide, weight.inp_scale.scale[0]))
+        seen[device.address(weight.inp_scale.scale)] = codes.copy()
 
     def checked(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
         multiply(dweight, dout, inp, B, T, C, OC, accumulate)
         inp_T = inp.codes_T if isinstance(inp, Coded) else device.scratch("fp8 input_T", (C, B * T), np.uint8)
         if not isinstance(dout, Coded):
             dout_T, wide = device.scratch(f"fp8 dout_T {OC}", (OC, B * T), np.uint8), from_bf16(dout.reshape(B * T, OC))
-            assert dweight.dout_scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(dout_T, codes_by_pytorch(wide, dweight.dout_scale).T)
-        codes = seen.pop(device.address(dweight.inp_scale))
+            assert dweight.dout_scale.scale[0] == scale_of(np.abs(wide).max())
+            assert np.array_equal(dout_T, codes_by_pytorch(wide, dweight.dout_scale.scale[0]).T)
+        codes = seen.pop(device.address(dweight.inp_scale.scale))
         assert np.abs(inp_T.T.astype(int) - codes).max() <= 1 and (inp_T.T != codes).mean() < 0.01  # EXACT_DEVICES
         coded.append((isinstance(inp, Coded), isinstance(dout, Coded)))
 

@@ -18,7 +18,7 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from kernels.fp8 import Codes, encode
+from kernels.fp8 import Coded, Codes, encode
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_recompute
 from kernels.matmul import decoded, matvec
@@ -206,7 +206,7 @@ def codes():
     N, C = 80, 272
     inp = device.to_bf16(normal(np.random.default_rng(8), N, C))
     weight = Codes(np.zeros((N, C), np.uint8), np.zeros(1, np.float32))
-    encode(weight.codes, np.zeros((C, N), np.uint8), weight.scale, inp, N, C)
+    encode(Coded(weight.codes, np.zeros((C, N), np.uint8), weight.scale), inp, N, C)
     matvec(np.zeros_like(inp[:, 0]), inp[0], weight, None, C, N)
     decoded(weight, C, N)
     H, dout, dbias = C // 2, np.ascontiguousarray(inp[:, : C // 2]), np.zeros(C, np.float32)

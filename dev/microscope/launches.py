@@ -219,9 +219,9 @@ add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda siz
 
 
 def room_for_codes(N: int, C: int) -> Coded:
-    """Both layouts, and 1 as the scale of before."""
+    """Both layouts, and 1 as the scale and the largest value of before, and as the trend."""
     codes, codes_T = (device.empty(shape, np.uint8) for shape in ((N, C), (C, N)))
-    return Coded(codes, codes_T, device.asarray(np.ones(1, np.float32)))
+    return Coded(codes, codes_T, *(device.asarray(np.ones(n, np.float32)) for n in (2, 1)))
 
 
 def coded_weight(size, a) -> dict:
@@ -232,7 +232,7 @@ def coded_weight(size, a) -> dict:
 add(matvec, "C=256 OC=64", "out=OC inp=C bias=OC", coded_weight, "codes", ("C % 16 == 0",), "bf16")
 add(decoded, "C=256 OC=64", "", coded_weight, needs=("C % 16 == 0",), precision="bf16")
 CODED = {"variant": "codes", "needs": ("N % 16 == 0", "C % 16 == 0"), "precision": "bf16"}
-add(encode, MATRIX, "inp=N,C", lambda size, a: room_for_codes(size.N, size.C)._asdict(), **CODED | {"variant": ""})
+add(encode, MATRIX, "inp=N,C", lambda size, a: {"out": room_for_codes(size.N, size.C)}, **CODED | {"variant": ""})
 for erf in False, True:
     more = CODED | {"variant": "erf codes" if erf else "codes"}
     add(gelu_forward, MATRIX, "inp=N,C bias=C",

@@ -201,7 +201,7 @@ def _flags(defines: list[str] | None, modes: list[str]) -> list[str]:
         common += ["-O3", "-march=native" if x86 else "-mcpu=native", "-ffast-math", "-fno-finite-math-only"]
         common += ["-mrecip=none"] if x86 else []
         # With a GPU's warps, results are rounded as the source says, so kernels that compute the same round alike.
-        common += ["-fno-associative-math", "-ffp-contract=off"] if warp_size() == 32 else []
+        common += ["-fno-unsafe-math-optimizations", "-ffp-contract=off"] if warp_size() == 32 else []
         if x86 and "clang" in installed_compiler()[1]:
             common.append("-fveclib=libmvec")
         if "clang" not in installed_compiler()[1]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import device
 from kernels.adamw import split
-from kernels.fp8 import encode
+from kernels.fp8 import Coded, encode
 from llmc.files.checkpoint import conversion, read_model
 from llmc.model.adamw import AdamW
 from llmc.model.model import Model
@@ -60,7 +60,7 @@ def put_part(model: Model, adamw: AdamW | None, name: str, at: int, values) -> N
         split(whole[first : first + part.size], part, part.size)
         if first + part.size == OC * C:
             weight = getattr(model.params.layer[l], name)
-            encode(weight.codes, None, weight.scale, whole, OC, C)
+            encode(Coded(weight.codes, None, weight.scale), whole, OC, C)
         at, values = at + part.size, values[part.size :]
 
 
