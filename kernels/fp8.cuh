@@ -87,11 +87,11 @@ __device__ inline Vec rounded_to_bf16(Vec v) {
 // scale do not depend on what was there. If the matrix has a number that is not finite, scale and all codes become NaN:
 // clipping hides nothing. Without maxima a kernel runs once, and the scale is known.
 //
-// The first launch takes the scale of the time before. Or, if there is a trend, scale (2) also has the largest number of
-// the time before. Then the launch takes the scale for trend times that. trend is the factor by which the largest number
-// has changed in the layer that was encoded before: a batch with large gradients has them in all layers.
+// The first launch takes the scale of the time before. Or, if `before` is given, it takes the scale for *before, the
+// largest number of the layer that was encoded before, times scale[1], a running mean of the ratio of this layer's
+// largest number to that one. For a batch with large gradients has them in all layers.
 struct Coding {
-    float *scale, *trend, *maxima;
+    float *scale, *before, *maxima;
     int correct;
     float taken, inverse;  // the scale of the codes that the launch makes, and 1 / scale
     unsigned largest;  // the bits of the thread's largest absolute value. As integers, NaN's are above infinity's
@@ -105,10 +105,14 @@ struct Coding {
             taken = scale_of(most);
             if (blockIdx.x == 0 && threadIdx.x == 0) {
                 scale[0] = taken;
-                if (trend != nullptr) *trend = most / scale[1], scale[1] = most;
+                if (before != nullptr) {
+                    const float ratio = most / *before, mean = 0.5f * (scale[1] + ratio);
+                    scale[1] = fabsf(mean - ratio) < 0.5f * ratio ? mean : ratio;  // it may have been anything
+                    *before = most;
+                }
             }
         } else {
-            taken = trend != nullptr ? scale_of(*trend * scale[1]) : scale[0];
+            taken = before != nullptr ? scale_of(*before * scale[1]) : scale[0];
         }
         inverse = inverse_of(taken);
         return !correct || __float_as_uint(taken) != __float_as_uint(maxima[gridDim.x]);

@@ -32,12 +32,12 @@ LEAST_GAIN, IF_ENCODED = 80, 1.35
 
 
 class Scale(NamedTuple):
-    """scale (2,): the scale of a tensor, and its largest absolute value. trend (1,), which all layers share: by what
-    factor the largest value has changed in the layer that was encoded before. Before the first time they may be
-    anything: they only decide how long encoding takes (fp8.cuh: Coding)."""
+    """scale (2,): that of a tensor; and the usual ratio of its largest absolute value to that of the layer which was
+    encoded before. before (1,), which all layers share: the largest value of that layer. At first they may be anything:
+    they only decide how long encoding takes (fp8.cuh: Coding)."""
 
     scale: Any
-    trend: Any
+    before: Any
 
 
 @dataclass
@@ -71,13 +71,13 @@ class Gradient(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """A matrix (N,C) that is there as codes (N,C), as codes_T (C,N), the same transposed, or as both. scale, trend: as
-    in Scale; or scale (1,), without a trend."""
+    """A matrix (N,C) that is there as codes (N,C), as codes_T (C,N), the same transposed, or as both. scale,
+    before: as in Scale; or scale (1,) alone."""
 
     codes: Any
     codes_T: Any
     scale: Any
-    trend: Any = None
+    before: Any = None
 
 
 class Codes(NamedTuple):
@@ -130,7 +130,7 @@ def codings(blocks: int, out: Coded) -> Iterator[tuple]:
     """The first four arguments of a kernel that makes the codes of out, for each of its two launches (fp8.cuh:
     Coding)."""
     maxima = maxima_of(blocks)
-    yield from ((out.scale, out.trend, maxima, correct) for correct in (0, 1))
+    yield from ((out.scale, out.before, maxima, correct) for correct in (0, 1))
 
 
 def maxima_of(blocks: int):
@@ -140,7 +140,7 @@ def maxima_of(blocks: int):
 
 def encode(out: Coded, inp, N: int, C: int, *, known: bool = False) -> None:
     """Sets out to inp (N,C), bf16: scale to that of inp, and codes (N,C) and codes_T (C,N) to its e4m3 codes. One of
-    the two may be None. What scale and trend were before only decides how long this takes. If the scale is known, it is
+    the two may be None. What scale and before were only decides how long this takes. If the scale is known, it is
     read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all
     arrays lie at multiples of 16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)

@@ -212,29 +212,29 @@ extern "C" __global__ void gelu_erf_backward_kernel(floatX* dout, SETS floatX* o
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) gelu_forward_codes_kernel(
-    float* scale, float* trend, float* maxima, int correct, unsigned char* codes, const floatX* inp, const floatX* bias, int N,
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* inp, const floatX* bias, int N,
     int C) {
-    forward_codes<Tanh>({scale, trend, maxima, correct}, codes, inp, bias, N, C);
+    forward_codes<Tanh>({scale, before, maxima, correct}, codes, inp, bias, N, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_codes_kernel(
-    float* scale, float* trend, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* out,
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* out,
     unsigned char* out_T, const float* out_scale, float* partials, const floatX* dout, const floatX* inp,
     const floatX* bias, int N, int C, int rows) {
-    backward_codes<Tanh>({scale, trend, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp, bias, N,
+    backward_codes<Tanh>({scale, before, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp, bias, N,
                         C, rows);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) gelu_erf_forward_codes_kernel(
-    float* scale, float* trend, float* maxima, int correct, unsigned char* codes, const floatX* inp, const floatX* bias, int N,
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* inp, const floatX* bias, int N,
     int C) {
-    forward_codes<Erf>({scale, trend, maxima, correct}, codes, inp, bias, N, C);
+    forward_codes<Erf>({scale, before, maxima, correct}, codes, inp, bias, N, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3) gelu_erf_backward_codes_kernel(
-    float* scale, float* trend, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* out,
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* out,
     unsigned char* out_T, const float* out_scale, float* partials, const floatX* dout, const floatX* inp,
     const floatX* bias, int N, int C, int rows) {
-    backward_codes<Erf>({scale, trend, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp, bias, N,
+    backward_codes<Erf>({scale, before, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp, bias, N,
                         C, rows);
 }

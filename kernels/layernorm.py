@@ -34,10 +34,10 @@ def launch_forward(residual, out, stats, inp1, inp2, norm, N: int, C: int) -> No
     if isinstance(out, Coded):
         grid, block, shared_mem = forward_codes_blocks(cu, N, C)
         maxima = maxima_of(*grid)
-        args = out.scale, out.trend, maxima, out.codes, residual, *stats, inp1, inp2, *norm, EPS, N, C
+        args = out.scale, out.before, maxima, out.codes, residual, *stats, inp1, inp2, *norm, EPS, N, C
         cu.launch("layernorm_forward_codes_kernel", grid, block, args, shared_mem=shared_mem)
         x = inp1 if residual is None else residual
-        args = out.scale, out.trend, maxima, 1, out.codes, None, x, *norm, *stats, N, C
+        args = out.scale, out.before, maxima, 1, out.codes, None, x, *norm, *stats, N, C
         cu.launch("layernorm_codes_kernel", grid, (cu.block(256),), args)
         return
     grid, block, shared_mem = forward_blocks(cu, N, C)

@@ -158,7 +158,7 @@ extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, SE
 // positions, whose angles are then in the first-level cache. Shared memory: that of WeightSums, and four tiles of
 // floatX. There a thread copies its vectors of the next tile, while it has others.
 extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kernel(
-    float* scale, float* trend, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, float* partials,
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, float* partials,
     const floatX* __restrict__ dout, const floatX* __restrict__ inp, const floatX* __restrict__ qweight,
     const floatX* __restrict__ kweight, const float* __restrict__ rstd, const float* __restrict__ table, int N, int T,
     int NH, int NKV) {
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kern
     constexpr int VECTORS = HS / (WIDTH * LANES), PIECE = 16 / sizeof(floatX);  // a lane's vectors; what copy_four copies
     __shared__ CodeTile tile;
     DYNAMIC_SHARED(float, memory);
-    Coding coding = {scale, trend, maxima, correct};
+    Coding coding = {scale, before, maxima, correct};
     if (!coding.begin()) return;
     const WeightSums sums(memory, HS);
     floatX* copies = reinterpret_cast<floatX*>(memory + 2 * AT_ONCE * HS);

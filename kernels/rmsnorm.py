@@ -31,10 +31,10 @@ def launch_forward(residual, out, rstd, inp1, inp2, weight, eps: float, N: int, 
     if isinstance(out, Coded):
         grid, block, shared_mem = forward_codes_blocks(cu, N, C)
         maxima = maxima_of(*grid)
-        args = out.scale, out.trend, maxima, out.codes, residual, rstd, inp1, inp2, weight, np.float32(eps), N, C
+        args = out.scale, out.before, maxima, out.codes, residual, rstd, inp1, inp2, weight, np.float32(eps), N, C
         cu.launch("rmsnorm_forward_codes_kernel", grid, block, args, shared_mem=shared_mem)
         x = inp1 if residual is None else residual
-        args = out.scale, out.trend, maxima, 1, out.codes, None, x, weight, rstd, N, C
+        args = out.scale, out.before, maxima, 1, out.codes, None, x, weight, rstd, N, C
         cu.launch("rmsnorm_codes_kernel", grid, (cu.block(256),), args)
         return
     grid, block, shared_mem = forward_blocks(cu, N, C)

@@ -98,14 +98,14 @@ class Model:
             return self.codes[start:end].view(dtype).reshape(shape)
 
         for name, (OC, C) in self.coded().items():
-            trends = [] if not self.grads else [room(4, dtype=np.float32)[:1] for _ in range(2)]
+            before = [] if not self.grads else [room(4, dtype=np.float32)[:1] for _ in range(2)]
             for l, p in enumerate(self.params.layer):
                 codes, scale = room(OC, C), room(4, dtype=np.float32)[:1]
                 if not self.grads:
                     setattr(p, name, Codes(codes, scale))
                     continue
                 transposed, g = room(C, OC), self.grads.layer[l]
-                scales = [Scale(room(4, dtype=np.float32)[:2], trend) for trend in trends]
+                scales = [Scale(room(4, dtype=np.float32)[:2], each) for each in before]
                 setattr(p, name, Weight(getattr(p, name), codes, transposed, scale, *scales))
                 setattr(g, name, Gradient(getattr(g, name), *scales))
 
@@ -181,7 +181,7 @@ def coded_matrices(kind: type[Model], config: Config) -> dict[str, tuple[int, in
 
 def codes_bytes(kind: type[Model], config: Config, layouts: int = 2) -> int:
     """The bytes of Model.codes: for each layout of a matrix one a number, 16 for each of three scales, and 16 for each
-    of two trends of all layers. A model for inference has one layout and one scale."""
+    of two Scale.before. A model for inference has one layout and one scale."""
     matrices, trained = coded_matrices(kind, config).values(), layouts == 2
     of_layer = sum(layouts * OC * C + (48 if trained else 16) for OC, C in matrices)
     return config.num_layers * of_layer + 32 * trained * len(matrices)
