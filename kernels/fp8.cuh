@@ -89,7 +89,7 @@ __device__ inline Vec rounded_to_bf16(Vec v) {
 //
 // The first launch takes the scale of the time before. Or, if `before` is given, it takes the scale for *before, the
 // largest number of the layer that was encoded before, times scale[1], a running mean of the ratio of this layer's
-// largest number to that one. For a batch with large gradients has them in all layers.
+// largest number to that one. A batch with large gradients has them in all layers.
 struct Coding {
     float *scale, *before, *maxima;
     int correct;
