@@ -5,8 +5,9 @@
 
 // codes (N, C) = inp (N, C) / scale, and codes_T (C, N) the same transposed. One of the two may be null. N and C are
 // multiples of 16, and all arrays lie at multiples of 16 bytes.
-extern "C" __global__ void __launch_bounds__(256, 4) encode_kernel(float* scale, float* before, float* maxima, int correct,
-                                                                   unsigned char* codes, unsigned char* codes_T,
+extern "C" __global__ void __launch_bounds__(256, 4) encode_kernel(float* scale, float* before, float* maxima,
+                                                                   int correct, unsigned char* codes,
+                                                                   unsigned char* codes_T,
                                                                    const floatX* __restrict__ inp, int N, int C) {
     Coding coding = {scale, before, maxima, correct};
     encode_tiles(coding, codes, codes_T, N, C, [&](int n, int i, Vec* v) {

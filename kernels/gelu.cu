@@ -212,8 +212,8 @@ extern "C" __global__ void gelu_erf_backward_kernel(floatX* dout, SETS floatX* o
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) gelu_forward_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* inp, const floatX* bias, int N,
-    int C) {
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* inp,
+    const floatX* bias, int N, int C) {
     forward_codes<Tanh>({scale, before, maxima, correct}, codes, inp, bias, N, C);
 }
 
@@ -221,13 +221,13 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_codes_kernel(
     float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* out,
     unsigned char* out_T, const float* out_scale, float* partials, const floatX* dout, const floatX* inp,
     const floatX* bias, int N, int C, int rows) {
-    backward_codes<Tanh>({scale, before, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp, bias, N,
-                        C, rows);
+    backward_codes<Tanh>({scale, before, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp,
+                        bias, N, C, rows);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) gelu_erf_forward_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* inp, const floatX* bias, int N,
-    int C) {
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* inp,
+    const floatX* bias, int N, int C) {
     forward_codes<Erf>({scale, before, maxima, correct}, codes, inp, bias, N, C);
 }
 
@@ -235,6 +235,6 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_erf_backward_codes_ker
     float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* out,
     unsigned char* out_T, const float* out_scale, float* partials, const floatX* dout, const floatX* inp,
     const floatX* bias, int N, int C, int rows) {
-    backward_codes<Erf>({scale, before, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp, bias, N,
-                        C, rows);
+    backward_codes<Erf>({scale, before, maxima, correct}, codes, codes_T, out, out_T, out_scale, partials, dout, inp,
+                        bias, N, C, rows);
 }

@@ -18,7 +18,8 @@ extern "C" __global__ void __launch_bounds__(512, 2) layernorm_forward_codes_ker
     float* scale, float* before, float* maxima, SETS unsigned char* codes, floatX* residual, float* __restrict__ mean,
     float* __restrict__ rstd, const floatX* inp1, const floatX* __restrict__ inp2, const floatX* __restrict__ weight,
     const floatX* __restrict__ bias, float eps, int N, int C) {
-    norm_forward_codes({scale, before, maxima}, codes, residual, mean, rstd, inp1, {inp2}, {nullptr, weight, bias}, eps, N, C);
+    norm_forward_codes({scale, before, maxima}, codes, residual, mean, rstd, inp1, {inp2}, {nullptr, weight, bias}, eps,
+                       N, C);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) layernorm_codes_kernel(

@@ -5,8 +5,8 @@
 //   dx = rstd * (g - n * mean(g * n));  dweight += sum over positions and heads of dy * n
 // Memory-bound: forward reads and writes each head once. Backward reads dout and x of queries and keys, and writes dx.
 //
-// LANES neighbours in a warp take a head. They read it twice, for the sum and for the result; the second time it is in the
-// first-level cache. Weights are parameters, whose addresses need not be multiples of 16.
+// LANES neighbours in a warp take a head. They read it twice, for the sum and for the result; the second time it is in
+// the first-level cache. Weights are parameters, whose addresses need not be multiples of 16.
 #include "fp8.cuh"
 #include "rope.cuh"
 
@@ -85,10 +85,10 @@ __device__ inline Vec input_gradient(Vec& dweight, const Vec& dy, const Vec& x, 
     return dx;
 }
 
-// The sums of dy * n of a backward kernel's block. LANES lanes go through many heads. In shared memory they add up dy * n, of their query heads in one row and of their key heads in another. Until the
-// barrier a lane reads there only what it wrote itself. At the end the block writes its sums to partials
-// (gridDim.x, 2, HS): for q, then for k. Shared memory: two rows of HS floats, rounded up to a multiple of WIDTH, for
-// each of the heads at once.
+// The sums of dy * n of a backward kernel's block. LANES lanes go through many heads. In shared memory they add up
+// dy * n, of their query heads in one row and of their key heads in another. Until the barrier a lane reads there only
+// what it wrote itself. At the end the block writes its sums to partials (gridDim.x, 2, HS): for q, then for k. Shared
+// memory: two rows of HS floats, rounded up to a multiple of WIDTH, for each of the heads at once.
 struct WeightSums {
     float *all, *own;
     int width, HS;
@@ -137,7 +137,8 @@ extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, SE
             };
             float sum_gn = 0.0f;
             for (int i = WIDTH * lane(); i < HS; i += WIDTH * LANES) {
-                add_gn(sum_gn, turned_back(i), memory.load(inp + start + i, HS - i), memory.load(weight + i, HS - i), s);
+                const Vec dy = turned_back(i), x = memory.load(inp + start + i, HS - i);
+                add_gn(sum_gn, dy, x, memory.load(weight + i, HS - i), s);
             }
             const float mean_gn = head_sum(sum_gn) / HS;
             for (int i = WIDTH * lane(); i < HS; i += WIDTH * LANES) {
@@ -152,18 +153,19 @@ extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, SE
     sums.write(partials);
 }
 
-// The same for heads of 128 channels, and codes (N,NH+2*NKV,128) and codes_T (NH+2*NKV,128,N) of the gradient, with that
-// of the values. dout, the gradient of forward's output, stays as it is. N is a multiple of 16. A tile has 64 positions
-// of a head, and LANES lanes have four of them. The blocks share the tiles. Each takes neighbours: heads of the same
-// positions, whose angles are then in the first-level cache. Shared memory: that of WeightSums, and four tiles of
-// floatX. There a thread copies its vectors of the next tile, while it has others.
+// The same for heads of 128 channels, but sets codes (N,NH+2*NKV,128) and codes_T (NH+2*NKV,128,N) of the gradient,
+// those of the values, too. dout, the gradient of forward's output, stays as it is. N is a multiple of 16. A tile has
+// 64 positions of a head, and LANES lanes have four of them. The blocks share the tiles. Each takes neighbours: heads
+// of the same positions, whose angles are then in the first-level cache. Shared memory: that of WeightSums, and four
+// tiles of floatX, of dout and x twice: a thread starts to copy its vectors of the next tile before it computes this
+// one's.
 extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, float* partials,
-    const floatX* __restrict__ dout, const floatX* __restrict__ inp, const floatX* __restrict__ qweight,
-    const floatX* __restrict__ kweight, const float* __restrict__ rstd, const float* __restrict__ table, int N, int T,
-    int NH, int NKV) {
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T,
+    float* partials, const floatX* __restrict__ dout, const floatX* __restrict__ inp,
+    const floatX* __restrict__ qweight, const floatX* __restrict__ kweight, const float* __restrict__ rstd,
+    const float* __restrict__ table, int N, int T, int NH, int NKV) {
     constexpr int ROWS = CodeTile::ROWS, HS = CodeTile::COLUMNS, AT_ONCE = WARP_SIZE > 1 ? 256 / LANES : 1;
-    constexpr int VECTORS = HS / (WIDTH * LANES), PIECE = 16 / sizeof(floatX);  // a lane's vectors; what copy_four copies
+    constexpr int VECTORS = HS / (WIDTH * LANES), PIECE = 16 / sizeof(floatX);  // of a lane; numbers of a copy_four
     __shared__ CodeTile tile;
     DYNAMIC_SHARED(float, memory);
     Coding coding = {scale, before, maxima, correct};
@@ -175,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kern
     const int begin = blockIdx.x * of_block, end = min(tiles, begin + of_block);
 
     auto position_of = [&](int t) { return t / heads * ROWS; };  // the first one of tile t
-    // The heads of a group in turn: its queries, its key, its values. So all blocks have about as many values, which
+    // The heads of a group in turn: its queries, its key, its value. So each block gets its share of the values, which
     // take less time.
     auto head_of = [&](int t) {
         const int kv = t % heads / group, j = t % group;
@@ -188,13 +190,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kern
         const int n0 = position_of(t), h = head_of(t);
         for (int row = 4 * place(); row < min(ROWS, N - n0); row += 4 * AT_ONCE) {
 #pragma unroll
-            for (int j = 0; j < 4 * VECTORS; j++) {
-                for (int k = 0; k < WIDTH; k += PIECE) {
-                    const int r = row + j % 4, i = channel(j / 4) + k;
-                    const size_t from = (size_t)(n0 + r) * C + h * HS + i;
-                    floatX* to = copies_of(t) + r * HS + i;
-                    copy_four(to, dout + from);
-                    if (h < NH + NKV) copy_four(to + ROWS * HS, inp + from);
+            for (int r = row; r < row + 4; r++) {
+                for (int v = 0; v < VECTORS; v++) {
+                    for (int i = channel(v); i < channel(v) + WIDTH; i += PIECE) {
+                        const size_t from = (size_t)(n0 + r) * C + h * HS + i;
+                        floatX* to = copies_of(t) + r * HS + i;
+                        copy_four(to, dout + from);
+                        if (h < NH + NKV) copy_four(to + ROWS * HS, inp + from);
+                    }
                 }
             }
         }

@@ -20,7 +20,8 @@ extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
 extern "C" __global__ void __launch_bounds__(512, 2) rmsnorm_forward_codes_kernel(
     float* scale, float* before, float* maxima, SETS unsigned char* codes, floatX* residual, float* __restrict__ rstd,
     const floatX* inp1, const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
-    norm_forward_codes({scale, before, maxima}, codes, residual, nullptr, rstd, inp1, {inp2}, {nullptr, weight}, eps, N, C);
+    norm_forward_codes({scale, before, maxima}, codes, residual, nullptr, rstd, inp1, {inp2}, {nullptr, weight}, eps, N,
+                       C);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4) rmsnorm_codes_kernel(

@@ -32,7 +32,8 @@ extern "C" __global__ void PROGRAMMATIC swiglu_forward_kernel(floatX* __restrict
 
 // The same for codes (N, C) of out. The blocks share the rows.
 extern "C" __global__ void __launch_bounds__(256, 4) swiglu_forward_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* __restrict__ inp, int N, int C) {
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, const floatX* __restrict__ inp,
+    int N, int C) {
     Coding coding = {scale, before, maxima, correct};
     if (!coding.begin()) return;
     for (int n = blockIdx.x; n < N; n += gridDim.x) {
@@ -84,9 +85,9 @@ extern "C" __global__ void swiglu_backward_kernel(SETS floatX* __restrict__ dinp
 // If out_T is null, out (N, C) is set instead. The blocks share the tiles of out. A thread loads the vectors of its
 // rows before it uses the first, so two blocks a multiprocessor have enough loads in flight.
 extern "C" __global__ void __launch_bounds__(256, 2) swiglu_backward_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T, floatX* __restrict__ out,
-    unsigned char* out_T, const float* out_scale, const floatX* __restrict__ dout, const floatX* __restrict__ inp,
-    int N, int C) {
+    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T,
+    floatX* __restrict__ out, unsigned char* out_T, const float* out_scale, const floatX* __restrict__ dout,
+    const floatX* __restrict__ inp, int N, int C) {
     __shared__ CodeTile of_up, of_gate, of_out;
     const int columns = ceil_div(C, of_up.COLUMNS);
     Coding coding = {scale, before, maxima, correct}, again = {};
