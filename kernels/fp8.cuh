@@ -87,17 +87,19 @@ __device__ inline Vec rounded_to_bf16(Vec v) {
 // scale do not depend on what was there. If the matrix has a number that is not finite, scale and all codes become NaN:
 // clipping hides nothing. Without maxima a kernel runs once, and the scale is known.
 //
-// The first launch takes the scale of the time before. Or, if `before` is given, it takes the scale for *before, the
-// largest number of the layer that was encoded before, times scale[1], a running mean of the ratio of this layer's
-// largest number to that one. A batch with large gradients has them in all layers.
+// Without `before`, the first launch takes scale[0], that of the last time. With it, the launch guesses the largest
+// number: *before, that of the layer which was encoded before, times scale[1], a running mean of the ratio of this
+// layer's to that one. A batch with large gradients has them in all layers. The first layer of a pass follows the last
+// one of the pass before.
 struct Coding {
     float *scale, *before, *maxima;
     int correct;
-    float taken, inverse;  // the scale of the codes that the launch makes, and 1 / scale
+    float inverse;  // 1 / the scale of the codes that the launch makes
     unsigned largest;  // the bits of the thread's largest absolute value. As integers, NaN's are above infinity's
 
     // All threads of a block call it first. With `correct` the block is one-dimensional. False: there is nothing to do.
     __device__ bool begin() {
+        float taken;
         if (correct) {
             float most = 0.0f;
             for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) most = fmaxf(most, maxima[i]);
@@ -107,7 +109,7 @@ struct Coding {
                 scale[0] = taken;
                 if (before != nullptr) {
                     const float ratio = most / *before, mean = 0.5f * (scale[1] + ratio);
-                    scale[1] = fabsf(mean - ratio) < 0.5f * ratio ? mean : ratio;  // it may have been anything
+                    scale[1] = fabsf(mean - ratio) < 0.5f * ratio ? mean : ratio;  // drops what is far from the ratio
                     *before = most;
                 }
             }
@@ -137,7 +139,7 @@ struct Coding {
         const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x;
         const float of_block = block_max(__uint_as_float(min(largest, 0x7f800000u)), thread, blockDim.x * blockDim.y);
         if (thread == 0) maxima[blockIdx.x] = of_block;
-        if (thread == 0 && blockIdx.x == 0) maxima[gridDim.x] = taken;
+        if (thread == 0 && blockIdx.x == 0) maxima[gridDim.x] = inverse_of(inverse);
     }
 };
 

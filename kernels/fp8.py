@@ -32,12 +32,12 @@ LEAST_GAIN, IF_ENCODED = 80, 1.35
 
 
 class Scale(NamedTuple):
-    """scale (2,): that of a tensor; and the usual ratio of its largest absolute value to that of the layer which was
-    encoded before. before (1,), which all layers share: the largest value of that layer. At first they may be anything:
-    they only decide how long encoding takes (fp8.cuh: Coding)."""
+    """scale (1,): of a tensor. Or scale (2,): that, and the usual ratio of the tensor's largest absolute value to that
+    of the layer which was encoded before; and before (1,): the largest value of that layer. All layers of a matrix
+    share it. At first all this may be anything. It only decides how long encoding takes (fp8.cuh: Coding)."""
 
     scale: Any
-    before: Any
+    before: Any = None
 
 
 @dataclass
@@ -71,8 +71,8 @@ class Gradient(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """A matrix (N,C) that is there as codes (N,C), as codes_T (C,N), the same transposed, or as both. scale,
-    before: as in Scale; or scale (1,) alone."""
+    """A matrix (N,C) that is there as codes (N,C), as transposed codes_T (C,N), or as both. scale, before:
+    those of a Scale."""
 
     codes: Any
     codes_T: Any
@@ -140,8 +140,8 @@ def maxima_of(blocks: int):
 
 def encode(out: Coded, inp, N: int, C: int, *, known: bool = False) -> None:
     """Sets out to inp (N,C), bf16: scale to that of inp, and codes (N,C) and codes_T (C,N) to its e4m3 codes. One of
-    the two may be None. What scale and before were only decides how long this takes. If the scale is known, it is
-    read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all
+    the two may be None. Old values in scale and before change only the time that this takes. If the scale is known, it
+    is read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all
     arrays lie at multiples of 16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)
     for coding in [(out.scale, None, None, 0)] if known else codings(blocks, out):

@@ -147,7 +147,7 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
            (n += gridDim.x * blockDim.y, start = (size_t)n * C, n < N));
 }
 
-// The same for codes (N,C) of out, by the scale of the time before: the first launch of Coding. The grid has no more
+// The same for codes (N,C) of out, by a guessed scale: the first launch of Coding. The grid has no more
 // blocks than the rows fill. The kernel is not PROGRAMMATIC.
 __device__ inline void norm_forward_codes(Coding coding, unsigned char* codes, floatX* residual, float* mean,
                                           float* rstd, const floatX* inp, const Branch& branch, const Norm& norm,

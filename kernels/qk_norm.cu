@@ -85,10 +85,10 @@ __device__ inline Vec input_gradient(Vec& dweight, const Vec& dy, const Vec& x, 
     return dx;
 }
 
-// The sums of dy * n of a backward kernel's block. LANES lanes go through many heads. In shared memory they add up
-// dy * n, of their query heads in one row and of their key heads in another. Until the barrier a lane reads there only
-// what it wrote itself. At the end the block writes its sums to partials (gridDim.x, 2, HS): for q, then for k. Shared
-// memory: two rows of HS floats, rounded up to a multiple of WIDTH, for each of the heads at once.
+// A block's sums of dy * n. LANES lanes go through many heads, and have two rows in shared memory: the sums of their
+// query heads, and of their key heads. Until the barrier a lane reads there only what it wrote itself. At the end the
+// block writes its sums to partials (gridDim.x, 2, HS): for q, then for k. Shared memory: two rows of HS floats,
+// rounded up to a multiple of WIDTH, for each of the heads at once.
 struct WeightSums {
     float *all, *own;
     int width, HS;
@@ -154,8 +154,8 @@ extern "C" __global__ void qk_norm_backward_kernel(floatX* __restrict__ dqkv, SE
 }
 
 // The same for heads of 128 channels, but sets codes (N,NH+2*NKV,128) and codes_T (NH+2*NKV,128,N) of the gradient,
-// those of the values, too. dout, the gradient of forward's output, stays as it is. N is a multiple of 16. A tile has
-// 64 positions of a head, and LANES lanes have four of them. The blocks share the tiles. Each takes neighbours: heads
+// also of the value heads. dout, the gradient of forward's output, stays as it is. N is a multiple of 16. A tile has
+// 64 positions of a head, and LANES lanes take four at a time. The blocks share the tiles. Each takes neighbours: heads
 // of the same positions, whose angles are then in the first-level cache. Shared memory: that of WeightSums, and four
 // tiles of floatX, of dout and x twice: a thread starts to copy its vectors of the next tile before it computes this
 // one's.

@@ -29,8 +29,8 @@ def qk_norm_forward(
 def qk_norm_backward(
     dinp, dqweight, dkweight, dout, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
 ) -> None:
-    """Sets dinp (B,T,NH+2*NKV,HS) to the gradient of forward's inp, in the place of dout, the gradient of its out: both
-    are the same memory. The value heads stay as they are. dqweight, dkweight (HS) += the gradients of the weights.
+    """dout is the gradient of forward's out. Sets dinp (B,T,NH+2*NKV,HS) to that of its inp, in place: both are the
+    same memory. The value heads stay as they are. dqweight, dkweight (HS) += the gradients of the weights.
 
     inp, the weights and table are forward's, rstd is what it set. dinp may be Coded: then its codes and its scale are
     set, and it must not overlap dout, which may be overwritten, too.

@@ -247,6 +247,55 @@ def test_a_weight_is_encoded_once_a_step_and_in_each_other_pass(dev):  # noqa: F
     assert plain.params.layer[0].fcw.shape == p.fcw.array.shape and not plain.coded() and training.model.coded()
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_a_layer_that_is_run_again_makes_its_codes_once(large_weights, config):
+    """Its scales are those of forward, and known."""
+    device.use_precision("fp8")
+    training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
+    recompute, found = training.acts.recompute_layer, []
+
+    def observer(name, arguments, work) -> None:
+        work()
+        if arguments.get("correct"):
+            found.append(arguments["maxima"][-1] == arguments["scale"][0])
+
+    def observed(*args) -> None:
+        with device.observe(observer):
+            recompute(*args)
+
+    training.acts.recompute_layer = observed
+    for inputs, targets in make_batches(config, 3, B, T):
+        forward_backward(device, training, inputs, targets, 1 / (B * T))
+    assert all(found), f"{len(found) - sum(found)} of {len(found)} matrices were coded twice"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_a_gradients_scale_is_guessed_from_the_layer_behind_it(large_weights, config):
+    """All layers of a matrix share what it is guessed from, and no other matrix does. Inputs are not guessed so."""
+    device.use_precision("fp8")
+    training, found = build(device, config, B, T, "softmax", flat_parameters(config)), {}
+
+    def observer(name, arguments, work) -> None:
+        work()
+        before = arguments.get("before")
+        if arguments.get("correct") and before is not None:
+            found.setdefault(device.address(before), []).append((device.address(arguments["scale"]), before[0]))
+            assert arguments["scale"][0] == scale_of(before[0])
+
+    for inputs, targets in make_batches(config, 2, B, T):
+        found.clear()
+        with device.observe(observer):
+            forward_backward(device, training, inputs, targets, 1 / (B * T))
+    weights = [[getattr(p, name) for p in training.model.params.layer] for name in training.model.coded()]
+    expected = {device.address(first.dout_scale.before): [first, *others] for first, *others in weights}
+    assert len(expected) == len(weights) and found.keys() == expected.keys()
+    for address, behind in expected.items():
+        scales, largest = zip(*reversed(found[address]), strict=True)
+        assert scales == tuple(device.address(weight.dout_scale.scale) for weight in behind)
+        for weight, mine, theirs in zip(behind, largest, largest[1:], strict=False):
+            assert np.isclose(weight.dout_scale.scale[1], mine / theirs, rtol=0.5)  # a mean with another batch's
+
+
 def drawn(rng, config, count: int) -> np.ndarray:
     """The batches of three steps, for test_peers.train."""
     return rng.integers(0, config.vocab_size, (3, count, 2, B, RANKS_T), dtype=np.int32)

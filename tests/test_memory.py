@@ -21,14 +21,14 @@ from models import ONE_OF_EACH, GivenBatches, kind_of, name_of
 from train_gpt2_fp32 import GPT2, GPT2Config, training_step
 from train_llama3 import Llama3, Llama3Config
 from train_pythia import PythiaConfig
-from train_qwen3 import Qwen3
+from train_qwen3 import Qwen3, Qwen3Config
 
 import numpy as np
 import pytest
 
 GIB = 1 << 30
 CODED = [Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False), GPT2Config(64, 101, 2, 4, 64),
-         PythiaConfig(64, 101, 2, 4, 64)]  # fmt: skip
+         PythiaConfig(64, 101, 2, 4, 64), Qwen3Config(64, 101, 2, 4, 2, 64, 80, head_size=128)]  # fmt: skip
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda siz
 
 
 def room_for_codes(N: int, C: int) -> Coded:
-    """Both layouts, and 1 in place of all that Scale has."""
+    """Both layouts, and a scale, a ratio and a largest value of 1."""
     codes, codes_T = (device.empty(shape, np.uint8) for shape in ((N, C), (C, N)))
     return Coded(codes, codes_T, *(device.asarray(np.ones(n, np.float32)) for n in (2, 1)))
 

@@ -98,14 +98,15 @@ class Model:
             return self.codes[start:end].view(dtype).reshape(shape)
 
         for name, (OC, C) in self.coded().items():
-            before = [] if not self.grads else [room(4, dtype=np.float32)[:1] for _ in range(2)]
+            before = room(4, dtype=np.float32)[:1] if self.grads else None
             for l, p in enumerate(self.params.layer):
                 codes, scale = room(OC, C), room(4, dtype=np.float32)[:1]
                 if not self.grads:
                     setattr(p, name, Codes(codes, scale))
                     continue
                 transposed, g = room(C, OC), self.grads.layer[l]
-                scales = [Scale(room(4, dtype=np.float32)[:2], each) for each in before]
+                # In a layer that is run again, inputs have the scales of forward. So their guess needs no other layer.
+                scales = Scale(room(4, dtype=np.float32)[:1]), Scale(room(4, dtype=np.float32)[:2], before)
                 setattr(p, name, Weight(getattr(p, name), codes, transposed, scale, *scales))
                 setattr(g, name, Gradient(getattr(g, name), *scales))
 
@@ -180,11 +181,11 @@ def coded_matrices(kind: type[Model], config: Config) -> dict[str, tuple[int, in
 
 
 def codes_bytes(kind: type[Model], config: Config, layouts: int = 2) -> int:
-    """The bytes of Model.codes: for each layout of a matrix one a number, 16 for each of three scales, and 16 for each
-    of two Scale.before. A model for inference has one layout and one scale."""
+    """The bytes of Model.codes: for each layout of a matrix one a number, 16 for each of a layer's three scales, and
+    16 for a matrix's Scale.before. A model for inference has one layout and one scale."""
     matrices, trained = coded_matrices(kind, config).values(), layouts == 2
     of_layer = sum(layouts * OC * C + (48 if trained else 16) for OC, C in matrices)
-    return config.num_layers * of_layer + 32 * trained * len(matrices)
+    return config.num_layers * of_layer + 16 * trained * len(matrices)
 
 
 def decoded_bytes(kind: type[Model], config: Config) -> int:
