@@ -1,9 +1,13 @@
-"""What tests/test_microscope.py looks at, as JSON on stdout. A process of its own, since the CPU device's runtime is
-loaded once in a process, and the microscope's is another one. The argument is a folder for kernels that lack a barrier.
+"""What tests/test_microscope.py looks at in one precision, as JSON on stdout. A process of its own, since the CPU
+device's runtime is loaded once in a process, and the microscope's is another one. The arguments are the precision and a
+folder for kernels that lack a barrier.
 """
 
+import contextlib
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,7 +17,7 @@ import device  # noqa: E402
 from dev.microscope.compare_ncu import counts_of, name_of  # noqa: E402
 from dev.microscope.launches import LAUNCHES, launches_in, sizes_of  # noqa: E402
 from dev.microscope.report import lines_of, race_lines  # noqa: E402
-from dev.microscope.watch import FILES, KINDS, MULTIPROCESSORS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
+from dev.microscope.watch import FILES, KINDS, Watched, use_microscope, watch, watch_kernel  # noqa: E402
 from device import cpp  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -48,6 +52,8 @@ MUTANTS = [
     ("qk_norm.cu", 2, "qk_norm_backward:codes"),
 ]  # fmt: skip
 
+KERNEL = re.compile(r'^extern "C" __global__ [^{]*?(\w+)\([^()]*\) \{.*?^\}$', re.DOTALL | re.MULTILINE)
+
 # Kernels of tests/cu: their file, name, block and grid; the first argument is written to.
 BROKEN = [
     ("missing_barriers.cu", "reverse_kernel", (128,), (1,)),
@@ -67,38 +73,44 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    use_microscope()
+def main(precision: str, folder: str) -> None:
+    use_microscope(precision)
     found = {"races": {}, "mutants": [], "broken": {}, "counts": [], "unplaced": [], "lines": {}, "outside": {}}
     found["bytes"] = []
-    for precision in "bf16", "fp32":
-        device.use_precision(precision)
-        device.current.device.multiprocessors = MULTIPROCESSORS
-        races = found["races"][precision] = {}
-        for name, launch in launches_in(precision).items():
-            for one in watch(launch, launch.sizes):
-                races.setdefault(one.kernel, []).extend(race_lines(one))
-                found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])
-                found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
-                found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, bytes_of_arrays(one)])
-        device.current.device.multiprocessors = 1  # so each block takes several turns, in the same shared memory
-        # In bf16 flash attention has other barriers than in fp32; the other kernels have the same.
-        for name, shape in HARD.items():
-            if precision != (LAUNCHES[name].precision or "fp32") and not name.startswith("flash"):
-                continue
-            for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
-                races[one.kernel].extend(race_lines(one))
-    for file, kernel, block, grid in BROKEN:
-        one = watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid)
-        found["broken"][kernel] = race_lines(one)
-        lines = [[one.arrays[x.array].name, KINDS[x.kind], x.place.line, x.warps, x.lanes] for x in lines_of(one)]
-        found["lines"][kernel], found["outside"][kernel] = lines, sum(one.outside.values())
-    for file, which, name in MUTANTS:
-        device.use_precision(LAUNCHES[name].precision or "fp32")
-        use_kernels(mutated(Path(sys.argv[1]) / f"{Path(file).stem}_{which}", file, which))
-        watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
-        races = [line for one in watched for line in race_lines(one)]
-        found["mutants"].append({"file": file, "which": which, "launcher": name, "races": races})
+    launches = launches_in(precision)
+    needed = {path for path in FILES.values() if precision == "bf16" or not device.architecture_of(path)}
+    device.current.device.compile_all(sorted(needed))  # on all cores
+    races, launched = found["races"], {}
+    for name, launch in launches.items():
+        for one in watch(launch, launch.sizes):
+            launched.setdefault(name, set()).add(one.kernel)
+            races.setdefault(one.kernel, []).extend(race_lines(one))
+            found["counts"].append([name_of(name, precision), one.kernel, counts_of(one)])
+            found["unplaced"] += [one.kernel for pc in np.unique(one.steps["pc"]) if not one.places[int(pc)].frames]
+            found["bytes"].append([f"{one.kernel} {precision}", one.least_bytes, bytes_of_arrays(one)])
+    device.current.device.multiprocessors = 1  # so each block takes several turns, in the same shared memory
+    # In bf16 flash attention has other barriers than in fp32; the other kernels have the same.
+    for name, shape in HARD.items():
+        if precision != (LAUNCHES[name].precision or "fp32") and not name.startswith("flash"):
+            continue
+        for one in watch(LAUNCHES[name], sizes_of(shape, LAUNCHES[name])):
+            launched[name].add(one.kernel)
+            races[one.kernel].extend(race_lines(one))
+    if precision == "fp32":
+        for file, kernel, block, grid in BROKEN:
+            one = watch_broken(ROOT / "tests" / "cu" / file, kernel, block, grid)
+            found["broken"][kernel] = race_lines(one)
+            lines = [[one.arrays[x.array].name, KINDS[x.kind], x.place.line, x.warps, x.lanes] for x in lines_of(one)]
+            found["lines"][kernel], found["outside"][kernel] = lines, sum(one.outside.values())
+    mutants = [mutant for mutant in MUTANTS if precision == (LAUNCHES[mutant[2]].precision or "fp32")]
+    copies = [mutated(Path(folder) / f"{Path(file).stem}_{which}", file, which, launched[name])
+              for file, which, name in mutants]
+    device.current.device.compile_all(copy for files in copies for copy in files.values())
+    for (file, which, name), files in zip(mutants, copies, strict=True):
+        with taken_from(files):
+            watched = watch(LAUNCHES[name], sizes_of(HARD.get(name, ""), LAUNCHES[name]))
+        lines = [line for one in watched for line in race_lines(one)]
+        found["mutants"].append({"file": file, "which": which, "launcher": name, "races": lines})
     json.dump(found, sys.stdout)
 
 
@@ -122,24 +134,35 @@ def watch_broken(file: Path, name: str, block: tuple, grid: tuple):
     return watch_kernel(name, arguments, lambda: kernel(grid, block, tuple(arguments.values())), file)
 
 
-def mutated(folder: Path, file: str, which: int) -> Path:
-    """The kernels, copied to a folder, where a file's barrier number `which` is left out."""
+def mutated(folder: Path, file: str, which: int, kernels: set[str]) -> dict[Path, Path]:
+    """Copies in a folder of the files of these kernels that have or include a file's barrier number `which`, by the
+    original. The barrier and all other kernels are left out."""
     folder.mkdir(exist_ok=True)
-    for path in [*(ROOT / "kernels").glob("*.cu"), *(ROOT / "kernels").glob("*.cuh")]:
+    of_kernels = {FILES[kernel] for kernel in kernels}
+    files = {path for path in of_kernels if path.name == file} or of_kernels
+    for path in [*files, *(ROOT / "kernels").glob("*.cuh")]:
         parts = path.read_text().split("__syncthreads();")
         if path.name == file:
             parts[which : which + 2] = [parts[which] + ";" + parts[which + 1]]
-        (folder / path.name).write_text("__syncthreads();".join(parts))
-    return folder
+        text = "__syncthreads();".join(parts)
+        text = KERNEL.sub(lambda found: found[0] if found[1] in kernels else "\n" * found[0].count("\n"), text)
+        (folder / path.name).write_text(text)
+    return {path: folder / path.name for path in files}
 
 
-def use_kernels(folder: Path) -> None:
-    """Let the launchers take their kernels from another folder."""
-    for source in device.sources.imported:
-        source.path = folder / source.path.name
-    for name, path in FILES.items():
-        FILES[name] = folder / path.name
+@contextlib.contextmanager
+def taken_from(files: dict[Path, Path]) -> Iterator[None]:
+    """Within it the launchers take these files in place of their own."""
+    sources, own = device.sources.imported, dict(FILES)
+    paths = [source.path for source in sources]
+    for source in sources:
+        source.path = files.get(source.path, source.path)
+    FILES.update({name: files.get(path, path) for name, path in own.items()})
+    yield
+    for source, path in zip(sources, paths, strict=True):
+        source.path = path
+    FILES.update(own)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

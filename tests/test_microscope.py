@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.microscope import compare_ncu
@@ -59,10 +60,18 @@ KNOWN = [  # reason, kernel, counters
 def runs(pytestconfig) -> dict:
     # A library for the microscope is kept for a file at its place: in a folder that stays, the kernels without a
     # barrier are compiled only after a kernel has changed. Its path has a space.
-    command = [sys.executable, ROOT / "tests" / "microscope_runs.py", pytestconfig.cache.mkdir("without barriers")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    folder = pytestconfig.cache.mkdir("without barriers")
+
+    def look(precision: str) -> dict:
+        command = [sys.executable, ROOT / "tests" / "microscope_runs.py", precision, folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor() as pool:
+        fp32, bf16 = pool.map(look, ["fp32", "bf16"])
+    of_both = {key: fp32[key] + bf16[key] for key in ("mutants", "counts", "unplaced", "bytes")}
+    return {**fp32, **of_both, "races": {"fp32": fp32["races"], "bf16": bf16["races"]}}
 
 
 def microscope(*arguments: str) -> subprocess.CompletedProcess:
