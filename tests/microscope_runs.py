@@ -24,9 +24,9 @@ import numpy as np  # noqa: E402
 
 # Sizes at which blocks come back to their shared memory, and rows end within a warp.
 HARD = {
-    "encoder_backward": "B=1,T=6,C=1101,V=3", "layernorm_backward": "B=1,T=31,C=261",
-    "rmsnorm_backward": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=31,C=261",
-    "parallel_residual_backward:dropout": "B=1,T=31,C=261", "parallel_residual_forward": "B=1,T=3,C=2101",
+    "encoder_backward": "B=1,T=6,C=1101,V=3", "layernorm_backward": "B=1,T=23,C=133",
+    "rmsnorm_backward": "B=1,T=31,C=261", "parallel_residual_backward": "B=1,T=23,C=133",
+    "parallel_residual_backward:dropout": "B=1,T=23,C=133", "parallel_residual_forward": "B=1,T=3,C=2101",
     "fused_residual_forward": "B=1,T=3,C=2101", "rmsnorm_forward": "B=1,T=3,C=2101",
     "fused_classifier": "V=2500,Vp=2560", "attention_forward": "T=37", "attention_backward": "T=37",
     "flash_attention_forward": "T=161,NH=1", "flash_attention_backward": "T=161,NH=1", "global_norm": "n=10001",
