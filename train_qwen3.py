@@ -150,7 +150,7 @@ def qwen3_layer_forward(model: Model, acts, batch, l: int) -> None:
 
     matmul_forward(a.qkvproj, a.ln1, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
     qk_norm_forward(
-        acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, eps, B, T, NH, NKV, HS, batch.positions
+        acts.qkv, acts.qk_rstd, a.qkvproj, (p.qnormw, p.knormw), rope, eps, B, T, NH, NKV, HS, batch.positions
     )
     attention_forward(a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
     matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, NH * HS, C)
@@ -199,11 +199,11 @@ def qwen3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
         matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, NH * HS, C)
         matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, NH * HS, C, accumulate)
         qk_norm_forward(
-            acts.qkv, acts.qk_rstd, a.qkvproj, p.qnormw, p.knormw, rope, model.config.norm_eps, B, T, NH, NKV, HS
+            acts.qkv, acts.qk_rstd, a.qkvproj, (p.qnormw, p.knormw), rope, model.config.norm_eps, B, T, NH, NKV, HS
         )  # fmt: skip
         attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, acts.qkv, B, T, NH, NKV, HS)
         qk_norm_backward(
-            a.dqkvproj, g.qnormw, g.knormw, acts.dqkv, a.qkvproj, p.qnormw, p.knormw, acts.qk_rstd, rope,
+            a.dqkvproj, (g.qnormw, g.knormw), acts.dqkv, a.qkvproj, (p.qnormw, p.knormw), acts.qk_rstd, rope,
             B, T, NH, NKV, HS,
         )  # fmt: skip
         matmul_backward_inp(acts.dln, a.dqkvproj, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)

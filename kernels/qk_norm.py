@@ -11,26 +11,26 @@ cu = device.source(__file__)
 
 
 def qk_norm_forward(
-    out, rstd, inp, qweight, kweight, table, eps: float, B: int, T: int, NH: int, NKV: int, HS: int, positions=None
+    out, rstd, inp, weights, table, eps: float, B: int, T: int, NH: int, NKV: int, HS: int, positions=None
 ) -> None:
     """Sets out (B,T,NH+2*NKV,HS) from inp, of the same shape: normalises each of its NH query and NKV key heads by
-    itself, multiplies it by qweight (HS) or kweight (HS), and rotates it; copies the value heads. inp and out must not
-    overlap.
+    itself, multiplies it by the first of the weights (HS) or the second, and rotates it; copies the value heads. inp
+    and out must not overlap.
 
     Also sets rstd (B,T,NH+NKV) = 1 / sqrt(mean(inp^2) + eps) of the query and key heads. HS is even. table is
     `rope_table` of HS, for as many positions as there are. Row t of sequence b is at position t; or at positions[b] +
     t, if positions, int32 (B,), is given.
     """
     heads = cu.width  # of a block, which then has 128 threads
-    args = out, rstd, inp, qweight, kweight, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
+    args = out, rstd, inp, *weights, table, positions, np.float32(eps), B * T, T, NH, NKV, HS
     cu.launch("qk_norm_forward_kernel", (ceil_div(B * T * (NH + 2 * NKV), heads),), (lanes() * heads,), args)
 
 
 def qk_norm_backward(
-    dinp, dqweight, dkweight, dout, inp, qweight, kweight, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
+    dinp, dweights, dout, inp, weights, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
 ) -> None:
     """dout is the gradient of forward's out. Sets dinp (B,T,NH+2*NKV,HS) to that of its inp, in place: both are the
-    same memory. The value heads stay as they are. dqweight, dkweight (HS) += the gradients of the weights.
+    same memory. The value heads stay as they are. dweights (HS) += the gradients of the weights.
 
     inp, the weights and table are forward's, rstd is what it set. dinp may be Coded: then its codes and its scale are
     set, and it must not overlap dout, which may be overwritten, too.
@@ -39,7 +39,7 @@ def qk_norm_backward(
         raise ValueError("qk_norm's gradient is made in the place of that of its output")
     width, N, heads = cu.width, B * T, NH + 2 * NKV
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
-    args = inp, qweight, kweight, rstd, table, N, T, NH, NKV
+    args = inp, *weights, rstd, table, N, T, NH, NKV
     if isinstance(dinp, Coded) and HS == 128:
         tiles, most = ceil_div(N, 64) * heads, 2 * device.multiprocessors  # blocks, as its __launch_bounds__ say
         chunks = min(tiles, most, MOST_PARTIALS)
@@ -56,7 +56,7 @@ def qk_norm_backward(
         cu.launch("qk_norm_backward_kernel", (chunks,), (block,), in_place, shared_mem=at_once * row_bytes)
         if isinstance(dinp, Coded):
             encode(dinp, dout, N, heads * HS)
-    add_partials([dqweight, dkweight], partials, chunks, HS)
+    add_partials([*dweights], partials, chunks, HS)
 
 
 def lanes() -> int:

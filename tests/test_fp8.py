@@ -294,17 +294,17 @@ def test_qk_norm_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, B,
     inp, dout = (to_bf16(normal(rng, N, C)) for _ in range(2))
     qweight, kweight = (dev.asarray(to_bf16(normal(rng, start + HS)))[start:] for _ in range(2))
     heads = from_bf16(inp).reshape(N, -1, HS)[:, : NH + NKV]
-    kept = dev.asarray(inp), qweight, kweight, dev.asarray((1 / np.sqrt((heads**2).mean(-1))).astype(np.float32))
+    kept = dev.asarray(inp), (qweight, kweight), dev.asarray((1 / np.sqrt((heads**2).mean(-1))).astype(np.float32))
     table, before = dev.asarray(rope_table(T, HS, 1e4)), normal(rng, 2, HS)
     dinp, sums = dev.asarray(dout), [dev.asarray(each) for each in before]
-    qk_norm_backward(dinp, *sums, dinp, *kept, table, B, T, NH, NKV, HS)
+    qk_norm_backward(dinp, sums, dinp, *kept, table, B, T, NH, NKV, HS)
     wide = from_bf16(dev.to_host(dinp))
     scale = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
         old = memory.update(np.float32([guess * scale]), np.float32)
         made = Coded(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), old)
         added = [memory.update(each, np.float32) for each in before]
-        qk_norm_backward(made, *added, memory.update(from_bf16(dout)), *kept, table, B, T, NH, NKV, HS)
+        qk_norm_backward(made, added, memory.update(from_bf16(dout)), *kept, table, B, T, NH, NKV, HS)
     assert_codes(dev, made, wide, scale)
     for ours, plain in zip(added, sums, strict=True):  # the sums are of the same numbers, in another order
         assert_close("dweight", ours, dev.to_host(plain), KERNEL_FP32)

@@ -65,7 +65,7 @@ def test_queries_and_keys_are_normalised_and_turned_and_values_copied(dev, B, T,
     with guarded(dev) as memory, guarded(dev, shift) as parameters:
         out, rstd = memory.write(x.shape), memory.write((B, T, NH + NKV), FP32)
         weights = parameters.read(qweight), parameters.read(kweight)
-        qk_norm_forward(out, rstd, memory.read(x), *weights, memory.read(table, FP32), EPS, B, T, NH, NKV, HS)
+        qk_norm_forward(out, rstd, memory.read(x), weights, memory.read(table, FP32), EPS, B, T, NH, NKV, HS)
     assert_close("rstd", rstd, reciprocal_rms(x, NKV), KERNEL_FP32)
     assert_close("out", out, defined(leaf(x), leaf(qweight), leaf(kweight), table, NKV), KERNEL_FP32)
     assert (to_numpy(out)[:, :, NH + NKV :] == x[:, :, NH + NKV :]).all()
@@ -84,7 +84,7 @@ def check_backward(dev, B: int, T: int, NKV: int, group: int, HS: int, shift: in
         ours_dq, ours_dk = parameters.update(dqweight, FP32), parameters.update(dkweight, FP32)
         weights = parameters.read(qweight), parameters.read(kweight)
         qk_norm_backward(
-            dqkv, ours_dq, ours_dk, dqkv, memory.read(x), *weights, memory.read(rstd, FP32), memory.read(table, FP32),
+            dqkv, (ours_dq, ours_dk), dqkv, memory.read(x), weights, memory.read(rstd, FP32), memory.read(table, FP32),
             B, T, NH, NKV, HS,
         )  # fmt: skip
     assert_close("dqkv", dqkv, x64.grad, KERNEL_FP32)
@@ -117,6 +117,6 @@ def test_a_head_of_zeros_has_a_finite_gradient(dev):
     with guarded(dev) as memory:
         dqkv, sums = memory.update(dout), [memory.update(np.zeros(6, FP32), FP32) for _ in range(2)]
         weights, table = (memory.read(weight), memory.read(weight)), memory.read(rope_table(1, 6, 1e4), FP32)
-        qk_norm_backward(dqkv, *sums, dqkv, memory.read(zeros), *weights, memory.read(rstd, FP32), table, 1, 1, 1, 1, 6)
+        qk_norm_backward(dqkv, sums, dqkv, memory.read(zeros), weights, memory.read(rstd, FP32), table, 1, 1, 1, 1, 6)
     assert_close("dq and dk", dqkv[:, :, :2], np.full((1, 1, 2, 6), 2 * EPS**-0.5), KERNEL_FP32)
     assert not any(dev.to_host(total).any() for total in sums)

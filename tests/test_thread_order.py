@@ -225,7 +225,7 @@ def codes():
     qkv, dout = (device.to_bf16(normal(np.random.default_rng(each), N, (NH + 2 * NKV) * HS)) for each in (9, 10))
     rstd, sums = np.ones((N, NH + NKV), np.float32), np.zeros((2, HS), np.float32)
     qk_norm_backward(
-        room_for_codes(N, qkv.shape[1]), *sums, dout, qkv, qkv[0], qkv[1], rstd, rope_table(N, HS, 1e4),
+        room_for_codes(N, qkv.shape[1]), sums, dout, qkv, (qkv[0], qkv[1]), rstd, rope_table(N, HS, 1e4),
         1, N, NH, NKV, HS,
     )  # fmt: skip
     device.use_precision("fp32")

@@ -313,12 +313,20 @@ for rope in rope_forward, rope_backward:
 
 
 QK = f"rstd*=B,T,NH+NKV inp={ALL_HEADS} qweight=HS kweight=HS"
-add(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out={ALL_HEADS} {QK}",
-    lambda size, a: angles(size, a) | {"eps": EPS}, needs=("HS % 2 == 0",))
 OF_QK = f"dqweight*=HS dkweight*=HS {QK}"
+
+
+def of_heads(size, a) -> dict:
+    """The table of angles, and the weights of queries and keys with their gradients where there are any."""
+    given = angles(size, a) | {"weights": (a.qweight, a.kweight)}
+    return given | ({"dweights": (a.dqweight, a.dkweight)} if hasattr(a, "dqweight") else {})
+
+
+add(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out={ALL_HEADS} {QK}",
+    lambda size, a: of_heads(size, a) | {"eps": EPS}, needs=("HS % 2 == 0",))
 add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dinp={ALL_HEADS} {OF_QK}",
-    lambda size, a: angles(size, a) | {"dout": a.dinp}, needs=("HS % 2 == 0",))
-add(qk_norm_backward, "B=2 T=16 NH=2 NKV=1 HS=128", f"dout={ALL_HEADS} {OF_QK}", lambda size, a: angles(size, a) | {
+    lambda size, a: of_heads(size, a) | {"dout": a.dinp}, needs=("HS % 2 == 0",))
+add(qk_norm_backward, "B=2 T=16 NH=2 NKV=1 HS=128", f"dout={ALL_HEADS} {OF_QK}", lambda size, a: of_heads(size, a) | {
     "dinp": room_for_codes(size.B * size.T, (size.NH + 2 * size.NKV) * size.HS)},
     **CODED | {"needs": ("B * T % 16 == 0", "HS == 128")})
 
