@@ -270,6 +270,14 @@ def test_a_layer_that_is_run_again_makes_its_codes_once(large_weights, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_codes_and_scales_fill_their_memory(large_weights, config):
+    device.use_precision("fp8")
+    model = kind_of(config)(config, T)
+    last = getattr(model.params.layer[-1], list(model.coded())[-1])
+    assert device.address(last.dout_scale.scale) + 16 == device.address(model.codes) + model.codes.size
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_gradients_scale_is_guessed_from_the_layer_behind_it(large_weights, config):
     """All layers of a matrix share what it is guessed from, and no other matrix does. Inputs are not guessed so."""
     device.use_precision("fp8")

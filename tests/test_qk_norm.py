@@ -120,3 +120,9 @@ def test_a_head_of_zeros_has_a_finite_gradient(dev):
         qk_norm_backward(dqkv, sums, dqkv, memory.read(zeros), weights, memory.read(rstd, FP32), table, 1, 1, 1, 1, 6)
     assert_close("dq and dk", dqkv[:, :, :2], np.full((1, 1, 2, 6), 2 * EPS**-0.5), KERNEL_FP32)
     assert not any(dev.to_host(total).any() for total in sums)
+
+
+def test_a_gradient_in_another_place_than_that_of_the_output_is_refused(dev):
+    dqkv, dout, weight = dev.zeros((1, 1, 3, 6)), dev.zeros((1, 1, 3, 6)), dev.zeros((6,))
+    with pytest.raises(ValueError, match="in the place of that of its output"):
+        qk_norm_backward(dqkv, (weight, weight), dout, dout, (weight, weight), weight, weight, 1, 1, 1, 1, 6)
