@@ -139,10 +139,10 @@ def maxima_of(blocks: int):
 
 
 def encode(out: Coded, inp, N: int, C: int, *, known: bool = False) -> None:
-    """Sets out to inp (N,C), bf16: scale to that of inp, and codes (N,C) and codes_T (C,N) to its e4m3 codes. One of
-    the two may be None. Old values in scale and before change only the time that this takes. If the scale is known, it
-    is read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and all
-    arrays lie at multiples of 16 bytes."""
+    """Sets out to inp (N,C), bf16: codes (N,C) and codes_T (C,N) to its e4m3 codes, of which one may be None, and scale
+    and before as Scale says. Old values in scale and before change only the time that this takes. If the scale is
+    known, it is read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE,
+    and all arrays lie at multiples of 16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)
     for coding in [(out.scale, None, None, 0)] if known else codings(blocks, out):
         cu.launch("encode_kernel", (blocks,), (cu.block(256),), (*coding, out.codes, out.codes_T, inp, N, C))

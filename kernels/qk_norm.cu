@@ -18,7 +18,7 @@ __device__ inline int lane() { return threadIdx.x % LANES; }
 __device__ inline int place() { return threadIdx.x / LANES; }
 __device__ inline int heads_at_once() { return blockDim.x / LANES; }
 
-// The sum over the lanes of a head. whole: whether all lanes of the warp call it together.
+// The sum over the lanes of a head. whole: all lanes of the warp call it together, so one constant mask will do.
 __device__ inline float head_sum(float x, bool whole = false) {
     if (LANES == WARP_SIZE) return warp_sum(x);
     const unsigned lanes = whole ? 0xffffffffu : 0xffffffffu >> (32 - LANES) << place() * LANES % 32;
@@ -246,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kern
                     d[v] = rotate(d[v], Aligned::load(angles + channel(v), WIDTH), -1.0f);
                     add_gn(sum_gn, d[v], x[v], w[v], s);
                 }
+                // N is a multiple of 16, so either all lanes of a warp have rows, or none.
                 const float mean_gn = head_sum(sum_gn, true) / HS;
                 for (int v = 0; v < VECTORS; v++) d[v] = input_gradient(total[v], d[v], x[v], w[v], s, mean_gn);
                 position = position + 1 < T ? position + 1 : 0;

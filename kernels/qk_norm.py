@@ -41,8 +41,8 @@ def qk_norm_backward(
     row_bytes = 2 * 4 * width * ceil_div(HS, width)  # of the sums of LANES lanes
     args = inp, *weights, rstd, table, N, T, NH, NKV
     if isinstance(dinp, Coded) and HS == 128:
-        tiles, most = ceil_div(N, 64) * heads, 2 * device.multiprocessors  # blocks, as its __launch_bounds__ say
-        chunks = min(tiles, most, MOST_PARTIALS)
+        most = 2 * device.multiprocessors  # two blocks each, as the kernel's __launch_bounds__ say
+        chunks = min(ceil_div(N, 64) * heads, most, MOST_PARTIALS)
         partials, block = partials_of(chunks * 2 * HS), cu.block(256)
         shared_mem = block // lanes() * row_bytes + 4 * 64 * HS * device.floatX.itemsize
         for coding in codings(chunks, dinp):

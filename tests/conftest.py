@@ -196,9 +196,10 @@ def rng(request) -> np.random.Generator:
 
 @pytest.fixture
 def columns_that_fit(monkeypatch):
-    """columns_that_fit(rows, beside, few) returns the most columns, a multiple of 16, of which so many rows of floats
-    fit into shared memory beside so many bytes. On the CPU these are `few`, and `device.shared_memory` has just the
-    bytes for them. So a launcher does there for few columns what it does on a GPU for many."""
+    """columns_that_fit(rows, beside, few) returns how many columns a matrix of `rows` rows of floats may have, to fit
+    into shared memory with `beside` bytes left over. This is a multiple of 16. On the CPU it is `few`, and the test
+    sees a `device.shared_memory` of just that size. So a launcher does there for few columns what it does on a GPU for
+    many."""
 
     def columns_that_fit(rows: int, beside: int, few: int) -> int:
         if device.kind == "cuda":
