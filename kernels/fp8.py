@@ -20,6 +20,7 @@ cu = device.source(__file__, lambda: device.precision == "fp8")
 MOST_BLOCKS = 4  # that encode on a multiprocessor at once. A launch has no more: they share the matrix
 MOST_MAXIMA = 8  # on a multiprocessor, one from each block: a norm's kernel has so many blocks, which are small
 MULTIPLE = 16  # of rows and columns of all matrices
+TILE_ROWS, TILE_COLUMNS = 128, 64  # of a CodeTile<> (fp8.cuh)
 
 # A weight (OC,C) saves a layer's three products time in proportion to C OC. Codes of their inputs cost time in
 # proportion to C, those of their results' gradients in proportion to OC, about as 8 to 6. So a weight pays if
@@ -150,7 +151,7 @@ def encode(out: Coded, inp, N: int, C: int, *, known: bool = False) -> None:
 
 def blocks_of(N: int, C: int, at_once: int) -> int:
     """The blocks that share the tiles of an (N,C) matrix, if a multiprocessor runs `at_once` of them at once."""
-    return min(ceil_div(N, 64) * ceil_div(C, 128), at_once * device.multiprocessors)
+    return min(ceil_div(N, TILE_ROWS) * ceil_div(C, TILE_COLUMNS), at_once * device.multiprocessors)
 
 
 def fp8_forward(out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:

@@ -138,8 +138,8 @@ __device__ __forceinline__ void backward_codes(Coding coding, unsigned char* cod
                                                unsigned char* out_T, const float* out_scale, float* partials,
                                                const floatX* dout, const floatX* inp, const floatX* bias, int N, int C,
                                                int rows) {
-    __shared__ CodeTile of_d, of_out;
-    __shared__ __align__(16) float sums[CodeTile::ROWS / 4][CodeTile::COLUMNS];  // of four rows of each tile of a chunk
+    __shared__ CodeTile<> of_d, of_out;
+    __shared__ __align__(16) float sums[of_d.ROWS / 4][of_d.COLUMNS];  // of four rows of each tile of a chunk
     const int columns = ceil_div(C, of_d.COLUMNS);
     Coding again = {};
     if (!coding.begin()) return;

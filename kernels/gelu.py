@@ -2,7 +2,7 @@
 
 import device
 from device import ceil_div
-from kernels.fp8 import MOST_BLOCKS, Coded, blocks_of, codings
+from kernels.fp8 import MOST_BLOCKS, TILE_ROWS, Coded, blocks_of, codings
 from kernels.matmul import as_stored, matmul_forward, tile_grid
 from kernels.reduce import add_partials, partials_of, rows_per_chunk
 
@@ -45,7 +45,7 @@ def gelu_backward(dinp, dbias, out, dout, inp, bias, N: int, C: int, erf: bool =
     dinp may be Coded: then its codes and its scale are set, and it must not overlap dout. Then out may be Coded, too:
     its codes_T are set, by the scale of forward.
     """
-    form, rows = "gelu_erf" if erf else "gelu", rows_per_chunk(N, multiple=64)
+    form, rows = "gelu_erf" if erf else "gelu", rows_per_chunk(N, TILE_ROWS if isinstance(dinp, Coded) else 64)
     chunks = ceil_div(N, rows)
     partials = partials_of(chunks * C)
     if isinstance(dinp, Coded):

@@ -164,9 +164,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) qk_norm_backward_codes_kern
     float* partials, const floatX* __restrict__ dout, const floatX* __restrict__ inp,
     const floatX* __restrict__ qweight, const floatX* __restrict__ kweight, const float* __restrict__ rstd,
     const float* __restrict__ table, int N, int T, int NH, int NKV) {
-    constexpr int ROWS = CodeTile::ROWS, HS = CodeTile::COLUMNS, AT_ONCE = WARP_SIZE > 1 ? 256 / LANES : 1;
+    constexpr int ROWS = 64, HS = 128, AT_ONCE = WARP_SIZE > 1 ? 256 / LANES : 1;
     constexpr int VECTORS = HS / (WIDTH * LANES), PIECE = 16 / sizeof(floatX);  // of a lane; numbers of a copy_four
-    __shared__ CodeTile tile;
+    __shared__ CodeTile<ROWS, HS> tile;
     DYNAMIC_SHARED(float, memory);
     Coding coding = {scale, before, maxima, correct};
     if (!coding.begin()) return;

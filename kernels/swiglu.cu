@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) swiglu_backward_codes_kerne
     float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T,
     floatX* __restrict__ out, unsigned char* out_T, const float* out_scale, const floatX* __restrict__ dout,
     const floatX* __restrict__ inp, int N, int C) {
-    __shared__ CodeTile of_up, of_gate, of_out;
+    __shared__ CodeTile<> of_up, of_gate, of_out;
     const int columns = ceil_div(C, of_up.COLUMNS);
     Coding coding = {scale, before, maxima, correct}, again = {};
     if (!coding.begin()) return;
