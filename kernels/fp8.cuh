@@ -143,8 +143,8 @@ struct Coding {
     }
 };
 
-// The codes of a tile of ROWS x COLUMNS numbers, transposed: a word has four rows of a column. 128 rows of a column fill a
-// line of L2. With tiles of 64 x 128 an H100 takes 119 us for SwiGLU's backward pass, not 112 (8192 rows, C 3072).
+// The codes of a tile of ROWS x COLUMNS numbers, transposed: a word has four rows of a column. 128 rows of a column fill
+// a line of L2. With tiles of 64 x 128 an H100 takes 119 us for SwiGLU's backward pass, not 112 (8192 rows, C 3072).
 template <int R = 128, int K = 64>
 struct CodeTile {
     static constexpr int ROWS = R, COLUMNS = K;

@@ -139,7 +139,8 @@ __device__ __forceinline__ void backward_codes(Coding coding, unsigned char* cod
                                                const floatX* dout, const floatX* inp, const floatX* bias, int N, int C,
                                                int rows) {
     __shared__ CodeTile<> of_d, of_out;
-    __shared__ __align__(16) float sums[of_d.ROWS / 4][of_d.COLUMNS];  // of four rows of each tile of a chunk
+    // Of four rows of each tile of a chunk.
+    __shared__ __align__(16) float sums[CodeTile<>::ROWS / 4][CodeTile<>::COLUMNS];
     const int columns = ceil_div(C, of_d.COLUMNS);
     Coding again = {};
     if (!coding.begin()) return;
