@@ -33,9 +33,13 @@ LEAST_GAIN, IF_ENCODED = 80, 1.35
 
 
 class Scale(NamedTuple):
-    """scale (1,): of a tensor. Or scale (2,): that, and the usual ratio of the tensor's largest absolute value to that
-    of the layer which was encoded before; and before (1,): the largest value of that layer. All layers of a matrix
-    share it. At first all this may be anything. It only decides how long encoding takes (fp8.cuh: Coding)."""
+    """scale (1,): the scale of a weight or an input. before is None.
+
+    Or, of a gradient, scale (2,): its scale, and a running mean of a ratio: the gradient's largest absolute value, over
+    that of the same matrix in the layer that was encoded before. And before (1,): the largest value of that layer. All
+    layers of a matrix share it.
+
+    At first all this may be anything. It only decides how long encoding takes (fp8.cuh: Coding)."""
 
     scale: Any
     before: Any = None
@@ -140,10 +144,10 @@ def maxima_of(blocks: int):
 
 
 def encode(out: Coded, inp, N: int, C: int, *, known: bool = False) -> None:
-    """Sets out to inp (N,C), bf16: codes (N,C) and codes_T (C,N) to its e4m3 codes, of which one may be None, and scale
-    and before as Scale says. Old values in scale and before change only the time that this takes. If the scale is
-    known, it is read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE,
-    and all arrays lie at multiples of 16 bytes."""
+    """Encodes inp (N,C), bf16, in e4m3. Sets out's codes (N,C) and codes_T (C,N); one of the two may be None. Also sets
+    its scale and before, as Scale says: their old values change only the time that this takes. If the scale is known,
+    it is read and not set, and numbers for which it is too small are clipped. N and C are multiples of MULTIPLE, and
+    all arrays lie at multiples of 16 bytes."""
     blocks = blocks_of(N, C, MOST_BLOCKS)
     for coding in [(out.scale, None, None, 0)] if known else codings(blocks, out):
         cu.launch("encode_kernel", (blocks,), (cu.block(256),), (*coding, out.codes, out.codes_T, inp, N, C))

@@ -45,7 +45,8 @@ def gelu_backward(dinp, dbias, out, dout, inp, bias, N: int, C: int, erf: bool =
     dinp may be Coded: then its codes and its scale are set, and it must not overlap dout. Then out may be Coded, too:
     its codes_T are set, by the scale of forward.
     """
-    form, rows = "gelu_erf" if erf else "gelu", rows_per_chunk(N, TILE_ROWS if isinstance(dinp, Coded) else 64)
+    form = "gelu_erf" if erf else "gelu"
+    rows = rows_per_chunk(N, multiple=TILE_ROWS if isinstance(dinp, Coded) else 64)  # those of whole tiles
     chunks = ceil_div(N, rows)
     partials = partials_of(chunks * C)
     if isinstance(dinp, Coded):

@@ -179,14 +179,14 @@ each_form = pytest.mark.parametrize("erf", [False, True], ids=["tanh", "erf"])
 
 
 @pytest.mark.parametrize("dev", EXACT_DEVICES, indirect=True)
-@pytest.mark.parametrize("N, C, rows", [(16, 16, 128), (80, 144, 128), (400, 1104, 256)])
+@pytest.mark.parametrize("N, C, tiles", [(16, 16, 1), (80, 144, 1), (400, 1104, 3)])
 @pytest.mark.parametrize("guess, again, biased", [(2.0, True, True), (1.0, False, True), (np.nan, True, False)])
 @each_form
 def test_gelu_makes_the_codes_of_the_numbers_that_it_would_store(
-    dev, monkeypatch, rng, N, C, rows, guess, again, biased, erf
+    dev, monkeypatch, rng, N, C, tiles, guess, again, biased, erf
 ):  # fmt: skip
-    """rows: of a chunk. guess, again: as above."""
-    monkeypatch.setattr(gelu, "rows_per_chunk", lambda N, multiple: rows)
+    """tiles: of a chunk. guess, again: as above."""
+    monkeypatch.setattr(gelu, "rows_per_chunk", lambda N, multiple: tiles * multiple)
     inp, dinp = (dev.asarray(to_bf16(normal(rng, N, C))) for _ in range(2))
     bias, before = dev.asarray(to_bf16(normal(rng, C))) if biased else None, normal(rng, C)
     kept, out, out_again = dev.to_host(dinp).copy(), dev.empty((N, C), BF16), dev.empty((N, C), BF16)
