@@ -30,11 +30,10 @@ from llmc.step.update import adamw_update
 
 import numpy as np
 
-# The tensors: name, shape, further words. Those of a table are views into one buffer. A shape that begins with L has a
-# part for each layer; one that begins with L+1 has one more, behind the last layer. The words: "fp32": in every
-# precision; "head": the classifier's weight; "recomputed": backward computes it again; "for fcw", "from fcw": only this
-# weight's products read it, as input or as their result's gradient; the name of an earlier tensor: this one takes over
-# its memory; "in place": it is made from that. llmc/model/activations.py adds the tensors of attention, such as qkv.
+# The tensors. A table is one flat buffer, a row a tensor in it: name, shape, options. A shape that begins with L has a
+# part for each layer; with L+1 one more, after the last layer. All layers share any other tensor. Options: "fp32": in
+# every precision; "head": the classifier's weight; "recomputed": backward computes it again, as NAME_recomputed; an
+# earlier tensor's name: this one uses its memory. llmc/model/activations.py adds the tensors of attention.
 
 PARAMETERS = (                                       # in the order of the model file
     ("wte",        ("Vp", "C"), "head"),             # token embedding, and the weight of the classifier
@@ -56,32 +55,27 @@ PARAMETERS = (                                       # in the order of the model
 )  # fmt: skip
 
 ACTIVATIONS = (
-    ("residual",   ("L+1", "B", "T", "C")),          # the residual stream in front of each layer, and behind the last
-    ("norm",       ("L+1", "2", "B", "T"), "fp32"),  # mean and rstd of the norm of each residual
+    ("residual",   ("L+1", "B", "T", "C")),          # the residual stream before each layer, and after the last
+    ("stats",      ("L+1", "2", "B", "T"), "fp32"),  # mean and rstd of the norm of each residual
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
     ("residual2",  ("L", "B", "T", "C")),            # between attention and MLP
-    ("norm2",      ("L", "2", "B", "T"), "fp32"),    # mean and rstd of its norm
+    ("stats2",     ("L", "2", "B", "T"), "fp32"),    # mean and rstd of its norm
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
     ("logits",     ("chunk", "Vp")),                 # and then their gradient; chunk: B T rows, or --logit-rows
     ("losses",     ("B", "T"), "fp32"),
-    # The same for every layer.
-    ("ln",         ("B", "T", "C")),                 # forward: output of the last layernorm
-    ("ln1",        ("B", "T", "C"), "ln", "for qkvw"),  # forward: of the one in front of attention
-    ("ln2",        ("B", "T", "C"), "ln", "for fcw"),  # forward: of the one in front of the MLP
-    ("ln1_again",  ("B", "T", "C"), "ln", "recomputed", "for qkvw"),  # backward: the same
-    ("ln2_again",  ("B", "T", "C"), "ln", "recomputed", "for fcw"),
-    ("gelu",       ("B", "T", "4C"), "for fcprojw"),  # forward: output of the GELU at hand
-    ("gelu_again", ("B", "T", "4C"), "gelu", "recomputed", "for fcprojw"),
-    ("proj",       ("B", "T", "C")),                 # forward: a projection back to C channels
+    ("ln",         ("B", "T", "C"), "recomputed"),   # output of the norm before attention, and of the last norm
+    ("ln2",        ("B", "T", "C"), "ln", "recomputed"),  # output of the norm before the MLP
+    ("gelu",       ("B", "T", "4C"), "recomputed"),  # output of GELU
+    ("proj",       ("B", "T", "C")),                 # a projection back to C channels
 )  # fmt: skip
 
 GRADIENTS = (
     ("dresidual",  ("B", "T", "C")),                 # of the residual stream, from the last layer down to the first
-    ("dln",        ("B", "T", "C")),                 # of the output of the layernorm at hand
+    ("dln",        ("B", "T", "C")),                 # of ln, or of ln2
     ("datty",      ("B", "T", "C"), "dln"),          # of atty
-    ("dgelu",      ("B", "T", "4C")),                # of the output of the GELU at hand
-    ("dfch",       ("B", "T", "4C"), "dgelu", "in place", "from fcw"),
-    ("dqkv",       ("B", "T", "3C"), "dgelu"),
+    ("dgelu",      ("B", "T", "4C")),                # of gelu
+    ("dfch",       ("B", "T", "4C"), "dgelu"),       # of fch
+    ("dqkv",       ("B", "T", "3C"), "dgelu"),       # of qkv
 )  # fmt: skip
 
 
@@ -123,82 +117,78 @@ class GPT2Config(Config):
         return cls(maxT, V, L, NH, C)
 
 
-# The passes. params.norm[l] is the (weight, bias) of the norm in front of layer l, acts.norm[l] (mean, rstd), and
-# acts.normed[l] its output, the layer's ln1. norm[L] and normed[L] belong to the last norm, a layer's norm2 to its
-# second. Attention takes NH twice, because GPT-2 has as many heads of keys and values as of queries.
+# The passes. p, g and a have a layer's parameters, gradients and activations. Its norm before attention has p.norm
+# (weight, bias), a.stats (mean, rstd) and a.ln, the output; its norm before the MLP p.norm2, a.stats2 and a.ln2. In
+# params.norm, acts.stats and acts.ln, number l is layer l's first norm, number L the last norm. NKV = NH.
 
 
 def gpt2_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
+    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
     params, B, T, (L, C, _, _) = model.params, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, params.wpe, B, T, C)
-    layernorm_forward(acts.normed[0], acts.norm[0], acts.residual[0], params.norm[0], B, T, C)
+    layernorm_forward(acts.ln[0], acts.stats[0], acts.residual[0], params.norm[0], B, T, C)
     for l in range(L):
         gpt2_layer_forward(model, acts, batch, l)
-        p, a = params.layer[l], acts.layer[l]
-        matmul_forward(acts.proj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        p, a, n = params.layer[l], acts.layer[l], l + 1
+        matmul_forward(a.proj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
         fused_residual_forward(
-            acts.residual[l + 1], acts.normed[l + 1], acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1],
-            B, T, C,
-        )  # fmt: skip
+            acts.residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], B, T, C
+        )
 
 
 def gpt2_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norm, a.ln1, up to a.gelu: all that its backward pass reads."""
-    params, B, T, (_, C, NH, HS) = model.params, batch.B, batch.T, model.sizes
-    p, a = params.layer[l], acts.layer[l]
+    """Runs layer l from a.residual and a.ln up to a.gelu: all that its backward pass reads."""
+    p, a, B, T, (_, C, NH, HS) = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.sizes
 
-    matmul_forward(a.qkv, a.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
+    matmul_forward(a.qkv, a.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-    matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-    fused_residual_forward(a.residual2, a.ln2, a.norm2, acts.residual[l], acts.proj, p.norm2, B, T, C)
+    matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+    fused_residual_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, B, T, C)
 
     matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C)
 
 
 def gpt2_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.normed[l] and
-    acts.norm[l]."""
-    params, B, T, C = model.params, batch.B, batch.T, model.config.channels
+    """Sets again what the backward pass of layer l reads, from a.residual."""
+    p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
-    layernorm_forward(acts.normed[l], acts.norm[l], acts.residual[l], params.norm[l], B, T, C)
+    layernorm_forward(a.ln, a.stats, a.residual, p.norm, B, T, C)
     gpt2_layer_forward(model, acts, batch, l)
 
 
 def gpt2_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
     its part of wte's. In a step's first batch, without accumulate, sets those of the layers' matrices instead. Goes
-    from the last layer to the first, and recomputes the outputs of layernorm and GELU that a weight's gradient needs.
-    """
+    from the last layer to the first, and recomputes the outputs of layernorm and GELU for the weights' gradients."""
     params, grads, B, T, (L, C, NH, HS) = model.params, model.grads, batch.B, batch.T, model.sizes
+    dresidual, dln = acts.dresidual, acts.dln
 
-    device.fill_zero(acts.dresidual)
+    device.fill_zero(dresidual)
     for l in reversed(range(L)):
-        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+        p, g, a, n = params.layer[l], grads.layer[l], acts.layer[l], l + 1
         layernorm_backward(
-            acts.dresidual, grads.norm[l + 1], acts.dln, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
-            B, T, C, dbias2=g.fcprojb,
-        )  # fmt: skip
+            dresidual, grads.norm[n], dln, acts.residual[n], params.norm[n], acts.stats[n], B, T, C, dbias2=g.fcprojb
+        )
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(acts.dgelu, acts.dresidual, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(a.dfch, g.fcb, a.gelu_again, acts.dgelu, a.fch, p.fcb, B * T, 4 * C)
-        matmul_backward_weight(g.fcprojw, acts.dresidual, a.gelu_again, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 4 * C)
-        layernorm_recompute(a.ln2_again, a.residual2, p.norm2, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, a.dfch, a.ln2_again, B, T, C, 4 * C, accumulate)
-        layernorm_backward(acts.dresidual, g.norm2, acts.dln, a.residual2, p.norm2, a.norm2, B, T, C, dbias2=g.attprojb)
+        matmul_backward_inp(a.dgelu, dresidual, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, a.fch, p.fcb, B * T, 4 * C)
+        matmul_backward_weight(g.fcprojw, dresidual, a.gelu_recomputed, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(dln, a.dfch, p.fcw, B, T, C, 4 * C)
+        layernorm_recompute(a.ln2_recomputed, a.residual2, p.norm2, a.stats2, B, T, C)
+        matmul_backward_weight(g.fcw, a.dfch, a.ln2_recomputed, B, T, C, 4 * C, accumulate)
+        layernorm_backward(dresidual, g.norm2, dln, a.residual2, p.norm2, a.stats2, B, T, C, dbias2=g.attprojb)
 
-        matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
-        matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
-        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-        matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
-        matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, 3 * C)
-        layernorm_recompute(a.ln1_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-        matmul_backward_weight(g.qkvw, acts.dqkv, a.ln1_again, B, T, C, 3 * C, accumulate)
-    layernorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
-    embedding_backward(grads.wte, grads.wpe, acts.dresidual, batch, B, T, C)
+        matmul_backward_inp(a.datty, dresidual, p.attprojw, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dresidual, a.atty, B, T, C, C, accumulate)
+        attention_backward(a.dqkv, a.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+        matmul_backward_bias(g.qkvb, a.dqkv, B, T, 3 * C)
+        matmul_backward_inp(dln, a.dqkv, p.qkvw, B, T, C, 3 * C)
+        layernorm_recompute(a.ln_recomputed, a.residual, p.norm, a.stats, B, T, C)
+        matmul_backward_weight(g.qkvw, a.dqkv, a.ln_recomputed, B, T, C, 3 * C, accumulate)
+    layernorm_backward(dresidual, grads.norm[0], dln, acts.residual[0], params.norm[0], acts.stats[0], B, T, C)
+    embedding_backward(grads.wte, grads.wpe, dresidual, batch, B, T, C)
 
 
 class GPT2(Model):
@@ -206,38 +196,33 @@ class GPT2(Model):
 
     Config = GPT2Config
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS")
+    LINEAR = {"qkvw": ("ln", None), "fcw": ("ln2", "dfch"), "fcprojw": ("gelu", None)}
     forward, loss, backward = gpt2_forward, cross_entropy_loss, gpt2_backward
     layer_recompute = gpt2_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: GPT2Config) -> None:
-        tensors.norm = [(t.ln1w, t.ln1b) for t in tensors.layer] + [(tensors.lnfw, tensors.lnfb)]
         for t in tensors.layer:
-            t.norm2 = t.ln2w, t.ln2b
-
-    @staticmethod
-    def group_activations(acts, config: GPT2Config) -> None:
-        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
+            t.norm, t.norm2 = (t.ln1w, t.ln1b), (t.ln2w, t.ln2b)
+        tensors.norm = [*(t.norm for t in tensors.layer), (tensors.lnfw, tensors.lnfb)]
 
     @classmethod
     def first_weights(cls, config: GPT2Config) -> tuple[dict[str, float], dict[str, float]]:
-        """Normal with deviation 0.02, the projections back into the residual stream smaller by sqrt(2L); layernorm
-        weights 1, biases 0."""
+        """Normal with deviation 0.02, for projections into the residual stream 0.02 / sqrt(2L); layernorm weights 1."""
         deviations = dict.fromkeys(config.matrices, 0.02)
         deviations["attprojw"] = deviations["fcprojw"] = 0.02 / sqrt(2 * config.num_layers)
         return deviations, dict.fromkeys(("ln1w", "ln2w", "lnfw"), 1.0)
 
 
-def training_step(
-    training: Training, batches: Batches, stopped: Callable[[], bool] | None = None
-) -> Callable[[int, float], bool]:
+def training_step(training: Training, batches: Batches, stopped: Callable[[], bool] | None = None) -> Callable:
     """Returns train_step(step, learning_rate), which trains for one step, counted from 0. It returns False, and changes
     no parameter, if `stopped` before the last batch. Without it, a batch that cannot be read raises UserError."""
     model, acts, batch, exchange = training.model, training.acts, batches.at_hand, training.exchange
 
     @exchange.record
     def forward_backward(first: bool, last: bool) -> None:  # of one batch; exchange.record reads `last`
-        model.begin_batch(first)
+        if first:
+            model.zero_grad()
         model.forward(acts, batch)
         model.loss(acts, batch, dloss=1 / batches.step_tokens, accumulate=not first)
         model.backward(acts, batch, accumulate=not first)

@@ -59,32 +59,27 @@ FILE = (                                             # what a model file holds; 
 )  # fmt: skip
 
 ACTIVATIONS = (
-    ("residual",    ("L+1", "B", "T", "C")),         # the residual stream in front of each layer, and behind the last
-    ("norm",        ("L+1", "B", "T"), "fp32"),      # rstd of the norm of each residual
+    ("residual",    ("L+1", "B", "T", "C")),         # the residual stream before each layer, and after the last
+    ("stats",       ("L+1", "B", "T"), "fp32"),      # rstd of the norm of each residual
     ("atty",        ("L", "B", "T", "C")),           # the heads' outputs, side by side
     ("residual2",   ("L", "B", "T", "C")),           # between attention and MLP
-    ("norm2",       ("L", "B", "T"), "fp32"),        # rstd of its norm
+    ("stats2",      ("L", "B", "T"), "fp32"),        # rstd of its norm
     ("fch",         ("L", "B", "T", "2H")),          # up and gate
     ("logits",      ("chunk", "Vp")),                # and then their gradient; chunk: B T rows, or --logit-rows
     ("losses",      ("B", "T"), "fp32"),
-    # The same for every layer.
-    ("ln",          ("B", "T", "C")),                # forward: output of the last RMSNorm
-    ("ln1",         ("B", "T", "C"), "ln", "for qkvw"),  # forward: of the one in front of attention
-    ("ln2",         ("B", "T", "C"), "ln", "for fcw"),  # forward: of the one in front of the MLP
-    ("ln1_again",   ("B", "T", "C"), "ln", "recomputed", "for qkvw"),  # backward: the same
-    ("ln2_again",   ("B", "T", "C"), "ln", "recomputed", "for fcw"),
-    ("swiglu",      ("B", "T", "H"), "for fcprojw"),  # forward: output of the SwiGLU at hand
-    ("swiglu_again", ("B", "T", "H"), "swiglu", "recomputed", "for fcprojw"),
-    ("proj",        ("B", "T", "C")),                # forward: a projection back to C channels
+    ("ln",          ("B", "T", "C"), "recomputed"),  # output of the norm before attention, and of the last norm
+    ("ln2",         ("B", "T", "C"), "ln", "recomputed"),  # output of the norm before the MLP
+    ("swiglu",      ("B", "T", "H"), "recomputed"),  # output of SwiGLU
+    ("proj",        ("B", "T", "C")),                # a projection back to C channels
 )  # fmt: skip
 
 GRADIENTS = (
     ("dresidual",   ("B", "T", "C")),                # of the residual stream, from the last layer down to the first
-    ("dln",         ("B", "T", "C")),                # of the output of the RMSNorm at hand
+    ("dln",         ("B", "T", "C")),                # of ln, or of ln2
     ("datty",       ("B", "T", "C"), "dln"),         # of atty
-    ("dswiglu",     ("B", "T", "H")),                # of the output of the SwiGLU at hand
-    ("dfch",        ("B", "T", "2H"), "from fcw"),
-    ("dqkv",        ("B", "T", "QKV")),
+    ("dswiglu",     ("B", "T", "H")),                # of swiglu
+    ("dfch",        ("B", "T", "2H")),               # of fch
+    ("dqkv",        ("B", "T", "QKV")),              # of qkv
 )  # fmt: skip
 
 
@@ -190,80 +185,73 @@ class Llama3Config(Config):
 
 
 def llama3_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
+    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
     params, eps, B, T, (L, C, *_, H) = model.params, model.config.norm_eps, batch.B, batch.T, model.sizes
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C)
-    rmsnorm_forward(acts.normed[0], acts.norm[0], acts.residual[0], params.norm[0], eps, B, T, C)
+    rmsnorm_forward(acts.ln[0], acts.stats[0], acts.residual[0], params.norm[0], eps, B, T, C)
     for l in range(L):
         llama3_layer_forward(model, acts, batch, l)
-        p, a = params.layer[l], acts.layer[l]
-        matmul_forward(acts.proj, a.swiglu, p.fcprojw, None, B, T, H, C)
+        p, a, n = params.layer[l], acts.layer[l], l + 1
+        matmul_forward(a.proj, a.swiglu, p.fcprojw, None, B, T, H, C)
         fused_residual_rmsnorm_forward(
-            acts.residual[l + 1], acts.normed[l + 1], acts.norm[l + 1], a.residual2, acts.proj, params.norm[l + 1], eps,
-            B, T, C,
-        )  # fmt: skip
+            acts.residual[n], acts.ln[n], acts.stats[n], a.residual2, a.proj, params.norm[n], eps, B, T, C
+        )
 
 
 def llama3_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norm, a.ln1, up to a.swiglu: all that its backward pass reads."""
+    """Runs layer l from a.residual and a.ln up to a.swiglu: all that its backward pass reads."""
     params, rope, B, T, (_, C, NH, NKV, HS, H) = model.params, model.constant.rope, batch.B, batch.T, model.sizes
     p, a, eps = params.layer[l], acts.layer[l], model.config.norm_eps
 
-    matmul_forward(a.qkv, a.ln1, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
+    matmul_forward(a.qkv, a.ln, p.qkvw, None, B, T, C, (NH + 2 * NKV) * HS)
     rope_forward(a.qkv, rope, B, T, NH, NKV, HS, positions=batch.positions)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
-    matmul_forward(acts.proj, a.atty, p.attprojw, None, B, T, C, C)
-    fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.norm2, acts.residual[l], acts.proj, p.ln2w, eps, B, T, C)
+    matmul_forward(a.proj, a.atty, p.attprojw, None, B, T, C, C)
+    fused_residual_rmsnorm_forward(a.residual2, a.ln2, a.stats2, a.residual, a.proj, p.norm2, eps, B, T, C)
 
     matmul_forward(a.fch, a.ln2, p.fcw, None, B, T, C, 2 * H)
     swiglu_forward(a.swiglu, a.fch, B * T, H)
 
 
 def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets acts.normed[l] and
-    acts.norm[l]."""
-    params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
+    """Sets again what the backward pass of layer l reads, from a.residual."""
+    p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
-    rmsnorm_forward(acts.normed[l], acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
+    rmsnorm_forward(a.ln, a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)
     llama3_layer_forward(model, acts, batch, l)
 
 
 def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
-    its part of the head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead.
-    Goes from the last layer to the first, and recomputes the outputs of RMSNorm and SwiGLU that a weight's gradient
-    needs.
-    """
+    its part of the head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead. Goes
+    from the last layer to the first. Recomputes the outputs of RMSNorm and SwiGLU for the weights' gradients."""
     params, grads, B, T, (L, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
-    rope = model.constant.rope
+    rope, dresidual, dln = model.constant.rope, acts.dresidual, acts.dln
 
-    device.fill_zero(acts.dresidual)
+    device.fill_zero(dresidual)
     for l in reversed(range(L)):
-        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
-        rmsnorm_backward(
-            acts.dresidual, grads.norm[l + 1], acts.dln, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
-            B, T, C,
-        )  # fmt: skip
+        p, g, a, n = params.layer[l], grads.layer[l], acts.layer[l], l + 1
+        rmsnorm_backward(dresidual, grads.norm[n], dln, acts.residual[n], params.norm[n], acts.stats[n], B, T, C)
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(acts.dswiglu, acts.dresidual, p.fcprojw, B, T, H, C)
-        swiglu_backward(a.dfch, a.swiglu_again, acts.dswiglu, a.fch, B * T, H)
-        matmul_backward_weight(g.fcprojw, acts.dresidual, a.swiglu_again, B, T, H, C, accumulate)
-        matmul_backward_inp(acts.dln, a.dfch, p.fcw, B, T, C, 2 * H)
-        rmsnorm_recompute(a.ln2_again, a.residual2, p.ln2w, a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, a.dfch, a.ln2_again, B, T, C, 2 * H, accumulate)
-        rmsnorm_backward(acts.dresidual, g.ln2w, acts.dln, a.residual2, p.ln2w, a.norm2, B, T, C)
+        matmul_backward_inp(a.dswiglu, dresidual, p.fcprojw, B, T, H, C)
+        swiglu_backward(a.dfch, a.swiglu_recomputed, a.dswiglu, a.fch, B * T, H)
+        matmul_backward_weight(g.fcprojw, dresidual, a.swiglu_recomputed, B, T, H, C, accumulate)
+        matmul_backward_inp(dln, a.dfch, p.fcw, B, T, C, 2 * H)
+        rmsnorm_recompute(a.ln2_recomputed, a.residual2, p.norm2, a.stats2, B, T, C)
+        matmul_backward_weight(g.fcw, a.dfch, a.ln2_recomputed, B, T, C, 2 * H, accumulate)
+        rmsnorm_backward(dresidual, g.norm2, dln, a.residual2, p.norm2, a.stats2, B, T, C)
 
-        matmul_backward_inp(acts.datty, acts.dresidual, p.attprojw, B, T, C, C)
-        matmul_backward_weight(g.attprojw, acts.dresidual, a.atty, B, T, C, C, accumulate)
-        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
-        rope_backward(acts.dqkv, rope, B, T, NH, NKV, HS)
-        matmul_backward_inp(acts.dln, acts.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
-        rmsnorm_recompute(a.ln1_again, acts.residual[l], params.norm[l], acts.norm[l], B, T, C)
-        matmul_backward_weight(g.qkvw, acts.dqkv, a.ln1_again, B, T, C, (NH + 2 * NKV) * HS, accumulate)
-    rmsnorm_backward(acts.dresidual, grads.norm[0], acts.dln, acts.residual[0], params.norm[0], acts.norm[0], B, T, C)
-    embedding_backward(grads.wte, None, acts.dresidual, batch, B, T, C)
+        matmul_backward_inp(a.datty, dresidual, p.attprojw, B, T, C, C)
+        matmul_backward_weight(g.attprojw, dresidual, a.atty, B, T, C, C, accumulate)
+        attention_backward(a.dqkv, a.datty, a.atty, a.attention, a.qkv, B, T, NH, NKV, HS)
+        rope_backward(a.dqkv, rope, B, T, NH, NKV, HS)
+        matmul_backward_inp(dln, a.dqkv, p.qkvw, B, T, C, (NH + 2 * NKV) * HS)
+        rmsnorm_recompute(a.ln_recomputed, a.residual, p.norm, a.stats, B, T, C)
+        matmul_backward_weight(g.qkvw, a.dqkv, a.ln_recomputed, B, T, C, (NH + 2 * NKV) * HS, accumulate)
+    rmsnorm_backward(dresidual, grads.norm[0], dln, acts.residual[0], params.norm[0], acts.stats[0], B, T, C)
+    embedding_backward(grads.wte, None, dresidual, batch, B, T, C)
 
 
 class Llama3(Model):
@@ -271,16 +259,15 @@ class Llama3(Model):
 
     Config = Llama3Config
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "NKV", "HS", "H")
+    LINEAR = {"qkvw": ("ln", None), "fcw": ("ln2", "dfch"), "fcprojw": ("swiglu", None)}
     forward, loss, backward = llama3_forward, cross_entropy_loss, llama3_backward
     layer_recompute = llama3_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: Llama3Config) -> None:
-        tensors.norm = [t.ln1w for t in tensors.layer] + [tensors.lnfw]
-
-    @staticmethod
-    def group_activations(acts, config: Llama3Config) -> None:
-        acts.normed = [a.ln1 for a in acts.layer] + [acts.ln]
+        for t in tensors.layer:
+            t.norm, t.norm2 = t.ln1w, t.ln2w
+        tensors.norm = [*(t.norm for t in tensors.layer), tensors.lnfw]
 
     @classmethod
     def first_weights(cls, config: Llama3Config) -> tuple[dict[str, float], dict[str, float]]:

@@ -48,7 +48,7 @@ PARAMETERS = (                                       # in the order of the model
 )  # fmt: skip
 
 ACTIVATIONS = (
-    ("residual",   ("L+1", "B", "T", "C")),          # the residual stream in front of each layer, and behind the last
+    ("residual",   ("L+1", "B", "T", "C")),          # the residual stream before each layer, and after the last
     ("mean",       ("L+1", "B", "T"), "fp32"),       # of the norms of each residual; means: LayerNorm only
     ("rstd",       ("L+1", "B", "T"), "fp32"),
     ("atty",       ("L", "B", "T", "C")),            # the heads' outputs, side by side
@@ -57,25 +57,23 @@ ACTIVATIONS = (
     ("rstd2",      ("L", "B", "T"), "fp32"),
     ("fch",        ("L", "B", "T", "4C")),           # before its bias and GELU
     ("losses",     ("B", "T"), "fp32"),
-    # Shared by all layers. Gradients take the memory of outputs that only forward needs. Logits exist only between
-    # forward and backward, so the layers use their memory, too.
+    # Gradients use the memory of outputs that only forward needs. Logits exist only between forward and backward.
     ("logits",     ("chunk", "Vp")),                 # and then their gradient; chunk: B T rows, or --logit-rows
-    ("gelu",       ("B", "T", "4C"), "logits", "for fcprojw"),  # forward: output of the GELU at hand
-    ("gelu_again", ("B", "T", "4C"), "logits", "recomputed", "for fcprojw"),  # backward: the same
-    ("ln_again",   ("B", "T", "C"), "logits", "recomputed"),  # backward: ln1 or ln2
-    ("dgelu",      ("B", "T", "4C"), "logits", "gelu"),  # of the GELU's output
-    ("dfch",       ("B", "T", "4C"), "dgelu", "in place", "from fcw"),
-    ("dqkv",       ("B", "T", "3C"), "logits", "gelu"),
+    ("gelu",       ("B", "T", "4C"), "logits", "recomputed"),  # output of GELU
+    ("normed",     ("B", "T", "C"), "logits", "recomputed"),  # only as normed_recomputed: ln or ln2
+    ("dgelu",      ("B", "T", "4C"), "logits", "gelu"),  # of gelu
+    ("dfch",       ("B", "T", "4C"), "dgelu"),       # of fch
+    ("dqkv",       ("B", "T", "3C"), "logits", "gelu"),  # of qkv
     ("proj",       ("B", "T", "C"), "logits", "dfch"),  # forward: the attention's projection
     ("dproj",      ("B", "T", "C"), "logits", "dfch"),  # backward, with dropout: its gradient, at last residual[0]'s
     ("fcproj",     ("B", "T", "C"), "logits", "proj"),  # forward: the MLP's projection
     ("dfcproj",    ("B", "T", "C"), "logits", "proj"),  # backward, with dropout: of fcproj
-    ("ln1",        ("B", "T", "C")),                 # forward: output of the norm before the attention, at last of lnf
-    ("datty",      ("B", "T", "C"), "ln1"),          # backward: of atty
-    ("dln1",       ("B", "T", "C"), "ln1"),          # backward: of ln1
+    ("ln",         ("B", "T", "C")),                 # forward: output of the norm before attention; of the last norm
+    ("datty",      ("B", "T", "C"), "ln"),           # of atty
+    ("dln1",       ("B", "T", "C"), "ln"),           # of a layer's ln
     ("ln2",        ("B", "T", "C")),                 # forward: output of the norm before the MLP
-    ("dln",        ("B", "T", "C"), "ln2"),          # backward: of the last norm's output
-    ("dln2",       ("B", "T", "C"), "ln2"),          # backward: of ln2; where the norm is tied, of ln1 by both readers
+    ("dln",        ("B", "T", "C"), "ln2"),          # of the last norm's output
+    ("dln2",       ("B", "T", "C"), "ln2"),          # of ln2; where the norm is tied, of ln by both readers
 )  # fmt: skip
 
 GRADIENTS = (
@@ -142,97 +140,95 @@ class PythiaConfig(Config):
 
 
 def pythia_forward(model: Model, acts, batch) -> None:
-    """From the tokens to the last norm's output, acts.ln. The views in acts decide what is kept."""
+    """From the tokens to the last norm's output, acts.ln[L]. The views in acts decide what is kept."""
     config, params, B, T, (L, C, *_) = model.config, model.params, batch.B, batch.T, model.sizes
+    eps, outs = config.norm_eps, (acts.ln[0], acts.ln2)  # all layers share these two
 
     embedding_forward(acts.residual[0], batch, params.wte, None, B, T, C, dropout_at(batch.random, 0))
-    parallel_residual_forward(None, acts.lns, acts.norm[0], acts.residual[0], params.norm[0], config.norm_eps, B, T, C)
+    parallel_residual_forward(None, outs, acts.stats[0], acts.residual[0], params.norm[0], eps, B, T, C)
     for l in range(L):
         pythia_layer_forward(model, acts, batch, l)
-        p, a = params.layer[l], acts.layer[l]
-        matmul_forward(acts.fcproj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
-        branches = [(acts.fcproj, dropout_at(batch.random, 2 + 2 * l))]
+        p, a, n = params.layer[l], acts.layer[l], l + 1
+        matmul_forward(a.fcproj, a.gelu, p.fcprojw, p.fcprojb, B, T, 4 * C, C)
+        branches = [(a.fcproj, dropout_at(batch.random, 2 + 2 * l))]
         if config.parallel:
-            matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
-            branches = [(acts.proj, dropout_at(batch.random, 1 + 2 * l)), *branches]
+            matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+            branches = [(a.proj, dropout_at(batch.random, 1 + 2 * l)), *branches]
         parallel_residual_forward(
-            acts.residual[l + 1], acts.lns, acts.norm[l + 1], a.residual2, params.norm[l + 1], config.norm_eps, B, T, C,
-            branches=branches,
-        )  # fmt: skip
+            acts.residual[n], outs, acts.stats[n], a.residual2, params.norm[n], eps, B, T, C, branches=branches
+        )
 
 
 def pythia_layer_forward(model: Model, acts, batch, l: int) -> None:
-    """Runs layer l from acts.residual[l] and its norms, acts.lns, up to a.gelu: all that its backward pass reads."""
-    config, params, B, T, (_, C, NH, HS, R) = model.config, model.params, batch.B, batch.T, model.sizes
-    p, a = params.layer[l], acts.layer[l]
+    """Runs layer l from a.residual and the outputs of its norms up to a.gelu: all that its backward pass reads."""
+    config, p, a, B, T = model.config, model.params.layer[l], acts.layer[l], batch.B, batch.T
+    _, C, NH, HS, R = model.sizes
 
-    matmul_forward(a.qkv, acts.ln1, p.qkvw, p.qkvb, B, T, C, 3 * C)
+    matmul_forward(a.qkv, a.ln, p.qkvw, p.qkvb, B, T, C, 3 * C)
     rope_forward(a.qkv, model.constant.rope, B, T, NH, NH, HS, R, batch.positions)
     attention_forward(a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
     if not config.parallel:
-        matmul_forward(acts.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
+        matmul_forward(a.proj, a.atty, p.attprojw, p.attprojb, B, T, C, C)
         parallel_residual_forward(
-            a.residual2, [acts.ln2], a.norm2, acts.residual[l], p.norm2, config.norm_eps, B, T, C,
-            branches=[(acts.proj, dropout_at(batch.random, 1 + 2 * l))],
+            a.residual2, [a.ln2], a.stats2, a.residual, p.norm2, config.norm_eps, B, T, C,
+            branches=[(a.proj, dropout_at(batch.random, 1 + 2 * l))],
         )  # fmt: skip
 
-    matmul_gelu_forward(a.gelu, a.fch, acts.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
+    matmul_gelu_forward(a.gelu, a.fch, a.ln2, p.fcw, p.fcb, B, T, C, 4 * C, config.gelu == "erf")
 
 
 def pythia_layer_recompute(model: Model, acts, batch, l: int) -> None:
-    """Sets again what the backward pass of layer l reads, from acts.residual[l]. Also sets norm[l] and lns of acts."""
-    params, eps, B, T, C = model.params, model.config.norm_eps, batch.B, batch.T, model.config.channels
+    """Sets again what the backward pass of layer l reads, from a.residual."""
+    p, a, B, T, C = model.params.layer[l], acts.layer[l], batch.B, batch.T, model.config.channels
 
-    parallel_residual_forward(None, acts.lns, acts.norm[l], acts.residual[l], params.norm[l], eps, B, T, C)
+    parallel_residual_forward(None, (a.ln, a.ln2), a.stats, a.residual, p.norm, model.config.norm_eps, B, T, C)
     pythia_layer_forward(model, acts, batch, l)
 
 
 def pythia_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
-    its part of lm_head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead.
-    Goes from the last layer to the first, and recomputes the outputs of norms and GELU that a weight's gradient needs.
-    Without dropout, the gradient of a branch is that of the stream.
-    """
+    its part of lm_head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead. Goes
+    from the last layer to the first, and recomputes the outputs of norms and GELU for the weights' gradients. Without
+    dropout, the gradient of a branch is that of the stream."""
     params, grads, B, T, (L, C, NH, HS, R) = model.params, model.grads, batch.B, batch.T, model.sizes
-    config, random = model.config, batch.random
-    dproj, dfcproj = (acts.dresidual, acts.dresidual) if random is None else (acts.dproj, acts.dfcproj)
-    douts = [acts.dln]  # of the outputs of the norms behind layer l
+    config, random, dresidual = model.config, batch.random, acts.dresidual
+    dproj, dfcproj = (dresidual, dresidual) if random is None else (acts.dproj, acts.dfcproj)
+    douts = [acts.dln]  # of the outputs of the norms after layer l
 
-    device.fill_zero(acts.dresidual)
+    device.fill_zero(dresidual)
     for l in reversed(range(L)):
-        p, g, a = params.layer[l], grads.layer[l], acts.layer[l]
+        p, g, a, n = params.layer[l], grads.layer[l], acts.layer[l], l + 1
         branches = [(dfcproj, g.fcprojb, dropout_at(random, 2 + 2 * l))]
         if config.parallel:
             branches = [(dproj, g.attprojb, dropout_at(random, 1 + 2 * l)), *branches]
         parallel_residual_backward(
-            acts.dresidual, grads.norm[l + 1], douts, acts.residual[l + 1], params.norm[l + 1], acts.norm[l + 1],
-            B, T, C, branches=branches,
-        )  # fmt: skip
+            dresidual, grads.norm[n], douts, acts.residual[n], params.norm[n], acts.stats[n], B, T, C, branches=branches
+        )
         acts.recompute_layer(model, acts, batch, l)  # does nothing if each layer keeps its own activations
 
-        matmul_backward_inp(acts.dgelu, dfcproj, p.fcprojw, B, T, 4 * C, C)
-        gelu_backward(a.dfch, g.fcb, a.gelu_again, acts.dgelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
-        matmul_backward_weight(g.fcprojw, dfcproj, a.gelu_again, B, T, 4 * C, C, accumulate)
-        matmul_backward_inp(acts.dln2, a.dfch, p.fcw, B, T, C, 4 * C)
-        recompute_norm(acts.ln_again, a.residual2, p.norm2[0], a.norm2, B, T, C)
-        matmul_backward_weight(g.fcw, a.dfch, acts.ln_again, B, T, C, 4 * C, accumulate)
+        matmul_backward_inp(a.dgelu, dfcproj, p.fcprojw, B, T, 4 * C, C)
+        gelu_backward(a.dfch, g.fcb, a.gelu_recomputed, a.dgelu, a.fch, p.fcb, B * T, 4 * C, config.gelu == "erf")
+        matmul_backward_weight(g.fcprojw, dfcproj, a.gelu_recomputed, B, T, 4 * C, C, accumulate)
+        matmul_backward_inp(a.dln2, a.dfch, p.fcw, B, T, C, 4 * C)
+        recompute_norm(a.normed_recomputed, a.residual2, p.norm2[0], a.stats2, B, T, C)
+        matmul_backward_weight(g.fcw, a.dfch, a.normed_recomputed, B, T, C, 4 * C, accumulate)
         if not config.parallel:
             parallel_residual_backward(
-                acts.dresidual, g.norm2, [acts.dln2], a.residual2, p.norm2, a.norm2, B, T, C,
+                dresidual, g.norm2, [a.dln2], a.residual2, p.norm2, a.stats2, B, T, C,
                 branches=[(dproj, g.attprojb, dropout_at(random, 1 + 2 * l))],
             )  # fmt: skip
 
-        matmul_backward_inp(acts.datty, dproj, p.attprojw, B, T, C, C)
+        matmul_backward_inp(a.datty, dproj, p.attprojw, B, T, C, C)
         matmul_backward_weight(g.attprojw, dproj, a.atty, B, T, C, C, accumulate)
-        attention_backward(acts.dqkv, acts.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
-        rope_backward(acts.dqkv, model.constant.rope, B, T, NH, NH, HS, R)
-        matmul_backward_bias(g.qkvb, acts.dqkv, B, T, 3 * C)
-        matmul_backward_inp(acts.dln1, acts.dqkv, p.qkvw, B, T, C, 3 * C, accumulate=config.tied_norm)
-        recompute_norm(acts.ln_again, acts.residual[l], params.norm[l][0], acts.norm[l], B, T, C)
-        matmul_backward_weight(g.qkvw, acts.dqkv, acts.ln_again, B, T, C, 3 * C, accumulate)
-        douts = [acts.dln1, acts.dln2]
+        attention_backward(a.dqkv, a.datty, a.atty, a.attention, a.qkv, B, T, NH, NH, HS)
+        rope_backward(a.dqkv, model.constant.rope, B, T, NH, NH, HS, R)
+        matmul_backward_bias(g.qkvb, a.dqkv, B, T, 3 * C)
+        matmul_backward_inp(a.dln1, a.dqkv, p.qkvw, B, T, C, 3 * C, accumulate=config.tied_norm)
+        recompute_norm(a.normed_recomputed, a.residual, p.norm[0], a.stats, B, T, C)
+        matmul_backward_weight(g.qkvw, a.dqkv, a.normed_recomputed, B, T, C, 3 * C, accumulate)
+        douts = [a.dln1, a.dln2]
     parallel_residual_backward(
-        acts.dresidual, grads.norm[0], douts, acts.residual[0], params.norm[0], acts.norm[0], B, T, C,
+        dresidual, grads.norm[0], douts, acts.residual[0], params.norm[0], acts.stats[0], B, T, C,
         branches=[(dproj, None, dropout_at(random, 0))],
     )  # fmt: skip
     embedding_backward(grads.wte, None, dproj, batch, B, T, C)
@@ -243,29 +239,29 @@ class Pythia(Model):
 
     Config, DROPS = PythiaConfig, True
     ACTIVATIONS, GRADIENTS, SIZES = ACTIVATIONS, GRADIENTS, ("L", "C", "NH", "HS", "R")
+    LINEAR = {"fcw": (None, "dfch"), "fcprojw": ("gelu", None)}
     forward, loss, backward = pythia_forward, cross_entropy_loss, pythia_backward
     layer_recompute = pythia_layer_recompute
 
     @staticmethod
     def group_parameters(tensors, config: PythiaConfig) -> None:
-        """norm[l]: a list of (weight, shift) of the norms there. In front of an untied parallel layer there are two."""
+        """norm: a list of (weight, shift) of the norms there. Before an untied parallel layer there are two."""
         count = 2 if config.parallel and not config.tied_norm else 1
-        tensors.norm = [[(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][:count] for t in tensors.layer]
-        tensors.norm += [[(tensors.lnfw, tensors.lnfb)]]
         for t in tensors.layer:
+            t.norm = [(t.ln1w, t.ln1b), (t.ln2w, t.ln2b)][:count]
             t.norm2 = [(t.ln1w, t.ln1b) if config.tied_norm else (t.ln2w, t.ln2b)]
+        tensors.norm = [*(t.norm for t in tensors.layer), [(tensors.lnfw, tensors.lnfb)]]
 
     @staticmethod
     def group_activations(acts, config: PythiaConfig) -> None:
-        """residual2, norm2: what the MLP's norm reads, and its statistics. lns: the outputs of a residual's norms."""
-        acts.norm = list(zip(acts.mean or [None] * len(acts.rstd), acts.rstd, strict=True))
-        for a, residual, norm in zip(acts.layer, acts.residual, acts.norm, strict=False):
-            a.norm2 = a.mean2, a.rstd2
+        """stats: (mean, rstd). In a parallel layer both norms read one residual; a tied norm has a single output."""
+        acts.stats = list(zip(acts.mean or [None] * len(acts.rstd), acts.rstd, strict=True))
+        for a, stats in zip(acts.layer, acts.stats, strict=False):
+            a.stats, a.stats2 = stats, (a.mean2, a.rstd2)
             if config.parallel:
-                a.residual2, a.norm2 = residual, norm
-        if config.tied_norm:  # both branches read one norm's output, and add to its gradient
-            acts.ln2, acts.dln1 = acts.ln1, acts.dln2
-        acts.lns, acts.ln = (acts.ln1, acts.ln2), acts.ln1
+                a.residual2, a.stats2 = a.residual, a.stats
+            if config.tied_norm:  # both branches read the output, and add to its gradient
+                a.ln2, a.dln1 = a.ln, a.dln2
 
     @classmethod
     def first_weights(cls, config: PythiaConfig) -> tuple[dict[str, float], dict[str, float]]:

@@ -11,12 +11,12 @@ import numpy as np
 # out: weights of one row, sums of rows, partial sums.
 MOVED = {
     "layernorm_forward": "inp1 inp2 residual out",
-    "layernorm_forward_codes": "inp1 inp2 residual codes",
-    "layernorm_codes": "inp codes codes_T",
+    "layernorm_forward_fp8": "inp1 inp2 residual q",
+    "layernorm_quantize": "inp q q_T",
     "layernorm_backward": "dout inp dinp dinp",
     "rmsnorm_forward": "inp1 inp2 residual out",
-    "rmsnorm_forward_codes": "inp1 inp2 residual codes",
-    "rmsnorm_codes": "inp codes codes_T",
+    "rmsnorm_forward_fp8": "inp1 inp2 residual q",
+    "rmsnorm_quantize": "inp q q_T",
     "rmsnorm_backward": "dout inp dinp dinp",
     "norm_transposed": "inp out_T",
     "qk_norm_forward": "inp out",
@@ -25,24 +25,20 @@ MOVED = {
     "parallel_residual_backward": "dout0 dout1 inp dinp dinp",
     "parallel_residual_dropout_backward": "dout0 dout1 inp dinp dinp dproj0 dproj1",
     "gelu_forward": "inp out",
-    "gelu_forward_codes": "inp codes",
+    "gelu_forward_fp8": "inp q",
     "gelu_backward": "dout dout inp out_T",
-    "gelu_backward_codes": "dout inp codes codes_T out out_T",
-    "gelu_erf_forward": "inp out",
-    "gelu_erf_forward_codes": "inp codes",
-    "gelu_erf_backward": "dout dout inp out_T",
-    "gelu_erf_backward_codes": "dout inp codes codes_T out out_T",
+    "gelu_backward_fp8": "dout inp q q_T out out_T",
     "swiglu_forward": "inp out",
-    "swiglu_forward_codes": "inp codes",
+    "swiglu_forward_fp8": "inp q",
     "swiglu_backward": "dout inp dinp out_T",
-    "swiglu_backward_codes": "dout inp codes codes_T out out_T",
+    "swiglu_backward_fp8": "dout inp q q_T out out_T",
     "fused_classifier": "logits logits",
     "transpose": "inp out",
     "column_partials": "inp",
     "squares_partials": "x",
     "checksum": "x",
     "adamw": "params params low low m m v v grads",
-    "encode": "inp codes codes_T",
+    "quantize": "inp q q_T",
     "split": "params values low v v",
     "join": "values params low v",
     "fill_zero": "array",
@@ -54,8 +50,8 @@ MOVED = {
     # Text.
     "add_splits": "parts out",
     "matvec": "weight",
-    "matvec_codes": "codes",
-    "decode": "codes out",
+    "matvec_fp8": "q",
+    "dequantize": "q out",
     "sample": "logits",
 }
 
@@ -72,7 +68,7 @@ BYTES = {  # 4 for each number of the gradients of parameters, which are fp32
     "sum": lambda a: 4 * (a.num_to + a.num_from) * length_of(a.pieces) // a.shares,
     "rope": lambda a: 2 * a.qkv.nbytes * a.heads // a.all_heads,  # of queries and keys, in place
     "qk_norm_backward": lambda a: 3 * a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
-    "qk_norm_backward_codes": lambda a: 2 * a.inp.nbytes + a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
+    "qk_norm_backward_fp8": lambda a: 2 * a.inp.nbytes + a.inp.nbytes * (a.NH + a.NKV) // (a.NH + 2 * a.NKV),
     # Reads each query head's share, writes the sums of each group's.
     "flash_attention_group_sum": lambda a: a.dkv_heads.nbytes + a.dkv_heads.size * a.NKV // a.NH * a.dqkv.itemsize,
     # Of a causal matrix half is read, and all is written, zeros and all.
@@ -128,9 +124,9 @@ def kind_of(kernel: str) -> str:
 
 
 def bytes_of(kernel: str, arguments: dict) -> float:
-    """The bytes that a call of a kernel, given its arguments by name, reads and writes at least. A launch that corrects
-    codes mostly has nothing to do."""
-    if arguments.get("correct"):
+    """The bytes that a call of a kernel, given its arguments by name, reads and writes at least. The second pass
+    of a kernel that quantizes mostly has nothing to do."""
+    if arguments.get("second_pass"):
         return 0
     kind, a = kind_of(kernel), SimpleNamespace(**arguments)
     moved = [getattr(a, name) for name in MOVED.get(kind, "").split()]

@@ -55,7 +55,7 @@ class CpuDevice:
     def use_precision(self, precision: str) -> str:
         """Chooses "fp32"; "tf32", in which matrix products round their operands to 10 bits of mantissa; "bf16", in
         which `floatX`, the type of parameters, activations and their gradients, is BF16; or "fp8", in which also some
-        products take codes of one byte (kernels/fp8.py). Returns the precision that the device then has: a CPU has no
+        products take operands of one byte (kernels/fp8/). Returns the precision that the device then has: a CPU has no
         TF32, a GPU before compute capability 8.0 has only fp32, and one before 8.9 has no fp8."""
         self.precision = "fp32" if precision == "tf32" else precision
         self.floatX = floatX_of(self.precision)
@@ -168,15 +168,15 @@ class CpuDevice:
         """c (m, n) = op(a) (m, k) @ op(b) (k, n) + beta * c, all by rows and contiguous. Either a, b and c are fp32,
         and the product is in TF32 if `tf32` is true; or a and b are bf16, and c is bf16 or fp32. Sums are always fp32.
 
-        Or a and b are codes in e4m3 (fp8.py), of matrices divided by scale_a[0] and scale_b[0], and these multiply the
-        product. Then trans_a is false and trans_b true, k is a multiple of 16 and n of 8, and the arrays lie at
+        Or a and b are e4m3 (fp8.py), quantized matrices, and the product is multiplied by their scales scale_a[0] and
+        scale_b[0]. Then trans_a is false and trans_b true, k is a multiple of 16 and n of 8, and the arrays lie at
         multiples of 16 bytes. A GPU's sums are a little less wide (cublaslt.py).
 
         With trans_a, a lies in memory as (k, m) and op transposes it; trans_b likewise, b as (n, k). bias (n,), of the
         type of a and b, is added to every row before the row is rounded.
         """
         if a.dtype == E4M3:
-            self.multiply_codes(c, a, b, m, n, k, beta, bias, scale_a, scale_b)
+            self.multiply_e4m3(c, a, b, m, n, k, beta, bias, scale_a, scale_b)
         else:
             self.multiply(c, a, b, m, n, k, 1, trans_a, trans_b, beta, bias)
 
@@ -203,8 +203,8 @@ class CpuDevice:
             flat[0][:] = to_bf16(wide[0])
 
     @np.errstate(over="ignore", invalid="ignore")  # a kernel says nothing of infinity and NaN either
-    def multiply_codes(self, c, a, b, m: int, n: int, k: int, beta: float, bias, scale_a, scale_b) -> None:
-        """`gemm` for codes."""
+    def multiply_e4m3(self, c, a, b, m: int, n: int, k: int, beta: float, bias, scale_a, scale_b) -> None:
+        """`gemm` for quantized operands."""
         product = np.empty((m, n), np.float32)
         self.multiply(product, from_e4m3(a), from_e4m3(b), m, n, k, 1, False, True)
         product *= scale_a[0] * scale_b[0]

@@ -1,4 +1,4 @@
-"""cuBLAS's matrix products: of fp32 matrices through CuPy, of bf16 matrices and of codes by cublaslt.py."""
+"""cuBLAS's matrix products: of fp32 matrices through CuPy, of bf16 matrices and of e4m3 by cublaslt.py."""
 
 from __future__ import annotations
 

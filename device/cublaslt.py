@@ -1,4 +1,4 @@
-"""cuBLAS's products of bf16 matrices, of codes in e4m3, and of fp32 matrices with a bias, by cublasLt. CuPy has no
+"""cuBLAS's products of bf16 matrices, of matrices of e4m3, and of fp32 matrices with a bias, by cublasLt. CuPy has no
 calls for cublasLt, so we call it by ctypes.
 
 cublasLt offers several algorithms for a product. It puts the one first that it expects to be the fastest, and is often
@@ -12,7 +12,7 @@ faster one gained nothing in a step.
 Some algorithms round the product before they add a bias. The bias at hand would not show this, because a model that
 begins to train has biases of 0. So random numbers take its place while we compare and time.
 
-Hopper's tensor cores keep some 14 bits of a sum of products of codes (DeepSeek-V3, arXiv 2412.19437, 3.3.2). By default
+Hopper's tensor cores keep some 14 bits of a sum of products of e4m3 (DeepSeek-V3, arXiv 2412.19437, 3.3.2). By default
 cublasLt adds such sums up in fp32, over and over. "Fast accumulation" leaves that out. We let it do so where the result
 is bf16, which has 8 bits. A weight's gradient, a sum over all rows of a batch, is fp32 and does without.
 """

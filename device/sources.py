@@ -13,8 +13,8 @@ imported: list["Source"] = []  # the files beside the modules of launchers that 
 
 
 def source(python_file: str | Path, needed: Callable[[], bool] = lambda: True) -> "Source":
-    """The .cu file beside a module of launchers: `cu = device.source(__file__)`. needed: whether the launchers take
-    kernels from it on the device in use. If not, device.compile_all leaves it out."""
+    """The .cu file beside a module of launchers: `cu = device.source(__file__)`. needed: whether device.compile_all
+    compiles it on the device in use. Otherwise it is compiled when a kernel of it is first launched, if ever."""
     found = Source(Path(python_file).with_suffix(".cu"), needed)
     imported.append(found)
     return found
@@ -106,8 +106,8 @@ def architecture_of(path: Path) -> str:
 
 @functools.cache
 def kernel_declarations(path: Path) -> dict[str, list[str]]:
-    """The kernels that a .cu file declares, each with the declarations of its parameters."""
-    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", path.read_text())
+    """The kernels that a .cu file, or one that it includes, declares, each with the declarations of its parameters."""
+    declared = re.findall(r"__global__[^;{]*?(\w+)\s*\(([^()]*)\)\s*\{", cuda_source(path))
     return {name: parameters.split(",") for name, parameters in declared}
 
 
@@ -115,7 +115,7 @@ def kernel_declarations(path: Path) -> dict[str, list[str]]:
 def programmatic_kernels(path: Path) -> set[str]:
     """The kernels of a .cu file that may start before the launch in front of them has ended (common.cuh:
     PROGRAMMATIC)."""
-    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", path.read_text()))
+    return set(re.findall(r"\bPROGRAMMATIC\s+(\w+)\s*\(", cuda_source(path)))
 
 
 @functools.cache

@@ -10,23 +10,7 @@ extern "C" __global__ void PROGRAMMATIC layernorm_forward_kernel(
     floatX* residual, floatX* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, const floatX* inp1,
     const floatX* __restrict__ inp2, const floatX* __restrict__ weight, const floatX* __restrict__ bias, float eps,
     int N, int C) {
-    norm_forward(residual, mean, rstd, inp1, {inp2}, {}, Norm{out, weight, bias}, {}, eps, N, C);
-}
-
-// The same for codes (N,C) of out.
-extern "C" __global__ void __launch_bounds__(512, 2) layernorm_forward_codes_kernel(
-    float* scale, float* before, float* maxima, SETS unsigned char* codes, floatX* residual, float* __restrict__ mean,
-    float* __restrict__ rstd, const floatX* inp1, const floatX* __restrict__ inp2, const floatX* __restrict__ weight,
-    const floatX* __restrict__ bias, float eps, int N, int C) {
-    norm_forward_codes({scale, before, maxima}, codes, residual, mean, rstd, inp1, {inp2}, {nullptr, weight, bias}, eps,
-                       N, C);
-}
-
-extern "C" __global__ void __launch_bounds__(256, 4) layernorm_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T,
-    const floatX* __restrict__ inp, const floatX* __restrict__ weight, const floatX* __restrict__ bias,
-    const float* __restrict__ mean, const float* __restrict__ rstd, int N, int C) {
-    norm_codes({scale, before, maxima, correct}, codes, codes_T, inp, {nullptr, weight, bias}, mean, rstd, N, C);
+    norm_forward(residual, mean, rstd, inp1, {inp2}, {}, {out, weight, bias}, {}, eps, N, C);
 }
 
 // A block takes as many rows as it has warps, then advances by gridDim.x times as many. First each warp takes a row: it

@@ -6,8 +6,8 @@ backward.
 
 import device
 from device import ceil_div
-from kernels.fp8 import MOST_BLOCKS, Coded, blocks_of, maxima_of
-from kernels.norm import forward_blocks, forward_codes_blocks
+from kernels.dispatch import dispatched
+from kernels.norm import forward_blocks
 from kernels.parallel_residual import recompute_norm
 from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
 
@@ -18,28 +18,21 @@ cu = device.source(__file__)
 EPS = np.float32(1e-5)
 
 
+@dispatched("out")
 def layernorm_forward(out, stats, inp, norm, B: int, T: int, C: int) -> None:
     """out (B,T,C) = (inp - mean) * rstd * weight + bias, each row by itself, with norm = weight (C), bias (C). Sets
-    stats = mean (B,T), rstd (B,T), too. out may be Coded: then its codes and its scale are set."""
+    stats = mean (B,T), rstd (B,T), too."""
     launch_forward(None, out, stats, inp, None, norm, B * T, C)
 
 
+@dispatched("out")
 def fused_residual_forward(residual, out, stats, inp1, inp2, norm, B: int, T: int, C: int) -> None:
-    """residual (B,T,C) = inp1 + inp2. Then out and stats = layernorm of residual as it is stored. out may be Coded."""
+    """residual (B,T,C) = inp1 + inp2. Then out and stats = layernorm of residual as it is stored."""
     launch_forward(residual, out, stats, inp1, inp2, norm, B * T, C)
 
 
 def launch_forward(residual, out, stats, inp1, inp2, norm, N: int, C: int) -> None:
     """Launches the forward kernel. residual and inp2 are None for layernorm_forward."""
-    if isinstance(out, Coded):
-        grid, block, shared_mem = forward_codes_blocks(cu, N, C)
-        maxima = maxima_of(*grid)
-        args = out.scale, out.before, maxima, out.codes, residual, *stats, inp1, inp2, *norm, EPS, N, C
-        cu.launch("layernorm_forward_codes_kernel", grid, block, args, shared_mem=shared_mem)
-        x = inp1 if residual is None else residual
-        args = out.scale, out.before, maxima, 1, out.codes, None, x, *norm, *stats, N, C
-        cu.launch("layernorm_codes_kernel", grid, (cu.block(256),), args)
-        return
     grid, block, shared_mem = forward_blocks(cu, N, C)
     args = residual, out, *stats, inp1, inp2, *norm, EPS, N, C
     cu.launch("layernorm_forward_kernel", grid, block, args, shared_mem=shared_mem)
@@ -71,11 +64,8 @@ def layernorm_backward(dinp, dnorm, dout, inp, norm, stats, B: int, T: int, C: i
     add_partials([*dnorm, dbias2], partials, chunks, C)
 
 
+@dispatched("out")
 def layernorm_recompute(out, inp, norm, stats, B: int, T: int, C: int) -> None:
     """out (B*T,C) = the output of layernorm_forward once more, from its input and the stats that it set. out has the
-    layout that matmul_backward_weight wants. It may be Coded: then its codes_T are set, by the scale of forward."""
-    if isinstance(out, Coded):
-        args = out.scale, None, None, 0, None, out.codes_T, inp, *norm, *stats, B * T, C
-        cu.launch("layernorm_codes_kernel", (blocks_of(B * T, C, MOST_BLOCKS),), (cu.block(256),), args)
-    else:
-        recompute_norm(out, inp, norm, stats, B, T, C)
+    layout that matmul_backward_weight wants."""
+    recompute_norm(out, inp, norm, stats, B, T, C)

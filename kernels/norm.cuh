@@ -5,7 +5,6 @@
 // mean, rstd and the outs are computed from x as it is stored, rounded in bf16, because backward reads the stored x.
 #pragma once
 #include "dropout.cuh"
-#include "fp8.cuh"
 
 struct Branch {
     const floatX* proj;  // (N,C)
@@ -38,21 +37,6 @@ struct Norm {
         const Vec y = of(memory, i, n, C);
         memory.store(out + start + i, y, C - i);
     }
-
-    static constexpr bool IN_TURN = false;  // whether a block takes several rows, one after the other
-};
-
-// One whose out is codes (N,C). N and C are multiples of 16. Each block leaves a maximum, so there are fewer blocks.
-struct CodedNorm : Norm {
-    unsigned char* codes;
-    Coding& coding;
-
-    template <class Memory>
-    __device__ void store_out(Memory memory, size_t start, int i, const Vec& n, int C) const {
-        store_codes(codes + start + i, coding.codes_of_bf16(of(memory, i, n, C)));
-    }
-
-    static constexpr bool IN_TURN = true;
 };
 
 // A vector of n, from one of x.
@@ -64,33 +48,21 @@ __device__ inline Vec normalised(Vec x, float mean, float rstd) {
 // The sum over a row, which one warp has, or the whole block.
 __device__ inline float row_sum(float x) { return blockDim.x > WARP_SIZE ? block_sum(x) : warp_sum(x); }
 
-// The body of a kernel. Its block is (WARP_SIZE, rows), with a warp for each row, or (warps * WARP_SIZE, 1), with
-// several warps for one long row. A thread has loads of 16 numbers of each input in flight. Shared memory: C
-// floats, rounded up to a multiple of WIDTH, for each row. Each thread touches only its own floats.
+// A row of a kernel: row n, which one warp takes, or the whole block. A thread has loads of 16 numbers of each input in
+// flight. row: shared memory for the row, C floats, rounded up to a multiple of WIDTH. Each thread touches only its own
+// floats. norm0: a Norm, or a type with the same members that stores in its own way.
 //
 // If a model lacks a tensor, its pointer is null: mean, a shift, proj0, proj1, out1, residual if there is no branch,
 // random if there is no dropout. Where a kernel says nullptr, the compiler leaves out the code. Elsewhere a test
 // costs a branch, which all threads take together. inp may be residual: a thread reads each number before it writes it.
 template <class Norm0>
-__device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
-                                    const Branch& branch0, const Branch& branch1, const Norm0& norm0, const Norm& norm1,
-                                    float eps, int N, int C, const int* random = nullptr) {
+__device__ inline void norm_row(floatX* residual, float* mean, float* rstd, const floatX* inp, const Branch& branch0,
+                                const Branch& branch1, const Norm0& norm0, const Norm& norm1, float eps, int n, int C,
+                                float* row, const int* random) {
     constexpr int AT_ONCE = 16 / WIDTH;  // vectors of each input that are loaded before the first is used
-    DYNAMIC_SHARED(float, rows);
     const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
-    int n = blockIdx.x * blockDim.y + threadIdx.y;
-    if (!Norm0::IN_TURN) trigger_programmatic_launch();
-    if (n >= N) return;
-    size_t start = (size_t)n * C;
-    float* row = rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH);
-
-    // For a model that writes text, rows are few, and no other block has loaded the parameters.
-    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) {
-        norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
-    }
-    if (!Norm0::IN_TURN) grid_dependency_synchronize();
-
-    do by_alignment(C % WIDTH == 0 && norm0.aligned() && norm1.aligned(), [&](auto memory) {
+    const size_t start = (size_t)n * C;
+    by_alignment(C % WIDTH == 0 && norm0.aligned() && norm1.aligned(), [&](auto memory) {
         // x += dropout(proj)
         auto add = [&](Vec& x, const Branch& branch, Vec proj, int i) {
             if (random != nullptr) proj = Dropout(random, branch.site)(proj, n, i, C);
@@ -143,31 +115,30 @@ __device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, 
             rstd[n] = s;
         }
     });
-    while (Norm0::IN_TURN &&  // the next row
-           (n += gridDim.x * blockDim.y, start = (size_t)n * C, n < N));
 }
 
-// The same for codes (N,C) of out, by a guessed scale: the first launch of Coding. The grid has no more
-// blocks than the rows fill. The kernel is not PROGRAMMATIC.
-__device__ inline void norm_forward_codes(Coding coding, unsigned char* codes, floatX* residual, float* mean,
-                                          float* rstd, const floatX* inp, const Branch& branch, const Norm& norm,
-                                          float eps, int N, int C) {
-    coding.begin();
-    norm_forward(residual, mean, rstd, inp, branch, {}, CodedNorm{norm, codes, coding}, {}, eps, N, C);
-    coding.end();
-}
+// The row of this thread's warp, or of its block. A block is (WARP_SIZE, rows), with a warp for each row, or
+// (warps * WARP_SIZE, 1), with several warps for one long row.
+__device__ inline int row_of_thread() { return blockIdx.x * blockDim.y + threadIdx.y; }
 
-// Sets codes (N,C) and codes_T (C,N) of out; either may be null. inp is x as it is stored. mean, which may be null, and
-// rstd are forward's. The body of the kernel that corrects forward's codes, and that makes codes_T in backward.
-__device__ inline void norm_codes(Coding coding, unsigned char* codes, unsigned char* codes_T, const floatX* inp,
-                                  const Norm& norm, const float* mean, const float* rstd, int N, int C) {
-    encode_tiles(coding, codes, codes_T, N, C, [&](int n, int i, Vec* v) {
-        for (int r = 0; r < 4; r++) v[r] = Aligned::load(inp + (size_t)(n + r) * C + i, WIDTH);
-        by_alignment(norm.aligned(), [&](auto memory) {
-            for (int r = 0; r < 4; r++) {
-                const float m = mean != nullptr ? mean[n + r] : 0.0f;
-                v[r] = rounded_to_bf16(norm.of(memory, i, normalised(v[r], m, rstd[n + r]), C));
-            }
-        });
-    });
+// The shared memory of this row. A launch gives a block as much for each of its rows.
+__device__ inline float* memory_of_row(float* rows, int C) { return rows + threadIdx.y * WIDTH * ceil_div(C, WIDTH); }
+
+// The body of a kernel. Its tensors are norm_row's.
+__device__ inline void norm_forward(floatX* residual, float* mean, float* rstd, const floatX* inp,
+                                    const Branch& branch0, const Branch& branch1, const Norm& norm0, const Norm& norm1,
+                                    float eps, int N, int C, const int* random = nullptr) {
+    DYNAMIC_SHARED(float, rows);
+    const int n = row_of_thread();
+    trigger_programmatic_launch();
+    if (n >= N) return;
+    float* row = memory_of_row(rows, C);
+
+    // For a model that writes text, rows are few, and no other block has loaded the parameters.
+    const int first = WIDTH * threadIdx.x, step = WIDTH * blockDim.x;
+    for (int i = first; i < C && gridDim.x <= FEW_BLOCKS; i += step) {
+        norm0.prefetch_parameters(i), norm1.prefetch_parameters(i);
+    }
+    grid_dependency_synchronize();
+    norm_row(residual, mean, rstd, inp, branch0, branch1, norm0, norm1, eps, n, C, row, random);
 }

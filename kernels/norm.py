@@ -1,13 +1,10 @@
 """The launch of the norms' forward kernels, whose body is norm_forward (norm.cuh)."""
 
-import device
 from device import ceil_div
 from device.sources import Source
-from kernels.fp8 import MOST_MAXIMA
 
 FEW_ROWS = 16
-MOST_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
-THREADS_AT_ONCE = 1024  # that make codes on a multiprocessor, as the kernels' __launch_bounds__ say
+MAX_THREADS = 512  # a thread may need 128 registers, and a multiprocessor has 65,536
 
 
 def forward_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
@@ -21,13 +18,5 @@ def forward_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
         rows, threads = 1, 32 * ceil_div(C, 32 * width)
     else:
         rows, threads = (4, 32) if C <= 1024 else (1, 32 * ceil_div(C, 512))
-    block, shared_mem = (cu.block(min(MOST_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
+    block, shared_mem = (cu.block(min(MAX_THREADS, threads)), rows), rows * 4 * width * ceil_div(C, width)
     return (ceil_div(N, rows),), block, shared_mem
-
-
-def forward_codes_blocks(cu: Source, N: int, C: int) -> tuple[tuple, tuple, int]:
-    """The same for codes. There are no more blocks than run at once: each leaves a maximum, and each block of the
-    launch that corrects codes reads all maxima. So that launch has the same grid."""
-    (blocks,), (threads, rows), shared_mem = forward_blocks(cu, N, C)
-    at_once = min(MOST_MAXIMA, THREADS_AT_ONCE // (threads * rows)) * device.multiprocessors
-    return (min(blocks, at_once),), (threads, rows), shared_mem

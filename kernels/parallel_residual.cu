@@ -16,7 +16,7 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_forward_kernel(
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, Norm{out0, weight0, shift0},
+    norm_forward(residual, mean, rstd, inp, {proj0}, {proj1}, {out0, weight0, shift0},
                  {out1, weight1, shift1}, eps, N, C);
 }
 
@@ -25,7 +25,7 @@ extern "C" __global__ void PROGRAMMATIC parallel_residual_dropout_forward_kernel
     float* __restrict__ rstd, const floatX* inp, const floatX* __restrict__ proj0, const floatX* __restrict__ proj1,
     const floatX* __restrict__ weight0, const floatX* __restrict__ shift0, const floatX* __restrict__ weight1,
     const floatX* __restrict__ shift1, const int* __restrict__ random, int site0, int site1, float eps, int N, int C) {
-    norm_forward(residual, mean, rstd, inp, {proj0, site0}, {proj1, site1}, Norm{out0, weight0, shift0},
+    norm_forward(residual, mean, rstd, inp, {proj0, site0}, {proj1, site1}, {out0, weight0, shift0},
                  {out1, weight1, shift1}, eps, N, C, random);
 }
 

@@ -13,21 +13,7 @@
 extern "C" __global__ void PROGRAMMATIC rmsnorm_forward_kernel(
     floatX* residual, floatX* __restrict__ out, float* __restrict__ rstd, const floatX* inp1,
     const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
-    norm_forward(residual, nullptr, rstd, inp1, {inp2}, {}, Norm{out, weight}, {}, eps, N, C);
-}
-
-// The same for codes (N,C) of out.
-extern "C" __global__ void __launch_bounds__(512, 2) rmsnorm_forward_codes_kernel(
-    float* scale, float* before, float* maxima, SETS unsigned char* codes, floatX* residual, float* __restrict__ rstd,
-    const floatX* inp1, const floatX* __restrict__ inp2, const floatX* __restrict__ weight, float eps, int N, int C) {
-    norm_forward_codes({scale, before, maxima}, codes, residual, nullptr, rstd, inp1, {inp2}, {nullptr, weight}, eps, N,
-                       C);
-}
-
-extern "C" __global__ void __launch_bounds__(256, 4) rmsnorm_codes_kernel(
-    float* scale, float* before, float* maxima, int correct, unsigned char* codes, unsigned char* codes_T,
-    const floatX* __restrict__ inp, const floatX* __restrict__ weight, const float* __restrict__ rstd, int N, int C) {
-    norm_codes({scale, before, maxima, correct}, codes, codes_T, inp, {nullptr, weight}, nullptr, rstd, N, C);
+    norm_forward(residual, nullptr, rstd, inp1, {inp2}, {}, {out, weight}, {}, eps, N, C);
 }
 
 // The block is (threads of a row, groups). Each group takes AT_ONCE rows at a time, then all groups advance together.

@@ -33,9 +33,9 @@ HARD = {
     "gelu_backward": "N=133,C=67", "swiglu_backward": "N=133,C=67", "transpose": "N=133,C=67",
     "recompute_norm": "T=67,C=67", "cached_attention_forward": "T=2,splits=1,HS=20",
     "cached_attention_forward:shared": "NH=5,splits=2,context=300,position=190", "sample": "B=1,V=5003,Vp=5120,top_k=7",
-    "sample:top_p": "B=1,V=5003,Vp=5120", "encode": "N=80,C=400", "swiglu_backward:codes": "N=80,C=272",
-    "gelu_backward:codes": "N=80,C=400", "fused_residual_forward:codes": "T=40",
-    "layernorm_recompute:codes": "T=40,C=400", "qk_norm_backward:codes": "T=40",
+    "sample:top_p": "B=1,V=5003,Vp=5120", "quantize": "N=80,C=400", "swiglu_backward:fp8": "N=80,C=272",
+    "gelu_backward:fp8": "N=80,C=400", "fused_residual_forward:fp8": "T=40",
+    "layernorm_recompute:fp8": "T=40,C=400", "qk_norm_backward:fp8": "T=40",
 }  # fmt: skip
 
 # A barrier that is left out: the file, which of its __syncthreads, and a launcher that needs it.
@@ -45,11 +45,11 @@ MUTANTS = [
     ("layernorm.cu", 0, "layernorm_backward"), ("layernorm.cu", 1, "layernorm_backward"),
     ("matmul.cu", 0, "transpose"), ("reduce.cu", 0, "add_partials"),
     ("rmsnorm.cu", 1, "rmsnorm_backward"), ("cached_attention.cu", 2, "cached_attention_forward"),
-    ("sampling.cu", 0, "sample:top_p"), ("fp8.cuh", 0, "encode"), ("fp8.cuh", 1, "encode"),
-    ("swiglu.cu", 0, "swiglu_backward:codes"), ("swiglu.cu", 1, "swiglu_backward:codes"),
-    ("gelu.cu", 2, "gelu_backward:codes"), ("gelu.cu", 3, "gelu_backward:codes"),
-    ("qk_norm.cu", 0, "qk_norm_backward"), ("qk_norm.cu", 1, "qk_norm_backward:codes"),
-    ("qk_norm.cu", 2, "qk_norm_backward:codes"),
+    ("sampling.cu", 0, "sample:top_p"), ("fp8/quantize.cuh", 0, "quantize"),
+    ("fp8/quantize.cuh", 1, "quantize"), ("fp8/swiglu.cu", 0, "swiglu_backward:fp8"),
+    ("fp8/swiglu.cu", 1, "swiglu_backward:fp8"), ("fp8/gelu.cu", 0, "gelu_backward:fp8"),
+    ("fp8/gelu.cu", 1, "gelu_backward:fp8"), ("qk_norm.cuh", 0, "qk_norm_backward"),
+    ("fp8/qk_norm.cu", 0, "qk_norm_backward:fp8"), ("fp8/qk_norm.cu", 1, "qk_norm_backward:fp8"),
 ]  # fmt: skip
 
 KERNEL = re.compile(r'^extern "C" __global__ [^{]*?(\w+)\([^()]*\) \{.*?^\}$', re.DOTALL | re.MULTILINE)
@@ -103,7 +103,7 @@ def main(precision: str, folder: str) -> None:
             lines = [[one.arrays[x.array].name, KINDS[x.kind], x.place.line, x.warps, x.lanes] for x in lines_of(one)]
             found["lines"][kernel], found["outside"][kernel] = lines, sum(one.outside.values())
     mutants = [mutant for mutant in MUTANTS if precision == (LAUNCHES[mutant[2]].precision or "fp32")]
-    copies = [mutated(Path(folder) / f"{Path(file).stem}_{which}", file, which, launched[name])
+    copies = [mutated(Path(folder) / f"{file}_{which}", file, which, launched[name])
               for file, which, name in mutants]
     device.current.device.compile_all(copy for files in copies for copy in files.values())
     for (file, which, name), files in zip(mutants, copies, strict=True):
@@ -137,17 +137,19 @@ def watch_broken(file: Path, name: str, block: tuple, grid: tuple):
 def mutated(folder: Path, file: str, which: int, kernels: set[str]) -> dict[Path, Path]:
     """Copies in a folder of the files of these kernels that have or include a file's barrier number `which`, by the
     original. The barrier and all other kernels are left out."""
-    folder.mkdir(exist_ok=True)
+    root = ROOT / "kernels"
     of_kernels = {FILES[kernel] for kernel in kernels}
-    files = {path for path in of_kernels if path.name == file} or of_kernels
-    for path in [*files, *(ROOT / "kernels").glob("*.cuh")]:
+    files = {path for path in of_kernels if path == root / file} or of_kernels
+    copies = {path: folder / path.relative_to(root) for path in [*files, *root.rglob("*.cuh")]}
+    for path, copy in copies.items():
         parts = path.read_text().split("__syncthreads();")
-        if path.name == file:
+        if path == root / file:
             parts[which : which + 2] = [parts[which] + ";" + parts[which + 1]]
         text = "__syncthreads();".join(parts)
         text = KERNEL.sub(lambda found: found[0] if found[1] in kernels else "\n" * found[0].count("\n"), text)
-        (folder / path.name).write_text(text)
-    return {path: folder / path.name for path in files}
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text)
+    return {path: copies[path] for path in files}
 
 
 @contextlib.contextmanager

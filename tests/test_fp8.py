@@ -1,27 +1,28 @@
-"""Codes in e4m3 (`--precision fp8`): encoded by the kernel of fp8.cu and by others, and products of them."""
+"""The kernels of kernels/fp8/: matrices quantized to e4m3, and products of them."""
 
 import device
-import kernels.fp8 as fp8
 import kernels.matmul as matmul
 from conftest import DEVICES
-from dev.microscope.launches import room_for_codes
+from dev.microscope.launches import quantized as room
 from device import BF16, from_bf16, to_bf16
-from device.fp8 import DECODED, from_e4m3
-from kernels import gelu
-from kernels.fp8 import Coded, Codes, Gradient, Scale, Weight, encode
+from device.fp8 import NUMBERS, from_e4m3
+from kernels.fp8 import gelu
+from kernels.fp8.quantize import quantize, quantize_by_scale
+from kernels.fp8.quantized import GradientScale, Quantized, QuantizedWeight, Scale, WeightGradient, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_forward, layernorm_recompute
 from kernels.qk_norm import qk_norm_backward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_forward, rmsnorm_recompute
 from kernels.rope import rope_table
 from kernels.swiglu import swiglu_backward, swiglu_forward
+from llmc.model import fp8
 from oracle import KERNEL_FP32, assert_close, guarded, normal
 
 import numpy as np
 import pytest
 import torch
 
-LARGEST = 448.0
+MAX_E4M3 = 448.0
 
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="no GPU here")
 EXACT_DEVICES = [each for each in DEVICES if each != "cpu"]  # on "cpu" g++ may round the same formula differently
@@ -35,106 +36,111 @@ def dev(request, monkeypatch):
     if device.use_precision("bf16") and device.kind == "cuda" and device.current.device.compute_capability < 89:
         pytest.skip("this GPU has no fp8")
     device.use_precision("fp8")
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     yield device
     device.synchronize()
 
 
-def scale_of(largest: float) -> np.float32:
-    """The least power of two, from 2^-126 on, with which `largest` is at most 448."""
-    return np.float32(2.0 ** max(-126, np.ceil(np.log2(max(np.float64(largest), 1e-300) / LARGEST))))
+def scale_of(amax: float) -> np.float32:
+    """The least power of two, from 2^-126 on, with which `amax` is at most 448."""
+    return np.float32(2.0 ** max(-126, np.ceil(np.log2(max(np.float64(amax), 1e-300) / MAX_E4M3))))
 
 
-def codes_by_pytorch(values: np.ndarray, scale: float) -> np.ndarray:
+def quantized(q, q_T, scale, previous_amax=None) -> Quantized:
+    named = Scale("matrix", scale) if previous_amax is None else GradientScale("matrix", scale, previous_amax)
+    return Quantized(q, q_T, named)
+
+
+def quantized_by_pytorch(values: np.ndarray, scale: float) -> np.ndarray:
     """values / scale in e4m3, clipped, as PyTorch rounds."""
-    scaled = torch.from_numpy(values / np.float32(scale)).clamp(-LARGEST, LARGEST)
+    scaled = torch.from_numpy(values / np.float32(scale)).clamp(-MAX_E4M3, MAX_E4M3)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
-def test_the_numbers_of_codes_are_pytorchs():
+def test_the_numbers_of_e4m3_are_pytorchs():
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    assert np.array_equal(DECODED, theirs, equal_nan=True)
+    assert np.array_equal(NUMBERS, theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize("N, C", [(16, 16), (128, 64), (80, 144), (208, 272)])
 @pytest.mark.parametrize("spread", [0.0, 5.0])
-def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_exponent(dev, rng, N, C, spread):
+def test_a_quantized_matrix_has_the_nearest_numbers_and_its_amax_the_largest_exponent(dev, rng, N, C, spread):
     values = to_bf16(normal(rng, N, C) * np.exp(spread * normal(rng, N, C)))
     wide = from_bf16(values)
     expected_scale = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
         inp, scale = memory.read(wide), memory.write((1,), np.float32)
-        codes, codes_T = memory.write((N, C), np.uint8), memory.write((C, N), np.uint8)
-        encode(Coded(codes, codes_T, scale), inp, N, C)
+        q, q_T = memory.write((N, C), np.uint8), memory.write((C, N), np.uint8)
+        quantize(quantized(q, q_T, scale), inp, N, C)
         known = memory.write((C, N), np.uint8)
-        encode(Coded(None, known, scale), inp, N, C, known=True)
+        quantize_by_scale(quantized(None, known, scale), inp, N, C)
     assert dev.to_host(scale)[0] == expected_scale
-    expected = codes_by_pytorch(wide, expected_scale)
+    expected = quantized_by_pytorch(wide, expected_scale)
     assert 0x70 <= (expected & 0x7F).max() <= 0x7E  # between 224 and 448
-    assert np.array_equal(dev.to_host(codes), expected)
-    assert np.array_equal(dev.to_host(codes_T), expected.T) and np.array_equal(dev.to_host(known), expected.T)
+    assert np.array_equal(dev.to_host(q), expected)
+    assert np.array_equal(dev.to_host(q_T), expected.T) and np.array_equal(dev.to_host(known), expected.T)
 
 
 @pytest.mark.parametrize("last", [None, 1.0, -3.0, 0.0, np.nan, np.inf])
 @pytest.mark.parametrize("guess", [2.0, 0.5, 3.0, 0.0, -1.0, np.nan, np.inf, 1.0])
-def test_codes_and_scale_do_not_depend_on_what_was_there_before(dev, rng, guess, last):
+def test_a_quantized_matrix_and_its_scale_do_not_depend_on_the_guess(dev, rng, guess, last):
     """guess: of the right scale, and of the right ratio. last: the largest value of the layer before."""
     values = to_bf16(normal(rng, 80, 272))
     wide = from_bf16(values)
     expected = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
         inp, largest = memory.read(wide), np.float32(np.abs(wide).max())
-        codes, codes_T = memory.write((80, 272), np.uint8), memory.write((272, 80), np.uint8)
+        q, q_T = memory.write((80, 272), np.uint8), memory.write((272, 80), np.uint8)
         if last is None:
-            out = Coded(codes, codes_T, memory.update(np.float32([guess * expected]), np.float32))
+            out = quantized(q, q_T, memory.update(np.float32([guess * expected]), np.float32))
         else:  # not guarded, because the ratio may become infinite
             pair = np.float32([guess * expected, guess * largest])
-            out = Coded(codes, codes_T, dev.asarray(pair), dev.asarray(np.float32([last])))
-        encode(out, inp, 80, 272)
-    assert_codes(dev, out, wide, expected)
+            out = quantized(q, q_T, dev.asarray(pair), dev.asarray(np.float32([last])))
+        quantize(out, inp, 80, 272)
+    assert_quantized(dev, out, wide, expected)
     if last is not None:
-        assert dev.to_host(out.before)[0] == largest
-        ratio = dev.to_host(out.scale)[1]
+        assert dev.to_host(out.scale.previous_amax)[0] == largest
+        ratio = dev.to_host(out.scale.scale)[1]
         averaged = last == 1.0 and guess in (0.5, 1.0)  # the ratio before was near enough
         with np.errstate(divide="ignore"):
             new = largest / np.float32(last)
         np.testing.assert_allclose(ratio, new * ((1 + guess) / 2 if averaged else 1), rtol=1e-6)
 
 
-def test_codes_are_not_made_again_if_the_scale_was_right(dev, rng):
+def test_a_matrix_is_not_quantized_again_if_the_guess_was_right(dev, rng):
     """The second launch does not touch them."""
-    inp, codes, scale = dev.asarray(to_bf16(normal(rng, 48, 80))), dev.empty((48, 80), np.uint8), dev.zeros((1,))
+    inp, q, scale = dev.asarray(to_bf16(normal(rng, 48, 80))), dev.empty((48, 80), np.uint8), dev.zeros((1,))
     found = []
 
     def observer(name, arguments, work) -> None:
-        if name == "encode_kernel":
-            found.append(dev.to_host(codes).any())
-            dev.fill_zero(codes)
+        if name == "quantize_kernel":
+            found.append(dev.to_host(q).any())
+            dev.fill_zero(q)
         work()
 
     for _ in range(2):
         with device.observe(observer):
-            encode(Coded(codes, None, scale), inp, 48, 80)
-        found.append(dev.to_host(codes).any())
+            quantize(quantized(q, None, scale), inp, 48, 80)
+        found.append(dev.to_host(q).any())
     assert found[1:] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
-def test_a_scale_is_guessed_from_the_largest_value_of_the_layer_before(dev, rng, factor):
-    """So if all matrices grow or shrink alike, only the first is encoded twice."""
+def test_a_gradients_scale_is_guessed_from_the_amax_of_the_layer_before(dev, rng, factor):
+    """So if all matrices grow or shrink alike, only the first is quantized twice."""
     layers, before = [normal(rng, 48, 80) * size for size in (1, 30, 1e-3)], dev.asarray(np.ones(1, np.float32))
-    made = [Coded(dev.empty((48, 80), np.uint8), None, dev.zeros((2,)), before) for _ in layers]
+    made = [quantized(dev.empty((48, 80), np.uint8), None, dev.zeros((2,)), before) for _ in layers]
     for size in 1.0, factor:
         again = []
         for out, layer in zip(made, layers, strict=True):
             found, inp = [], dev.asarray(to_bf16(layer * np.float32(size)))
 
-            def observer(name, arguments, work, codes=out.codes, found=found) -> None:
+            def observer(name, arguments, work, q=out.q, found=found) -> None:
                 work()
-                found.append(dev.to_host(codes).copy())
+                found.append(dev.to_host(q).copy())
 
             with device.observe(observer):
-                encode(out, inp, 48, 80)
+                quantize(out, inp, 48, 80)
             again.append(not np.array_equal(*found))
     assert again == [True, False, False]
 
@@ -143,8 +149,8 @@ def test_a_scale_is_guessed_from_the_largest_value_of_the_layer_before(dev, rng,
 @pytest.mark.parametrize("N, C", [(16, 16), (80, 144), (208, 1104)])
 @pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
 @pytest.mark.parametrize("again", [True, False])
-def test_swiglu_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, N, C, guess, again):
-    """guess: of the scale. again: whether the output, made once more, is coded, too, by a scale that clips some."""
+def test_swiglu_quantizes_the_numbers_that_it_would_store(dev, rng, N, C, guess, again):
+    """guess: of the scale. again: whether the output, made once more, is quantized, too, by a scale that clips some."""
     inp, dout = (dev.asarray(to_bf16(normal(rng, *shape))) for shape in ((N, 2 * C), (N, C)))
     out, dinp, out_again = dev.empty((N, C), BF16), dev.empty((N, 2 * C), BF16), dev.empty((N, C), BF16)
     swiglu_forward(out, inp, N, C)
@@ -153,26 +159,26 @@ def test_swiglu_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, N, 
     scale, dscale = (scale_of(np.abs(one).max()) for one in (wide, dwide))
     with guarded(dev) as memory:
         guesses = (memory.update(np.float32([guess * one]), np.float32) for one in (scale, dscale))
-        made = Coded(memory.write((N, C), np.uint8), None, next(guesses))
-        dmade = Coded(memory.write((N, 2 * C), np.uint8), memory.write((2 * C, N), np.uint8), next(guesses))
+        made = quantized(memory.write((N, C), np.uint8), None, next(guesses))
+        dmade = quantized(memory.write((N, 2 * C), np.uint8), memory.write((2 * C, N), np.uint8), next(guesses))
         known = memory.read(np.float32([scale / 4]), np.float32)
-        of_out = Coded(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
+        of_out = quantized(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
         swiglu_forward(made, inp, N, C)
         swiglu_backward(dmade, of_out, dout, inp, N, C)
-    assert_codes(dev, made, wide, scale)
-    assert_codes(dev, dmade, dwide, dscale)
+    assert_quantized(dev, made, wide, scale)
+    assert_quantized(dev, dmade, dwide, dscale)
     if again:
-        assert_codes(dev, of_out, wide, scale / 4)
+        assert_quantized(dev, of_out, wide, scale / 4)
     else:
         assert np.array_equal(dev.to_host(of_out), dev.to_host(out))
 
 
-def assert_codes(dev, found: Coded, values: np.ndarray, scale: np.float32) -> None:
-    """Those layouts that are there hold the codes of the values by this scale."""
-    expected = codes_by_pytorch(values, scale)
-    assert dev.to_host(found.scale)[0] == scale and not (found.codes is None and found.codes_T is None)
-    assert found.codes is None or np.array_equal(dev.to_host(found.codes), expected)
-    assert found.codes_T is None or np.array_equal(dev.to_host(found.codes_T), expected.T)
+def assert_quantized(dev, found: Quantized, values: np.ndarray, scale: np.float32) -> None:
+    """Those layouts that are there hold the values, quantized by this scale."""
+    expected = quantized_by_pytorch(values, scale)
+    assert dev.to_host(found.scale.scale)[0] == scale and not (found.q is None and found.q_T is None)
+    assert found.q is None or np.array_equal(dev.to_host(found.q), expected)
+    assert found.q_T is None or np.array_equal(dev.to_host(found.q_T), expected.T)
 
 
 each_form = pytest.mark.parametrize("erf", [False, True], ids=["tanh", "erf"])
@@ -182,7 +188,7 @@ each_form = pytest.mark.parametrize("erf", [False, True], ids=["tanh", "erf"])
 @pytest.mark.parametrize("N, C, tiles", [(16, 16, 1), (80, 144, 1), (400, 1104, 3)])
 @pytest.mark.parametrize("guess, again, biased", [(2.0, True, True), (1.0, False, True), (np.nan, True, False)])
 @each_form
-def test_gelu_makes_the_codes_of_the_numbers_that_it_would_store(
+def test_gelu_quantizes_the_numbers_that_it_would_store(
     dev, monkeypatch, rng, N, C, tiles, guess, again, biased, erf
 ):  # fmt: skip
     """tiles: of a chunk. guess, again: as above."""
@@ -197,17 +203,17 @@ def test_gelu_makes_the_codes_of_the_numbers_that_it_would_store(
     scale, dscale = (scale_of(np.abs(one).max()) for one in (wide, dwide))
     with guarded(dev) as memory:
         guesses = (memory.update(np.float32([guess * one]), np.float32) for one in (scale, dscale))
-        made = Coded(memory.write((N, C), np.uint8), None, next(guesses))
-        dmade = Coded(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), next(guesses))
+        made = quantized(memory.write((N, C), np.uint8), None, next(guesses))
+        dmade = quantized(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), next(guesses))
         known = memory.read(np.float32([scale / 4]), np.float32)
-        of_out = Coded(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
+        of_out = quantized(None, memory.write((C, N), np.uint8), known) if again else memory.write((N, C))
         added = memory.update(before, np.float32)
         gelu_forward(made, inp, bias, N, C, erf)
         gelu_backward(dmade, added, of_out, memory.read(from_bf16(kept)), inp, bias, N, C, erf)
-    assert_codes(dev, made, wide, scale)
-    assert_codes(dev, dmade, dwide, dscale)
+    assert_quantized(dev, made, wide, scale)
+    assert_quantized(dev, dmade, dwide, dscale)
     if again:
-        assert_codes(dev, of_out, wide, scale / 4)
+        assert_quantized(dev, of_out, wide, scale / 4)
     else:
         assert np.array_equal(dev.to_host(of_out), dev.to_host(out_again))
     # The sums are of the same fp32 numbers, in another order. dwide has them as bf16.
@@ -218,20 +224,20 @@ def test_gelu_makes_the_codes_of_the_numbers_that_it_would_store(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @each_form
-def test_gelu_shows_what_is_not_finite_in_all_codes_and_in_its_columns_sum(dev, rng, value, erf):
+def test_gelu_shows_what_is_not_finite_in_the_whole_result_and_in_its_columns_sum(dev, rng, value, erf):
     N, C = 80, 144
     wide, bias = normal(rng, N, C), dev.zeros((C,), BF16)
     fine = dev.asarray(to_bf16(wide))
     wide[70, 7] = value
     spoiled = dev.asarray(to_bf16(wide))
     for inp, dout in (fine, spoiled), (spoiled, fine):
-        made, of_out, dmade = (room_for_codes(N, C) for _ in range(3))
+        made, of_out, dmade = (room(N, C) for _ in range(3))
         dbias = dev.zeros((C,))
         gelu_forward(made, inp, bias, N, C, erf)
         gelu_backward(dmade, dbias, of_out, dout, inp, bias, N, C, erf)
         for found, spoilt in (made, inp is spoiled), (dmade, True):
-            assert np.isnan(dev.to_host(found.scale)[0]) == spoilt
-            assert (dev.to_host(found.codes) == 0x7F).all() == spoilt
+            assert np.isnan(dev.to_host(found.scale.scale)[0]) == spoilt
+            assert (dev.to_host(found.q) == 0x7F).all() == spoilt
         assert np.array_equal(np.isfinite(dev.to_host(dbias)), np.arange(C) != 7)
 
 
@@ -258,7 +264,7 @@ def run_norm(name: str, fused: bool, out, again, residual, stats, inp, params, N
 @pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("fused, start", [(True, 0), (False, 1)])
-def test_norms_make_the_codes_of_the_numbers_that_they_would_store(dev, rng, N, C, guess, name, fused, start):
+def test_norms_quantize_the_numbers_that_they_would_store(dev, rng, N, C, guess, name, fused, start):
     """guess: of the scale. start: that of the parameters, which need not lie at a multiple of 16 bytes. The output
     is made once more by a scale that clips some."""
     inp = [dev.asarray(to_bf16(normal(rng, N, C))) for _ in range(2)]
@@ -269,14 +275,14 @@ def test_norms_make_the_codes_of_the_numbers_that_they_would_store(dev, rng, N, 
     wide = from_bf16(dev.to_host(out))
     scale = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
-        made = Coded(memory.write((N, C), np.uint8), None, memory.update(np.float32([guess * scale]), np.float32))
+        made = quantized(memory.write((N, C), np.uint8), None, memory.update(np.float32([guess * scale]), np.float32))
         known = memory.read(np.float32([scale / 4]), np.float32)
-        made_again = Coded(None, memory.write((C, N), np.uint8), known)
+        made_again = quantized(None, memory.write((C, N), np.uint8), known)
         stream = memory.write((N, C)) if fused else None
         kept = [memory.write((N,), np.float32) if name == "layernorm" else None, memory.write((N,), np.float32)]
         run_norm(name, fused, made, made_again, stream, kept, inp, params, N, C)
-    assert_codes(dev, made, wide, scale)
-    assert_codes(dev, made_again, wide, scale / 4)
+    assert_quantized(dev, made, wide, scale)
+    assert_quantized(dev, made_again, wide, scale / 4)
     assert np.array_equal(dev.to_host(again), dev.to_host(out))
     for found, expected in zip([stream, *kept], [residual, *stats], strict=True):
         assert found is None or np.array_equal(dev.to_host(found), dev.to_host(expected))
@@ -288,7 +294,7 @@ def test_norms_make_the_codes_of_the_numbers_that_they_would_store(dev, rng, N, 
     (1, 16, 1, 1, 144, 0), (16, 5, 6, 2, 128, 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("guess", [2.0, 1.0, np.nan])
-def test_qk_norm_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, B, T, NH, NKV, HS, start, guess):
+def test_qk_norm_quantizes_the_numbers_that_it_would_store(dev, rng, B, T, NH, NKV, HS, start, guess):
     """guess: of the scale. start: that of the weights."""
     N, C = B * T, (NH + 2 * NKV) * HS
     inp, dout = (to_bf16(normal(rng, N, C)) for _ in range(2))
@@ -302,10 +308,10 @@ def test_qk_norm_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, B,
     scale = scale_of(np.abs(wide).max())
     with guarded(dev) as memory:
         old = memory.update(np.float32([guess * scale]), np.float32)
-        made = Coded(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), old)
+        made = quantized(memory.write((N, C), np.uint8), memory.write((C, N), np.uint8), old)
         added = [memory.update(each, np.float32) for each in before]
         qk_norm_backward(made, added, memory.update(from_bf16(dout)), *kept, table, B, T, NH, NKV, HS)
-    assert_codes(dev, made, wide, scale)
+    assert_quantized(dev, made, wide, scale)
     for ours, plain in zip(added, sums, strict=True):  # the sums are of the same numbers, in another order
         assert_close("dweight", ours, dev.to_host(plain), KERNEL_FP32)
 
@@ -313,28 +319,28 @@ def test_qk_norm_makes_the_codes_of_the_numbers_that_it_would_store(dev, rng, B,
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_norm_of_what_is_not_finite_has_no_codes_but_nan(dev, rng, name, fused, value):
+def test_a_norm_of_what_is_not_finite_is_nan_everywhere(dev, rng, name, fused, value):
     N, C = 32, 48
     inp = normal(rng, 2, N, C)
     inp[0, 5, 7] = value
     inp, params = [dev.asarray(to_bf16(each)) for each in inp], [dev.asarray(to_bf16(normal(rng, C))) for _ in range(2)]
-    made = Coded(dev.empty((N, C), np.uint8), dev.empty((C, N), np.uint8), dev.asarray(np.ones(1, np.float32)))
+    made = quantized(dev.empty((N, C), np.uint8), dev.empty((C, N), np.uint8), dev.asarray(np.ones(1, np.float32)))
     run_norm(name, fused, made, made, dev.empty((N, C), BF16), dev.empty((2, N)), inp, params, N, C)
-    assert np.isnan(dev.to_host(made.scale)).all()
-    assert (dev.to_host(made.codes) == 0x7F).all() and (dev.to_host(made.codes_T) == 0x7F).all()
+    assert np.isnan(dev.to_host(made.scale.scale)).all()
+    assert (dev.to_host(made.q) == 0x7F).all() and (dev.to_host(made.q_T) == 0x7F).all()
 
 
 @pytest.mark.parametrize("exponent", [-126, -9, 0, 3, 100, 121])
-def test_every_number_of_bf16_has_the_code_of_the_rule(dev, exponent):
+def test_every_number_of_bf16_is_rounded_by_the_rule(dev, exponent):
     """A scale is a power of two, so no other numbers are ever rounded."""
     values = np.arange(65536, dtype=np.uint16)
     scale = np.float32(2.0**exponent)
-    codes = dev.empty((256, 256), np.uint8)
-    out = Coded(codes, None, dev.asarray(scale.reshape(1)))
-    encode(out, dev.asarray(values.reshape(256, 256)), 256, 256, known=True)
+    q = dev.empty((256, 256), np.uint8)
+    out = quantized(q, None, dev.asarray(scale.reshape(1)))
+    quantize_by_scale(out, dev.asarray(values.reshape(256, 256)), 256, 256)
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = codes_by_pytorch(from_bf16(values), scale)
-    found, nan = dev.to_host(codes).reshape(-1), np.isnan(from_bf16(values))
+        expected = quantized_by_pytorch(from_bf16(values), scale)
+    found, nan = dev.to_host(q).reshape(-1), np.isnan(from_bf16(values))
     assert np.array_equal(found[~nan], expected[~nan]) and (found[nan] == 0x7F).all()
 
 
@@ -353,19 +359,19 @@ def extreme(values: np.ndarray, what: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("what", ["zeros", "tiny", "a row of zeros", *EXTREMES])
-def test_extremes_are_coded_or_shown(dev, rng, what):
+def test_extremes_are_quantized_or_shown(dev, rng, what):
     bits = extreme(normal(rng, 32, 48), what)
-    codes, codes_T, known = (dev.empty(shape, np.uint8) for shape in ((32, 48), (48, 32), (48, 32)))
+    q, q_T, known = (dev.empty(shape, np.uint8) for shape in ((32, 48), (48, 32), (48, 32)))
     scale, inp, wide = dev.empty((1,)), dev.asarray(bits), from_bf16(bits)
-    encode(Coded(codes, codes_T, scale), inp, 32, 48)
-    encode(Coded(None, known, scale), inp, 32, 48, known=True)
-    found = dev.to_host(codes)
+    quantize(quantized(q, q_T, scale), inp, 32, 48)
+    quantize_by_scale(quantized(None, known, scale), inp, 32, 48)
+    found = dev.to_host(q)
     if what in ("NaN", "infinity", "-infinity"):
         assert np.isnan(dev.to_host(scale)).all() and (found == 0x7F).all()
     else:
         expected = scale_of(np.abs(wide).max())
-        assert dev.to_host(scale)[0] == expected and np.array_equal(found, codes_by_pytorch(wide, expected))
-    assert np.array_equal(dev.to_host(codes_T), found.T) and np.array_equal(dev.to_host(known), found.T)
+        assert dev.to_host(scale)[0] == expected and np.array_equal(found, quantized_by_pytorch(wide, expected))
+    assert np.array_equal(dev.to_host(q_T), found.T) and np.array_equal(dev.to_host(known), found.T)
 
 
 FACTORS = {"inp": ("out", "dweight"), "weight": ("out", "dinp"), "dout": ("dinp", "dweight")}  # and their products
@@ -373,16 +379,17 @@ FACTORS = {"inp": ("out", "dweight"), "weight": ("out", "dinp"), "dout": ("dinp"
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("what", ["zeros", "a row of zeros", "NaN", "infinity", "-infinity", "outlier"])
-def test_the_products_of_extremes_are_those_of_their_codes_and_hide_nothing(dev, rng, factor, what):
+def test_the_products_of_extremes_are_those_of_the_quantized_matrices_and_hide_nothing(dev, rng, factor, what):
     """What is not finite spoils all of both products of its factor, but not the third."""
     N, C, OC = 32, 48, 64
     given = {name: to_bf16(normal(rng, *shape)) for name, shape in
              (("inp", (N, C)), ("weight", (OC, C)), ("dout", (N, OC)))}  # fmt: skip
     given[factor], bias = extreme(from_bf16(given[factor]), what), to_bf16(normal(rng, OC))
     inp, array, dout = map(dev.asarray, given.values())
-    codes, transposed, scale = dev.empty((OC, C), np.uint8), dev.empty((C, OC), np.uint8), dev.empty((1,))
-    scales = [Scale(dev.empty((2,)), dev.empty((1,))) for _ in range(2)]
-    weight, dweight = Weight(array, codes, transposed, scale, *scales), Gradient(dev.empty((OC, C)), *scales)
+    q = quantized(dev.empty((OC, C), np.uint8), dev.empty((C, OC), np.uint8), dev.empty((1,)))
+    scales = Scale("input", dev.empty((1,))), GradientScale("gradient", dev.empty((2,)), dev.empty((1,)))
+    weight = QuantizedWeight(array, q, *scales)
+    dweight = WeightGradient(dev.empty((OC, C)), weight)
     out, dinp = dev.empty((N, OC), BF16), dev.empty((N, C), BF16)
     matmul.matmul_forward(out, inp, weight, dev.asarray(bias), 1, N, C, OC)
     matmul.matmul_backward_inp(dinp, dout, weight, 1, N, C, OC)
@@ -390,10 +397,10 @@ def test_the_products_of_extremes_are_those_of_their_codes_and_hide_nothing(dev,
     found = {"out": device.to_floats(out) - from_bf16(bias), "dinp": device.to_floats(dinp),
              "dweight": dev.to_host(dweight.array)}  # fmt: skip
 
-    def decoded(bits: np.ndarray) -> np.ndarray:
+    def dequantized(bits: np.ndarray) -> np.ndarray:
         wide = from_bf16(bits)
         divisor = scale_of(np.abs(wide).max())
-        return from_e4m3(codes_by_pytorch(wide, divisor)).astype(np.float64) * divisor
+        return from_e4m3(quantized_by_pytorch(wide, divisor)).astype(np.float64) * divisor
 
     finite = {name: np.isfinite(from_bf16(bits)).all() for name, bits in given.items()}
     for name, one in found.items():
@@ -401,19 +408,19 @@ def test_the_products_of_extremes_are_those_of_their_codes_and_hide_nothing(dev,
         if not (finite[a] and finite[b]):
             assert np.isnan(one).all()
             continue
-        a, b = decoded(given[a]), decoded(given[b])
+        a, b = dequantized(given[a]), dequantized(given[b])
         a, b = {"out": (a, b.T), "dinp": (b, a), "dweight": (b.T, a)}[name]
         allowed = TOLERANCE[dev.kind] * (np.abs(a) @ np.abs(b)) + 2.0**-7 * (np.abs(a @ b) + (name == "out"))
         assert (np.abs(one - a @ b) <= allowed).all()
         assert what != "zeros" or name not in FACTORS[factor] or not one.any()
 
 
-def coded(dev, rng, N: int, C: int):
-    """Random codes without NaN, and a scale, on the device; and the matrix, float64."""
-    codes = rng.integers(0, 256, (N, C)).astype(np.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0
+def random_quantized(dev, rng, N: int, C: int):
+    """Random numbers of e4m3 without NaN, and a scale, on the device; and the matrix, float64."""
+    q = rng.integers(0, 256, (N, C)).astype(np.uint8)
+    q[(q & 0x7F) == 0x7F] = 0
     scale = np.float32(2.0 ** rng.integers(-12, 0))
-    return dev.asarray(codes), dev.asarray(scale.reshape(1)), from_e4m3(codes).astype(np.float64) * scale
+    return dev.asarray(q), dev.asarray(scale.reshape(1)), from_e4m3(q).astype(np.float64) * scale
 
 
 # Of the sum of absolute values. fp32 sums have 24 bits. Hopper's keep some 14: of the 32 terms that it adds at a time,
@@ -425,7 +432,7 @@ TOLERANCE = {"cpu": 2.0**-20, "cuda": 2.0**-9}
 @pytest.mark.parametrize("m, n, k", [(16, 16, 16), (48, 80, 112), (256, 128, 512), (80, 272, 4096)])
 @pytest.mark.parametrize("result", ["bf16", "bf16 and bias", "bf16 +=", "fp32", "fp32 +="])
 def test_products_are_within_the_bound_of_their_sums(dev, rng, m, n, k, result):
-    (a, scale_a, wide_a), (b, scale_b, wide_b) = coded(dev, rng, m, k), coded(dev, rng, n, k)
+    (a, scale_a, wide_a), (b, scale_b, wide_b) = (random_quantized(dev, rng, rows, k) for rows in (m, n))
     before, bias = to_bf16(normal(rng, m, n)), to_bf16(normal(rng, n)) if "bias" in result else None
     start = before if "bf16" in result else from_bf16(before)
     c, beta = dev.asarray(start), float("+=" in result)
@@ -448,13 +455,13 @@ def test_whichever_algorithm_is_the_fastest_the_bits_are_the_same(dev, rng, m, n
     plans = device.current.device.blas.lt.plans
     plans.clear()
 
-    def encoded(rows: int) -> tuple:
-        codes, scale = dev.empty((rows, k), np.uint8), dev.empty((1,))
-        encode(Coded(codes, None, scale), dev.asarray(to_bf16(normal(rng, rows, k))), rows, k)
-        return codes, scale
+    def operand(rows: int) -> tuple:
+        q, scale = dev.empty((rows, k), np.uint8), dev.empty((1,))
+        quantize(quantized(q, None, scale), dev.asarray(to_bf16(normal(rng, rows, k))), rows, k)
+        return q, scale
 
     def operands() -> dict:
-        (a, scale_a), (b, scale_b) = encoded(m), encoded(n)
+        (a, scale_a), (b, scale_b) = operand(m), operand(n)
         bias = dev.asarray(to_bf16(normal(rng, n))) if "bias" in result else None
         return {"a": a, "b": b, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
 
@@ -487,13 +494,13 @@ def test_a_product_of_extreme_scales_overflows_or_vanishes_without_a_word(dev, e
 @pytest.mark.parametrize("B, C, OC", [
     (1, 16, 16), (1, 112, 50), (1, 4096, 3), (1, 48, matmul.MANY_OUTPUTS + 3), (3, 80, 272), (33, 128, 16),
 ])  # fmt: skip
-def test_a_product_of_a_weight_that_has_codes_alone_takes_their_numbers_and_the_input_as_it_is(dev, rng, B, C, OC):
-    codes, scale, wide = coded(dev, rng, OC, C)
+def test_a_product_of_a_weight_that_is_only_quantized_takes_its_numbers_and_the_input_as_it_is(dev, rng, B, C, OC):
+    q, scale, wide = random_quantized(dev, rng, OC, C)
     inp, bias = normal(rng, B, C), normal(rng, OC)
     for b in bias, None:
         with guarded(dev) as memory:
             out, ours_bias = memory.write((B, OC)), None if b is None else memory.read(b)
-            matmul.matmul_forward(out, memory.read(inp), Codes(codes, scale), ours_bias, B, 1, C, OC)
+            matmul.matmul_forward(out, memory.read(inp), WeightOnly(q, scale), ours_bias, B, 1, C, OC)
         product, added = inp.astype(np.float64) @ wide.T, 0.0 if b is None else b
         # Some of cuBLAS's algorithms round the product before they add the bias.
         allowed = 2.0**-20 * (np.abs(inp) @ np.abs(wide.T)) + 2.0**-8 * (np.abs(product + added) + np.abs(product))
@@ -503,17 +510,17 @@ def test_a_product_of_a_weight_that_has_codes_alone_takes_their_numbers_and_the_
 def test_a_product_of_rows_that_do_not_fit_takes_the_weight_itself(dev, rng):
     N, C, OC = 5, 32, 48
     weight, inp, out = (dev.asarray(to_bf16(normal(rng, *shape))) for shape in ((OC, C), (N, C), (N, OC)))
-    never = Weight(weight, None, None, None, None, None)
+    never = QuantizedWeight(weight, None, None, None)
     expected = dev.empty((N, OC), BF16)
     matmul.matmul_forward(expected, inp, weight, None, 1, N, C, OC)
     matmul.matmul_forward(out, inp, never, None, 1, N, C, OC)
     assert np.array_equal(dev.to_host(out), dev.to_host(expected))
 
 
-@pytest.mark.parametrize("C, OC, made, does", [
+@pytest.mark.parametrize("C, OC, producer_quantizes, worth", [
     (2048, 16384, True, True), (8192, 2048, True, True), (2048, 2048, False, True), (768, 3072, True, True),
     (576, 3072, True, False), (3072, 768, True, True), (2048, 1024, False, False), (2048, 1024, True, True),
     (2040, 16384, True, False),
 ])  # fmt: skip
-def test_a_weight_takes_codes_where_the_products_gain_more_than_encoding_costs(C, OC, made, does):
-    assert fp8.pays(C, OC, made) == does
+def test_a_weight_is_quantized_where_its_products_gain_more_than_that_costs(C, OC, producer_quantizes, worth):
+    assert fp8.worth_quantizing(C, OC, producer_quantizes) == worth

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 
 import device
 import generate
-import kernels.fp8 as fp8
+import kernels.fp8.matmul as fp8_matmul
 import kernels.matmul as matmul
 from conftest import DEVICES
 from device import from_bf16, to_bf16
 from device.fp8 import from_e4m3
-from kernels.fp8 import Coded, Gradient, Weight
+from kernels.fp8 import quantized
+from kernels.fp8.quantized import Quantized, QuantizedWeight, WeightGradient
 from llmc.data.batches import Batches
-from llmc.model import activations, offload, weights
+from llmc.model import fp8, offload, weights
 from llmc.model.activations import Cache
-from llmc.model.model import coded_matrices
-from llmc.model.tensors import FOR, FROM, readers
+from llmc.model.fp8 import in_bf16, quantized_matrices
 from llmc.model.weights import load_weights
 from llmc.ranks import exchange
 from llmc.run.validation import Validation
@@ -45,7 +45,7 @@ import numpy as np
 import pytest
 import torch
 from lazy import LazyDevice, Threads
-from test_fp8 import codes_by_pytorch, dev, scale_of  # noqa: F401  a fixture
+from test_fp8 import dev, quantized_by_pytorch, scale_of  # noqa: F401  a fixture
 from test_generation import forward_from, random_texts
 from test_offload import on
 from test_peers import EagerDevice, no_last_checkpoint, train  # noqa: F401  a fixture
@@ -68,7 +68,7 @@ FEW_DEVICES = [pytest.param(each, marks=pytest.mark.long if "warp32" in each els
 def large_weights(monkeypatch):
     """All weights are large enough, and pieces and buckets are smaller than they."""
     device.use("cpu")
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     monkeypatch.setattr(offload, "PIECE", 4800)
     monkeypatch.setattr(exchange, "SMALLEST_BUCKET", 500)
 
@@ -113,88 +113,139 @@ class Torchao:
     def __init__(self):
         self.dout = None
 
-    def forward(self, out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
-        inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (inp.reshape(N, C), weight.array))
+    def forward(self, out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int) -> None:
+        inp, weight = (rounded(x, 448, torch.float8_e4m3fn) for x in (inp.reshape(B * T, C), weight.bf16))
         product = (inp @ weight.T).numpy() + (0 if bias is None else from_bf16(bias))
-        out.reshape(N, OC)[:] = to_bf16(product)
+        out.reshape(B * T, OC)[:] = to_bf16(product)
 
-    def backward_inp(self, dinp, dout, weight: Weight, N: int, C: int, OC: int, beta: float) -> None:
-        self.dout = rounded(dout.reshape(N, OC), 57344, torch.float8_e5m2)
-        product = (self.dout @ rounded(weight.array, 448, torch.float8_e4m3fn)).numpy()
-        dinp.reshape(N, C)[:] = to_bf16(product + (from_bf16(dinp).reshape(N, C) if beta else 0))
+    def backward_inp(self, dinp, dout, weight: QuantizedWeight, B: int, T: int, C: int, OC: int, accumulate=False):
+        self.dout = rounded(dout.reshape(B * T, OC), 57344, torch.float8_e5m2)
+        product = (self.dout @ rounded(weight.bf16, 448, torch.float8_e4m3fn)).numpy()
+        dinp.reshape(B * T, C)[:] = to_bf16(product + (from_bf16(dinp).reshape(B * T, C) if accumulate else 0))
 
-    def backward_weight(self, dweight: Gradient, dout, inp, N: int, C: int, OC: int, beta: float) -> None:
-        product = (self.dout.T @ rounded(inp.reshape(N, C), 448, torch.float8_e4m3fn)).numpy()
-        dweight.array[:] = product + (dweight.array if beta else 0)
+    def backward_weight(self, dweight: WeightGradient, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool):
+        product = (self.dout.T @ rounded(inp.reshape(B * T, C), 448, torch.float8_e4m3fn)).numpy()
+        dweight.array[:] = product + (dweight.array if accumulate else 0)
 
 
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_a_models_gradients_are_as_good_as_by_the_recipe_of_torchao(dev, monkeypatch, config):  # noqa: F811
     exact, loss = gradients("fp32", config)
-    found, of_codes = gradients("fp8", config)
+    found, quantized_loss = gradients("fp8", config)
     recomputed, _ = gradients("fp8", config, recompute=True)
     assert np.array_equal(found, recomputed)
-    assert abs(of_codes - loss) < 0.01 * loss
+    assert abs(quantized_loss - loss) < 0.01 * loss
 
     def error(of: np.ndarray) -> float:
         return float(np.linalg.norm(of - exact) / np.linalg.norm(exact))
 
-    monkeypatch.setattr(activations, "coded", lambda array, dweight, scale: array)
-    monkeypatch.setattr(activations, "apart", lambda table, coded: table)
-    encoded, _ = gradients("fp8", config)
+    monkeypatch.setattr(fp8.Fp8, "quantize_views", lambda self, acts, rows: None)
+    monkeypatch.setattr(fp8, "out_of_place", lambda table, kind, config, rows: table)
+    by_products, _ = gradients("fp8", config)
     # For the CPU see test_fp8.EXACT_DEVICES. Elsewhere only the order in which GELU's bias' gradient is added up
     # differs.
     allowed = 1e-3 if dev.kind == "cpu" else 1e-6
-    assert np.linalg.norm(found - encoded) <= allowed * np.linalg.norm(found)
+    assert np.linalg.norm(found - by_products) <= allowed * np.linalg.norm(found)
     in_bf16, _ = gradients("bf16", config)
-    assert error(found) > 2 * error(in_bf16)  # so codes were multiplied
+    assert error(found) > 2 * error(in_bf16)  # so quantized matrices were multiplied
     if dev.kind == "cpu":  # where the recipe can stand in for the products
         recipe = Torchao()
-        monkeypatch.setattr(matmul, "fp8_forward", recipe.forward)
-        monkeypatch.setattr(matmul, "fp8_backward_inp", recipe.backward_inp)
-        monkeypatch.setattr(matmul, "fp8_backward_weight", recipe.backward_weight)
+        monkeypatch.setitem(matmul.matmul_forward.registry, QuantizedWeight, recipe.forward)
+        monkeypatch.setitem(matmul.matmul_backward_inp.registry, QuantizedWeight, recipe.backward_inp)
+        monkeypatch.setitem(matmul.matmul_backward_weight.registry, WeightGradient, recipe.backward_weight)
         theirs, _ = gradients("fp8", config)
         assert error(found) < 1.2 * error(theirs), (error(found), error(theirs))
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, replace(CONFIGS[2], tied_norm=False, parallel=False)], ids=name_of)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_weights_gradient_is_the_product_of_its_factors_codes(large_weights, monkeypatch, config, recompute):
-    """No script has encoded another gradient of as many columns meanwhile. And the codes of the input that backward has
-    recomputed are those of forward. With dropout, if the model has it."""
+def test_a_weights_gradient_is_the_product_of_its_quantized_factors(large_weights, monkeypatch, config, recompute):
+    """The input that backward has recomputed is quantized as that of forward. With dropout, if the model has it."""
     device.use_precision("fp8")
     script, seen, multiply = sys.modules[kind_of(config).__module__], {}, matmul.matmul_backward_weight
 
-    def forward(out, inp, weight: Weight, bias, N: int, C: int, OC: int) -> None:
-        fp8.fp8_forward(out, inp, weight, bias, N, C, OC)
-        if isinstance(inp, Coded):
-            codes = inp.codes
+    def forward(out, inp, weight: QuantizedWeight, bias, B: int, T: int, C: int, OC: int) -> None:
+        fp8_matmul.quantized_forward(out, inp, weight, bias, B, T, C, OC)
+        if isinstance(inp, Quantized):
+            q = inp.q
         else:
-            codes, wide = device.scratch("fp8 input", (N, C), np.uint8), from_bf16(inp.reshape(N, C))
-            assert weight.inp_scale.scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(codes, codes_by_pytorch(wide, weight.inp_scale.scale[0]))
-        seen[device.address(weight.inp_scale.scale)] = codes.copy()
+            q, wide = device.scratch("fp8 input", (B * T, C), np.uint8), from_bf16(inp.reshape(B * T, C))
+            assert weight.input_scale.scale[0] == scale_of(np.abs(wide).max())
+            assert np.array_equal(q, quantized_by_pytorch(wide, weight.input_scale.scale[0]))
+        seen[weight] = q.copy()
 
     def checked(dweight, dout, inp, B: int, T: int, C: int, OC: int, accumulate: bool) -> None:
         multiply(dweight, dout, inp, B, T, C, OC, accumulate)
-        inp_T = inp.codes_T if isinstance(inp, Coded) else device.scratch("fp8 input_T", (C, B * T), np.uint8)
-        if not isinstance(dout, Coded):
-            dout_T, wide = device.scratch(f"fp8 dout_T {OC}", (OC, B * T), np.uint8), from_bf16(dout.reshape(B * T, OC))
-            assert dweight.dout_scale.scale[0] == scale_of(np.abs(wide).max())
-            assert np.array_equal(dout_T, codes_by_pytorch(wide, dweight.dout_scale.scale[0]).T)
-        codes = seen.pop(device.address(dweight.inp_scale.scale))
-        assert np.abs(inp_T.T.astype(int) - codes).max() <= 1 and (inp_T.T != codes).mean() < 0.01  # EXACT_DEVICES
-        coded.append((isinstance(inp, Coded), isinstance(dout, Coded)))
+        weight, N = dweight.weight, B * T
+        inp_T = inp.q_T if isinstance(inp, Quantized) else device.scratch("fp8 input_T", (C, N), np.uint8)
+        if not isinstance(dout, Quantized):
+            dout_T, wide = device.scratch(f"fp8 dout_T {OC}", (OC, N), np.uint8), from_bf16(dout.reshape(N, OC))
+            assert weight.grad_scale.scale[0] == scale_of(np.abs(wide).max())
+            assert np.array_equal(dout_T, quantized_by_pytorch(wide, weight.grad_scale.scale[0]).T)
+        q = seen.pop(weight)
+        assert np.abs(inp_T.T.astype(int) - q).max() <= 1 and (inp_T.T != q).mean() < 0.01  # EXACT_DEVICES
+        taken.append((isinstance(inp, Quantized), isinstance(dout, Quantized)))
 
-    coded = []
-    monkeypatch.setattr(matmul, "fp8_forward", forward)
+    taken = []
+    monkeypatch.setitem(matmul.matmul_forward.registry, QuantizedWeight, forward)
     monkeypatch.setattr(script, "matmul_backward_weight", checked)
     gradients("fp8", config, recompute=recompute, dropout=(0.1, 3) if kind_of(config).DROPS else None)
-    table = kind_of(config).ACTIVATIONS + kind_of(config).GRADIENTS
-    made, dmade = (readers(table, prefix).values() for prefix in (FOR, FROM))
-    of_layer = [(name in made, name in dmade) for name in ("fcprojw", "fcw", "attprojw", "qkvw")]
-    assert not seen and coded == config.num_layers * of_layer
+    linear = kind_of(config).LINEAR
+    layer = [tuple(name is not None for name in linear.get(weight, (None, None)))
+             for weight in ("fcprojw", "fcw", "attprojw", "qkvw")]  # fmt: skip
+    assert not seen and taken == config.num_layers * layer
+
+
+@pytest.mark.parametrize("wrong, says", [
+    ("weight before inp", "needs the gradient of the output of fcw of layer 1, quantized, but nobody has quantized it"),
+    ("weight after another inp", "but the gradient of the output of fcw of layer 0 has overwritten it"),
+])  # fmt: skip
+def test_a_quantized_gradient_that_is_not_there_any_more_is_an_error_that_names_it(large_weights, wrong, says):
+    """As in a new model's script, where the calls of two layers stand in the wrong order."""
+    config, N = CONFIGS[1], B * T
+    device.use_precision("fp8")
+    quantized.held.clear()
+    training = build(device, config, B, T, "softmax", flat_parameters(config))
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    forward_backward(device, training, inputs, targets, 1 / N)
+    (p0, p1), (_, g1), (OC, C) = training.model.params.layer, training.model.grads.layer, (160, 64)
+    dout, dinp, inp = (np.zeros((N, columns), device.BF16) for columns in (OC, C, C))
+    if wrong == "weight after another inp":
+        for p in (p1, p0):
+            matmul.matmul_backward_inp(dinp, dout, p.fcw, B, T, C, OC)
+    with pytest.raises(ValueError, match=says):
+        matmul.matmul_backward_weight(g1.fcw, dout, inp, B, T, C, OC, False)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
+def test_only_products_with_one_weight_read_what_linear_names(config):
+    """By the launches of a pass in bf16, where each layer has views of its own."""
+    device.use("cpu")
+    device.use_precision("bf16")
+    training = build(device, config, B, T, "softmax", flat_parameters(config))
+    acts, (params, grads) = training.acts, (training.model.params, training.model.grads)
+    weights, readers = {}, {}  # by the view: the addresses of its weight and of the gradient; and who reads the view
+    for a, p, g in zip(acts.layer, params.layer, grads.layer, strict=True):
+        for weight, (inp, dout) in kind_of(config).LINEAR.items():
+            for name in (inp, f"{inp}_recomputed", dout):
+                if hasattr(a, str(name)):
+                    setattr(a, name, getattr(a, name).view())
+                    weights[id(getattr(a, name))] = {device.address(getattr(of, weight)) for of in (p, g)}
+    acts.ln[:-1] = [a.ln for a in acts.layer]
+
+    def observer(name, arguments, work) -> None:
+        for key, access in device.accesses(name, arguments).items():
+            if id(arguments[key]) in weights and access == "reads":
+                others = {device.address(each) for each in arguments.values() if isinstance(each, np.ndarray)}
+                readers.setdefault(id(arguments[key]), []).append((name, bool(others & weights[id(arguments[key])])))
+        work()
+
+    ((inputs, targets),) = make_batches(config, 1, B, T)
+    with device.observe(observer):
+        forward_backward(device, training, inputs, targets, 1 / (B * T))
+    assert readers.keys() == weights.keys()
+    assert {each for found in readers.values() for each in found} == {("gemm", True)}
 
 
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
@@ -216,7 +267,7 @@ def test_steps_are_repeated_to_the_bit(dev, config):  # noqa: F811
     assert np.isfinite(from_bf16(found[0])).all()
 
 
-def test_a_weight_is_encoded_once_a_step_and_in_each_other_pass(dev):  # noqa: F811
+def test_a_weight_is_quantized_once_a_step_and_in_each_other_pass(dev):  # noqa: F811
     """In the first batch, though backward runs its layer again. A pass between two steps, as in validation, sees the
     weights that the last step has made."""
     config = CONFIGS[1]
@@ -227,28 +278,28 @@ def test_a_weight_is_encoded_once_a_step_and_in_each_other_pass(dev):  # noqa: F
     train_step = training_step(training, batches)
     device.use_recording(True)
     for step in range(3):
-        before, launches = dev.to_host(p.fcw.array).copy(), []
+        before, launches = dev.to_host(p.fcw.bf16).copy(), []
 
         def observer(name, arguments, work, launches=launches) -> None:
-            launches.append(dev.address(arguments["inp"]) if name == "encode_kernel" else 0)
+            launches.append(dev.address(arguments["inp"]) if name == "quantize_kernel" else 0)
             work()
 
         with device.observe(observer):
             train_step(step, 1e-2)
-        assert launches.count(dev.address(p.fcw.array)) == 2  # by the scale of before, and by its own
-        scale = dev.to_host(p.fcw.scale)[0]
-        assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(from_bf16(before), scale))
+        assert launches.count(dev.address(p.fcw.bf16)) == 2  # both passes
+        q, scale = (dev.to_host(x) for x in (p.fcw.quantized.q, p.fcw.quantized.scale.scale))
+        assert np.array_equal(q, quantized_by_pytorch(from_bf16(before), scale[0]))
+        model.mark_stale()
         model.forward(training.acts, training.batch)
-        after, scale = from_bf16(dev.to_host(p.fcw.array)), dev.to_host(p.fcw.scale)[0]
-        assert np.array_equal(dev.to_host(p.fcw.codes), codes_by_pytorch(after, scale))
-        assert not np.array_equal(after, from_bf16(before))
-    plain = training.model.without_codes()
-    plain.weights_are_new()  # it has none to encode
-    assert plain.params.layer[0].fcw.shape == p.fcw.array.shape and not plain.coded() and training.model.coded()
+        after, q, scale = (dev.to_host(x) for x in (p.fcw.bf16, p.fcw.quantized.q, p.fcw.quantized.scale.scale))
+        assert np.array_equal(q, quantized_by_pytorch(from_bf16(after), scale[0])) and not np.array_equal(after, before)
+    plain = in_bf16(model)
+    plain.mark_stale()  # it has no quantized weights
+    assert plain.params.layer[0].fcw.shape == p.fcw.bf16.shape and not plain.fp8 and model.fp8
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_layer_that_is_run_again_makes_its_codes_once(large_weights, config):
+def test_a_layer_that_is_run_again_is_quantized_once(large_weights, config):
     """Its scales are those of forward, and known."""
     device.use_precision("fp8")
     training = build(device, config, B, T, "softmax", flat_parameters(config), recompute=True)
@@ -256,8 +307,8 @@ def test_a_layer_that_is_run_again_makes_its_codes_once(large_weights, config):
 
     def observer(name, arguments, work) -> None:
         work()
-        if arguments.get("correct"):
-            found.append(arguments["maxima"][-1] == arguments["scale"][0])
+        if arguments.get("second_pass"):
+            found.append(arguments["block_amax"][-1] == arguments["scale"][0])
 
     def observed(*args) -> None:
         with device.observe(observer):
@@ -266,42 +317,44 @@ def test_a_layer_that_is_run_again_makes_its_codes_once(large_weights, config):
     training.acts.recompute_layer = observed
     for inputs, targets in make_batches(config, 3, B, T):
         forward_backward(device, training, inputs, targets, 1 / (B * T))
-    assert all(found), f"{len(found) - sum(found)} of {len(found)} matrices were coded twice"
+    assert all(found), f"{len(found) - sum(found)} of {len(found)} matrices were quantized twice"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_codes_and_scales_fill_their_memory(large_weights, config):
+def test_quantized_weights_and_scales_fill_their_memory(large_weights, config):
     device.use_precision("fp8")
     model = kind_of(config)(config, T)
-    last = getattr(model.params.layer[-1], list(model.coded())[-1])
-    assert device.address(last.dout_scale.scale) + 16 == device.address(model.codes) + model.codes.size
+    last, memory = model.fp8.weights[-1], model.fp8.memory
+    assert device.address(last.grad_scale.scale) + 16 == device.address(memory) + memory.size
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_gradients_scale_is_guessed_from_the_layer_behind_it(large_weights, config):
-    """All layers of a matrix share what it is guessed from, and no other matrix does. Inputs are not guessed so."""
+def test_a_gradients_scale_is_guessed_from_the_layer_after_it(large_weights, config):
+    """All layers of a matrix share the amax from which it is guessed, and no other matrix does. Inputs are not guessed
+    so."""
     device.use_precision("fp8")
     training, found = build(device, config, B, T, "softmax", flat_parameters(config)), {}
 
     def observer(name, arguments, work) -> None:
         work()
-        before = arguments.get("before")
-        if arguments.get("correct") and before is not None:
-            found.setdefault(device.address(before), []).append((device.address(arguments["scale"]), before[0]))
-            assert arguments["scale"][0] == scale_of(before[0])
+        amax = arguments.get("previous_amax")
+        if arguments.get("second_pass") and amax is not None:
+            found.setdefault(device.address(amax), []).append((device.address(arguments["scale"]), amax[0]))
+            assert arguments["scale"][0] == scale_of(amax[0])
 
     for inputs, targets in make_batches(config, 2, B, T):
         found.clear()
         with device.observe(observer):
             forward_backward(device, training, inputs, targets, 1 / (B * T))
-    weights = [[getattr(p, name) for p in training.model.params.layer] for name in training.model.coded()]
-    expected = {device.address(first.dout_scale.before): [first, *others] for first, *others in weights}
-    assert len(expected) == len(weights) and found.keys() == expected.keys()
-    for address, behind in expected.items():
-        scales, largest = zip(*reversed(found[address]), strict=True)
-        assert scales == tuple(device.address(weight.dout_scale.scale) for weight in behind)
-        for weight, mine, theirs in zip(behind, largest, largest[1:], strict=False):
-            assert np.isclose(weight.dout_scale.scale[1], mine / theirs, rtol=0.5)  # a mean with another batch's
+    names = quantized_matrices(kind_of(config), config)
+    matrices = [[getattr(p, name) for p in training.model.params.layer] for name in names]
+    expected = {device.address(layers[0].grad_scale.previous_amax): layers for layers in matrices}
+    assert len(expected) == len(matrices) and found.keys() == expected.keys()
+    for address, layers in expected.items():
+        scales, amaxes = zip(*reversed(found[address]), strict=True)
+        assert scales == tuple(device.address(weight.grad_scale.scale) for weight in layers)
+        for weight, mine, theirs in zip(layers, amaxes, amaxes[1:], strict=False):
+            assert np.isclose(weight.grad_scale.scale[1], mine / theirs, rtol=0.5)  # a mean with another batch's
 
 
 def drawn(rng, config, count: int) -> np.ndarray:
@@ -355,7 +408,7 @@ def test_a_validation_that_is_replayed_sees_the_weights_of_the_last_step(large_w
 def test_all_ranks_end_with_the_same_bits_and_a_bitwise_run_with_those_of_one(
     large_weights, flags, peers, monkeypatch, rng
 ):  # fmt: skip
-    """Each rank encodes all of its parameters, after those of other ranks have arrived."""
+    """Each rank quantizes all of its parameters, after those of other ranks have arrived."""
     config = CONFIGS[1]
     batches = drawn(rng, config, 2)
     one, start = (train(config, B, these, 0.1, precision="fp8", bitwise="bitwise" in flags)
@@ -372,16 +425,16 @@ def test_all_ranks_end_with_the_same_bits_and_a_bitwise_run_with_those_of_one(
 
 @pytest.mark.parametrize("dev", FEW_DEVICES, indirect=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_text_is_written_with_the_numbers_of_the_weights_codes(dev, monkeypatch, config):  # noqa: F811
+def test_a_text_is_written_with_the_numbers_of_the_quantized_weights(dev, monkeypatch, config):  # noqa: F811
     """The logits are those of a bf16 model with these numbers: of a prompt and of a token, in one text and in three."""
     monkeypatch.setattr(weights, "STAGED", 1000)
     flat = flat_parameters(config)
     rounded, texts = flat.copy(), random_texts(config, 3, 17)
-    for name in coded_matrices(kind_of(config), config):
+    for name in quantized_matrices(kind_of(config), config):
         for matrix in getattr(name_parameters(rounded, config), name):
             wide = from_bf16(to_bf16(matrix))
             divisor = scale_of(np.abs(wide).max())
-            matrix[:] = from_e4m3(codes_by_pytorch(wide, divisor)) * divisor
+            matrix[:] = from_e4m3(quantized_by_pytorch(wide, divisor)) * divisor
 
     def logits(precision: str, flat: np.ndarray) -> np.ndarray:
         device.use_precision(precision)
@@ -400,7 +453,7 @@ def test_a_text_is_written_with_the_numbers_of_the_weights_codes(dev, monkeypatc
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-def test_a_batch_of_rows_that_do_not_fit_takes_no_codes(large_weights, config):
+def test_a_batch_of_rows_that_do_not_fit_is_not_quantized(large_weights, config):
     found = []
     for precision in "fp8", "bf16":
         device.use_precision(precision)
@@ -444,19 +497,19 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
         assert np.array_equal(trained(then, checkpoint=there), whole)
 
 
-CODED = "layers=2,heads=2,channels=32"  # of GPT-2
-FLAGS = ["-e", CODED, "-i", "data", "-b", "2", "-t", "32", "-d", "64", "-v", "0", "-s", "0", "--device", "cpu",
+QUANTIZED = "layers=2,heads=2,channels=32"  # of GPT-2
+FLAGS = ["-e", QUANTIZED, "-i", "data", "-b", "2", "-t", "32", "-d", "64", "-v", "0", "-s", "0", "--device", "cpu",
          "--checkpoint-dir", "run", "-l", "1e-2"]  # fmt: skip
 
 
 def test_a_run_changes_to_fp8_and_back(tmp_path, trainer_here, monkeypatch, capsys):
     """Its samples are the text of its bf16 weights, also where a sample computes 16 rows anew."""
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     folder = make_folder(tmp_path / "cpu.gpt2")
     out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "2", "--precision", "bf16"])
-    assert "codes in e4m3" not in out
+    assert "quantized weights" not in out
     out, _ = trainer_here(GPT2, folder, [*FLAGS, "-x", "4", "-y", "1", "--precision", "fp8", "-s", "4", "-g", "200"])
-    assert "the run was in bf16 and goes on in fp8" in out and "| codes in e4m3         | 0 MiB" in out
+    assert "the run was in bf16 and goes on in fp8" in out and "| quantized weights     | 0 MiB" in out
     assert "| large ones of layers in e4m3, others in bf16" in out
     (sample,) = samples_of(out)
     for precision, said in ("bf16", "with them rounded to bf16"), ("fp8", "become e4m3, the others bf16"):

@@ -72,7 +72,7 @@ def forward_from(writer: Writer, texts, starts, lengths) -> np.ndarray:
     device.copy_in(cache.positions, np.array(starts, np.int32))
     device.copy_in(cache.last, np.array([b * T + length - 1 for b, length in enumerate(lengths)], np.int32))
     cache.model.forward(acts, batch)
-    encoder_forward(acts.last, cache.last, acts.ln, None, B, 1, acts.ln.shape[-1])
+    encoder_forward(acts.last, cache.last, acts.ln[-1], None, B, 1, acts.last.shape[-1])
     writer.draw(acts, acts.last)
     device.synchronize()
     return device.to_floats(acts.logits)[:, : cache.model.config.vocab_size]

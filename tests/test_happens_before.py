@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import device
 from device import recording
-from kernels import fp8
-from llmc.model import offload
+from llmc.model import fp8, offload
 from llmc.model.batch import Batch
 from llmc.ranks import collectives, exchange, ranks
 from llmc.step.training import Training, make_training
@@ -28,7 +27,7 @@ import pytest
 
 N, B, T = 2, 2, 8
 OF_PARTS = {
-    "model": ("params_memory", "grads_memory", "codes"), "adamw": ("m", "v", "low", "norm"),
+    "model": ("params_memory", "grads_memory"), "adamw": ("m", "v", "low", "norm"),
     "exchange": ("received", "sums"),
 }  # fmt: skip
 OTHERS_OF_GPU = ("side", "urgent", "patient", "fetch", "update", "store")  # its streams beside the main one
@@ -194,7 +193,7 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         (ranks, "size", lambda: N), (ranks, "rank", lambda: rank[0]), (collectives, "peer_access", lambda: True),
         (collectives, "map_memory", map_memory), (collectives, "all_reduce", all_reduce),
         (exchange, "LARGEST_BUCKET", 400), (exchange, "SMALLEST_BUCKET", 1000),
-        (offload, "PIECE", 4000), (fp8, "LEAST_GAIN", 0),
+        (offload, "PIECE", 4000), (fp8, "MIN_GAIN", 0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stands)
     device.use("cpu")
@@ -204,6 +203,8 @@ def logs_of(config, monkeypatch, count=1, record=True, precision="fp32", **flags
         trainings.append(make_training(kind_of(config), config, B, T, "softmax", weight_decay=0.1, **flags))
         parts = {part: getattr(trainings[-1], part) for part in OF_PARTS}
         arrays = {name: getattr(parts[part], name) for part, names in OF_PARTS.items() for name in names}
+        if precision == "fp8":
+            arrays["quantized weights"] = trainings[-1].model.fp8.memory
         arrays |= {name: shared_arrays[name].arrays[-1] for name in SPARSE if name in shared_arrays}
         if flags.get("offload"):
             buffers = parts["adamw"].offload.buffers
@@ -285,9 +286,9 @@ FLAGS = [{}, {"grad_clip": 0.1}, {"sharded": True}, {"sharded": True, "grad_clip
          {"sharded": True, "bitwise": True, "offload": True}]
 EVEN_CHANNELS = replace(ODD, num_layers=3, num_heads=2, channels=20)  # so that in bf16 tensors begin at words
 CASES = [(config, 1, True) for config in CONFIGS] + [(CONFIGS[0], 2, True), (CONFIGS[0], 1, False)]
-CODED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
+QUANTIZED = Llama3Config(32, 101, 2, 4, 2, 64, 80, tied=False)  # with weights of several shapes
 CASES = [("fp32", *case) for case in CASES] + [("bf16", EVEN_CHANNELS, 1, True)]
-CASES += [("fp8", CODED, 1, True), ("fp8", CODED, 2, True)]
+CASES += [("fp8", QUANTIZED, 1, True), ("fp8", QUANTIZED, 2, True)]
 CASES += [("fp8", config, 1, True) for config in (GPT2Config(32, 101, 2, 2, 48), PythiaConfig(32, 101, 2, 2, 32))]
 
 
@@ -314,13 +315,13 @@ def without_waits(name: str, other: str):
 
 
 @pytest.mark.parametrize("on_side", [True, False])
-def test_codes_that_are_not_waited_for_are_noticed(on_side, monkeypatch):
-    """Those of a gradient: the side stream multiplies them, and the main stream then writes the next ones there."""
+def test_a_quantized_gradient_that_is_not_waited_for_is_noticed(on_side, monkeypatch):
+    """The side stream multiplies it, and the main stream then writes the next one there."""
     waits = recording.waits
     monkeypatch.setattr(recording, "waits", lambda launches, side: [
         None if side[i] == on_side else wait for i, wait in enumerate(waits(launches, side))
     ])  # fmt: skip
-    found = races(*logs_of(CODED, monkeypatch, precision="fp8"))
+    found = races(*logs_of(QUANTIZED, monkeypatch, precision="fp8"))
     assert any(one.startswith("fp8 dout_T 64") for one in found)
 
 

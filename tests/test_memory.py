@@ -6,9 +6,9 @@ from dataclasses import replace
 import device
 from conftest import refusal
 from device.errors import UserError
-from kernels import fp8
 from llmc.data.batches import Batches
 from llmc.files.checkpoint import write_model
+from llmc.model import fp8
 from llmc.model.activations import Cache
 from llmc.model.tensors import num_parameters
 from llmc.model.weights import randomize
@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 GIB = 1 << 30
-CODED = [Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False), GPT2Config(64, 101, 2, 4, 64),
+QUANTIZED = [Llama3Config(64, 101, 2, 4, 2, 64, 80, tied=False), GPT2Config(64, 101, 2, 4, 64),
          PythiaConfig(64, 101, 2, 4, 64), Qwen3Config(64, 101, 2, 4, 2, 64, 80, head_size=128)]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def bf16():
 
 @pytest.mark.parametrize("flags", [{}, {"recompute": True}, {"offload": True}, {"logit_rows": 7}], ids=str)
 @pytest.mark.parametrize("precision, config, attention", [
-    *(("fp32", *each) for each in ONE_OF_EACH[::2]), *(("fp8", each, "softmax") for each in CODED),
+    *(("fp32", *each) for each in ONE_OF_EACH[::2]), *(("fp8", each, "softmax") for each in QUANTIZED),
 ], ids=name_of)  # fmt: skip
 def test_training_allocates_what_the_table_says(one_dev, precision, config, attention, flags, monkeypatch):
     """Up to some arrays that are smaller than a batch. The passes then allocate nothing more."""
@@ -49,7 +49,7 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
     if precision == "fp8" and dev.kind == "cuda" and dev.compute_capability < 89:
         pytest.skip("this GPU has no fp8")
     dev.use_precision(precision)
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     allocated, empty = [], dev.current.device.empty
 
     def counted(shape, *dtype):
@@ -66,7 +66,8 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
     for memory_of in (model.params_memory, batch.memory):
         dev.fill_zero(memory_of)
     for accumulate in False, True:
-        model.begin_batch(not accumulate)
+        if not accumulate:
+            model.zero_grad()
         model.forward(training.acts, batch)
         model.loss(training.acts, batch, 1.0, accumulate)
         model.backward(training.acts, batch, accumulate)
@@ -75,12 +76,14 @@ def test_training_allocates_what_the_table_says(one_dev, precision, config, atte
 
 def test_a_text_in_fp8_takes_a_byte_for_each_number_of_the_layers_matrices_and_room_for_one_in_bf16(bf16, monkeypatch):
     device.use_precision("fp8")
-    monkeypatch.setattr(fp8, "LEAST_GAIN", 0)
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
     allocated, empty = [], device.current.device.empty
     monkeypatch.setattr(device.current.device, "empty", lambda *of: allocated.append(empty(*of)) or allocated[-1])
-    config = replace(CODED[0], num_layers=12)
+    config = replace(QUANTIZED[0], num_layers=12)
     said = inference_sizes(kind_of(config), config, 2, 16)
-    Cache(kind_of(config)(config, 16, inference=True), 2, 16, "softmax")
+    model = kind_of(config)(config, 16, inference=True)
+    assert sum(array.nbytes for array in (model.params_memory, model.fp8.memory)) == said["parameters"]
+    Cache(model, 2, 16, "softmax")
     assert sum(array.nbytes for array in allocated) == pytest.approx(sum(said.values()), rel=0.02)
 
 

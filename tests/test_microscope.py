@@ -81,10 +81,10 @@ def microscope(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_kernel_has_a_race_and_every_one_was_looked_at(runs, precision):
     assert {kernel: races for kernel, races in runs["races"][precision].items() if races} == {}
-    files = [path for path in (ROOT / "kernels").glob("*.cu") if precision == "bf16" or not architecture_of(path)]
+    files = [path for path in (ROOT / "kernels").rglob("*.cu") if precision == "bf16" or not architecture_of(path)]
     kernels = {name for path in files for name in kernel_declarations(path)}
-    codes = {name for name in kernels if re.search("(^|_)(codes|encode|decode)_", name)}
-    of_bf16 = {"split_kernel", "join_kernel", *codes} if precision == "fp32" else set()
+    fp8 = {name for path in (ROOT / "kernels" / "fp8").glob("*.cu") for name in kernel_declarations(path)}
+    of_bf16 = {"split_kernel", "join_kernel", *fp8} if precision == "fp32" else set()
     assert set(runs["races"][precision]) == kernels - of_bf16
 
 

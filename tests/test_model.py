@@ -9,6 +9,7 @@ import device
 import oracle
 from device.errors import UserError
 from llmc.data.batches import Batches
+from llmc.model import fp8
 from llmc.model.activations import Activations, batch_sizes, choose_attention, training_tables
 from llmc.model.model import Model
 from llmc.model.tensors import (
@@ -244,11 +245,17 @@ def test_a_smaller_batch_in_the_same_buffers_gives_what_a_fresh_model_gives(mode
 
 
 @each_config
-def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(config):
+def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_it_takes_the_place_of(
+    config, monkeypatch
+):
     device.use("cpu")
-    kind, sizes = kind_of(config), batch_sizes(config, 2, 11, 0)
-    coded = ((), ("fcw",))  # the weights whose products take codes
-    tables = [table for names in coded for name in ("flash", "softmax") for table in training_tables(kind, name, names)]
+    kind, sizes = kind_of(config), batch_sizes(config, 2, 16, 0)
+    monkeypatch.setattr(fp8, "MIN_GAIN", 0)
+    tables = []
+    for precision, name in product(("bf16", "fp8"), ("flash", "softmax")):
+        device.use_precision(precision)
+        tables += training_tables(kind, config, name, sizes)
+    device.use_precision("fp32")
     for table, floatX in product(tables, (np.dtype("f4"), device.BF16)):
         table = without(table, config.absent)
         starts, length = layout(table, sizes, ALIGNMENT, floatX=floatX)

@@ -18,7 +18,7 @@ import pytest
 
 nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which binds NVRTC, is not installed").nvrtc
 
-KERNELS = sorted((Path(__file__).parent.parent / "kernels").glob("*.cu"))
+KERNELS = sorted((Path(__file__).parent.parent / "kernels").rglob("*.cu"))
 # Compute capabilities and precisions; before 8.0 there is no bf16.
 BUILDS = (75, "fp32"), (90, "bf16")  # T4; H100 and H200
 FURTHER = (90, "fp32"), (80, "fp32"), (80, "bf16"), (100, "fp32"), (100, "bf16")  # A100; B200; in make test-all
@@ -38,7 +38,7 @@ NEW = f"\n__device__ int compiled_at_{time.time_ns()};\n"
 # position that only says what to prefetch.
 MAY_READ = {
     "matvec_kernel": "ld.global",
-    "matvec_codes_kernel": "ld.global",
+    "matvec_fp8_kernel": "ld.global",
     "cached_attention_kernel": "ld.volatile.global",
     "cached_attention_shared_kernel": "ld.volatile.global",
 }
@@ -128,7 +128,7 @@ def all_compiled(pytestconfig):
 @each_file_and_build
 def test_every_kernel_of_a_file_compiles(path, capability, precision, pytestconfig):
     bounds = r"(?:__launch_bounds__\([^)]*\)\s*)?(?:PROGRAMMATIC\s+)?"
-    declared = re.findall(rf"__global__\s+void\s+{bounds}(\w+)\s*\(", path.read_text())
+    declared = re.findall(rf"__global__\s+void\s+{bounds}(\w+)\s*\(", device.cuda_source(path))
     assert sorted(compiled(path, capability, precision, pytestconfig.cache)) == sorted(declared)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import device
-from dev.microscope.launches import room_for_codes
+from dev.microscope.launches import quantized
 from device import cpp, cpu
 from kernels import flash_attention
 from kernels.adamw import join, split
@@ -18,10 +18,11 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from kernels.fp8 import Coded, Codes, encode
+from kernels.fp8.quantize import quantize
+from kernels.fp8.quantized import Quantized, Scale, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_recompute
-from kernels.matmul import decoded, matvec
+from kernels.matmul import matvec
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.qk_norm import qk_norm_backward
 from kernels.rmsnorm import fused_residual_rmsnorm_forward, rmsnorm_recompute
@@ -200,32 +201,32 @@ def master_copy():
     join(joined, params, low, v, 1000)
 
 
-def codes():
-    """Codes of matrices of several tiles, as they lie and transposed; and the kernels that read them as a weight."""
+def fp8():
+    """Quantized matrices of several tiles, with transposed copies; and the kernels that read one as a weight."""
     device.use_precision("bf16")
     N, C = 80, 272
     inp = device.to_bf16(normal(np.random.default_rng(8), N, C))
-    weight = Codes(np.zeros((N, C), np.uint8), np.zeros(1, np.float32))
-    encode(Coded(weight.codes, np.zeros((C, N), np.uint8), weight.scale), inp, N, C)
-    matvec(np.zeros_like(inp[:, 0]), inp[0], weight, None, C, N)
-    decoded(weight, C, N)
+    weight = WeightOnly(np.zeros((N, C), np.uint8), np.zeros(1, np.float32))
+    quantize(Quantized(weight.q, np.zeros((C, N), np.uint8), Scale("weight", weight.scale)), inp, N, C)
+    for rows in 1, 2:
+        matmul_forward(np.zeros((rows, N), np.uint16), inp[:rows], weight, None, 1, rows, C, N)
     H, dout, dbias = C // 2, np.ascontiguousarray(inp[:, : C // 2]), np.zeros(C, np.float32)
     for erf in False, True:
-        gelu_forward(room_for_codes(N, C), inp, inp[0], N, C, erf)
-        gelu_backward(room_for_codes(N, C), dbias, room_for_codes(N, C), inp, inp, inp[0], N, C, erf)
+        gelu_forward(quantized(N, C), inp, inp[0], N, C, erf)
+        gelu_backward(quantized(N, C), dbias, quantized(N, C), inp, inp, inp[0], N, C, erf)
     residual, stats, norm = np.empty_like(inp), np.ones((2, N), np.float32), (inp[0], inp[1])
-    out = room_for_codes(N, C)
+    out = quantized(N, C)
     fused_residual_forward(residual, out, stats, inp, inp[::-1].copy(), norm, 1, N, C)
     layernorm_recompute(out, residual, norm, stats, 1, N, C)
     fused_residual_rmsnorm_forward(residual, out, stats[1], inp, inp[::-1].copy(), norm[0], 1e-5, 1, N, C)
     rmsnorm_recompute(out, residual, norm[0], stats[1], 1, N, C)
-    swiglu_forward(room_for_codes(N, H), inp, N, H)
-    swiglu_backward(room_for_codes(N, C), room_for_codes(N, H), dout, inp, N, H)
+    swiglu_forward(quantized(N, H), inp, N, H)
+    swiglu_backward(quantized(N, C), quantized(N, H), dout, inp, N, H)
     NH, NKV, HS = 2, 1, 128
     qkv, dout = (device.to_bf16(normal(np.random.default_rng(each), N, (NH + 2 * NKV) * HS)) for each in (9, 10))
     rstd, sums = np.ones((N, NH + NKV), np.float32), np.zeros((2, HS), np.float32)
     qk_norm_backward(
-        room_for_codes(N, qkv.shape[1]), sums, dout, qkv, (qkv[0], qkv[1]), rstd, rope_table(N, HS, 1e4),
+        quantized(N, qkv.shape[1]), sums, dout, qkv, (qkv[0], qkv[1]), rstd, rope_table(N, HS, 1e4),
         1, N, NH, NKV, HS,
     )  # fmt: skip
     device.use_precision("fp32")
@@ -250,7 +251,7 @@ WORKS = {name: step_of(*step) for name, step in STEPS.items()} | {
     "parallel residual, dropout": parallel_residual(200, 2100, 0.2),
     "parallel residual, sums in partials": parallel_residual(50, 9004, 0.0),
     "exchange": exchange, "text": text, "wgmma": wgmma, "shared memory again": several_passes,
-    "master copy": master_copy, "codes": codes,
+    "master copy": master_copy, "fp8": fp8,
 }
 
 launched: set[str] = set()
@@ -269,7 +270,7 @@ def test_the_order_of_threads_changes_no_bit_of_any_kernels_results(launches, mo
 def test_every_kernel_was_among_them():
     if not launched:
         pytest.skip("the tests above have not run")
-    files = [*sorted((ROOT / "kernels").glob("*.cu")), cpu.PRODUCTS]
+    files = [*sorted((ROOT / "kernels").rglob("*.cu")), cpu.PRODUCTS]
     assert launched == {name for path in files for name in cpp.compile_source(path).kernels}
 
 

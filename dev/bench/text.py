@@ -28,7 +28,7 @@ from dev.bench.workload import SEED, Workload, cache_for_text, make_parser, tens
 from dev.hf.common import config_json, named_tensors, transformers_parameters
 from device.errors import UserError, first_line
 from llmc.model.activations import Cache
-from llmc.model.model import codes_bytes
+from llmc.model.fp8 import quantized_count
 from llmc.model.tensors import shape_of
 from llmc.run.arguments import positive
 from llmc.step.generation import Writer
@@ -121,7 +121,7 @@ def limit_of(cache: Cache, workload: Workload, positions: int) -> float:
     config, sizes = workload.config, workload.config.sizes()
     shapes = [symbols for _, symbols in config.parameters() if symbols[0] not in ("Vp", "maxT")] + [("Vp", "C")]
     weights = sum(math.prod(shape_of(symbols, sizes)) for symbols in shapes) * device.floatX.itemsize
-    weights -= codes_bytes(workload.kind, config, 1)  # a byte in the place of two
+    weights -= quantized_count(workload.kind, config)  # a byte in the place of two
     cached = 2 * cache.token[0].keys.nbytes * positions // workload.T
     return 1000 * (weights + cached) / measure_copy()
 

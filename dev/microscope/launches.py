@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import device
 from device.errors import UserError
+from kernels import fp8
 from kernels.adamw import adamw, join, split
 from kernels.attention import Matrices, attention_backward, attention_forward
 from kernels.cached_attention import Cached, cached_attention_forward
@@ -22,10 +23,11 @@ from kernels.dropout import Dropout
 from kernels.encoder import add_sparse, encoder_backward, encoder_backward_sparse, encoder_forward
 from kernels.exchange import checksum, gather_rows, sum_buffers
 from kernels.flash_attention import flash_attention_backward, flash_attention_forward
-from kernels.fp8 import Coded, Codes, encode
+from kernels.fp8.quantize import quantize
+from kernels.fp8.quantized import GradientScale, Quantized, WeightOnly
 from kernels.gelu import gelu_backward, gelu_forward
 from kernels.layernorm import fused_residual_forward, layernorm_backward, layernorm_forward, layernorm_recompute
-from kernels.matmul import decoded, matmul_backward_bias, matmul_forward, matvec, transpose, transposes
+from kernels.matmul import matmul_backward_bias, matmul_forward, matvec, transpose, transposes
 from kernels.parallel_residual import parallel_residual_backward, parallel_residual_forward, recompute_norm
 from kernels.qk_norm import qk_norm_backward, qk_norm_forward
 from kernels.reduce import SQUARES, add_partials, column_sum, global_norm
@@ -38,6 +40,7 @@ from llmc.model.batch import random_words
 
 import numpy as np
 
+fp8.load()
 EPS = 1e-5
 
 
@@ -218,39 +221,41 @@ add(swiglu_forward, MATRIX, "out=N,C inp=N,2*C")
 add(swiglu_backward, MATRIX, "dinp=N,2*C out=N,C dout=N,C inp=N,2*C", lambda size, a: recomputed(a.out))
 
 
-def room_for_codes(N: int, C: int) -> Coded:
-    """Both layouts, and a scale, a ratio and a largest value of 1."""
-    codes, codes_T = (device.empty(shape, np.uint8) for shape in ((N, C), (C, N)))
-    return Coded(codes, codes_T, *(device.asarray(np.ones(n, np.float32)) for n in (2, 1)))
+def quantized(N: int, C: int) -> Quantized:
+    """Room for q and q_T, and a scale, a ratio and a previous amax of 1."""
+    ones = (device.asarray(np.ones(n, np.float32)) for n in (2, 1))
+    q, q_T = (device.empty(shape, np.uint8) for shape in ((N, C), (C, N)))
+    return Quantized(q, q_T, GradientScale("matrix", *ones))
 
 
-def coded_weight(size, a) -> dict:
-    codes = np.random.default_rng(3).integers(0, 127, (size.OC, size.C), np.uint8)
-    return {"weight": Codes(device.asarray(codes), device.asarray(np.ones(1, np.float32)))}
+def weight_only(size, a) -> dict:
+    q = np.random.default_rng(3).integers(0, 127, (size.OC, size.C), np.uint8)
+    return {"weight": WeightOnly(device.asarray(q), device.asarray(np.ones(1, np.float32)))}
 
 
-add(matvec, "C=256 OC=64", "out=OC inp=C bias=OC", coded_weight, "codes", ("C % 16 == 0",), "bf16")
-add(decoded, "C=256 OC=64", "", coded_weight, needs=("C % 16 == 0",), precision="bf16")
-CODED = {"variant": "codes", "needs": ("N % 16 == 0", "C % 16 == 0"), "precision": "bf16"}
-add(encode, MATRIX, "inp=N,C", lambda size, a: {"out": room_for_codes(size.N, size.C)}, **CODED | {"variant": ""})
+for rows, variant in (1, "fp8"), (2, "fp8 rows"):
+    add(matmul_forward, f"B=1 T={rows} C=256 OC=64", "out=B,T,OC inp=B,T,C bias=OC", weight_only, variant,
+        ("C % 16 == 0",), "bf16")
+FP8 = {"variant": "fp8", "needs": ("N % 16 == 0", "C % 16 == 0"), "precision": "bf16"}
+add(quantize, MATRIX, "inp=N,C", lambda size, a: {"out": quantized(size.N, size.C)}, **FP8 | {"variant": ""})
 for erf in False, True:
-    more = CODED | {"variant": "erf codes" if erf else "codes"}
+    more = FP8 | {"variant": "erf fp8" if erf else "fp8"}
     add(gelu_forward, MATRIX, "inp=N,C bias=C",
-        lambda size, a, erf=erf: {"out": room_for_codes(size.N, size.C), "erf": erf}, **more)
+        lambda size, a, erf=erf: {"out": quantized(size.N, size.C), "erf": erf}, **more)
     add(gelu_backward, MATRIX, "dbias*=C dout=N,C inp=N,C bias=C", lambda size, a, erf=erf: {
-        "dinp": room_for_codes(size.N, size.C), "out": room_for_codes(size.N, size.C), "erf": erf}, **more)
-CODED_ROWS = CODED | {"needs": ("B * T % 16 == 0", "C % 16 == 0")}
+        "dinp": quantized(size.N, size.C), "out": quantized(size.N, size.C), "erf": erf}, **more)
+FP8_ROWS = FP8 | {"needs": ("B * T % 16 == 0", "C % 16 == 0")}
 add(fused_residual_forward, ROWS, f"{FUSED} {STATS} bias=C",
-    lambda size, a: pairs(size, a) | {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
+    lambda size, a: pairs(size, a) | {"out": quantized(size.B * size.T, size.C)}, **FP8_ROWS)
 add(layernorm_recompute, ROWS, f"inp=B,T,C weight=C bias=C {STATS}",
-    lambda size, a: pairs(size, a) | {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
+    lambda size, a: pairs(size, a) | {"out": quantized(size.B * size.T, size.C)}, **FP8_ROWS)
 add(fused_residual_rmsnorm_forward, ROWS, f"{FUSED} rstd*=B,T",
-    lambda size, a: epsilon(size, a) | {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
+    lambda size, a: epsilon(size, a) | {"out": quantized(size.B * size.T, size.C)}, **FP8_ROWS)
 add(rmsnorm_recompute, ROWS, "inp=B,T,C weight=C rstd*=B,T",
-    lambda size, a: {"out": room_for_codes(size.B * size.T, size.C)}, **CODED_ROWS)
-add(swiglu_forward, MATRIX, "inp=N,2*C", lambda size, a: {"out": room_for_codes(size.N, size.C)}, **CODED)
+    lambda size, a: {"out": quantized(size.B * size.T, size.C)}, **FP8_ROWS)
+add(swiglu_forward, MATRIX, "inp=N,2*C", lambda size, a: {"out": quantized(size.N, size.C)}, **FP8)
 add(swiglu_backward, MATRIX, "dout=N,C inp=N,2*C", lambda size, a: {
-    "dinp": room_for_codes(size.N, 2 * size.C), "out": room_for_codes(size.N, size.C)}, **CODED)
+    "dinp": quantized(size.N, 2 * size.C), "out": quantized(size.N, size.C)}, **FP8)
 
 add(fused_classifier, "B=2 T=4 V=1000 Vp=1024", "logits=B,T,Vp losses*=B,T",
     lambda size, a: {"dloss": 1.0, "targets": device.asarray(tokens(size.B, size.T, below=size.V))},
@@ -327,8 +332,8 @@ add(qk_norm_forward, "B=2 T=16 NH=4 NKV=2 HS=32", f"out={ALL_HEADS} {QK}",
 add(qk_norm_backward, "B=2 T=16 NH=4 NKV=2 HS=32", f"dinp={ALL_HEADS} {OF_QK}",
     lambda size, a: of_heads(size, a) | {"dout": a.dinp}, needs=("HS % 2 == 0",))
 add(qk_norm_backward, "B=2 T=16 NH=2 NKV=1 HS=128", f"dout={ALL_HEADS} {OF_QK}", lambda size, a: of_heads(size, a) | {
-    "dinp": room_for_codes(size.B * size.T, (size.NH + 2 * size.NKV) * size.HS)},
-    **CODED | {"needs": ("B * T % 16 == 0", "HS == 128")})
+    "dinp": quantized(size.B * size.T, (size.NH + 2 * size.NKV) * size.HS)},
+    **FP8 | {"needs": ("B * T % 16 == 0", "HS == 128")})
 
 
 def norm() -> dict:

@@ -134,7 +134,11 @@ def watch(launch: Launch, sizes: dict[str, int]) -> list[Watched]:
     return watched
 
 
-FILES = {name: path for path in sorted((ROOT / "kernels").glob("*.cu")) for name in device.kernel_declarations(path)}
+# The file that declares each kernel. Sorted backwards: a file that includes another declares the other's kernels, too.
+FILES = {
+    name: path for path in sorted((ROOT / "kernels").rglob("*.cu"), reverse=True)
+    for name in device.kernel_declarations(path)
+}  # fmt: skip
 
 
 def watch_kernel(

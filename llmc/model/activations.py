@@ -7,7 +7,6 @@ only keys and values stay.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from types import SimpleNamespace
 
 import device
@@ -15,24 +14,12 @@ from device.errors import UserError
 from kernels.attention import Matrices, scratch_of_attention
 from kernels.cached_attention import Cached, scratch_of_cache
 from kernels.flash_attention import HEAD_SIZES, Flash
-from kernels.fp8 import MULTIPLE, coded, scratch_of_fp8
 from kernels.matmul import weight_is_transposed
 from kernels.reduce import MOST_PARTIALS, SQUARES
+from llmc.model import fp8
 from llmc.model.batch import Batch
-from llmc.model.model import Model, coded_matrices
-from llmc.model.tensors import (
-    ALIGNMENT,
-    FOR,
-    FROM,
-    Config,
-    Table,
-    apart,
-    layout,
-    name_tensors,
-    readers,
-    shape_of,
-    without,
-)
+from llmc.model.model import Model
+from llmc.model.tensors import ALIGNMENT, Config, Table, layout, name_tensors, shape_of, without
 
 import numpy as np
 
@@ -100,25 +87,29 @@ class Activations:
 
     def views(self, b: int | None = None, t: int | None = None) -> SimpleNamespace:
         """The tensors for a batch of (b, t), at most (B, T), as a pass takes them: by the names of the tables, as
-        `group_activations` groups them, and in each layer `attention`, what its attention keeps. What only products
-        that take codes read is Coded. recompute_layer is what backward calls before it goes back through a layer."""
+        group_norms and `group_activations` group them, and in each layer `attention`, what its attention keeps.
+        recompute_layer is what backward calls before it goes back through a layer."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
         sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
-        takes = model.coded() if sizes["B"] * sizes["T"] % MULTIPLE == 0 else ()
-        activations, gradients = training_tables(type(model), self.attention, takes)
+        activations, gradients = training_tables(type(model), config, self.attention, sizes)
         acts = named(self.memory, activations, config, sizes)
+        grads = named(self.grads_memory, gradients, config, sizes)
+        vars(acts).update(vars(grads) | {"layer": acts.layer})
         acts.recompute_layer = type(model).layer_recompute if self.recompute else kept
-        for a in acts.layer:
+        for a, g in zip(acts.layer, grads.layer, strict=True):
+            vars(a).update(vars(g))
             a.attention = Flash(a.lse) if self.attention == "flash" else Matrices(a.qkvr, a.att, relu)
-            a.qkv = getattr(a, "qkv", acts.qkv)  # the layer's own, or the one that all layers share
-        of_gradients = vars(named(self.grads_memory, gradients, config, sizes))
-        vars(acts).update((name, view) for name, view in of_gradients.items() if name != "layer")
-        for prefix, scale in (FOR, "inp_scale"), (FROM, "dout_scale"):
-            for name, weight in readers(activations + gradients, prefix).items():
-                for a, g in zip(acts.layer, model.grads.layer, strict=True):
-                    setattr(a, name, coded(getattr(acts, name), getattr(g, weight), scale))
+        if model.fp8:
+            model.fp8.quantize_views(acts, sizes["B"] * sizes["T"])
+        group_norms(acts)
         model.group_activations(acts, config)
         return acts
+
+
+def group_norms(acts: SimpleNamespace) -> None:
+    """Makes acts.ln a list: ln[l] is the output of the norm of residual[l], which layer l reads, and ln[L] that of the
+    last norm."""
+    acts.ln = [*(a.ln for a in acts.layer), acts.ln]
 
 
 def kept(model: Model, acts: SimpleNamespace, batch: Batch, l: int) -> None:
@@ -146,7 +137,8 @@ class Cache:
         model, config = self.model, self.model.config
         acts = named(self.memory, cache_table(type(model)), config, cache_sizes(config, self.B, T, self.context))
         for a, keys, values in zip(acts.layer, acts.keys, acts.values, strict=True):
-            a.attention, a.qkv = Cached(keys, values, self.positions, self.attention == "relu"), acts.qkv
+            a.attention = Cached(keys, values, self.positions, self.attention == "relu")
+        group_norms(acts)
         model.group_activations(acts, config)
         return acts, Batch(self.B, T, positions=self.positions)
 
@@ -167,12 +159,13 @@ def cache_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
     return batch_sizes(config, B, T, B) | {"L": 1, "L+1": 1, "context": context}
 
 
-def training_tables(kind: type[Model], attention: str, coded: Container[str] = ()) -> tuple[Table, Table]:
-    """The tables of activations and of their gradients. A row that the model has, too, is the model's. coded: the
-    weights whose products take codes."""
-    own = frozenset(name for name, *_ in kind.ACTIVATIONS)
+def training_tables(
+    kind: type[Model], config: Config, attention: str, sizes: dict[str, int]
+) -> tuple[Table, Table]:  # fmt: skip
+    """The tables of activations and of their gradients. A row that the model has, too, is the model's."""
+    own, rows = frozenset(name for name, *_ in kind.ACTIVATIONS), sizes["B"] * sizes["T"]
     activations = kind.ACTIVATIONS + without(KINDS[attention], own)
-    return apart(activations, coded), apart(kind.GRADIENTS, coded)
+    return fp8.out_of_place(activations, kind, config, rows), fp8.out_of_place(kind.GRADIENTS, kind, config, rows)
 
 
 def cache_table(kind: type[Model]) -> Table:
@@ -186,7 +179,7 @@ def training_bytes(
 ) -> tuple[int, int]:
     """The bytes of activations, and of their gradients. The first also suffice for a Cache of one text, for samples."""
     sizes = batch_sizes(config, B, T, logit_rows, recompute)
-    tables = training_tables(kind, attention, coded_matrices(kind, config))
+    tables = training_tables(kind, config, attention, sizes)
     activations, gradients = (table_bytes(table, config, sizes) for table in tables)
     return max(activations, cache_bytes(kind, config, 1, T)), gradients
 
@@ -213,11 +206,7 @@ def training_scratch(kind: type[Model], config: Config, B: int, T: int, attentio
         "input_T": X * B * T * max(config.channels, sizes["Q"]) if device.floatX != device.BF16 else 0,
         "weight_T": X * max(transposed, default=0),
     }
-    inputs, douts = (  # that no kernel makes as codes
-        [shape for name, shape in coded_matrices(kind, config).items() if name not in made.values()]
-        for made in (readers(kind.ACTIVATIONS + kind.GRADIENTS, prefix) for prefix in (FOR, FROM))
-    )
-    found |= scratch_of_fp8(B * T, inputs, douts)
+    found |= fp8.training_scratch(kind, config, B * T)
     return found | scratch_of_attention(attention, B, T, config.num_heads, config.kv_heads, config.head_size)
 
 

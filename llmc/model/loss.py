@@ -5,13 +5,14 @@ from llmc.model.model import Model
 
 
 def cross_entropy_loss(model: Model, acts, batch, dloss: float = 0.0, accumulate: bool = False) -> None:
-    """Sets acts.losses (B,T) to the cross-entropy of batch.targets, from acts.ln (B,T,C). Overwrites acts.logits.
+    """Sets acts.losses (B,T) to the cross-entropy of batch.targets, from acts.ln[L] (B,T,C). Overwrites
+    acts.logits.
 
-    If dloss, the gradient of each loss, is not 0: also sets acts.dln (B,T,C) to the gradient of acts.ln, and adds the
-    gradient of the classifier's weight to grads.head (Vp,C). Without accumulate it sets grads.head instead.
+    If dloss, the gradient of each loss, is not 0: also sets acts.dln (B,T,C) to the gradient of acts.ln[L], and adds
+    the gradient of the classifier's weight to grads.head (Vp,C). Without accumulate it sets grads.head instead.
     """
     C, V = model.config.channels, model.config.vocab_size
     classifier(
-        acts.losses, acts.logits, acts.ln, model.params.head, batch.targets, batch.B, batch.T, C, V,
+        acts.losses, acts.logits, acts.ln[-1], model.params.head, batch.targets, batch.B, batch.T, C, V,
         dloss=dloss, dinp=acts.dln, dweight=model.grads.head, accumulate=accumulate,
     )  # fmt: skip

@@ -1,25 +1,22 @@
 """Tables of tensors: how a flat buffer is divided among them, and what can be counted from them.
 
-A table is a tuple of rows (name, shape) in the order of the buffer. A shape is a tuple of symbols, such as ("B", "T",
-"3C"), which a dict of sizes turns into numbers; a symbol may begin with a factor. A tensor whose shape begins with "L"
-has one part for each layer; one whose shape begins with "L+1" is a list, with a part in front of each layer and one
-behind the last. The sizes say for how many parts there is room: if for one, all layers share it. A row (name, shape,
-owner) takes the place of an earlier tensor, at a time when what that one held is no longer needed; a row (name, shape,
-owner, other) lies in the owner's place behind the other tensor there. A place is as large as its tensors need.
-Further words have a meaning. "fp32": its tensor is that in any precision; the others are of the type of the run,
-which is bf16 in the precision of this name. "head": the last such parameter that a model has is its classifier's
-weight. "recomputed": backward makes it once more, as the input of the product for a weight's gradient. Its view is then
-a matrix (rows, channels) in the layout that this product wants; in fp32 this is a transposed one (kernels/matmul.py:
-transposes). "for fcw": only products with this weight read the tensor, as their input; "from fcw": as the gradient of
-their result. Each layer has its own view, because products may take codes (kernels/fp8.py: Coded), whose scale is that
-of a layer. "in place": its kernel makes the tensor from its owner, which it may overwrite. But if it makes codes, they
-lie behind the owner, because such a kernel runs twice.
+A table is a tuple of rows (name, shape, options), in the order of the buffer. A shape is a tuple of symbols, such as
+("B", "T", "3C"), which a dict of sizes turns into numbers; a symbol may begin with a factor. A tensor whose shape
+begins with "L" has one part for each layer. One whose shape begins with "L+1" is a list, with one part more after the
+last layer. The sizes say for how many parts there is room: if for one, all layers share it. Options:
+
+a               an earlier tensor: this one lies at its address. It is there when a's content is no longer needed
+a, b            in a's block, right after b. A block is as long as its tensors need
+"fp32"          this tensor is fp32 in any precision; the others are of the type of the run, which is bf16 in bf16
+"head"          the last such parameter that a model has is its classifier's weight
+"recomputed"    backward computes the tensor again, as the input of the product for a weight's gradient. The view for
+                that, NAME_recomputed (rows, channels), has the layout that the product wants; in fp32 this is a
+                transposed one (kernels/matmul.py: transposes)
 """
 
 import math
 import os
 import re
-from collections.abc import Container
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from types import SimpleNamespace
@@ -33,8 +30,7 @@ import numpy as np
 Table = tuple[tuple, ...]
 
 ALIGNMENT = 256  # bytes: the start of every activation is a multiple
-FP32, HEAD, RECOMPUTED, IN_PLACE = WORDS = "fp32", "head", "recomputed", "in place"
-FOR, FROM = "for ", "from "
+FP32, HEAD, RECOMPUTED = WORDS = "fp32", "head", "recomputed"
 MOST = 2**31 - 1  # of any size: files' headers hold 32-bit integers
 
 # By the type of a field: how its value is written in a model's description.
@@ -58,24 +54,10 @@ def without(table: Table, absent: frozenset[str]) -> Table:
     return tuple(row for row in table if row[0] not in absent)
 
 
-def readers(table: Table, *prefixes: str) -> dict[str, str]:
-    """The tensors that only products with one weight read, each with this weight. prefixes: FOR, FROM, or by default
-    both."""
-    prefixes = prefixes or (FOR, FROM)
-    return {name: word.partition(" ")[2] for name, _, *words in table for word in words if word.startswith(prefixes)}
-
-
-def apart(table: Table, coded: Container[str]) -> Table:
-    """The table for a model whose products with the weights `coded` take codes: a tensor that only these read lies
-    behind its owner, not in place."""
-    behind = {name for name, weight in readers(table).items() if weight in coded}
-    return tuple(tuple(row[2] if word == IN_PLACE and row[0] in behind else word for word in row) for row in table)
-
-
 def owners(row: tuple) -> list[str]:
-    """The tensor names in a row: first the owner, whose place the row's tensor takes; then, if there is a second name,
-    the tensor behind which it lies there."""
-    return [word for word in row[2:] if word not in WORDS and not word.startswith((FOR, FROM))]
+    """The tensor names in a row's options: the owner of its block, and, if there is a second name, the tensor after
+    which it lies there."""
+    return [word for word in row[2:] if word not in WORDS]
 
 
 def layout(
@@ -115,8 +97,9 @@ def name_tensors(
     floatX: np.dtype | None = None,
 ) -> SimpleNamespace:  # fmt: skip
     """The tensors of a table as views into a flat buffer: `.wte`; for a tensor with a part for each layer both `.qkvw`
-    (all layers) and `.layer[l].qkvw`; for one with a part more the list `.residual`. Absent tensors are None. If the
-    run's type floatX is given, the buffer is one of bytes."""
+    (all layers) and `.layer[l].qkvw`; for one with a part more the list `.residual`, and `.layer[l].residual` before
+    layer l. A tensor that all layers share is in each `.layer[l]`, too. Absent tensors are None. If the run's type
+    floatX is given, the buffer is one of bytes."""
     starts, _ = layout(table, sizes, align, absent, floatX)
 
     def view(row: tuple):
@@ -124,24 +107,28 @@ def name_tensors(
         if not floatX:
             return buffer[at : at + math.prod(shape)].reshape(shape)
         dtype = type_of(row, floatX)
-        flat = buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype)
-        if RECOMPUTED not in row[2:]:
-            return flat.reshape(shape)
-        return flat.reshape(shape[-1], -1).T if transposes() else flat.reshape(-1, shape[-1])
+        return buffer[at : at + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     tensors, layers = {}, [SimpleNamespace() for _ in range(sizes["layers"])]
     for row in table:
         name, (first, *_) = row[:2]
-        tensors[name] = view(row) if name in starts else None
+        tensors[name] = tensor = view(row) if name in starts else None
         if first == "L+1" and name in starts:
-            tensors[name] = [tensors[name][l % sizes["L+1"]] for l in range(len(layers) + 1)]
-        elif first == "L":
-            for l, layer in enumerate(layers):
-                setattr(layer, name, tensors[name][l % sizes["L"]] if name in starts else None)
-        elif name in readers(table):
-            for layer in layers:
-                setattr(layer, name, tensors[name])
+            tensors[name] = [tensor[l % sizes["L+1"]] for l in range(len(layers) + 1)]
+        if RECOMPUTED in row:
+            tensors[f"{name}_recomputed"] = again = recomputed_view(tensor)
+        for l, layer in enumerate(layers):
+            parts = tensor is not None and first in ("L", "L+1")
+            setattr(layer, name, tensor[l % sizes[first]] if parts else tensor)
+            if RECOMPUTED in row:
+                setattr(layer, f"{name}_recomputed", again)
     return SimpleNamespace(**tensors, layer=layers)
+
+
+def recomputed_view(tensor):
+    """The view (rows, channels) of a tensor's memory to which backward writes it again."""
+    flat, channels = tensor.reshape(-1), tensor.shape[-1]
+    return flat.reshape(channels, -1).T if transposes() else flat.reshape(-1, channels)
 
 
 def ranges(table: Table, sizes: dict[str, int], names: tuple[str, ...]) -> list[tuple[int, int, bool]]:

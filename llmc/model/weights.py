@@ -10,9 +10,9 @@ from pathlib import Path
 
 import device
 from kernels.adamw import split
-from kernels.fp8 import Coded, encode
 from llmc.files.checkpoint import conversion, read_model
 from llmc.model.adamw import AdamW
+from llmc.model.fp8 import put_quantized, quantized_matrices
 from llmc.model.model import Model
 from llmc.model.tensors import layout, num_parameters, shape_of, without
 
@@ -46,22 +46,13 @@ def put(model: Model, adamw: AdamW | None, start: int, values) -> None:
 
 
 def put_part(model: Model, adamw: AdamW | None, name: str, at: int, values) -> None:
-    """The same for a parameter's numbers from the at-th on. If a model has only codes of a matrix, its parts must come
-    in order: the last part of a layer's matrix encodes it."""
-    in_codes = {} if model.grads else model.coded()
-    if name not in in_codes:
-        places, _ = layout(without(model.config.parameters(), in_codes), model.config.sizes(), align=1)
+    """The same for a parameter's numbers from the at-th on. The parts of a parameter must come in order."""
+    quantized = {} if model.grads else quantized_matrices(type(model), model.config)
+    if name in quantized:
+        put_quantized(model, name, at, values)
+    else:
+        places, _ = layout(without(model.config.parameters(), quantized), model.config.sizes(), align=1)
         put(model, adamw, places[name][0] + at, values)
-        return
-    OC, C = in_codes[name]
-    while values.size:
-        l, first = divmod(at, OC * C)
-        part, whole = values[: OC * C - first], device.scratch("decoded weight", (OC * C,), device.floatX)
-        split(whole[first : first + part.size], part, part.size)
-        if first + part.size == OC * C:
-            weight = getattr(model.params.layer[l], name)
-            encode(Coded(weight.codes, None, weight.scale), whole, OC, C)
-        at, values = at + part.size, values[part.size :]
 
 
 def zero(model: Model, adamw: AdamW | None) -> None:
@@ -125,8 +116,8 @@ def model_for_inference(kind: type[Model], path: str | Path, T: int) -> Model:
     its weights are converted, stderr says so."""
     config, tensors = read_model(path, kind.Config)
     model = kind(config, T, inference=True)
-    coded = f"{path}: large weights of the layers become e4m3, the others bf16" if model.codes.size else ""
-    if converted := coded or conversion(path, kind.Config):
+    quantized = f"{path}: large weights of the layers become e4m3, the others bf16" if model.fp8 else ""
+    if converted := quantized or conversion(path, kind.Config):
         print(converted, file=sys.stderr, flush=True)
     load_weights(model, None, tensors)
     return model

@@ -31,6 +31,7 @@ from llmc.files.checkpoint import (
 )
 from llmc.model.activations import Cache, choose_attention
 from llmc.model.adamw import Recipe
+from llmc.model.fp8 import in_bf16
 from llmc.model.model import Model
 from llmc.model.tensors import Config, num_parameters, padded
 from llmc.model.weights import load_weights, randomize
@@ -245,7 +246,7 @@ def make_samples(training: Training, settings: Settings, tokenizer: Tokenizer | 
     activations, sampler = training.activations, Sampler(settings.seed)
     if state:
         sampler.state = state["sampler"]
-    cache = Cache(training.model.without_codes(), 1, settings.T, activations.attention, activations.memory)
+    cache = Cache(in_bf16(training.model), 1, settings.T, activations.attention, activations.memory)
     return Samples(tokenizer, sampler, Writer(cache))
 
 
@@ -419,7 +420,7 @@ def is_same_file(one: str | Path, other: str | Path) -> bool:
 
 PRODUCTS = {
     "fp32": "fp32", "tf32": "TF32", "bf16": "bf16, sums in fp32",
-    "fp8": "large ones of layers in e4m3, others in bf16", "no codes": "bf16: in e4m3 no matrix would be faster",
+    "fp8": "large ones of layers in e4m3, others in bf16", "no fp8": "bf16: in e4m3 no matrix would be faster",
 }  # fmt: skip
 
 
@@ -427,12 +428,12 @@ def run_table(run: Run, tokenizer: Path | None, checkpoint: Path | None) -> list
     """The sections of the start-up table: every setting of the run, and the data that it found."""
     s, args, training, config = run.settings, run.settings.flags, run.training, run.training.model.config
     train_data, val_data = run.batches.loader, run.validation.batches.loader
-    offload, coded = training.adamw.offload, training.model.codes.size > 0
+    offload, no_fp8 = training.adamw.offload, device.precision == "fp8" and not training.model.fp8
     return [
         [
             ("device", device.name),
             *([("why not CUDA", device.why_not_cuda)] if device.why_not_cuda else []),
-            ("matrix products", PRODUCTS["no codes" if device.precision == "fp8" and not coded else device.precision]),
+            ("matrix products", PRODUCTS["no fp8" if no_fp8 else device.precision]),
             *([("activations, weights", "bf16; AdamW, losses and statistics in fp32")]
               if device.floatX == device.BF16 else []),
             ("attention", args.attention),

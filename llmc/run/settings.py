@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import device
 from device.errors import UserError, escaped
-from kernels.fp8 import MULTIPLE
+from kernels.fp8.quantized import MULTIPLE
 from llmc.files.record import MOST_STEPS
 from llmc.model.model import Model
 from llmc.model.tensors import Config

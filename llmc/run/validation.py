@@ -31,7 +31,7 @@ class Validation:
         model, acts, batch = training.model, training.acts, Batch(settings.B, settings.T)
 
         def forward_loss() -> None:
-            model.weights_are_new()  # a replay encodes them, whatever was true when it was recorded
+            model.mark_stale()
             model.forward(acts, batch)
             model.loss(acts, batch)
 

@@ -36,7 +36,7 @@ class Writer:
     def forward_and_draw(self) -> None:
         acts, batch = self.cache.token
         self.cache.model.forward(acts, batch)
-        self.draw(acts, acts.ln)
+        self.draw(acts, acts.ln[-1])
 
     def draw(self, acts, rows) -> None:
         """Draws the tokens that follow these rows (B,C) of the last norm's output. The next step reads them."""
@@ -61,7 +61,7 @@ class Writer:
             device.copy_in(array, values)
         cache.model.forward(acts, batch)
         device.copy_in(cache.positions, ends)
-        encoder_forward(acts.last, cache.last, acts.ln, None, B, 1, acts.ln.shape[-1])  # copies these rows
+        encoder_forward(acts.last, cache.last, acts.ln[-1], None, B, 1, acts.last.shape[-1])  # copies these rows
         self.draw(acts, acts.last)
         device.synchronize()  # until now the device may have read the arrays on the host
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import device
 from device.errors import UserError
 from device.host import free_memory
-from kernels.fp8 import MULTIPLE
+from kernels.fp8.quantized import MULTIPLE
 from llmc.model.activations import cache_bytes, cache_scratch, training_bytes, training_scratch
-from llmc.model.model import Model, codes_bytes, decoded_bytes
+from llmc.model.fp8 import dequantized_bytes, quantized_bytes, quantized_count
+from llmc.model.model import Model
 from llmc.model.offload import buffer_bytes
 from llmc.model.ranges import Range
 from llmc.model.tensors import Config, num_parameters
@@ -60,10 +61,10 @@ def training_sizes(kind: type[Model], config: Config, plan: Plan) -> dict[str, i
     n, X, B, T = num_parameters(config), device.floatX, plan.B, plan.T
     activations, gradients = training_bytes(kind, config, B, T, plan.attention, plan.logit_rows, plan.recompute)
     state = {"AdamW's pieces": buffer_bytes()} if plan.offload else state_sizes(config, plan.shard)
-    codes = {"codes in e4m3": codes_bytes(kind, config)} if device.precision == "fp8" else {}
+    quantized = {"quantized weights": quantized_bytes(kind, config)} if device.precision == "fp8" else {}
     scratch = training_scratch(kind, config, B, T, plan.attention)
     return {
-        "parameters": X.itemsize * n, **codes, "gradients": 4 * n, **state, "activations": activations,
+        "parameters": X.itemsize * n, **quantized, "gradients": 4 * n, **state, "activations": activations,
         "activation gradients": gradients, "scratch": sum(scratch.values()),
         **exchange_bytes(config, B, T, plan.bitwise),
     }  # fmt: skip
@@ -78,10 +79,11 @@ def state_sizes(config: Config, shard: Range | None) -> dict[str, int]:
 
 def inference_sizes(kind: type[Model], config: Config, B: int, T: int) -> dict[str, int]:
     """The bytes of each buffer of a model that writes B texts of up to T tokens, by name."""
+    others = num_parameters(config) - quantized_count(kind, config)
     return {
-        "parameters": device.floatX.itemsize * num_parameters(config) - codes_bytes(kind, config, 1),  # a byte for two
+        "parameters": device.floatX.itemsize * others + quantized_bytes(kind, config, inference=True),
         "activations": cache_bytes(kind, config, B, T),
-        "scratch": sum(cache_scratch(config, B, T).values()) + decoded_bytes(kind, config),
+        "scratch": sum(cache_scratch(config, B, T).values()) + dequantized_bytes(kind, config),
     }
 
 

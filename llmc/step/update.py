@@ -36,7 +36,6 @@ def adamw_update(model: Model, adamw: AdamW, exchange: Exchange, lr: float, t: i
             adamw.pass_through(model, ready)
         else:
             adamw.update(model, ready, lr, t)
-    model.weights_are_new()
 
 
 def update_norm(model: Model, adamw: AdamW, exchange: Exchange, checked: list[Range]) -> None:

@@ -1,0 +1,36 @@
+"""qk_norm's backward pass with a quantized result: the launcher of qk_norm.cu."""
+
+import device
+from device import ceil_div
+from kernels.fp8 import source
+from kernels.fp8.quantize import both_passes, quantize
+from kernels.fp8.quantized import Quantized, note_written
+from kernels.qk_norm import lanes, qk_norm_backward, sums_bytes
+from kernels.reduce import MOST_PARTIALS, add_partials, partials_of
+
+cu = source(__file__)
+
+TILE = 64  # positions
+HEAD_SIZE = 128  # of the heads that the kernel takes
+
+
+@qk_norm_backward.register(Quantized)
+def quantized_backward(
+    dinp: Quantized, dweights, dout, inp, weights, rstd, table, B: int, T: int, NH: int, NKV: int, HS: int
+) -> None:
+    """qk_norm_backward. Sets q and q_T of dinp (B*T,(NH+2*NKV)*HS), and its scale. dinp must not overlap dout, which
+    may be overwritten."""
+    N, heads = B * T, NH + 2 * NKV
+    if HS != HEAD_SIZE:
+        qk_norm_backward(dout, dweights, dout, inp, weights, rstd, table, B, T, NH, NKV, HS)
+        quantize(dinp, dout, N, heads * HS)
+        return
+    # Two blocks a multiprocessor, as the kernel's __launch_bounds__ say.
+    chunks = min(ceil_div(N, TILE) * heads, 2 * device.multiprocessors, MOST_PARTIALS)
+    partials, block = partials_of(chunks * 2 * HS), cu.block(256)
+    shared_mem = block // lanes(cu) * sums_bytes(cu, HS) + 4 * TILE * HS * device.floatX.itemsize
+    for arguments in both_passes(chunks, dinp.scale):
+        args = *arguments, dinp.q, dinp.q_T, partials, dout, inp, *weights, rstd, table, N, T, NH, NKV
+        cu.launch("qk_norm_backward_fp8_kernel", (chunks,), (block,), args, shared_mem=shared_mem)
+    note_written(dinp.scale, dinp.q, dinp.q_T)
+    add_partials([*dweights], partials, chunks, HS)

@@ -1,0 +1,199 @@
+"""What a model in fp8 has besides bf16: which of its matrices are quantized, their memory, and views for its passes.
+
+A layer's matrix is quantized if that saves time. Its products then take quantized operands (kernels/fp8/). If only such
+products read an activation or a gradient, the kernel that computes it quantizes it, too; Model.LINEAR says which these
+are. A product quantizes its other operands itself.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import device
+from kernels import fp8
+from kernels.adamw import split
+from kernels.fp8.quantize import quantize, scratch_bytes
+from kernels.fp8.quantized import (
+    MULTIPLE,
+    GradientScale,
+    Quantized,
+    QuantizedWeight,
+    Scale,
+    WeightGradient,
+    WeightOnly,
+)
+from llmc.model.tensors import Config, Table, layout, owners
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llmc.model.model import Model
+
+# A weight (OC,C) saves a layer's three products time in proportion to C OC. To quantize their inputs costs time in
+# proportion to C, the gradients of their outputs in proportion to OC, about as 8 to 6. So a weight is worth quantizing
+# if C OC / (8 C + 6 OC) is above MIN_GAIN; or above WITHOUT_PRODUCERS times that, if quantize_kernel does it all.
+# Before GELU's and the norms' kernels quantized, an H100 took 28.85 ms for a step of GPT-2 124M, 16384 rows, with
+# weights above 95 alone, 28.6 above 85, 28.5 above 80, and no less with all. The projection of Qwen3-0.6B's attention
+# has 93. With it a step takes 63.2 ms, not 64.2. But the loss was up to 0.71% above that of bf16, without it 0.38%
+# (doc/18-one-byte.md).
+MIN_GAIN, WITHOUT_PRODUCERS = 80, 1.35
+
+
+class Fp8:
+    """The quantized weights of a model in fp8.
+
+    memory    bytes: q, q_T and scales of all quantized matrices; q and one scale in a model for inference
+    weights   all QuantizedWeights. Empty in a model for inference
+    """
+
+    def __init__(self, model: Model, inference: bool):
+        fp8.load()
+        kind, config = type(model), model.config
+        self.model, self.weights = model, []
+        self.memory = device.empty((quantized_bytes(kind, config, inference),), np.uint8)
+        self.place_weights(model.params, model.grads)
+        device.reserve({"dequantized weight": dequantized_bytes(kind, config) * inference})
+
+    def place_weights(self, params: SimpleNamespace, grads: SimpleNamespace | None) -> None:
+        """Puts a QuantizedWeight and its WeightGradient in the place of each quantized matrix in the views of a model's
+        parameters and gradients; or, without gradients, a WeightOnly."""
+        end = 0
+
+        def room(*shape: int, dtype=np.uint8):
+            nonlocal end
+            start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+            return self.memory[start:end].view(dtype).reshape(shape)
+
+        def floats(count: int):
+            return room(4, dtype=np.float32)[:count]
+
+        for name, (OC, C) in quantized_matrices(type(self.model), self.model.config).items():
+            previous_amax = floats(1) if grads else None
+            for l, p in enumerate(params.layer):
+                q, scale = room(OC, C), floats(1)
+                if not grads:
+                    setattr(p, name, WeightOnly(q, scale))
+                    continue
+                where, g = f"{name} of layer {l}", grads.layer[l]
+                weight = QuantizedWeight(
+                    getattr(p, name), Quantized(q, room(C, OC), Scale(f"weight {where}", scale)),
+                    # In a layer that is run again, inputs have the scales of forward. So the guess is the last scale.
+                    Scale(f"input of {where}", floats(1)),
+                    GradientScale(f"gradient of the output of {where}", floats(2), previous_amax),
+                )  # fmt: skip
+                setattr(p, name, weight)
+                setattr(g, name, WeightGradient(getattr(g, name), weight))
+                self.weights.append(weight)
+
+    def mark_stale(self) -> None:
+        """Says that the weights have changed, so the next forward pass must quantize them."""
+        for weight in self.weights:
+            weight.stale = True
+
+    def quantize_views(self, acts: SimpleNamespace, rows: int) -> None:
+        """Puts a Quantized view in the place of each activation and gradient of `rows` positions that only quantized
+        products read, in each layer."""
+        if rows % MULTIPLE:
+            return
+        for name, (inp, dout) in linear(type(self.model), self.model.config).items():
+            for a, g in zip(acts.layer, self.model.grads.layer, strict=True):
+                weight = getattr(g, name).weight
+                for view, scale in (
+                    (inp, weight.input_scale), (f"{inp}_recomputed", weight.input_scale), (dout, weight.grad_scale)
+                ):  # fmt: skip
+                    if hasattr(a, str(view)):
+                        setattr(a, view, quantized_view(getattr(a, view), scale))
+
+
+def in_bf16(model: Model) -> Model:
+    """The same model, but its products are in bf16: for samples, whose passes have any number of rows."""
+    model = copy(model)
+    model.fp8, model.params = None, model.tensors_in(model.params_memory)
+    return model
+
+
+def put_quantized(model: Model, name: str, at: int, values: Any) -> None:
+    """Sets numbers of a matrix of a model for inference, from the at-th on, to fp32 values on the device. They come in
+    order: the last of a layer's numbers quantizes its weight."""
+    OC, C = quantized_matrices(type(model), model.config)[name]
+    while values.size:
+        l, first = divmod(at, OC * C)
+        part, whole = values[: OC * C - first], device.scratch("dequantized weight", (OC * C,), device.floatX)
+        split(whole[first : first + part.size], part, part.size)
+        if first + part.size == OC * C:
+            weight = getattr(model.params.layer[l], name)
+            quantize(Quantized(weight.q, None, Scale(f"weight {name} of layer {l}", weight.scale)), whole, OC, C)
+        at, values = at + part.size, values[part.size :]
+
+
+def quantized_view(array: Any, scale: Scale | GradientScale) -> Quantized:
+    """The memory of a bf16 array (..., C), as q and q_T of the same shape."""
+    C = array.shape[-1]
+    q, q_T = array.reshape(-1).view(np.uint8).reshape(2, -1)
+    return Quantized(q.reshape(-1, C), q_T.reshape(C, -1), scale)
+
+
+def worth_quantizing(C: int, OC: int, producer_quantizes: bool) -> bool:
+    """Whether a weight (OC,C) is quantized. producer_quantizes: whether a layer's kernel quantizes the input of its
+    product, or the gradient of its output."""
+    least = MIN_GAIN if producer_quantizes else WITHOUT_PRODUCERS * MIN_GAIN
+    return C % MULTIPLE == 0 and OC % MULTIPLE == 0 and C * OC >= least * (8 * C + 6 * OC)
+
+
+def quantized_matrices(kind: type[Model], config: Config) -> dict[str, tuple[int, int]]:
+    """The layers' matrices that are quantized: name, shape (OC,C). Empty in another precision than fp8."""
+    if device.precision != "fp8":
+        return {}
+    starts, _ = layout(config.parameters(), config.sizes(), align=1)
+    matrices = {name: starts[name] for name in config.products if len(starts[name][1]) == 3}
+    return {
+        name: (OC, C)
+        for name, (start, (_, OC, C)) in matrices.items()
+        if worth_quantizing(C, OC, name in kind.LINEAR) and start % 8 == 0
+    }
+
+
+def linear(kind: type[Model], config: Config) -> dict[str, tuple[str | None, str | None]]:
+    """Model.LINEAR of the quantized matrices."""
+    matrices = quantized_matrices(kind, config)
+    return {name: tensors for name, tensors in kind.LINEAR.items() if name in matrices}
+
+
+def out_of_place(table: Table, kind: type[Model], config: Config, rows: int) -> Table:
+    """The table of a model's activations or gradients, for `rows` positions. A kernel that quantizes runs twice. So a
+    quantized gradient that would take its owner's memory lies after the owner there."""
+    gradients = {dout for _, dout in linear(kind, config).values()} if rows % MULTIPLE == 0 else ()
+    return tuple((*row, *owners(row)) if row[0] in gradients and len(owners(row)) == 1 else row for row in table)
+
+
+def quantized_bytes(kind: type[Model], config: Config, inference: bool = False) -> int:
+    """The bytes of Fp8.memory. A number takes two bytes, for q and q_T, and each of a weight's three scales 16. In a
+    model for inference a number takes one byte, and a weight has one scale."""
+    matrices, scales = len(quantized_matrices(kind, config)), 1 if inference else 3
+    numbers = quantized_count(kind, config) * (1 if inference else 2)
+    return numbers + 16 * matrices * (scales * config.num_layers + (not inference))  # 1 more: previous_amax
+
+
+def quantized_count(kind: type[Model], config: Config) -> int:
+    """How many parameters are quantized."""
+    return config.num_layers * sum(OC * C for OC, C in quantized_matrices(kind, config).values())
+
+
+def dequantized_bytes(kind: type[Model], config: Config) -> int:
+    """The bytes of the scratch for the largest dequantized weight, in bf16."""
+    return 2 * max((OC * C for OC, C in quantized_matrices(kind, config).values()), default=0)
+
+
+def training_scratch(kind: type[Model], config: Config, rows: int) -> dict[str, int]:
+    """The scratch of products of `rows` positions in a training step: purpose, bytes."""
+    matrices = quantized_matrices(kind, config)
+    if not matrices or rows % MULTIPLE:
+        return {}
+    inputs, gradients = (
+        [shape for name, shape in matrices.items() if not kind.LINEAR.get(name, (None, None))[place]]
+        for place in (0, 1)
+    )
+    return scratch_bytes(rows, inputs, gradients)
