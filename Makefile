@@ -70,7 +70,7 @@ profile: $(TEST_ENV) ## time each kernel of a training step beside what the mach
 book: $(BOOK_ENV) ## make the textbook in doc/ a folder of HTML pages: book/index.html
 	$(PY) doc/book.py $(ARGS)
 
-quotes: $(TRAIN_ENV) ## write anew what the book quotes of the code: after lines of code have changed or moved
+quotes: $(TRAIN_ENV) ## write anew what the book quotes of the code: after a quoted line has changed
 	$(PY) doc/quotes.py --write
 
 # A sanitized library in a Python that is not: ASan must be loaded first. What Python leaks at exit is none of ours.

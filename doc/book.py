@@ -4,7 +4,8 @@
     python doc/book.py -o book
 
 pandoc turns Markdown into HTML and formulas into MathML. What is left for this script: links between pages, a page for
-each source file that is linked to, with a link to the line where a quote of its code stands, and the frame around all.
+each source file that is linked to, the line's number in each link to a place in code (doc/places.py), and the frame
+around all.
 The ladders' tables get columns for the GPUs of this machine, if doc/ladder.py has kept their times.
 """
 
@@ -23,6 +24,7 @@ from html import escape, unescape
 
 from device.errors import UserError
 from doc.ladder import kept_elsewhere, kept_measurement, with_tables
+from doc.places import line_at, lines_of
 from llmc.run.arguments import Parser
 from llmc.run.program import run_program
 
@@ -32,6 +34,7 @@ STYLE = "book.css"
 MARKDOWN = "gfm+tex_math_dollars"  # GitHub's, which shows the same pages
 CODE = {".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".cpp": "cpp", ".py": "python", ".sh": "bash", ".toml": "toml"}
 PICTURES = {".svg", ".png"}
+TO_A_PLACE = re.compile(r"\]\((?P<file>[^()\s#]+)\)<!-- (?P<place>.*?) -->")  # what follows a link's text
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -92,6 +95,21 @@ def link(path: Path, target: str, used: set[Path]) -> str | None:
     return relative(place, page_of(path)) + (f"#{anchor}" if anchor else "")
 
 
+def with_lines(page: Path, text: str) -> str:
+    """The text of a page whose links to places in code lead to these lines now. Raises UserError for a place that is
+    not there."""
+
+    def numbered(found: re.Match) -> str:
+        file, place = found["file"], found["place"]
+        try:
+            number, _ = line_at(lines_of(page.parent / file), place)
+        except UserError as error:
+            raise UserError(f"{page.relative_to(ROOT)}: {file}: {place}: {error}") from None
+        return f"]({file}#L{number})"
+
+    return TO_A_PLACE.sub(numbered, text)
+
+
 def markdown_page(path: Path) -> tuple[str, set[Path]]:
     """A page's HTML, and the files that it uses."""
     used: set[Path] = set()
@@ -103,7 +121,8 @@ def markdown_page(path: Path) -> tuple[str, set[Path]]:
     def picture(found: re.Match) -> str:
         return f'{found[1]}{escape(link(path, unescape(found[2]), used) or found[2])}"'
 
-    body = pandoc(with_tables(path.read_text(), kept_measurement(), kept_elsewhere()), MARKDOWN)
+    text = with_tables(path.read_text(), kept_measurement(), kept_elsewhere())
+    body = pandoc(with_lines(path, text), MARKDOWN)
     body = re.sub(r'<a\s+href="([^"]*)"[^>]*>(.*?)</a>', anchor, body, flags=re.S)
     body = re.sub(r'(<img\s+[^>]*?src=")([^"]*)"', picture, body)
     body = re.sub(r"<table>(.*?)</table>", r'<div class="table"><table>\1</table></div>', body, flags=re.S)

@@ -311,12 +311,10 @@ def title_and_idea(name: str, rung: Rung) -> tuple[str, str]:
 
 
 def linked(name: str, rung: Rung) -> str:
-    """A rung's title for a table: a link to its kernel's line, or to the file of kernels/ that it is of."""
+    """A rung's title for a table: a link to its kernel (doc/places.py), or to the file of kernels/ that it is of."""
     title, _ = title_and_idea(name, rung)
     if rung.in_file:
-        text = (LADDER / f"{name}.cu").read_text()
-        line = 1 + text.count("\n", 0, re.search(rf"\b{rung.kernel}\(", text).start())
-        return f"[{title}](ladder/{name}.cu#L{line})"
+        return f"[{title}](ladder/{name}.cu)<!-- {rung.kernel} -->"
     _, _, file = rung.kernel.partition(" of ")
     return f"[{title}](../{file})" if file else title
 

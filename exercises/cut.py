@@ -1,7 +1,7 @@
 """The exercises, and how their files come about: a solved source, of which some lines are cut out.
 
 A source is a file of solutions/, or some parts of a kernel file of the repository. So nothing is kept twice. Places are
-named as doc/quotes.py does it: by a function and how a line of it begins.
+named as doc/places.py does it: by a function and how a line of it begins.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from device.cpp.compiler import installed_compiler
 from device.errors import UserError
-from doc.quotes import definition, only, resolve
+from doc.places import definition, only, resolve
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from device.cpp.compiler import installed_compiler
-from doc import quotes
+from device.errors import UserError
+from doc import book, quotes
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -456,9 +457,49 @@ def test_links_lead_somewhere(path):
         assert ROOT in (there, *there.parents), f"{place}: {target} is outside of the repository"
         if anchor and there.suffix == ".md":
             assert anchor in anchors(there), f"{place}: {there.name} has no heading #{anchor}"
-        elif anchor:
-            line = re.fullmatch(r"L(\d+)", anchor)
-            assert line and int(line[1]) <= len(read(there).splitlines()), f"{place}: {target}: no such line"
+        else:
+            assert not anchor, f"{place}: {target}: name the place behind the link, not its line (doc/places.py)"
+
+
+@each_text
+def test_links_to_places_in_code_lead_to_a_line(path):
+    text = book.with_lines(path, read(path))
+    assert text.count("#L") == len(book.TO_A_PLACE.findall(read(path)))
+
+
+def test_a_link_to_a_place_that_is_not_there_is_named_with_its_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(book, "ROOT", tmp_path)
+    (tmp_path / "a.cu").write_text("void f() {\n}\n")
+    for link, says in {
+        "[f](a.cu)<!-- g -->": "page.md: a.cu: g: no definitions of g",
+        "[f](a.cu)<!-- f: x -->": "page.md: a.cu: f: x: no lines with `x`",
+        "[f](b.cu)<!-- f -->": "page.md: b.cu: f: there is no such file",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(says)):
+            book.with_lines(tmp_path / "page.md", f"[f](a.cu)<!-- f --> {link}")
+
+
+def test_code_may_move_within_its_file_and_no_page_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(quotes, "ROOT", tmp_path)
+    code, page = tmp_path / "a.cu", tmp_path / "page.md"
+    text = """\
+[a.cu: `x += 1;`](a.cu)<!-- f: x += --> [the function](a.cu)<!-- f -->
+
+<!-- a.cu: f -->
+```cuda
+void f(int x) {
+    x += 1;
+}
+```
+"""
+    page.write_text(text)
+    for above in 0, 1, 10:
+        code.write_text("// more\n" * above + "void f(int x) {\n    x += 1;\n}\n")
+        assert quotes.renewed(page, wrong := []) == text and wrong == []
+        first = f"[a.cu: `x += 1;`](a.cu#L{above + 2}) [the function](a.cu#L{above + 1})"
+        assert book.with_lines(page, text).splitlines()[0] == first
+    code.write_text("void f(int x) {\n    x += 2;\n}\n")
+    assert quotes.renewed(page, []) == text.replace("x += 1;", "x += 2;")
 
 
 def test_a_quote_follows_its_code_or_is_named(tmp_path, monkeypatch):
@@ -473,15 +514,15 @@ __device__ inline float sum_of(float x, int n) {
 """)
     (tmp_path / "moved.py").write_text("class Gone:\n    def run(self):\n        return 1\n")
     (tmp_path / "page.md").write_text("""\
-[x.cu: `x`](a.cu#L99)<!-- sum_of --> [a.cu:7: `x`](a.cu#L7)<!-- sum_of: for (int k -->
+[x.cu: `x`](a.cu)<!-- sum_of --> [a.cu: `x`](a.cu)<!-- sum_of: for (int k -->
 [a.cu: `none`](a.cu) [a.cu: `none`](a.cu)<!-- sum_of: y --> [a.cu: `none`](a.cu)<!-- sum_of: x -->
 [a.cu: `none`](a.cu)<!-- Gone.run --> [b.cu: `none`](b.cu)<!-- x -->
 """)
     wrong = []
     first, *others = quotes.renewed(tmp_path / "page.md", wrong).splitlines()
     assert first == (
-        "[a.cu: `float sum_of(`](a.cu#L2)<!-- sum_of --> "
-        "[a.cu: `for (int k = 0; k < n; k++) x += k;`](a.cu#L3)<!-- sum_of: for (int k -->"
+        "[a.cu: `float sum_of(`](a.cu)<!-- sum_of --> "
+        "[a.cu: `for (int k = 0; k < n; k++) x += k;`](a.cu)<!-- sum_of: for (int k -->"
     )
     assert others == (tmp_path / "page.md").read_text().splitlines()[1:]
     assert wrong == [

@@ -8,6 +8,8 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from doc import book as maker
+
 import pytest
 
 pytestmark = pytest.mark.long  # what the pages say is tested in test_book.py; here is what becomes of them
@@ -67,6 +69,25 @@ def test_a_quote_of_code_leads_to_its_line(book):
             assert unescape(code) in unescape(re.sub(r"<[^>]+>", "", shown)), f"{page.name}: {code}"
             quotes += 1
     assert quotes > 40
+
+
+@pytest.mark.parametrize("above", [0, 1, 100])
+def test_a_link_to_a_function_that_moved_leads_to_its_line(tmp_path, monkeypatch, above):
+    """The page stays as it is."""
+    pytest.importorskip("pypandoc", reason="pandoc is not installed: make book does it")
+    doc = tmp_path / "doc"
+    monkeypatch.setattr(maker, "ROOT", tmp_path)
+    monkeypatch.setattr(maker, "DOC", doc)
+    doc.mkdir()
+    (doc / maker.STYLE).write_text("")
+    (doc / "index.md").write_text("[a.cu: `void f(`](../a.cu)<!-- f --> or [its loop](../a.cu)<!-- f: for -->\n")
+    (tmp_path / "a.cu").write_text("// more\n" * above + "void f(int n) {\n    for (;;) n++;\n}\n")
+    assert maker.build(tmp_path / "book") == 2
+    targets = [target for target in attributes((tmp_path / "book" / "index.html").read_text()) if "#L" in target]
+    assert targets == [f"source/a.cu.html#L-{above + 1}", f"source/a.cu.html#L-{above + 2}"]
+    source = (tmp_path / "book" / "source" / "a.cu.html").read_text()
+    shown = re.search(rf'<span id="L-{above + 1}">(.*?)</span>\n<span id="L', source, re.S)[1]
+    assert re.sub(r"<[^>]+>", "", shown) == "void f(int n) {"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
