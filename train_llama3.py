@@ -224,8 +224,8 @@ def llama3_layer_recompute(model: Model, acts, batch, l: int) -> None:
 
 def llama3_backward(model: Model, acts, batch, accumulate: bool = False) -> None:
     """Adds the gradients of all parameters to model.grads, from what forward and loss left in acts. The loss has added
-    its part of the head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead. Goes
-    from the last layer to the first. Recomputes the outputs of RMSNorm and SwiGLU for the weights' gradients."""
+    its part of the head's. In a step's first batch, without accumulate, sets those of the layers' matrices instead.
+    Goes from the last layer to the first. Recomputes the outputs of RMSNorm and SwiGLU for the weights' gradients."""
     params, grads, B, T, (L, C, NH, NKV, HS, H) = model.params, model.grads, batch.B, batch.T, model.sizes
     rope, dresidual, dln = model.constant.rope, acts.dresidual, acts.dln
 

@@ -180,7 +180,7 @@ float total = 0.0f;"""),
     Exercise(
         "layernorm",
         (
-            Hole("norm_forward: float m = 0.0f", "if (threadIdx.x == 0)", """\
+            Hole("norm_row: float m = 0.0f", "if (threadIdx.x == 0)", """\
 float m = 0.0f, s = 0.0f;
 // Write here: m = the row's mean, s = its rstd, and the row of norm0.out.
 // `sum` is what this thread's numbers add up to; row_sum(sum) gives all threads of the row the sum over it.
@@ -197,11 +197,14 @@ float m = 0.0f, s = 0.0f;
 //   out = (x - mean) * rstd * weight + shift   for each row of x (N, C);   rstd = 1 / sqrt(variance + eps)
 // mean and variance are those of the row. The kernel writes mean (N) and rstd (N), too. It also adds the residual
 // connection in front of it, where there is one; that part is complete. So is the way in which the kernel starts early
-// (PROGRAMMATIC, page 13), and what others need: a second branch, dropout, a second out, no mean, codes (page 18). Here
-// mean and norm0 are given, norm1.out is null, and IN_TURN is false.
+// (PROGRAMMATIC, page 13), and what others need: a second branch, dropout, a second out, no mean. Here mean and norm0
+// are given, and norm1.out is null.
 // floatX is float here, and WIDTH is 4: a Vec v has the four numbers v.x[0] to v.x[3]. rsqrtf(1.5f) is 1 / sqrt(1.5).
 """,
-        parts=("Branch", "Norm", "normalised", "row_sum", "norm_forward", "layernorm_forward_kernel"),
+        parts=(
+            "Branch", "Norm", "normalised", "row_sum", "norm_row", "row_of_thread", "memory_of_row", "norm_forward",
+            "layernorm_forward_kernel",
+        ),
     ),
     Exercise(
         "tf32",
@@ -215,13 +218,14 @@ float m = 0.0f, s = 0.0f;
     Exercise(
         "gelu",
         (
-            Hole("Tanh.gradient: const float slope", "}", """\
+            Hole("gradient: const float slope", "}", """\
 // Write here: the derivative of gelu at x. s is share(x).
 return 0.0f;"""),
             Hole("differentiate: const float x", "}", """\
 // Write here: d, which is dout, becomes the gradient of the input, and inp becomes gelu(inp + bias)."""),
         ),
         source="kernels/gelu.cu",
+        header="gelu.cuh",
         head="""\
 // Exercise 13: GELU backward.
 //
@@ -230,10 +234,10 @@ return 0.0f;"""),
 //   dout (N, C): the gradient of inp, in place;
 //   out_T (C, N): gelu(x), transposed by the tile;
 //   partials (gridDim.y, C): of each chunk of rows the sums of the gradient, for the bias.
-// Tanh has s(x) already, and lacks the derivative of gelu.
+// share is s(x). gradient, the derivative of gelu, is not there yet.
 """,
         parts=(
-            "Tanh", "differentiate", "backward", "gelu_backward_kernel",
+            "TWICE_SQRT_2_OVER_PI", "share", "gradient", "differentiate", "gelu_backward_kernel",
         ),
     ),
     Exercise(

@@ -1,26 +1,23 @@
-// One number's GELU and its derivative, in the form that a file is compiled for: erf if it defines GELU_ERF, as
-// gelu_erf.cu does, else tanh.
+// One number's GELU and its derivative, in the tanh form; or in the erf form, for a file that includes gelu_erf.cuh
+// first.
 #pragma once
 #include "common.cuh"
 
-// gelu(x) = x * share(x), and gelu'(x) = gradient(x, share(x)).
-#ifdef GELU_ERF
-__device__ __forceinline__ float share(float x) { return 0.5f + 0.5f * erff(0.70710678f * x); }
+#ifndef GELU_ERF
 
-__device__ __forceinline__ float gradient(float x, float s) {
-    return s + 0.39894228f * x * __expf(-0.5f * x * x);
-}
-#else
 constexpr float TWICE_SQRT_2_OVER_PI = 1.5957691216057308f;
 
+// gelu(x) = x * share(x)
 __device__ __forceinline__ float share(float x) {
     return reciprocal(1.0f + __expf(-TWICE_SQRT_2_OVER_PI * (x + 0.044715f * x * x * x)));
 }
 
+// gelu'(x), from s = share(x)
 __device__ __forceinline__ float gradient(float x, float s) {
     const float slope = TWICE_SQRT_2_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
     return s + x * s * (1.0f - s) * slope;
 }
+
 #endif
 
 __device__ __forceinline__ float gelu(float x) { return x * share(x); }

@@ -1,3 +1,3 @@
-// The kernels of gelu.cu for the erf form.
-#define GELU_ERF
+// The kernels of gelu.cu, in the erf form.
+#include "gelu_erf.cuh"
 #include "gelu.cu"

@@ -254,7 +254,7 @@ def test_every_activation_starts_at_a_256_byte_boundary_and_overlaps_only_what_i
     tables = []
     for precision, name in product(("bf16", "fp8"), ("flash", "softmax")):
         device.use_precision(precision)
-        tables += training_tables(kind, config, name, sizes)
+        tables += fp8.out_of_place(training_tables(kind, name), kind, config, 2 * 16)
     device.use_precision("fp32")
     for table, floatX in product(tables, (np.dtype("f4"), device.BF16)):
         table = without(table, config.absent)

@@ -57,7 +57,7 @@ def launches() -> list[tuple[str, dict[str, bool]]]:
         acts, batch = Activations(model, B, T, "flash").views(), Batch(B, T)
         rows = {"residual": acts.residual[LAYER], "next residual": acts.residual[LAYER + 1]}
         rows |= {name: getattr(acts.layer[LAYER], name) for name in KEPT[1:-1]}
-        rows |= {name: getattr(acts, name) for name in SCRATCH if hasattr(acts, name)}
+        rows |= {name: getattr(acts.layer[LAYER], name) for name in SCRATCH if hasattr(acts, name)}
         rows |= {name: device.regions[name][-1] for name in SCRATCH if not hasattr(acts, name)}
         spans = {name: (x.__array_interface__["data"][0], x.nbytes) for name, x in rows.items()}
         found = []

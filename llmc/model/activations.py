@@ -91,7 +91,8 @@ class Activations:
         recompute_layer is what backward calls before it goes back through a layer."""
         model, config, relu = self.model, self.model.config, self.attention == "relu"
         sizes = batch_sizes(config, b or self.B, t or self.T, self.logit_rows, self.recompute)
-        activations, gradients = training_tables(type(model), config, self.attention, sizes)
+        tables = training_tables(type(model), self.attention)
+        activations, gradients = fp8.out_of_place(tables, type(model), config, sizes["B"] * sizes["T"])
         acts = named(self.memory, activations, config, sizes)
         grads = named(self.grads_memory, gradients, config, sizes)
         vars(acts).update(vars(grads) | {"layer": acts.layer})
@@ -159,13 +160,10 @@ def cache_sizes(config: Config, B: int, T: int, context: int) -> dict[str, int]:
     return batch_sizes(config, B, T, B) | {"L": 1, "L+1": 1, "context": context}
 
 
-def training_tables(
-    kind: type[Model], config: Config, attention: str, sizes: dict[str, int]
-) -> tuple[Table, Table]:  # fmt: skip
+def training_tables(kind: type[Model], attention: str) -> tuple[Table, Table]:
     """The tables of activations and of their gradients. A row that the model has, too, is the model's."""
-    own, rows = frozenset(name for name, *_ in kind.ACTIVATIONS), sizes["B"] * sizes["T"]
-    activations = kind.ACTIVATIONS + without(KINDS[attention], own)
-    return fp8.out_of_place(activations, kind, config, rows), fp8.out_of_place(kind.GRADIENTS, kind, config, rows)
+    own = frozenset(name for name, *_ in kind.ACTIVATIONS)
+    return kind.ACTIVATIONS + without(KINDS[attention], own), kind.GRADIENTS
 
 
 def cache_table(kind: type[Model]) -> Table:
@@ -179,7 +177,7 @@ def training_bytes(
 ) -> tuple[int, int]:
     """The bytes of activations, and of their gradients. The first also suffice for a Cache of one text, for samples."""
     sizes = batch_sizes(config, B, T, logit_rows, recompute)
-    tables = training_tables(kind, config, attention, sizes)
+    tables = fp8.out_of_place(training_tables(kind, attention), kind, config, B * T)
     activations, gradients = (table_bytes(table, config, sizes) for table in tables)
     return max(activations, cache_bytes(kind, config, 1, T)), gradients
 

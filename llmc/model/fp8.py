@@ -162,11 +162,18 @@ def linear(kind: type[Model], config: Config) -> dict[str, tuple[str | None, str
     return {name: tensors for name, tensors in kind.LINEAR.items() if name in matrices}
 
 
-def out_of_place(table: Table, kind: type[Model], config: Config, rows: int) -> Table:
-    """The table of a model's activations or gradients, for `rows` positions. A kernel that quantizes runs twice. So a
-    quantized gradient that would take its owner's memory lies after the owner there."""
+def out_of_place(
+    tables: tuple[Table, Table], kind: type[Model], config: Config, rows: int
+) -> tuple[Table, Table]:  # fmt: skip
+    """The tables of a model's activations and gradients, for `rows` positions. A kernel that quantizes runs twice, so
+    it must find its input intact: a quantized gradient that would take its owner's memory lies after the owner."""
     gradients = {dout for _, dout in linear(kind, config).values()} if rows % MULTIPLE == 0 else ()
-    return tuple((*row, *owners(row)) if row[0] in gradients and len(owners(row)) == 1 else row for row in table)
+
+    def moved(row: tuple) -> tuple:
+        return (*row, *owners(row)) if row[0] in gradients and len(owners(row)) == 1 else row
+
+    activations, others = (tuple(map(moved, table)) for table in tables)
+    return activations, others
 
 
 def quantized_bytes(kind: type[Model], config: Config, inference: bool = False) -> int:
